@@ -1,0 +1,267 @@
+"""The vocabulary: what a probe measured, the lines fitted to it, and the plan that follows.
+
+Everything here is plain data in bytes, seconds and samples. Nothing imports torch or Lightning.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+MIB = 2**20
+"""Bytes in a mebibyte, the unit in which memory is shown to people."""
+
+PHASES = ("forward", "backward", "optimizer_step", "evaluation")
+"""The parts of a step whose peaks are measured and fitted apart, in the order in which they run."""
+
+Outcome = Literal["ok", "out_of_memory"]
+LimitedBy = Literal["memory", "dataset", "max_batch_size", "throughput"]
+Objective = Literal["memory", "throughput"]
+
+
+def mib(count_bytes: float) -> str:
+    """Bytes as a person reads them, e.g. ``"1,536.0 MiB"``; three decimals below one MiB."""
+    return f"{count_bytes / MIB:,.{1 if abs(count_bytes) >= MIB else 3}f} MiB"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What real training steps at one batch size used.
+
+    Args:
+        batch_size: samples in each step, on this rank.
+        outcome: ``"ok"``, or ``"out_of_memory"`` when a step ran out of memory (the peaks are then incomplete).
+        phase_peak_bytes: highest allocated bytes in each phase that ran (keys from :data:`PHASES`), the worst of the
+            measured steps. On the host: the resident set.
+        noise_bytes: by how much the peak of one and the same phase differed between the measured steps.
+        peak_reserved_bytes: highest bytes that the allocator held from the device; ``None`` where it reserves none.
+        step_seconds: median wall time of a measured step; ``None`` when none was completed.
+        measured_steps: how many full steps were measured (the warm-up is not counted).
+        error: first line of the error that was taken for out of memory; empty otherwise.
+    """
+
+    batch_size: int
+    outcome: Outcome
+    phase_peak_bytes: Mapping[str, int]
+    noise_bytes: int = 0
+    peak_reserved_bytes: int | None = None
+    step_seconds: float | None = None
+    measured_steps: int = 0
+    error: str = ""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest allocated bytes inside a step, over all phases; 0 when nothing was measured."""
+        return max(self.phase_peak_bytes.values(), default=0)
+
+    @property
+    def held_bytes(self) -> int:
+        """What the device had to give: reserved bytes where the allocator reserves, else allocated bytes."""
+        return max(self.peak_bytes, self.peak_reserved_bytes or 0)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A straight line over the batch size, with what is known of its error.
+
+    Args:
+        intercept: value at batch size 0 (bytes or seconds).
+        slope: growth with each sample (bytes or seconds).
+        noise: largest distance by which a measurement may be off the line (same unit as ``intercept``): the larger of
+            the residuals and the noise of the measurement itself.
+        first_batch_size: smallest batch size that the line was fitted to.
+        last_batch_size: largest batch size that the line was fitted to.
+    """
+
+    intercept: float
+    slope: float
+    noise: float
+    first_batch_size: int
+    last_batch_size: int
+
+    def at(self, batch_size: float) -> float:
+        """The value that the line expects at ``batch_size`` samples."""
+        return self.intercept + self.slope * batch_size
+
+    def upper(self, batch_size: float) -> float:
+        """The value not exceeded at ``batch_size`` if every measurement was off by at most ``noise``.
+
+        Inside the measured range that is the line plus the noise; beyond it the slope too may be off by
+        ``noise / (last_batch_size - first_batch_size)``.
+        """
+        span = self.last_batch_size - self.first_batch_size
+        beyond = max(0.0, batch_size - self.last_batch_size)
+        return self.at(batch_size) + self.noise * (1.0 + (beyond / span if span else 0.0))
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Peak memory of a step as a function of the batch size: the highest of one line per phase.
+
+    Args:
+        lines: phase -> line in allocated bytes over samples.
+        reserved_ratio: reserved over allocated bytes as measured at the largest size (1.0 where nothing is reserved).
+    """
+
+    lines: Mapping[str, Line]
+    reserved_ratio: float = 1.0
+
+    def predict_bytes(self, batch_size: float) -> float:
+        """Expected peak, in bytes of the kind that the limit counts (reserved where there is such a thing)."""
+        return self.reserved_ratio * max(line.at(batch_size) for line in self.lines.values())
+
+    def upper_bytes(self, batch_size: float) -> float:
+        """Upper bound of the peak, in the same bytes as :meth:`predict_bytes`."""
+        return self.reserved_ratio * max(line.upper(batch_size) for line in self.lines.values())
+
+    def phase_at(self, batch_size: float) -> str:
+        """The phase in which the peak is expected at ``batch_size`` samples."""
+        return max(self.lines, key=lambda phase: self.lines[phase].at(batch_size))
+
+
+@dataclass(frozen=True)
+class TimeModel:
+    """Wall time of a step as a function of the batch size: ``step_seconds = t0 + c * batch_size``.
+
+    Args:
+        line: seconds over samples; the intercept ``t0`` is what a step costs whatever its size, the slope ``c`` the
+            work for each sample.
+    """
+
+    line: Line
+
+    def step_seconds(self, batch_size: float) -> float:
+        """Expected wall time of one step, in seconds."""
+        return self.line.at(batch_size)
+
+    def samples_per_second(self, batch_size: float) -> float:
+        """Expected throughput; ``inf`` where the line says that a step takes no time."""
+        seconds = self.step_seconds(batch_size)
+        return batch_size / seconds if seconds > 0 else math.inf
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a search has to respect.
+
+    Args:
+        limit_bytes: what this process may hold.
+        min_batch_size: smallest size worth trying, in samples.
+        max_batch_size: largest size worth trying, in samples (the data set's or the user's).
+        max_reason: what set ``max_batch_size``: ``"dataset"`` or ``"max_batch_size"``.
+        multiple_of: sizes are rounded down to a multiple of it; ``None``: sizes of 64 and more to a multiple of 8.
+        objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest that is as good as
+            the fastest.
+    """
+
+    limit_bytes: int
+    min_batch_size: int
+    max_batch_size: int
+    max_reason: Literal["dataset", "max_batch_size"]
+    multiple_of: int | None = None
+    objective: Objective = "memory"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The next size to try, and why.
+
+    Args:
+        batch_size: samples to run.
+        reason: one sentence for the person who watches.
+    """
+
+    batch_size: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """No size can be named, and why.
+
+    Args:
+        reason: one sentence: what was seen, and what would help.
+        trials: what had been run by then.
+    """
+
+    reason: str
+    trials: tuple[Trial, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The size that was chosen, what bounds it, and everything it was computed from.
+
+    Args:
+        batch_size: the chosen size, in samples for each rank.
+        limited_by: what kept it from being larger.
+        verified: whether full steps at this very size were run and fitted.
+        limit_bytes: what this process may hold.
+        predicted_peak_bytes: what the lines expect at ``batch_size``, fitted to the *other* sizes; ``None`` when fewer
+            than two other sizes were run.
+        upper_peak_bytes: the upper bound of the same prediction; ``None`` likewise.
+        measured_peak_bytes: what the verifying steps held at their peak.
+        trials: every size that was run, in the order in which it was run.
+        memory: the fitted memory lines; ``None`` when a single size was run.
+        time: the fitted time line; ``None`` likewise.
+        reason: one sentence: why this size.
+    """
+
+    batch_size: int
+    limited_by: LimitedBy
+    verified: bool
+    limit_bytes: int
+    predicted_peak_bytes: int | None
+    upper_peak_bytes: int | None
+    measured_peak_bytes: int
+    trials: tuple[Trial, ...]
+    memory: MemoryModel | None
+    time: TimeModel | None
+    reason: str = field(default="")
+
+    def __str__(self) -> str:
+        rows = [
+            ("limit", f"{mib(self.limit_bytes)}"),
+            ("measured", f"{mib(self.measured_peak_bytes)} at its peak"),
+        ]
+        if self.predicted_peak_bytes is not None and self.upper_peak_bytes is not None:
+            bound = f"{mib(self.predicted_peak_bytes)} from the other sizes, at most {mib(self.upper_peak_bytes)}"
+            rows.insert(1, ("predicted", bound))
+        if self.memory is not None:
+            phase = self.memory.phase_at(self.batch_size)
+            line = self.memory.lines[phase]
+            rows.append(("memory", f"{mib(line.intercept)} + {mib(line.slope)} a sample ({phase.replace('_', ' ')})"))
+        if self.time is not None:
+            line = self.time.line
+            rows.append(("time", f"{line.intercept * 1e3:.3g} ms + {line.slope * 1e3:.3g} ms a sample"))
+        rows.append(("tried", ", ".join(str(trial.batch_size) for trial in self.trials)))
+        if self.reason:
+            rows.append(("why", self.reason))
+        verified = "verified by real steps" if self.verified else "not verified"
+        head = f"batch size {self.batch_size}, limited by {self.limited_by.replace('_', ' ')}, {verified}"
+        return "\n".join([head, *(f"  {name:<10}{text}" for name, text in rows)])
+
+    def to_json(self) -> str:
+        """The plan as JSON; :meth:`from_json` makes an equal plan of it."""
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: when ``text`` is not JSON.
+            KeyError: when a field is missing.
+        """
+        data: dict[str, Any] = json.loads(text)
+        memory, time = data["memory"], data["time"]
+        if memory is not None:
+            lines = {phase: Line(**line) for phase, line in memory["lines"].items()}
+            memory = MemoryModel(lines, memory["reserved_ratio"])
+        if time is not None:
+            time = TimeModel(Line(**time["line"]))
+        trials = tuple(Trial(**trial) for trial in data["trials"])
+        return cls(**{**data, "memory": memory, "time": time, "trials": trials})
