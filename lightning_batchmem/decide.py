@@ -1,0 +1,306 @@
+"""From everything run so far to the next size to try, or the plan.
+
+Pure: nothing here imports torch or Lightning. The caller's loop is::
+
+    while isinstance(step := decide(trials, bounds), Probe):
+        trials.append(measure(step.batch_size))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .fit import find_contradiction, fit_memory, fit_time, worst_per_size
+from .records import Bounds, LimitedBy, MemoryModel, Plan, Probe, Refusal, Trial, mib
+
+FIRST_SIZE = 2  # a batch of one sample breaks BatchNorm and takes other code paths (field notes: Ultralytics PR26224)
+MAX_SIZES = 10  # a longer search is trial and error; each size may cost a compilation
+CAUTIOUS_GROWTH = 8  # at most so many times the largest size while no probe has confirmed the lines
+CAUTIOUS_SHARE = 1 / 8  # of the room left, likewise
+TRUSTED_GROWTH = 64  # lines confirmed over a small span may still bend; two to two million is six sizes at this rate
+AGREEMENT = 0.02  # a probe confirms the lines when it is off by at most this share of its growth, noise aside
+NOTABLE = 0.02  # a gain below this share is not worth another probe
+CLOSE = 0.03  # a good and a failed size this near to each other end the search
+THROUGHPUT_SHARE = 0.95  # of the best throughput: beyond, more memory buys next to no speed
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Where the search stands: ``best`` fits, ``failed_size`` (if any) is the smallest larger one that does not."""
+
+    trials: tuple[Trial, ...]
+    bounds: Bounds
+    repeatability: float
+    lowest: int
+    highest: int
+    good: list[Trial]  # smallest first
+    failed_size: int | None
+    over: Trial | None  # the measurement at failed_size where it ran through, but may not fit another time
+
+    @property
+    def best(self) -> Trial:
+        return self.good[-1]
+
+    @property
+    def following(self) -> int:
+        return _round(self.best.batch_size + 1, self.bounds, up=True)
+
+
+def decide(trials: Sequence[Trial], bounds: Bounds, repeatability: float = 0.0) -> Probe | Plan | Refusal:
+    """Say which batch size to run next, or which one to use.
+
+    Grows from two samples along the upper bound of the fitted lines, cautiously until a probe has confirmed them, and
+    steps down by itself from a size that did not fit. It asks for at most ten sizes, and the planned size has been
+    run with its peak within the limit.
+
+    Args:
+        trials: everything run so far, in the order in which it was run.
+        bounds: limit in bytes, range of sizes in samples, rounding and objective.
+        repeatability: share of the growth by which peaks at one size differ between runs (0 on CUDA).
+
+    Returns:
+        A probe with the next size, a plan, or a refusal: nothing fits, or the measurements follow no law.
+
+    Example:
+        >>> bounds = Bounds(limit_bytes=1000, min_batch_size=1, max_batch_size=50, max_reason="dataset")
+        >>> trials = []
+        >>> while isinstance(step := decide(trials, bounds), Probe):
+        ...     peak = 100 + 10 * step.batch_size
+        ...     trials.append(Trial(step.batch_size, "ok", {"forward": peak}, measured_steps=3))
+        >>> step.batch_size, step.limited_by
+        (50, 'dataset')
+    """
+    trials = tuple(trials)
+    lowest, highest = _size_range(bounds)
+    if lowest > highest:
+        wanted = f"{bounds.min_batch_size} to {bounds.max_batch_size}"
+        return Refusal(f"no multiple of {bounds.multiple_of or 1} lies in the range {wanted} of sizes.", trials)
+    if not trials:
+        first = min(max(lowest, _round(FIRST_SIZE, bounds, up=True)), highest)
+        return Probe(first, f"{first} samples: the smallest size worth measuring.")
+    problem = find_contradiction(trials, repeatability)
+    if problem:
+        return Refusal(problem, trials)
+    search = _look(trials, bounds, repeatability, lowest, highest)
+    if not search.good:
+        return _smaller(search)
+    if bounds.objective == "throughput" and trials[-1].batch_size < search.best.batch_size:
+        return _throughput_plan(search, trials[-1].batch_size)  # only a probe for throughput goes back below the best
+    step = _grow(search) if search.failed_size is None else _step_down(search)
+    may_probe = len({trial.batch_size for trial in trials}) < MAX_SIZES
+    if isinstance(step, Probe) and may_probe:
+        return step
+    settled = _out_of_sizes(search) if isinstance(step, Probe) else step
+    if bounds.objective == "throughput":
+        return _knee(search, settled, may_probe)
+    return _plan(search, search.best, *settled)
+
+
+def _look(trials: tuple[Trial, ...], bounds: Bounds, repeatability: float, lowest: int, highest: int) -> _Search:
+    ran = worst_per_size(trials)
+    over = [trial for trial in ran if _may_hold_bytes(trial, ran[0], repeatability) > bounds.limit_bytes]
+    failed = {trial.batch_size for trial in (*over, *(trial for trial in trials if trial.outcome != "ok"))}
+    failed_size = min(failed, default=None)
+    good = [trial for trial in ran if failed_size is None or trial.batch_size < failed_size]
+    measured = next((trial for trial in over if trial.batch_size == failed_size), None)
+    return _Search(trials, bounds, repeatability, lowest, highest, good, failed_size, measured)
+
+
+def _may_hold_bytes(trial: Trial, smallest: Trial, repeatability: float) -> float:
+    """What the same size may hold in another run: the measurement itself where the device repeats it exactly.
+
+    Where it does not, a few steps have not seen the worst: add by how much they differed, or the share of the growth
+    by which runs differ, whichever is more.
+    """
+    if repeatability == 0:
+        return trial.held_bytes
+    return trial.held_bytes + max(trial.noise_bytes, repeatability * (trial.held_bytes - smallest.held_bytes))
+
+
+def _smaller(search: _Search) -> Probe | Refusal:
+    failed, over, limit = search.failed_size, search.over, search.bounds.limit_bytes
+    if failed is not None and search.lowest < failed:
+        return Probe(search.lowest, f"{search.lowest} samples: {failed} did not fit.")
+    said = next((f" ({trial.error})" for trial in search.trials if trial.error), "") if over is None else ""
+    return Refusal(
+        f"nothing fits: {failed} samples, the smallest size allowed, {_held(over)}{said} under a limit of "
+        f"{mib(limit)}; a smaller model, smaller samples, lower precision or checkpointed activations would help.",
+        search.trials,
+    )
+
+
+def _out_of_sizes(search: _Search) -> tuple[LimitedBy, str]:
+    room = _room(search.best, search.bounds)
+    return "memory", f"the largest that fits of the {MAX_SIZES} sizes that were run; {room}."
+
+
+def _grow(search: _Search) -> Probe | tuple[LimitedBy, str]:
+    """The next larger size when everything has fitted so far, or why there is none."""
+    best, bounds = search.best, search.bounds
+    size, limit, following = best.batch_size, bounds.limit_bytes, search.following
+    if size >= search.highest:
+        what = "the data set has" if bounds.max_reason == "dataset" else "max_batch_size is"
+        return bounds.max_reason, f"{what} {bounds.max_batch_size} samples; {_room(best, bounds)}."
+    known = min(search.highest, _surely_fits(search))
+    model = _model(search.good, search.repeatability)
+    if model is None:
+        target = max(following, _round(min(2 * size, known), bounds))
+        return _probe(target, "a second size, to see the growth with each sample", None, limit)
+    fill = _round(_largest(model, limit, known, search.highest), bounds)
+    if not _notable(search, fill):
+        return "memory", _why_not_more(search, model)
+    off = _disagreement(search)
+    if off <= AGREEMENT:
+        growth, share, why = TRUSTED_GROWTH, 1 - 2 * off, "the last probe agreed with the lines"
+    else:
+        growth, share, why = CAUTIOUS_GROWTH, CAUTIOUS_SHARE, "one step, to see whether the lines hold"
+    within = best.held_bytes + share * (limit - best.held_bytes)
+    careful = _largest(model, within, known, search.highest)
+    # A step that is not notable would teach nothing, so take at least that.
+    target = min(fill, growth * size, max(careful, math.ceil((1 + NOTABLE) * size)))
+    return _probe(max(following, _round(target, bounds)), why, model, limit)
+
+
+def _step_down(search: _Search) -> Probe | tuple[LimitedBy, str]:
+    """A size between the largest that fitted and the smallest that did not, or why there is none."""
+    size, failed, limit = search.best.batch_size, search.failed_size or 0, search.bounds.limit_bytes
+    if search.following >= failed or failed - size <= CLOSE * size:
+        return "memory", _why_not_more(search, None)
+    lines = _model(search.good, search.repeatability)
+    bold = _largest(lines, limit, size, failed - 1) if lines else failed - 1
+    target = max(search.following, min(bold, math.isqrt(size * failed)))
+    # The law is convex: lines through the failed size, where it was measured, are an upper bound below it.
+    across = _model([*search.good, search.over], search.repeatability) if search.over else None
+    safe = _largest(across, limit, size, failed - 1) if across else size
+    model = across if safe >= target else lines
+    if not _notable(search, _round(max(bold, safe), search.bounds)):
+        return "memory", _why_not_more(search, model)
+    target = _round(max(target, safe), search.bounds)
+    why = f"between {size}, which fitted, and {failed}, which did not"
+    return _probe(max(search.following, target), why, model, limit)
+
+
+def _knee(search: _Search, settled: tuple[LimitedBy, str], may_probe: bool) -> Probe | Plan:
+    """The smallest size within five percent of the best throughput, once the largest size that fits is known.
+
+    Source: with ``T(B) = t0 + c * B`` the throughput ``B / T(B)`` never falls, so it is best at the memory answer
+    ``M``; ``B / T(B) = s * M / T(M)`` gives ``B = s * t0 * M / (t0 + c * M * (1 - s))``.
+    """
+    size, bounds, time = search.best.batch_size, search.bounds, fit_time(search.trials)
+    if time is None:
+        return _plan(search, search.best, *settled)
+    t0, c, s = time.line.intercept, time.line.slope, THROUGHPUT_SHARE
+    divisor = t0 + c * size * (1 - s)
+    wanted = math.ceil(s * t0 * size / divisor) if divisor > 0 else size
+    target = min(size, max(search.lowest, _round(max(FIRST_SIZE, wanted), bounds, up=True)))
+    chosen = min(trial.batch_size for trial in search.good if trial.batch_size >= target)
+    if may_probe and chosen != target:
+        return Probe(target, f"{target} samples: expected to reach {s:.0%} of the throughput at {size}.")
+    return _throughput_plan(search, chosen) if chosen < size else _plan(search, search.best, *settled)
+
+
+def _throughput_plan(search: _Search, size: int) -> Plan:
+    chosen = next(trial for trial in search.good if trial.batch_size == size)
+    reached = f"{THROUGHPUT_SHARE:.0%} of the throughput at {search.best.batch_size}, the most that fits"
+    return _plan(search, chosen, "throughput", f"enough for {reached}; {_room(chosen, search.bounds)}.")
+
+
+def _plan(search: _Search, chosen: Trial, limited_by: LimitedBy, reason: str) -> Plan:
+    size = chosen.batch_size
+    smaller = _model([trial for trial in search.good if trial.batch_size < size], search.repeatability)
+    return Plan(
+        batch_size=size,
+        limited_by=limited_by,
+        verified=chosen.measured_steps >= 2,
+        limit_bytes=search.bounds.limit_bytes,
+        predicted_peak_bytes=round(smaller.predict_bytes(size)) if smaller else None,
+        upper_peak_bytes=math.ceil(smaller.upper_bytes(size)) if smaller else None,
+        measured_peak_bytes=chosen.held_bytes,
+        trials=search.trials,
+        memory=_model(search.trials, search.repeatability),
+        time=fit_time(search.trials),
+        reason=f"{size} samples: {reason}",
+    )
+
+
+def _model(trials: Sequence[Trial], repeatability: float) -> MemoryModel | None:
+    model = fit_memory(trials, repeatability)
+    return model if isinstance(model, MemoryModel) else None
+
+
+def _surely_fits(search: _Search) -> int:
+    """The largest size that fits whatever the growth with each sample is, by the largest measurement.
+
+    Source: the peak is a maximum of ``a + b * size`` with ``a >= 0`` (what is fixed takes memory), and for each of
+    these ``a + b * k * size <= k * (a + b * size)``: k times the samples take at most k times the memory.
+    """
+    size, held = search.best.batch_size, search.best.held_bytes + search.best.noise_bytes + 1
+    return max(size, int(search.bounds.limit_bytes / (1 + search.repeatability)) * size // held)
+
+
+def _largest(model: MemoryModel, within: float, low: int, high: int) -> int:
+    """The largest size up to ``high`` whose upper bound stays ``within`` bytes, or ``low``."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if model.upper_bytes(middle) <= within else (low, middle - 1)
+    return low
+
+
+def _disagreement(search: _Search) -> float:
+    """By which share of its growth the largest probe, noise aside, is off the lines fitted to the smaller ones."""
+    before, last = _model(search.good[:-1], search.repeatability), search.best
+    if before is None or before.lines.keys() != last.phase_peak_bytes.keys():
+        return math.inf
+    off = 0.0
+    for phase, line in before.lines.items():
+        expected, upper = line.at(last.batch_size), line.upper(last.batch_size)
+        off = max(off, abs(last.phase_peak_bytes[phase] - expected) - (upper - expected))
+    return off / max(1, last.peak_bytes - search.good[-2].peak_bytes)
+
+
+def _notable(search: _Search, target: int) -> bool:
+    size = search.best.batch_size
+    return target > size and (target == search.highest or target >= max(search.following, (1 + NOTABLE) * size))
+
+
+def _probe(size: int, why: str, model: MemoryModel | None, limit: int) -> Probe:
+    expected = f"; predicted up to {mib(model.upper_bytes(size))} of {mib(limit)}" if model else ""
+    return Probe(size, f"{size} samples: {why}{expected}.")
+
+
+def _held(over: Trial | None) -> str:
+    """What happened at a size that did not fit; ``over`` is its measurement, if it ran through."""
+    if over is None:
+        return "ran out of memory"
+    unsure = f", measured to within {mib(over.noise_bytes)}," if over.noise_bytes else ""
+    return f"held {mib(over.held_bytes)}{unsure}"
+
+
+def _room(trial: Trial, bounds: Bounds) -> str:
+    return f"it held {mib(trial.held_bytes)} of the {mib(bounds.limit_bytes)} limit"
+
+
+def _why_not_more(search: _Search, model: MemoryModel | None) -> str:
+    room, following = _room(search.best, search.bounds), search.following
+    if model is None:
+        return f"{room}, and {search.failed_size} samples {_held(search.over)}."
+    upper = model.upper_bytes(following)
+    gain = f", but what would fit beyond is less than {NOTABLE:.0%}" if upper <= search.bounds.limit_bytes else ""
+    return f"{room}; the next size, {following}, is predicted to take up to {mib(upper)}{gain}."
+
+
+def _size_range(bounds: Bounds) -> tuple[int, int]:
+    """Smallest and largest size that the rounding allows; the first is the larger one when there is none."""
+    lowest = _round(max(1, bounds.min_batch_size), bounds, up=True)
+    highest = _round(bounds.max_batch_size, bounds)
+    if bounds.multiple_of is None and bounds.min_batch_size <= bounds.max_batch_size and highest < lowest:
+        return bounds.max_batch_size, bounds.max_batch_size  # too narrow for a multiple of 8: the cap itself will do
+    return lowest, max(0, highest)
+
+
+def _round(size: int, bounds: Bounds, up: bool = False) -> int:
+    """Down (or up) to a multiple of ``multiple_of``; by default to one of 8 from 64 samples on."""
+    step = bounds.multiple_of or (8 if size >= 64 else 1)
+    return -(-size // step) * step if up else size // step * step
