@@ -1,0 +1,118 @@
+"""What a device says of its memory and of how busy it is: a file a device, one Protocol, chosen on use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Memory of this process on one device.
+
+    Args:
+        allocated_bytes: bytes that hold something (host: the resident set).
+        reserved_bytes: bytes that the allocator took from the device; ``None`` where there is no such thing.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int | None = None
+
+
+class Meter(Protocol):
+    """One device's memory, as this process sees it.
+
+    Attributes:
+        name: ``"cuda"``, ``"host"`` or ``"mps"``; for people and for metric names.
+        has_peak: whether :meth:`peak` is a true peak since :meth:`reset_peak`, not just the value at the moment.
+        repeatability: by what share of its growth with the batch the peak at one size may differ from one process to
+            the next (0.0 where the allocator is deterministic).
+        resolution_bytes: what two peaks may differ by although the step needed the same: the allocator hands out
+            whole blocks, the kernel whole pages.
+    """
+
+    name: str
+    has_peak: bool
+    repeatability: float
+    resolution_bytes: int
+
+    def reset_peak(self) -> None:
+        """Let the peak start again from what is in use now. Seen by everybody in the process."""
+        ...
+
+    def peak(self) -> Reading:
+        """Highest use since :meth:`reset_peak`. Neither synchronises the device nor waits for it."""
+        ...
+
+    def current(self) -> Reading:
+        """Use at this moment."""
+        ...
+
+    def budget_bytes(self) -> int:
+        """The most that this process may hold: what it holds now and what it could still get."""
+        ...
+
+    def release_cached(self) -> None:
+        """Give back what is cached but unused, so that the next peak does not depend on what ran before."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all its work (for timing probes; never called during training)."""
+        ...
+
+    def counters(self) -> dict[str, int]:
+        """Running totals of events worth an alarm (CUDA: ``num_ooms``, ``num_alloc_retries``); empty elsewhere."""
+        ...
+
+
+class Utilization(Protocol):
+    """How busy a device is.
+
+    Attributes:
+        key: the metric's name, ``"gpu_pct"`` or ``"cpu_pct"``.
+    """
+
+    key: str
+
+    def percent_since_last_call(self) -> float | None:
+        """Busy share since the previous call, 0 to 100 (since construction at the first); ``None`` when unknown."""
+        ...
+
+
+def meter_for(device: torch.device) -> Meter:
+    """The meter of ``device``.
+
+    Args:
+        device: where the model is trained, e.g. ``trainer.strategy.root_device``.
+
+    Raises:
+        ValueError: for a kind of device that no meter knows.
+    """
+    if device.type == "cuda":
+        from lightning_batchmem.meters.cuda import CudaMeter
+
+        return CudaMeter(device)
+    if device.type == "cpu":
+        from lightning_batchmem.meters.host import HostMeter
+
+        return HostMeter()
+    if device.type == "mps":
+        from lightning_batchmem.meters.mps import MpsMeter
+
+        return MpsMeter()
+    raise ValueError(f"device must be a cuda, cpu or mps device, got {device}")
+
+
+def utilization_for(device: torch.device) -> Utilization | None:
+    """Who knows how busy ``device`` is; ``None`` when nobody does (MPS, or CUDA without NVML)."""
+    if device.type == "cuda":
+        from lightning_batchmem.meters.nvml import nvml_utilization
+
+        return nvml_utilization(device)
+    if device.type == "cpu":
+        from lightning_batchmem.meters.host import CpuUtilization
+
+        return CpuUtilization()
+    return None

@@ -1,0 +1,205 @@
+"""The host: peak resident set of this process, what it could still get, and how busy its CPU cores are."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+
+import psutil
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_batchmem.meters import Reading, cgroup
+
+_CLEAR_REFS = "/proc/self/clear_refs"
+_STATUS = "/proc/self/status"
+
+# glibc keeps freed blocks, so that the peak at one batch size differs between runs by up to this share of its growth.
+# Source: measured, torch 2.13 (CPU), small ConvNets, the same size in fresh processes; "What a meter answers" in the
+# design.
+HOST_REPEATABILITY = 0.2
+
+# What is left of the heap after a trim differs by some pages and arenas even where the step is the same.
+# Source: measured, a linear layer of a few KiB at 2 and 4 samples: the peaks differed by less than 0.3 MiB.
+_RESOLUTION_BYTES = 2**20
+
+_KIB = 1024  # "kB" in /proc/self/status. Source: proc_pid_status(5)
+
+
+class HostMeter:
+    """The resident set of this process.
+
+    On Linux the peak is the kernel's own high-water mark, which construction and :meth:`reset_peak` start again
+    (about 1 µs) and :meth:`peak` reads (about 10 µs). Elsewhere, and where the mark cannot be reset, the value at the
+    moment stands in for the peak, ``has_peak`` is false and a warning says so. With very many cores the kernel's own
+    count is approximate: each core may hold some pages back.
+
+    Example:
+        >>> meter = HostMeter()
+        >>> meter.reset_peak()
+        >>> meter.peak().allocated_bytes > 0
+        True
+
+    Source: VmHWM and clear_refs (value 5) in proc_pid_status(5) and
+    https://docs.kernel.org/filesystems/proc.html; the approximation:
+    https://lkml.iu.edu/hypermail/linux/kernel/2601.1/11412.html
+    """
+
+    name = "host"
+    repeatability = HOST_REPEATABILITY
+    resolution_bytes = _RESOLUTION_BYTES
+
+    def __init__(self) -> None:
+        self._clear_refs = _KeptOpen.or_none(_CLEAR_REFS, os.O_WRONLY)
+        self._status = _KeptOpen.or_none(_STATUS, os.O_RDONLY)
+        self.has_peak = self._can_reset()
+        if not self.has_peak:
+            rank_zero_warn(
+                f"{_CLEAR_REFS} cannot be written: the host's memory is sampled at the moment it is asked for, which is"
+                " coarser than a true peak and misses what was freed before."
+            )
+
+    def reset_peak(self) -> None:
+        """Let the peak start again from the resident set; nothing where the kernel keeps no peak to reset."""
+        if self.has_peak and self._clear_refs is not None:
+            os.write(self._clear_refs.descriptor, b"5")
+
+    def peak(self) -> Reading:
+        """Largest resident set since :meth:`reset_peak`; the one at the moment where ``has_peak`` is false."""
+        peak_bytes = self._status_bytes("VmHWM")
+        return self.current() if peak_bytes is None or not self.has_peak else Reading(peak_bytes)
+
+    def current(self) -> Reading:
+        """Resident set at this moment."""
+        resident_bytes = self._status_bytes("VmRSS")
+        return Reading(psutil.Process().memory_info().rss if resident_bytes is None else resident_bytes)
+
+    def budget_bytes(self) -> int:
+        """Resident set and the least that the kernel, a control group or a resource limit would still add to it.
+
+        Loader workers need no term of their own: what they hold is in the group's use and missing from the available
+        memory, and the resource limits are a process's own.
+        """
+        rooms = [psutil.virtual_memory().available, cgroup.memory_headroom_bytes()]
+        if sys.platform == "linux":
+            import resource
+
+            # The kernel holds RLIMIT_AS against VmSize, and RLIMIT_DATA against VmData since Linux 4.7, private
+            # anonymous mappings (all large tensors) included. Source: getrlimit(2)
+            for limit, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+                soft_limit_bytes, used_bytes = resource.getrlimit(limit)[0], self._status_bytes(field)
+                if soft_limit_bytes != resource.RLIM_INFINITY and used_bytes is not None:
+                    rooms.append(soft_limit_bytes - used_bytes)
+        return self.current().allocated_bytes + max(0, min(room for room in rooms if room is not None))
+
+    def release_cached(self) -> None:
+        """Collect garbage, and have glibc hand its free blocks back to the kernel."""
+        gc.collect()
+        trim = _malloc_trim()
+        if trim is not None:
+            trim(0)
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def counters(self) -> dict[str, int]:
+        """Nothing is counted on the host: the kernel kills a process that runs out, it does not tell it."""
+        return {}
+
+    def _can_reset(self) -> bool:
+        # Tried, not guessed: kernels before 4.0 refuse the 5, and some sandboxes have the file or VmHWM but not both.
+        if self._clear_refs is None or self._status_bytes("VmHWM") is None:
+            return False
+        try:
+            os.write(self._clear_refs.descriptor, b"5")
+        except OSError:
+            return False
+        return True
+
+    def _status_bytes(self, field: str) -> int | None:
+        if self._status is None:
+            return None
+        # The file is about 1.5 kB; it grows with the masks of CPUs and NUMA nodes, which come after the sizes.
+        _, found, rest = os.pread(self._status.descriptor, 8192, 0).partition(b"\n" + field.encode() + b":")
+        return int(rest.split(maxsplit=1)[0]) * _KIB if found else None
+
+
+class CpuUtilization:
+    """Busy share of the cores that this process may use: its own threads, loader workers and other programs left out.
+
+    Source: getrusage-style process time over wall time and cores (affinity and control-group quota at construction).
+    """
+
+    key = "cpu_pct"
+
+    def __init__(self) -> None:
+        self._cores = _usable_cores()
+        self._wall_seconds, self._busy_seconds = time.monotonic(), time.process_time()
+
+    def percent_since_last_call(self) -> float | None:
+        """Busy share since the previous call, 0 to 100; ``None`` when no time passed, or in another process."""
+        wall_seconds, busy_seconds = time.monotonic(), time.process_time()
+        wall, busy = wall_seconds - self._wall_seconds, busy_seconds - self._busy_seconds
+        self._wall_seconds, self._busy_seconds = wall_seconds, busy_seconds
+        if wall <= 0 or busy < 0:  # a forked child's process time starts again at 0
+            return None
+        return min(100.0, 100 * busy / (wall * self._cores))
+
+
+class _KeptOpen:
+    """A file of /proc/self that stays open, and is opened again in a forked child, where it still is the parent's."""
+
+    def __init__(self, path: str, flags: int) -> None:
+        self._path, self._flags = path, flags
+        self._descriptor = -1
+        self._descriptor, self._pid = os.open(path, flags), os.getpid()
+
+    @classmethod
+    def or_none(cls, path: str, flags: int) -> _KeptOpen | None:
+        try:
+            return cls(path, flags)
+        except OSError:
+            return None
+
+    @property
+    def descriptor(self) -> int:
+        if self._pid != os.getpid():
+            self._close()
+            self._descriptor, self._pid = os.open(self._path, self._flags), os.getpid()
+        return self._descriptor
+
+    def __reduce__(self) -> tuple[type[_KeptOpen], tuple[str, int]]:
+        # A copy (deepcopy, a spawned worker) opens its own: a number copied along would name, and close, another file.
+        return type(self), (self._path, self._flags)
+
+    def __del__(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    # Only what is free is given back. Setting M_MMAP_THRESHOLD would do it at once and for good, but it changes how
+    # the training that follows allocates.
+    if sys.platform != "linux":
+        return None
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; musl has none
+    if trim is None:
+        return None
+    trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
+    call: Callable[[int], int] = trim
+    return call
+
+
+def _usable_cores() -> float:
+    cores = float(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
+    quota = cgroup.cpu_quota_cores()
+    return cores if quota is None else min(cores, quota)

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_batchmem.meters import Reading
+
+
+class FakeMeter:
+    """A device behind the ``Meter`` protocol whose use a test sets, in bytes, exactly repeatable.
+
+    A module's ``training_step`` takes ``meter.use(fixed + per_sample * batch_size)`` and gives it back with
+    ``meter.free()``; the peak is the highest use since ``reset_peak``, so several ``use``/``free`` pairs in one step
+    make a peak that is the maximum of several lines. Use above the budget raises torch's out-of-memory error and, as
+    with a real allocator, leaves the use as it was.
+
+    Args:
+        budget_bytes: what the process may hold; may be changed at any time.
+        base_bytes: in use from the start, and what ``free()`` returns to (the model, say).
+    """
+
+    def __init__(self, budget_bytes: int, base_bytes: int = 0) -> None:
+        self.name = "cuda"
+        self.has_peak = True
+        self.repeatability = 0.0
+        self.resolution_bytes = 0
+        self.budget = budget_bytes
+        self.reserved_ratio: float | None = None  # set it to have reserved bytes: ratio x allocated
+        self.num_ooms = 0
+        self.num_releases = 0
+        self._base_bytes = self._current_bytes = self._peak_bytes = base_bytes
+
+    @property
+    def current_bytes(self) -> int:
+        return self._current_bytes
+
+    @current_bytes.setter
+    def current_bytes(self, value: int) -> None:
+        if value > self.budget:
+            self.num_ooms += 1
+            raise torch.cuda.OutOfMemoryError(f"CUDA out of memory. Asked for {value} of {self.budget} bytes (fake).")
+        self._current_bytes = value
+        self._peak_bytes = max(self._peak_bytes, value)
+
+    def use(self, size_bytes: int) -> None:
+        """Take ``size_bytes`` more; raises ``torch.cuda.OutOfMemoryError`` above the budget."""
+        self.current_bytes += size_bytes
+
+    def free(self, size_bytes: int | None = None) -> None:
+        """Give ``size_bytes`` back; without a number all but ``base_bytes``."""
+        self._current_bytes = self._base_bytes if size_bytes is None else self._current_bytes - size_bytes
+
+    def reset_peak(self) -> None:
+        self._peak_bytes = self._current_bytes
+
+    def peak(self) -> Reading:
+        return self._reading(self._peak_bytes)
+
+    def current(self) -> Reading:
+        return self._reading(self._current_bytes)
+
+    def budget_bytes(self) -> int:
+        return self.budget
+
+    def release_cached(self) -> None:
+        self.num_releases += 1
+
+    def synchronize(self) -> None:
+        pass
+
+    def counters(self) -> dict[str, int]:
+        return {"num_ooms": self.num_ooms}
+
+    def _reading(self, size_bytes: int) -> Reading:
+        return Reading(size_bytes, None if self.reserved_ratio is None else int(size_bytes * self.reserved_ratio))
+
+
+@pytest.fixture
+def fake_meter() -> type[FakeMeter]:
+    """The class, for tests that do not import it: ``fake_meter(budget_bytes=..., base_bytes=...)``."""
+    return FakeMeter
