@@ -1,0 +1,1 @@
+"""The only place that touches private attributes of Lightning; each use names the versions it was read in."""

@@ -1,0 +1,204 @@
+"""What the memory of a training step is made of: exact bytes, every storage counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+# The walk meets lists of thousands of these in text batches; a set lookup keeps that cheap.
+_LEAVES = frozenset({str, bytes, int, float, bool, complex, type(None)})
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What fills the memory at the peak of a step; the fields add up to :attr:`peak_bytes`.
+
+    The first four are the storages that are alive *when a step begins*, each counted in the first part that holds it.
+    From its second step on Lightning keeps the gradients through the next forward (``zero_grad`` runs after
+    ``training_step``), so they are part of the peak there. Where somebody frees them between two steps (a manual
+    ``zero_grad`` at the end of ``training_step``) they are 0 here, and inside ``activations_bytes`` instead.
+
+    Args:
+        parameters_bytes: parameters and buffers of the module.
+        gradients_bytes: gradients that were alive when the step began.
+        optimizer_state_bytes: state of the optimizers, and parameters that only they know (master copies).
+        batch_bytes: the batch, as far as it lies on the measured device.
+        activations_bytes: what the step itself adds: its peak less what was in use when it began. Activations, and
+            temporaries of backward and of the optimizer with them.
+        rest_bytes: what was in use when the step began and is none of the above: interpreter, libraries and cached
+            heap on the host; workspaces and tensors that the user keeps on a GPU. Below 0 where not all of the
+            tensors are resident (swapped out, or mapped from a file and never touched).
+    """
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_state_bytes: int
+    batch_bytes: int
+    activations_bytes: int
+    rest_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Sum of the parts: the peak of the step, in bytes."""
+        return self.start_bytes + self.activations_bytes
+
+    @property
+    def start_bytes(self) -> int:
+        """What was in use when the step began, in bytes: every part but the activations."""
+        known = self.parameters_bytes + self.gradients_bytes + self.optimizer_state_bytes + self.batch_bytes
+        return known + self.rest_bytes
+
+    def at_peak(self, peak_bytes: int) -> Parts:
+        """The same parts under another peak: what it holds beyond the start of the step is activations.
+
+        A peak below the start (the host's two readings may differ by some pages) is taken off the rest, so that the
+        activations are never negative and the sum stays exact.
+
+        Args:
+            peak_bytes: the peak of the step, in bytes.
+        """
+        below = min(0, peak_bytes - self.start_bytes)
+        activations = max(0, peak_bytes - self.start_bytes)
+        return replace(self, activations_bytes=activations, rest_bytes=self.rest_bytes + below)
+
+
+def measure_parts(
+    module: Module,
+    optimizers: Iterable[Optimizer],
+    batch: object,
+    device: torch.device,
+    *,
+    start_bytes: int,
+    peak_bytes: int | None = None,
+) -> Parts:
+    """What the memory of a step is made of; to be called when the step begins, with the batch on the device.
+
+    Args:
+        module: the module that is trained.
+        optimizers: its optimizers.
+        batch: the batch of the step, however nested.
+        device: tensors elsewhere are not counted.
+        start_bytes: what is in use now, in bytes.
+        peak_bytes: the peak of the step in bytes, where it is known already; else see :meth:`Parts.at_peak`.
+
+    Returns:
+        The parts; without ``peak_bytes`` the activations are 0.
+
+    Example:
+        >>> linear = torch.nn.Linear(3, 5)
+        >>> measure_parts(linear, [], torch.ones(2, 3), torch.device("cpu"), start_bytes=1000, peak_bytes=1500)
+        Parts(parameters_bytes=80, gradients_bytes=0, optimizer_state_bytes=0, batch_bytes=24, activations_bytes=500,\
+ rest_bytes=896)
+    """
+    optimizers = list(optimizers)
+    weights = list(module.parameters())
+    groups = [optimizer.param_groups for optimizer in optimizers]
+    states = [list(optimizer.state.values()) for optimizer in optimizers]
+    seen: set[tuple[torch.device, int]] = set()
+
+    def held(tensors: Iterable[Tensor]) -> int:
+        return sum(_held_bytes(tensor, device, seen) for tensor in tensors)
+
+    parameters = held(weights) + held(module.buffers())
+    masters = [tensor for tensor in tensors_in(groups) if tensor.is_leaf]
+    gradients = held(tensor.grad for tensor in (*weights, *masters) if tensor.grad is not None)
+    state = held(masters) + held(tensors_in(states))
+    data = held(tensors_in(batch))
+    rest = start_bytes - parameters - gradients - state - data
+    parts = Parts(parameters, gradients, state, data, 0, rest)
+    return parts if peak_bytes is None else parts.at_peak(peak_bytes)
+
+
+def tensors_in(data: object) -> list[Tensor]:
+    """The tensors of a nested collection, in order: mappings, lists, tuples, sets, data classes and own batch types.
+
+    An own batch type is what Lightning moves between devices: an object with a method ``to``. Iterators are not
+    touched, for looking into them would use them up.
+
+    Args:
+        data: a batch or any other nested collection.
+
+    Example:
+        >>> [tuple(tensor.shape) for tensor in tensors_in({"image": torch.ones(2, 3), "labels": [torch.ones(2), "a"]})]
+        [(2, 3), (2,)]
+    """
+    found: list[Tensor] = []
+    _collect(data, found)
+    return found
+
+
+def samples_in(batch: object) -> int | None:
+    """How many samples a batch holds: the common first dimension of its tensors.
+
+    Lightning's own ``extract_batch_size`` gives the same number where it is sure. In doubt it returns the first size it
+    met, and warns once a process (2.6.6), so a caller cannot tell a guess from a reading.
+
+    Args:
+        batch: the batch, however nested; tensors without dimensions and everything that is no tensor are passed over.
+
+    Returns:
+        The number of samples, or ``None`` where the tensors disagree or there are none.
+
+    Example:
+        >>> samples_in({"image": torch.ones(8, 3), "label": torch.ones(8), "names": ["a"] * 8})
+        8
+    """
+    sizes = {tensor.size(0) for tensor in tensors_in(batch) if tensor.dim()}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _collect(data: Any, found: list[Tensor]) -> None:
+    if isinstance(data, Tensor):
+        found.append(data)
+        return
+    items: Iterable[Any]
+    if isinstance(data, Mapping):
+        items = data.values()
+    elif isinstance(data, (list, tuple, set, frozenset)):
+        items = data
+    elif is_dataclass(data) and not isinstance(data, type):
+        items = [getattr(data, field.name) for field in fields(data)]
+    elif callable(getattr(data, "to", None)) and hasattr(data, "__dict__"):
+        items = vars(data).values()
+    else:
+        return
+    for item in items:
+        if type(item) not in _LEAVES:
+            _collect(item, found)
+
+
+def _held_bytes(tensor: Tensor, device: torch.device, seen: set[tuple[torch.device, int]]) -> int:
+    """Bytes of the storages behind a tensor that lie on ``device`` and were not ``seen``."""
+    if is_lazy(tensor):
+        return 0
+    if hasattr(tensor, "__tensor_flatten__"):  # DTensor (its local shard), jagged and quantised tensors wrap others
+        names, _ = tensor.__tensor_flatten__()
+        inner = (getattr(tensor, name) for name in names)  # in torch 2.13 a DTensor names its device mesh as well
+        return sum(_held_bytes(part, device, seen) for part in inner if isinstance(part, Tensor))
+    if tensor.layout is not torch.strided:
+        return sum(_held_bytes(part, device, seen) for part in _sparse_parts(tensor))
+    if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
+        return 0
+    storage = tensor.untyped_storage()
+    key = (tensor.device, storage.data_ptr())
+    if storage.nbytes() == 0 or key in seen:
+        return 0
+    seen.add(key)
+    return storage.nbytes()
+
+
+def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    if tensor.layout is torch.sparse_coo:  # gradients of Embedding(sparse=True); indices() refuses uncoalesced ones
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()  # no storage to ask (oneDNN's own layout)

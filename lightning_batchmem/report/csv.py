@@ -1,0 +1,151 @@
+"""``memory_per_batch.csv``: one row a training step, in the units that its header names."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_batchmem.records import MIB
+from lightning_batchmem.report import Step
+
+NAME = "memory_per_batch.csv"
+
+_PHASES = ("forward", "backward", "optimizer_step")
+
+
+def columns(*, has_peak: bool = True) -> tuple[str, ...]:
+    """The header, the same on every device that has a peak counter.
+
+    Args:
+        has_peak: ``False`` where the device gives only current values: no "peak" in the names then.
+    """
+    peak = "peak_" if has_peak else ""
+    return (
+        "step",
+        "stage",
+        "batch_size",
+        f"{peak}allocated_mib",
+        f"{peak}reserved_mib",
+        "limit_mib",
+        "samples_per_s",
+        "step_ms",
+        "data_wait_pct",
+        "gpu_pct",
+        "cpu_pct",
+        *(f"{phase}_{peak}mib" for phase in _PHASES),
+    )
+
+
+class BatchCsv:
+    """Appends rows to ``memory_per_batch.csv`` in a directory.
+
+    A run that goes on (resumed, or a second ``fit`` with the same trainer) appends to the newest file when its header
+    is the same. A new run, or another header, leaves what is there alone and takes the next free name:
+    ``memory_per_batch_1.csv``, ``memory_per_batch_2.csv`` ...
+
+    An error later on (a full disk) ends the file with a warning, not the training.
+
+    Args:
+        directory: made when it does not exist.
+        resume: whether the run goes on.
+        has_peak: see :func:`columns`.
+
+    Raises:
+        OSError: when the directory or the file cannot be written.
+    """
+
+    def __init__(self, directory: Path, *, resume: bool = False, has_peak: bool = True) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        header = columns(has_peak=has_peak)
+        self.path = _path_for(directory, header, resume=resume)
+        self._file: TextIO = self.path.open("a", newline="", encoding="utf-8")
+        self._rows = csv.writer(self._file)
+        if self._file.tell() == 0:
+            self._rows.writerow(header)
+        elif not self.path.read_bytes().endswith(b"\n"):  # the run before was killed in the middle of a row
+            self._file.write("\r\n")
+        self._file.flush()
+
+    def write(
+        self,
+        step: Step,
+        *,
+        world_size: int = 1,
+        limit_bytes: int | None = None,
+        utilization: tuple[str, float] | None = None,
+    ) -> None:
+        """Add the row of one training step; it may stay in the buffer until :meth:`flush`.
+
+        Args:
+            step: what was measured.
+            world_size: the number of ranks, by which the samples are multiplied.
+            limit_bytes: what this process may hold, where it was asked at this step.
+            utilization: key and percent, where it was asked at this step.
+        """
+        if self._file.closed:
+            return
+        size, peaks, seconds, wait = step.batch_size, step.peaks, step.seconds, step.wait_seconds
+        phases = peaks.phase_peak_bytes
+        key, percent = utilization or (None, None)
+        row = (
+            step.number,
+            "train",
+            size,
+            _mib(peaks.peak_bytes if phases else None),
+            _mib(peaks.peak_reserved_bytes),
+            _mib(limit_bytes),
+            round(size * world_size / seconds, 3) if size is not None and seconds > 0 else None,
+            round(1e3 * seconds, 3),
+            round(100.0 * wait / seconds, 2) if wait is not None and seconds > 0 else None,
+            percent if key == "gpu_pct" else None,
+            percent if key == "cpu_pct" else None,
+            *(_mib(phases.get(phase)) for phase in _PHASES),
+        )
+        try:
+            self._rows.writerow(row)
+        except OSError as error:
+            self._give_up(error)
+
+    def flush(self) -> None:
+        """Hand what is in the buffer to the operating system."""
+        try:
+            if not self._file.closed:
+                self._file.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Flush and close; a second call does nothing."""
+        self.flush()
+        self._file.close()
+
+    def _give_up(self, error: OSError) -> None:
+        with contextlib.suppress(OSError):  # closing flushes once more
+            self._file.close()
+        rank_zero_warn(f"{self.path} gets no more rows: {error}")
+
+
+def _mib(number: int | None) -> float | None:
+    return None if number is None else round(number / MIB, 3)
+
+
+def _path_for(directory: Path, header: Sequence[str], *, resume: bool) -> Path:
+    stem = Path(NAME).stem
+    numbers = {NAME: 0}
+    for path in directory.glob(f"{stem}_*.csv"):
+        if match := re.fullmatch(rf"{stem}_(\d+)\.csv", path.name):
+            numbers[path.name] = int(match[1])
+    newest = directory / max(numbers, key=lambda name: numbers[name])
+    if not newest.exists() or newest.stat().st_size == 0:
+        return newest
+    if resume:
+        with newest.open(newline="", encoding="utf-8") as file:
+            if next(csv.reader(file), None) == list(header):
+                return newest
+    return directory / f"{stem}_{max(numbers.values()) + 1}.csv"
