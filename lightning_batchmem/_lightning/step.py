@@ -1,0 +1,89 @@
+"""Run the user's real training step on a batch of our own, in Lightning's own training loop.
+
+Read in lightning 2.5.0 and 2.6.6: ``_TrainingEpochLoop.advance`` takes a data fetcher, and does with its next batch all
+that training does: precision plugin, transfer hooks, ``on_train_batch_start``, ``training_step``, backward, clipping,
+optimizer step, step-wise schedulers, ``on_train_batch_end``, the logger connector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loops.progress import _BatchProgress  # private in 2.5.0 to 2.6.6
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.trainer.call import _call_lightning_module_hook  # private in 2.5.0 to 2.6.6
+
+
+class _BatchSource:
+    """The part of Lightning's ``_DataFetcher`` that ``advance`` uses: the next batch, and ``done``."""
+
+    done = False
+
+    def __init__(self, make_batch: Callable[[], Any]) -> None:
+        self._make_batch = make_batch
+
+    def __next__(self) -> tuple[Any, int, int]:
+        return self._make_batch(), 0, 0
+
+
+def quieten(trainer: Trainer, watcher: Callback) -> None:
+    """Let probing steps reach no callback but ``watcher``, no logger and no profiler of the user's.
+
+    ``KeptTrainer.put_back`` undoes it.
+    """
+    trainer.callbacks = [watcher]  # type: ignore[attr-defined]  # set where mypy does not look
+    trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+    trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
+
+
+def begin_training(trainer: Trainer) -> None:
+    """Call the module's own hooks that precede its first batch; a training step may rely on what they set."""
+    for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
+        _call_lightning_module_hook(trainer, hook)
+
+
+def begin_epoch(trainer: Trainer, batches: float) -> int:
+    """Let the next step be the first of an epoch.
+
+    Gradient accumulation over more than two micro-batches is cut to two: the first, which clears the gradients, and
+    the last, which has them from the start and steps. Those between hold no more than the last.
+
+    Args:
+        trainer: in a search.
+        batches: batches in the epoch; ``inf`` when unknown.
+
+    Returns:
+        Micro-batches to an optimizer step, 1 or 2.
+    """
+    trainer.fit_loop.epoch_loop.batch_progress = _BatchProgress()
+    trainer.fit_loop.max_batches = batches
+    trainer.accumulate_grad_batches = min(2, trainer.accumulate_grad_batches)
+    return trainer.accumulate_grad_batches
+
+
+def run_step(trainer: Trainer, make_batch: Callable[[], Any]) -> None:
+    """Run one training step on the batch that ``make_batch`` returns.
+
+    Raises:
+        RuntimeError: when the module's ``on_train_batch_start`` skips the batch, so that no step ran.
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    try:
+        epoch_loop.advance(_BatchSource(make_batch))  # type: ignore[arg-type]
+    except StopIteration:
+        raise RuntimeError(
+            "on_train_batch_start returned -1 in a probing step, so BatchFinder could not measure a training step;"
+            " set the batch size by hand, or return -1 only after training has begun"
+        ) from None
+    if not epoch_loop._should_accumulate():
+        epoch_loop._batches_that_stepped += 1  # as on_advance_end does, which also validates
+
+
+def drop_batch(trainer: Trainer) -> None:
+    """Let go of the batch that a step which was cut short left in the results of the training loop."""
+    results = trainer.fit_loop.epoch_loop._results
+    results.batch = None
+    results.batch_size = None

@@ -1,0 +1,56 @@
+"""Make a run that has been searched the run it would have been with the chosen size hard-coded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_batchmem._lightning.loaders import forget_train_loader
+from lightning_batchmem._lightning.state import KeptModule, KeptTrainer, RandomStates, configure_optimizers_again
+from lightning_batchmem._lightning.step import begin_training, quieten
+from lightning_batchmem.data import BatchSizeHome
+from lightning_batchmem.measure import StepWatcher
+
+
+@contextmanager
+def no_trace(
+    trainer: Trainer, module: LightningModule, home: BatchSizeHome, random: RandomStates, watcher: StepWatcher
+) -> Iterator[KeptTrainer]:
+    """Lend trainer and module to probing steps; put back everything on the way out, whatever happened.
+
+    Args:
+        trainer: in ``on_fit_start``.
+        module: the module that is trained.
+        home: where the batch size lives; it gets its old value back.
+        random: the generators' states to rewind to.
+        watcher: the only callback that the steps reach.
+    """
+    forget_train_loader(trainer)  # built already if configure_optimizers asked for estimated_stepping_batches
+    old_batch_size = home.read()
+    kept_module = KeptModule(module)
+    kept_trainer = KeptTrainer(trainer)
+    try:
+        quieten(trainer, watcher)
+        begin_training(trainer)
+        yield kept_trainer
+    finally:
+        kept_trainer.put_back()
+        kept_module.put_back()
+        if old_batch_size is not None:
+            home.write(old_batch_size)
+        random.rewind()
+
+
+def apply_batch_size(trainer: Trainer, home: BatchSizeHome, batch_size: int) -> None:
+    """Set ``batch_size`` and let optimizers and schedulers be configured as if it had always been there.
+
+    Args:
+        trainer: in ``on_fit_start``, its generators where they were before ``configure_optimizers`` first ran.
+        home: where the batch size lives.
+        batch_size: samples for each rank.
+    """
+    home.write_for_good(batch_size)
+    forget_train_loader(trainer)
+    configure_optimizers_again(trainer)

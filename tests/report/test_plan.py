@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import io
+import time
+
+from rich.console import Console
+
+from lightning_batchmem.records import MIB, Line, MemoryModel, Plan, Probe, TimeModel, Trial
+from lightning_batchmem.report.plan import SearchProgress, plan_table
+
+PLAN = Plan(
+    batch_size=32,
+    limited_by="memory",
+    verified=True,
+    limit_bytes=200 * MIB,
+    predicted_peak_bytes=164 * MIB,
+    upper_peak_bytes=170 * MIB,
+    measured_peak_bytes=165 * MIB,
+    trials=(
+        Trial(2, "ok", {"forward": 104 * MIB, "backward": 103 * MIB}, step_seconds=0.012, measured_steps=5),
+        Trial(32, "ok", {"forward": 165 * MIB, "backward": 160 * MIB}, step_seconds=0.040, measured_steps=2),
+        Trial(64, "out_of_memory", {"forward": 190 * MIB}),
+    ),
+    memory=MemoryModel({"forward": Line(100 * MIB, 2 * MIB, MIB, 2, 32)}),
+    time=TimeModel(Line(0.010, 0.001, 0.0, 2, 32)),
+    reason="32 samples: because.",
+)
+
+
+def rendered(width: int = 80) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(plan_table(PLAN))
+    return stream.getvalue()
+
+
+def test_a_row_for_each_size_with_its_figures() -> None:
+    rows = [line.split("│")[1:-1] for line in rendered().splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    assert cells == [
+        ["2", "104.0", "103.0", "104.0", "104.0", "12.0", "167"],
+        ["32", "165.0", "160.0", "165.0", "164.0", "40.0", "800"],
+        ["64", "190.0", "", "no memory", "228.0", "", ""],
+    ]
+
+
+def test_nothing_is_cut_off_in_a_terminal_of_80_columns() -> None:
+    assert "…" not in rendered(80)
+
+
+def test_the_plan_reads_well() -> None:
+    assert str(PLAN).splitlines() == [
+        "batch size 32, limited by memory, verified by real steps",
+        "  limit     200.0 MiB",
+        "  predicted 164.0 MiB from the other sizes, at most 170.0 MiB",
+        "  measured  165.0 MiB at its peak",
+        "  memory    100.0 MiB + 2.0 MiB a sample (forward)",
+        "  time      10 ms + 1 ms a sample",
+        "  tried     2, 32, 64",
+        "  why       32 samples: because.",
+    ]
+
+
+def test_progress_says_what_is_tried() -> None:
+    stream = io.StringIO()
+    with SearchProgress(Console(file=stream, force_terminal=True, width=120), enabled=True) as progress:
+        progress.trying(Probe(8, "a reason"))
+        time.sleep(0.3)  # the spinner draws itself 12.5 times a second
+    assert "trying batch size 8: a reason" in stream.getvalue()
+
+
+def test_progress_is_silent_when_it_is_not_wanted() -> None:
+    stream = io.StringIO()
+    with SearchProgress(Console(file=stream, force_terminal=True), enabled=False) as progress:
+        progress.trying(Probe(8, "a reason"))
+    assert stream.getvalue() == ""

@@ -1,0 +1,314 @@
+"""The contract: a run with BatchFinder is, bit for bit, the run with its size hard-coded."""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch.callbacks as lightning_callbacks
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_batchmem import BatchFinder
+
+SIZE = 8  # what every search here ends with: the limit is far away, max_batch_size bounds
+SAMPLES = 48
+
+
+class Noisy(Dataset):
+    """Samples augmented with all three generators, and with one of the data set's own."""
+
+    def __init__(self, own_generator: bool = False) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(SAMPLES, 6, generator=generator)
+        self.y = torch.randint(3, (SAMPLES,), generator=generator)
+        self.generator = torch.Generator().manual_seed(2) if own_generator else None
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = torch.randn(6, generator=self.generator) + random.random() + float(np.random.random())
+        return self.x[index] + 0.1 * noise, self.y[index]
+
+
+class Net(LightningModule):
+    """BatchNorm, dropout, a metric logged as an object, a non-persistent buffer and attributes that steps change."""
+
+    def __init__(self, batch_size: int, optimizer: str = "sgd", workers: int = 0, hooks: bool = True) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.optimizer_name = optimizer
+        self.workers = workers
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+        self.accuracy = MulticlassAccuracy(num_classes=3)
+        self.register_buffer("steps_seen", torch.zeros(()), persistent=False)
+        self.history: list[int] = []
+        self.running = {"loss": torch.zeros(())}
+
+    def on_train_epoch_start(self) -> None:
+        self.epoch_steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        scores = self.layers(x)
+        loss = nn.functional.cross_entropy(scores, y)
+        self.steps_seen += 1
+        self.epoch_steps += 1
+        self.history.append(batch_idx)
+        self.running["loss"] = self.running["loss"] * 0.9 + loss.detach() * 0.1
+        self.accuracy(scores, y)
+        self.log("loss", loss)
+        self.log("epoch_loss", loss, on_step=False, on_epoch=True)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", nn.functional.cross_entropy(self.layers(x), y))
+
+    def configure_optimizers(self) -> Any:
+        torch.rand(1)  # a hook that draws: it must find the generator where the hard-coded run has it
+        if self.optimizer_name == "adamw":
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        sgd = torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
+        if self.optimizer_name == "onecycle":
+            total = int(self.trainer.estimated_stepping_batches)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(sgd, max_lr=0.1, total_steps=total)
+            return {"optimizer": sgd, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        if self.optimizer_name == "plateau":
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd, patience=0, factor=0.5)
+            return {"optimizer": sgd, "lr_scheduler": {"scheduler": plateau, "monitor": "epoch_loss"}}
+        return sgd
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(
+            Noisy(),
+            batch_size=self.batch_size,
+            shuffle=True,
+            num_workers=self.workers,
+            persistent_workers=self.workers > 0,
+        )
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Noisy(), batch_size=self.batch_size)
+
+
+class Adversarial(Net):
+    """Manual optimization with two optimizers."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self.automatic_optimization = False
+        self.critic = nn.Linear(3, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        first, second = self.optimizers()
+        scores = self.layers(x)
+        loss = nn.functional.cross_entropy(scores, y) - self.critic(scores).mean()
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        judged = self.critic(self.layers(x).detach()).pow(2).mean()
+        second.zero_grad()
+        self.manual_backward(judged)
+        second.step()
+        self.steps_seen += 1
+        self.log("loss", loss)
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(self.layers.parameters(), lr=1e-2),
+            torch.optim.SGD(self.critic.parameters(), lr=1e-2, momentum=0.9),
+        ]
+
+
+class Data(LightningDataModule):
+    """The size in the datamodule's hyperparameters."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Noisy(), batch_size=self.hparams.batch_size, shuffle=True)
+
+
+class Plain(Net):
+    """No loader of its own and no batch size."""
+
+    train_dataloader = LightningModule.train_dataloader
+    val_dataloader = LightningModule.val_dataloader
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        del self.batch_size
+
+
+class Recorder(Callback):
+    """Writes down each call that a user's callback gets, with a checksum of the batch."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def _note(self, *what: object) -> None:
+        self.calls.append(" ".join(str(part) for part in what))
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note("fit start", trainer.global_step, trainer.current_epoch)
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note("sanity")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note("train start", trainer.num_training_batches, [m.training for m in pl_module.modules()])
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._note("batch", batch_idx, trainer.global_step, len(batch[1]), batch[0].double().sum().item())
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self._note("zero grad", trainer.global_step)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note("backward", sum(p.grad is not None for p in pl_module.parameters()))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._note("batch end", batch_idx, sorted((k, float(v)) for k, v in trainer.logged_metrics.items()))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note("validation end", trainer.global_step)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note("epoch end", sorted((k, float(v)) for k, v in trainer.callback_metrics.items()))
+
+
+@dataclass
+class Case:
+    """One way to train: a module for a batch size, what ``fit`` gets, what the Trainer gets."""
+
+    module: Callable[[int], LightningModule]
+    fit: Callable[[int], dict[str, Any]] = lambda size: {}
+    trainer: dict[str, Any] = field(default_factory=dict)
+    callbacks: Callable[[], list[Callback]] = list
+
+
+def loader(size: int, **arguments: Any) -> dict[str, Any]:
+    return {"train_dataloaders": DataLoader(batch_size=size, shuffle=True, **arguments)}
+
+
+class OwnArguments(DataLoader):
+    """A loader that Lightning cannot build anew: its own arguments are not attributes."""
+
+    def __init__(self, secret: int, samples: Dataset, size: int) -> None:
+        super().__init__(samples, batch_size=size, shuffle=True)
+
+
+CASES = {
+    "sgd_momentum": Case(Net),
+    "adamw": Case(lambda size: Net(size, "adamw")),
+    "onecycle_from_estimated_steps": Case(lambda size: Net(size, "onecycle")),
+    "onecycle_with_workers": Case(lambda size: Net(size, "onecycle", workers=2)),
+    "reduce_on_plateau": Case(lambda size: Net(size, "plateau")),
+    "manual_two_optimizers": Case(Adversarial),
+    "two_persistent_workers": Case(lambda size: Net(size, workers=2)),
+    "accumulation": Case(Net, trainer={"accumulate_grad_batches": 4}),
+    "clipping": Case(Net, trainer={"gradient_clip_val": 0.1}),
+    "bf16_mixed": Case(Net, trainer={"precision": "bf16-mixed"}),
+    "weights_averaged_stochastically": Case(
+        Net, callbacks=lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)]
+    ),
+    "datamodule_hparams": Case(lambda size: Plain(), fit=lambda size: {"datamodule": Data(size)}),
+    "loader_with_generator": Case(
+        lambda size: Plain(),
+        fit=lambda size: loader(size, dataset=Noisy(), generator=torch.Generator().manual_seed(5)),
+    ),
+    "data_set_with_generator": Case(lambda size: Plain(), fit=lambda size: loader(size, dataset=Noisy(True))),
+    "loader_subclass": Case(
+        lambda size: Plain(), fit=lambda size: {"train_dataloaders": OwnArguments(7, Noisy(), size)}
+    ),
+    "no_sanity_check": Case(Net, trainer={"num_sanity_val_steps": 0}),
+    "validation_within_epoch": Case(Net, trainer={"val_check_interval": 0.5}),
+    "limited_batches": Case(Net, trainer={"limit_train_batches": 3, "limit_val_batches": 2}),
+}
+if hasattr(lightning_callbacks, "EMAWeightAveraging"):  # since lightning 2.6
+    CASES["weights_averaged_exponentially"] = Case(Net, callbacks=lambda: [lightning_callbacks.EMAWeightAveraging()])
+
+
+def outcome_of(folder: Path, case: Case, size: int, finder: BatchFinder | None) -> dict[str, Any]:
+    seed_everything(3, verbose=False)
+    recorder = Recorder()
+    module = case.module(size)
+    callbacks = [recorder, *case.callbacks(), *([finder] if finder is not None else [])]
+    trainer = Trainer(
+        accelerator="cpu",
+        default_root_dir=folder,
+        logger=CSVLogger(folder, name="log", version=0),
+        callbacks=callbacks,
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": 3, **case.trainer},
+    )
+    trainer.fit(module, **case.fit(size))
+    with (folder / "log" / "version_0" / "metrics.csv").open() as file:
+        logged = list(csv.DictReader(file))
+    return {
+        "weights": module.state_dict(),
+        "buffers": dict(module.named_buffers()),
+        "attributes": (module.history, module.running, module.epoch_steps),
+        "flags": [m.training for m in module.modules()],
+        "gradients": [p.grad for p in module.parameters()],
+        "optimizers": [o.state_dict() for o in trainer.optimizers],
+        "schedulers": [s.scheduler.state_dict() for s in trainer.lr_scheduler_configs],
+        "random": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1]),
+        "progress": trainer.fit_loop.state_dict(),
+        "metrics": dict(trainer.callback_metrics),
+        "logged": logged,
+        "calls": recorder.calls,
+        "hyperparameters": [path.read_text() for path in folder.rglob("hparams.yaml")],
+        "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")),
+    }
+
+
+def assert_same(one: Any, other: Any, where: str) -> None:
+    """Equality in every bit, through nested containers."""
+    assert type(one) is type(other), where
+    if isinstance(one, Tensor | np.ndarray):
+        assert one.dtype == other.dtype, where
+        assert one.tobytes() == other.tobytes() if isinstance(one, np.ndarray) else torch.equal(one, other), where
+    elif isinstance(one, dict):
+        assert list(one) == list(other), where
+        for key in one:
+            assert_same(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for index, (left, right) in enumerate(zip(one, other, strict=True)):
+            assert_same(left, right, f"{where}/{index}")
+    else:
+        assert one == other or (one != one and other != other), f"{where}: {one!r} is not {other!r}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_trace(name: str, tmp_path: Path) -> None:
+    finder = BatchFinder(max_batch_size=SIZE)
+    searched = outcome_of(tmp_path / "searched", CASES[name], 3, finder)
+    hard_coded = outcome_of(tmp_path / "hard", CASES[name], SIZE, None)
+    assert finder.plan is not None
+    assert finder.plan.batch_size == SIZE
+    assert finder.plan.verified
+    for key, value in hard_coded.items():
+        assert_same(searched[key], value, key)
