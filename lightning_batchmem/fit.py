@@ -168,10 +168,10 @@ def _phase_line(trials: Sequence[Trial], phase: str, repeatability: float) -> Li
         run = sizes[first:]
         intercept, slope, residuals = _least_squares(run, points)
         off = max(noise[size] for size in run) + ROUNDING_BYTES + FLOAT_SHARE * points[run[-1]]
-        if len(run) == 2 or max(map(abs, residuals)) <= off:
+        grown = points[run[-1]] - points[sizes[0]]  # sizes that differ by what the device cannot repeat are on one line
+        if len(run) == 2 or max(map(abs, residuals)) <= off + repeatability * max(0, grown):
             break
-    unrepeatable = repeatability * slope * (run[-1] - run[0])
-    return Line(intercept, slope, _line_noise(residuals, off, unrepeatable), run[0], run[-1])
+    return Line(intercept, slope, _line_noise(residuals, off), run[0], run[-1], repeatability)
 
 
 def _least_squares(sizes: Sequence[int], points: Mapping[int, int]) -> tuple[float, float, list[float]]:
@@ -182,7 +182,7 @@ def _least_squares(sizes: Sequence[int], points: Mapping[int, int]) -> tuple[flo
     return intercept, slope, [value - intercept - slope * size for size, value in zip(sizes, values, strict=True)]
 
 
-def _line_noise(residuals: Sequence[float], off: float, unrepeatable: float) -> float:
+def _line_noise(residuals: Sequence[float], off: float) -> float:
     """The noise with which ``Line.upper`` is not exceeded by the next measurement, if the law goes on straight.
 
     Two measurements of one size differ by at most ``off``, so a true value lies within ``off / 2`` of its
@@ -190,4 +190,4 @@ def _line_noise(residuals: Sequence[float], off: float, unrepeatable: float) -> 
     ``line + r_last + off + (r_last - r_first + off) * beyond / span``; ``Line.upper`` has one noise for both terms.
     """
     first, last = residuals[0], residuals[-1]
-    return max(max(map(abs, residuals)), off + max(0.0, last, last - first)) + unrepeatable
+    return max(max(map(abs, residuals)), off + max(0.0, last, last - first))

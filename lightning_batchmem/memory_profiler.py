@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class MemoryProfiler(Callback):
         """Open the CSV, before hours are spent, and begin to watch."""
         if self._meter is None:
             return
-        self._run = _Run(trainer, self._meter)
+        self._run = _Run(trainer, pl_module, self._meter)
         self._run.watch(trainer.optimizers)
         log_dir = trainer.log_dir  # broadcasts: every rank has to ask
         if self._csv_wanted and log_dir is not None and trainer.is_global_zero and not is_rehearsal(trainer):
@@ -145,7 +146,7 @@ class MemoryProfiler(Callback):
 class _Run:
     """All that is known of one run of ``fit``; constant in size, however many steps it has."""
 
-    def __init__(self, trainer: Trainer, meter: Meter) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, meter: Meter) -> None:
         self.marks = PhaseMarks(meter)
         self.clock = StepClock()
         self._meter = meter
@@ -162,6 +163,7 @@ class _Run:
         self._parts: Parts | None = None
         self._looks_for_parts = 0
         self._steady_peak_bytes = 0
+        self._rest_bytes = self._rest_before_training(trainer, module)
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Watch these optimizers and no others."""
@@ -268,8 +270,22 @@ class _Run:
         self.clock.pause()
         start_bytes = self._meter.current().allocated_bytes
         self._parts = measure_parts(module, self._optimizers, batch, self._device, start_bytes=start_bytes)
+        if self._rest_bytes is not None:
+            self._parts = replace(self._parts, rest_bytes=min(self._parts.rest_bytes, self._rest_bytes))
         self._looks_for_parts = _LOOKS_FOR_PARTS if self._parts.gradients_bytes else self._looks_for_parts + 1
         self.clock.resume()
+
+    def _rest_before_training(self, trainer: Trainer, module: LightningModule) -> int | None:
+        """What is in use beside the module before the first step, where it cannot be told later.
+
+        The resident set still holds what the step before has freed (the heap keeps it), which is activations by right.
+        An allocator that counts what it reserves counts the freed apart: ``None``.
+        """
+        if self._meter.current().reserved_bytes is not None:
+            return None
+        self._meter.release_cached()
+        now = self._meter.current().allocated_bytes
+        return measure_parts(module, trainer.optimizers, None, self._device, start_bytes=now).rest_bytes
 
     def _samples(self, batch: object) -> int | None:
         samples = samples_in(batch)

@@ -30,11 +30,12 @@ class Parts:
         gradients_bytes: gradients that were alive when the step began.
         optimizer_state_bytes: state of the optimizers, and parameters that only they know (master copies).
         batch_bytes: the batch, as far as it lies on the measured device.
-        activations_bytes: what the step itself adds: its peak less what was in use when it began. Activations, and
-            temporaries of backward and of the optimizer with them.
-        rest_bytes: what was in use when the step began and is none of the above: interpreter, libraries and cached
-            heap on the host; workspaces and tensors that the user keeps on a GPU. Below 0 where not all of the
-            tensors are resident (swapped out, or mapped from a file and never touched).
+        activations_bytes: the peak less all other parts: activations, and temporaries of backward and of the optimizer
+            with them; on the host also the heap that they leave behind.
+        rest_bytes: what was in use when the step began and is none of the above: workspaces and tensors that the user
+            keeps on a GPU; interpreter and libraries on the host (there as it was before the first step, since the
+            resident set still holds what a step has freed). Below 0 where not all of the tensors are resident
+            (swapped out, or mapped from a file and never touched).
     """
 
     parameters_bytes: int

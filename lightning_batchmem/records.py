@@ -74,6 +74,8 @@ class Line:
             the residuals and the noise of the measurement itself.
         first_batch_size: smallest batch size that the line was fitted to.
         last_batch_size: largest batch size that the line was fitted to.
+        repeatability: share of the growth since ``first_batch_size`` by which another run may differ (0.0 where the
+            device repeats itself exactly).
     """
 
     intercept: float
@@ -81,6 +83,7 @@ class Line:
     noise: float
     first_batch_size: int
     last_batch_size: int
+    repeatability: float = 0.0
 
     def at(self, batch_size: float) -> float:
         """The value that the line expects at ``batch_size`` samples."""
@@ -90,11 +93,12 @@ class Line:
         """The value not exceeded at ``batch_size`` if every measurement was off by at most ``noise``.
 
         Inside the measured range that is the line plus the noise; beyond it the slope too may be off by
-        ``noise / (last_batch_size - first_batch_size)``.
+        ``noise / (last_batch_size - first_batch_size)``. What the device cannot repeat comes on top.
         """
         span = self.last_batch_size - self.first_batch_size
         beyond = max(0.0, batch_size - self.last_batch_size)
-        return self.at(batch_size) + self.noise * (1.0 + (beyond / span if span else 0.0))
+        grown = self.slope * max(0.0, batch_size - self.first_batch_size)
+        return self.at(batch_size) + self.noise * (1.0 + (beyond / span if span else 0.0)) + self.repeatability * grown
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,9 @@ def test_a_rise_within_the_noise_is_flat_not_refused() -> None:
 def test_repeatability_adds_its_share_of_the_growth() -> None:
     trials = [ok(2, forward=120), ok(12, forward=220)]
     exact, host = fitted(trials).lines["forward"], fitted(trials, 0.2).lines["forward"]
-    assert host.noise - exact.noise == pytest.approx(0.2 * 100)
+    assert host.upper(12) - exact.upper(12) == pytest.approx(0.2 * 100)
+    assert host.upper(22) - exact.upper(22) == pytest.approx(0.2 * 200)
+    assert host.upper(2) == exact.upper(2)
 
 
 def test_the_worst_of_several_trials_counts_and_their_distance_is_noise() -> None:

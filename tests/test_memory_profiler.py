@@ -631,3 +631,41 @@ def test_64_mib_on_the_host_are_seen_in_their_phase_and_no_other(tmp_path, where
         for other in peaks.values():
             assert 60 < highest - other < 68
     assert 60 * MIB < profiler.summary.parts.activations_bytes < 68 * MIB
+
+
+class Hoarding(LightningModule):
+    """Forty-eight tensors of 1 MiB live until backward, from the heap, which keeps what is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.weight.expand(2**18)
+        for _ in range(48):
+            x = x.tanh()
+        return x.mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.zeros(16, 1)), batch_size=2)
+
+
+def test_what_the_heap_keeps_of_the_step_before_counts_as_activations_on_the_host(tmp_path: Path) -> None:
+    profiler = MemoryProfiler()
+    Trainer(
+        accelerator="cpu",
+        max_steps=6,
+        callbacks=[profiler],
+        logger=False,
+        default_root_dir=tmp_path,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Hoarding())
+    assert profiler.summary is not None
+    assert profiler.summary.parts is not None
+    assert profiler.summary.parts.activations_bytes >= 40 * 2**20
+    assert profiler.summary.parts.peak_bytes == profiler.summary.peak_bytes

@@ -114,7 +114,7 @@ class _NvmlUtilization:
 
 
 # nvmlValueType_t -> the member of the union nvmlValue_t that holds the value. Source: nvml.h
-_VALUE_FIELDS = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
+_VALUE_FIELDS = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal"}
 
 
 def _is_split(nvml: Any, handle: Any) -> bool:
