@@ -91,6 +91,18 @@ def test_repeatability_adds_its_share_of_the_growth() -> None:
     assert host.upper(2) == exact.upper(2)
 
 
+def test_noise_at_large_sizes_of_the_host_does_not_flatten_the_line() -> None:
+    """The optimizer step of a U-Net on the host, as measured: the largest two sizes alone would make a flat line."""
+    measured = {2: 445.4, 3: 446.7, 6: 457.2, 50: 533.9, 64: 682.4, 72: 605.7}
+    noise = {2: 4.6, 3: 1.3, 6: 2.5, 50: 1.0, 64: 53.9, 72: 1.0}
+    trials = [Trial(b, "ok", {"optimizer_step": int(v * 2**20)}, int(noise[b] * 2**20)) for b, v in measured.items()]
+    model = fit_memory(trials, repeatability=0.2)
+    assert isinstance(model, MemoryModel)
+    for size, peak in measured.items():
+        assert model.predict_bytes(size) == pytest.approx(peak * 2**20, rel=0.12)
+        assert model.upper_bytes(size) > peak * 2**20
+
+
 def test_the_worst_of_several_trials_counts_and_their_distance_is_noise() -> None:
     first = Trial(4, "ok", {"forward": 140, "backward": 90}, 3, 200, 0.1, 1)
     second = Trial(4, "ok", {"forward": 145, "backward": 80}, 2, None, 0.3, 3)

@@ -640,7 +640,7 @@ class Hoarding(LightningModule):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(1))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: object, batch_idx: int) -> torch.Tensor:
         x = self.weight.expand(2**18)
         for _ in range(48):
             x = x.tanh()
@@ -649,11 +649,11 @@ class Hoarding(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    def train_dataloader(self) -> DataLoader[Any]:
+    def train_dataloader(self) -> DataLoader:
         return DataLoader(TensorDataset(torch.zeros(16, 1)), batch_size=2)
 
 
-def test_what_the_heap_keeps_of_the_step_before_counts_as_activations_on_the_host(tmp_path: Path) -> None:
+def test_what_the_heap_keeps_of_the_step_before_counts_as_activations_on_the_host(tmp_path) -> None:
     profiler = MemoryProfiler()
     Trainer(
         accelerator="cpu",
