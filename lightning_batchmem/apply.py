@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_batchmem._lightning.loaders import forget_train_loader
 from lightning_batchmem._lightning.state import KeptModule, KeptTrainer, RandomStates, configure_optimizers_again
-from lightning_batchmem._lightning.step import begin_training, quieten
+from lightning_batchmem._lightning.step import quieten
 from lightning_batchmem.data import BatchSizeHome
 from lightning_batchmem.measure import StepWatcher
 
@@ -28,18 +29,19 @@ def no_trace(
         watcher: the only callback that the steps reach.
     """
     forget_train_loader(trainer)  # built already if configure_optimizers asked for estimated_stepping_batches
-    old_batch_size = home.read()
-    kept_module = KeptModule(module)
+    size_of_passed_loader = home.size_of_passed_loader()
+    kept_module = KeptModule(module, trainer.datamodule)  # type: ignore[attr-defined]  # set where mypy does not look
     kept_trainer = KeptTrainer(trainer)
+    if kept_module.passed_over:
+        rank_zero_info(f"BatchFinder does not put back, should a step change it: {'; '.join(kept_module.passed_over)}")
     try:
         quieten(trainer, watcher)
-        begin_training(trainer)
         yield kept_trainer
     finally:
         kept_trainer.put_back()
-        kept_module.put_back()
-        if old_batch_size is not None:
-            home.write(old_batch_size)
+        kept_module.put_back()  # with the batch size, where an attribute holds it
+        if size_of_passed_loader is not None:
+            home.write_passed_loader(size_of_passed_loader)
         random.rewind()
 
 

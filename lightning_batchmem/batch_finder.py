@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import replace
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,20 +14,24 @@ from rich.console import Console
 from lightning_batchmem._lightning.loaders import pretend_loaded
 from lightning_batchmem._lightning.progress import is_rehearsal
 from lightning_batchmem._lightning.state import RandomStates, record_before_optimizers
+from lightning_batchmem._lightning.step import begin_training
 from lightning_batchmem.apply import apply_batch_size, no_trace
 from lightning_batchmem.data import BatchSizeHome, Samples, count_samples
 from lightning_batchmem.decide import decide
 from lightning_batchmem.limits import check_positive, limit_bytes
-from lightning_batchmem.measure import StepWatcher, measure
+from lightning_batchmem.measure import StepWatcher, batches_in_epoch, measure
 from lightning_batchmem.meters import Meter, meter_for
-from lightning_batchmem.parts import measure_parts
+from lightning_batchmem.parts import measure_parts, tensors_in
 from lightning_batchmem.phases import PhaseMarks
-from lightning_batchmem.records import Bounds, Objective, Plan, Probe, Refusal, Trial
+from lightning_batchmem.records import Bounds, Objective, Plan, Probe, Refusal, Trial, mib
 from lightning_batchmem.report.plan import SearchProgress, plan_table
 from lightning_batchmem.report.table import parts_text
 
 _STREAM_MAX_BATCH_SIZE = 2**20
 """Largest size that is tried for a stream without a length, where neither data nor user sets a ceiling."""
+
+_SMALLEST_PROBE = 2
+"""Where the user names no minimum. One sample breaks BatchNorm (ultralytics PR26224)."""
 
 _FIRST_WARMUP_STEPS = 3
 """The first step creates the optimizer's state, the second is the first with gradients alive in forward."""
@@ -46,7 +52,7 @@ class BatchFinder(Callback):
         memory_limit: the most that this process may hold: bytes, a text such as ``"20GiB"``, or a fraction of what the
             device can give to this process (0.9). ``None``: all that it can give.
         max_batch_size: the largest size to consider, in samples.
-        min_batch_size: the smallest size to consider, in samples.
+        min_batch_size: the smallest size to consider, in samples; ``None``: 2 (one sample is an error to BatchNorm).
         multiple_of: sizes are rounded down to a multiple of it; ``None``: sizes of 64 and more to a multiple of 8.
         batch_arg_name: the attribute of the module, its hparams, the datamodule or its hparams that holds the size.
 
@@ -88,24 +94,42 @@ class BatchFinder(Callback):
         self._objective = objective
         self._memory_limit = memory_limit
         self._max_batch_size = max_batch_size
-        self._min_batch_size = min_batch_size or 2
+        self._min_batch_size = min_batch_size
         self._multiple_of = multiple_of
         self._batch_arg_name = batch_arg_name
         self._random_before_optimizers: RandomStates | None = None
+        self._stop_recording: Callable[[], object] = lambda: None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note the random states before ``configure_optimizers`` draws from them."""
-        if stage == "fit" and not is_rehearsal(trainer):
-            record_before_optimizers(trainer, self._keep_random_states)
+        if stage != "fit" or is_rehearsal(trainer):
+            return
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not look
+        if sum(isinstance(callback, BatchFinder) for callback in callbacks) > 1:
+            raise ValueError("callbacks must have one BatchFinder, got several")
+        # before a LearningRateFinder, which Lightning puts first, and which needs the size
+        trainer.callbacks = sorted(callbacks, key=lambda callback: callback is not self)  # type: ignore[attr-defined]
+        self._stop_recording = record_before_optimizers(trainer, self._keep_random_states)
 
     def _keep_random_states(self, states: RandomStates) -> None:
         self._random_before_optimizers = states
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave nothing behind on the strategy when ``fit`` ends before its optimizers are configured."""
+        self._stop_recording()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, and set the size that was found."""
         if is_rehearsal(trainer):
             rank_zero_info("BatchFinder does nothing under fast_dev_run")
             return
+        if 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches):
+            return  # there is no training to find a size for
+        if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
+            raise ValueError(
+                "training_step must take a batch for BatchFinder, got one that takes dataloader_iter;"
+                " set the batch size by hand"
+            )
         if not isinstance(trainer.strategy, SingleDeviceStrategy):
             raise ValueError(
                 f"strategy must be on a single device for BatchFinder, got {type(trainer.strategy).__name__};"
@@ -138,10 +162,11 @@ class BatchFinder(Callback):
         shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
         progress = SearchProgress(Console(), enabled=shown)
         with no_trace(trainer, module, home, random, StepWatcher(marks)) as lent, progress:
-            loader = home.loader_for(self._min_batch_size)
-            pretend_loaded(trainer, loader)
-            samples = Samples(loader)
+            loader = home.loader_for(self._min_batch_size or _SMALLEST_PROBE)
             epoch_samples = count_samples(loader)
+            pretend_loaded(trainer, loader, batches_in_epoch(epoch_samples, self._min_batch_size or _SMALLEST_PROBE))
+            begin_training(trainer)
+            samples = Samples(loader)
             bounds = self._bounds(meter, epoch_samples)
             trials: list[Trial] = []
             watched = marks.watch(trainer.optimizers)
@@ -163,8 +188,8 @@ class BatchFinder(Callback):
                     )
                     if trials[-1].outcome == "out_of_memory":
                         lent.lend_scaler()
-                if isinstance(step, Refusal):
-                    batch = trainer.strategy.batch_to_device(samples.batch(trials[-1].batch_size))
+                if isinstance(step, Refusal) and trials:
+                    batch = samples.batch(trials[-1].batch_size)
                     step = replace(step, reason=f"{step.reason} {self._made_of(trainer, meter, batch, trials[-1])}")
             finally:
                 for handle in watched:
@@ -176,11 +201,14 @@ class BatchFinder(Callback):
         parts = measure_parts(
             trainer.lightning_module,
             trainer.optimizers,
-            batch,
+            None,  # counted as it is on the host: to move it could run out of memory once more
             trainer.strategy.root_device,
             start_bytes=meter.current().allocated_bytes,
             peak_bytes=trial.peak_bytes,
         )
+        batch_bytes = sum(tensor.nbytes for tensor in tensors_in(batch))
+        activations_bytes = max(0, parts.activations_bytes - batch_bytes)
+        parts = replace(parts, batch_bytes=batch_bytes, activations_bytes=activations_bytes)
         return f"At {trial.batch_size} samples the memory held {parts_text(parts)}."
 
     @staticmethod
@@ -191,15 +219,16 @@ class BatchFinder(Callback):
 
     def _bounds(self, meter: Meter, epoch_samples: int | None) -> Bounds:
         budget = meter.budget_bytes()
-        limit = limit_bytes(self._memory_limit, budget)
-        if isinstance(self._memory_limit, int) and self._memory_limit > budget:
-            rank_zero_warn(f"memory_limit={self._memory_limit} is more than the device can give; using {budget} bytes")
+        wanted = limit_bytes(self._memory_limit, budget)
+        if wanted > budget:
+            rank_zero_warn(f"memory_limit={self._memory_limit!r} is more than the device can give, {mib(budget)}")
         user_max = self._max_batch_size or _STREAM_MAX_BATCH_SIZE
         from_data = epoch_samples is not None and epoch_samples < user_max
+        largest = epoch_samples if from_data and epoch_samples is not None else user_max
         return Bounds(
-            limit_bytes=limit,
-            min_batch_size=self._min_batch_size,
-            max_batch_size=epoch_samples if from_data and epoch_samples is not None else user_max,
+            limit_bytes=min(wanted, budget),
+            min_batch_size=self._min_batch_size or min(_SMALLEST_PROBE, largest),
+            max_batch_size=largest,
             max_reason="dataset" if from_data else "max_batch_size",
             multiple_of=self._multiple_of,
             objective=self._objective,

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import logging
+import multiprocessing
 from collections.abc import Sized
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_setattr
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_batchmem._lightning.loaders import (
     loader_batch_size,
@@ -27,6 +30,9 @@ _log = logging.getLogger(__name__)
 
 _DRAWN_SAMPLES = 32
 """How many samples are drawn; batches repeat them. Enough to meet several lengths, few enough to be drawn at once."""
+
+_WORKER_TIMEOUT_SECONDS = 60
+"""A forked worker that waits for a thread of its parent waits for ever; then the samples are drawn otherwise."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,11 @@ class BatchSizeHome:
         if self.in_attribute:
             lightning_setattr(self.module, self.name, batch_size)
         if loaders_passed_to_fit(self.trainer):
-            set_loader_batch_size(request_train_loader(self.trainer), batch_size)
+            self.write_passed_loader(batch_size)
+
+    def write_passed_loader(self, batch_size: int) -> None:
+        """Set the size in the loader that was passed to ``fit``."""
+        set_loader_batch_size(request_train_loader(self.trainer), batch_size)
 
     def write_for_good(self, batch_size: int) -> None:
         """Set the size as :meth:`write` does, and in the hyperparameters that Lightning is about to log."""
@@ -63,12 +73,9 @@ class BatchSizeHome:
             if holder is not None:
                 set_initial_hparam(holder, self.name, batch_size)
 
-    def read(self) -> int | None:
-        """The size in force: the loader's own when it was passed to ``fit``, else the attribute's."""
-        if loaders_passed_to_fit(self.trainer):
-            return loader_batch_size(request_train_loader(self.trainer))
-        value = lightning_getattr(self.module, self.name)
-        return value if isinstance(value, int) else None
+    def size_of_passed_loader(self) -> int | None:
+        """The size of the loader that was passed to ``fit``; ``None`` when there is none, or it has no size."""
+        return loader_batch_size(request_train_loader(self.trainer)) if loaders_passed_to_fit(self.trainer) else None
 
     def check(self) -> None:
         """Make sure that there is a place to set the size in.
@@ -89,20 +96,20 @@ class BatchSizeHome:
             ValueError: when the project does not follow the size: a loader without a batch size, or a
                 ``train_dataloader`` that does not use the attribute.
         """
+        self.write(batch_size)
         loader = request_train_loader(self.trainer)
-        if loader_batch_size(loader) is None:
+        size = loader_batch_size(loader)
+        if size is None:
             sampler = type(loader.batch_sampler).__name__
             raise ValueError(
                 "the training loader must have a batch size that can be set, got"
                 + (" batch_size=None" if loader.batch_sampler is None else f" the batch sampler {sampler}")
                 + "; let the DataLoader make the batches, or give the batch sampler a `batch_size` attribute"
             )
-        self.write(batch_size)
-        loader = request_train_loader(self.trainer)
-        if loader_batch_size(loader) != batch_size:
+        if size != batch_size:
             raise ValueError(
-                f"train_dataloader must use `{self.name}`, got a loader of batch size {loader_batch_size(loader)} after"
-                f" {self.name} was set to {batch_size}; build it with DataLoader(..., batch_size=self.{self.name})"
+                f"train_dataloader must use `{self.name}`, got a loader of batch size {size} after {self.name} was set"
+                f" to {batch_size}; build it with DataLoader(..., batch_size=self.{self.name})"
             )
         return loader
 
@@ -121,8 +128,9 @@ def count_samples(loader: DataLoader[Any]) -> int | None:
 class Samples:
     """A few real samples, drawn once, from which the loader's own ``collate_fn`` makes batches of any size.
 
-    They are drawn in a worker process, also where the loader has none: neither a stream nor a file handle nor a
-    generator of the data set's own moves in this process.
+    They are drawn in a worker process where one can be forked, or the loader has workers of its own: neither a stream
+    nor a file handle nor a generator of the data set's own moves in this process. Elsewhere from a copy of the data
+    set.
 
     Args:
         loader: the training loader.
@@ -132,7 +140,7 @@ class Samples:
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._collate = loader.collate_fn
+        self._collate = _copy_or_warn(loader.collate_fn, "collate_fn")
         self._samples = _draw(loader)
         if not self._samples:
             raise ValueError("the training data must have at least one sample, got none")
@@ -143,30 +151,35 @@ class Samples:
 
 
 def _draw(loader: DataLoader[Any]) -> list[Any]:
+    # A worker that is spawned instead runs the user's script once more, unless that is guarded against it: only where
+    # the loader itself will do the same. The first of all methods is the default, and asking does not fix it.
+    start_method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if loader.num_workers or start_method == "fork":
+        try:
+            return _draw_from(loader, loader.dataset, num_workers=1)
+        except Exception as error:  # noqa: BLE001 - whatever a worker cannot do; what is the user's own recurs below
+            _log.info("samples for the probes could not be drawn in a worker: %s", error)
+    return _draw_from(loader, _copy_or_warn(loader.dataset, "data set"), num_workers=0)
+
+
+def _copy_or_warn(value: Any, name: str) -> Any:
     try:
-        return _draw_with(loader, loader.dataset, num_workers=1)
-    except Exception as error:  # noqa: BLE001 - whatever a worker cannot do is tried here; what is the user's own recurs
-        _log.info(
-            "samples for the probes could not be drawn in a worker (%s); drawn from a copy of the data set", error
-        )
-        return _draw_with(loader, copy.deepcopy(loader.dataset), num_workers=0)
+        return copy.deepcopy(value)
+    except Exception:  # noqa: BLE001 - a user's object may refuse to be copied in any way it likes
+        rank_zero_warn(f"the {name} cannot be copied: what the probes change in it is not put back")
+        return value
 
 
-def _draw_with(loader: DataLoader[Any], dataset: Any, num_workers: int) -> list[Any]:
-    arguments: dict[str, Any] = {}
-    count = _DRAWN_SAMPLES
+def _draw_from(loader: DataLoader[Any], dataset: Any, num_workers: int) -> list[Any]:
+    arguments: dict[str, Any] = {"batch_size": _DRAWN_SAMPLES}
     if not isinstance(dataset, IterableDataset):
-        length = len(dataset)
-        count = min(count, length)
-        if count == 0:
-            return []
-        arguments["sampler"] = [i * length // count for i in range(count)]  # spread over the whole set
+        arguments["sampler"] = _indices(loader)
     if num_workers:
         arguments["multiprocessing_context"] = loader.multiprocessing_context
         arguments["worker_init_fn"] = loader.worker_init_fn
+        arguments["timeout"] = _WORKER_TIMEOUT_SECONDS
     drawing: DataLoader[Any] = DataLoader(
         dataset,
-        batch_size=count,
         num_workers=num_workers,
         collate_fn=_uncollated,
         generator=torch.Generator(),  # the worker's seed must not be drawn from the process's own generator
@@ -175,6 +188,19 @@ def _draw_with(loader: DataLoader[Any], dataset: Any, num_workers: int) -> list[
     drawn: list[Any] = next(iter(drawing), [])
     # out of the shared memory in which a worker hands tensors over, one file descriptor each
     return [apply_to_collection(sample, Tensor, Tensor.clone) for sample in drawn]
+
+
+def _indices(loader: DataLoader[Any]) -> list[Any]:
+    """Which samples to draw: spread over the whole set, or the first ones that a sampler of the user's own names."""
+    own_batches = loader.batch_size is None and loader.batch_sampler is not None
+    if isinstance(loader.sampler, SequentialSampler | RandomSampler) and not own_batches:
+        length = len(loader.sampler.data_source)
+        count = min(_DRAWN_SAMPLES, length)
+        return [i * length // count for i in range(count)]
+    source = loader.batch_sampler if own_batches else loader.sampler
+    copied = copy.deepcopy(source, {id(loader.dataset): loader.dataset})  # a copy: it may have a generator of its own
+    named = chain.from_iterable(copied) if own_batches else iter(copied)  # type: ignore[arg-type]
+    return list(islice(named, _DRAWN_SAMPLES))
 
 
 def _uncollated(samples: list[Any]) -> list[Any]:

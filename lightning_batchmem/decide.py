@@ -75,8 +75,7 @@ def decide(trials: Sequence[Trial], bounds: Bounds, repeatability: float = 0.0) 
     trials = tuple(trials)
     lowest, highest = _size_range(bounds)
     if lowest > highest:
-        wanted = f"{bounds.min_batch_size} to {bounds.max_batch_size}"
-        return Refusal(f"no multiple of {bounds.multiple_of or 1} lies in the range {wanted} of sizes.", trials)
+        return Refusal(_empty_range(bounds), trials)
     if not trials:
         first = min(max(lowest, _round(FIRST_SIZE, bounds, up=True)), highest)
         return Probe(first, f"{first} samples: the smallest size worth measuring.")
@@ -96,6 +95,16 @@ def decide(trials: Sequence[Trial], bounds: Bounds, repeatability: float = 0.0) 
     if bounds.objective == "throughput":
         return _knee(search, settled, may_probe)
     return _plan(search, search.best, *settled)
+
+
+def _empty_range(bounds: Bounds) -> str:
+    wanted = f"no multiple of {bounds.multiple_of}" if bounds.multiple_of else "no size"
+    return f"{wanted} lies within the bounds: min_batch_size is {bounds.min_batch_size} and {_ceiling(bounds)}."
+
+
+def _ceiling(bounds: Bounds) -> str:
+    what = "the data set has" if bounds.max_reason == "dataset" else "max_batch_size is"
+    return f"{what} {bounds.max_batch_size} samples"
 
 
 def _look(trials: tuple[Trial, ...], bounds: Bounds, repeatability: float, lowest: int, highest: int) -> _Search:
@@ -126,7 +135,8 @@ def _smaller(search: _Search) -> Probe | Refusal:
     said = next((f" ({trial.error})" for trial in search.trials if trial.error), "") if over is None else ""
     return Refusal(
         f"nothing fits: {failed} samples, the smallest size allowed, {_held(over)}{said} under a limit of "
-        f"{mib(limit)}; a smaller model, smaller samples, lower precision or checkpointed activations would help.",
+        f"{mib(limit)}; a smaller model, smaller samples, lower precision or checkpointed activations would help"
+        + (", and min_batch_size=1 lets a single sample be tried." if search.lowest == FIRST_SIZE else "."),
         search.trials,
     )
 
@@ -141,8 +151,7 @@ def _grow(search: _Search) -> Probe | tuple[LimitedBy, str]:
     best, bounds = search.best, search.bounds
     size, limit, following = best.batch_size, bounds.limit_bytes, search.following
     if size >= search.highest:
-        what = "the data set has" if bounds.max_reason == "dataset" else "max_batch_size is"
-        return bounds.max_reason, f"{what} {bounds.max_batch_size} samples; {_room(best, bounds)}."
+        return bounds.max_reason, f"{_ceiling(bounds)}; {_room(best, bounds)}."
     known = min(search.highest, _surely_fits(search))
     model = _model(search.good, search.repeatability)
     if model is None:

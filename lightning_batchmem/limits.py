@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from numbers import Integral
 
 _UNIT_BYTES = {
     "B": 1,
@@ -21,7 +22,7 @@ _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*")
 
 
 def limit_bytes(memory_limit: int | float | str | None, budget_bytes: int) -> int:
-    """The limit in bytes: the user's word, but never more than there is.
+    """The limit in bytes, as the user wrote it.
 
     Args:
         memory_limit: bytes as an int, a text such as ``"20GiB"``, a fraction of the budget as a float in (0, 1], or
@@ -38,11 +39,11 @@ def limit_bytes(memory_limit: int | float | str | None, budget_bytes: int) -> in
         unit = _UNIT_BYTES.get(written[2].upper()) if written else None
         if written is None or unit is None or float(written[1]) <= 0:
             raise ValueError(f'memory_limit must be like "20GiB" or "500MB", got {memory_limit!r}')
-        return min(budget_bytes, int(float(written[1]) * unit))
+        return int(float(written[1]) * unit)
     if isinstance(memory_limit, float) and 0.0 < memory_limit <= 1.0:
         return int(memory_limit * budget_bytes)
-    if isinstance(memory_limit, int) and not isinstance(memory_limit, bool) and memory_limit > 0:
-        return min(budget_bytes, memory_limit)
+    if isinstance(memory_limit, Integral) and not isinstance(memory_limit, bool) and memory_limit > 0:
+        return int(memory_limit)
     raise ValueError(
         'memory_limit must be a positive number of bytes, a text such as "20GiB" or a fraction in (0, 1],'
         f" got {memory_limit!r}"
@@ -51,5 +52,5 @@ def limit_bytes(memory_limit: int | float | str | None, budget_bytes: int) -> in
 
 def check_positive(name: str, value: int | None) -> None:
     """Raise a ValueError that names the argument unless ``value`` is None or a positive whole number."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")

@@ -69,8 +69,7 @@ def measure(
         Exception: whatever else the user's code raises, with its own traceback.
     """
     meter.release_cached()
-    batches = math.inf if epoch_samples is None else math.ceil(epoch_samples / batch_size)
-    micro_batches = begin_epoch(trainer, batches)
+    micro_batches = begin_epoch(trainer, batches_in_epoch(epoch_samples, batch_size))
     peaks: list[StepPeaks] = []
     seconds: list[float] = []
     error_text = ""
@@ -99,6 +98,11 @@ def measure(
         measured_steps=len(seconds) // micro_batches,
         error=error_text,
     )
+
+
+def batches_in_epoch(epoch_samples: int | None, batch_size: int) -> float:
+    """Batches of ``batch_size`` in an epoch, the last short one too; ``inf`` for a stream without a length."""
+    return math.inf if epoch_samples is None else math.ceil(epoch_samples / batch_size)
 
 
 def _attempt(trainer: Trainer, samples: Samples, meter: Meter, batch_size: int) -> str:

@@ -38,7 +38,8 @@ class Trial:
             measured steps. On the host: the resident set.
         noise_bytes: by how much the peak of one and the same phase differed between the measured steps.
         peak_reserved_bytes: highest bytes that the allocator held from the device; ``None`` where it reserves none.
-        step_seconds: median wall time of a measured step; ``None`` when none was completed.
+        step_seconds: median wall time of a measured step (of a micro-batch under gradient accumulation), with the
+            making of the batch from samples that are at hand; ``None`` when none was completed.
         measured_steps: how many full steps were measured (the warm-up is not counted).
         error: first line of the error that was taken for out of memory; empty otherwise.
     """
@@ -257,10 +258,15 @@ class Plan:
         """The plan that :meth:`to_json` wrote.
 
         Raises:
-            ValueError: when ``text`` is not JSON.
-            KeyError: when a field is missing.
+            ValueError: when ``text`` is not the JSON of a plan.
         """
-        data: dict[str, Any] = json.loads(text)
+        try:
+            return cls._from_dict(json.loads(text))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"text must be the JSON of a Plan, got {text[:80]!r}") from error
+
+    @classmethod
+    def _from_dict(cls, data: dict[str, Any]) -> Plan:
         memory, time = data["memory"], data["time"]
         if memory is not None:
             lines = {phase: Line(**line) for phase, line in memory["lines"].items()}

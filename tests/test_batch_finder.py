@@ -270,6 +270,95 @@ def test_ctrl_c_in_a_probe_restores_too(fit: Any, fake_meter: Any) -> None:
     assert module.batch_size == 3
 
 
+def test_a_failed_search_leaves_different_sizes_different(fit: Any, fake_meter: Any) -> None:
+    meter, data = fake_meter(budget_bytes=500 * MIB), DataInHparams()
+    module = Fails(meter, "forward", IndexError("mine"))
+    module.batch_size = 7
+    with pytest.raises(IndexError, match="mine"):
+        fit(module, BatchFinder(), meter, datamodule=data)
+    assert (module.batch_size, data.hparams.batch_size) == (7, 3)
+
+
+class FailsInSetup(Lawful):
+    def setup(self, stage: str) -> None:
+        if not self.sizes:
+            self.sizes.append(0)
+            raise FileNotFoundError("no such file")
+
+
+def test_a_fit_that_failed_in_setup_can_be_repeated(fit: Any, fake_meter: Any) -> None:
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder()
+    module = FailsInSetup(meter, law)
+    trainer = Trainer(accelerator="cpu", max_epochs=1, callbacks=[finder], logger=False, enable_checkpointing=False)
+    with pytest.raises(FileNotFoundError):
+        trainer.fit(module)
+    assert "setup_optimizers" not in vars(trainer.strategy)
+    fit(module, finder, meter)
+    assert finder.plan is not None
+
+
+def test_two_finders_are_refused(fit: Any, fake_meter: Any) -> None:
+    meter = fake_meter(budget_bytes=500 * MIB)
+    with pytest.raises(ValueError, match="callbacks must have one BatchFinder, got several"):
+        fit(Lawful(meter, law), BatchFinder(), meter, BatchFinder())
+
+
+@pytest.mark.parametrize(
+    ("finder", "samples", "message"),
+    [
+        (BatchFinder(min_batch_size=100), 48, r"min_batch_size is 100 and the data set has 48 samples"),
+        (BatchFinder(multiple_of=100), 48, r"no multiple of 100"),
+    ],
+)
+def test_an_empty_range_of_sizes_is_said(
+    fit: Any, fake_meter: Any, finder: BatchFinder, samples: int, message: str
+) -> None:
+    meter = fake_meter(budget_bytes=500 * MIB)
+    loader = DataLoader(TensorDataset(torch.zeros(samples, 1)), batch_size=3)
+    with pytest.raises(RuntimeError, match=message):
+        fit(NoSize(meter, law), finder, meter, train_dataloaders=loader)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_a_tiny_data_set(fit: Any, fake_meter: Any, samples: int) -> None:
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder()
+    loader = DataLoader(TensorDataset(torch.zeros(samples, 1)), batch_size=1)
+    fit(NoSize(meter, law), finder, meter, train_dataloaders=loader)
+    assert finder.plan is not None
+    assert (finder.plan.batch_size, finder.plan.limited_by) == (samples, "dataset")
+    assert finder.plan.verified
+
+
+def test_no_training_needs_no_search(fit: Any, fake_meter: Any) -> None:
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder()
+    module = Lawful(meter, law)
+    fit(module, finder, meter, max_epochs=0)
+    assert finder.plan is None
+    assert module.batch_size == 3
+
+
+class EndsEpochsEarly(Lawful):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx > self.last_batch else None
+
+
+def test_an_epoch_that_the_module_ends_is_begun_again(fit: Any, fake_meter: Any) -> None:
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder()
+    module = EndsEpochsEarly(meter, law)
+    module.last_batch = 1
+    fit(module, finder, meter)
+    assert finder.plan is not None
+    assert finder.plan.batch_size == 400
+
+
+def test_a_module_that_skips_every_batch_is_said(fit: Any, fake_meter: Any) -> None:
+    meter = fake_meter(budget_bytes=500 * MIB)
+    module = EndsEpochsEarly(meter, law)
+    module.last_batch = -1
+    with pytest.raises(RuntimeError, match="on_train_batch_start returned -1 for the first batch"):
+        fit(module, BatchFinder(), meter)
+
+
 # Where the size lives
 
 
@@ -366,10 +455,16 @@ class Stubborn(Lawful):
         return DataLoader(TensorDataset(torch.zeros(SAMPLES, 1)), batch_size=32)
 
 
+class TakesIterator(Lawful):
+    def training_step(self, dataloader_iter: Any) -> None:
+        """Never called."""
+
+
 def one_loader(**arguments: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.zeros(10, 1)), **arguments)
 
 
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 @pytest.mark.parametrize(
     ("make", "arguments", "message"),
     [
@@ -380,8 +475,10 @@ def one_loader(**arguments: Any) -> DataLoader[Any]:
         (
             NoSize,
             {"train_dataloaders": [one_loader(), one_loader()]},
-            r"must be one torch DataLoader .* got DataLoader",
+            r"must be one torch DataLoader .* got list",
         ),
+        (NoSize, {"train_dataloaders": {"a": one_loader()}}, r"must be one torch DataLoader .* got dict"),
+        (TakesIterator, {}, r"training_step must take a batch .* dataloader_iter"),
         (Lawful, {"strategy": "ddp", "devices": 1}, r"strategy must be on a single device .* got DDPStrategy"),
     ],
 )

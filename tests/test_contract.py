@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, default_collate, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_batchmem import BatchFinder
@@ -196,6 +196,72 @@ class Recorder(Callback):
         self._note("epoch end", sorted((k, float(v)) for k, v in trainer.callback_metrics.items()))
 
 
+class Asking(Net):
+    """Asks the trainer for its data in the hooks before the first batch, and its logger for the directory in a step."""
+
+    def on_train_start(self) -> None:
+        self.known = (
+            len(self.trainer.train_dataloader),
+            int(self.trainer.num_training_batches),
+            len(self.trainer.val_dataloaders),
+            len(self.trainer.train_dataloader.dataset),
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.logger.log_dir
+        assert self.trainer.log_dir
+        return super().training_step(batch, batch_idx)
+
+
+class Extractor:
+    """Keeps what a layer puts out, from a hook on the layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.features: list[Tensor] = []
+        layer.register_forward_hook(lambda module, inputs, output: self.features.append(output))
+
+
+class Entangled(Net):
+    """A generator, an unregistered teacher, a hook that fills a list, a sparse buffer."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self.noise = torch.Generator().manual_seed(4)
+        self.teacher = [nn.Linear(6, 3)]
+        self.extractor = Extractor(self.layers[0])
+        self.register_buffer("adjacency", torch.eye(6).to_sparse())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = torch.sparse.mm(self.adjacency, x.t()).t() + 0.1 * torch.rand(x.shape, generator=self.noise)
+        loss = super().training_step((x, y), batch_idx)
+        with torch.no_grad():
+            self.teacher[0].weight.mul_(0.99).add_(self.layers[4].weight[:, :6], alpha=0.01)
+        features = self.extractor.features.pop()
+        return loss + 0.01 * features.square().mean() + (self.teacher[0](x) - self.layers(x)).square().mean()
+
+
+class Collate:
+    """Counts its calls, and the count changes the batch."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, samples: list[Any]) -> Any:
+        self.calls += 1
+        x, y = default_collate(samples)
+        return x + 0.01 * self.calls, y
+
+
+class Splitting(Data):
+    """Splits at random when it is first asked, and keeps the split."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        if not hasattr(self, "part"):
+            self.part, _ = random_split(Noisy(), [SAMPLES - 8, 8])
+        return DataLoader(self.part, batch_size=self.hparams.batch_size, shuffle=True)
+
+
 @dataclass
 class Case:
     """One way to train: a module for a batch size, what ``fit`` gets, what the Trainer gets."""
@@ -204,6 +270,7 @@ class Case:
     fit: Callable[[int], dict[str, Any]] = lambda size: {}
     trainer: dict[str, Any] = field(default_factory=dict)
     callbacks: Callable[[], list[Callback]] = list
+    start: int = 3
 
 
 def loader(size: int, **arguments: Any) -> dict[str, Any]:
@@ -221,6 +288,8 @@ CASES = {
     "sgd_momentum": Case(Net),
     "adamw": Case(lambda size: Net(size, "adamw")),
     "onecycle_from_estimated_steps": Case(lambda size: Net(size, "onecycle")),
+    "onecycle_from_a_larger_start": Case(lambda size: Net(size, "onecycle"), start=SAMPLES),
+    "onecycle_of_few_steps": Case(lambda size: Net(size, "onecycle"), trainer={"max_steps": 5, "max_epochs": -1}),
     "onecycle_with_workers": Case(lambda size: Net(size, "onecycle", workers=2)),
     "reduce_on_plateau": Case(lambda size: Net(size, "plateau")),
     "manual_two_optimizers": Case(Adversarial),
@@ -232,6 +301,20 @@ CASES = {
         Net, callbacks=lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)]
     ),
     "datamodule_hparams": Case(lambda size: Plain(), fit=lambda size: {"datamodule": Data(size)}),
+    "datamodule_that_caches_a_random_split": Case(
+        lambda size: Plain(), fit=lambda size: {"datamodule": Splitting(size)}
+    ),
+    "hooks_that_ask_the_trainer": Case(Asking),
+    "entangled_attributes": Case(Entangled),
+    "stateful_collate": Case(
+        lambda size: Plain(), fit=lambda size: loader(size, dataset=Noisy(), collate_fn=Collate())
+    ),
+    "subset_sampler": Case(
+        lambda size: Plain(),
+        fit=lambda size: {
+            "train_dataloaders": DataLoader(Noisy(), batch_size=size, sampler=SubsetRandomSampler(range(0, SAMPLES, 2)))
+        },
+    ),
     "loader_with_generator": Case(
         lambda size: Plain(),
         fit=lambda size: loader(size, dataset=Noisy(), generator=torch.Generator().manual_seed(5)),
@@ -287,7 +370,9 @@ def outcome_of(folder: Path, case: Case, size: int, finder: BatchFinder | None) 
 def assert_same(one: Any, other: Any, where: str) -> None:
     """Equality in every bit, through nested containers."""
     assert type(one) is type(other), where
-    if isinstance(one, Tensor | np.ndarray):
+    if isinstance(one, Tensor) and one.is_sparse:
+        assert_same(one.to_dense(), other.to_dense(), where)
+    elif isinstance(one, Tensor | np.ndarray):
         assert one.dtype == other.dtype, where
         assert one.tobytes() == other.tobytes() if isinstance(one, np.ndarray) else torch.equal(one, other), where
     elif isinstance(one, dict):
@@ -305,7 +390,7 @@ def assert_same(one: Any, other: Any, where: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_no_trace(name: str, tmp_path: Path) -> None:
     finder = BatchFinder(max_batch_size=SIZE)
-    searched = outcome_of(tmp_path / "searched", CASES[name], 3, finder)
+    searched = outcome_of(tmp_path / "searched", CASES[name], CASES[name].start, finder)
     hard_coded = outcome_of(tmp_path / "hard", CASES[name], SIZE, None)
     assert finder.plan is not None
     assert finder.plan.batch_size == SIZE

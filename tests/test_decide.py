@@ -139,7 +139,7 @@ def test_every_size_is_a_multiple_when_asked_for(multiple: int) -> None:
 def test_no_multiple_in_the_range_is_refused() -> None:
     step = decide([], bounds(10_000, cap=20, multiple_of=32))
     assert isinstance(step, Refusal)
-    assert "no multiple of 32 lies in the range 1 to 20" in step.reason
+    assert "no multiple of 32 lies within the bounds: min_batch_size is 1 and" in step.reason
 
 
 def test_a_range_without_a_multiple_of_8_takes_its_end() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ BUDGET = 100 * 2**30
     [
         (None, BUDGET),
         (12345, 12345),
-        (BUDGET + 1, BUDGET),
+        (BUDGET + 1, BUDGET + 1),
         (0.5, BUDGET // 2),
         (1.0, BUDGET),
         ("20GiB", 20 * 2**30),
@@ -24,7 +25,8 @@ BUDGET = 100 * 2**30
         ("500MB", 500 * 10**6),
         (" 64 KiB ", 64 * 2**10),
         ("7 B", 7),
-        ("1TiB", BUDGET),
+        ("1TiB", 2**40),
+        (np.int64(7), 7),
     ],
 )
 def test_limit(memory_limit: Any, expected: int) -> None:
@@ -40,8 +42,8 @@ def test_a_limit_that_makes_no_sense_names_the_argument_and_the_value(memory_lim
     assert repr(memory_limit) in str(error.value)
 
 
-@given(st.one_of(st.integers(1, 2**50), st.floats(0.001, 1.0)), st.integers(1, 2**45))
-def test_never_more_than_the_budget(memory_limit: int | float, budget_bytes: int) -> None:
+@given(st.floats(0.001, 1.0), st.integers(1, 2**45))
+def test_a_fraction_is_never_more_than_the_budget(memory_limit: float, budget_bytes: int) -> None:
     assert 0 <= limit_bytes(memory_limit, budget_bytes) <= budget_bytes
 
 

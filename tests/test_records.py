@@ -102,5 +102,6 @@ def test_time_model_throughput() -> None:
 def test_plan_from_json_says_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="Expecting value"):
         Plan.from_json("no json")
-    with pytest.raises(KeyError):
-        Plan.from_json("{}")
+    for text in ("{}", "[]", "1", '{"memory": null, "time": null, "trials": []}'):
+        with pytest.raises(ValueError, match="text must be the JSON of a Plan, got"):
+            Plan.from_json(text)

@@ -26,14 +26,12 @@ def request_train_loader(trainer: Trainer) -> DataLoader[Any]:
         ValueError: when it is not a single :class:`~torch.utils.data.DataLoader`.
     """
     requested = _request_dataloader(trainer.fit_loop._data_source)
-    flat = CombinedLoader(requested).flattened if not isinstance(requested, CombinedLoader) else requested.flattened
-    if len(flat) != 1 or not isinstance(flat[0], DataLoader):
-        kinds = ", ".join(type(loader).__name__ for loader in flat) or "nothing"
+    if not isinstance(requested, DataLoader):
         raise ValueError(
-            f"the training data must be one torch DataLoader for BatchFinder, got {kinds};"
-            " with several loaders, set the batch size by hand"
+            f"the training data must be one torch DataLoader for BatchFinder, got {type(requested).__name__};"
+            " with several loaders, or one inside a collection, set the batch size by hand"
         )
-    return flat[0]
+    return requested
 
 
 def loader_batch_size(loader: DataLoader[Any]) -> int | None:
@@ -44,15 +42,24 @@ def loader_batch_size(loader: DataLoader[Any]) -> int | None:
 
 def set_loader_batch_size(loader: DataLoader[Any], batch_size: int) -> None:
     """Set the batch size of an existing loader in place, which works for subclasses with arguments of their own too."""
-    if loader.batch_sampler is not None:
-        loader.batch_sampler.batch_size = batch_size  # type: ignore[attr-defined]
+    if hasattr(loader.batch_sampler, "batch_size"):
+        loader.batch_sampler.batch_size = batch_size  # type: ignore[union-attr]
     if loader.batch_size is not None:
         vars(loader)["batch_size"] = batch_size  # DataLoader.__setattr__ refuses it (torch 2.5.1 to 2.13)
 
 
-def pretend_loaded(trainer: Trainer, loader: DataLoader[Any]) -> None:
-    """Let ``trainer.train_dataloader`` answer during the search, without starting the loader's workers."""
+def pretend_loaded(trainer: Trainer, loader: DataLoader[Any], batches: float) -> None:
+    """Let the trainer's questions about its data have answers during the search, without starting a worker.
+
+    Args:
+        trainer: in a search.
+        loader: the training loader.
+        batches: batches in an epoch; ``inf`` when unknown.
+    """
     trainer.fit_loop._combined_loader = CombinedLoader(loader)
+    trainer.fit_loop.max_batches = batches
+    if trainer.enable_validation:
+        trainer.fit_loop.epoch_loop.val_loop.setup_data()  # builds the validation loaders, and no iterator
 
 
 def forget_train_loader(trainer: Trainer) -> None:

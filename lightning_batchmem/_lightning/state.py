@@ -13,38 +13,12 @@ from typing import IO, Any
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device  # private in 2.5.0 to 2.6.6
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states  # private in 2.5.0 to 2.6.6
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loops.loop import _Loop  # private in 2.5.0 to 2.6.6
 from lightning.pytorch.loops.progress import _BaseProgress  # private in 2.5.0 to 2.6.6
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset
 
-_LARGEST_COPIED_ATTRIBUTE_BYTES = 64 * 2**20
-"""A plain tensor attribute above this is data rather than state: a copy of it would change what is being measured."""
-
-_SHARED_TYPES = (
-    nn.Parameter,
-    nn.Module,
-    Trainer,
-    Callback,
-    Logger,
-    LightningDataModule,
-    Dataset,
-    DataLoader,
-    Optimizer,
-    LRScheduler,
-    torch.Generator,
-)
-"""Attributes of these types are either kept by other means or not the module's to change."""
-
-
-def _is_shared(value: object) -> bool:
-    if isinstance(value, _SHARED_TYPES):
-        return True
-    return isinstance(value, Tensor) and value.nbytes > _LARGEST_COPIED_ATTRIBUTE_BYTES
+from lightning_batchmem._lightning.attributes import KeptAttributes
 
 
 class RandomStates:
@@ -58,21 +32,28 @@ class RandomStates:
         _set_rng_states(self._states)
 
 
-def record_before_optimizers(trainer: Trainer, keep: Callable[[RandomStates], None]) -> None:
+def record_before_optimizers(trainer: Trainer, keep: Callable[[RandomStates], None]) -> Callable[[], object]:
     """Hand ``keep`` the random states as they are just before ``configure_optimizers`` runs for the first time.
 
     That hook may draw numbers itself, or ask for ``estimated_stepping_batches``, which builds the train iterator and
     draws too. To configure the optimizers again as if it were the first time, one has to rewind to before it.
+
+    Returns:
+        To be called when ``fit`` ends before that: takes the recording away.
     """
     strategy = trainer.strategy
     original = strategy.setup_optimizers
 
+    def stop_recording() -> object:
+        return vars(strategy).pop("setup_optimizers", None)  # the class's own method is in force again
+
     def recording(trainer: Trainer) -> None:
-        del strategy.__dict__["setup_optimizers"]  # the class's own method is in force again
+        stop_recording()
         keep(RandomStates())
         original(trainer)
 
-    strategy.__dict__["setup_optimizers"] = recording
+    vars(strategy)["setup_optimizers"] = recording
+    return stop_recording
 
 
 def configure_optimizers_again(trainer: Trainer) -> None:
@@ -149,56 +130,38 @@ def _read_all(file: IO[bytes], flat: Tensor) -> None:
 
 
 class KeptModule:
-    """A module's parameters, buffers, gradients, flags and plain attributes.
-
-    Storages are written back in place. Plain attributes are handled the other way round: the probes get deep copies
-    to play with, and the originals, which nobody has touched, are put back. What cannot be copied stays shared;
-    ``not_restorable`` names it.
+    """A module as it is: parameters, buffers, gradients, flags, hooks and plain attributes; and a data module's.
 
     Args:
-        root: the LightningModule.
+        module: the LightningModule.
+        datamodule: the trainer's data module, if there is one.
+
+    Attributes:
+        passed_over: what cannot be put back, for people.
+
+    Raises:
+        ValueError: when a parameter is not initialized yet.
     """
 
-    def __init__(self, root: LightningModule) -> None:
-        for name, parameter in root.named_parameters():
+    def __init__(self, module: LightningModule, datamodule: LightningDataModule | None) -> None:
+        for name, parameter in module.named_parameters():
             if nn.parameter.is_lazy(parameter):
                 raise ValueError(
                     f"every parameter must be initialized before the search, got the lazy parameter {name!r};"
                     " run one forward pass in configure_model or before fit"
                 )
-        self.not_restorable: list[str] = []
-        tensors = {id(t): t for t in [*root.parameters(), *root.buffers()]}
-        self._aliases = [(t, t.detach(), t.requires_grad) for t in tensors.values()]
-        self._gradients = [(t, t.grad.detach().to("cpu", copy=True)) for t in tensors.values() if t.grad is not None]
-        self._storages = KeptStorages(iter(tensors.values()))
-        self._attributes: list[tuple[nn.Module, dict[str, Any], dict[str, dict[Any, Any]]]] = []
-        memo: dict[int, Any] = {id(t): t for t in tensors.values()}
-        memo.update({id(module): module for module in root.modules()})
-        memo.update(_shared_values(root))
-        for path, module in root.named_modules():
-            self._lend_copies(path, module, memo)
-
-    def _lend_copies(self, path: str, module: nn.Module, memo: dict[int, Any]) -> None:
-        internals = vars(nn.Module())  # _parameters, _buffers, _modules, the hook tables, training
-        original = dict(vars(module))
-        tables = {k: dict(v) for k, v in original.items() if k in internals and isinstance(v, dict)}
-        for name, value in original.items():
-            if name in internals:
-                continue
-            try:
-                vars(module)[name] = copy.deepcopy(value, memo)
-            except Exception:  # noqa: BLE001 - a user's object may refuse to be copied in any way it likes
-                self.not_restorable.append(f"{path}.{name}" if path else name)
-        self._attributes.append((module, original, tables))
+        self._attributes = KeptAttributes([module] if datamodule is None else [module, datamodule])
+        self.passed_over = self._attributes.passed_over
+        tensors = self._attributes.tensors
+        self._aliases = [(t, t.detach(), t.requires_grad) for t in tensors if t.is_leaf]
+        self._gradients = [
+            (t, t.grad.detach().to("cpu", copy=True)) for t in tensors if t.is_leaf and t.grad is not None
+        ]
+        self._storages = KeptStorages(iter(tensors))
 
     def put_back(self) -> None:
         """Make the module what it was."""
-        for module, original, tables in self._attributes:
-            vars(module).clear()
-            vars(module).update(original)
-            for name, table in tables.items():  # in place: handles of registered hooks refer to these very tables
-                vars(module)[name].clear()
-                vars(module)[name].update(table)
+        self._attributes.put_back()
         for tensor, alias, requires_grad in self._aliases:
             if tensor.data_ptr() != alias.data_ptr() or tensor.shape != alias.shape:
                 tensor.data = alias
@@ -207,16 +170,6 @@ class KeptModule:
         self._storages.write_back()
         for tensor, gradient in self._gradients:
             tensor.grad = gradient.to(tensor.device)
-
-
-def _shared_values(root: nn.Module) -> dict[int, Any]:
-    """What a deep copy of the attributes must refer to instead of copying, by ``id``; looks one container deep."""
-    shared: dict[int, Any] = {}
-    for module in root.modules():
-        for value in vars(module).values():
-            members = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else ()
-            shared.update({id(item): item for item in (value, *members) if _is_shared(item)})
-    return shared
 
 
 class KeptTrainer:
@@ -244,6 +197,9 @@ class KeptTrainer:
         for name, value in list(vars(trainer._logger_connector).items()):
             if isinstance(value, dict):
                 setattr(trainer._logger_connector, name, dict(value))
+        self._schedulers = [(c.scheduler, dict(vars(c.scheduler))) for c in trainer.strategy.lr_scheduler_configs]
+        for scheduler, _ in self._schedulers:  # made for the old size, it may end before the probes do
+            vars(scheduler)["step"] = _stand_still
 
     def lend_scaler(self) -> None:
         """Give the probes a fresh copy of the gradient scaler (at the start, and after a step that was cut short)."""
@@ -255,8 +211,15 @@ class KeptTrainer:
         for holder, attributes in self._kept:
             vars(holder).clear()
             vars(holder).update(attributes)
+        for scheduler, attributes in self._schedulers:
+            vars(scheduler).clear()
+            vars(scheduler).update(attributes)
         if self._scaler is not None:
             self._trainer.precision_plugin.scaler = self._scaler  # type: ignore[attr-defined]
+
+
+def _stand_still(*_: Any, **__: Any) -> None:
+    """A learning rate that stays as it is."""
 
 
 def _loops(loop: _Loop) -> Iterator[_Loop]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.progress import _BatchProgress  # private in 2.5.0 to 2.6.6
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -29,13 +30,37 @@ class _BatchSource:
         return self._make_batch(), 0, 0
 
 
+class _MutedLogger(DummyLogger):
+    """Logs nothing, and still tells where the real logger would."""
+
+    def __init__(self, logger: Logger) -> None:
+        super().__init__()
+        self._logger = logger
+
+    @property
+    def name(self) -> Any:
+        return self._logger.name
+
+    @property
+    def version(self) -> Any:
+        return self._logger.version
+
+    @property
+    def save_dir(self) -> Any:
+        return self._logger.save_dir
+
+    @property
+    def log_dir(self) -> Any:
+        return getattr(self._logger, "log_dir", self._logger.save_dir)
+
+
 def quieten(trainer: Trainer, watcher: Callback) -> None:
     """Let probing steps reach no callback but ``watcher``, no logger and no profiler of the user's.
 
     ``KeptTrainer.put_back`` undoes it.
     """
     trainer.callbacks = [watcher]  # type: ignore[attr-defined]  # set where mypy does not look
-    trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+    trainer.loggers = [_MutedLogger(logger) for logger in trainer.loggers]
     trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
 
 
@@ -68,16 +93,20 @@ def run_step(trainer: Trainer, make_batch: Callable[[], Any]) -> None:
     """Run one training step on the batch that ``make_batch`` returns.
 
     Raises:
-        RuntimeError: when the module's ``on_train_batch_start`` skips the batch, so that no step ran.
+        RuntimeError: when the module's ``on_train_batch_start`` skips the first batch of an epoch: no step ever runs.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     try:
         epoch_loop.advance(_BatchSource(make_batch))  # type: ignore[arg-type]
-    except StopIteration:
-        raise RuntimeError(
-            "on_train_batch_start returned -1 in a probing step, so BatchFinder could not measure a training step;"
-            " set the batch size by hand, or return -1 only after training has begun"
-        ) from None
+    except StopIteration:  # on_train_batch_start returned -1, which ends an epoch: so begin the next one
+        epoch_loop.batch_progress = _BatchProgress()
+        try:
+            epoch_loop.advance(_BatchSource(make_batch))  # type: ignore[arg-type]
+        except StopIteration:
+            raise RuntimeError(
+                "on_train_batch_start returned -1 for the first batch, so BatchFinder cannot measure a training step;"
+                " set the batch size by hand, or return -1 only after training has begun"
+            ) from None
     if not epoch_loop._should_accumulate():
         epoch_loop._batches_that_stepped += 1  # as on_advance_end does, which also validates
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import Any
 
 import pytest
@@ -75,7 +74,6 @@ class Deep(LightningModule):
         self.memory: list[Any] = [1, [2, 3]]
         self.alias = self.memory
         self.average = torch.ones(3)
-        self.lock = threading.Lock()
         self.data = TensorDataset(torch.zeros(4))
 
 
@@ -103,7 +101,7 @@ def test_a_module_is_put_back_whatever_a_step_does_to_it() -> None:
     called: list[int] = []
     handle = module.layers.register_forward_pre_hook(lambda *_: called.append(1))
     memory, hidden = module.memory, module.hidden
-    kept = KeptModule(module)
+    kept = KeptModule(module, None)
     disturb(module)
     kept.put_back()
     assert module.state_dict().keys() == reference.state_dict().keys()
@@ -132,21 +130,10 @@ def test_a_module_is_put_back_whatever_a_step_does_to_it() -> None:
 def test_gradients_from_an_earlier_fit_come_back() -> None:
     module = Deep()
     module.tied.bias.grad = torch.full((3,), 2.0)
-    kept = KeptModule(module)
+    kept = KeptModule(module, None)
     module.zero_grad()
     kept.put_back()
     assert torch.equal(module.tied.bias.grad, torch.full((3,), 2.0))
-
-
-def test_what_cannot_be_copied_is_shared_and_named() -> None:
-    module = Deep()
-    lock, data = module.lock, module.data
-    kept = KeptModule(module)
-    assert kept.not_restorable == ["lock"]
-    assert module.lock is lock
-    assert module.data is data  # a data set is not copied
-    kept.put_back()
-    assert module.lock is lock
 
 
 def test_a_lazy_parameter_is_refused() -> None:
@@ -156,7 +143,7 @@ def test_a_lazy_parameter_is_refused() -> None:
             self.layer = nn.LazyLinear(3)
 
     with pytest.raises(ValueError, match=r"lazy parameter 'layer\.weight'"):
-        KeptModule(Lazy())
+        KeptModule(Lazy(), None)
 
 
 def test_random_states_rewind() -> None:
