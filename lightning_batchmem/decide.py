@@ -10,42 +10,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from .fit import find_contradiction, fit_memory, fit_time, worst_per_size
+from .fit import find_contradiction, fit_time
 from .records import Bounds, LimitedBy, MemoryModel, Plan, Probe, Refusal, Trial, mib
+from .search import (
+    NOTABLE,
+    Search,
+    disagreement,
+    largest_within,
+    look,
+    model_of,
+    notable,
+    rounded,
+    size_range,
+    surely_fits,
+)
 
+# Source of the figures below: simulated laws, straight and bent, with and without noise; tests/test_decide.py holds
+# what they lead to. Larger growth or share overruns more bent laws, smaller ones take more sizes.
 FIRST_SIZE = 2  # a batch of one sample breaks BatchNorm and takes other code paths (field notes: Ultralytics PR26224)
 MAX_SIZES = 10  # a longer search is trial and error; each size may cost a compilation
 CAUTIOUS_GROWTH = 8  # at most so many times the largest size while no probe has confirmed the lines
 CAUTIOUS_SHARE = 1 / 8  # of the room left, likewise
 TRUSTED_GROWTH = 64  # lines confirmed over a small span may still bend; two to two million is six sizes at this rate
 AGREEMENT = 0.02  # a probe confirms the lines when it is off by at most this share of its growth, noise aside
-NOTABLE = 0.02  # a gain below this share is not worth another probe
 CLOSE = 0.03  # a good and a failed size this near to each other end the search
 THROUGHPUT_SHARE = 0.95  # of the best throughput: beyond, more memory buys next to no speed
-
-
-@dataclass(frozen=True)
-class _Search:
-    """Where the search stands: ``best`` fits, ``failed_size`` (if any) is the smallest larger one that does not."""
-
-    trials: tuple[Trial, ...]
-    bounds: Bounds
-    repeatability: float
-    lowest: int
-    highest: int
-    good: list[Trial]  # smallest first
-    failed_size: int | None
-    over: Trial | None  # the measurement at failed_size where it ran through, but may not fit another time
-
-    @property
-    def best(self) -> Trial:
-        return self.good[-1]
-
-    @property
-    def following(self) -> int:
-        return _round(self.best.batch_size + 1, self.bounds, up=True)
 
 
 def decide(trials: Sequence[Trial], bounds: Bounds, repeatability: float = 0.0) -> Probe | Plan | Refusal:
@@ -73,16 +63,16 @@ def decide(trials: Sequence[Trial], bounds: Bounds, repeatability: float = 0.0) 
         (50, 'dataset')
     """
     trials = tuple(trials)
-    lowest, highest = _size_range(bounds)
+    lowest, highest = size_range(bounds)
     if lowest > highest:
         return Refusal(_empty_range(bounds), trials)
     if not trials:
-        first = min(max(lowest, _round(FIRST_SIZE, bounds, up=True)), highest)
+        first = min(max(lowest, rounded(FIRST_SIZE, bounds, up=True)), highest)
         return Probe(first, f"{first} samples: the smallest size worth measuring.")
     problem = find_contradiction(trials, repeatability)
     if problem:
         return Refusal(problem, trials)
-    search = _look(trials, bounds, repeatability, lowest, highest)
+    search = look(trials, bounds, repeatability, lowest, highest)
     if not search.good:
         return _smaller(search)
     if bounds.objective == "throughput" and trials[-1].batch_size < search.best.batch_size:
@@ -107,28 +97,7 @@ def _ceiling(bounds: Bounds) -> str:
     return f"{what} {bounds.max_batch_size} samples"
 
 
-def _look(trials: tuple[Trial, ...], bounds: Bounds, repeatability: float, lowest: int, highest: int) -> _Search:
-    ran = worst_per_size(trials)
-    over = [trial for trial in ran if _may_hold_bytes(trial, ran[0], repeatability) > bounds.limit_bytes]
-    failed = {trial.batch_size for trial in (*over, *(trial for trial in trials if trial.outcome != "ok"))}
-    failed_size = min(failed, default=None)
-    good = [trial for trial in ran if failed_size is None or trial.batch_size < failed_size]
-    measured = next((trial for trial in over if trial.batch_size == failed_size), None)
-    return _Search(trials, bounds, repeatability, lowest, highest, good, failed_size, measured)
-
-
-def _may_hold_bytes(trial: Trial, smallest: Trial, repeatability: float) -> float:
-    """What the same size may hold in another run: the measurement itself where the device repeats it exactly.
-
-    Where it does not, a few steps have not seen the worst: add by how much they differed, or the share of the growth
-    by which runs differ, whichever is more.
-    """
-    if repeatability == 0:
-        return trial.held_bytes
-    return trial.held_bytes + max(trial.noise_bytes, repeatability * (trial.held_bytes - smallest.held_bytes))
-
-
-def _smaller(search: _Search) -> Probe | Refusal:
+def _smaller(search: Search) -> Probe | Refusal:
     failed, over, limit = search.failed_size, search.over, search.bounds.limit_bytes
     if failed is not None and search.lowest < failed:
         return Probe(search.lowest, f"{search.lowest} samples: {failed} did not fit.")
@@ -141,57 +110,57 @@ def _smaller(search: _Search) -> Probe | Refusal:
     )
 
 
-def _out_of_sizes(search: _Search) -> tuple[LimitedBy, str]:
+def _out_of_sizes(search: Search) -> tuple[LimitedBy, str]:
     room = _room(search.best, search.bounds)
     return "memory", f"the largest that fits of the {MAX_SIZES} sizes that were run; {room}."
 
 
-def _grow(search: _Search) -> Probe | tuple[LimitedBy, str]:
+def _grow(search: Search) -> Probe | tuple[LimitedBy, str]:
     """The next larger size when everything has fitted so far, or why there is none."""
     best, bounds = search.best, search.bounds
     size, limit, following = best.batch_size, bounds.limit_bytes, search.following
     if size >= search.highest:
         return bounds.max_reason, f"{_ceiling(bounds)}; {_room(best, bounds)}."
-    known = min(search.highest, _surely_fits(search))
-    model = _model(search.good, search.repeatability)
+    known = min(search.highest, surely_fits(search))
+    model = model_of(search.good, search.repeatability)
     if model is None:
-        target = max(following, _round(min(2 * size, known), bounds))
+        target = max(following, rounded(min(2 * size, known), bounds))
         return _probe(target, "a second size, to see the growth with each sample", None, limit)
-    fill = _round(_largest(model, limit, known, search.highest), bounds)
-    if not _notable(search, fill):
+    fill = rounded(largest_within(model, limit, known, search.highest), bounds)
+    if not notable(search, fill):
         return "memory", _why_not_more(search, model)
-    off = _disagreement(search)
+    off = disagreement(search)
     if off <= AGREEMENT:
         growth, share, why = TRUSTED_GROWTH, 1 - 2 * off, "the last probe agreed with the lines"
     else:
         growth, share, why = CAUTIOUS_GROWTH, CAUTIOUS_SHARE, "one step, to see whether the lines hold"
     within = best.held_bytes + share * (limit - best.held_bytes)
-    careful = _largest(model, within, known, search.highest)
+    careful = largest_within(model, within, known, search.highest)
     # A step that is not notable would teach nothing, so take at least that.
     target = min(fill, growth * size, max(careful, math.ceil((1 + NOTABLE) * size)))
-    return _probe(max(following, _round(target, bounds)), why, model, limit)
+    return _probe(max(following, rounded(target, bounds)), why, model, limit)
 
 
-def _step_down(search: _Search) -> Probe | tuple[LimitedBy, str]:
+def _step_down(search: Search) -> Probe | tuple[LimitedBy, str]:
     """A size between the largest that fitted and the smallest that did not, or why there is none."""
     size, failed, limit = search.best.batch_size, search.failed_size or 0, search.bounds.limit_bytes
     if search.following >= failed or failed - size <= CLOSE * size:
         return "memory", _why_not_more(search, None)
-    lines = _model(search.good, search.repeatability)
-    bold = _largest(lines, limit, size, failed - 1) if lines else failed - 1
+    lines = model_of(search.good, search.repeatability)
+    bold = largest_within(lines, limit, size, failed - 1) if lines else failed - 1
     target = max(search.following, min(bold, math.isqrt(size * failed)))
     # The law is convex: lines through the failed size, where it was measured, are an upper bound below it.
-    across = _model([*search.good, search.over], search.repeatability) if search.over else None
-    safe = _largest(across, limit, size, failed - 1) if across else size
+    across = model_of([*search.good, search.over], search.repeatability) if search.over else None
+    safe = largest_within(across, limit, size, failed - 1) if across else size
     model = across if safe >= target else lines
-    if not _notable(search, _round(max(bold, safe), search.bounds)):
+    if not notable(search, rounded(max(bold, safe), search.bounds)):
         return "memory", _why_not_more(search, model)
-    target = _round(max(target, safe), search.bounds)
+    target = rounded(max(target, safe), search.bounds)
     why = f"between {size}, which fitted, and {failed}, which did not"
     return _probe(max(search.following, target), why, model, limit)
 
 
-def _knee(search: _Search, settled: tuple[LimitedBy, str], may_probe: bool) -> Probe | Plan:
+def _knee(search: Search, settled: tuple[LimitedBy, str], may_probe: bool) -> Probe | Plan:
     """The smallest size within five percent of the best throughput, once the largest size that fits is known.
 
     Source: with ``T(B) = t0 + c * B`` the throughput ``B / T(B)`` never falls, so it is best at the memory answer
@@ -203,22 +172,22 @@ def _knee(search: _Search, settled: tuple[LimitedBy, str], may_probe: bool) -> P
     t0, c, s = time.line.intercept, time.line.slope, THROUGHPUT_SHARE
     divisor = t0 + c * size * (1 - s)
     wanted = math.ceil(s * t0 * size / divisor) if divisor > 0 else size
-    target = min(size, max(search.lowest, _round(max(FIRST_SIZE, wanted), bounds, up=True)))
+    target = min(size, max(search.lowest, rounded(max(FIRST_SIZE, wanted), bounds, up=True)))
     chosen = min(trial.batch_size for trial in search.good if trial.batch_size >= target)
     if may_probe and chosen != target:
         return Probe(target, f"{target} samples: expected to reach {s:.0%} of the throughput at {size}.")
     return _throughput_plan(search, chosen) if chosen < size else _plan(search, search.best, *settled)
 
 
-def _throughput_plan(search: _Search, size: int) -> Plan:
+def _throughput_plan(search: Search, size: int) -> Plan:
     chosen = next(trial for trial in search.good if trial.batch_size == size)
     reached = f"{THROUGHPUT_SHARE:.0%} of the throughput at {search.best.batch_size}, the most that fits"
     return _plan(search, chosen, "throughput", f"enough for {reached}; {_room(chosen, search.bounds)}.")
 
 
-def _plan(search: _Search, chosen: Trial, limited_by: LimitedBy, reason: str) -> Plan:
+def _plan(search: Search, chosen: Trial, limited_by: LimitedBy, reason: str) -> Plan:
     size = chosen.batch_size
-    smaller = _model([trial for trial in search.good if trial.batch_size < size], search.repeatability)
+    smaller = model_of([trial for trial in search.good if trial.batch_size < size], search.repeatability)
     return Plan(
         batch_size=size,
         limited_by=limited_by,
@@ -228,50 +197,10 @@ def _plan(search: _Search, chosen: Trial, limited_by: LimitedBy, reason: str) ->
         upper_peak_bytes=math.ceil(smaller.upper_bytes(size)) if smaller else None,
         measured_peak_bytes=chosen.held_bytes,
         trials=search.trials,
-        memory=_model(search.trials, search.repeatability),
+        memory=model_of(search.trials, search.repeatability),
         time=fit_time(search.trials),
         reason=f"{size} samples: {reason}",
     )
-
-
-def _model(trials: Sequence[Trial], repeatability: float) -> MemoryModel | None:
-    model = fit_memory(trials, repeatability)
-    return model if isinstance(model, MemoryModel) else None
-
-
-def _surely_fits(search: _Search) -> int:
-    """The largest size that fits whatever the growth with each sample is, by the largest measurement.
-
-    Source: the peak is a maximum of ``a + b * size`` with ``a >= 0`` (what is fixed takes memory), and for each of
-    these ``a + b * k * size <= k * (a + b * size)``: k times the samples take at most k times the memory.
-    """
-    size, held = search.best.batch_size, search.best.held_bytes + search.best.noise_bytes + 1
-    return max(size, int(search.bounds.limit_bytes / (1 + search.repeatability)) * size // held)
-
-
-def _largest(model: MemoryModel, within: float, low: int, high: int) -> int:
-    """The largest size up to ``high`` whose upper bound stays ``within`` bytes, or ``low``."""
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if model.upper_bytes(middle) <= within else (low, middle - 1)
-    return low
-
-
-def _disagreement(search: _Search) -> float:
-    """By which share of its growth the largest probe, noise aside, is off the lines fitted to the smaller ones."""
-    before, last = _model(search.good[:-1], search.repeatability), search.best
-    if before is None or before.lines.keys() != last.phase_peak_bytes.keys():
-        return math.inf
-    off = 0.0
-    for phase, line in before.lines.items():
-        expected, upper = line.at(last.batch_size), line.upper(last.batch_size)
-        off = max(off, abs(last.phase_peak_bytes[phase] - expected) - (upper - expected))
-    return off / max(1, last.peak_bytes - search.good[-2].peak_bytes)
-
-
-def _notable(search: _Search, target: int) -> bool:
-    size = search.best.batch_size
-    return target > size and (target == search.highest or target >= max(search.following, (1 + NOTABLE) * size))
 
 
 def _probe(size: int, why: str, model: MemoryModel | None, limit: int) -> Probe:
@@ -291,25 +220,10 @@ def _room(trial: Trial, bounds: Bounds) -> str:
     return f"it held {mib(trial.held_bytes)} of the {mib(bounds.limit_bytes)} limit"
 
 
-def _why_not_more(search: _Search, model: MemoryModel | None) -> str:
+def _why_not_more(search: Search, model: MemoryModel | None) -> str:
     room, following = _room(search.best, search.bounds), search.following
     if model is None:
         return f"{room}, and {search.failed_size} samples {_held(search.over)}."
     upper = model.upper_bytes(following)
     gain = f", but what would fit beyond is less than {NOTABLE:.0%}" if upper <= search.bounds.limit_bytes else ""
     return f"{room}; the next size, {following}, is predicted to take up to {mib(upper)}{gain}."
-
-
-def _size_range(bounds: Bounds) -> tuple[int, int]:
-    """Smallest and largest size that the rounding allows; the first is the larger one when there is none."""
-    lowest = _round(max(1, bounds.min_batch_size), bounds, up=True)
-    highest = _round(bounds.max_batch_size, bounds)
-    if bounds.multiple_of is None and bounds.min_batch_size <= bounds.max_batch_size and highest < lowest:
-        return bounds.max_batch_size, bounds.max_batch_size  # too narrow for a multiple of 8: the cap itself will do
-    return lowest, max(0, highest)
-
-
-def _round(size: int, bounds: Bounds, up: bool = False) -> int:
-    """Down (or up) to a multiple of ``multiple_of``; by default to one of 8 from 64 samples on."""
-    step = bounds.multiple_of or (8 if size >= 64 else 1)
-    return -(-size // step) * step if up else size // step * step

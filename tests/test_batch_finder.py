@@ -297,6 +297,27 @@ def test_a_fit_that_failed_in_setup_can_be_repeated(fit: Any, fake_meter: Any) -
     assert finder.plan is not None
 
 
+def test_a_size_that_was_asked_for_too_early_is_said(fit: Any, fake_meter: Any) -> None:
+    class AsksInSetup(Lawful):
+        def setup(self, stage: str) -> None:
+            self.steps_expected = self.trainer.estimated_stepping_batches
+
+    meter = fake_meter(budget_bytes=500 * MIB)
+    with pytest.warns(UserWarning, match="the training loader was built before configure_optimizers"):
+        fit(AsksInSetup(meter, law), BatchFinder(), meter, max_steps=-1, max_epochs=1)
+
+
+def test_the_same_trainer_twice(fit: Any, fake_meter: Any) -> None:
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder()
+    module = Lawful(meter, law)
+    trainer = fit(module, finder, meter, max_steps=-1, max_epochs=1)
+    meter.budget = 300 * MIB
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module)
+    assert finder.plan is not None
+    assert finder.plan.batch_size == module.batch_size == 200
+
+
 def test_two_finders_are_refused(fit: Any, fake_meter: Any) -> None:
     meter = fake_meter(budget_bytes=500 * MIB)
     with pytest.raises(ValueError, match="callbacks must have one BatchFinder, got several"):

@@ -30,9 +30,9 @@ def imports_of(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("name", ["records", "fit", "decide"])
+@pytest.mark.parametrize("name", ["records", "fit", "search", "decide"])
 def test_pure_modules_import_the_standard_library_and_each_other(name: str) -> None:
-    allowed = {"lightning_batchmem", *(f"lightning_batchmem.{pure}" for pure in ("records", "fit", "decide"))}
+    allowed = {"lightning_batchmem", *(f"lightning_batchmem.{pure}" for pure in ("records", "fit", "search", "decide"))}
     for imported in imports_of(PACKAGE / f"{name}.py"):
         top = imported.split(".")[0]
         of_ours = any(imported == one or imported.startswith(f"{one}.") for one in allowed - {"lightning_batchmem"})

@@ -16,6 +16,7 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loops.loop import _Loop  # private in 2.5.0 to 2.6.6
 from lightning.pytorch.loops.progress import _BaseProgress  # private in 2.5.0 to 2.6.6
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_batchmem._lightning.attributes import KeptAttributes
@@ -49,6 +50,12 @@ def record_before_optimizers(trainer: Trainer, keep: Callable[[RandomStates], No
 
     def recording(trainer: Trainer) -> None:
         stop_recording()
+        if trainer.fit_loop._combined_loader is not None:
+            rank_zero_warn(
+                "the training loader was built before configure_optimizers (by estimated_stepping_batches in a setup"
+                " hook, say): what was derived from it is that of the old batch size, and the run may differ from one"
+                " with BatchFinder's size hard-coded"
+            )
         keep(RandomStates())
         original(trainer)
 

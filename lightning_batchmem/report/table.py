@@ -95,7 +95,7 @@ def _caption(summary: Summary) -> str:
     lines = [f"Highest peak: {mib(summary.peak_bytes)} MiB at step {summary.peak_step}{samples}"]
     if summary.peak_reserved_bytes is not None:
         lines.append(f"Reserved: {mib(summary.peak_reserved_bytes)} MiB")
-    lines.append(f"This process may hold: {mib(summary.limit_bytes)} MiB")
+    lines.append(f"The device can give this process: {mib(summary.limit_bytes)} MiB")
     lines.append(f"{summary.steps:,} steps of {1e3 * summary.step_seconds:,.1f} ms")
     if summary.samples_per_second is not None:
         lines[-1] += f", {summary.samples_per_second:,.1f} samples/s"

@@ -1,0 +1,126 @@
+"""Where a search stands, and the questions that are asked of it; pure arithmetic for :mod:`.decide`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .fit import fit_memory, worst_per_size
+from .records import Bounds, MemoryModel, Trial
+
+NOTABLE = 0.02  # a gain below this share is not worth another probe
+
+
+@dataclass(frozen=True)
+class Search:
+    """Where the search stands.
+
+    Args:
+        trials: everything run so far, in the order in which it was run.
+        bounds: limit in bytes, range of sizes in samples, rounding and objective.
+        repeatability: share of the growth by which peaks at one size differ between runs.
+        lowest: smallest size that bounds and rounding allow, in samples.
+        highest: largest size that they allow, in samples.
+        good: the sizes that fit and lie below any that does not, smallest first.
+        failed_size: the smallest size that does not fit, in samples; ``None`` when all did.
+        over: the measurement at ``failed_size``, where it ran through.
+    """
+
+    trials: tuple[Trial, ...]
+    bounds: Bounds
+    repeatability: float
+    lowest: int
+    highest: int
+    good: list[Trial]
+    failed_size: int | None
+    over: Trial | None
+
+    @property
+    def best(self) -> Trial:
+        """The largest size that fits."""
+        return self.good[-1]
+
+    @property
+    def following(self) -> int:
+        """The next size above the best that the rounding allows, in samples."""
+        return rounded(self.best.batch_size + 1, self.bounds, up=True)
+
+
+def look(trials: tuple[Trial, ...], bounds: Bounds, repeatability: float, lowest: int, highest: int) -> Search:
+    """Sort what was run into sizes that fit and sizes that do not; see :class:`Search` for the arguments."""
+    ran = worst_per_size(trials)
+    over = [trial for trial in ran if _may_hold_bytes(trial, ran[0], repeatability) > bounds.limit_bytes]
+    failed = {trial.batch_size for trial in (*over, *(trial for trial in trials if trial.outcome != "ok"))}
+    failed_size = min(failed, default=None)
+    good = [trial for trial in ran if failed_size is None or trial.batch_size < failed_size]
+    measured = next((trial for trial in over if trial.batch_size == failed_size), None)
+    return Search(trials, bounds, repeatability, lowest, highest, good, failed_size, measured)
+
+
+def _may_hold_bytes(trial: Trial, smallest: Trial, repeatability: float) -> float:
+    """What the same size may hold in another run: the measurement itself where the device repeats it exactly.
+
+    Where it does not, a few steps have not seen the worst: add by how much they differed, or the share of the growth
+    by which runs differ, whichever is more.
+    """
+    if repeatability == 0:
+        return trial.held_bytes
+    return trial.held_bytes + max(trial.noise_bytes, repeatability * (trial.held_bytes - smallest.held_bytes))
+
+
+def model_of(trials: Sequence[Trial], repeatability: float) -> MemoryModel | None:
+    """The fitted lines, or ``None`` where :func:`.fit.fit_memory` refuses."""
+    model = fit_memory(trials, repeatability)
+    return model if isinstance(model, MemoryModel) else None
+
+
+def surely_fits(search: Search) -> int:
+    """The largest size that fits whatever the growth with each sample is, by the largest measurement.
+
+    Source: the peak is a maximum of ``a + b * size`` with ``a >= 0`` (what is fixed takes memory), and for each of
+    these ``a + b * k * size <= k * (a + b * size)``: k times the samples take at most k times the memory.
+    """
+    size, held = search.best.batch_size, search.best.held_bytes + search.best.noise_bytes + 1
+    return max(size, int(search.bounds.limit_bytes / (1 + search.repeatability)) * size // held)
+
+
+def largest_within(model: MemoryModel, within: float, low: int, high: int) -> int:
+    """The largest size up to ``high`` whose upper bound stays ``within`` bytes, or ``low``."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if model.upper_bytes(middle) <= within else (low, middle - 1)
+    return low
+
+
+def disagreement(search: Search) -> float:
+    """By which share of its growth the largest probe, noise aside, is off the lines fitted to the smaller ones."""
+    before, last = model_of(search.good[:-1], search.repeatability), search.best
+    if before is None or before.lines.keys() != last.phase_peak_bytes.keys():
+        return math.inf
+    off = 0.0
+    for phase, line in before.lines.items():
+        expected, upper = line.at(last.batch_size), line.upper(last.batch_size)
+        off = max(off, abs(last.phase_peak_bytes[phase] - expected) - (upper - expected))
+    return off / max(1, last.peak_bytes - search.good[-2].peak_bytes)
+
+
+def notable(search: Search, target: int) -> bool:
+    """Whether ``target`` samples are so many more than the best size that it is worth another probe."""
+    size = search.best.batch_size
+    return target > size and (target == search.highest or target >= max(search.following, (1 + NOTABLE) * size))
+
+
+def size_range(bounds: Bounds) -> tuple[int, int]:
+    """Smallest and largest size that the rounding allows; the first is the larger one when there is none."""
+    lowest = rounded(max(1, bounds.min_batch_size), bounds, up=True)
+    highest = rounded(bounds.max_batch_size, bounds)
+    if bounds.multiple_of is None and bounds.min_batch_size <= bounds.max_batch_size and highest < lowest:
+        return bounds.max_batch_size, bounds.max_batch_size  # too narrow for a multiple of 8: the cap itself will do
+    return lowest, max(0, highest)
+
+
+def rounded(size: int, bounds: Bounds, up: bool = False) -> int:
+    """Down (or up) to a multiple of ``multiple_of``; by default to one of 8 from 64 samples on."""
+    step = bounds.multiple_of or (8 if size >= 64 else 1)
+    return -(-size // step) * step if up else size // step * step
