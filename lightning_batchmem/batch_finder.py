@@ -213,9 +213,8 @@ class BatchFinder(Callback):
 
     @staticmethod
     def _measured_steps(meter: Meter, trials_run: int) -> int:
-        if trials_run < _CHEAP_TRIALS:
-            return 5
-        return 2 if meter.repeatability == 0.0 else 3
+        exact = meter.repeatability == 0.0
+        return 2 if exact and trials_run >= _CHEAP_TRIALS else 5
 
     def _bounds(self, meter: Meter, epoch_samples: int | None) -> Bounds:
         budget = meter.budget_bytes()

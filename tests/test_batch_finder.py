@@ -575,7 +575,10 @@ def test_the_table_and_the_plan_are_printed(fit: Any, fake_meter: Any, capsys: p
 
 
 class Deep(LightningModule):
-    """Activations that one can count: twelve times 64 KiB for each sample are kept for backward."""
+    """Activations that one can count: four times 1 MiB for each sample are kept for backward.
+
+    From 33 samples on each is larger than 32 MiB, the most that glibc takes from its heap, so that the peak is exact.
+    """
 
     def __init__(self, batch_size: int = 2) -> None:
         super().__init__()
@@ -584,8 +587,8 @@ class Deep(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (x,) = batch
-        x = self.layer(x).repeat(1, 1024)
-        for _ in range(12):
+        x = self.layer(x).repeat(1, 16384)
+        for _ in range(4):
             x = x.tanh()  # keeps its output
         return x.mean()
 
@@ -597,11 +600,11 @@ class Deep(LightningModule):
 
 
 def test_on_the_host_itself(tmp_path: Path) -> None:
-    limit = HostMeter().current().allocated_bytes + 400 * MIB
+    limit = HostMeter().current().allocated_bytes + 1200 * MIB
     finder, profiler = BatchFinder(memory_limit=limit), MemoryProfiler()
     trainer = Trainer(
         accelerator="cpu",
-        max_steps=20,
+        max_steps=10,
         callbacks=[profiler, finder],
         logger=False,
         default_root_dir=tmp_path,
@@ -616,5 +619,5 @@ def test_on_the_host_itself(tmp_path: Path) -> None:
     assert profiler.summary is not None
     assert profiler.summary.batch_size == finder.plan.batch_size
     assert profiler.summary.peak_bytes <= limit
-    # 400 MiB hold 533 samples; the heap's waste and the host's margin take their share
-    assert 200 <= finder.plan.batch_size <= 533
+    # 1200 MiB hold at most 300 samples of 4 MiB; temporaries and the host's margin take their share
+    assert 100 <= finder.plan.batch_size <= 300
