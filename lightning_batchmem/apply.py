@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.loaders import forget_train_loader
 from lightning_batchmem._lightning.state import KeptModule, KeptTrainer, RandomStates, configure_optimizers_again
@@ -29,20 +29,22 @@ def no_trace(
         watcher: the only callback that the steps reach.
     """
     forget_train_loader(trainer)  # built already if configure_optimizers asked for estimated_stepping_batches
-    size_of_passed_loader = home.size_of_passed_loader()
-    kept_module = KeptModule(module, trainer.datamodule)  # type: ignore[attr-defined]  # set where mypy does not look
-    kept_trainer = KeptTrainer(trainer)
-    if kept_module.passed_over:
-        rank_zero_info(f"BatchFinder does not put back, should a step change it: {'; '.join(kept_module.passed_over)}")
-    try:
+    with ExitStack() as undo:  # in the reverse order, each of them whatever became of the others
+        undo.callback(random.rewind)
+        size_of_passed_loader = home.size_of_passed_loader()
+        if size_of_passed_loader is not None:
+            undo.callback(home.write_passed_loader, size_of_passed_loader)
+        schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
+        data = [trainer.datamodule]  # type: ignore[attr-defined]  # set where mypy does not look
+        kept_module = KeptModule(module, [one for one in (*data, *trainer.optimizers, *schedulers) if one is not None])
+        undo.callback(kept_module.put_back)  # with the batch size, where an attribute holds it
+        kept_trainer = KeptTrainer(trainer)
+        undo.callback(kept_trainer.put_back)
+        if kept_module.passed_over:
+            what = "; ".join(kept_module.passed_over[:10])
+            rank_zero_warn(f"should a training step change it, BatchFinder does not put it back: {what}")
         quieten(trainer, watcher)
         yield kept_trainer
-    finally:
-        kept_trainer.put_back()
-        kept_module.put_back()  # with the batch size, where an attribute holds it
-        if size_of_passed_loader is not None:
-            home.write_passed_loader(size_of_passed_loader)
-        random.rewind()
 
 
 def apply_batch_size(trainer: Trainer, home: BatchSizeHome, batch_size: int) -> None:

@@ -131,7 +131,7 @@ def tensors_in(data: object) -> list[Tensor]:
         [(2, 3), (2,)]
     """
     found: list[Tensor] = []
-    _collect(data, found)
+    _collect(data, found, set())
     return found
 
 
@@ -155,9 +155,11 @@ def samples_in(batch: object) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _collect(data: Any, found: list[Tensor]) -> None:
+def _collect(data: Any, found: list[Tensor], on_the_way: set[int]) -> None:
     if isinstance(data, Tensor):
         found.append(data)
+        return
+    if id(data) in on_the_way or isinstance(data, Module):  # a batch that refers to itself, or to its model
         return
     items: Iterable[Any]
     if isinstance(data, Mapping):
@@ -170,9 +172,11 @@ def _collect(data: Any, found: list[Tensor]) -> None:
         items = vars(data).values()
     else:
         return
+    on_the_way.add(id(data))
     for item in items:
         if type(item) not in _LEAVES:
-            _collect(item, found)
+            _collect(item, found, on_the_way)
+    on_the_way.discard(id(data))
 
 
 def _held_bytes(tensor: Tensor, device: torch.device, seen: set[tuple[torch.device, int]]) -> int:

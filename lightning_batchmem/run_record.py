@@ -187,8 +187,8 @@ class RunRecord:
     def _write(self, step: Step, utilization: tuple[str, float] | None) -> None:
         if self._csv is not None:
             limit_bytes = self._limit_bytes if self._limit_is_new else None
-            self._limit_is_new = False
             self._csv.write(step, world_size=self._world_size, limit_bytes=limit_bytes, utilization=utilization)
+        self._limit_is_new = False
 
     def _note_step(self, *_: Any) -> None:
         self._stepped = self._has_stepped = True

@@ -241,6 +241,26 @@ class Entangled(Net):
         return loss + 0.01 * features.square().mean() + (self.teacher[0](x) - self.layers(x)).square().mean()
 
 
+class OwnOptimizer(Net):
+    """Makes its optimizer and schedule itself, once."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self.adam = torch.optim.Adam(self.parameters(), lr=1e-2)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.adam, 2)
+
+    def configure_optimizers(self) -> Any:
+        return {"optimizer": self.adam, "lr_scheduler": {"scheduler": self.schedule, "interval": "step"}}
+
+
+class Scripted(Net):
+    """A submodule in TorchScript."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self.layers = torch.jit.script(self.layers)
+
+
 class Collate:
     """Counts its calls, and the count changes the batch."""
 
@@ -305,6 +325,8 @@ CASES = {
         lambda size: Plain(), fit=lambda size: {"datamodule": Splitting(size)}
     ),
     "hooks_that_ask_the_trainer": Case(Asking),
+    "optimizer_made_once": Case(OwnOptimizer),
+    "scripted": Case(Scripted),
     "entangled_attributes": Case(Entangled),
     "stateful_collate": Case(
         lambda size: Plain(), fit=lambda size: loader(size, dataset=Noisy(), collate_fn=Collate())

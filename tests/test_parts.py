@@ -161,3 +161,17 @@ def test_iterators_are_not_used_up():
     batch = iter([ones])
     assert tensors_in(batch) == []
     assert next(batch) is ones
+
+
+def test_a_batch_that_refers_to_itself_or_to_its_model_is_no_trap() -> None:
+    class Own:
+        def __init__(self) -> None:
+            self.x = torch.ones(4, 2)
+            self.me = self
+            self.model = torch.nn.Linear(3, 3)
+
+        def to(self, device: torch.device) -> None: ...
+
+    assert [tuple(tensor.shape) for tensor in tensors_in(Own())] == [(4, 2)]
+    shared = [torch.ones(2)]
+    assert [tuple(tensor.shape) for tensor in tensors_in([torch.ones(1), [shared, shared]])] == [(1,), (2,), (2,)]

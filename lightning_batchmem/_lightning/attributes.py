@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
@@ -29,8 +30,8 @@ from torch.utils.data import DataLoader, Dataset
 LARGEST_ARRAY_BYTES = 64 * 2**20
 """A tensor or array above this that is neither parameter nor buffer is data rather than state, and is not copied."""
 
-_MOST_OBJECTS = 1_000_000
-"""Where more is reachable, the attributes hold data; the walk ends there."""
+MOST_OBJECTS = 200_000
+"""Where more is reachable, the attributes hold data; the walk, breadth first, ends there (it takes about a second)."""
 
 _NOT_THE_MODULES_OWN = (
     Trainer,
@@ -45,7 +46,6 @@ _NOT_THE_MODULES_OWN = (
     types.ModuleType,
     types.FunctionType,
     types.BuiltinFunctionType,
-    types.MethodType,
     np.memmap,
     logging.Logger,
 )
@@ -58,104 +58,162 @@ _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.
 
 
 class KeptAttributes:
-    """The contents of every mutable object that is reachable from some modules.
+    """The contents of every mutable object that can be reached from some others.
 
     Args:
-        roots: modules and data modules; each is walked even where its kind is passed over further down.
+        roots: modules, data modules, optimizers, schedulers; each is walked even where its kind is passed over deeper.
 
     Attributes:
-        tensors: all strided tensors that were met, parameters and buffers among them; their bytes are for the caller to
-            keep.
+        tensors: all strided tensors that were met, every parameter and buffer of the roots among them, and arrays as
+            tensors over the same memory; their bytes are for the caller to keep.
         passed_over: what was met and cannot be put back, for people.
     """
 
-    def __init__(self, roots: Iterable[LightningModule | LightningDataModule]) -> None:
+    def __init__(self, roots: Iterable[object]) -> None:
         self.tensors: list[Tensor] = []
         self.passed_over: list[str] = []
-        self._restores: list[Callable[[], object]] = []
+        self._restores: list[tuple[str, Callable[[], object]]] = []
         self._seen: dict[int, object] = {}  # keeps the objects alive, so that no id is used twice
-        own = {id(tensor) for root in roots if isinstance(root, LightningModule) for tensor in _registered(root)}
-        pending: list[tuple[str, Any]] = []
+        pending: deque[tuple[str, Any]] = deque()
         for root in roots:
-            self._seen[id(root)] = root
-            pending += self._keep_object(type(root).__name__, root)
+            # all modules first, so that neither weights nor structure depend on how far the walk gets
+            modules = root.named_modules() if isinstance(root, Module) else [("", root)]
+            for name, module in modules:
+                pending += self._keep_root(f"{type(root).__name__}.{name}".rstrip("."), module)
         while pending:
-            path, value = pending.pop()
+            path, value = pending.popleft()
             if isinstance(value, _ATOMS) or id(value) in self._seen:
                 continue
             self._seen[id(value)] = value
-            if len(self._seen) > _MOST_OBJECTS:
-                self.passed_over.append(f"{path} and what comes after it (more than {_MOST_OBJECTS:,} objects)")
+            if len(self._seen) > MOST_OBJECTS:
+                self.passed_over.append(f"{path} and what lies as deep (more than {MOST_OBJECTS:,} objects)")
                 break
-            pending += self._keep(path, value, id(value) in own)
+            try:
+                pending += self._keep(path, value)
+            except Exception as error:  # noqa: BLE001 - a user's object may refuse to be looked at in any way it likes
+                self.passed_over.append(f"{path} ({type(error).__name__})")
 
-    def put_back(self) -> None:
-        """Give every object its contents again."""
-        for restore in self._restores:
-            restore()
+    def put_back(self) -> list[str]:
+        """Give every object its contents again.
 
-    def _keep(self, path: str, value: Any, registered: bool) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, _NOT_THE_MODULES_OWN):
+        Returns:
+            What refused to take them, for people.
+        """
+        refused = []
+        for path, restore in self._restores:
+            try:
+                restore()
+            except Exception as error:  # noqa: BLE001 - one object that refuses must not keep the others from theirs
+                refused.append(f"{path} ({type(error).__name__})")
+        return refused
+
+    def _keep_root(self, path: str, root: Any) -> Iterator[tuple[str, Any]]:
+        self._seen[id(root)] = root
+        found = list(self._keep_object(path, root))
+        if isinstance(root, Module):
+            for tensor in (*root.parameters(recurse=False), *root.buffers(recurse=False)):
+                if id(tensor) not in self._seen:  # also those of a ScriptModule, which no attribute leads to
+                    self._seen[id(tensor)] = tensor
+                    self._keep_tensor(path, tensor, registered=True)
+            tables = vars(Module())  # of parameters, buffers, submodules and hooks
+            for name in [name for name, value in vars(root).items() if name in tables and isinstance(value, dict)]:
+                table = vars(root)[name]
+                self._seen[id(table)] = table
+                found += self._keep_container(f"{path}.{name}", table)
+        yield from found
+
+    def _keep(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, types.MethodType):
+            yield f"{path}.__self__", value.__self__
+        elif isinstance(value, partial):
+            yield f"{path}.args", value.args
+            yield f"{path}.keywords", value.keywords
+        elif isinstance(value, _NOT_THE_MODULES_OWN):
             return
-        if isinstance(value, Tensor):
-            self._keep_tensor(path, value, registered)
+        elif isinstance(value, Tensor):
+            self._keep_tensor(path, value, registered=False)
+            yield from self._keep_object(path, value)
         elif isinstance(value, np.ndarray):
-            self._keep_array(path, value)
+            yield from self._keep_array(path, value)
         elif isinstance(value, torch.Generator):
-            self._restores.append(partial(value.set_state, value.get_state()))
+            self._later(path, value.set_state, value.get_state())
         elif isinstance(value, random.Random):
-            self._restores.append(partial(value.setstate, value.getstate()))
+            self._later(path, value.setstate, value.getstate())
+        elif isinstance(value, np.random.RandomState):
+            self._later(path, value.set_state, value.get_state())
         elif isinstance(value, np.random.Generator):
-            self._restores.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+            self._later(path, setattr, value.bit_generator, "state", value.bit_generator.state)
         else:
             yield from self._keep_container(path, value)
             yield from self._keep_object(path, value)
 
-    def _keep_tensor(self, path: str, tensor: Tensor, registered: bool) -> None:
+    def _keep_tensor(self, path: str, tensor: Tensor, *, registered: bool) -> None:
         if tensor.device.type == "meta":
             return
-        if not registered and tensor.numel() * tensor.element_size() > LARGEST_ARRAY_BYTES:
-            self.passed_over.append(f"{path} (a tensor of {tensor.numel() * tensor.element_size():,} bytes)")
-        elif tensor.layout is torch.strided:
+        if tensor.layout is not torch.strided or tensor.is_nested:  # no storage of its own
+            self._later(path, _copy_into, tensor, tensor.detach().clone())
+            return
+        size_bytes = tensor.untyped_storage().nbytes()
+        if registered or size_bytes <= LARGEST_ARRAY_BYTES:
             self.tensors.append(tensor)
-        else:  # sparse: no storage of its own
-            self._restores.append(partial(_copy_into, tensor, tensor.detach().clone()))
+        else:
+            self.passed_over.append(f"{path} (a tensor of {size_bytes:,} bytes)")
 
-    def _keep_array(self, path: str, array: Any) -> None:
+    def _keep_array(self, path: str, array: Any) -> Iterator[tuple[str, Any]]:
         if array.nbytes > LARGEST_ARRAY_BYTES:
             self.passed_over.append(f"{path} (an array of {array.nbytes:,} bytes)")
+        elif array.dtype.hasobject:
+            self._later(path, np.copyto, array, array.copy())
+            yield from ((f"{path}[{index}]", item) for index, item in enumerate(array.flat))
         elif array.flags.writeable:
-            self._restores.append(partial(np.copyto, array, array.copy()))
+            try:
+                self.tensors.append(torch.from_numpy(array))
+            except (TypeError, ValueError):  # text, records, negative strides
+                self._later(path, np.copyto, array, array.copy())
 
     def _keep_container(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, list | deque | tuple | frozenset):
             items = list(value)
             if isinstance(value, list | deque):
-                self._restores.append(partial(_refill, value, items, value.extend))
+                self._later(path, _refill, value, items, value.extend)
             yield from ((f"{path}[{index}]", item) for index, item in enumerate(items))
         elif isinstance(value, dict):
             entries = dict(value)
-            self._restores.append(partial(_refill, value, entries, value.update))
-            yield from ((f"{path}[{key!r}]", item) for key, item in entries.items())
+            self._later(path, _refill, value, entries, value.update)
+            yield from ((f"{path}[{_key_text(key)}]", item) for key, item in entries.items())
         elif isinstance(value, set):
-            members = set(value)
-            self._restores.append(partial(_refill, value, members, value.update))
+            self._later(path, _refill, value, set(value), value.update)
 
     def _keep_object(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         attributes = getattr(value, "__dict__", None)
-        if not isinstance(attributes, dict):
-            return
-        kept = dict(attributes)
-        if any(isinstance(held, _LIVE_RESOURCES) for held in kept.values()) and not isinstance(value, torch.nn.Module):
+        kept = dict(attributes) if isinstance(attributes, dict) else {}
+        names = [name for kind in type(value).__mro__ for name in _slot_names(kind)]
+        slots = {name: getattr(value, name) for name in names if hasattr(value, name)}
+        held = [*kept.items(), *slots.items()]
+        if not isinstance(value, Module) and any(isinstance(item, _LIVE_RESOURCES) for _, item in held):
             self.passed_over.append(f"{path} (it holds a lock, a thread, a file or a socket)")
             return
-        self._restores.append(partial(_refill, attributes, kept, attributes.update))
-        yield from ((f"{path}.{name}", item) for name, item in kept.items())
+        if isinstance(attributes, dict):
+            self._later(path, _refill, attributes, kept, attributes.update)
+        for name, item in slots.items():
+            self._later(f"{path}.{name}", setattr, value, name, item)
+        yield from ((f"{path}.{name}", item) for name, item in held)
+
+    def _later(self, path: str, restore: Callable[..., object], *arguments: Any) -> None:
+        self._restores.append((path, partial(restore, *arguments)))
 
 
-def _registered(module: LightningModule) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
+def _slot_names(kind: type) -> list[str]:
+    if kind.__module__ == "builtins" or issubclass(kind, Tensor | np.ndarray):
+        return []
+    slots = vars(kind).get("__slots__", ())
+    names = [slots] if isinstance(slots, str) else list(slots)
+    hidden = f"_{kind.__name__.lstrip('_')}"  # of names with two leading underscores
+    return [hidden + name if name.startswith("__") else name for name in names if not name.endswith("__")]
+
+
+def _key_text(key: object) -> str:
+    return repr(key)[:40] if isinstance(key, _ATOMS) else type(key).__name__
 
 
 @torch.no_grad()

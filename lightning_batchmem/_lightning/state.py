@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
 
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device  # private in 2.5.0 to 2.6.6
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states  # private in 2.5.0 to 2.6.6
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.loop import _Loop  # private in 2.5.0 to 2.6.6
 from lightning.pytorch.loops.progress import _BaseProgress  # private in 2.5.0 to 2.6.6
 from lightning.pytorch.utilities import rank_zero_warn
@@ -128,20 +128,27 @@ def _write_all(file: IO[bytes], flat: Tensor) -> None:
 
 
 def _read_all(file: IO[bytes], flat: Tensor) -> None:
-    view = memoryview(flat.numpy())  # type: ignore[arg-type]  # an array of bytes is a buffer
-    while view:
-        count = file.readinto(view[:_CHUNK_BYTES])  # type: ignore[attr-defined]
-        if not count:
-            raise OSError("the temporary copy of the weights is shorter than what was written to it")
-        view = view[count:]
+    """Write back what differs: memory that was never changed may be mapped read-only, or shared until it is written."""
+    for start in range(0, flat.numel(), _CHUNK_BYTES):
+        chunk = flat[start : start + _CHUNK_BYTES]
+        buffer = bytearray(chunk.numel())
+        rest = memoryview(buffer)
+        while rest:
+            count = file.readinto(rest)  # type: ignore[attr-defined]
+            if not count:
+                raise OSError("the temporary copy of the weights is shorter than what was written to it")
+            rest = rest[count:]
+        kept = torch.frombuffer(buffer, dtype=torch.uint8)
+        if not torch.equal(chunk, kept):
+            chunk.copy_(kept)
 
 
 class KeptModule:
-    """A module as it is: parameters, buffers, gradients, flags, hooks and plain attributes; and a data module's.
+    """A module as it is: parameters, buffers, gradients, flags, hooks and plain attributes.
 
     Args:
         module: the LightningModule.
-        datamodule: the trainer's data module, if there is one.
+        others: what else is kept in the same way: data module, optimizers, schedulers.
 
     Attributes:
         passed_over: what cannot be put back, for people.
@@ -150,14 +157,14 @@ class KeptModule:
         ValueError: when a parameter is not initialized yet.
     """
 
-    def __init__(self, module: LightningModule, datamodule: LightningDataModule | None) -> None:
+    def __init__(self, module: LightningModule, others: Iterable[object] = ()) -> None:
         for name, parameter in module.named_parameters():
             if nn.parameter.is_lazy(parameter):
                 raise ValueError(
                     f"every parameter must be initialized before the search, got the lazy parameter {name!r};"
                     " run one forward pass in configure_model or before fit"
                 )
-        self._attributes = KeptAttributes([module] if datamodule is None else [module, datamodule])
+        self._attributes = KeptAttributes([module, *others])
         self.passed_over = self._attributes.passed_over
         tensors = self._attributes.tensors
         self._aliases = [(t, t.detach(), t.requires_grad) for t in tensors if t.is_leaf]
@@ -168,15 +175,20 @@ class KeptModule:
 
     def put_back(self) -> None:
         """Make the module what it was."""
-        self._attributes.put_back()
+        refused = self._attributes.put_back()
         for tensor, alias, requires_grad in self._aliases:
+            if tensor.grad_fn is not None:
+                tensor.detach_()  # a step wrote into it what hangs on its graph
             if tensor.data_ptr() != alias.data_ptr() or tensor.shape != alias.shape:
                 tensor.data = alias
-            tensor.requires_grad_(requires_grad)
+            if tensor.requires_grad != requires_grad:
+                tensor.requires_grad_(requires_grad)
             tensor.grad = None
         self._storages.write_back()
         for tensor, gradient in self._gradients:
             tensor.grad = gradient.to(tensor.device)
+        if refused:
+            rank_zero_warn(f"BatchFinder could not put back: {'; '.join(refused)}")
 
 
 class KeptTrainer:

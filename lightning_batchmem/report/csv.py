@@ -92,7 +92,7 @@ class BatchCsv:
             return
         size, peaks, seconds, wait = step.batch_size, step.peaks, step.seconds, step.wait_seconds
         phases = peaks.phase_peak_bytes
-        key, percent = utilization or (None, None)
+        key, percent = utilization or ("", 0.0)
         row = (
             step.number,
             "train",
@@ -103,8 +103,8 @@ class BatchCsv:
             round(size * world_size / seconds, 3) if size is not None and seconds > 0 else None,
             round(1e3 * seconds, 3),
             round(100.0 * wait / seconds, 2) if wait is not None and seconds > 0 else None,
-            percent if key == "gpu_pct" else None,
-            percent if key == "cpu_pct" else None,
+            round(percent, 2) if key == "gpu_pct" else None,
+            round(percent, 2) if key == "cpu_pct" else None,
             *(_mib(phases.get(phase)) for phase in _PHASES),
         )
         try:

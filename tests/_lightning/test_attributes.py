@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import copy
 import random
 import threading
+import warnings
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
 
 from lightning_batchmem._lightning.attributes import LARGEST_ARRAY_BYTES, KeptAttributes
+from lightning_batchmem._lightning.state import KeptModule
 
 
 @dataclass
@@ -22,6 +26,25 @@ class Tracker:
     values: list[Any] = field(default_factory=list)
     inner: dict[str, Any] = field(default_factory=dict)
     count: int = 0
+
+    def append_two(self) -> None:
+        self.values.append(2)
+
+
+class Slotted:
+    """Has no ``__dict__``."""
+
+    __slots__ = ("__hidden", "count", "unset", "values")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.values: list[int] = []
+        self.__hidden = 1
+
+    def grow(self) -> None:
+        self.count += 1
+        self.values.append(1)
+        self.__hidden += 1
 
 
 class Module(LightningModule):
@@ -64,7 +87,13 @@ def grow(value: Any) -> None:
         ),
         (([1],), lambda v: v[0].append(2), lambda v: v[0][:]),
         (np.zeros(3), lambda v: v.__iadd__(1), np.ndarray.tolist),
+        (np.array([[1], "text", None], dtype=object), lambda v: v[0].append(2), lambda v: [list(v[0]), *v[1:]]),
+        (np.array(["a", "b"]), lambda v: v.__setitem__(0, "c"), np.ndarray.tolist),
         (random.Random(0), random.Random.random, random.Random.getstate),
+        (np.random.RandomState(0), lambda v: v.rand(), lambda v: [*v.get_state()[1].tolist(), v.get_state()[2]]),
+        (Slotted(), Slotted.grow, lambda v: (v.count, list(v.values))),
+        (Tracker([1], {"deep": [1]}).append_two, lambda v: v(), lambda v: list(v.__self__.values)),
+        (partial(append, []), lambda v: v(), lambda v: list(v.args[0])),
         (np.random.default_rng(0), lambda v: v.random(), lambda v: v.bit_generator.state),
         (torch.Generator(), lambda v: torch.rand(1, generator=v), lambda v: v.get_state().tolist()),
         (torch.eye(3).to_sparse(), lambda v: v.values().add_(1), lambda v: v.to_dense().tolist()),
@@ -74,7 +103,7 @@ def grow(value: Any) -> None:
 def test_contents_come_back_and_the_object_stays_itself(value: Any, disturb: Any, look: Any) -> None:
     module = Module(value)
     before = look(value)
-    kept = KeptAttributes([module])
+    kept = KeptModule(module)
     disturb(module.value)
     assert look(value) != before
     kept.put_back()
@@ -127,5 +156,112 @@ def test_what_is_not_put_back_is_named() -> None:
 
 def test_a_large_parameter_is_kept_all_the_same() -> None:
     module = Module(1)
-    module.weight = nn.Parameter(torch.empty(LARGEST_ARRAY_BYTES // 4 + 1))
-    assert len(KeptAttributes([module]).tensors) == 1
+    module.weight = nn.Parameter(torch.zeros(LARGEST_ARRAY_BYTES // 4 + 1))
+    kept = KeptModule(module)
+    module.weight.data += 1
+    kept.put_back()
+    assert not module.weight.any()
+
+
+def test_the_size_of_a_view_is_that_of_its_storage() -> None:
+    module = Module(torch.zeros(LARGEST_ARRAY_BYTES // 4 + 1)[:2])
+    assert not KeptAttributes([module]).tensors
+
+
+def test_weights_and_structure_come_back_however_much_else_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_batchmem._lightning.attributes.MOST_OBJECTS", 100)
+    module, data = Module(nn.Linear(2, 2)), LightningDataModule()
+    module.rows = [[index] for index in range(1000)]
+    data.rows = [[index] for index in range(1000)]
+    weight = module.value.weight
+    before = weight.detach().clone()
+    kept = KeptModule(module, [data])
+    weight.data += 1
+    module.value.weight = nn.Parameter(torch.zeros(2, 2))
+    module.value.eval()
+    module.late = 1
+    kept.put_back()
+    assert module.value.weight is weight
+    assert torch.equal(weight, before)
+    assert module.value.training
+    assert not hasattr(module, "late")
+    assert any("more than 100 objects" in what for what in kept.passed_over)
+
+
+def test_parameters_of_a_script_come_back() -> None:
+    module = Module(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    kept = KeptModule(module)
+    for tensor in module.state_dict().values():
+        tensor.add_(1)
+    kept.put_back()
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+
+
+def test_an_optimizer_comes_back() -> None:
+    module = Module(nn.Linear(2, 2))
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+
+    def step() -> None:
+        module.value(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    step()
+    before = copy.deepcopy(optimizer.state_dict())
+    kept = KeptModule(module, [optimizer])
+    step()
+    optimizer.param_groups[0]["lr"] = 7.0
+    kept.put_back()
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for one, other in zip(after["state"].values(), before["state"].values(), strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_a_buffer_that_was_written_with_its_graph_comes_back() -> None:
+    module = Module(nn.Linear(1, 1))
+    module.register_buffer("last", torch.zeros(1))
+    kept = KeptModule(module)
+    module.last.copy_(module.value(torch.ones(1)))
+    assert module.last.grad_fn is not None
+    kept.put_back()
+    assert module.last.grad_fn is None
+    assert not module.last.requires_grad
+    assert module.last.item() == 0
+
+
+class Refuses(list):
+    """Lets nobody clear it."""
+
+    def clear(self) -> None:
+        raise TypeError("no")
+
+
+class Hides:
+    """Lets nobody look."""
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        raise RuntimeError("no")
+
+
+def test_an_object_that_refuses_is_named_and_the_others_come_back() -> None:
+    module = Module([Refuses([1]), Hides(), random.SystemRandom(), [1]])
+    kept = KeptModule(module)
+    module.value[0].append(2)
+    module.value[3].append(2)
+    with pytest.warns(UserWarning, match=r"could not put back: Module\.value\[0\] \(TypeError\)"):
+        kept.put_back()
+    assert module.value[3] == [1]
+    assert sorted(kept.passed_over) == ["Module.value[1] (RuntimeError)", "Module.value[2] (NotImplementedError)"]
+
+
+def test_memory_that_is_mapped_read_only_is_left_alone(tmp_path: Any) -> None:
+    np.save(tmp_path / "table.npy", np.ones(100))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that such a tensor is not to be written to
+        table = torch.from_numpy(np.load(tmp_path / "table.npy", mmap_mode="r"))
+    module = Module(1)
+    module.register_buffer("table", table)
+    KeptModule(module).put_back()
+    assert module.table.sum() == 100

@@ -101,7 +101,7 @@ def test_a_module_is_put_back_whatever_a_step_does_to_it() -> None:
     called: list[int] = []
     handle = module.layers.register_forward_pre_hook(lambda *_: called.append(1))
     memory, hidden = module.memory, module.hidden
-    kept = KeptModule(module, None)
+    kept = KeptModule(module)
     disturb(module)
     kept.put_back()
     assert module.state_dict().keys() == reference.state_dict().keys()
@@ -130,7 +130,7 @@ def test_a_module_is_put_back_whatever_a_step_does_to_it() -> None:
 def test_gradients_from_an_earlier_fit_come_back() -> None:
     module = Deep()
     module.tied.bias.grad = torch.full((3,), 2.0)
-    kept = KeptModule(module, None)
+    kept = KeptModule(module)
     module.zero_grad()
     kept.put_back()
     assert torch.equal(module.tied.bias.grad, torch.full((3,), 2.0))
@@ -143,7 +143,7 @@ def test_a_lazy_parameter_is_refused() -> None:
             self.layer = nn.LazyLinear(3)
 
     with pytest.raises(ValueError, match=r"lazy parameter 'layer\.weight'"):
-        KeptModule(Lazy(), None)
+        KeptModule(Lazy())
 
 
 def test_random_states_rewind() -> None:
