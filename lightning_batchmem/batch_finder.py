@@ -145,6 +145,7 @@ class BatchFinder(Callback):
         self._random_before_optimizers = None
         home = BatchSizeHome(trainer, pl_module, self._batch_arg_name)
         outcome = self._search(trainer, pl_module, home, meter, random)
+        meter.release_cached()  # training starts as if nothing had been allocated before
         if isinstance(outcome, Refusal):
             raise RuntimeError(outcome.reason)
         self.plan = outcome
@@ -198,6 +199,7 @@ class BatchFinder(Callback):
 
     @staticmethod
     def _made_of(trainer: Trainer, meter: Meter, batch: object, trial: Trial) -> str:
+        meter.release_cached()  # what the host's heap keeps of the steps is activations, not the rest
         parts = measure_parts(
             trainer.lightning_module,
             trainer.optimizers,

@@ -105,6 +105,13 @@ def test_the_size_is_the_largest_that_fits_and_training_runs_with_it(fit: Any, f
     assert Plan.from_json(finder.plan.to_json()) == finder.plan
 
 
+def test_what_the_probes_left_cached_is_given_back_before_training(fit: Any, fake_meter: Any) -> None:
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder()
+    fit(Lawful(meter, law), finder, meter)
+    assert finder.plan is not None
+    assert meter.num_releases == len(finder.plan.trials) + 1  # before each size, and at the end
+
+
 def test_sizes_of_64_and_more_are_multiples_of_8(fit: Any, fake_meter: Any) -> None:
     meter = fake_meter(budget_bytes=1000 * MIB)
     finder = BatchFinder()
