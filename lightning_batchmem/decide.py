@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from .fit import find_contradiction, fit_time
 from .records import Bounds, LimitedBy, MemoryModel, Plan, Probe, Refusal, Trial, mib
 from .search import (
-    NOTABLE,
     Search,
     disagreement,
     largest_within,
@@ -137,7 +136,7 @@ def _grow(search: Search) -> Probe | tuple[LimitedBy, str]:
     within = best.held_bytes + share * (limit - best.held_bytes)
     careful = largest_within(model, within, known, search.highest)
     # A step that is not notable would teach nothing, so take at least that.
-    target = min(fill, growth * size, max(careful, math.ceil((1 + NOTABLE) * size)))
+    target = min(fill, growth * size, max(careful, math.ceil((1 + search.notable_share) * size)))
     return _probe(max(following, rounded(target, bounds)), why, model, limit)
 
 
@@ -225,5 +224,9 @@ def _why_not_more(search: Search, model: MemoryModel | None) -> str:
     if model is None:
         return f"{room}, and {search.failed_size} samples {_held(search.over)}."
     upper = model.upper_bytes(following)
-    gain = f", but what would fit beyond is less than {NOTABLE:.0%}" if upper <= search.bounds.limit_bytes else ""
+    gain = (
+        f", but what would fit beyond is less than {search.notable_share:.0%}"
+        if upper <= search.bounds.limit_bytes
+        else ""
+    )
     return f"{room}; the next size, {following}, is predicted to take up to {mib(upper)}{gain}."

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from .fit import fit_memory, worst_per_size
 from .records import Bounds, MemoryModel, Trial
 
-NOTABLE = 0.02  # a gain below this share is not worth another probe
+NOTABLE = 0.02  # a gain below this share is not worth another probe ...
+NOTABLE_NOISE = 0.25  # ... nor one below this share of what the device cannot repeat (10 % on the host)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class Search:
     def best(self) -> Trial:
         """The largest size that fits."""
         return self.good[-1]
+
+    @property
+    def notable_share(self) -> float:
+        """The gain, as a share of the best size, that is worth another probe."""
+        return max(NOTABLE, NOTABLE_NOISE * self.repeatability)
 
     @property
     def following(self) -> int:
@@ -108,7 +114,9 @@ def disagreement(search: Search) -> float:
 def notable(search: Search, target: int) -> bool:
     """Whether ``target`` samples are so many more than the best size that it is worth another probe."""
     size = search.best.batch_size
-    return target > size and (target == search.highest or target >= max(search.following, (1 + NOTABLE) * size))
+    return target > size and (
+        target == search.highest or target >= max(search.following, (1 + search.notable_share) * size)
+    )
 
 
 def size_range(bounds: Bounds) -> tuple[int, int]:
