@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import multiprocessing
+import types
 from collections.abc import Sized
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -140,7 +141,10 @@ class Samples:
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._collate = _copy_or_warn(loader.collate_fn, "collate_fn")
+        # A method is not copied: its owner would be too, and that is the module or the data module, which are put back
+        # anyhow, or the data set, which may be large.
+        method = isinstance(loader.collate_fn, types.MethodType)
+        self._collate = loader.collate_fn if method else _copy_or_warn(loader.collate_fn, "collate_fn")
         self._samples = _draw(loader)
         if not self._samples:
             raise ValueError("the training data must have at least one sample, got none")

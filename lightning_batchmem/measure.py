@@ -110,7 +110,7 @@ def _attempt(trainer: Trainer, samples: Samples, meter: Meter, batch_size: int) 
     try:
         run_step(trainer, lambda: samples.batch(batch_size))
         meter.synchronize()
-    except Exception as error:
+    except Exception as error:  # out of memory comes in many types; all else is raised again
         if not is_out_of_memory(error):
             raise
         _let_go(error)

@@ -29,6 +29,20 @@ class Counting(Dataset):
         return {"index": torch.tensor(index), "pid": torch.tensor(os.getpid())}
 
 
+class Owner:
+    """Collates with a method of its own, and is too large to be copied, let us say."""
+
+    def __deepcopy__(self, memo: object) -> Owner:
+        raise AssertionError("copied")
+
+    def collate(self, samples: list[Any]) -> int:
+        return len(samples)
+
+
+def test_the_owner_of_a_collate_method_is_not_copied() -> None:
+    assert Samples(DataLoader(Counting(), batch_size=4, collate_fn=Owner().collate)).batch(5) == 5
+
+
 class Stream(IterableDataset):
     """An iterator that can be used up."""
 

@@ -62,6 +62,19 @@ def test_lightnings_private_attributes_are_touched_in_one_folder_only() -> None:
     assert not found
 
 
+HEAVY = {"matplotlib", "tensorboard", "pynvml", "sklearn", "pandas"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_heavy_is_imported_at_the_top_of_a_file(path: Path) -> None:
+    """Lightning may have loaded such a package already, which the test in a process below cannot see."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            assert not HEAVY & {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert (node.module or "").split(".")[0] not in HEAVY
+
+
 def test_importing_the_package_brings_in_nothing_heavy() -> None:
     program = """
 import sys

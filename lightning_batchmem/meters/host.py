@@ -21,8 +21,8 @@ _STATUS = "/proc/self/status"
 # glibc keeps freed blocks, so that the peak at one batch size differs from run to run, and over many steps exceeds that
 # of a few: by up to 36 % of its growth where tensors are smaller than 32 MiB and so come from the heap.
 # Source: measured, torch 2.13 (CPU), the worst of three to five steps of a probe against that of forty steps of the
-# training after it, examples/quickstart.py and a chain of tanh, eight runs on a busy machine. From one run to the next
-# the design has 20 %.
+# training after it, examples/quickstart.py and a chain of tanh, eight runs by hand on a busy machine. From one run to
+# the next the design has 20 %.
 HOST_REPEATABILITY = 0.4
 
 # What is left of the heap after a trim differs by some pages and arenas even where the step is the same.
