@@ -2,43 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 
-from lightning_batchmem._lightning.loaders import forget_train_loader
-from lightning_batchmem._lightning.state import KeptModule, KeptTrainer, RandomStates, configure_optimizers_again
+from lightning_batchmem._lightning.loaders import forget_train_loader, set_initial_hparam
+from lightning_batchmem._lightning.state import (
+    KeptModule,
+    KeptTrainer,
+    Loop,
+    RandomStates,
+    configure_optimizers_again,
+)
 from lightning_batchmem._lightning.step import quieten
 from lightning_batchmem.data import BatchSizeHome
+from lightning_batchmem.effective import advice, scaled_learning_rate
 from lightning_batchmem.measure import StepWatcher
+from lightning_batchmem.meters import device_name
+from lightning_batchmem.plan import Plan
+from lightning_batchmem.search import micro_batches
+from lightning_batchmem.wishes import Wishes
+
+LEARNING_RATE_NAMES = ("lr", "learning_rate")
+"""Attributes in which a module keeps its learning rate, as Lightning's LearningRateFinder knows them too."""
 
 
 @contextmanager
 def no_trace(
-    trainer: Trainer, module: LightningModule, home: BatchSizeHome, random: RandomStates, watcher: StepWatcher
+    trainer: Trainer,
+    module: LightningModule,
+    homes: Sequence[BatchSizeHome],
+    random: RandomStates,
+    watcher: StepWatcher,
+    loop: Loop,
 ) -> Iterator[KeptTrainer]:
     """Lend trainer and module to probing steps; put back everything on the way out, whatever happened.
 
     Args:
-        trainer: in ``on_fit_start``.
-        module: the module that is trained.
-        home: where the batch size lives; it gets its old value back.
+        trainer: before its loop runs.
+        module: the module that is trained or evaluated.
+        homes: where batch sizes live; they get their old values back.
         random: the generators' states to rewind to.
         watcher: the only callback that the steps reach.
+        loop: the loop that is about to run.
     """
-    forget_train_loader(trainer)  # built already if configure_optimizers asked for estimated_stepping_batches
     with ExitStack() as undo:  # in the reverse order, each of them whatever became of the others
         undo.callback(random.rewind)
-        size_of_passed_loader = home.size_of_passed_loader()
-        if size_of_passed_loader is not None:
-            undo.callback(home.write_passed_loader, size_of_passed_loader)
+        for home in homes:
+            undo.callback(home.keep())
         schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
         data = [trainer.datamodule]  # type: ignore[attr-defined]  # set where mypy does not look
         kept_module = KeptModule(module, [one for one in (*data, *trainer.optimizers, *schedulers) if one is not None])
         undo.callback(kept_module.put_back)  # with the batch size, where an attribute holds it
-        kept_trainer = KeptTrainer(trainer)
+        kept_trainer = KeptTrainer(trainer, loop)
         undo.callback(kept_trainer.put_back)
         if kept_module.passed_over:
             what = "; ".join(kept_module.passed_over[:10])
@@ -47,14 +67,130 @@ def no_trace(
         yield kept_trainer
 
 
-def apply_batch_size(trainer: Trainer, home: BatchSizeHome, batch_size: int) -> None:
-    """Set ``batch_size`` and let optimizers and schedulers be configured as if it had always been there.
+@dataclass(frozen=True)
+class Before:
+    """A run before its search.
+
+    Args:
+        accumulate_grad_batches: batches to an optimizer step.
+        effective_batch_size: samples to an optimizer step over all ranks; ``None`` when the project has no size yet.
+        learning_rate: of the module; ``None`` when it has none.
+    """
+
+    accumulate_grad_batches: int
+    effective_batch_size: int | None
+    learning_rate: float | None
+
+
+def look_before(trainer: Trainer, home: BatchSizeHome, wishes: Wishes, previous: Plan | None) -> Before:
+    """Note what the project has before the search.
+
+    Args:
+        trainer: in ``on_fit_start``.
+        home: where the batch size lives.
+        wishes: of the user.
+        previous: the plan of an earlier ``fit``, whose learning rate is not to be scaled twice.
+
+    Raises:
+        ValueError: when the learning rate is to be scaled, and it or the size it was chosen for is not known.
+    """
+    accumulate, size = trainer.accumulate_grad_batches, home.size
+    effective = wishes.base_batch_size or (size * accumulate * trainer.world_size if size else None)
+    learning_rate = learning_rate_of(home.module)
+    if wishes.lr_scaling is not None and learning_rate is None:
+        raise ValueError(
+            f"lr_scaling must be None for a module without `lr` or `learning_rate`, got {wishes.lr_scaling!r}; add one"
+            " and use it in configure_optimizers"
+        )
+    if wishes.lr_scaling is not None and effective is None:
+        raise ValueError("base_batch_size must be given with lr_scaling where the project has no size yet, got None")
+    scaled_already = previous is not None and learning_rate is not None and learning_rate == previous.learning_rate
+    if previous is not None and scaled_already and wishes.base_batch_size is not None:
+        learning_rate = previous.learning_rate_before
+    return Before(accumulate, effective, learning_rate)
+
+
+def follow_up(trainer: Trainer, plan: Plan, wishes: Wishes, before: Before) -> Plan:
+    """Add to ``plan`` what follows from its size: accumulation, samples to an optimizer step, learning rate.
+
+    Args:
+        trainer: as it was before the search.
+        plan: of the search.
+        wishes: of the user.
+        before: what :func:`look_before` noted.
+    """
+    notes, accumulate = list(plan.notes), before.accumulate_grad_batches
+    if wishes.target_batch_size is not None:
+        micro = micro_batches(wishes.target_batch_size, trainer.world_size, wishes.multiple_of)[plan.batch_size]
+        accumulate = micro.accumulate_grad_batches
+        notes += [micro.rounding] if micro.rounding else []
+    effective, base, learning_rate = (
+        plan.batch_size * accumulate * trainer.world_size,
+        before.effective_batch_size,
+        None,
+    )
+    if base is not None and wishes.lr_scaling is not None and before.learning_rate is not None:
+        learning_rate = scaled_learning_rate(
+            before.learning_rate, rule=wishes.lr_scaling, effective_batch_size=effective, base_batch_size=base
+        )
+    elif base is not None:
+        names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
+        said = advice(names, effective_batch_size=effective, base_batch_size=base, learning_rate=before.learning_rate)
+        notes += [said] if said else []
+    return replace(
+        plan,
+        device=device_name(trainer.strategy.root_device),
+        accumulate_grad_batches=accumulate,
+        effective_batch_size=effective,
+        learning_rate=learning_rate,
+        learning_rate_before=None if learning_rate is None else before.learning_rate,
+        notes=tuple(notes),
+    )
+
+
+def apply_to_training(trainer: Trainer, home: BatchSizeHome, plan: Plan, *, validation_home: BatchSizeHome) -> None:
+    """Set what ``plan`` says and let optimizers and schedulers be configured as if it had always been there.
 
     Args:
         trainer: in ``on_fit_start``, its generators where they were before ``configure_optimizers`` first ran.
         home: where the batch size lives.
-        batch_size: samples for each rank.
+        plan: batch size, accumulation, learning rate, and validation's own size where it has one.
+        validation_home: where that lives.
     """
-    home.write_for_good(batch_size)
+    home.write_for_good(plan.batch_size)
+    if plan.evaluation is not None:
+        validation_home.write_for_good(plan.evaluation.batch_size)
+    trainer.accumulate_grad_batches = plan.accumulate_grad_batches
+    if plan.learning_rate is not None:
+        set_learning_rate(home.module, plan.learning_rate)
     forget_train_loader(trainer)
+    before = _learning_rates(trainer)
     configure_optimizers_again(trainer)
+    if plan.learning_rate != plan.learning_rate_before and before == _learning_rates(trainer):
+        rank_zero_warn(
+            f"lr_scaling set the module's learning rate to {plan.learning_rate:.6g}, and configure_optimizers does not"
+            " use it: the optimizers have the rates that they had before"
+        )
+
+
+def learning_rate_of(module: LightningModule) -> float | None:
+    """The module's own learning rate, from its attributes or hyperparameters; ``None`` when it has none."""
+    name = _learning_rate_name(module)
+    value = lightning_getattr(module, name) if name else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def set_learning_rate(module: LightningModule, learning_rate: float) -> None:
+    """Set the module's learning rate where it lives, and in the hyperparameters that Lightning is about to log."""
+    name = _learning_rate_name(module)
+    if name is not None:
+        lightning_setattr(module, name, learning_rate)
+        set_initial_hparam(module, name, learning_rate)
+
+
+def _learning_rates(trainer: Trainer) -> list[float]:
+    return [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups if "lr" in group]
+
+
+def _learning_rate_name(module: LightningModule) -> str | None:
+    return next((name for name in LEARNING_RATE_NAMES if lightning_hasattr(module, name)), None)

@@ -1,50 +1,50 @@
-"""BatchFinder: measure -> fit -> decide -> apply -> report, before the first training step."""
+"""BatchFinder: measure -> fit -> decide -> apply -> report, before the first step."""
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, Literal
 
+import lightning.pytorch.callbacks
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from rich.console import Console
 
-from lightning_batchmem._lightning.loaders import pretend_loaded
+from lightning_batchmem._lightning.evaluation import before_loaders, stage_loop
+from lightning_batchmem._lightning.loaders import (
+    forget_train_loader,
+    stage_source,
+    train_source,
+    validation_source,
+)
 from lightning_batchmem._lightning.progress import is_rehearsal
 from lightning_batchmem._lightning.state import RandomStates, record_before_optimizers
-from lightning_batchmem._lightning.step import begin_training
-from lightning_batchmem.apply import apply_batch_size, no_trace
-from lightning_batchmem.data import BatchSizeHome, Samples, count_samples
-from lightning_batchmem.decide import decide
+from lightning_batchmem.apply import apply_to_training, follow_up, look_before
+from lightning_batchmem.data import BatchSizeHome
 from lightning_batchmem.limits import check_positive, limit_bytes
-from lightning_batchmem.measure import StepWatcher, batches_in_epoch, measure
-from lightning_batchmem.meters import Meter, meter_for
-from lightning_batchmem.parts import measure_parts, tensors_in
-from lightning_batchmem.phases import PhaseMarks
-from lightning_batchmem.records import Bounds, Objective, Plan, Probe, Refusal, Trial, mib
-from lightning_batchmem.report.plan import SearchProgress, plan_table
-from lightning_batchmem.report.table import parts_text
+from lightning_batchmem.meters import Meter, device_name, meter_for
+from lightning_batchmem.plan import Plan
+from lightning_batchmem.probing import ProbingSearch
+from lightning_batchmem.records import Objective, Refusal, mib
+from lightning_batchmem.report.plan import plan_table
+from lightning_batchmem.wishes import Wishes
+from lightning_batchmem.worst_case import WorstCase, check_worst_case
 
-_STREAM_MAX_BATCH_SIZE = 2**20
-"""Largest size that is tried for a stream without a length, where neither data nor user sets a ceiling."""
-
-_SMALLEST_PROBE = 2
-"""Where the user names no minimum. One sample breaks BatchNorm (ultralytics PR26224)."""
-
-_FIRST_WARMUP_STEPS = 3
-"""The first step creates the optimizer's state, the second is the first with gradients alive in forward."""
-
-_CHEAP_TRIALS = 2
-"""The first two sizes are so small that more steps cost nothing, and say more of the noise and of the time."""
+_LIMIT_CHANGED = 0.1
+"""Share by which the limit of a resumed run may differ before it is said; what a host has free is never the same."""
 
 
 class BatchFinder(Callback):
     """Compute the batch size before training starts, from a few real steps at small sizes.
 
     Runs in ``on_fit_start``: measures the user's own training step at growing sizes, fits a line to the peak memory of
-    each phase, computes the size, runs it for real, and leaves no other trace on the run.
+    each phase, computes the size, runs it for real, and leaves no other trace on the run. Under ``trainer.validate``,
+    ``test`` and ``predict`` it does the same with forward passes only, before their loaders are built. A run that is
+    resumed from a checkpoint goes on with the size that the checkpoint holds.
 
     Args:
         objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest one that is within
@@ -55,12 +55,24 @@ class BatchFinder(Callback):
         min_batch_size: the smallest size to consider, in samples; ``None``: 2 (one sample is an error to BatchNorm).
         multiple_of: sizes are rounded down to a multiple of it; ``None``: sizes of 64 and more to a multiple of 8.
         batch_arg_name: the attribute of the module, its hparams, the datamodule or its hparams that holds the size.
+        eval_batch_arg_name: the attribute that holds the size of validation (and of ``validate``, ``test`` and
+            ``predict``), which then is searched for on its own. ``None``: validation is a phase of the search for
+            training, at the size that its loaders have there.
+        worst_case: ``"longest"`` to probe with the largest sample of the data (the first 10,000, or as many spread
+            over a larger set), or a callable that measures a sample. ``None``: samples spread over the data set.
+        target_batch_size: samples for each optimizer step over all ranks: ``accumulate_grad_batches`` is set, and the
+            batch size made to divide it. ``None``: accumulation stays as the Trainer has it.
+        lr_scaling: ``"linear"`` or ``"sqrt"``: multiply the module's ``lr`` or ``learning_rate`` by the ratio of the
+            samples for each optimizer step, or its root, before the optimizers are configured. ``None``: leave it.
+        base_batch_size: samples for each optimizer step that the learning rate was chosen for; ``None``: those that
+            the project had before the search.
+        search_on_resume: search again where a checkpoint holds a plan, instead of going on with its size.
 
     Attributes:
         plan: the :class:`~lightning_batchmem.Plan` of the last search; ``None`` before.
 
     Raises:
-        ValueError: for an argument out of range, and at ``fit`` for data whose batch size cannot be set.
+        ValueError: for an argument out of range, and at ``fit`` for a project whose batch size cannot be set.
         RuntimeError: at ``fit`` when no size fits, or when what was measured follows no law.
 
     Example:
@@ -78,6 +90,12 @@ class BatchFinder(Callback):
         min_batch_size: int | None = None,
         multiple_of: int | None = None,
         batch_arg_name: str = "batch_size",
+        eval_batch_arg_name: str | None = None,
+        worst_case: WorstCase = None,
+        target_batch_size: int | None = None,
+        lr_scaling: Literal["linear", "sqrt"] | None = None,
+        base_batch_size: int | None = None,
+        search_on_resume: bool = False,
     ) -> None:
         super().__init__()
         if objective not in ("memory", "throughput"):
@@ -85,38 +103,71 @@ class BatchFinder(Callback):
         check_positive("max_batch_size", max_batch_size)
         check_positive("min_batch_size", min_batch_size)
         check_positive("multiple_of", multiple_of)
+        check_positive("target_batch_size", target_batch_size)
+        check_positive("base_batch_size", base_batch_size)
         limit_bytes(memory_limit, budget_bytes=1)  # for its error, here rather than at fit
         if max_batch_size is not None and max_batch_size < (min_batch_size or 1):
             raise ValueError(f"max_batch_size must be at least min_batch_size={min_batch_size}, got {max_batch_size}")
-        if not isinstance(batch_arg_name, str) or not batch_arg_name.isidentifier():
-            raise ValueError(f"batch_arg_name must be the name of an attribute, got {batch_arg_name!r}")
+        _check_attribute_name("batch_arg_name", batch_arg_name)
+        if eval_batch_arg_name is not None:
+            _check_attribute_name("eval_batch_arg_name", eval_batch_arg_name)
+        if eval_batch_arg_name == batch_arg_name:
+            raise ValueError(
+                f"eval_batch_arg_name must differ from batch_arg_name, got {eval_batch_arg_name!r} for both"
+            )
+        check_worst_case(worst_case)
+        if lr_scaling not in (None, "linear", "sqrt"):
+            raise ValueError(f'lr_scaling must be None, "linear" or "sqrt", got {lr_scaling!r}')
+        if base_batch_size is not None and lr_scaling is None:
+            raise ValueError(f"base_batch_size must come with lr_scaling, got {base_batch_size} without it")
         self.plan: Plan | None = None
-        self._objective = objective
-        self._memory_limit = memory_limit
-        self._max_batch_size = max_batch_size
-        self._min_batch_size = min_batch_size
-        self._multiple_of = multiple_of
+        self._wishes = Wishes(
+            objective=objective,
+            memory_limit=memory_limit,
+            max_batch_size=max_batch_size,
+            min_batch_size=min_batch_size,
+            multiple_of=multiple_of,
+            target_batch_size=target_batch_size,
+            worst_case=worst_case,
+            eval_batch_arg_name=eval_batch_arg_name,
+            lr_scaling=lr_scaling,
+            base_batch_size=base_batch_size,
+        )
         self._batch_arg_name = batch_arg_name
+        self._search_on_resume = search_on_resume
+        self._plan_of_fit: Plan | None = None
+        self._plan_in_checkpoint: Plan | None = None
         self._random_before_optimizers: RandomStates | None = None
-        self._stop_recording: Callable[[], object] = lambda: None
+        self._take_away: Callable[[], object] = lambda: None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Note the random states before ``configure_optimizers`` draws from them."""
-        if stage != "fit" or is_rehearsal(trainer):
+        """Note the random states before ``configure_optimizers`` draws from them, or search before an evaluation."""
+        self._plan_in_checkpoint = None
+        if is_rehearsal(trainer):
+            return
+        if stage != "fit":
+            self._take_away = before_loaders(stage_loop(trainer), lambda: self._before_evaluation(trainer, pl_module))
             return
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not look
-        if sum(isinstance(callback, BatchFinder) for callback in callbacks) > 1:
-            raise ValueError("callbacks must have one BatchFinder, got several")
         # before a LearningRateFinder, which Lightning puts first, and which needs the size
         trainer.callbacks = sorted(callbacks, key=lambda callback: callback is not self)  # type: ignore[attr-defined]
-        self._stop_recording = record_before_optimizers(trainer, self._keep_random_states)
+        self._take_away = record_before_optimizers(trainer, self._keep_random_states)
 
     def _keep_random_states(self, states: RandomStates) -> None:
         self._random_before_optimizers = states
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave nothing behind on the strategy when ``fit`` ends before its optimizers are configured."""
-        self._stop_recording()
+        """Leave nothing behind on strategy and loops when a run ends before the search."""
+        self._take_away()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan that a checkpoint carries, as plain JSON types."""
+        return {} if self._plan_of_fit is None else {"plan": json.loads(self._plan_of_fit.to_json())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the plan out of a checkpoint; a ``fit`` that resumes goes on with it."""
+        if "plan" in state_dict:
+            self._plan_in_checkpoint = Plan.from_json(json.dumps(state_dict["plan"]))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, and set the size that was found."""
@@ -125,112 +176,114 @@ class BatchFinder(Callback):
             return
         if 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches):
             return  # there is no training to find a size for
-        if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
-            raise ValueError(
-                "training_step must take a batch for BatchFinder, got one that takes dataloader_iter;"
-                " set the batch size by hand"
-            )
-        if not isinstance(trainer.strategy, SingleDeviceStrategy):
-            raise ValueError(
-                f"strategy must be on a single device for BatchFinder, got {type(trainer.strategy).__name__};"
-                " search once with Trainer(devices=1) and set the size it finds"
-            )
-        meter = meter_for(trainer.strategy.root_device)
-        if not meter.has_peak:
-            raise ValueError(
-                f"the device must tell its peak memory for BatchFinder, got {meter.name}, which tells only the current"
-                " use; set the batch size by hand"
-            )
+        _check_step(pl_module.training_step, "training_step")
+        self._check_trainer(trainer, pl_module)
+        meter = _meter_of(trainer)
         random = self._random_before_optimizers or RandomStates()
         self._random_before_optimizers = None
-        home = BatchSizeHome(trainer, pl_module, self._batch_arg_name)
-        outcome = self._search(trainer, pl_module, home, meter, random)
-        meter.release_cached()  # training starts as if nothing had been allocated before
+        forget_train_loader(trainer)  # built already if configure_optimizers asked for estimated_stepping_batches
+        home = BatchSizeHome(trainer, pl_module, self._batch_arg_name, train_source(trainer))
+        before = look_before(trainer, home, self._wishes, self._plan_of_fit)
+        plan = self._resumed(trainer, meter)
+        if plan is None:
+            outcome = ProbingSearch(trainer, pl_module, meter, self._wishes, random).training(home)
+            if isinstance(outcome, Refusal):
+                raise RuntimeError(outcome.reason)
+            plan = follow_up(trainer, outcome, self._wishes, before)
+            _show(trainer, plan)
+        else:
+            random.rewind()
+        self.plan = self._plan_of_fit = plan
+        name = self._wishes.eval_batch_arg_name or home.name
+        validation_home = replace(home, source=validation_source(trainer), name=name)
+        apply_to_training(trainer, home, plan, validation_home=validation_home)
+
+    def _before_evaluation(self, trainer: Trainer, module: LightningModule) -> None:
+        """Search with forward passes, where the loaders of the stage follow the batch size."""
+        loop, source = stage_loop(trainer), stage_source(trainer)
+        if getattr(trainer, f"limit_{source.stage}_batches") == 0:
+            return
+        name = "validation_step" if source.stage == "val" else f"{source.stage}_step"
+        _check_step(getattr(module, name), name)
+        home = BatchSizeHome(trainer, module, self._wishes.eval_batch_arg_name or self._batch_arg_name, source)
+        if not home.in_attribute and not source.passed:
+            rank_zero_info(f"BatchFinder leaves {source.hook} alone: nothing has the attribute {home.name!r}")
+            return
+        outcome = ProbingSearch(trainer, module, _meter_of(trainer), self._wishes, RandomStates()).evaluation(
+            home, loop
+        )
+        if outcome is None:
+            rank_zero_info(f"BatchFinder leaves {source.hook} alone: it does not follow {home.name!r}")
+            return
         if isinstance(outcome, Refusal):
             raise RuntimeError(outcome.reason)
-        self.plan = outcome
-        apply_batch_size(trainer, home, outcome.batch_size)
-        if trainer.is_global_zero:
-            console = Console()
-            console.print(plan_table(outcome))
-            console.print(str(outcome), highlight=False, markup=False, soft_wrap=True)
+        self.plan = replace(outcome, device=device_name(trainer.strategy.root_device))
+        home.write_for_good(self.plan.batch_size)
+        _show(trainer, self.plan)
 
-    def _search(
-        self, trainer: Trainer, module: LightningModule, home: BatchSizeHome, meter: Meter, random: RandomStates
-    ) -> Plan | Refusal:
-        home.check()
-        marks = PhaseMarks(meter)
-        shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
-        progress = SearchProgress(Console(), enabled=shown)
-        with no_trace(trainer, module, home, random, StepWatcher(marks)) as lent, progress:
-            loader = home.loader_for(self._min_batch_size or _SMALLEST_PROBE)
-            epoch_samples = count_samples(loader)
-            pretend_loaded(trainer, loader, batches_in_epoch(epoch_samples, self._min_batch_size or _SMALLEST_PROBE))
-            begin_training(trainer)
-            samples = Samples(loader)
-            bounds = self._bounds(meter, epoch_samples)
-            trials: list[Trial] = []
-            watched = marks.watch(trainer.optimizers)
-            try:
-                while isinstance(step := decide(trials, bounds, meter.repeatability), Probe):
-                    progress.trying(step)
-                    home.write(step.batch_size)
-                    trials.append(
-                        measure(
-                            trainer,
-                            samples,
-                            meter,
-                            marks,
-                            step.batch_size,
-                            epoch_samples=epoch_samples,
-                            warmup_steps=1 if trials else _FIRST_WARMUP_STEPS,
-                            measured_steps=self._measured_steps(meter, len(trials)),
-                        )
-                    )
-                    if trials[-1].outcome == "out_of_memory":
-                        lent.lend_scaler()
-                if isinstance(step, Refusal) and trials:
-                    batch = samples.batch(trials[-1].batch_size)
-                    step = replace(step, reason=f"{step.reason} {self._made_of(trainer, meter, batch, trials[-1])}")
-            finally:
-                for handle in watched:
-                    handle.remove()
-        return step
-
-    @staticmethod
-    def _made_of(trainer: Trainer, meter: Meter, batch: object, trial: Trial) -> str:
-        meter.release_cached()  # what the host's heap keeps of the steps is activations, not the rest
-        parts = measure_parts(
-            trainer.lightning_module,
-            trainer.optimizers,
-            None,  # counted as it is on the host: to move it could run out of memory once more
-            trainer.strategy.root_device,
-            start_bytes=meter.current().allocated_bytes,
-            peak_bytes=trial.peak_bytes,
-        )
-        batch_bytes = sum(tensor.nbytes for tensor in tensors_in(batch))
-        activations_bytes = max(0, parts.activations_bytes - batch_bytes)
-        parts = replace(parts, batch_bytes=batch_bytes, activations_bytes=activations_bytes)
-        return f"At {trial.batch_size} samples the memory held {parts_text(parts)}."
-
-    @staticmethod
-    def _measured_steps(meter: Meter, trials_run: int) -> int:
-        exact = meter.repeatability == 0.0
-        return 2 if exact and trials_run >= _CHEAP_TRIALS else 5
-
-    def _bounds(self, meter: Meter, epoch_samples: int | None) -> Bounds:
+    def _resumed(self, trainer: Trainer, meter: Meter) -> Plan | None:
+        """The plan of the checkpoint that is resumed from; ``None`` when there is none, or a search is wanted."""
+        plan = self._plan_in_checkpoint
+        if plan is None or self._search_on_resume:
+            return None
         budget = meter.budget_bytes()
-        wanted = limit_bytes(self._memory_limit, budget)
-        if wanted > budget:
-            rank_zero_warn(f"memory_limit={self._memory_limit!r} is more than the device can give, {mib(budget)}")
-        user_max = self._max_batch_size or _STREAM_MAX_BATCH_SIZE
-        from_data = epoch_samples is not None and epoch_samples < user_max
-        largest = epoch_samples if from_data and epoch_samples is not None else user_max
-        return Bounds(
-            limit_bytes=min(wanted, budget),
-            min_batch_size=self._min_batch_size or min(_SMALLEST_PROBE, largest),
-            max_batch_size=largest,
-            max_reason="dataset" if from_data else "max_batch_size",
-            multiple_of=self._multiple_of,
-            objective=self._objective,
+        limit = min(limit_bytes(self._wishes.memory_limit, budget), budget)
+        device, most = device_name(trainer.strategy.root_device), self._wishes.max_batch_size
+        changes = []
+        if device != plan.device:
+            changes.append(f"it was found on {plan.device} and this is {device}")
+        if plan.measured_peak_bytes is not None and plan.measured_peak_bytes > limit:
+            changes.append(f"it held {mib(plan.measured_peak_bytes)} and the limit is {mib(limit)}")
+        elif abs(limit - plan.limit_bytes) > _LIMIT_CHANGED * plan.limit_bytes:
+            changes.append(f"the limit was {mib(plan.limit_bytes)} and is {mib(limit)}")
+        if most is not None and plan.batch_size > most:
+            changes.append(f"max_batch_size is {most}")
+        goes_on = f"BatchFinder goes on with the checkpoint's batch size {plan.batch_size}"
+        if changes:
+            rank_zero_warn(f"{goes_on}, although {', and '.join(changes)}; search_on_resume=True searches again")
+        else:
+            rank_zero_info(goes_on)
+        return plan
+
+    def _check_trainer(self, trainer: Trainer, module: LightningModule) -> None:
+        if self._wishes.target_batch_size is None:
+            return
+        if not module.automatic_optimization:
+            raise ValueError("target_batch_size must be None under manual optimization, which steps by itself")
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not look
+        if any(isinstance(one, lightning.pytorch.callbacks.GradientAccumulationScheduler) for one in callbacks):
+            raise ValueError("target_batch_size must be None with a GradientAccumulationScheduler, which sets it too")
+
+
+def _check_attribute_name(argument: str, name: object) -> None:
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"{argument} must be the name of an attribute, got {name!r}")
+
+
+def _check_step(step: Callable[..., object], name: str) -> None:
+    if "dataloader_iter" in inspect.signature(step).parameters:
+        raise ValueError(
+            f"{name} must take a batch for BatchFinder, got one that takes dataloader_iter; set the batch size by hand"
         )
+
+
+def _meter_of(trainer: Trainer) -> Meter:
+    if not isinstance(trainer.strategy, SingleDeviceStrategy):
+        raise ValueError(
+            f"strategy must be on a single device for BatchFinder, got {type(trainer.strategy).__name__};"
+            " search once with Trainer(devices=1) and set the size it finds"
+        )
+    meter = meter_for(trainer.strategy.root_device)
+    if not meter.has_peak:
+        raise ValueError(
+            f"the device must tell its peak memory for BatchFinder, got {meter.name}, which tells only the current"
+            " use; set the batch size by hand"
+        )
+    return meter
+
+
+def _show(trainer: Trainer, plan: Plan) -> None:
+    if trainer.is_global_zero:
+        console = Console()
+        console.print(plan_table(plan))
+        console.print(str(plan), highlight=False, markup=False, soft_wrap=True)

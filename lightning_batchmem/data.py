@@ -1,39 +1,28 @@
-"""Where the batch size lives, and samples to make batches of any size from."""
+"""Where the batch size lives, and batches of any size."""
 
 from __future__ import annotations
 
-import copy
-import logging
-import multiprocessing
-import types
-from collections.abc import Sized
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_setattr
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 
 from lightning_batchmem._lightning.loaders import (
+    DataSource,
+    combined_mode,
+    in_structure,
     loader_batch_size,
-    loaders_passed_to_fit,
-    request_train_loader,
     set_initial_hparam,
     set_loader_batch_size,
 )
+from lightning_batchmem.samples import LoaderSamples
+from lightning_batchmem.stage_loaders import SizedLoader, StageLoaders, count_samples
+from lightning_batchmem.worst_case import WorstCase, warn_if_ragged
 
-_log = logging.getLogger(__name__)
-
-_DRAWN_SAMPLES = 32
-"""How many samples are drawn; batches repeat them. Enough to meet several lengths, few enough to be drawn at once."""
-
-_WORKER_TIMEOUT_SECONDS = 60
-"""A forked worker that waits for a thread of its parent waits for ever; then the samples are drawn otherwise."""
+__all__ = ["BatchSizeHome", "Samples", "StageLoaders"]
 
 
 @dataclass(frozen=True)
@@ -41,30 +30,61 @@ class BatchSizeHome:
     """The one or several places in which a project keeps its batch size, read and written together.
 
     Args:
-        trainer: in ``fit``.
+        trainer: in a run.
         module: the module that is trained.
         name: attribute that holds the batch size.
+        source: where the stage takes its loaders from.
     """
 
     trainer: Trainer
     module: LightningModule
     name: str
+    source: DataSource
 
     @property
     def in_attribute(self) -> bool:
         """Whether the module, its hparams, the datamodule or its hparams have the attribute."""
         return bool(lightning_hasattr(self.module, self.name))
 
+    @property
+    def size(self) -> int | None:
+        """The batch size that the project has now; ``None`` where it has none yet."""
+        if self.in_attribute:
+            size = lightning_getattr(self.module, self.name)
+        else:
+            size = loader_batch_size(self.source.request().flattened[0]) if self.source.passed else None
+        return size if isinstance(size, int) and size > 0 else None
+
+    def check(self) -> None:
+        """Make sure that there is a place to set the size in.
+
+        Raises:
+            ValueError: when no loader was passed and nothing has the attribute.
+        """
+        if not self.source.passed and not self.in_attribute:
+            raise ValueError(
+                f"batch_arg_name must name an attribute of the module, its hparams, the datamodule or its hparams,"
+                f" got {self.name!r}, which none of them has; add `self.{self.name} = ...` and build the loader with it"
+            )
+
     def write(self, batch_size: int) -> None:
-        """Set the size in the attribute, wherever it exists, and in a loader that was passed to ``fit``."""
+        """Set the size in the attribute, wherever it exists, and in loaders that were passed.
+
+        Raises:
+            ValueError: when loaders were passed that have no size that can be set, or different ones.
+        """
+        if self.source.passed:
+            combined = self.source.request()
+            if len(sizes := sorted(set(self._sizes(combined)))) > 1:
+                raise ValueError(
+                    f"loaders that are passed must have one batch size, got {_listed(sizes)}; build them in"
+                    f" {self.source.hook} instead, from one attribute: batch_size=self.{self.name},"
+                    f" batch_size=4 * self.{self.name}"
+                )
+            for loader in combined.flattened:
+                set_loader_batch_size(loader, batch_size)
         if self.in_attribute:
             lightning_setattr(self.module, self.name, batch_size)
-        if loaders_passed_to_fit(self.trainer):
-            self.write_passed_loader(batch_size)
-
-    def write_passed_loader(self, batch_size: int) -> None:
-        """Set the size in the loader that was passed to ``fit``."""
-        set_loader_batch_size(request_train_loader(self.trainer), batch_size)
 
     def write_for_good(self, batch_size: int) -> None:
         """Set the size as :meth:`write` does, and in the hyperparameters that Lightning is about to log."""
@@ -74,138 +94,142 @@ class BatchSizeHome:
             if holder is not None:
                 set_initial_hparam(holder, self.name, batch_size)
 
-    def size_of_passed_loader(self) -> int | None:
-        """The size of the loader that was passed to ``fit``; ``None`` when there is none, or it has no size."""
-        return loader_batch_size(request_train_loader(self.trainer)) if loaders_passed_to_fit(self.trainer) else None
+    def keep(self) -> Callable[[], None]:
+        """Note the sizes of loaders that were passed.
 
-    def check(self) -> None:
-        """Make sure that there is a place to set the size in.
+        Returns:
+            To be called to put them back.
+        """
+        loaders = self.source.request().flattened if self.source.passed else []
+        kept = [(loader, loader_batch_size(loader)) for loader in loaders]
+
+        def put_back() -> None:
+            for loader, size in kept:
+                if size is not None:
+                    set_loader_batch_size(loader, size)
+
+        return put_back
+
+    def loaders_for(self, batch_size: int, *, may_be_fixed: bool = False) -> StageLoaders:
+        """Set the size, and request the loaders of the stage as the project itself makes them.
+
+        A hook is asked once more, at twice the size, where it is not plain otherwise which loaders follow the size:
+        where there are several, or a single one has another size. Loaders that were passed are set, all of them.
+
+        Args:
+            batch_size: samples.
+            may_be_fixed: whether the loaders may have sizes of their own, as those of an evaluation do. Validation
+                loaders that were passed to ``fit`` keep theirs then.
 
         Raises:
-            ValueError: when no loader was passed to ``fit`` and nothing has the attribute.
+            ValueError: when the project does not follow the size: a loader without a batch size, or a hook that does
+                not use the attribute.
         """
-        if not loaders_passed_to_fit(self.trainer) and not self.in_attribute:
+        own_sizes = may_be_fixed and self.source.passed and self.source.beside_training
+        if not own_sizes:
+            self.write(batch_size)
+        combined = self.source.request()
+        sizes = self._sizes(combined)
+        if self.source.passed:
+            follow = [not own_sizes] * len(sizes)
+        elif self.in_attribute and sizes == [batch_size]:
+            follow = [True]
+        elif len(sizes) == 1 and not may_be_fixed:
             raise ValueError(
-                f"batch_arg_name must name an attribute of the module, its hparams, the datamodule or its hparams,"
-                f" got {self.name!r}, which none of them has; add `self.{self.name} = ...` and build the loader with it"
+                f"{self.source.hook} must use `{self.name}`, got a loader of batch size {sizes[0]} after {self.name}"
+                f" was set to {batch_size}; build it with DataLoader(..., batch_size=self.{self.name})"
             )
+        else:
+            follow = self._asked_again(batch_size, sizes)
+        if not (any(follow) or may_be_fixed):
+            raise ValueError(
+                f"{self.source.hook} must use `{self.name}` in one loader at least, got loaders of batch sizes"
+                f" {_listed(sizes)} whatever {self.name} is; build them with"
+                f" DataLoader(..., batch_size=self.{self.name})"
+            )
+        sized = [
+            SizedLoader(loader, size, batch_size if follows else None)
+            for loader, size, follows in zip(combined.flattened, sizes, follow, strict=True)
+        ]
+        return StageLoaders(combined, tuple(sized))
 
-    def loader_for(self, batch_size: int) -> DataLoader[Any]:
-        """The training loader at ``batch_size``, as the project itself makes it.
-
-        Raises:
-            ValueError: when the project does not follow the size: a loader without a batch size, or a
-                ``train_dataloader`` that does not use the attribute.
-        """
+    def _asked_again(self, batch_size: int, sizes: Sequence[int]) -> list[bool]:
+        """Which loaders have twice their size at twice the batch size; the others keep it."""
+        if not self.in_attribute:
+            return [False] * len(sizes)
+        self.write(2 * batch_size)
+        twice = self._sizes(self.source.request())
         self.write(batch_size)
-        loader = request_train_loader(self.trainer)
-        size = loader_batch_size(loader)
-        if size is None:
-            sampler = type(loader.batch_sampler).__name__
+        if len(twice) != len(sizes) or any(two not in (one, 2 * one) for one, two in zip(sizes, twice, strict=True)):
             raise ValueError(
-                "the training loader must have a batch size that can be set, got"
-                + (" batch_size=None" if loader.batch_sampler is None else f" the batch sampler {sampler}")
-                + "; let the DataLoader make the batches, or give the batch sampler a `batch_size` attribute"
+                f"{self.source.hook} must give each loader a fixed batch size, or `{self.name}` times a number, got"
+                f" {_listed(sizes)} after {self.name} was set to {batch_size}, and {_listed(twice)} at {2 * batch_size}"
             )
-        if size != batch_size:
-            raise ValueError(
-                f"train_dataloader must use `{self.name}`, got a loader of batch size {size} after {self.name} was set"
-                f" to {batch_size}; build it with DataLoader(..., batch_size=self.{self.name})"
-            )
-        return loader
+        return [two == 2 * one for one, two in zip(sizes, twice, strict=True)]
+
+    def _sizes(self, combined: CombinedLoader) -> list[int]:
+        sizes = []
+        for loader in combined.flattened:
+            if (size := loader_batch_size(loader)) is None:
+                sampler = type(loader.batch_sampler).__name__
+                raise ValueError(
+                    f"the loaders of {self.source.hook} must have a batch size that can be set, got"
+                    + (" batch_size=None" if loader.batch_sampler is None else f" the batch sampler {sampler}")
+                    + "; let the DataLoader make the batches, or give the batch sampler a `batch_size` attribute"
+                )
+            sizes.append(size)
+        return sizes
 
 
-def count_samples(loader: DataLoader[Any]) -> int | None:
-    """How many samples an epoch of ``loader`` has on this rank; ``None`` for a stream without a length."""
-    if isinstance(loader.dataset, IterableDataset):
-        return len(loader.dataset) if isinstance(loader.dataset, Sized) else None
-    sampler = loader.sampler if loader.batch_size is not None else getattr(loader.batch_sampler, "sampler", None)
-    for sized in (sampler, loader.dataset):
-        if isinstance(sized, Sized):
-            return len(sized)
-    return None
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))
 
 
 class Samples:
-    """A few real samples, drawn once, from which the loader's own ``collate_fn`` makes batches of any size.
+    """A few real samples of each loader, drawn once, that make batches of any size.
 
-    They are drawn in a worker process where one can be forked, or the loader has workers of its own: neither a stream
-    nor a file handle nor a generator of the data set's own moves in this process. Elsewhere from a copy of the data
-    set.
+    Nothing of the data sets' own moves in this process: see :class:`~lightning_batchmem.samples.LoaderSamples`.
 
     Args:
-        loader: the training loader.
+        loaders: of one stage.
+        worst_case: ``None`` for 32 samples from all over each set, and a warning where some of them are much larger
+            than most. ``"longest"``, or a callable that measures a sample as the data set gives it, for the largest
+            sample only: each batch of a probe repeats it, which no batch can exceed. Where batches are padded one
+            long sample makes as large a batch; where they are not (packed, nested) this is the bound. ``"longest"``
+            goes by :func:`~lightning_batchmem.worst_case.element_count`. Up to 10,000 samples are looked at for at
+            most 60 seconds: of a larger set some from all over it, of a stream the first.
 
     Raises:
-        ValueError: when the data set has no sample.
+        ValueError: when a data set has no sample, or ``"longest"`` finds nothing to count in them.
+        Exception: what a ``worst_case`` of the user's raises.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        # A method is not copied: its owner would be too, and that is the module or the data module, which are put back
-        # anyhow, or the data set, which may be large.
-        method = isinstance(loader.collate_fn, types.MethodType)
-        self._collate = loader.collate_fn if method else _copy_or_warn(loader.collate_fn, "collate_fn")
-        self._samples = _draw(loader)
-        if not self._samples:
-            raise ValueError("the training data must have at least one sample, got none")
+    def __init__(self, loaders: StageLoaders, worst_case: WorstCase = None) -> None:
+        self._loaders = loaders
+        self._drawn = [LoaderSamples(one.loader, worst_case) for one in loaders.sized]
+        if worst_case is None:
+            any(warn_if_ragged(drawn.samples) for drawn in self._drawn)  # once, for the first of them
 
-    def batch(self, batch_size: int) -> Any:
-        """A collated batch of ``batch_size`` samples, on the host."""
-        return self._collate([self._samples[i % len(self._samples)] for i in range(batch_size)])
+    @property
+    def round(self) -> int:
+        """How many consecutive batches show every loader."""
+        return len(self._drawn) if combined_mode(self._loaders.combined) == "sequential" else 1
 
+    def batch(self, batch_size: int, index: int = 0) -> tuple[Any, int]:
+        """The ``index``-th batch at ``batch_size``, on the host; those that come from the same loaders are alike.
 
-def _draw(loader: DataLoader[Any]) -> list[Any]:
-    # A worker that is spawned instead runs the user's script once more, unless that is guarded against it: only where
-    # the loader itself will do the same. The first of all methods is the default, and asking does not fix it.
-    start_method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    if loader.num_workers or start_method == "fork":
-        try:
-            return _draw_from(loader, loader.dataset, num_workers=1)
-        except Exception as error:  # noqa: BLE001 - whatever a worker cannot do; what is the user's own recurs below
-            _log.info("samples for the probes could not be drawn in a worker: %s", error)
-    return _draw_from(loader, _copy_or_warn(loader.dataset, "data set"), num_workers=0)
+        Returns:
+            The batch as the mode of the loaders makes it (of a sequence of loaders one's after the other's, else one
+            of each in the collection that the loaders came in), and the ``dataloader_idx`` that goes with it.
+        """
+        if combined_mode(self._loaders.combined) == "sequential":
+            loader_index = index % len(self._drawn)
+            return self._batch_of(loader_index, batch_size), loader_index
+        batches = [self._batch_of(loader_index, batch_size) for loader_index in range(len(self._drawn))]
+        return in_structure(self._loaders.combined, batches), 0
 
-
-def _copy_or_warn(value: Any, name: str) -> Any:
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # noqa: BLE001 - a user's object may refuse to be copied in any way it likes
-        rank_zero_warn(f"the {name} cannot be copied: what the probes change in it is not put back")
-        return value
-
-
-def _draw_from(loader: DataLoader[Any], dataset: Any, num_workers: int) -> list[Any]:
-    arguments: dict[str, Any] = {"batch_size": _DRAWN_SAMPLES}
-    if not isinstance(dataset, IterableDataset):
-        arguments["sampler"] = _indices(loader)
-    if num_workers:
-        arguments["multiprocessing_context"] = loader.multiprocessing_context
-        arguments["worker_init_fn"] = loader.worker_init_fn
-        arguments["timeout"] = _WORKER_TIMEOUT_SECONDS
-    drawing: DataLoader[Any] = DataLoader(
-        dataset,
-        num_workers=num_workers,
-        collate_fn=_uncollated,
-        generator=torch.Generator(),  # the worker's seed must not be drawn from the process's own generator
-        **arguments,
-    )
-    drawn: list[Any] = next(iter(drawing), [])
-    # out of the shared memory in which a worker hands tensors over, one file descriptor each
-    return [apply_to_collection(sample, Tensor, Tensor.clone) for sample in drawn]
-
-
-def _indices(loader: DataLoader[Any]) -> list[Any]:
-    """Which samples to draw: spread over the whole set, or the first ones that a sampler of the user's own names."""
-    own_batches = loader.batch_size is None and loader.batch_sampler is not None
-    if isinstance(loader.sampler, SequentialSampler | RandomSampler) and not own_batches:
-        length = len(loader.sampler.data_source)
-        count = min(_DRAWN_SAMPLES, length)
-        return [i * length // count for i in range(count)]
-    source = loader.batch_sampler if own_batches else loader.sampler
-    copied = copy.deepcopy(source, {id(loader.dataset): loader.dataset})  # a copy: it may have a generator of its own
-    named = chain.from_iterable(copied) if own_batches else iter(copied)  # type: ignore[arg-type]
-    return list(islice(named, _DRAWN_SAMPLES))
-
-
-def _uncollated(samples: list[Any]) -> list[Any]:
-    return samples
+    def _batch_of(self, loader_index: int, batch_size: int) -> Any:
+        one = self._loaders.sized[loader_index]
+        size, samples = one.size_at(batch_size), count_samples(one.loader)
+        # a set with fewer samples, for validation say, never gives a full batch
+        return self._drawn[loader_index].batch(size if samples is None else max(1, min(size, samples)))

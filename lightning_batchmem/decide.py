@@ -12,14 +12,18 @@ import math
 from collections.abc import Sequence
 
 from .fit import find_contradiction, fit_time
-from .records import Bounds, LimitedBy, MemoryModel, Plan, Probe, Refusal, Trial, mib
+from .plan import Plan
+from .records import Bounds, LimitedBy, MemoryModel, Probe, Refusal, Trial, mib
 from .search import (
+    NOTABLE,
+    NOTABLE_NOISE,
     Search,
     disagreement,
     largest_within,
     look,
     model_of,
     notable,
+    notable_share,
     rounded,
     size_range,
     surely_fits,
@@ -31,7 +35,7 @@ FIRST_SIZE = 2  # a batch of one sample breaks BatchNorm and takes other code pa
 MAX_SIZES = 10  # a longer search is trial and error; each size may cost a compilation
 CAUTIOUS_GROWTH = 8  # at most so many times the largest size while no probe has confirmed the lines
 CAUTIOUS_SHARE = 1 / 8  # of the room left, likewise
-TRUSTED_GROWTH = 64  # lines confirmed over a small span may still bend; two to two million is six sizes at this rate
+TRUSTED_GROWTH = 48  # lines confirmed over a small span may still bend; more overshoots further, less takes more sizes
 AGREEMENT = 0.02  # a probe confirms the lines when it is off by at most this share of its growth, noise aside
 CLOSE = 0.03  # a good and a failed size this near to each other end the search
 THROUGHPUT_SHARE = 0.95  # of the best throughput: beyond, more memory buys next to no speed
@@ -66,6 +70,8 @@ def decide(trials: Sequence[Trial], bounds: Bounds, repeatability: float = 0.0) 
     if lowest > highest:
         return Refusal(_empty_range(bounds), trials)
     if not trials:
+        if bounds.max_reason == "dataset" and highest < FIRST_SIZE:
+            return _unsearched_plan(highest, bounds)
         first = min(max(lowest, rounded(FIRST_SIZE, bounds, up=True)), highest)
         return Probe(first, f"{first} samples: the smallest size worth measuring.")
     problem = find_contradiction(trials, repeatability)
@@ -92,8 +98,20 @@ def _empty_range(bounds: Bounds) -> str:
 
 
 def _ceiling(bounds: Bounds) -> str:
-    what = "the data set has" if bounds.max_reason == "dataset" else "max_batch_size is"
-    return f"{what} {bounds.max_batch_size} samples"
+    size = bounds.max_batch_size
+    if bounds.max_reason == "dataset":
+        return f"the data set leaves room for no more than {size} samples"
+    if bounds.max_reason == "host memory":
+        return f"with more than {size} samples the loader's workers would fill the host's memory"
+    if bounds.max_reason == "target_batch_size":
+        return f"target_batch_size needs no more than {size} samples on a rank"
+    return f"max_batch_size is {size} samples"
+
+
+def _unsearched_plan(size: int, bounds: Bounds) -> Plan:
+    """A data set below the smallest probe leaves no choice, so that nothing has to be run."""
+    reason = f"{size} samples: {_ceiling(bounds)}; nothing was run."
+    return Plan(size, "dataset", False, bounds.limit_bytes, None, None, None, (), None, None, reason)
 
 
 def _smaller(search: Search) -> Probe | Refusal:
@@ -136,7 +154,9 @@ def _grow(search: Search) -> Probe | tuple[LimitedBy, str]:
     within = best.held_bytes + share * (limit - best.held_bytes)
     careful = largest_within(model, within, known, search.highest)
     # A step that is not notable would teach nothing, so take at least that.
-    target = min(fill, growth * size, max(careful, math.ceil((1 + search.notable_share) * size)))
+    target = min(fill, growth * size, max(careful, math.ceil((1 + notable_share(search, fill)) * size)))
+    if fill // 2 < target < fill:  # a stop just before the end costs nearly as much as the end, and says no more
+        target = max(fill // 2, math.ceil((1 + notable_share(search, fill)) * size))
     return _probe(max(following, rounded(target, bounds)), why, model, limit)
 
 
@@ -148,13 +168,15 @@ def _step_down(search: Search) -> Probe | tuple[LimitedBy, str]:
     lines = model_of(search.good, search.repeatability)
     bold = largest_within(lines, limit, size, failed - 1) if lines else failed - 1
     target = max(search.following, min(bold, math.isqrt(size * failed)))
-    # The law is convex: lines through the failed size, where it was measured, are an upper bound below it.
+    # The law is convex: lines through the failed size, where it was measured, are an upper bound below it. Where the
+    # device does not repeat itself the next measurement may again lie somewhat higher.
     across = model_of([*search.good, search.over], search.repeatability) if search.over else None
-    safe = largest_within(across, limit, size, failed - 1) if across else size
+    spare = NOTABLE_NOISE * search.repeatability * (limit - search.good[0].held_bytes)
+    safe = largest_within(across, limit - spare, size, failed - 1) if across else size
     model = across if safe >= target else lines
-    if not notable(search, rounded(max(bold, safe), search.bounds)):
-        return "memory", _why_not_more(search, model)
     target = rounded(max(target, safe), search.bounds)
+    if not notable(search, target):
+        return "memory", _why_not_more(search, model)
     why = f"between {size}, which fitted, and {failed}, which did not"
     return _probe(max(search.following, target), why, model, limit)
 
@@ -190,7 +212,7 @@ def _plan(search: Search, chosen: Trial, limited_by: LimitedBy, reason: str) -> 
     return Plan(
         batch_size=size,
         limited_by=limited_by,
-        verified=chosen.measured_steps >= 2,
+        verified=chosen.full_steps >= 2,
         limit_bytes=search.bounds.limit_bytes,
         predicted_peak_bytes=round(smaller.predict_bytes(size)) if smaller else None,
         upper_peak_bytes=math.ceil(smaller.upper_bytes(size)) if smaller else None,
@@ -224,9 +246,7 @@ def _why_not_more(search: Search, model: MemoryModel | None) -> str:
     if model is None:
         return f"{room}, and {search.failed_size} samples {_held(search.over)}."
     upper = model.upper_bytes(following)
-    gain = (
-        f", but what would fit beyond is less than {search.notable_share:.0%}"
-        if upper <= search.bounds.limit_bytes
-        else ""
-    )
-    return f"{room}; the next size, {following}, is predicted to take up to {mib(upper)}{gain}."
+    if upper > search.bounds.limit_bytes:
+        return f"{room}; the next size, {following}, is predicted to take up to {mib(upper)}."
+    gain = notable_share(search, math.ceil((1 + NOTABLE) * search.best.batch_size))
+    return f"{room}; what would fit beyond is less than {gain:.0%} more, which is not worth another probe."

@@ -1,22 +1,22 @@
-"""Real training steps at one batch size, measured."""
+"""Real steps at one batch size, measured."""
 
 from __future__ import annotations
 
 import gc
-import math
 import statistics
 import time
 import traceback
+from dataclasses import replace
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_batchmem._lightning.step import begin_epoch, drop_batch, run_step
-from lightning_batchmem.data import Samples
+from lightning_batchmem.compiled import forget_compiled
 from lightning_batchmem.meters import Meter
 from lightning_batchmem.meters.out_of_memory import is_out_of_memory
 from lightning_batchmem.phases import PhaseMarks, StepPeaks
 from lightning_batchmem.records import Trial
+from lightning_batchmem.steps import Steps
 
 
 class StepWatcher(Callback):
@@ -39,28 +39,25 @@ class StepWatcher(Callback):
 
 
 def measure(
-    trainer: Trainer,
-    samples: Samples,
+    steps: Steps,
     meter: Meter,
     marks: PhaseMarks,
     batch_size: int,
     *,
-    epoch_samples: int | None,
     warmup_steps: int,
     measured_steps: int,
+    enough_bytes: int,
 ) -> Trial:
-    """Run real training steps at ``batch_size`` and say what they held and how long they took.
+    """Run real steps at ``batch_size`` and say what they held and how long they took.
 
     Args:
-        trainer: in a search.
-        samples: what batches are made of.
+        steps: what runs: training or evaluation.
         meter: the device that is asked.
         marks: of that meter, fed by a :class:`StepWatcher` in the trainer.
         batch_size: samples in each step.
-        epoch_samples: samples in an epoch, for the number of batches that the module sees; ``None`` when unknown.
-        warmup_steps: optimizer steps that are run first and not counted (lazy initialisation, autotuning, optimizer
-            state).
-        measured_steps: optimizer steps that are counted.
+        warmup_steps: full steps that are run first and not counted (lazy initialisation, autotuning, optimizer state).
+        measured_steps: full steps that are counted.
+        enough_bytes: a step that holds more than this ends the trial, there and then: the size does not fit.
 
     Returns:
         The trial; running out of memory is an outcome of it.
@@ -68,47 +65,68 @@ def measure(
     Raises:
         Exception: whatever else the user's code raises, with its own traceback.
     """
+    forget_compiled()
     meter.release_cached()
-    micro_batches = begin_epoch(trainer, batches_in_epoch(epoch_samples, batch_size))
-    peaks: list[StepPeaks] = []
+    calls_per_step = steps.begin(batch_size)
+    counted: list[StepPeaks] = []
     seconds: list[float] = []
-    error_text = ""
-    for index in range((warmup_steps + measured_steps) * micro_batches):
-        begin = time.perf_counter()
-        marks.start()
-        error_text = _attempt(trainer, samples, meter, batch_size)
-        end = time.perf_counter()
-        step = marks.stop()
-        if error_text:
-            peaks.append(step)
-            free_after_failure(trainer, meter)
-            break
-        if index >= warmup_steps * micro_batches:
-            peaks.append(step)
+    error_text, calls = "", 0
+    try:
+        for index in range((warmup_steps + measured_steps) * calls_per_step):
+            begin = time.perf_counter()
+            marks.start(steps.first_phase)
+            error_text = _attempt(steps, meter, batch_size, index)
+            end = time.perf_counter()
+            step = marks.stop()
+            too_much = max(step.peak_bytes, step.peak_reserved_bytes or 0) > enough_bytes
+            if error_text or too_much or index >= warmup_steps * calls_per_step:
+                counted.append(step)
+            if error_text:
+                break
+            calls += 1
             seconds.append(end - begin)
-    phases = list(dict.fromkeys(phase for step in peaks for phase in step.phase_peak_bytes))
-    reserved = [step.peak_reserved_bytes for step in peaks if step.peak_reserved_bytes is not None]
+            if too_much:
+                break
+    finally:
+        steps.end()
+    if error_text:
+        steps.let_go()
+        gc.collect()
+        meter.release_cached()
+    phases = list(dict.fromkeys(phase for step in counted for phase in step.phase_peak_bytes))
+    reserved = [step.peak_reserved_bytes for step in counted if step.peak_reserved_bytes is not None]
+    timed = seconds[calls_per_step:] or seconds  # the first step at a size pays for pages and plans
+    alike = [step for step in counted if not error_text]
     return Trial(
         batch_size=batch_size,
         outcome="out_of_memory" if error_text else "ok",
-        phase_peak_bytes={phase: max(step.phase_peak_bytes.get(phase, 0) for step in peaks) for phase in phases},
-        noise_bytes=max(meter.resolution_bytes, _spread(peaks[: len(seconds)], micro_batches)),
+        phase_peak_bytes={phase: max(step.phase_peak_bytes.get(phase, 0) for step in counted) for phase in phases},
+        noise_bytes=max(meter.resolution_bytes, _spread(alike, calls_per_step)),
         peak_reserved_bytes=max(reserved, default=None),
-        step_seconds=statistics.median(seconds) if seconds else None,
-        measured_steps=len(seconds) // micro_batches,
+        step_seconds=statistics.median(timed) if timed else None,
+        measured_steps=len(alike) // calls_per_step,
+        full_steps=calls // calls_per_step,
+        samples_run=calls * batch_size,
         error=error_text,
     )
 
 
-def batches_in_epoch(epoch_samples: int | None, batch_size: int) -> float:
-    """Batches of ``batch_size`` in an epoch, the last short one too; ``inf`` for a stream without a length."""
-    return math.inf if epoch_samples is None else math.ceil(epoch_samples / batch_size)
+def with_evaluation(trial: Trial, evaluated: Trial) -> Trial:
+    """A training trial and the validation that follows it, as one: validation is a phase of it."""
+    reserved = [r for r in (trial.peak_reserved_bytes, evaluated.peak_reserved_bytes) if r is not None]
+    return replace(
+        trial,
+        outcome=evaluated.outcome,
+        phase_peak_bytes={**trial.phase_peak_bytes, **evaluated.phase_peak_bytes},
+        peak_reserved_bytes=max(reserved, default=None),
+        error=f"in validation: {evaluated.error}" if evaluated.error else "",
+    )
 
 
-def _attempt(trainer: Trainer, samples: Samples, meter: Meter, batch_size: int) -> str:
+def _attempt(steps: Steps, meter: Meter, batch_size: int, index: int) -> str:
     """Run one step; the first line of the error when it ran out of memory, else an empty text."""
     try:
-        run_step(trainer, lambda: samples.batch(batch_size))
+        steps.run(batch_size, index)
         meter.synchronize()
     except Exception as error:  # out of memory comes in many types; all else is raised again
         if not is_out_of_memory(error):
@@ -123,14 +141,14 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _spread(steps: list[StepPeaks], micro_batches: int) -> int:
+def _spread(steps: list[StepPeaks], calls_per_step: int) -> int:
     """By how much the peak of one phase differed between steps that do the same.
 
-    Under gradient accumulation only every ``micro_batches``-th does the same.
+    Under gradient accumulation only every ``calls_per_step``-th does the same.
     """
     spread = 0
-    for first in range(min(micro_batches, len(steps))):
-        alike = steps[first::micro_batches]
+    for first in range(min(calls_per_step, len(steps))):
+        alike = steps[first::calls_per_step]
         for phase in alike[0].phase_peak_bytes:
             values = [step.phase_peak_bytes[phase] for step in alike if phase in step.phase_peak_bytes]
             spread = max(spread, max(values) - min(values))
@@ -145,12 +163,3 @@ def _let_go(error: BaseException | None) -> None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
-
-
-def free_after_failure(trainer: Trainer, meter: Meter) -> None:
-    """Give back what a step that was cut short still holds: gradients, results, cached blocks."""
-    for parameter in trainer.lightning_module.parameters():
-        parameter.grad = None
-    drop_batch(trainer)
-    gc.collect()
-    meter.release_cached()

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 # The walk meets lists of thousands of these in text batches; a set lookup keeps that cheap.
 _LEAVES = frozenset({str, bytes, int, float, bool, complex, type(None)})
@@ -153,6 +154,24 @@ def samples_in(batch: object) -> int | None:
     """
     sizes = {tensor.size(0) for tensor in tensors_in(batch) if tensor.dim()}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def list_state_bytes(module: Module) -> dict[str, int]:
+    """What torchmetrics' list states hold: they keep what every update gives them until they are reset.
+
+    Args:
+        module: whose submodules are looked through.
+
+    Returns:
+        Name of each metric that has list states -> their bytes now.
+    """
+    sizes = {}
+    for name, metric in module.named_modules():
+        if isinstance(metric, Metric):
+            lists = [state for state in metric.metric_state.values() if isinstance(state, list)]
+            if lists:
+                sizes[name] = sum(tensor.nbytes for state in lists for tensor in state)
+    return sizes
 
 
 def _collect(data: Any, found: list[Tensor], on_the_way: set[int]) -> None:

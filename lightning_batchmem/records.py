@@ -1,15 +1,14 @@
-"""The vocabulary: what a probe measured, the lines fitted to it, and the plan that follows.
+"""The vocabulary: what a probe measured, the lines fitted to it, and what bounds a search.
 
 Everything here is plain data in bytes, seconds and samples. Nothing imports torch or Lightning.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 MIB = 2**20
 """Bytes in a mebibyte, the unit in which memory is shown to people."""
@@ -18,7 +17,8 @@ PHASES = ("forward", "backward", "optimizer_step", "evaluation")
 """The parts of a step whose peaks are measured and fitted apart, in the order in which they run."""
 
 Outcome = Literal["ok", "out_of_memory"]
-LimitedBy = Literal["memory", "dataset", "max_batch_size", "throughput"]
+Ceiling = Literal["dataset", "max_batch_size", "target_batch_size", "host memory"]
+LimitedBy = Literal["memory", "throughput", "dataset", "max_batch_size", "target_batch_size", "host memory"]
 Objective = Literal["memory", "throughput"]
 
 
@@ -40,7 +40,10 @@ class Trial:
         peak_reserved_bytes: highest bytes that the allocator held from the device; ``None`` where it reserves none.
         step_seconds: median wall time of a measured step (of a micro-batch under gradient accumulation), with the
             making of the batch from samples that are at hand; ``None`` when none was completed.
-        measured_steps: how many full steps were measured (the warm-up is not counted).
+        measured_steps: how many full steps the peaks are taken from (a warm-up is not counted).
+        full_steps: how many full steps ran through at this size, the warm-up too.
+        samples_run: samples that went through training steps, warm-up included.
+        worker_bytes: what the loader's workers hold at this size; on the host the peaks include it.
         error: first line of the error that was taken for out of memory; empty otherwise.
     """
 
@@ -51,6 +54,9 @@ class Trial:
     peak_reserved_bytes: int | None = None
     step_seconds: float | None = None
     measured_steps: int = 0
+    full_steps: int = 0
+    samples_run: int = 0
+    worker_bytes: int = 0
     error: str = ""
 
     @property
@@ -155,19 +161,25 @@ class Bounds:
     Args:
         limit_bytes: what this process may hold.
         min_batch_size: smallest size worth trying, in samples.
-        max_batch_size: largest size worth trying, in samples (the data set's or the user's).
-        max_reason: what set ``max_batch_size``: ``"dataset"`` or ``"max_batch_size"``.
+        max_batch_size: largest size worth trying, in samples.
+        max_reason: what set ``max_batch_size``: the data set, the user, the samples wanted for each optimizer step, or
+            what loader workers may hold beside a device.
         multiple_of: sizes are rounded down to a multiple of it; ``None``: sizes of 64 and more to a multiple of 8.
         objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest that is as good as
             the fastest.
+        target_batch_size: samples wanted for each optimizer step over all ranks; sizes are then those of which a whole
+            number makes the target. ``None``: not wanted.
+        ranks: processes that train together.
     """
 
     limit_bytes: int
     min_batch_size: int
     max_batch_size: int
-    max_reason: Literal["dataset", "max_batch_size"]
+    max_reason: Ceiling
     multiple_of: int | None = None
     objective: Objective = "memory"
+    target_batch_size: int | None = None
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -194,84 +206,3 @@ class Refusal:
 
     reason: str
     trials: tuple[Trial, ...] = ()
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The size that was chosen, what bounds it, and everything it was computed from.
-
-    Args:
-        batch_size: the chosen size, in samples for each rank.
-        limited_by: what kept it from being larger.
-        verified: whether full steps at this very size were run and fitted.
-        limit_bytes: what this process may hold.
-        predicted_peak_bytes: what the lines expect at ``batch_size``, fitted to the *other* sizes; ``None`` when fewer
-            than two other sizes were run.
-        upper_peak_bytes: the upper bound of the same prediction; ``None`` likewise.
-        measured_peak_bytes: what the verifying steps held at their peak.
-        trials: every size that was run, in the order in which it was run.
-        memory: the fitted memory lines; ``None`` when a single size was run.
-        time: the fitted time line; ``None`` likewise.
-        reason: one sentence: why this size.
-    """
-
-    batch_size: int
-    limited_by: LimitedBy
-    verified: bool
-    limit_bytes: int
-    predicted_peak_bytes: int | None
-    upper_peak_bytes: int | None
-    measured_peak_bytes: int
-    trials: tuple[Trial, ...]
-    memory: MemoryModel | None
-    time: TimeModel | None
-    reason: str = field(default="")
-
-    def __str__(self) -> str:
-        rows = [
-            ("limit", f"{mib(self.limit_bytes)}"),
-            ("measured", f"{mib(self.measured_peak_bytes)} at its peak"),
-        ]
-        if self.predicted_peak_bytes is not None and self.upper_peak_bytes is not None:
-            bound = f"{mib(self.predicted_peak_bytes)} from the other sizes, at most {mib(self.upper_peak_bytes)}"
-            rows.insert(1, ("predicted", bound))
-        if self.memory is not None:
-            phase = self.memory.phase_at(self.batch_size)
-            line = self.memory.lines[phase]
-            rows.append(("memory", f"{mib(line.intercept)} + {mib(line.slope)} a sample ({phase.replace('_', ' ')})"))
-        if self.time is not None:
-            line = self.time.line
-            rows.append(("time", f"{line.intercept * 1e3:.3g} ms + {line.slope * 1e3:.3g} ms a sample"))
-        rows.append(("tried", ", ".join(str(trial.batch_size) for trial in self.trials)))
-        if self.reason:
-            rows.append(("why", self.reason))
-        verified = "verified by real steps" if self.verified else "not verified"
-        head = f"batch size {self.batch_size}, limited by {self.limited_by.replace('_', ' ')}, {verified}"
-        return "\n".join([head, *(f"  {name:<10}{text}" for name, text in rows)])
-
-    def to_json(self) -> str:
-        """The plan as JSON; :meth:`from_json` makes an equal plan of it."""
-        return json.dumps(asdict(self), indent=2)
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """The plan that :meth:`to_json` wrote.
-
-        Raises:
-            ValueError: when ``text`` is not the JSON of a plan.
-        """
-        try:
-            return cls._from_dict(json.loads(text))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"text must be the JSON of a Plan, got {text[:80]!r}") from error
-
-    @classmethod
-    def _from_dict(cls, data: dict[str, Any]) -> Plan:
-        memory, time = data["memory"], data["time"]
-        if memory is not None:
-            lines = {phase: Line(**line) for phase, line in memory["lines"].items()}
-            memory = MemoryModel(lines, memory["reserved_ratio"])
-        if time is not None:
-            time = TimeModel(Line(**time["line"]))
-        trials = tuple(Trial(**trial) for trial in data["trials"])
-        return cls(**{**data, "memory": memory, "time": time, "trials": trials})

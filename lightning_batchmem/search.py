@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
+from .effective import MicroBatch, micro_batch
 from .fit import fit_memory, worst_per_size
 from .records import Bounds, MemoryModel, Trial
 
 NOTABLE = 0.02  # a gain below this share is not worth another probe ...
 NOTABLE_NOISE = 0.25  # ... nor one below this share of what the device cannot repeat (10 % on the host)
+NOTABLE_CEILING = 0.005  # the whole data set, or all that the user allows, is worth a probe for little
+NOTABLE_DEAR = 0.15  # ... nor one below this share where it makes the search dear; see :func:`notable_share`
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,6 @@ class Search:
     def best(self) -> Trial:
         """The largest size that fits."""
         return self.good[-1]
-
-    @property
-    def notable_share(self) -> float:
-        """The gain, as a share of the best size, that is worth another probe."""
-        return max(NOTABLE, NOTABLE_NOISE * self.repeatability)
 
     @property
     def following(self) -> int:
@@ -111,12 +110,22 @@ def disagreement(search: Search) -> float:
     return off / max(1, last.peak_bytes - search.good[-2].peak_bytes)
 
 
+def notable_share(search: Search, target: int) -> float:
+    """The gain, as a share of the best size, that makes ``target`` samples worth another probe.
+
+    With two steps at each size, the samples pushed through the search stay within four times the size it ends with as
+    long as the sizes before it, the smallest aside, add up to no more than that size.
+    """
+    share = max(NOTABLE, NOTABLE_NOISE * search.repeatability)
+    dear = sum(trial.batch_size for trial in search.trials[1:]) > target
+    return max(share, NOTABLE_DEAR) if dear else share
+
+
 def notable(search: Search, target: int) -> bool:
     """Whether ``target`` samples are so many more than the best size that it is worth another probe."""
     size = search.best.batch_size
-    return target > size and (
-        target == search.highest or target >= max(search.following, (1 + search.notable_share) * size)
-    )
+    share = NOTABLE_CEILING if target == search.highest else notable_share(search, target)
+    return target >= max(search.following, (1 + share) * size)
 
 
 def size_range(bounds: Bounds) -> tuple[int, int]:
@@ -129,6 +138,23 @@ def size_range(bounds: Bounds) -> tuple[int, int]:
 
 
 def rounded(size: int, bounds: Bounds, up: bool = False) -> int:
-    """Down (or up) to a multiple of ``multiple_of``; by default to one of 8 from 64 samples on."""
+    """Down (or up) to a size that is allowed: see ``multiple_of`` and ``target_batch_size`` of :class:`.Bounds`."""
+    if bounds.target_batch_size is not None:
+        allowed = micro_batches(bounds.target_batch_size, bounds.ranks, bounds.multiple_of)
+        if up:
+            return next((micro for micro in reversed(allowed) if micro >= size), max(size, *allowed) + 1)
+        return next((micro for micro in allowed if micro <= size), 0)
     step = bounds.multiple_of or (8 if size >= 64 else 1)
     return -(-size // step) * step if up else size // step * step
+
+
+@cache
+def micro_batches(target_batch_size: int, ranks: int, multiple_of: int | None) -> dict[int, MicroBatch]:
+    """The sizes of which a whole number makes the target, or nearly so, with how they do; the largest first."""
+    found: dict[int, MicroBatch] = {}
+    largest = target_batch_size // ranks
+    while largest >= (multiple_of or 1):
+        micro = micro_batch(target_batch_size, largest=largest, ranks=ranks, multiple_of=multiple_of)
+        found[micro.batch_size] = micro
+        largest = micro.batch_size - 1
+    return found

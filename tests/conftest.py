@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 
+import lightning_batchmem.batch_finder
+from lightning_batchmem import BatchFinder
 from lightning_batchmem.meters import Reading
 
 
@@ -79,3 +85,30 @@ class FakeMeter:
 def fake_meter() -> type[FakeMeter]:
     """The class, for tests that do not import it: ``fake_meter(budget_bytes=..., base_bytes=...)``."""
     return FakeMeter
+
+
+@pytest.fixture
+def fit(monkeypatch: pytest.MonkeyPatch, fake_meter: Any) -> Callable[..., Trainer]:
+    """Train for a few steps with the fake meter in the place of the real one."""
+
+    def run(
+        module: LightningModule, finder: BatchFinder, meter: Any, *callbacks: Callback, **arguments: Any
+    ) -> Trainer:
+        monkeypatch.setattr(lightning_batchmem.batch_finder, "meter_for", lambda device: meter)
+        keywords = {
+            key: arguments.pop(key)
+            for key in ("train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path")
+            if key in arguments
+        }
+        trainer = Trainer(
+            accelerator="cpu",
+            callbacks=[finder, *callbacks],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **{"max_steps": 3, "enable_checkpointing": False, **arguments},
+        )
+        trainer.fit(module, **keywords)
+        return trainer
+
+    return run

@@ -7,81 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-import lightning_batchmem.batch_finder
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
 from lightning_batchmem.meters.host import HostMeter
-
-SAMPLES = 5000
-MIB = 2**20
-
-
-class Lawful(LightningModule):
-    """A module whose use of a fake meter follows a law of the batch size; the real tensors are tiny."""
-
-    def __init__(self, meter: Any, law: Callable[[int], int], batch_size: int = 3) -> None:
-        super().__init__()
-        self.batch_size = batch_size
-
-        def use(size: int) -> None:  # a function, since the search works on copies of a module's other attributes
-            meter.free()
-            meter.use(law(size))
-            meter.free()
-
-        self.use = use
-        self.layer = nn.Linear(1, 1)
-        self.sizes: list[int] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (x,) = batch
-        self.sizes.append(len(x))
-        self.use(len(x))
-        return self.layer(x).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters())
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(torch.zeros(SAMPLES, 1)), batch_size=self.batch_size)
-
-
-class Sizes(Callback):
-    """The batch sizes that training itself ran."""
-
-    def __init__(self) -> None:
-        self.seen: set[int] = set()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
-    ) -> None:
-        self.seen.add(len(batch[0]))
-
-
-@pytest.fixture
-def fit(monkeypatch: pytest.MonkeyPatch, fake_meter: Any) -> Callable[..., Trainer]:
-    """Train for a few steps with the fake meter in the place of the real one."""
-
-    def run(
-        module: LightningModule, finder: BatchFinder, meter: Any, *callbacks: Callback, **arguments: Any
-    ) -> Trainer:
-        monkeypatch.setattr(lightning_batchmem.batch_finder, "meter_for", lambda device: meter)
-        keywords = {key: arguments.pop(key) for key in ("train_dataloaders", "datamodule") if key in arguments}
-        trainer = Trainer(
-            accelerator="cpu",
-            callbacks=[finder, *callbacks],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **{"max_steps": 3, **arguments},
-        )
-        trainer.fit(module, **keywords)
-        return trainer
-
-    return run
+from tests.lawful import MIB, SAMPLES, Lawful, Sizes, law
 
 
 def test_the_size_is_the_largest_that_fits_and_training_runs_with_it(fit: Any, fake_meter: Any) -> None:
@@ -178,7 +110,7 @@ def test_a_size_that_ran_out_of_memory_is_stepped_down_from(fit: Any, fake_meter
     assert meter.num_ooms >= 1  # else this test shows nothing
     assert [trial.outcome for trial in plan.trials].count("out_of_memory") == meter.num_ooms
     assert bent(plan.batch_size) <= 1000 * MIB
-    assert bent(plan.batch_size + 2) > 1000 * MIB
+    assert bent(plan.batch_size * 6 // 5) > 1000 * MIB
     assert any(trial.batch_size == plan.batch_size and trial.outcome == "ok" for trial in plan.trials)
     assert sizes.seen == {plan.batch_size}
 
@@ -327,14 +259,18 @@ def test_the_same_trainer_twice(fit: Any, fake_meter: Any) -> None:
 
 def test_two_finders_are_refused(fit: Any, fake_meter: Any) -> None:
     meter = fake_meter(budget_bytes=500 * MIB)
-    with pytest.raises(ValueError, match="callbacks must have one BatchFinder, got several"):
+    with pytest.raises(RuntimeError, match="more than one stateful callback of type `BatchFinder`"):  # Lightning's own
         fit(Lawful(meter, law), BatchFinder(), meter, BatchFinder())
 
 
 @pytest.mark.parametrize(
     ("finder", "samples", "message"),
     [
-        (BatchFinder(min_batch_size=100), 48, r"min_batch_size is 100 and the data set has 48 samples"),
+        (
+            BatchFinder(min_batch_size=100),
+            48,
+            r"min_batch_size is 100 and the data set leaves room for no more than 48 samples",
+        ),
         (BatchFinder(multiple_of=100), 48, r"no multiple of 100"),
     ],
 )
@@ -354,7 +290,7 @@ def test_a_tiny_data_set(fit: Any, fake_meter: Any, samples: int) -> None:
     fit(NoSize(meter, law), finder, meter, train_dataloaders=loader)
     assert finder.plan is not None
     assert (finder.plan.batch_size, finder.plan.limited_by) == (samples, "dataset")
-    assert finder.plan.verified
+    assert finder.plan.verified == (samples > 1)  # below the smallest probe there is nothing to search
 
 
 def test_no_training_needs_no_search(fit: Any, fake_meter: Any) -> None:
@@ -424,10 +360,6 @@ class DataInHparams(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(TensorDataset(torch.zeros(SAMPLES, 1)), batch_size=self.hparams.batch_size)
-
-
-def law(size: int) -> int:
-    return 99 * MIB + size * MIB
 
 
 def test_in_hparams(fit: Any, fake_meter: Any) -> None:
@@ -502,10 +434,10 @@ def one_loader(**arguments: Any) -> DataLoader[Any]:
         (NoSize, {"train_dataloaders": one_loader(batch_sampler=[[0], [1, 2]])}, r"got the batch sampler list"),
         (
             NoSize,
-            {"train_dataloaders": [one_loader(), one_loader()]},
-            r"must be one torch DataLoader .* got list",
+            {"train_dataloaders": [one_loader(batch_size=2), one_loader(batch_size=4)]},
+            r"loaders that are passed must have one batch size, got 2, 4",
         ),
-        (NoSize, {"train_dataloaders": {"a": one_loader()}}, r"must be one torch DataLoader .* got dict"),
+        (NoSize, {"train_dataloaders": {"a": [torch.zeros(2, 1)]}}, r"must be torch DataLoaders .* got Tensor"),
         (TakesIterator, {}, r"training_step must take a batch .* dataloader_iter"),
         (Lawful, {"strategy": "ddp", "devices": 1}, r"strategy must be on a single device .* got DDPStrategy"),
     ],
@@ -627,4 +559,4 @@ def test_on_the_host_itself(tmp_path: Path) -> None:
     assert profiler.summary.batch_size == finder.plan.batch_size
     assert profiler.summary.peak_bytes <= limit
     # 1200 MiB hold at most 300 samples of 4 MiB; temporaries and the host's margin take their share
-    assert 100 <= finder.plan.batch_size <= 300
+    assert 80 <= finder.plan.batch_size <= 300

@@ -14,13 +14,16 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, default_collate, random_split
+from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_batchmem import BatchFinder
+from lightning_batchmem.parts import tensors_in
 
 SIZE = 8  # what every search here ends with: the limit is far away, max_batch_size bounds
 SAMPLES = 48
@@ -46,11 +49,15 @@ class Noisy(Dataset):
 class Net(LightningModule):
     """BatchNorm, dropout, a metric logged as an object, a non-persistent buffer and attributes that steps change."""
 
-    def __init__(self, batch_size: int, optimizer: str = "sgd", workers: int = 0, hooks: bool = True) -> None:
+    def __init__(
+        self, batch_size: int, optimizer: str = "sgd", workers: int = 0, lr: float = 1e-2, persistent: bool = True
+    ) -> None:
         super().__init__()
         self.batch_size = batch_size
+        self.lr = lr
         self.optimizer_name = optimizer
         self.workers = workers
+        self.persistent = persistent
         self.layers = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
         self.accuracy = MulticlassAccuracy(num_classes=3)
         self.register_buffer("steps_seen", torch.zeros(()), persistent=False)
@@ -81,11 +88,11 @@ class Net(LightningModule):
     def configure_optimizers(self) -> Any:
         torch.rand(1)  # a hook that draws: it must find the generator where the hard-coded run has it
         if self.optimizer_name == "adamw":
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
-        sgd = torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
+            return torch.optim.AdamW(self.parameters(), lr=self.lr)
+        sgd = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
         if self.optimizer_name == "onecycle":
             total = int(self.trainer.estimated_stepping_batches)
-            schedule = torch.optim.lr_scheduler.OneCycleLR(sgd, max_lr=0.1, total_steps=total)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(sgd, max_lr=10 * self.lr, total_steps=total)
             return {"optimizer": sgd, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
         if self.optimizer_name == "plateau":
             plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd, patience=0, factor=0.5)
@@ -98,7 +105,7 @@ class Net(LightningModule):
             batch_size=self.batch_size,
             shuffle=True,
             num_workers=self.workers,
-            persistent_workers=self.workers > 0,
+            persistent_workers=self.persistent and self.workers > 0,
         )
 
     def val_dataloader(self) -> DataLoader[Any]:
@@ -146,6 +153,53 @@ class Data(LightningDataModule):
         return DataLoader(Noisy(), batch_size=self.hparams.batch_size, shuffle=True)
 
 
+class ManyLoaders(Net):
+    """Several training loaders, one with a size of its own and one with twice the batch size."""
+
+    def train_dataloader(self) -> Any:
+        return {
+            "labeled": DataLoader(Noisy(), batch_size=self.batch_size, shuffle=True),
+            "unlabeled": DataLoader(Noisy(True), batch_size=2 * self.batch_size, shuffle=True),
+            "anchors": DataLoader(Noisy(), batch_size=5),
+        }
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch["labeled"], batch_idx)
+        others = torch.cat([batch["unlabeled"][0], batch["anchors"][0]])
+        return loss + 0.1 * self.layers(others).square().mean()
+
+
+class OwnValidationSize(Net):
+    """Validation has a batch size of its own, and keeps every score for its metric."""
+
+    def __init__(self, batch_size: int, eval_batch_size: int = 4) -> None:
+        super().__init__(batch_size)
+        self.eval_batch_size = eval_batch_size
+        self.validated: list[int] = []
+
+    def on_validation_epoch_start(self) -> None:
+        self.validated.clear()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.validated.append(len(batch[1]))
+        torch.rand(1)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("batches", float(len(self.validated)))
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Noisy(), batch_size=self.eval_batch_size)
+
+
+class FixedValidation(OwnValidationSize):
+    def val_dataloader(self) -> Any:
+        return [DataLoader(Noisy(), batch_size=7), DataLoader(Noisy(True), batch_size=5)]
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+
+
 class Plain(Net):
     """No loader of its own and no batch size."""
 
@@ -176,7 +230,8 @@ class Recorder(Callback):
         self._note("train start", trainer.num_training_batches, [m.training for m in pl_module.modules()])
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._note("batch", batch_idx, trainer.global_step, len(batch[1]), batch[0].double().sum().item())
+        tensors = tensors_in(batch)
+        self._note("batch", batch_idx, trainer.global_step, [(len(t), t.double().sum().item()) for t in tensors])
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         self._note("zero grad", trainer.global_step)
@@ -291,6 +346,19 @@ class Case:
     trainer: dict[str, Any] = field(default_factory=dict)
     callbacks: Callable[[], list[Callback]] = list
     start: int = 3
+    finder: dict[str, Any] = field(default_factory=dict)  # further arguments of BatchFinder ...
+    follows: dict[str, Any] = field(default_factory=dict)  # ... and what the Trainer of the hard-coded run gets for it
+    hard_coded: Callable[[int], LightningModule] | None = None  # ... and its module
+
+
+class OfLists(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (x, y), (other, _) = batch
+        return super().training_step((x, y), batch_idx) + self.layers(other).square().mean()
+
+
+def one_of(size: int, own: bool = False) -> DataLoader[Any]:
+    return DataLoader(Noisy(own), batch_size=size, shuffle=not own)
 
 
 def loader(size: int, **arguments: Any) -> dict[str, Any]:
@@ -314,6 +382,33 @@ CASES = {
     "reduce_on_plateau": Case(lambda size: Net(size, "plateau")),
     "manual_two_optimizers": Case(Adversarial),
     "two_persistent_workers": Case(lambda size: Net(size, workers=2)),
+    "two_workers": Case(lambda size: Net(size, workers=2, persistent=False)),
+    "several_loaders_of_several_sizes": Case(ManyLoaders),
+    "loaders_passed_in_a_list": Case(
+        lambda size: OfLists(), fit=lambda size: {"train_dataloaders": [one_of(size), one_of(size, own=True)]}
+    ),
+    "a_combined_loader": Case(
+        lambda size: OfLists(),
+        fit=lambda size: {"train_dataloaders": CombinedLoader([one_of(size), one_of(size)], "min_size")},
+    ),
+    "validation_of_its_own_size": Case(
+        OwnValidationSize,
+        finder={"eval_batch_arg_name": "eval_batch_size"},
+        hard_coded=lambda size: OwnValidationSize(size, eval_batch_size=SIZE),
+    ),
+    "validation_of_fixed_sizes": Case(FixedValidation),
+    "validation_loaders_passed_too": Case(
+        lambda size: Plain(), fit=lambda size: {**loader(size, dataset=Noisy()), "val_dataloaders": one_of(6, own=True)}
+    ),
+    "target_batch_size": Case(
+        lambda size: Net(size, "onecycle"), finder={"target_batch_size": 16}, follows={"accumulate_grad_batches": 2}
+    ),
+    "scaled_learning_rate": Case(
+        lambda size: Net(size, "onecycle"),
+        finder={"lr_scaling": "linear", "base_batch_size": 4},
+        hard_coded=lambda size: Net(size, "onecycle", lr=2e-2),
+    ),
+    "worst_case_of_the_user": Case(Net, finder={"worst_case": lambda sample: float(sample[0].sum())}),
     "accumulation": Case(Net, trainer={"accumulate_grad_batches": 4}),
     "clipping": Case(Net, trainer={"gradient_clip_val": 0.1}),
     "bf16_mixed": Case(Net, trainer={"precision": "bf16-mixed"}),
@@ -356,7 +451,7 @@ if hasattr(lightning_callbacks, "EMAWeightAveraging"):  # since lightning 2.6
 def outcome_of(folder: Path, case: Case, size: int, finder: BatchFinder | None) -> dict[str, Any]:
     seed_everything(3, verbose=False)
     recorder = Recorder()
-    module = case.module(size)
+    module = (case.hard_coded or case.module)(size) if finder is None else case.module(size)
     callbacks = [recorder, *case.callbacks(), *([finder] if finder is not None else [])]
     trainer = Trainer(
         accelerator="cpu",
@@ -366,7 +461,7 @@ def outcome_of(folder: Path, case: Case, size: int, finder: BatchFinder | None) 
         log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"max_epochs": 3, **case.trainer},
+        **{"max_epochs": 3, **case.trainer, **(case.follows if finder is None else {})},
     )
     trainer.fit(module, **case.fit(size))
     with (folder / "log" / "version_0" / "metrics.csv").open() as file:
@@ -409,9 +504,10 @@ def assert_same(one: Any, other: Any, where: str) -> None:
         assert one == other or (one != one and other != other), f"{where}: {one!r} is not {other!r}"
 
 
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")
 @pytest.mark.parametrize("name", CASES)
 def test_no_trace(name: str, tmp_path: Path) -> None:
-    finder = BatchFinder(max_batch_size=SIZE)
+    finder = BatchFinder(max_batch_size=SIZE, **CASES[name].finder)
     searched = outcome_of(tmp_path / "searched", CASES[name], CASES[name].start, finder)
     hard_coded = outcome_of(tmp_path / "hard", CASES[name], SIZE, None)
     assert finder.plan is not None
@@ -419,3 +515,103 @@ def test_no_trace(name: str, tmp_path: Path) -> None:
     assert finder.plan.verified
     for key, value in hard_coded.items():
         assert_same(searched[key], value, key)
+
+
+class Judged(Net):
+    """Evaluation steps that draw, count, log and keep."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self.kept = CatMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        scores = self.layers(x + 0.01 * torch.rand(1))
+        self.kept.update(scores)
+        self.accuracy(scores, y)
+        self.history.append(len(y))
+        self.log("accuracy", self.accuracy)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.history.append(len(batch[1]))
+        return self.layers(batch[0]) + torch.rand(1)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Noisy(True), batch_size=self.batch_size)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+def evaluation_of(folder: Path, stage: str, size: int, finder: BatchFinder | None) -> dict[str, Any]:
+    seed_everything(3, verbose=False)
+    recorder = Recorder()
+    module = Judged(size)
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=CSVLogger(folder, name="log", version=0),
+        callbacks=[recorder, *([finder] if finder is not None else [])],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    returned = getattr(trainer, stage)(module, **({} if stage == "predict" else {"verbose": False}))
+    return {
+        "returned": returned,
+        "weights": module.state_dict(),
+        "attributes": (module.history, module.running),
+        "flags": [m.training for m in module.modules()],
+        "random": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1]),
+        "metrics": dict(trainer.callback_metrics),
+        "calls": recorder.calls,
+        "files": sorted((str(path.relative_to(folder)), path.read_text()) for path in folder.rglob("*.csv")),
+    }
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+@pytest.mark.filterwarnings(
+    "ignore:The variance of predictions", "ignore:Metric `CatMetric` will save all", "ignore:the metric 'kept'"
+)
+def test_no_trace_of_a_search_before_an_evaluation(stage: str, tmp_path: Path) -> None:
+    finder = BatchFinder(max_batch_size=SIZE)
+    searched = evaluation_of(tmp_path / "searched", stage, 3, finder)
+    hard_coded = evaluation_of(tmp_path / "hard", stage, SIZE, None)
+    assert finder.plan is not None
+    assert finder.plan.batch_size == SIZE
+    assert_same(searched, hard_coded, stage)
+
+
+def resumed_of(
+    folder: Path, module: Callable[[], LightningModule], accumulate: int, finders: list[BatchFinder]
+) -> dict[str, Any]:
+    """One epoch, and two more in another Trainer that goes on from its checkpoint."""
+    seed_everything(3, verbose=False)
+    for epochs in (1, 3):
+        trained = module()
+        trainer = Trainer(
+            accelerator="cpu",
+            logger=False,
+            callbacks=[*([finders.pop(0)] if finders else []), ModelCheckpoint(folder / str(epochs), filename="last")],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            max_epochs=epochs,
+            accumulate_grad_batches=accumulate,
+        )
+        trainer.fit(trained, ckpt_path=None if epochs == 1 else folder / "1" / "last.ckpt")
+    return {
+        "weights": trained.state_dict(),
+        "optimizers": [o.state_dict() for o in trainer.optimizers],
+        "random": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1]),
+        "progress": trainer.fit_loop.state_dict(),
+        "accumulation": trainer.accumulate_grad_batches,
+    }
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed from")
+def test_no_trace_in_a_resumed_run(tmp_path: Path) -> None:
+    arguments = {"max_batch_size": SIZE, "target_batch_size": 16, "lr_scaling": "linear", "base_batch_size": 4}
+    finders = [BatchFinder(**arguments), BatchFinder(**arguments)]
+    searched = resumed_of(tmp_path / "searched", lambda: Net(3, lr=0.01), 1, list(finders))
+    hard_coded = resumed_of(tmp_path / "hard", lambda: Net(SIZE, lr=0.04), 2, [])
+    assert finders[1].plan == finders[0].plan
+    assert_same(searched, hard_coded, "resumed")

@@ -14,6 +14,7 @@ import lightning_batchmem
 PACKAGE = Path(lightning_batchmem.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 CALLBACKS = {"lightning_batchmem.batch_finder", "lightning_batchmem.memory_profiler"}
+PURE = ("records", "plan", "fit", "search", "decide", "limits", "effective")
 
 
 def imports_of(path: Path) -> set[str]:
@@ -30,9 +31,9 @@ def imports_of(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("name", ["records", "fit", "search", "decide"])
+@pytest.mark.parametrize("name", PURE)
 def test_pure_modules_import_the_standard_library_and_each_other(name: str) -> None:
-    allowed = {"lightning_batchmem", *(f"lightning_batchmem.{pure}" for pure in ("records", "fit", "search", "decide"))}
+    allowed = {"lightning_batchmem", *(f"lightning_batchmem.{pure}" for pure in PURE)}
     for imported in imports_of(PACKAGE / f"{name}.py"):
         top = imported.split(".")[0]
         of_ours = any(imported == one or imported.startswith(f"{one}.") for one in allowed - {"lightning_batchmem"})

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_batchmem.records import PHASES, Line, MemoryModel, Plan, TimeModel, Trial
+from lightning_batchmem.plan import Plan
+from lightning_batchmem.records import PHASES, LimitedBy, Line, MemoryModel, TimeModel, Trial
 
 settings.register_profile("records", deadline=None, max_examples=100)
 FAST = settings.get_profile("records")
@@ -28,16 +30,21 @@ lines = st.builds(Line, finite, finite, finite, st.integers(1, 100), st.integers
 plans = st.builds(
     Plan,
     batch_size=st.integers(1, 2**31),
-    limited_by=st.sampled_from(["memory", "dataset", "max_batch_size", "throughput"]),
+    limited_by=st.sampled_from(get_args(LimitedBy)),
     verified=st.booleans(),
     limit_bytes=counts,
     predicted_peak_bytes=st.none() | counts,
     upper_peak_bytes=st.none() | counts,
-    measured_peak_bytes=counts,
+    measured_peak_bytes=st.none() | counts,
     trials=st.lists(trials, max_size=10).map(tuple),
     memory=st.none() | st.builds(MemoryModel, st.dictionaries(st.sampled_from(PHASES), lines, min_size=1), finite),
     time=st.none() | st.builds(TimeModel, lines),
     reason=st.text(),
+    device=st.text(),
+    accumulate_grad_batches=st.integers(1, 1000),
+    effective_batch_size=st.none() | st.integers(1, 2**40),
+    learning_rate=st.none() | finite,
+    notes=st.lists(st.text(), max_size=3).map(tuple),
 )
 
 
@@ -45,6 +52,8 @@ plans = st.builds(
 @given(plans)
 def test_plan_json_round_trip_is_equal(plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()) == plan
+    both = dataclasses.replace(plan, evaluation=plan)
+    assert Plan.from_json(both.to_json()) == both
 
 
 @FAST

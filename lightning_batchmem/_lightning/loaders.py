@@ -1,37 +1,104 @@
-"""Get at the training loader, set its batch size, and make Lightning build it anew.
+"""Get at the loaders of a stage, set their batch size, and make Lightning build the training loader anew.
 
-Read in lightning 2.5.0 and 2.6.6: ``fit_loop._data_source`` says where the loader comes from; ``fit_loop.setup_data``
-builds it once and keeps it in ``_combined_loader`` and ``_data_fetcher``.
+Read in lightning 2.5.0 and 2.6.6: each loop's ``_data_source`` says where its loaders come from; ``setup_data`` wraps
+them into a ``CombinedLoader`` and keeps that in ``_combined_loader``, and ``fit_loop`` an iterator of it in
+``_data_fetcher``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader  # private in 2.5.0 to 2.6.6
+from lightning.pytorch.trainer.connectors.data_connector import (  # private in 2.5.0 to 2.6.6
+    _DataLoaderSource,
+    _request_dataloader,
+)
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
+from torch.utils._pytree import tree_unflatten  # what CombinedLoader itself uses (lightning 2.5.0 to 2.6.6)
 from torch.utils.data import DataLoader
 
-
-def loaders_passed_to_fit(trainer: Trainer) -> bool:
-    """Whether ``trainer.fit`` was given loaders, instead of taking them from a ``train_dataloader`` hook."""
-    return not trainer.fit_loop._data_source.is_module()
+from lightning_batchmem._lightning.evaluation import stage_loop, validation_loop
 
 
-def request_train_loader(trainer: Trainer) -> DataLoader[Any]:
-    """The user's training loader, from its hook or as it was passed to ``fit``.
+@dataclass(frozen=True)
+class DataSource:
+    """Where one stage takes its loaders from: a hook, or what was passed to ``fit``, ``validate`` and so on.
 
-    Raises:
-        ValueError: when it is not a single :class:`~torch.utils.data.DataLoader`.
+    Args:
+        trainer: whose stage it is.
+        source: Lightning's own record of it, kept by the loop of the stage.
+        default_mode: how Lightning combines several loaders that are not a ``CombinedLoader`` yet.
     """
-    requested = _request_dataloader(trainer.fit_loop._data_source)
-    if not isinstance(requested, DataLoader):
-        raise ValueError(
-            f"the training data must be one torch DataLoader for BatchFinder, got {type(requested).__name__};"
-            " with several loaders, or one inside a collection, set the batch size by hand"
-        )
-    return requested
+
+    trainer: Trainer
+    source: _DataLoaderSource
+    default_mode: Literal["max_size_cycle", "sequential"]
+
+    @property
+    def passed(self) -> bool:
+        """Whether loaders were passed, instead of being taken from a hook."""
+        return not self.source.is_module()
+
+    @property
+    def hook(self) -> str:
+        """Name of the hook: ``"train_dataloader"``, ``"val_dataloader"``, ..."""
+        return self.source.name
+
+    @property
+    def stage(self) -> str:
+        """As in the names of hooks and of ``limit_*_batches``: ``"train"``, ``"val"``, ``"test"``, ``"predict"``."""
+        return self.hook.removesuffix("_dataloader")
+
+    @property
+    def beside_training(self) -> bool:
+        """Whether these are the validation loaders of a ``fit``."""
+        return self.trainer.state.fn == TrainerFn.FITTING and self.default_mode == "sequential"
+
+    def request(self) -> CombinedLoader:
+        """The user's loaders, from their hook or as they were passed, combined as Lightning's ``setup_data`` does.
+
+        Raises:
+            ValueError: when one of them is not a :class:`~torch.utils.data.DataLoader`.
+        """
+        requested = _request_dataloader(self.source)
+        is_combined = isinstance(requested, CombinedLoader)
+        combined = requested if is_combined else CombinedLoader(requested, self.default_mode)
+        for loader in combined.flattened:
+            if not isinstance(loader, DataLoader):
+                raise ValueError(
+                    f"the loaders of {self.hook} must be torch DataLoaders for BatchFinder, got"
+                    f" {type(loader).__name__}; set the batch size by hand"
+                )
+        return combined
+
+
+def train_source(trainer: Trainer) -> DataSource:
+    """Where ``fit`` takes its training loaders from."""
+    return DataSource(trainer, trainer.fit_loop._data_source, "max_size_cycle")
+
+
+def validation_source(trainer: Trainer) -> DataSource:
+    """Where ``fit`` takes its validation loaders from."""
+    return DataSource(trainer, validation_loop(trainer)._data_source, "sequential")
+
+
+def stage_source(trainer: Trainer) -> DataSource:
+    """Where ``trainer.validate``, ``trainer.test`` or ``trainer.predict``, whichever runs, takes its loaders from."""
+    return DataSource(trainer, stage_loop(trainer)._data_source, "sequential")
+
+
+def combined_mode(combined: CombinedLoader) -> str:
+    """``"min_size"``, ``"max_size"``, ``"max_size_cycle"`` or ``"sequential"`` (``_mode`` in 2.5.0 to 2.6.6)."""
+    return combined._mode
+
+
+def in_structure(combined: CombinedLoader, batches: Sequence[Any]) -> Any:
+    """One batch for each loader, in the collection that the loaders came in (``_spec`` in 2.5.0 to 2.6.6)."""
+    return tree_unflatten(list(batches), combined._spec)
 
 
 def loader_batch_size(loader: DataLoader[Any]) -> int | None:
@@ -48,18 +115,23 @@ def set_loader_batch_size(loader: DataLoader[Any], batch_size: int) -> None:
         vars(loader)["batch_size"] = batch_size  # DataLoader.__setattr__ refuses it (torch 2.5.1 to 2.13)
 
 
-def pretend_loaded(trainer: Trainer, loader: DataLoader[Any], batches: float) -> None:
+def pretend_loaded(
+    trainer: Trainer, loaders: CombinedLoader, batches: float, validation: CombinedLoader | None
+) -> None:
     """Let the trainer's questions about its data have answers during the search, without starting a worker.
 
     Args:
         trainer: in a search.
-        loader: the training loader.
+        loaders: the training loaders.
         batches: batches in an epoch; ``inf`` when unknown.
+        validation: the validation loaders; ``None`` when there are none, or Lightning is to request them.
     """
-    trainer.fit_loop._combined_loader = CombinedLoader(loader)
+    trainer.fit_loop._combined_loader = loaders
     trainer.fit_loop.max_batches = batches
-    if trainer.enable_validation:
-        trainer.fit_loop.epoch_loop.val_loop.setup_data()  # builds the validation loaders, and no iterator
+    if validation is not None:
+        validation_loop(trainer)._combined_loader = validation
+    elif trainer.enable_validation:
+        validation_loop(trainer).setup_data()  # builds the validation loaders, and no iterator
 
 
 def forget_train_loader(trainer: Trainer) -> None:

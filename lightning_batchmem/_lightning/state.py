@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from lightning_batchmem._lightning.attributes import KeptAttributes
 
+Loop = _Loop
+
 
 class RandomStates:
     """The random number generators of the process (python, numpy, torch, every CUDA device) at one moment."""
@@ -194,25 +196,26 @@ class KeptModule:
 class KeptTrainer:
     """The trainer's own attributes, its loops' progress and results, its connectors and the gradient scaler.
 
-    Private attributes read in lightning 2.5.0 and 2.6.6: ``fit_loop`` and the loops below it, their ``_results``,
+    Private attributes read in lightning 2.5.0 and 2.6.6: the loops, those below ``fit_loop`` too, their ``_results``,
     ``_logger_connector``.
 
     Args:
-        trainer: in ``on_fit_start``, before any loop has run.
+        trainer: before any loop has run.
+        loop: what is about to run: ``fit_loop``, ``validate_loop``, ``test_loop`` or ``predict_loop``.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, loop: _Loop) -> None:
         self._trainer = trainer
-        holders: list[Any] = [trainer, trainer.state, trainer._logger_connector, *_loops(trainer.fit_loop)]
+        holders: list[Any] = [trainer, trainer.state, trainer._logger_connector, *_loops(loop)]
         self._kept = [(holder, dict(vars(holder))) for holder in holders]
         self._scaler = getattr(trainer.precision_plugin, "scaler", None)  # torch.amp.GradScaler of MixedPrecision
         self.lend_scaler()
-        for loop in _loops(trainer.fit_loop):
-            for name, value in list(vars(loop).items()):
+        for one in _loops(loop):
+            for name, value in list(vars(one).items()):
                 if isinstance(value, _BaseProgress):
-                    setattr(loop, name, copy.deepcopy(value))
-                elif name == "_results":
-                    vars(loop)[name] = type(value)(training=value.training)
+                    setattr(one, name, copy.deepcopy(value))
+                elif name == "_results" and value is not None:  # a prediction has none
+                    vars(one)[name] = type(value)(training=value.training)
         for name, value in list(vars(trainer._logger_connector).items()):
             if isinstance(value, dict):
                 setattr(trainer._logger_connector, name, dict(value))

@@ -105,6 +105,13 @@ def meter_for(device: torch.device) -> Meter:
     raise ValueError(f"device must be a cuda, cpu or mps device, got {device}")
 
 
+def device_name(device: torch.device) -> str:
+    """How people call ``device``, e.g. ``"NVIDIA H100 80GB HBM3"``; the host is ``"host"``."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "host" if device.type == "cpu" else device.type
+
+
 def utilization_for(device: torch.device) -> Utilization | None:
     """Who knows how busy ``device`` is; ``None`` when nobody does (MPS, or CUDA without NVML)."""
     if device.type == "cuda":

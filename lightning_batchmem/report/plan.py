@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from types import TracebackType
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from lightning_batchmem.records import MIB, PHASES, Plan, Probe
+from lightning_batchmem.plan import Plan
+from lightning_batchmem.records import MIB, PHASES, Probe
+
+_HEADINGS = {"optimizer_step": "step", "evaluation": "eval"}
+"""Of the phases; with all of them the table just fits into 80 columns."""
 
 
 class SearchProgress:
@@ -49,8 +54,9 @@ def plan_table(plan: Plan) -> Table:
         A table for ``rich.print`` or a console; all memory in MiB.
     """
     phases = [phase for phase in PHASES if any(phase in trial.phase_peak_bytes for trial in plan.trials)]
-    table = Table(title="BatchFinder: the sizes that were run, peaks in MiB", title_justify="left")
-    for heading in ("size", *(phase.split("_")[0] for phase in phases), "peak", "line", "ms", "samples/s"):
+    title = "BatchFinder: the sizes that were run, peaks in MiB"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for heading in ("size", *(_HEADINGS.get(phase, phase) for phase in phases), "peak", "line", "ms", "samples/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     for trial in plan.trials:
         held = "no memory" if trial.outcome == "out_of_memory" else _mib(trial.held_bytes)
@@ -65,4 +71,6 @@ def plan_table(plan: Plan) -> Table:
 
 
 def _mib(count_bytes: float | None) -> str:
-    return "" if count_bytes is None else f"{count_bytes / MIB:,.1f}"
+    if count_bytes is None:
+        return ""
+    return f"{count_bytes / MIB:,.{1 if count_bytes < 10_000 * MIB else 0}f}"

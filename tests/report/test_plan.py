@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 import time
 
 from rich.console import Console
 
-from lightning_batchmem.records import MIB, Line, MemoryModel, Plan, Probe, TimeModel, Trial
+from lightning_batchmem.plan import Plan
+from lightning_batchmem.records import MIB, PHASES, Line, MemoryModel, Probe, TimeModel, Trial
 from lightning_batchmem.report.plan import SearchProgress, plan_table
 
 PLAN = Plan(
@@ -34,29 +36,68 @@ def rendered(width: int = 80) -> str:
 
 
 def test_a_row_for_each_size_with_its_figures() -> None:
-    rows = [line.split("│")[1:-1] for line in rendered().splitlines() if line.startswith("│")]
-    cells = [[cell.strip() for cell in row] for row in rows]
-    assert cells == [
+    header, _, *rows = [line.strip() for line in rendered().splitlines()[1:] if line.strip()]
+    assert header.split() == ["size", "forward", "backward", "peak", "line", "ms", "samples/s"]
+    assert [row.split() for row in rows] == [
         ["2", "104.0", "103.0", "104.0", "104.0", "12.0", "167"],
         ["32", "165.0", "160.0", "165.0", "164.0", "40.0", "800"],
-        ["64", "190.0", "", "no memory", "228.0", "", ""],
+        ["64", "190.0", "no", "memory", "228.0"],
     ]
 
 
 def test_nothing_is_cut_off_in_a_terminal_of_80_columns() -> None:
-    assert "…" not in rendered(80)
+    peaks = dict.fromkeys(PHASES, 123_456 * MIB)
+    trials = tuple(Trial(size, "ok", peaks, step_seconds=0.3) for size in (2, 8192))
+    lines = {phase: Line(123_456 * MIB, 0.0, 0.0, 2, 3) for phase in PHASES}
+    stream = io.StringIO()
+    plan = dataclasses.replace(PLAN, trials=trials, memory=MemoryModel(lines))
+    Console(file=stream, width=80).print(plan_table(plan))
+    assert "…" not in stream.getvalue()
+    assert stream.getvalue().count("123,456") == 2 * (len(PHASES) + 2)
 
 
 def test_the_plan_reads_well() -> None:
     assert str(PLAN).splitlines() == [
         "batch size 32, limited by memory, verified by real steps",
         "  limit     200.0 MiB",
-        "  predicted 164.0 MiB from the other sizes, at most 170.0 MiB",
+        "  predicted 164.0 MiB from the other sizes",
+        "  margin    6.0 MiB on top, for noise and residuals of the lines",
         "  measured  165.0 MiB at its peak",
         "  memory    100.0 MiB + 2.0 MiB a sample (forward)",
         "  time      10 ms + 1 ms a sample",
         "  tried     2, 32, 64",
         "  why       32 samples: because.",
+    ]
+
+
+def test_the_plan_says_what_follows_from_it() -> None:
+    line = Line(100 * MIB, 2 * MIB, MIB, 2, 32, repeatability=0.4)
+    plan = dataclasses.replace(
+        PLAN,
+        memory=MemoryModel({"forward": line}),
+        accumulate_grad_batches=4,
+        effective_batch_size=128,
+        learning_rate=0.2,
+        learning_rate_before=0.1,
+        notes=("Mind the step.",),
+        evaluation=Plan(
+            48, "dataset", False, 200 * MIB, None, None, None, (), None, None, "48 samples: all there are."
+        ),
+    )
+    assert plan.margin_bytes == 6 * MIB
+    text = str(plan).splitlines()
+    assert (
+        "  margin    6.0 MiB on top, for noise and residuals of the lines and 40% of the growth, by which the device"
+        " differs from run to run" in text
+    )
+    assert text[-7:] == [
+        "  step      128 samples, in 4 batches",
+        "  lr        0.2 instead of 0.1",
+        "  why       32 samples: because.",
+        "  note      Mind the step.",
+        "validation: batch size 48, limited by dataset, not verified",
+        "  limit     200.0 MiB",
+        "  why       48 samples: all there are.",
     ]
 
 

@@ -1,0 +1,327 @@
+"""The searches: real steps at the sizes that :func:`.decide.decide` asks for, and nothing of them left afterwards."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
+from rich.console import Console
+
+from lightning_batchmem._lightning.evaluation import EvaluationLoop, validation_loop
+from lightning_batchmem._lightning.loaders import pretend_loaded, validation_source
+from lightning_batchmem._lightning.state import KeptTrainer, Loop, RandomStates
+from lightning_batchmem._lightning.step import begin_training
+from lightning_batchmem.apply import no_trace
+from lightning_batchmem.compiled import each_size_static
+from lightning_batchmem.data import BatchSizeHome, Samples
+from lightning_batchmem.decide import FIRST_SIZE, decide
+from lightning_batchmem.limits import limit_bytes
+from lightning_batchmem.loader_workers import WorkerMemory, measure_workers
+from lightning_batchmem.measure import StepWatcher, measure, with_evaluation
+from lightning_batchmem.meters import Meter
+from lightning_batchmem.meters.host import HostMeter
+from lightning_batchmem.parts import measure_parts, tensors_in
+from lightning_batchmem.phases import PhaseMarks
+from lightning_batchmem.plan import Plan
+from lightning_batchmem.records import Bounds, Ceiling, Probe, Refusal, Trial, mib
+from lightning_batchmem.report.plan import SearchProgress
+from lightning_batchmem.report.table import parts_text
+from lightning_batchmem.stage_loaders import SizedLoader, StageLoaders
+from lightning_batchmem.steps import EvaluationSteps, Steps, TrainingSteps
+from lightning_batchmem.termination import sigterm_raises
+from lightning_batchmem.wishes import Wishes
+
+_UNBOUNDED_MAX_BATCH_SIZE = 2**20
+"""Largest size that is tried where neither data nor user sets a ceiling: a stream without a length."""
+
+_WORKER_SIZES = (2, 8)
+"""At which loader workers are measured: small, so that little is read, and apart, so that the growth shows."""
+
+
+class ProbingSearch:
+    """One search over real steps, in a trainer that is lent for it.
+
+    Args:
+        trainer: before its loop runs.
+        module: the module that is trained or evaluated.
+        meter: of the device.
+        wishes: the user's.
+        random: the generators' states to rewind to.
+    """
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, meter: Meter, wishes: Wishes, random: RandomStates
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._meter = meter
+        self._wishes = wishes
+        self._random = random
+        self._marks = PhaseMarks(meter)
+        shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
+        self._progress = SearchProgress(Console(), enabled=shown)
+        self._first = wishes.min_batch_size or FIRST_SIZE
+
+    def training(self, home: BatchSizeHome) -> Plan | Refusal:
+        """Search with training steps, and validation as a phase of them where there is one.
+
+        Args:
+            home: where the training batch size lives.
+        """
+        trainer, wishes = self._trainer, self._wishes
+        home.check()
+        with self._lent([home, replace(home, source=validation_source(trainer))], trainer.fit_loop) as lent:
+            loaders = home.loaders_for(self._first)
+            validation = self._validation(home)
+            combined = validation.combined if validation else None
+            pretend_loaded(trainer, loaders.combined, loaders.batches(self._first), combined)
+            if wishes.target_batch_size is not None:
+                trainer.accumulate_grad_batches = 2  # gradients are then alive in backward too
+            begin_training(trainer)
+            samples = Samples(loaders, wishes.worst_case)
+            steps = TrainingSteps(trainer, samples, loaders.batches)
+            workers = _Workers([*loaders.sized, *(validation.sized if validation else ())])
+            largest = loaders.largest_batch_size(trainer.limit_train_batches)
+            bounds = self._bounds(largest, workers, target_batch_size=wishes.target_batch_size)
+
+            def probe(batch_size: int, warmup_steps: int, measured_steps: int) -> Trial:
+                home.write(batch_size)
+                trial = self.measure(steps, batch_size, bounds, warmup_steps, measured_steps)
+                trial = validation.beside(trial, bounds) if validation else trial
+                if trial.outcome == "out_of_memory":
+                    lent.lend_scaler()
+                return self._with_workers(trial, workers)
+
+            outcome = self._run(probe, bounds)
+            if isinstance(outcome, Refusal):
+                return self._explained(outcome, samples)
+            outcome = replace(outcome, notes=steps.growth_notes(outcome.batch_size))
+            return validation.completed(outcome) if validation else outcome
+
+    def evaluation(self, home: BatchSizeHome, loop: EvaluationLoop) -> Plan | Refusal | None:
+        """Search with forward passes only.
+
+        Args:
+            home: where the stage's batch size lives.
+            loop: of the stage.
+
+        Returns:
+            A plan or a refusal; ``None`` when the stage's loaders do not follow the size: it is the user's own.
+        """
+        with self._lent([home], loop):
+            try:
+                loaders = home.loaders_for(self._first, may_be_fixed=True)
+            except ValueError as error:  # for training that is an error; this stage may not be what the finder is for
+                rank_zero_warn(str(error))
+                return None
+            return self.over(home, loaders, self.evaluation_steps(loaders, loop)) if loaders.follows else None
+
+    def over(self, home: BatchSizeHome, loaders: StageLoaders, steps: EvaluationSteps) -> Plan | Refusal:
+        """Search with evaluation steps, in a trainer that has been lent."""
+        workers = _Workers(loaders.sized)
+        limit_batches = getattr(self._trainer, f"limit_{home.source.stage}_batches")
+        bounds = self._bounds(loaders.largest_batch_size(limit_batches), workers)
+
+        def probe(batch_size: int, warmup_steps: int, measured_steps: int) -> Trial:
+            home.write(batch_size)
+            trial = self.measure(steps, batch_size, bounds, warmup_steps, measured_steps)
+            return self._with_workers(trial, workers)
+
+        outcome = self._run(probe, bounds)
+        if isinstance(outcome, Refusal):
+            return outcome
+        return replace(outcome, notes=steps.growth_notes(outcome.batch_size))
+
+    def evaluation_steps(self, loaders: StageLoaders, loop: EvaluationLoop) -> EvaluationSteps:
+        """Steps of an evaluation, on samples of its own loaders."""
+        return EvaluationSteps(self._trainer, loop, loaders, Samples(loaders, self._wishes.worst_case))
+
+    def measure(self, steps: Steps, batch_size: int, bounds: Bounds, warmup_steps: int, measured_steps: int) -> Trial:
+        """Run steps at one size; see :func:`.measure.measure`."""
+        return measure(
+            steps,
+            self._meter,
+            self._marks,
+            batch_size,
+            warmup_steps=warmup_steps,
+            measured_steps=measured_steps,
+            enough_bytes=bounds.limit_bytes,
+        )
+
+    @contextmanager
+    def _lent(self, homes: Sequence[BatchSizeHome], loop: Loop) -> Iterator[KeptTrainer]:
+        with ExitStack() as stack:
+            watcher = StepWatcher(self._marks)
+            kept = stack.enter_context(no_trace(self._trainer, self._module, homes, self._random, watcher, loop))
+            stack.enter_context(self._progress)
+            stack.enter_context(each_size_static())
+            stack.enter_context(sigterm_raises())  # gone before anything is put back
+            for handle in self._marks.watch(self._trainer.optimizers):
+                stack.callback(handle.remove)
+            yield kept
+        self._meter.release_cached()  # training starts as if nothing had been allocated before
+
+    def _run(self, probe: Callable[[int, int, int], Trial], bounds: Bounds) -> Plan | Refusal:
+        trials: list[Trial] = []
+        while isinstance(step := decide(trials, bounds, self._meter.repeatability), Probe):
+            self._progress.trying(step)
+            trials.append(probe(step.batch_size, *self._step_counts(len(trials))))
+        return step
+
+    def _step_counts(self, trials_run: int) -> tuple[int, int]:
+        """How many steps warm up and how many are counted; two in all at each size but the smallest two.
+
+        The first step of all creates the optimizer's state, the second is the first with gradients alive in forward.
+        Where the device does not repeat itself, a first step at a size says as much of the peak as any.
+        """
+        if trials_run < 2:
+            return (3, 5) if trials_run == 0 else (1, 3)
+        return (1, 1) if self._meter.repeatability == 0 else (0, 2)
+
+    def _with_workers(self, trial: Trial, workers: _Workers) -> Trial:
+        trial = replace(trial, worker_bytes=workers.bytes_at(trial.batch_size))
+        peaks = {phase: peak + self._shared(trial) for phase, peak in trial.phase_peak_bytes.items()}
+        return replace(trial, phase_peak_bytes=peaks)
+
+    def _shared(self, trial: Trial) -> int:
+        """What loader workers hold of the memory that is measured; on a device they bound the size, and no peak."""
+        return trial.worker_bytes if self._meter.name == "host" else 0
+
+    def _bounds(
+        self, largest_in_data: int | None, workers: _Workers, *, target_batch_size: int | None = None
+    ) -> Bounds:
+        wishes, budget = self._wishes, self._meter.budget_bytes()
+        wanted = limit_bytes(wishes.memory_limit, budget)
+        if wanted > budget:
+            rank_zero_warn(f"memory_limit={wishes.memory_limit!r} is more than the device can give, {mib(budget)}")
+        ceilings: list[tuple[int, Ceiling]] = [(wishes.max_batch_size or _UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size")]
+        if largest_in_data is not None:
+            ceilings.append((largest_in_data, "dataset"))
+        if target_batch_size is not None:
+            ceilings.append((target_batch_size, "target_batch_size"))
+        if self._meter.name != "host":
+            ceilings.append((workers.largest_in_host_memory(), "host memory"))
+        largest, reason = min(ceilings, key=lambda ceiling: ceiling[0])
+        return Bounds(
+            limit_bytes=min(wanted, budget),
+            min_batch_size=wishes.min_batch_size or min(FIRST_SIZE, largest),
+            max_batch_size=largest,
+            max_reason=reason,
+            multiple_of=wishes.multiple_of,
+            objective=wishes.objective,
+            target_batch_size=target_batch_size,
+        )
+
+    def _validation(self, home: BatchSizeHome) -> _Validation | None:
+        """Validation beside training; ``None`` where there is none, or its loaders cannot be probed."""
+        if not self._trainer.enable_validation:
+            return None
+        name = self._wishes.eval_batch_arg_name
+        own_home = replace(home, source=validation_source(self._trainer), name=name or home.name)
+        if name is not None:
+            own_home.check()
+            return _Validation(self, own_home, self._first, own=True)
+        try:
+            return _Validation(self, own_home, self._first, own=False)
+        except ValueError as error:
+            rank_zero_warn(f"validation is no part of the search: {error}")
+            return None
+
+    def _explained(self, refusal: Refusal, samples: Samples) -> Refusal:
+        """The refusal with what the memory is made of, where something was run."""
+        if not refusal.trials:
+            return refusal
+        trial, trainer, meter = refusal.trials[-1], self._trainer, self._meter
+        meter.release_cached()  # what the host's heap keeps of the steps is activations, not the rest
+        parts = measure_parts(
+            trainer.lightning_module,
+            trainer.optimizers,
+            None,  # counted as it is on the host: to move it could run out of memory once more
+            trainer.strategy.root_device,
+            start_bytes=meter.current().allocated_bytes,
+            peak_bytes=trial.peak_bytes - self._shared(trial),
+        )
+        batch_bytes = sum(tensor.nbytes for tensor in tensors_in(samples.batch(trial.batch_size)[0]))
+        activations_bytes = max(0, parts.activations_bytes - batch_bytes)
+        parts = replace(parts, batch_bytes=batch_bytes, activations_bytes=activations_bytes)
+        held = f"At {trial.batch_size} samples the memory held {parts_text(parts)}."
+        return replace(refusal, reason=f"{refusal.reason} {held}")
+
+
+class _Validation:
+    """Validation beside training: a phase of every size, or the same at every size, or a search of its own.
+
+    Args:
+        search: that of the training.
+        home: where the size of validation lives.
+        first: the first size, for loaders that follow it.
+        own: whether validation has a size of its own to be found.
+    """
+
+    def __init__(self, search: ProbingSearch, home: BatchSizeHome, first: int, *, own: bool) -> None:
+        self._search = search
+        self._home = home
+        self._own = own
+        self._loaders = home.loaders_for(first, may_be_fixed=not own)
+        self._steps = search.evaluation_steps(self._loaders, validation_loop(home.trainer))
+        self._last: Trial | None = None
+
+    @property
+    def combined(self) -> CombinedLoader:
+        """The validation loaders, as Lightning combines them."""
+        return self._loaders.combined
+
+    @property
+    def sized(self) -> Sequence[SizedLoader]:
+        """The validation loaders."""
+        return self._loaders.sized
+
+    def beside(self, trial: Trial, bounds: Bounds) -> Trial:
+        """The training trial with validation as a phase, as it is at that batch size."""
+        if self._own or trial.outcome != "ok":
+            return trial
+        if self._last is None or self._loaders.follows:
+            warmup_steps = 0 if self._last else 1
+            self._last = self._search.measure(self._steps, trial.batch_size, bounds, warmup_steps, 1)
+        return with_evaluation(trial, self._last)
+
+    def completed(self, plan: Plan) -> Plan | Refusal:
+        """The plan with that of validation's own size, where it has one."""
+        if not self._own:
+            return replace(plan, notes=(*plan.notes, *self._steps.growth_notes(plan.batch_size)))
+        own = self._search.over(self._home, self._loaders, self._steps)
+        if isinstance(own, Refusal):
+            return replace(own, reason=f"validation: {own.reason}")
+        return replace(plan, evaluation=own)
+
+
+class _Workers:
+    """What loader workers hold in host memory, as a function of the batch size.
+
+    Args:
+        loaders: those whose workers are alive at the same time.
+    """
+
+    def __init__(self, loaders: Sequence[SizedLoader]) -> None:
+        self._measured: list[tuple[SizedLoader, WorkerMemory]] = []
+        for one in loaders:
+            # a loader of a fixed size need not read all of it
+            sizes = {one.size_at(s) if one.requested_at is not None else min(s, one.size) for s in _WORKER_SIZES}
+            if (memory := measure_workers([one.loader], sorted(sizes))) is not None:
+                self._measured.append((one, memory))
+
+    def bytes_at(self, batch_size: int) -> int:
+        """Bytes that all of them hold at most."""
+        return sum(memory.bytes_at(one.size_at(batch_size)) for one, memory in self._measured)
+
+    def largest_in_host_memory(self) -> int:
+        """The largest batch size at which they fit into what the host still has."""
+        if not self._measured:
+            return _UNBOUNDED_MAX_BATCH_SIZE
+        host = HostMeter()
+        room = host.budget_bytes() - host.current().allocated_bytes
+        return max(1, bisect_right(range(1, _UNBOUNDED_MAX_BATCH_SIZE + 1), room, key=self.bytes_at))

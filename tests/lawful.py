@@ -1,0 +1,59 @@
+"""A module whose use of a fake meter follows a law of the batch size, for tests of the finder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+SAMPLES = 5000
+MIB = 2**20
+
+
+def law(size: int) -> int:
+    return 99 * MIB + size * MIB
+
+
+class Lawful(LightningModule):
+    """A module whose use of a fake meter follows a law of the batch size; the real tensors are tiny."""
+
+    def __init__(self, meter: Any, law: Callable[[int], int], batch_size: int = 3) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+        def use(size: int) -> None:  # a function, since the search works on copies of a module's other attributes
+            meter.free()
+            meter.use(law(size))
+            meter.free()
+
+        self.use = use
+        self.layer = nn.Linear(1, 1)
+        self.sizes: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (x,) = batch
+        self.sizes.append(len(x))
+        self.use(len(x))
+        return self.layer(x).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.zeros(SAMPLES, 1)), batch_size=self.batch_size)
+
+
+class Sizes(Callback):
+    """The batch sizes that training itself ran."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        self.seen.add(len(batch[0]))
