@@ -72,7 +72,7 @@ def measure_workers(loaders: Sequence[DataLoader[Any]], batch_sizes: Sequence[in
 
     Neither the loaders, their samplers and data sets nor any random generator move in this process. Not counted is
     what comes later: caches of the data set that keep growing, pages that are copied when the training writes to what
-    a forked worker shares with it.
+    a forked worker shares with it. Heaps do not repeat themselves: samples of 1 MiB were once 2 % above the bound.
 
     Args:
         loaders: those whose workers are alive at the same time.
