@@ -51,7 +51,7 @@ class MemoryProfiler(Callback):
         """Choose the meter of the device that is trained on."""
         if stage == "fit":
             self.summary, self._table_due = None, False
-            self._meter = meter_for(trainer.strategy.root_device)
+            self._meter = meter_for(trainer.strategy.root_device, quick=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the CSV, before hours are spent, and begin to watch."""

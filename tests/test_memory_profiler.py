@@ -111,7 +111,7 @@ class Recorder(DummyLogger):
 def meter(fake_meter, monkeypatch):
     """The meter that every profiler of the test gets: 1 MiB in use, a limit of 1 GiB."""
     meter = fake_meter(budget_bytes=1024 * MIB, base_bytes=MIB)
-    monkeypatch.setattr(lightning_batchmem.memory_profiler, "meter_for", lambda device: meter)
+    monkeypatch.setattr(lightning_batchmem.memory_profiler, "meter_for", lambda device, quick: meter)
     return meter
 
 

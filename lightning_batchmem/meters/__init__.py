@@ -81,11 +81,12 @@ class Utilization(Protocol):
         ...
 
 
-def meter_for(device: torch.device) -> Meter:
+def meter_for(device: torch.device, *, quick: bool = False) -> Meter:
     """The meter of ``device``.
 
     Args:
         device: where the model is trained, e.g. ``trainer.strategy.root_device``.
+        quick: prefer a cheap reading to the most exact one, for use in every step; see :class:`.host.HostMeter`.
 
     Raises:
         ValueError: for a kind of device that no meter knows.
@@ -97,7 +98,7 @@ def meter_for(device: torch.device) -> Meter:
     if device.type == "cpu":
         from lightning_batchmem.meters.host import HostMeter
 
-        return HostMeter()
+        return HostMeter(quick=quick)
     if device.type == "mps":
         from lightning_batchmem.meters.mps import MpsMeter
 

@@ -25,6 +25,10 @@ _STATUS = "/proc/self/status"
 # the next the design has 20 %.
 HOST_REPEATABILITY = 0.4
 
+# By how much the two readings of the peak may differ where they speak of the same memory: on kernels since 6.2 each
+# core may hold some pages back from the quick one.
+_READINGS_AGREE_BYTES = 2**20
+
 # What is left of the heap after a trim differs by some pages and arenas even where the step is the same.
 # Source: measured, a linear layer of a few KiB at 2 and 4 samples: the peaks differed by less than 0.3 MiB.
 _RESOLUTION_BYTES = 2**20
@@ -40,6 +44,10 @@ class HostMeter:
     moment stands in for the peak, ``has_peak`` is false and a warning says so. With very many cores the kernel's own
     count is approximate: each core may hold some pages back.
 
+    Args:
+        quick: read the peak with ``getrusage`` (1 µs instead of about 10) where it agrees with the kernel's mark after
+            a reset. It does not where the program that became this process (``exec``) was larger.
+
     Example:
         >>> meter = HostMeter()
         >>> meter.reset_peak()
@@ -47,7 +55,7 @@ class HostMeter:
         True
 
     Source: VmHWM and clear_refs (value 5) in proc_pid_status(5) and
-    https://docs.kernel.org/filesystems/proc.html; the approximation:
+    https://docs.kernel.org/filesystems/proc.html; ru_maxrss in getrusage(2); the approximation:
     https://lkml.iu.edu/hypermail/linux/kernel/2601.1/11412.html
     """
 
@@ -55,7 +63,7 @@ class HostMeter:
     repeatability = HOST_REPEATABILITY
     resolution_bytes = _RESOLUTION_BYTES
 
-    def __init__(self) -> None:
+    def __init__(self, *, quick: bool = False) -> None:
         self._clear_refs = _KeptOpen.or_none(_CLEAR_REFS, os.O_WRONLY)
         self._status = _KeptOpen.or_none(_STATUS, os.O_RDONLY)
         self.has_peak = self._can_reset()
@@ -64,6 +72,7 @@ class HostMeter:
                 f"{_CLEAR_REFS} cannot be written: the host's memory is sampled at the moment it is asked for, which is"
                 " coarser than a true peak and misses what was freed before."
             )
+        self._quick = quick and self.has_peak and self._readings_agree()
 
     def reset_peak(self) -> None:
         """Let the peak start again from the resident set; nothing where the kernel keeps no peak to reset."""
@@ -72,6 +81,8 @@ class HostMeter:
 
     def peak(self) -> Reading:
         """Largest resident set since :meth:`reset_peak`; the one at the moment where ``has_peak`` is false."""
+        if self._quick:
+            return Reading(_rusage_peak_bytes())
         peak_bytes = self._status_bytes("VmHWM")
         return self.current() if peak_bytes is None or not self.has_peak else Reading(peak_bytes)
 
@@ -121,6 +132,11 @@ class HostMeter:
         except OSError:
             return False
         return True
+
+    def _readings_agree(self) -> bool:
+        self.reset_peak()
+        marked_bytes = self._status_bytes("VmHWM")
+        return marked_bytes is not None and abs(marked_bytes - _rusage_peak_bytes()) <= _READINGS_AGREE_BYTES
 
     def _status_bytes(self, field: str) -> int | None:
         if self._status is None:
@@ -185,6 +201,12 @@ class _KeptOpen:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _rusage_peak_bytes() -> int:
+    import resource  # not on Windows, where there is no mark to reset either
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
 
 
 @cache

@@ -56,6 +56,25 @@ def test_meter_for_cpu_is_the_host_meter() -> None:
 
 
 @needs_peak
+def test_the_quick_reading_is_that_of_the_kernels_mark() -> None:
+    meter, exact = HostMeter(quick=True), HostMeter()
+    if not meter._quick:
+        pytest.skip("what this process was before exec was larger")
+    for size in (0, 64, 8):
+        meter.reset_peak()
+        touch(size * MIB).close() if size else None
+        assert abs(meter.peak().allocated_bytes - exact.peak().allocated_bytes) <= MIB
+
+
+@needs_peak
+def test_a_quick_reading_that_remembers_more_than_the_mark_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux carries the peak of the program before exec along in getrusage."""
+    monkeypatch.setattr(host, "_rusage_peak_bytes", lambda: 1 << 40)
+    meter = HostMeter(quick=True)
+    assert meter.peak().allocated_bytes < 1 << 40
+
+
+@needs_peak
 def test_peak_rises_by_a_tensor_and_falls_after_reset() -> None:
     meter = HostMeter()
     assert meter.has_peak
