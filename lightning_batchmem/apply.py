@@ -34,9 +34,9 @@ LEARNING_RATE_NAMES = ("lr", "learning_rate")
 @contextmanager
 def no_trace(
     trainer: Trainer,
-    module: LightningModule,
     homes: Sequence[BatchSizeHome],
     random: RandomStates,
+    kept_module: KeptModule,
     watcher: StepWatcher,
     loop: Loop,
 ) -> Iterator[KeptTrainer]:
@@ -44,9 +44,9 @@ def no_trace(
 
     Args:
         trainer: before its loop runs.
-        module: the module that is trained or evaluated.
         homes: where batch sizes live; they get their old values back.
         random: the generators' states to rewind to.
+        kept_module: the module, and what goes with it, as they are to be again.
         watcher: the only callback that the steps reach.
         loop: the loop that is about to run.
     """
@@ -54,11 +54,8 @@ def no_trace(
         undo.callback(random.rewind)
         for home in homes:
             undo.callback(home.keep())
-        schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
-        data = [trainer.datamodule]  # type: ignore[attr-defined]  # set where mypy does not look
-        kept_module = KeptModule(module, [one for one in (*data, *trainer.optimizers, *schedulers) if one is not None])
         undo.callback(kept_module.put_back)  # with the batch size, where an attribute holds it
-        kept_trainer = KeptTrainer(trainer, loop)
+        kept_trainer = KeptTrainer(trainer, loop, kept_module.schedulers)
         undo.callback(kept_trainer.put_back)
         if kept_module.passed_over:
             what = "; ".join(kept_module.passed_over[:10])
@@ -110,7 +107,7 @@ def look_before(trainer: Trainer, home: BatchSizeHome, wishes: Wishes, previous:
     return Before(accumulate, effective, learning_rate)
 
 
-def follow_up(trainer: Trainer, plan: Plan, wishes: Wishes, before: Before) -> Plan:
+def follow_up(trainer: Trainer, plan: Plan, wishes: Wishes, before: Before, epoch_batches: float) -> Plan:
     """Add to ``plan`` what follows from its size: accumulation, samples to an optimizer step, learning rate.
 
     Args:
@@ -118,17 +115,21 @@ def follow_up(trainer: Trainer, plan: Plan, wishes: Wishes, before: Before) -> P
         plan: of the search.
         wishes: of the user.
         before: what :func:`look_before` noted.
+        epoch_batches: batches of an epoch at the plan's size; ``inf`` when unknown.
     """
     notes, accumulate = list(plan.notes), before.accumulate_grad_batches
     if wishes.target_batch_size is not None:
         micro = micro_batches(wishes.target_batch_size, trainer.world_size, wishes.multiple_of)[plan.batch_size]
         accumulate = micro.accumulate_grad_batches
         notes += [micro.rounding] if micro.rounding else []
-    effective, base, learning_rate = (
-        plan.batch_size * accumulate * trainer.world_size,
-        before.effective_batch_size,
-        None,
-    )
+    together = accumulate
+    if epoch_batches < accumulate:  # Lightning steps at the end of an epoch in any case
+        together = max(1, int(epoch_batches))
+        notes.append(
+            f"an epoch has {together} of the {accumulate} batches that make an optimizer step, which ends with it"
+        )
+    effective, base = plan.batch_size * together * trainer.world_size, before.effective_batch_size
+    learning_rate = None
     if base is not None and wishes.lr_scaling is not None and before.learning_rate is not None:
         learning_rate = scaled_learning_rate(
             before.learning_rate, rule=wishes.lr_scaling, effective_batch_size=effective, base_batch_size=base
@@ -148,25 +149,28 @@ def follow_up(trainer: Trainer, plan: Plan, wishes: Wishes, before: Before) -> P
     )
 
 
-def apply_to_training(trainer: Trainer, home: BatchSizeHome, plan: Plan, *, validation_home: BatchSizeHome) -> None:
+def apply_to_training(
+    trainer: Trainer, home: BatchSizeHome, plan: Plan, *, validation_home: BatchSizeHome | None
+) -> None:
     """Set what ``plan`` says and let optimizers and schedulers be configured as if it had always been there.
 
     Args:
         trainer: in ``on_fit_start``, its generators where they were before ``configure_optimizers`` first ran.
         home: where the batch size lives.
         plan: batch size, accumulation, learning rate, and validation's own size where it has one.
-        validation_home: where that lives.
+        validation_home: where that lives; ``None`` when validation has no size of its own.
     """
     home.write_for_good(plan.batch_size)
-    if plan.evaluation is not None:
+    if plan.evaluation is not None and validation_home is not None:
         validation_home.write_for_good(plan.evaluation.batch_size)
     trainer.accumulate_grad_batches = plan.accumulate_grad_batches
+    changes = plan.learning_rate is not None and plan.learning_rate != learning_rate_of(home.module)
     if plan.learning_rate is not None:
         set_learning_rate(home.module, plan.learning_rate)
     forget_train_loader(trainer)
     before = _learning_rates(trainer)
     configure_optimizers_again(trainer)
-    if plan.learning_rate != plan.learning_rate_before and before == _learning_rates(trainer):
+    if changes and before == _learning_rates(trainer):
         rank_zero_warn(
             f"lr_scaling set the module's learning rate to {plan.learning_rate:.6g}, and configure_optimizers does not"
             " use it: the optimizers have the rates that they had before"

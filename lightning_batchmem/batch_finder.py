@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import lightning.pytorch.callbacks
@@ -16,13 +17,15 @@ from rich.console import Console
 
 from lightning_batchmem._lightning.evaluation import before_loaders, stage_loop
 from lightning_batchmem._lightning.loaders import (
+    DataSource,
     forget_train_loader,
+    generators_of,
     stage_source,
     train_source,
     validation_source,
 )
 from lightning_batchmem._lightning.progress import is_rehearsal
-from lightning_batchmem._lightning.state import RandomStates, record_before_optimizers
+from lightning_batchmem._lightning.state import KeptModule, RandomStates, record_before_optimizers
 from lightning_batchmem.apply import apply_to_training, follow_up, look_before
 from lightning_batchmem.data import BatchSizeHome
 from lightning_batchmem.limits import check_positive, limit_bytes
@@ -137,7 +140,8 @@ class BatchFinder(Callback):
         self._search_on_resume = search_on_resume
         self._plan_of_fit: Plan | None = None
         self._plan_in_checkpoint: Plan | None = None
-        self._random_before_optimizers: RandomStates | None = None
+        self._wishes_in_checkpoint: dict[str, Any] = {}
+        self._kept: tuple[RandomStates, KeptModule] | None = None  # as they were before configure_optimizers
         self._take_away: Callable[[], object] = lambda: None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -151,23 +155,28 @@ class BatchFinder(Callback):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not look
         # before a LearningRateFinder, which Lightning puts first, and which needs the size
         trainer.callbacks = sorted(callbacks, key=lambda callback: callback is not self)  # type: ignore[attr-defined]
-        self._take_away = record_before_optimizers(trainer, self._keep_random_states)
 
-    def _keep_random_states(self, states: RandomStates) -> None:
-        self._random_before_optimizers = states
+        def keep() -> None:
+            self._kept = _as_it_is(trainer, pl_module, train_source(trainer))
+
+        self._take_away = record_before_optimizers(trainer, keep)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave nothing behind on strategy and loops when a run ends before the search."""
         self._take_away()
+        self._kept = None
 
     def state_dict(self) -> dict[str, Any]:
         """The plan that a checkpoint carries, as plain JSON types."""
-        return {} if self._plan_of_fit is None else {"plan": json.loads(self._plan_of_fit.to_json())}
+        if self._plan_of_fit is None:
+            return {}
+        return {"plan": json.loads(self._plan_of_fit.to_json()), "wishes": self._wishes.as_json()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the plan out of a checkpoint; a ``fit`` that resumes goes on with it."""
         if "plan" in state_dict:
             self._plan_in_checkpoint = Plan.from_json(json.dumps(state_dict["plan"]))
+            self._wishes_in_checkpoint = state_dict["wishes"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, and set the size that was found."""
@@ -179,23 +188,27 @@ class BatchFinder(Callback):
         _check_step(pl_module.training_step, "training_step")
         self._check_trainer(trainer, pl_module)
         meter = _meter_of(trainer)
-        random = self._random_before_optimizers or RandomStates()
-        self._random_before_optimizers = None
+        source = train_source(trainer)
+        random, kept_module = self._kept or _as_it_is(trainer, pl_module, source)
+        self._kept = None
         forget_train_loader(trainer)  # built already if configure_optimizers asked for estimated_stepping_batches
-        home = BatchSizeHome(trainer, pl_module, self._batch_arg_name, train_source(trainer))
+        home = BatchSizeHome(trainer, pl_module, self._batch_arg_name, source)
+        home.check()
         before = look_before(trainer, home, self._wishes, self._plan_of_fit)
         plan = self._resumed(trainer, meter)
         if plan is None:
-            outcome = ProbingSearch(trainer, pl_module, meter, self._wishes, random).training(home)
+            search = ProbingSearch(trainer, meter, self._wishes, random, kept_module)
+            outcome = search.training(home)
             if isinstance(outcome, Refusal):
                 raise RuntimeError(outcome.reason)
-            plan = follow_up(trainer, outcome, self._wishes, before)
+            plan = follow_up(trainer, outcome, self._wishes, before, search.epoch_batches)
             _show(trainer, plan)
         else:
+            kept_module.put_back()
             random.rewind()
         self.plan = self._plan_of_fit = plan
-        name = self._wishes.eval_batch_arg_name or home.name
-        validation_home = replace(home, source=validation_source(trainer), name=name)
+        name = self._wishes.eval_batch_arg_name
+        validation_home = replace(home, source=validation_source(trainer), name=name) if name else None
         apply_to_training(trainer, home, plan, validation_home=validation_home)
 
     def _before_evaluation(self, trainer: Trainer, module: LightningModule) -> None:
@@ -209,9 +222,8 @@ class BatchFinder(Callback):
         if not home.in_attribute and not source.passed:
             rank_zero_info(f"BatchFinder leaves {source.hook} alone: nothing has the attribute {home.name!r}")
             return
-        outcome = ProbingSearch(trainer, module, _meter_of(trainer), self._wishes, RandomStates()).evaluation(
-            home, loop
-        )
+        random, kept_module = _as_it_is(trainer, module, source)
+        outcome = ProbingSearch(trainer, _meter_of(trainer), self._wishes, random, kept_module).evaluation(home, loop)
         if outcome is None:
             rank_zero_info(f"BatchFinder leaves {source.hook} alone: it does not follow {home.name!r}")
             return
@@ -228,7 +240,7 @@ class BatchFinder(Callback):
             return None
         budget = meter.budget_bytes()
         limit = min(limit_bytes(self._wishes.memory_limit, budget), budget)
-        device, most = device_name(trainer.strategy.root_device), self._wishes.max_batch_size
+        device = device_name(trainer.strategy.root_device)
         changes = []
         if device != plan.device:
             changes.append(f"it was found on {plan.device} and this is {device}")
@@ -236,8 +248,11 @@ class BatchFinder(Callback):
             changes.append(f"it held {mib(plan.measured_peak_bytes)} and the limit is {mib(limit)}")
         elif abs(limit - plan.limit_bytes) > _LIMIT_CHANGED * plan.limit_bytes:
             changes.append(f"the limit was {mib(plan.limit_bytes)} and is {mib(limit)}")
-        if most is not None and plan.batch_size > most:
-            changes.append(f"max_batch_size is {most}")
+        wishes = self._wishes.as_json()
+        for name in [name for name, value in wishes.items() if value != self._wishes_in_checkpoint.get(name, value)]:
+            changes.append(f"{name} was {self._wishes_in_checkpoint[name]!r} and is {wishes[name]!r}")
+        if self._wishes.target_batch_size is None and plan.accumulate_grad_batches != trainer.accumulate_grad_batches:
+            plan = replace(plan, accumulate_grad_batches=trainer.accumulate_grad_batches, effective_batch_size=None)
         goes_on = f"BatchFinder goes on with the checkpoint's batch size {plan.batch_size}"
         if changes:
             rank_zero_warn(f"{goes_on}, although {', and '.join(changes)}; search_on_resume=True searches again")
@@ -253,6 +268,14 @@ class BatchFinder(Callback):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not look
         if any(isinstance(one, lightning.pytorch.callbacks.GradientAccumulationScheduler) for one in callbacks):
             raise ValueError("target_batch_size must be None with a GradientAccumulationScheduler, which sets it too")
+
+
+def _as_it_is(trainer: Trainer, module: LightningModule, source: DataSource) -> tuple[RandomStates, KeptModule]:
+    """All that a search, or configuring the optimizers twice, may change outside the trainer."""
+    generators = [generator for loader in source.passed_loaders() for generator in generators_of(loader)]
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set where mypy does not look
+    others = [SimpleNamespace(generators=generators), *([datamodule] if datamodule is not None else [])]
+    return RandomStates(), KeptModule(module, others)
 
 
 def _check_attribute_name(argument: str, name: object) -> None:

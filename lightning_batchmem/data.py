@@ -52,7 +52,7 @@ class BatchSizeHome:
         if self.in_attribute:
             size = lightning_getattr(self.module, self.name)
         else:
-            size = loader_batch_size(self.source.request().flattened[0]) if self.source.passed else None
+            size = next((loader_batch_size(loader) for loader in self.source.passed_loaders()), None)
         return size if isinstance(size, int) and size > 0 else None
 
     def check(self) -> None:
@@ -84,7 +84,10 @@ class BatchSizeHome:
             for loader in combined.flattened:
                 set_loader_batch_size(loader, batch_size)
         if self.in_attribute:
-            lightning_setattr(self.module, self.name, batch_size)
+            try:
+                lightning_setattr(self.module, self.name, batch_size)
+            except AttributeError as error:
+                raise ValueError(f"`{self.name}` must be an attribute that can be set, got {error}") from error
 
     def write_for_good(self, batch_size: int) -> None:
         """Set the size as :meth:`write` does, and in the hyperparameters that Lightning is about to log."""
@@ -100,8 +103,7 @@ class BatchSizeHome:
         Returns:
             To be called to put them back.
         """
-        loaders = self.source.request().flattened if self.source.passed else []
-        kept = [(loader, loader_batch_size(loader)) for loader in loaders]
+        kept = [(loader, loader_batch_size(loader)) for loader in self.source.passed_loaders()]
 
         def put_back() -> None:
             for loader, size in kept:

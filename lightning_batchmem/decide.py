@@ -16,6 +16,7 @@ from .plan import Plan
 from .records import Bounds, LimitedBy, MemoryModel, Probe, Refusal, Trial, mib
 from .search import (
     NOTABLE,
+    NOTABLE_DEAR,
     NOTABLE_NOISE,
     Search,
     disagreement,
@@ -27,6 +28,7 @@ from .search import (
     rounded,
     size_range,
     surely_fits,
+    without_noise,
 )
 
 # Source of the figures below: simulated laws, straight and bent, with and without noise; tests/test_decide.py holds
@@ -155,7 +157,10 @@ def _grow(search: Search) -> Probe | tuple[LimitedBy, str]:
     careful = largest_within(model, within, known, search.highest)
     # A step that is not notable would teach nothing, so take at least that.
     target = min(fill, growth * size, max(careful, math.ceil((1 + notable_share(search, fill)) * size)))
-    if fill // 2 < target < fill:  # a stop just before the end costs nearly as much as the end, and says no more
+    # A stop just before the end costs nearly as much as the end, and says no more. Nor go to the end at once where the
+    # noise of what was measured so far is what makes it the end: half-way there the lines are sharper.
+    hopeful = largest_within(without_noise(model), limit, known, search.highest)
+    if fill // 2 < target and (target < fill or hopeful >= (1 + NOTABLE_DEAR) * fill):
         target = max(fill // 2, math.ceil((1 + notable_share(search, fill)) * size))
     return _probe(max(following, rounded(target, bounds)), why, model, limit)
 

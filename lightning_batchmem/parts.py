@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -134,6 +135,18 @@ def tensors_in(data: object) -> list[Tensor]:
     found: list[Tensor] = []
     _collect(data, found, set())
     return found
+
+
+def copied(sample: Any, *, share_tensors: bool = False) -> Any:
+    """A copy of a sample in which tensors hold no more than themselves: not the storage that they are a view of.
+
+    Args:
+        sample: however nested.
+        share_tensors: whether the tensors are those of the sample itself, and all else is new.
+    """
+    tensors = tensors_in(sample)
+    memo = {id(tensor): tensor if share_tensors else tensor.clone() for tensor in tensors}
+    return copy.deepcopy(sample, memo)
 
 
 def samples_in(batch: object) -> int | None:

@@ -70,7 +70,7 @@ class Plan:
             rows.append(("predicted", f"{mib(self.predicted_peak_bytes)} from the other sizes"))
             rows.append(("margin", f"{mib(self.margin_bytes)} on top, for {self._margin_is_for()}"))
         if self.measured_peak_bytes is not None:
-            rows.append(("measured", f"{mib(self.measured_peak_bytes)} at its peak"))
+            rows.append(("measured", f"{mib(self.measured_peak_bytes)} at its peak{self._of_it_workers()}"))
         if self.memory is not None:
             phase = self.memory.phase_at(self.batch_size)
             line = self.memory.lines[phase]
@@ -82,7 +82,7 @@ class Plan:
             rows.append(("tried", ", ".join(str(trial.batch_size) for trial in self.trials)))
         if self.accumulate_grad_batches > 1:
             rows.append(("step", f"{self.effective_batch_size} samples, in {self.accumulate_grad_batches} batches"))
-        if self.learning_rate is not None:
+        if self.learning_rate is not None and self.learning_rate != self.learning_rate_before:
             rows.append(("lr", f"{self.learning_rate:.6g} instead of {self.learning_rate_before:.6g}"))
         rows += [("why", self.reason)] if self.reason else []
         rows += [("note", note) for note in self.notes]
@@ -90,6 +90,10 @@ class Plan:
         head = f"batch size {self.batch_size}, limited by {self.limited_by.replace('_', ' ')}, {verified}"
         text = "\n".join([head, *(f"  {name:<10}{text}" for name, text in rows)])
         return text if self.evaluation is None else f"{text}\nvalidation: {self.evaluation}"
+
+    def _of_it_workers(self) -> str:
+        held = max((t.worker_bytes for t in self.trials if t.batch_size == self.batch_size), default=0)
+        return f"; loader workers hold up to {mib(held)}" if held else ""
 
     def _margin_is_for(self) -> str:
         lines = self.memory.lines.values() if self.memory is not None else ()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from rich.console import Console
 
 from lightning_batchmem._lightning.evaluation import EvaluationLoop, validation_loop
 from lightning_batchmem._lightning.loaders import pretend_loaded, validation_source
-from lightning_batchmem._lightning.state import KeptTrainer, Loop, RandomStates
+from lightning_batchmem._lightning.state import KeptModule, KeptTrainer, Loop, RandomStates
 from lightning_batchmem._lightning.step import begin_training
 from lightning_batchmem.apply import no_trace
 from lightning_batchmem.compiled import each_size_static
@@ -30,7 +31,7 @@ from lightning_batchmem.plan import Plan
 from lightning_batchmem.records import Bounds, Ceiling, Probe, Refusal, Trial, mib
 from lightning_batchmem.report.plan import SearchProgress
 from lightning_batchmem.report.table import parts_text
-from lightning_batchmem.stage_loaders import SizedLoader, StageLoaders
+from lightning_batchmem.stage_loaders import SizedLoader, StageLoaders, limited_batches
 from lightning_batchmem.steps import EvaluationSteps, Steps, TrainingSteps
 from lightning_batchmem.termination import sigterm_raises
 from lightning_batchmem.wishes import Wishes
@@ -47,17 +48,20 @@ class ProbingSearch:
 
     Args:
         trainer: before its loop runs.
-        module: the module that is trained or evaluated.
         meter: of the device.
         wishes: the user's.
         random: the generators' states to rewind to.
+        kept_module: the module as it is to be again.
+
+    Attributes:
+        epoch_batches: batches of an epoch at the size that was found; ``inf`` when unknown.
     """
 
     def __init__(
-        self, trainer: Trainer, module: LightningModule, meter: Meter, wishes: Wishes, random: RandomStates
+        self, trainer: Trainer, meter: Meter, wishes: Wishes, random: RandomStates, kept_module: KeptModule
     ) -> None:
         self._trainer = trainer
-        self._module = module
+        self._kept_module = kept_module
         self._meter = meter
         self._wishes = wishes
         self._random = random
@@ -65,6 +69,7 @@ class ProbingSearch:
         shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
         self._progress = SearchProgress(Console(), enabled=shown)
         self._first = wishes.min_batch_size or FIRST_SIZE
+        self.epoch_batches = math.inf
 
     def training(self, home: BatchSizeHome) -> Plan | Refusal:
         """Search with training steps, and validation as a phase of them where there is one.
@@ -77,8 +82,8 @@ class ProbingSearch:
         with self._lent([home, replace(home, source=validation_source(trainer))], trainer.fit_loop) as lent:
             loaders = home.loaders_for(self._first)
             validation = self._validation(home)
-            combined = validation.combined if validation else None
-            pretend_loaded(trainer, loaders.combined, loaders.batches(self._first), combined)
+            val_loaders, val_batches = (validation.combined, validation.batches) if validation else (None, [])
+            pretend_loaded(trainer, loaders.combined, loaders.batches(self._first), val_loaders, val_batches)
             if wishes.target_batch_size is not None:
                 trainer.accumulate_grad_batches = 2  # gradients are then alive in backward too
             begin_training(trainer)
@@ -99,6 +104,7 @@ class ProbingSearch:
             outcome = self._run(probe, bounds)
             if isinstance(outcome, Refusal):
                 return self._explained(outcome, samples)
+            self.epoch_batches = limited_batches(loaders.batches(outcome.batch_size), trainer.limit_train_batches)
             outcome = replace(outcome, notes=steps.growth_notes(outcome.batch_size))
             return validation.completed(outcome) if validation else outcome
 
@@ -156,7 +162,7 @@ class ProbingSearch:
     def _lent(self, homes: Sequence[BatchSizeHome], loop: Loop) -> Iterator[KeptTrainer]:
         with ExitStack() as stack:
             watcher = StepWatcher(self._marks)
-            kept = stack.enter_context(no_trace(self._trainer, self._module, homes, self._random, watcher, loop))
+            kept = stack.enter_context(no_trace(self._trainer, homes, self._random, self._kept_module, watcher, loop))
             stack.enter_context(self._progress)
             stack.enter_context(each_size_static())
             stack.enter_context(sigterm_raises())  # gone before anything is put back
@@ -170,16 +176,18 @@ class ProbingSearch:
         while isinstance(step := decide(trials, bounds, self._meter.repeatability), Probe):
             self._progress.trying(step)
             trials.append(probe(step.batch_size, *self._step_counts(len(trials))))
+            # somebody else may have filled the device meanwhile
+            bounds = replace(bounds, limit_bytes=min(bounds.limit_bytes, self._meter.budget_bytes()))
         return step
 
     def _step_counts(self, trials_run: int) -> tuple[int, int]:
-        """How many steps warm up and how many are counted; two in all at each size but the smallest two.
+        """How many steps warm up and how many are counted; two in all at each size but the smallest.
 
         The first step of all creates the optimizer's state, the second is the first with gradients alive in forward.
         Where the device does not repeat itself, a first step at a size says as much of the peak as any.
         """
-        if trials_run < 2:
-            return (3, 5) if trials_run == 0 else (1, 3)
+        if trials_run == 0:
+            return 3, 5
         return (1, 1) if self._meter.repeatability == 0 else (0, 2)
 
     def _with_workers(self, trial: Trial, workers: _Workers) -> Trial:
@@ -248,8 +256,12 @@ class ProbingSearch:
         batch_bytes = sum(tensor.nbytes for tensor in tensors_in(samples.batch(trial.batch_size)[0]))
         activations_bytes = max(0, parts.activations_bytes - batch_bytes)
         parts = replace(parts, batch_bytes=batch_bytes, activations_bytes=activations_bytes)
-        held = f"At {trial.batch_size} samples the memory held {parts_text(parts)}."
-        return replace(refusal, reason=f"{refusal.reason} {held}")
+        held = f"At {trial.batch_size} samples the memory held {parts_text(parts)}"
+        if shared := self._shared(trial):
+            held += (
+                f", and up to {mib(shared)} in loader workers: fewer of them, or a smaller prefetch_factor, hold less"
+            )
+        return replace(refusal, reason=f"{refusal.reason} {held}.")
 
 
 class _Validation:
@@ -266,6 +278,7 @@ class _Validation:
         self._search = search
         self._home = home
         self._own = own
+        self._first = first
         self._loaders = home.loaders_for(first, may_be_fixed=not own)
         self._steps = search.evaluation_steps(self._loaders, validation_loop(home.trainer))
         self._last: Trial | None = None
@@ -274,6 +287,11 @@ class _Validation:
     def combined(self) -> CombinedLoader:
         """The validation loaders, as Lightning combines them."""
         return self._loaders.combined
+
+    @property
+    def batches(self) -> list[float]:
+        """Batches of each of them, at the first size."""
+        return [one.batches(self._first) for one in self._loaders.sized]
 
     @property
     def sized(self) -> Sequence[SizedLoader]:

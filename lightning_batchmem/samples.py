@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import multiprocessing
 import time
@@ -14,14 +13,11 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from lightning_batchmem.parts import copied
 from lightning_batchmem.stage_loaders import count_samples
 from lightning_batchmem.worst_case import KeepLargest, Seen, WorstCase
-
-_log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -69,11 +65,15 @@ class LoaderSamples:
         if not drawn:
             raise ValueError("the data must have at least one sample, got none")
         # out of the shared memory in which a worker hands tensors over, one file descriptor each
-        self.samples = [apply_to_collection(sample, Tensor, Tensor.clone) for sample in drawn]
+        self.samples = [copied(sample) for sample in drawn]
+        # Without workers a fetch holds all samples of the batch at once, beside the batch. With them that is in the
+        # worker; a collate function that takes its samples apart still needs new ones for each batch.
+        self._shared = loader.num_workers > 0
 
     def batch(self, batch_size: int) -> Any:
         """A collated batch of ``batch_size`` samples, on the host."""
-        return self._collate([self.samples[i % len(self.samples)] for i in range(batch_size)])
+        some = [self.samples[i % len(self.samples)] for i in range(batch_size)]
+        return self._collate([copied(sample, share_tensors=self._shared) for sample in some])
 
 
 def _draw(loader: DataLoader[Any]) -> list[Any]:
@@ -126,7 +126,7 @@ def _read(
         try:
             return take(_reader(loader, loader.dataset, most, collate, num_workers=1))
         except Exception as error:  # noqa: BLE001 - whatever a worker cannot do; what is the user's own recurs below
-            _log.info("samples for the probes could not be drawn in a worker: %s", error)
+            rank_zero_info(f"samples for the probes could not be drawn in a worker: {error}")
     return take(_reader(loader, _copy_or_warn(loader.dataset, "data set"), most, collate, num_workers=0))
 
 
@@ -175,4 +175,4 @@ def _indices(loader: DataLoader[Any], most: int) -> list[Any]:
 
 
 def _uncollated(samples: list[Any]) -> list[Any]:
-    return samples
+    return [copied(sample) for sample in samples]  # or the storages behind views would have to go through shared memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from .effective import MicroBatch, micro_batch
@@ -14,7 +14,9 @@ from .records import Bounds, MemoryModel, Trial
 NOTABLE = 0.02  # a gain below this share is not worth another probe ...
 NOTABLE_NOISE = 0.25  # ... nor one below this share of what the device cannot repeat (10 % on the host)
 NOTABLE_CEILING = 0.005  # the whole data set, or all that the user allows, is worth a probe for little
-NOTABLE_DEAR = 0.15  # ... nor one below this share where it makes the search dear; see :func:`notable_share`
+NOTABLE_DEAR = 0.2  # ... nor one below this share where it makes the search dear; see :func:`notable_share`
+
+RUN_SHARE = 0.75  # of what the device cannot repeat, that a size which was run still leaves room for
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,14 @@ def look(trials: tuple[Trial, ...], bounds: Bounds, repeatability: float, lowest
 def _may_hold_bytes(trial: Trial, smallest: Trial, repeatability: float) -> float:
     """What the same size may hold in another run: the measurement itself where the device repeats it exactly.
 
-    Where it does not, a few steps have not seen the worst: add by how much they differed, or the share of the growth
-    by which runs differ, whichever is more.
+    Where it does not, a few steps have not seen the worst: add by how much they differed, or most of the share of the
+    growth by which runs differ, whichever is more. Not all of it, as for a prediction: what came out above the line has
+    used up some of that.
     """
     if repeatability == 0:
         return trial.held_bytes
-    return trial.held_bytes + max(trial.noise_bytes, repeatability * (trial.held_bytes - smallest.held_bytes))
+    unseen = RUN_SHARE * repeatability * (trial.held_bytes - smallest.held_bytes)
+    return trial.held_bytes + max(trial.noise_bytes, unseen)
 
 
 def model_of(trials: Sequence[Trial], repeatability: float) -> MemoryModel | None:
@@ -88,6 +92,11 @@ def surely_fits(search: Search) -> int:
     """
     size, held = search.best.batch_size, search.best.held_bytes + search.best.noise_bytes + 1
     return max(size, int(search.bounds.limit_bytes / (1 + search.repeatability)) * size // held)
+
+
+def without_noise(model: MemoryModel) -> MemoryModel:
+    """The same lines, as if every measurement was exact; what the device cannot repeat is left."""
+    return replace(model, lines={phase: replace(line, noise=0.0) for phase, line in model.lines.items()})
 
 
 def largest_within(model: MemoryModel, within: float, low: int, high: int) -> int:

@@ -17,12 +17,24 @@ from lightning_batchmem._lightning.loaders import combined_mode
 def count_samples(loader: DataLoader[Any]) -> int | None:
     """How many samples an epoch of ``loader`` has on this rank; ``None`` for a stream without a length."""
     if isinstance(loader.dataset, IterableDataset):
-        return len(loader.dataset) if isinstance(loader.dataset, Sized) else None
+        return _length(loader.dataset)
     sampler = loader.sampler if loader.batch_size is not None else getattr(loader.batch_sampler, "sampler", None)
-    for sized in (sampler, loader.dataset):
-        if isinstance(sized, Sized):
-            return len(sized)
-    return None
+    length = _length(sampler)
+    return _length(loader.dataset) if length is None else length
+
+
+def limited_batches(batches: float, limit_batches: int | float) -> float:
+    """What Lightning's ``limit_*_batches`` leaves of the batches of an epoch."""
+    if isinstance(limit_batches, int):
+        return min(batches, limit_batches)
+    return batches if math.isinf(batches) else int(batches * limit_batches)
+
+
+def _length(value: object) -> int | None:
+    try:
+        return len(value) if isinstance(value, Sized) else None
+    except (TypeError, NotImplementedError):  # as Lightning takes it: there is a __len__, and it does not know
+        return None
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from lightning_batchmem.records import Objective
 from lightning_batchmem.worst_case import WorstCase
@@ -23,3 +23,9 @@ class Wishes:
     target_batch_size: int | None = None
     lr_scaling: Literal["linear", "sqrt"] | None = None
     base_batch_size: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The wishes in plain JSON types; a callable by its name."""
+        worst_case = self.worst_case
+        named = getattr(worst_case, "__qualname__", type(worst_case).__name__) if callable(worst_case) else worst_case
+        return {**{field.name: getattr(self, field.name) for field in fields(self)}, "worst_case": named}

@@ -14,6 +14,8 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_batchmem.parts import copied
+
 WorstCase = Literal["longest"] | Callable[[Any], float] | None
 """By what the largest sample is found; ``None``: it is not looked for."""
 
@@ -105,7 +107,7 @@ class KeepLargest:
                 return Seen(len(samples), [sample], self._largest, error=traceback.format_exc())
             if size > self._largest:
                 self._largest, larger = size, [sample]
-        return Seen(len(samples), larger, self._largest)
+        return Seen(len(samples), [copied(sample) for sample in larger], self._largest)
 
     def size_of(self, sample: Any) -> float:
         """How large one sample is.

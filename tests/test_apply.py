@@ -87,6 +87,18 @@ def test_a_target_that_cannot_be_kept_is_rounded_and_said(fit: Any, fake_meter: 
     assert "step      1008 samples, in 4 batches" in str(plan)
 
 
+def test_an_epoch_shorter_than_a_step_is_said_and_counted(fit: Any, fake_meter: Any) -> None:
+    meter = fake_meter(budget_bytes=500 * MIB)
+    finder = BatchFinder(target_batch_size=4000, lr_scaling="linear", base_batch_size=400)
+    module = Rated(meter)
+    fit(module, finder, meter, limit_train_batches=2)
+    plan = finder.plan
+    assert plan is not None
+    assert (plan.batch_size, plan.accumulate_grad_batches, plan.effective_batch_size) == (400, 10, 800)
+    assert "an epoch has 2 of the 10 batches that make an optimizer step, which ends with it" in plan.notes
+    assert module.lr == pytest.approx(0.2)
+
+
 def test_under_a_target_probes_accumulate(fit: Any, fake_meter: Any) -> None:
     """Gradients are alive in the second micro-batch, which may be where the peak is."""
     seen: set[bool] = set()

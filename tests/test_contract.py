@@ -316,6 +316,70 @@ class Scripted(Net):
         self.layers = torch.jit.script(self.layers)
 
 
+class OneCyclePlain(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer_name = "onecycle"
+
+
+class OwnGenerator(Net):
+    """Its loader draws from a generator that the module holds."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size, "onecycle")
+        self.order = torch.Generator().manual_seed(6)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Noisy(), batch_size=self.batch_size, shuffle=True, generator=self.order)
+
+
+class Auxiliary(Net):
+    """Keeps an optimizer and a schedule that Lightning never hears of, and steps them itself."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self.offset = nn.Parameter(torch.zeros(3))
+        self.aux = torch.optim.Adam([self.offset], lr=0.1)
+        self.decay = torch.optim.lr_scheduler.StepLR(self.aux, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.aux.zero_grad()
+        self.offset.sub(1).square().sum().backward()
+        self.aux.step()
+        self.decay.step()
+        return super().training_step(batch, batch_idx) + self.offset.detach().sum() * self.layers[0].weight.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layers.parameters(), lr=1e-2)
+
+
+def halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+class Hooked(Net):
+    """Puts hooks on tensors, and a parametrization on a layer, when fit starts."""
+
+    def on_fit_start(self) -> None:
+        self.layers[0].weight.register_hook(lambda gradient: gradient * 0.5)
+        self.layers[0].bias.register_post_accumulate_grad_hook(halve)
+
+    def on_train_start(self) -> None:
+        nn.utils.parametrizations.orthogonal(self.layers[4], orthogonal_map="householder")
+
+
+class Popping(Noisy):
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return {"x": x, "y": y}
+
+
+def pop(samples: list[Any]) -> Any:
+    y = torch.stack([sample.pop("y") for sample in samples])
+    return torch.stack([sample.pop("x") for sample in samples]), y
+
+
 class Collate:
     """Counts its calls, and the count changes the batch."""
 
@@ -423,6 +487,16 @@ CASES = {
     "optimizer_made_once": Case(OwnOptimizer),
     "scripted": Case(Scripted),
     "entangled_attributes": Case(Entangled),
+    "onecycle_of_a_loader_with_generator": Case(
+        lambda size: OneCyclePlain(),
+        fit=lambda size: loader(size, dataset=Noisy(), generator=torch.Generator().manual_seed(5)),
+    ),
+    "onecycle_of_a_generator_in_the_module": Case(OwnGenerator),
+    "an_optimizer_of_its_own": Case(Auxiliary),
+    "hooks_on_tensors": Case(Hooked),
+    "collate_that_takes_samples_apart": Case(
+        lambda size: Plain(), fit=lambda size: loader(size, dataset=Popping(), collate_fn=pop)
+    ),
     "stateful_collate": Case(
         lambda size: Plain(), fit=lambda size: loader(size, dataset=Noisy(), collate_fn=Collate())
     ),

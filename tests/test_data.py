@@ -10,7 +10,13 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_batchmem._lightning.loaders import loader_batch_size, stage_source, train_source, validation_source
+from lightning_batchmem._lightning.loaders import (
+    loader_batch_size,
+    set_loader_batch_size,
+    stage_source,
+    train_source,
+    validation_source,
+)
 from lightning_batchmem.data import BatchSizeHome, Samples, StageLoaders
 
 
@@ -440,3 +446,42 @@ def test_samples_of_many_sizes_are_said_once() -> None:
     assert len(caught) == 1
     Samples(loaders, "longest")  # no word: warnings are errors here
     Samples(passed_loaders(loader(2), loader(2)))
+
+
+class MadeBefore:
+    """A batch sampler whose batches do not follow its size."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self.batches = [list(range(start, start + batch_size)) for start in range(0, 40, batch_size)]
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class ReadOnly(MadeBefore):
+    @property
+    def batch_size(self) -> int:
+        return 4
+
+    @batch_size.setter
+    def batch_size(self, size: int) -> None:
+        raise AttributeError("it is fixed")
+
+    def __init__(self) -> None:
+        self.batches = [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "said"),
+    [
+        (MadeBefore(4), "must make batches of its batch_size, got one of 4 samples after it was set to 8"),
+        (ReadOnly(), "must let its batch_size be set, got it is fixed"),
+    ],
+)
+def test_a_batch_sampler_that_does_not_follow_is_said(sampler: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        set_loader_batch_size(DataLoader(Numbers(), batch_sampler=sampler), 8)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -164,6 +165,42 @@ def test_validation_has_its_own_size_under_a_name_of_its_own(fit: Any, fake_mete
     assert "validation: batch size 200" in str(finder.plan)
 
 
+def test_hooks_before_the_first_batch_may_ask_for_validation(fit: Any, fake_meter: Any) -> None:
+    class Asks(Fixed):
+        def on_train_start(self) -> None:
+            self.asked = self.trainer.num_val_batches[0]
+
+    meter = fake_meter(budget_bytes=500 * MIB)
+    module = Asks(meter)
+    fit(module, BatchFinder(), meter, num_sanity_val_steps=0)
+    assert module.asked == SAMPLES // 50
+
+
+def test_validation_data_that_are_no_loader_are_left_alone(fit: Any, fake_meter: Any) -> None:
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder(multiple_of=1)
+    batches = [(torch.zeros(4, 1),)]
+    with pytest.warns(UserWarning, match="validation is no part of the search"):
+        fit(Evaluated(meter), finder, meter, val_dataloaders=batches, num_sanity_val_steps=0)
+    assert finder.plan is not None
+    assert finder.plan.batch_size == 400
+
+
+def test_what_a_step_asks_of_its_logger_leads_nowhere(fake_meter: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    class Talks(Lawful):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if len(batch[0]) < 400:  # in the search
+                self.logger.experiment.config.update({"a": 1})
+                self.logger.experiment["b"] = self.logger.experiment.runs[0].name
+            return super().training_step(batch, batch_idx)
+
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder()
+    monkeypatch.setattr("lightning_batchmem.batch_finder.meter_for", lambda device: meter)
+    logger = CSVLogger(tmp_path)
+    trainer = Trainer(accelerator="cpu", logger=logger, callbacks=[finder], max_steps=2, enable_progress_bar=False)
+    trainer.fit(Talks(meter, law))
+    assert finder.plan is not None
+
+
 def test_an_unknown_name_for_validations_size_is_said(fit: Any, fake_meter: Any) -> None:
     meter = fake_meter(budget_bytes=500 * MIB)
     with pytest.raises(ValueError, match="got 'eval_batch_size', which none of them has"):
@@ -264,6 +301,21 @@ def test_a_limit_on_batches_bounds_the_size(fit: Any, fake_meter: Any) -> None:
     assert finder.plan is not None
     # a quarter of the batches is at least one: four batches of up to 1666 samples in 5000, the last one short
     assert (finder.plan.batch_size, finder.plan.limited_by) == (1666, "dataset")
+
+
+def test_a_device_that_fills_up_meanwhile_is_noticed(fit: Any, fake_meter: Any) -> None:
+    meter, finder = fake_meter(budget_bytes=1000 * MIB), BatchFinder(multiple_of=1)
+
+    class Shared(Lawful):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if len(batch[0]) > 100:
+                meter.budget = min(meter.budget, max(600 * MIB, law(len(batch[0]))))
+            return super().training_step(batch, batch_idx)
+
+    fit(Shared(meter, law), finder, meter)
+    assert finder.plan is not None
+    assert finder.plan.limit_bytes <= 999 * MIB
+    assert law(finder.plan.batch_size) <= finder.plan.limit_bytes
 
 
 class Ragged(TensorDataset):

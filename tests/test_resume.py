@@ -68,7 +68,9 @@ def test_another_limit_is_said(fit: Any, fake_meter: Any, checkpoint: Path, budg
 
 
 def test_a_size_above_what_is_allowed_now_is_said(fit: Any, fake_meter: Any, checkpoint: Path) -> None:
-    with pytest.warns(UserWarning, match="batch size 400, although max_batch_size is 100; search_on_resume"):
+    with pytest.warns(
+        UserWarning, match="batch size 400, although max_batch_size was None and is 100; search_on_resume"
+    ):
         resume(fit, fake_meter(budget_bytes=500 * MIB), checkpoint, BatchFinder(max_batch_size=100))
 
 
@@ -100,3 +102,27 @@ def test_a_checkpoint_without_a_plan_is_searched_for(fit: Any, fake_meter: Any, 
     fit(module, Sizes(), meter, saver, max_epochs=1, max_steps=-1, enable_checkpointing=True)
     module, _ = resume(fit, meter, tmp_path / "last.ckpt", BatchFinder())
     assert module.batch_size == 400
+
+
+def test_other_wishes_are_said_and_the_trainers_accumulation_is_kept(
+    fit: Any, fake_meter: Any, checkpoint: Path
+) -> None:
+    module = Lawful(fake_meter(budget_bytes=500 * MIB), law)
+    with pytest.warns(UserWarning, match="although multiple_of was None and is 4"):
+        trainer = fit(
+            module,
+            BatchFinder(multiple_of=4),
+            fake_meter(budget_bytes=500 * MIB),
+            ckpt_path=checkpoint,
+            max_epochs=2,
+            max_steps=-1,
+            accumulate_grad_batches=3,
+        )
+    assert trainer.accumulate_grad_batches == 3
+    assert module.batch_size == 400
+
+
+def test_a_project_that_cannot_take_the_size_is_said(fit: Any, fake_meter: Any, checkpoint: Path) -> None:
+    meter = fake_meter(budget_bytes=500 * MIB)
+    with pytest.raises(ValueError, match="got 'size', which none of them has"):
+        resume(fit, meter, checkpoint, BatchFinder(batch_arg_name="size"))

@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -336,3 +337,38 @@ def test_only_the_largest_sample_comes_back_from_the_worker(monkeypatch: pytest.
     monkeypatch.setattr(samples_module, "_scan", listening)
     LoaderSamples(DataLoader(Ragged(100, {98: 16}), batch_size=4), worst_case="longest")
     assert [len(larger) for larger in received] == [1, 0, 0, 1]
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    where: range
+
+
+class Odd(Dataset):
+    """Frozen samples with a range in them, views of one large tensor."""
+
+    def __init__(self) -> None:
+        self.all = torch.zeros(1000, 100)
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> Frozen:
+        return Frozen(self.all[index], range(index))
+
+
+@pytest.mark.parametrize("worst_case", [None, lambda sample: float(len(sample.where))])
+def test_samples_hold_no_more_than_themselves(worst_case: Any) -> None:
+    drawn = LoaderSamples(DataLoader(Odd(), batch_size=2, collate_fn=list), worst_case)
+    assert {sample.x.untyped_storage().nbytes() for sample in drawn.samples} == {400}
+
+
+@pytest.mark.parametrize(("workers", "shared"), [(0, False), (1, True)])
+def test_a_batch_is_made_of_new_samples(workers: int, shared: bool) -> None:
+    """Without workers each sample takes memory of its own, as in a fetch; with them only the containers are new."""
+    drawn = LoaderSamples(DataLoader(Odd(), batch_size=2, collate_fn=list, num_workers=workers))
+    batch = drawn.batch(40)
+    assert len({id(sample) for sample in batch}) == 40
+    assert len({sample.x.data_ptr() for sample in batch}) == (32 if shared else 40)
+    assert (batch[0].x is drawn.samples[0].x) == shared

@@ -133,3 +133,15 @@ def test_a_loader_of_half_the_size_follows_it_downwards() -> None:
     half = SizedLoader(loader_of(10, 1, False, "plain"), 1, 2)
     assert [half.size_at(size) for size in (1, 2, 3, 4, 20)] == [1, 1, 1, 2, 10]
     assert half.largest_batch_size(1.0) == 21
+
+
+class DoesNotKnow(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        raise TypeError("no length")
+
+
+def test_a_length_that_is_not_known_is_none() -> None:
+    assert count_samples(DataLoader(DoesNotKnow())) is None

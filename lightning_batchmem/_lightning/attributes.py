@@ -23,8 +23,7 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 LARGEST_ARRAY_BYTES = 64 * 2**20
@@ -40,8 +39,6 @@ _NOT_THE_MODULES_OWN = (
     LightningDataModule,
     Dataset,
     DataLoader,
-    Optimizer,
-    LRScheduler,
     type,
     types.ModuleType,
     types.FunctionType,
@@ -66,11 +63,13 @@ class KeptAttributes:
     Attributes:
         tensors: all strided tensors that were met, every parameter and buffer of the roots among them, and arrays as
             tensors over the same memory; their bytes are for the caller to keep.
+        schedulers: the learning-rate schedulers that were met.
         passed_over: what was met and cannot be put back, for people.
     """
 
     def __init__(self, roots: Iterable[object]) -> None:
         self.tensors: list[Tensor] = []
+        self.schedulers: list[Any] = []
         self.passed_over: list[str] = []
         self._restores: list[tuple[str, Callable[[], object]]] = []
         self._seen: dict[int, object] = {}  # keeps the objects alive, so that no id is used twice
@@ -109,6 +108,8 @@ class KeptAttributes:
 
     def _keep_root(self, path: str, root: Any) -> Iterator[tuple[str, Any]]:
         self._seen[id(root)] = root
+        if isinstance(root, Module):  # parametrizations exchange it, and without it the rest cannot be put back
+            self._later(path, _set_class, root, type(root))
         found = list(self._keep_object(path, root))
         if isinstance(root, Module):
             for tensor in (*root.parameters(recurse=False), *root.buffers(recurse=False)):
@@ -128,6 +129,9 @@ class KeptAttributes:
         elif isinstance(value, partial):
             yield f"{path}.args", value.args
             yield f"{path}.keywords", value.keywords
+        elif isinstance(value, LRScheduler | ReduceLROnPlateau):
+            self.schedulers.append(value)
+            yield from self._keep_object(path, value)
         elif isinstance(value, _NOT_THE_MODULES_OWN):
             return
         elif isinstance(value, Tensor):
@@ -196,7 +200,7 @@ class KeptAttributes:
         if isinstance(attributes, dict):
             self._later(path, _refill, attributes, kept, attributes.update)
         for name, item in slots.items():
-            self._later(f"{path}.{name}", setattr, value, name, item)
+            self._later(f"{path}.{name}", _set_slot, value, name, item)
         yield from ((f"{path}.{name}", item) for name, item in held)
 
     def _later(self, path: str, restore: Callable[..., object], *arguments: Any) -> None:
@@ -219,6 +223,16 @@ def _key_text(key: object) -> str:
 @torch.no_grad()
 def _copy_into(tensor: Tensor, kept: Tensor) -> None:
     tensor.copy_(kept)
+
+
+def _set_class(module: Module, kind: type) -> None:
+    if type(module) is not kind:
+        module.__class__ = kind
+
+
+def _set_slot(value: object, name: str, item: object) -> None:
+    if getattr(value, name, None) is not item:  # what cannot be changed need not be put back
+        setattr(value, name, item)
 
 
 def _refill(container: Any, contents: Any, fill: Callable[[Any], object]) -> None:

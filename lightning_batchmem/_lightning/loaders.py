@@ -7,10 +7,14 @@ them into a ``CombinedLoader`` and keeps that in ``_combined_loader``, and ``fit
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.data_connector import (  # private in 2.5.0 to 2.6.6
     _DataLoaderSource,
@@ -19,7 +23,7 @@ from lightning.pytorch.trainer.connectors.data_connector import (  # private in 
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils._pytree import tree_unflatten  # what CombinedLoader itself uses (lightning 2.5.0 to 2.6.6)
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_batchmem._lightning.evaluation import stage_loop, validation_loop
 
@@ -57,6 +61,12 @@ class DataSource:
     def beside_training(self) -> bool:
         """Whether these are the validation loaders of a ``fit``."""
         return self.trainer.state.fn == TrainerFn.FITTING and self.default_mode == "sequential"
+
+    def passed_loaders(self) -> list[DataLoader[Any]]:
+        """The loaders that were passed, as far as they are torch's."""
+        requested = _request_dataloader(self.source) if self.passed else []
+        combined = requested if isinstance(requested, CombinedLoader) else CombinedLoader(requested, self.default_mode)
+        return [loader for loader in combined.flattened if isinstance(loader, DataLoader)]
 
     def request(self) -> CombinedLoader:
         """The user's loaders, from their hook or as they were passed, combined as Lightning's ``setup_data`` does.
@@ -101,6 +111,14 @@ def in_structure(combined: CombinedLoader, batches: Sequence[Any]) -> Any:
     return tree_unflatten(list(batches), combined._spec)
 
 
+def generators_of(loader: DataLoader[Any]) -> list[Any]:
+    """The random generators of a loader's own: its own attributes, those of its samplers."""
+    holders = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    kinds = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
+    values = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
+    return [value for value in values if isinstance(value, kinds)]
+
+
 def loader_batch_size(loader: DataLoader[Any]) -> int | None:
     """The batch size that ``loader`` will use; ``None`` when it does no batching, or its sampler does not tell."""
     size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
@@ -108,15 +126,35 @@ def loader_batch_size(loader: DataLoader[Any]) -> int | None:
 
 
 def set_loader_batch_size(loader: DataLoader[Any], batch_size: int) -> None:
-    """Set the batch size of an existing loader in place, which works for subclasses with arguments of their own too."""
-    if hasattr(loader.batch_sampler, "batch_size"):
-        loader.batch_sampler.batch_size = batch_size  # type: ignore[union-attr]
+    """Set the batch size of an existing loader in place, which works for subclasses with arguments of their own too.
+
+    Raises:
+        ValueError: when a batch sampler of the user's own does not follow: its batches were made before, say.
+    """
+    sampler = loader.batch_sampler
+    if hasattr(sampler, "batch_size"):
+        name = type(sampler).__name__
+        try:
+            sampler.batch_size = batch_size  # type: ignore[union-attr]
+        except AttributeError as error:
+            raise ValueError(f"the batch sampler {name} must let its batch_size be set, got {error}") from error
+        if type(sampler) is not BatchSampler:
+            first = next(iter(copy.deepcopy(sampler, {id(loader.dataset): loader.dataset})), [])  # type: ignore[arg-type]
+            if len(first) > batch_size or len(first) < batch_size <= len(loader.dataset):  # type: ignore[arg-type]
+                raise ValueError(
+                    f"the batch sampler {name} must make batches of its batch_size, got one of {len(first)} samples"
+                    f" after it was set to {batch_size}; let it make its batches in __iter__"
+                )
     if loader.batch_size is not None:
         vars(loader)["batch_size"] = batch_size  # DataLoader.__setattr__ refuses it (torch 2.5.1 to 2.13)
 
 
 def pretend_loaded(
-    trainer: Trainer, loaders: CombinedLoader, batches: float, validation: CombinedLoader | None
+    trainer: Trainer,
+    loaders: CombinedLoader,
+    batches: float,
+    validation: CombinedLoader | None,
+    validation_batches: list[float],
 ) -> None:
     """Let the trainer's questions about its data have answers during the search, without starting a worker.
 
@@ -125,11 +163,14 @@ def pretend_loaded(
         loaders: the training loaders.
         batches: batches in an epoch; ``inf`` when unknown.
         validation: the validation loaders; ``None`` when there are none, or Lightning is to request them.
+        validation_batches: batches of each of them.
     """
     trainer.fit_loop._combined_loader = loaders
     trainer.fit_loop.max_batches = batches
     if validation is not None:
-        validation_loop(trainer)._combined_loader = validation
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        loop._combined_loader = validation
+        loop._max_batches = list(validation_batches)
     elif trainer.enable_validation:
         validation_loop(trainer).setup_data()  # builds the validation loaders, and no iterator
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
 
@@ -35,11 +36,12 @@ class RandomStates:
         _set_rng_states(self._states)
 
 
-def record_before_optimizers(trainer: Trainer, keep: Callable[[RandomStates], None]) -> Callable[[], object]:
-    """Hand ``keep`` the random states as they are just before ``configure_optimizers`` runs for the first time.
+def record_before_optimizers(trainer: Trainer, keep: Callable[[], None]) -> Callable[[], object]:
+    """Call ``keep`` just before ``configure_optimizers`` runs for the first time.
 
     That hook may draw numbers itself, or ask for ``estimated_stepping_batches``, which builds the train iterator and
-    draws too. To configure the optimizers again as if it were the first time, one has to rewind to before it.
+    draws too, from a generator of the loader's own as well. To configure the optimizers again as if it were the first
+    time, one has to go back to before it.
 
     Returns:
         To be called when ``fit`` ends before that: takes the recording away.
@@ -58,7 +60,7 @@ def record_before_optimizers(trainer: Trainer, keep: Callable[[RandomStates], No
                 " hook, say): what was derived from it is that of the old batch size, and the run may differ from one"
                 " with BatchFinder's size hard-coded"
             )
-        keep(RandomStates())
+        keep()
         original(trainer)
 
     vars(strategy)["setup_optimizers"] = recording
@@ -87,6 +89,7 @@ class KeptStorages:
         self._on_device: list[tuple[Tensor, Tensor]] = []
         self._on_host: list[Tensor] = []
         self._file: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (lives as long as the search)
+        weakref.finalize(self, self._file.close)  # also where a run ends before its search
         seen: set[tuple[torch.device, int]] = set()
         for tensor in tensors:
             flat = _flat_bytes(tensor)
@@ -154,6 +157,7 @@ class KeptModule:
 
     Attributes:
         passed_over: what cannot be put back, for people.
+        schedulers: the learning-rate schedulers that the attributes lead to.
 
     Raises:
         ValueError: when a parameter is not initialized yet.
@@ -168,7 +172,15 @@ class KeptModule:
                 )
         self._attributes = KeptAttributes([module, *others])
         self.passed_over = self._attributes.passed_over
+        self.schedulers = self._attributes.schedulers
         tensors = self._attributes.tensors
+        # hooks on tensors lie in no dictionary (private in torch 2.5.1 to 2.13)
+        self._hooks = [
+            (t, name, dict(hooks) if (hooks := getattr(t, name)) is not None else None)
+            for t in tensors
+            if t.is_leaf
+            for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+        ]
         self._aliases = [(t, t.detach(), t.requires_grad) for t in tensors if t.is_leaf]
         self._gradients = [
             (t, t.grad.detach().to("cpu", copy=True)) for t in tensors if t.is_leaf and t.grad is not None
@@ -186,11 +198,21 @@ class KeptModule:
             if tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
             tensor.grad = None
+        for tensor, name, hooks in self._hooks:
+            _put_hooks_back(tensor, name, hooks)
         self._storages.write_back()
         for tensor, gradient in self._gradients:
             tensor.grad = gradient.to(tensor.device)
         if refused:
             rank_zero_warn(f"BatchFinder could not put back: {'; '.join(refused)}")
+
+
+def _put_hooks_back(tensor: Tensor, name: str, kept: dict[int, Any] | None) -> None:
+    hooks = getattr(tensor, name)
+    if hooks is None or (kept is not None and dict(hooks) == kept):
+        return
+    hooks.clear()  # the same dictionary: handles that the user holds refer to it
+    hooks.update(kept or {})
 
 
 class KeptTrainer:
@@ -202,9 +224,10 @@ class KeptTrainer:
     Args:
         trainer: before any loop has run.
         loop: what is about to run: ``fit_loop``, ``validate_loop``, ``test_loop`` or ``predict_loop``.
+        schedulers: the module's own, beside those that the strategy knows.
     """
 
-    def __init__(self, trainer: Trainer, loop: _Loop) -> None:
+    def __init__(self, trainer: Trainer, loop: _Loop, schedulers: Iterable[Any] = ()) -> None:
         self._trainer = trainer
         holders: list[Any] = [trainer, trainer.state, trainer._logger_connector, *_loops(loop)]
         self._kept = [(holder, dict(vars(holder))) for holder in holders]
@@ -219,7 +242,8 @@ class KeptTrainer:
         for name, value in list(vars(trainer._logger_connector).items()):
             if isinstance(value, dict):
                 setattr(trainer._logger_connector, name, dict(value))
-        self._schedulers = [(c.scheduler, dict(vars(c.scheduler))) for c in trainer.strategy.lr_scheduler_configs]
+        known = [*schedulers, *(config.scheduler for config in trainer.strategy.lr_scheduler_configs)]
+        self._schedulers = [(one, dict(vars(one))) for one in {id(one): one for one in known}.values()]
         for scheduler, _ in self._schedulers:  # made for the old size, it may end before the probes do
             vars(scheduler)["step"] = _stand_still
 

@@ -7,7 +7,7 @@ optimizer step, step-wise schedulers, ``on_train_batch_end``, the logger connect
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -30,12 +30,38 @@ class _BatchSource:
         return self._make_batch(), 0, 0
 
 
+class _Nothing:
+    """Every attribute, call and item of it is it again: what ``self.logger.experiment`` is to a probing step."""
+
+    def __getattr__(self, name: str) -> _Nothing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> _Nothing:
+        return self
+
+    def __getitem__(self, key: object) -> _Nothing:
+        return self
+
+    def __setitem__(self, key: object, value: object) -> None:
+        """Forget it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
 class _MutedLogger(DummyLogger):
     """Logs nothing, and still tells where the real logger would."""
 
     def __init__(self, logger: Logger) -> None:
         super().__init__()
         self._logger = logger
+        self._nothing = _Nothing()
+
+    @property
+    def experiment(self) -> Any:
+        return self._nothing
 
     @property
     def name(self) -> Any:

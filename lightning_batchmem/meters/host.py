@@ -72,6 +72,7 @@ class HostMeter:
                 f"{_CLEAR_REFS} cannot be written: the host's memory is sampled at the moment it is asked for, which is"
                 " coarser than a true peak and misses what was freed before."
             )
+        self._data_gap_bytes: int | None = None  # VmData less the resident set, where RLIMIT_DATA bounds it
         self._quick = quick and self.has_peak and self._readings_agree()
 
     def reset_peak(self) -> None:
@@ -84,7 +85,11 @@ class HostMeter:
         if self._quick:
             return Reading(_rusage_peak_bytes())
         peak_bytes = self._status_bytes("VmHWM")
-        return self.current() if peak_bytes is None or not self.has_peak else Reading(peak_bytes)
+        if peak_bytes is None or not self.has_peak:
+            return self.current()
+        # RLIMIT_DATA counts what is mapped, touched or not, and there is no high-water mark of that: its value now
+        mapped_bytes = None if self._data_gap_bytes is None else self._status_bytes("VmData")
+        return Reading(max(peak_bytes, (mapped_bytes or 0) - (self._data_gap_bytes or 0)))
 
     def current(self) -> Reading:
         """Resident set at this moment."""
@@ -98,6 +103,7 @@ class HostMeter:
         memory, and the resource limits are a process's own.
         """
         rooms = [psutil.virtual_memory().available, cgroup.memory_headroom_bytes()]
+        resident_bytes = self.current().allocated_bytes
         if sys.platform == "linux":
             import resource
 
@@ -105,9 +111,12 @@ class HostMeter:
             # anonymous mappings (all large tensors) included. Source: getrlimit(2)
             for limit, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
                 soft_limit_bytes, used_bytes = resource.getrlimit(limit)[0], self._status_bytes(field)
-                if soft_limit_bytes != resource.RLIM_INFINITY and used_bytes is not None:
-                    rooms.append(soft_limit_bytes - used_bytes)
-        return self.current().allocated_bytes + max(0, min(room for room in rooms if room is not None))
+                if soft_limit_bytes == resource.RLIM_INFINITY or used_bytes is None:
+                    continue
+                if field == "VmData" and self._data_gap_bytes is None:
+                    self._data_gap_bytes = used_bytes - resident_bytes  # from now on a peak is what the limit counts
+                rooms.append(soft_limit_bytes - used_bytes)
+        return resident_bytes + max(0, min(room for room in rooms if room is not None))
 
     def release_cached(self) -> None:
         """Collect garbage, and have glibc hand its free blocks back to the kernel."""
