@@ -1,17 +1,17 @@
-"""``memory_per_batch.csv``: one row a training step, in the units that its header names."""
+"""``memory_per_batch.csv``: one row a training step, in the units that its header names; written, and read back."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem.records import MIB
+from lightning_batchmem.records import MIB, PHASES
 from lightning_batchmem.report import Step
 
 NAME = "memory_per_batch.csv"
@@ -129,6 +129,96 @@ class BatchCsv:
         with contextlib.suppress(OSError):  # closing flushes once more
             self._file.close()
         rank_zero_warn(f"{self.path} gets no more rows: {error}")
+
+
+class Row(NamedTuple):
+    """One row of ``memory_per_batch.csv`` in bytes and seconds; what the file leaves empty is ``None``.
+
+    Args:
+        step: which batch it was, from 0.
+        stage: ``"train"``, or the evaluation that it belongs to.
+        batch_size: samples in it, on the rank that wrote.
+        peak_bytes: highest allocated bytes inside it (host: resident set).
+        peak_reserved_bytes: highest reserved bytes inside it.
+        limit_bytes: what the process might hold, where it was asked at this step.
+        samples_per_second: samples of all ranks over its wall time.
+        step_seconds: its wall time.
+        phase_peak_bytes: phase -> highest allocated bytes while it ran, for the phases that are known.
+        has_peak: ``False`` where the bytes are only the highest seen at the marks of the step.
+    """
+
+    step: int
+    stage: str
+    batch_size: int | None
+    peak_bytes: int | None
+    peak_reserved_bytes: int | None
+    limit_bytes: int | None
+    samples_per_second: float | None
+    step_seconds: float | None
+    phase_peak_bytes: Mapping[str, int]
+    has_peak: bool = True
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read back what :class:`BatchCsv` wrote, however it ended.
+
+    A row that a killed process left half written is passed over, at the end of the file and, where a run that was
+    resumed went on behind it, in the middle.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        Its complete rows, in their order.
+
+    Raises:
+        ValueError: when the file has another header.
+        OSError: when it cannot be read.
+    """
+    rows: list[Row] = []
+    header: list[str] = []
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            cells = line.rstrip("\r\n").split(",")
+            if not line.endswith("\n"):  # cut short, perhaps in the middle of a number
+                break
+            if not header:
+                header = cells
+                if not {"step", "stage"} <= set(header) or not {"allocated_mib", "peak_allocated_mib"} & set(header):
+                    raise ValueError(f"path must be that of a {NAME}, got {path} with the header {line.strip()[:80]!r}")
+            elif len(cells) == len(header) and (row := _row(dict(zip(header, cells, strict=True)))) is not None:
+                rows.append(row)
+    return rows
+
+
+def _row(cells: Mapping[str, str]) -> Row | None:
+    """The row in these cells; ``None`` when one of them is no number."""
+    has_peak = "peak_allocated_mib" in cells
+    peak = "peak_" if has_peak else ""
+
+    def number(name: str) -> float | None:
+        return float(cells[name]) if cells.get(name) else None
+
+    def count_bytes(name: str) -> int | None:
+        return None if (mib := number(name)) is None else round(mib * MIB)
+
+    try:
+        phases = {phase: count_bytes(f"{phase}_{peak}mib") for phase in PHASES}
+        size, step_ms = number("batch_size"), number("step_ms")
+        return Row(
+            step=int(cells["step"]),
+            stage=cells["stage"],
+            batch_size=None if size is None else int(size),
+            peak_bytes=count_bytes(f"{peak}allocated_mib"),
+            peak_reserved_bytes=count_bytes(f"{peak}reserved_mib"),
+            limit_bytes=count_bytes("limit_mib"),
+            samples_per_second=number("samples_per_s"),
+            step_seconds=None if step_ms is None else step_ms / 1e3,
+            phase_peak_bytes={phase: peak_bytes for phase, peak_bytes in phases.items() if peak_bytes is not None},
+            has_peak=has_peak,
+        )
+    except (ValueError, OverflowError):  # a disk that was full, or switched off, leaves anything
+        return None
 
 
 def _mib(number: int | None) -> float | None:
