@@ -11,45 +11,30 @@ so it is not counted among the predictions; it says whether the size held.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 
+from benchmarks.common import DEVICE_SHARE, answer, in_fresh_process, machine, report, trainer_for
 from benchmarks.workloads import WORKLOADS, Training
 from lightning_batchmem import BatchFinder, MemoryProfiler
 from lightning_batchmem.records import MIB
 
+MODULE = "benchmarks.prediction"
 SHARES = (0.4, 0.6, 0.9)
 STEPS = 20
-
-
-def trainer_for(callback: Any, steps: int) -> Trainer:
-    """A Trainer without anything that is not measured."""
-    return Trainer(
-        accelerator="auto",
-        devices=1,
-        max_steps=steps,
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
 
 
 def search(name: str) -> None:
     """Search, and print the sizes to test with what is predicted for them, as JSON."""
     workload = WORKLOADS[name]
-    finder = BatchFinder(memory_limit=workload.host_limit if not torch.cuda.is_available() else 0.5)
-    trainer_for(finder, 1).fit(Training(workload))
+    finder = BatchFinder(memory_limit=workload.host_limit if not torch.cuda.is_available() else DEVICE_SHARE)
+    trainer_for([finder], 1).fit(Training(workload))
     plan = finder.plan
     assert plan is not None
     assert plan.memory is not None
@@ -60,49 +45,36 @@ def search(name: str) -> None:
         {"batch_size": b, "predicted": plan.memory.predict_bytes(b), "upper": plan.memory.upper_bytes(b)} for b in sizes
     ]
     smallest = min(trial.held_bytes for trial in plan.trials)
-    print(
-        "\n"
-        + json.dumps(
-            {
-                "chosen": plan.batch_size,
-                "limited_by": plan.limited_by,
-                "limit": plan.limit_bytes,
-                "at_chosen": {"predicted": plan.predicted_peak_bytes, "measured": plan.measured_peak_bytes},
-                "smallest_held": smallest,
-                "tried": [trial.batch_size for trial in plan.trials],
-                "rows": rows,
-            }
-        )
+    answer(
+        {
+            "chosen": plan.batch_size,
+            "limited_by": plan.limited_by,
+            "limit": plan.limit_bytes,
+            "at_chosen": {"predicted": plan.predicted_peak_bytes, "measured": plan.measured_peak_bytes},
+            "smallest_held": smallest,
+            "tried": [trial.batch_size for trial in plan.trials],
+            "rows": rows,
+        }
     )
 
 
 def train(name: str, batch_size: int) -> None:
     """Train some steps at a fixed size and print the peak, as JSON."""
     profiler = MemoryProfiler(csv=False)
-    trainer_for(profiler, STEPS).fit(Training(WORKLOADS[name], batch_size))
+    trainer_for([profiler], STEPS).fit(Training(WORKLOADS[name], batch_size))
     assert profiler.summary is not None
     peak = profiler.summary.peak_reserved_bytes or profiler.summary.peak_bytes
-    print("\n" + json.dumps({"peak": peak}))
-
-
-def in_fresh_process(*arguments: str) -> dict[str, Any]:
-    """Run this module with ``arguments`` and read the JSON in the last line of its output."""
-    command = [sys.executable, "-m", "benchmarks.prediction", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    answer({"peak": peak})
 
 
 def compare(names: list[str]) -> dict[str, Any]:
     """Search and train for each of the workloads."""
     results: dict[str, Any] = {}
     for name in names:
-        found = in_fresh_process("--search", name)
+        found = in_fresh_process(MODULE, "--search", name)
         for row in found["rows"]:
-            row["measured"] = in_fresh_process("--train", name, str(row["batch_size"]))["peak"]
-        found["trained_at_chosen"] = in_fresh_process("--train", name, str(found["chosen"]))["peak"]
+            row["measured"] = in_fresh_process(MODULE, "--train", name, str(row["batch_size"]))["peak"]
+        found["trained_at_chosen"] = in_fresh_process(MODULE, "--train", name, str(found["chosen"]))["peak"]
         results[name] = found
         print(f"{name}: chose {found['chosen']}", file=sys.stderr)
     return results
@@ -156,13 +128,7 @@ def main() -> None:
         train(arguments.train[0], int(arguments.train[1]))
     else:
         results = compare(arguments.only)
-        device = (
-            torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-        )
-        print(f"Python {platform.python_version()}, torch {torch.__version__}, {device}\n")
-        print(table(results))
-        if arguments.json:
-            arguments.json.write_text(json.dumps(results, indent=1))
+        report(machine(), table(results), results, arguments.json)
 
 
 if __name__ == "__main__":
