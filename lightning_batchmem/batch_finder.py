@@ -180,6 +180,7 @@ class BatchFinder(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, and set the size that was found."""
+        kept, self._kept = self._kept, None
         if is_rehearsal(trainer):
             rank_zero_info("BatchFinder does nothing under fast_dev_run")
             return
@@ -189,8 +190,7 @@ class BatchFinder(Callback):
         self._check_trainer(trainer, pl_module)
         meter = _meter_of(trainer)
         source = train_source(trainer)
-        random, kept_module = self._kept or _as_it_is(trainer, pl_module, source)
-        self._kept = None
+        random, kept_module = kept or _as_it_is(trainer, pl_module, source)
         forget_train_loader(trainer)  # built already if configure_optimizers asked for estimated_stepping_batches
         home = BatchSizeHome(trainer, pl_module, self._batch_arg_name, source)
         home.check()

@@ -131,6 +131,11 @@ class BatchSizeHome:
         if not own_sizes:
             self.write(batch_size)
         combined = self.source.request()
+        if combined_mode(combined) == "sequential" and self.source.default_mode != "sequential":
+            raise ValueError(  # Lightning says so too, after the search
+                'the loaders of train_dataloader must be combined by "min_size", "max_size" or "max_size_cycle", which'
+                ' Lightning can train with, got "sequential"'
+            )
         sizes = self._sizes(combined)
         if self.source.passed:
             follow = [not own_sizes] * len(sizes)

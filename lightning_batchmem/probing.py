@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 
-from lightning_batchmem._lightning.evaluation import EvaluationLoop, validation_loop
+from lightning_batchmem._lightning.evaluation import EvaluationLoop
 from lightning_batchmem._lightning.loaders import pretend_loaded, validation_source
 from lightning_batchmem._lightning.state import KeptModule, KeptTrainer, Loop, RandomStates
 from lightning_batchmem._lightning.step import begin_training
@@ -21,26 +20,20 @@ from lightning_batchmem.compiled import each_size_static
 from lightning_batchmem.data import BatchSizeHome, Samples
 from lightning_batchmem.decide import FIRST_SIZE, decide
 from lightning_batchmem.limits import limit_bytes
-from lightning_batchmem.loader_workers import WorkerMemory, measure_workers
-from lightning_batchmem.measure import StepWatcher, measure, with_evaluation
+from lightning_batchmem.measure import StepWatcher, measure
 from lightning_batchmem.meters import Meter
-from lightning_batchmem.meters.host import HostMeter
 from lightning_batchmem.parts import measure_parts, tensors_in
 from lightning_batchmem.phases import PhaseMarks
 from lightning_batchmem.plan import Plan
 from lightning_batchmem.records import Bounds, Ceiling, Probe, Refusal, Trial, mib
 from lightning_batchmem.report.plan import SearchProgress
 from lightning_batchmem.report.table import parts_text
-from lightning_batchmem.stage_loaders import SizedLoader, StageLoaders, limited_batches
+from lightning_batchmem.stage_loaders import StageLoaders, limited_batches
+from lightning_batchmem.stage_workers import UNBOUNDED_MAX_BATCH_SIZE, StageWorkers
 from lightning_batchmem.steps import EvaluationSteps, Steps, TrainingSteps
 from lightning_batchmem.termination import sigterm_raises
+from lightning_batchmem.validation import Validation
 from lightning_batchmem.wishes import Wishes
-
-_UNBOUNDED_MAX_BATCH_SIZE = 2**20
-"""Largest size that is tried where neither data nor user sets a ceiling: a stream without a length."""
-
-_WORKER_SIZES = (2, 8)
-"""At which loader workers are measured: small, so that little is read, and apart, so that the growth shows."""
 
 
 class ProbingSearch:
@@ -89,7 +82,7 @@ class ProbingSearch:
             begin_training(trainer)
             samples = Samples(loaders, wishes.worst_case)
             steps = TrainingSteps(trainer, samples, loaders.batches)
-            workers = _Workers([*loaders.sized, *(validation.sized if validation else ())])
+            workers = StageWorkers([*loaders.sized, *(validation.sized if validation else ())])
             largest = loaders.largest_batch_size(trainer.limit_train_batches)
             bounds = self._bounds(largest, workers, target_batch_size=wishes.target_batch_size)
 
@@ -128,7 +121,7 @@ class ProbingSearch:
 
     def over(self, home: BatchSizeHome, loaders: StageLoaders, steps: EvaluationSteps) -> Plan | Refusal:
         """Search with evaluation steps, in a trainer that has been lent."""
-        workers = _Workers(loaders.sized)
+        workers = StageWorkers(loaders.sized)
         limit_batches = getattr(self._trainer, f"limit_{home.source.stage}_batches")
         bounds = self._bounds(loaders.largest_batch_size(limit_batches), workers)
 
@@ -190,7 +183,7 @@ class ProbingSearch:
             return 3, 5
         return (1, 1) if self._meter.repeatability == 0 else (0, 2)
 
-    def _with_workers(self, trial: Trial, workers: _Workers) -> Trial:
+    def _with_workers(self, trial: Trial, workers: StageWorkers) -> Trial:
         trial = replace(trial, worker_bytes=workers.bytes_at(trial.batch_size))
         peaks = {phase: peak + self._shared(trial) for phase, peak in trial.phase_peak_bytes.items()}
         return replace(trial, phase_peak_bytes=peaks)
@@ -200,13 +193,13 @@ class ProbingSearch:
         return trial.worker_bytes if self._meter.name == "host" else 0
 
     def _bounds(
-        self, largest_in_data: int | None, workers: _Workers, *, target_batch_size: int | None = None
+        self, largest_in_data: int | None, workers: StageWorkers, *, target_batch_size: int | None = None
     ) -> Bounds:
         wishes, budget = self._wishes, self._meter.budget_bytes()
         wanted = limit_bytes(wishes.memory_limit, budget)
         if wanted > budget:
             rank_zero_warn(f"memory_limit={wishes.memory_limit!r} is more than the device can give, {mib(budget)}")
-        ceilings: list[tuple[int, Ceiling]] = [(wishes.max_batch_size or _UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size")]
+        ceilings: list[tuple[int, Ceiling]] = [(wishes.max_batch_size or UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size")]
         if largest_in_data is not None:
             ceilings.append((largest_in_data, "dataset"))
         if target_batch_size is not None:
@@ -224,7 +217,7 @@ class ProbingSearch:
             target_batch_size=target_batch_size,
         )
 
-    def _validation(self, home: BatchSizeHome) -> _Validation | None:
+    def _validation(self, home: BatchSizeHome) -> Validation | None:
         """Validation beside training; ``None`` where there is none, or its loaders cannot be probed."""
         if not self._trainer.enable_validation:
             return None
@@ -232,9 +225,9 @@ class ProbingSearch:
         own_home = replace(home, source=validation_source(self._trainer), name=name or home.name)
         if name is not None:
             own_home.check()
-            return _Validation(self, own_home, self._first, own=True)
+            return Validation(self, own_home, self._first, own=True)
         try:
-            return _Validation(self, own_home, self._first, own=False)
+            return Validation(self, own_home, self._first, own=False)
         except ValueError as error:
             rank_zero_warn(f"validation is no part of the search: {error}")
             return None
@@ -262,84 +255,3 @@ class ProbingSearch:
                 f", and up to {mib(shared)} in loader workers: fewer of them, or a smaller prefetch_factor, hold less"
             )
         return replace(refusal, reason=f"{refusal.reason} {held}.")
-
-
-class _Validation:
-    """Validation beside training: a phase of every size, or the same at every size, or a search of its own.
-
-    Args:
-        search: that of the training.
-        home: where the size of validation lives.
-        first: the first size, for loaders that follow it.
-        own: whether validation has a size of its own to be found.
-    """
-
-    def __init__(self, search: ProbingSearch, home: BatchSizeHome, first: int, *, own: bool) -> None:
-        self._search = search
-        self._home = home
-        self._own = own
-        self._first = first
-        self._loaders = home.loaders_for(first, may_be_fixed=not own)
-        self._steps = search.evaluation_steps(self._loaders, validation_loop(home.trainer))
-        self._last: Trial | None = None
-
-    @property
-    def combined(self) -> CombinedLoader:
-        """The validation loaders, as Lightning combines them."""
-        return self._loaders.combined
-
-    @property
-    def batches(self) -> list[float]:
-        """Batches of each of them, at the first size."""
-        return [one.batches(self._first) for one in self._loaders.sized]
-
-    @property
-    def sized(self) -> Sequence[SizedLoader]:
-        """The validation loaders."""
-        return self._loaders.sized
-
-    def beside(self, trial: Trial, bounds: Bounds) -> Trial:
-        """The training trial with validation as a phase, as it is at that batch size."""
-        if self._own or trial.outcome != "ok":
-            return trial
-        if self._last is None or self._loaders.follows:
-            warmup_steps = 0 if self._last else 1
-            self._last = self._search.measure(self._steps, trial.batch_size, bounds, warmup_steps, 1)
-        return with_evaluation(trial, self._last)
-
-    def completed(self, plan: Plan) -> Plan | Refusal:
-        """The plan with that of validation's own size, where it has one."""
-        if not self._own:
-            return replace(plan, notes=(*plan.notes, *self._steps.growth_notes(plan.batch_size)))
-        own = self._search.over(self._home, self._loaders, self._steps)
-        if isinstance(own, Refusal):
-            return replace(own, reason=f"validation: {own.reason}")
-        return replace(plan, evaluation=own)
-
-
-class _Workers:
-    """What loader workers hold in host memory, as a function of the batch size.
-
-    Args:
-        loaders: those whose workers are alive at the same time.
-    """
-
-    def __init__(self, loaders: Sequence[SizedLoader]) -> None:
-        self._measured: list[tuple[SizedLoader, WorkerMemory]] = []
-        for one in loaders:
-            # a loader of a fixed size need not read all of it
-            sizes = {one.size_at(s) if one.requested_at is not None else min(s, one.size) for s in _WORKER_SIZES}
-            if (memory := measure_workers([one.loader], sorted(sizes))) is not None:
-                self._measured.append((one, memory))
-
-    def bytes_at(self, batch_size: int) -> int:
-        """Bytes that all of them hold at most."""
-        return sum(memory.bytes_at(one.size_at(batch_size)) for one, memory in self._measured)
-
-    def largest_in_host_memory(self) -> int:
-        """The largest batch size at which they fit into what the host still has."""
-        if not self._measured:
-            return _UNBOUNDED_MAX_BATCH_SIZE
-        host = HostMeter()
-        room = host.budget_bytes() - host.current().allocated_bytes
-        return max(1, bisect_right(range(1, _UNBOUNDED_MAX_BATCH_SIZE + 1), room, key=self.bytes_at))

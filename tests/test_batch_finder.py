@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -436,6 +437,11 @@ def one_loader(**arguments: Any) -> DataLoader[Any]:
             NoSize,
             {"train_dataloaders": [one_loader(batch_size=2), one_loader(batch_size=4)]},
             r"loaders that are passed must have one batch size, got 2, 4",
+        ),
+        (
+            NoSize,
+            {"train_dataloaders": CombinedLoader([one_loader(), one_loader()], "sequential")},
+            r'must be combined by "min_size", .* got "sequential"',
         ),
         (NoSize, {"train_dataloaders": {"a": [torch.zeros(2, 1)]}}, r"must be torch DataLoaders .* got Tensor"),
         (TakesIterator, {}, r"training_step must take a batch .* dataloader_iter"),

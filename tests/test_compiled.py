@@ -72,6 +72,18 @@ def test_each_size_is_static_and_training_is_compiled_as_if_hard_coded(fit: Any,
     assert searched == hard_coded == [400, "any"]  # the last batch of an epoch is short, and compiled for any size
 
 
+def test_many_sizes_do_not_exhaust_the_compiler(fit: Any, fake_meter: Any) -> None:
+    """Beyond its limit of programs for one function torch.compile gives up, and a probe would run something else."""
+    from torch._dynamo import config
+
+    meter, programs, finder = fake_meter(budget_bytes=500 * MIB), Programs(), BatchFinder()
+    with config.patch(cache_size_limit=2):
+        fit(Compiled(meter, programs), finder, meter, max_steps=1)
+    assert finder.plan is not None
+    assert len(finder.plan.trials) > 2
+    assert programs.made == [*(trial.batch_size for trial in finder.plan.trials), 400]
+
+
 def test_the_users_setting_is_put_back() -> None:
     from torch._dynamo import config
 

@@ -340,7 +340,7 @@ class Auxiliary(Net):
         super().__init__(batch_size)
         self.offset = nn.Parameter(torch.zeros(3))
         self.aux = torch.optim.Adam([self.offset], lr=0.1)
-        self.decay = torch.optim.lr_scheduler.StepLR(self.aux, 2)
+        self.decay = torch.optim.lr_scheduler.OneCycleLR(self.aux, 0.1, total_steps=SAMPLES // SIZE)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.aux.zero_grad()
@@ -492,7 +492,7 @@ CASES = {
         fit=lambda size: loader(size, dataset=Noisy(), generator=torch.Generator().manual_seed(5)),
     ),
     "onecycle_of_a_generator_in_the_module": Case(OwnGenerator),
-    "an_optimizer_of_its_own": Case(Auxiliary),
+    "an_optimizer_and_a_schedule_of_its_own": Case(Auxiliary, trainer={"max_epochs": 1}),
     "hooks_on_tensors": Case(Hooked),
     "collate_that_takes_samples_apart": Case(
         lambda size: Plain(), fit=lambda size: loader(size, dataset=Popping(), collate_fn=pop)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import math
 from collections.abc import Callable
@@ -128,6 +129,18 @@ def test_no_stop_is_made_just_before_the_end() -> None:
     """A stop at 32 of 35 would push nearly as many samples through as the end itself."""
     driven = drive(device(line(1000, 1000), 36_100), bounds(36_100, multiple_of=1))
     assert driven.sizes == [2, 4, 17, 35]
+
+
+def test_noise_that_makes_the_end_is_sharpened_half_way_there() -> None:
+    """The noise lets 120 samples in, and without it there is room for 200: at half of 120 the lines are sharper."""
+    trials = [Trial(size, "ok", {"forward": 1000 + 10 * size}, noise_bytes=200, full_steps=2) for size in (2, 4, 32)]
+    step = decide(trials, bounds(3000, multiple_of=1))
+    assert isinstance(step, Probe)
+    assert step.batch_size == pytest.approx(60, abs=2)
+    quiet = [dataclasses.replace(trial, noise_bytes=0) for trial in trials]
+    step = decide(quiet, bounds(3000, multiple_of=1))
+    assert isinstance(step, Probe)
+    assert step.batch_size == pytest.approx(200, abs=2)
 
 
 def test_a_search_pushes_at_most_four_times_its_size_through_two_steps_at_each() -> None:

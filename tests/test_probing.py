@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric
 
-import lightning_batchmem.probing
+import lightning_batchmem.stage_workers
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.loader_workers import WorkerMemory
 from lightning_batchmem.meters import Reading
@@ -436,7 +436,7 @@ def workers_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 
     def hold(fixed: int, per_sample: int) -> None:
         memory = WorkerMemory({2: (fixed + 2 * per_sample) * MIB}, per_sample * MIB)
-        monkeypatch.setattr(lightning_batchmem.probing, "measure_workers", lambda loaders, sizes: memory)
+        monkeypatch.setattr(lightning_batchmem.stage_workers, "measure_workers", lambda loaders, sizes: memory)
         monkeypatch.setattr(WorkerMemory, "bytes_at", lambda self, size: (fixed + per_sample * size) * MIB)
 
     return hold
@@ -454,7 +454,7 @@ def test_on_a_device_host_memory_is_a_second_bound(
     fit: Any, fake_meter: Any, workers_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder(multiple_of=1)
-    monkeypatch.setattr(lightning_batchmem.probing, "HostMeter", FakeHost)
+    monkeypatch.setattr(lightning_batchmem.stage_workers, "HostMeter", FakeHost)
     workers_of(100, 5)
     fit(Lawful(meter, law), finder, meter)
     assert finder.plan is not None
