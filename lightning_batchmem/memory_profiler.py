@@ -47,6 +47,22 @@ class MemoryProfiler(Callback):
         self._run: RunRecord | None = None
         self._table_due = False
 
+    @property
+    def epoch_peak_bytes(self) -> int | None:
+        """Highest allocated bytes inside a training step of this epoch so far; ``None`` outside ``fit``.
+
+        The profiler resets the device's peak counter in every step, so read this, or :attr:`run_peak_bytes`, in the
+        place of ``torch.cuda.max_memory_allocated()``.
+        """
+        return None if self._run is None else self._run.epoch_peak_bytes
+
+    @property
+    def run_peak_bytes(self) -> int | None:
+        """Highest allocated bytes inside a training step of this ``fit`` so far; after its end, of all of it."""
+        if self._run is None:
+            return None if self.summary is None else self.summary.peak_bytes
+        return self._run.run_peak_bytes
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Choose the meter of the device that is trained on."""
         if stage == "fit":
@@ -68,6 +84,7 @@ class MemoryProfiler(Callback):
         if self._run is not None:
             self._run.watch(trainer.optimizers)  # somebody may have configured them again
             self._run.clock.restart()
+            self._run.epoch_peak_bytes = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin a step."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -31,6 +32,10 @@ class RunRecord:
         trainer: when training starts.
         module: the module that is trained.
         meter: of the device that is trained on.
+
+    Attributes:
+        epoch_peak_bytes: highest allocated bytes inside a step of this epoch; ``None`` before its first step has ended.
+        run_peak_bytes: highest allocated bytes inside a step of this run; ``None`` likewise.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, meter: Meter) -> None:
@@ -44,6 +49,9 @@ class RunRecord:
         self._limit_is_new = True
         self._total, self._interval = Tally(), Tally()
         self._csv: BatchCsv | None = None
+        self._loggers_given_up: list[Logger] = []
+        self.epoch_peak_bytes: int | None = None
+        self.run_peak_bytes: int | None = None
         self._optimizers: list[Optimizer] = []
         self._handles: list[RemovableHandle] = []
         self._in_step = self._stepped = self._has_stepped = self._size_warned = False
@@ -93,6 +101,8 @@ class RunRecord:
             _fold_optimizer_step(peaks)
         step = Step(trainer.fit_loop.total_batch_idx, self._samples(batch), peaks, seconds, wait_seconds)
         self._interval.add(step)
+        self.epoch_peak_bytes = max(self.epoch_peak_bytes or 0, peaks.peak_bytes)
+        self.run_peak_bytes = max(self.run_peak_bytes or 0, peaks.peak_bytes)
         if self._parts is not None:
             self._steady_peak_bytes = max(self._steady_peak_bytes, peaks.peak_bytes)
         if logs_now(trainer):
@@ -120,7 +130,16 @@ class RunRecord:
             utilization = (self._utilization.key, percent)
             metrics[f"utilization/{self._utilization.key}"] = percent
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
+            if logger in self._loggers_given_up:
+                continue
+            try:
+                logger.log_metrics(metrics, step=step)
+            except Exception as error:  # noqa: BLE001 - whatever a logger raises, training is worth more than its metrics
+                self._loggers_given_up.append(logger)
+                rank_zero_warn(
+                    f"{type(logger).__name__} gets no more metrics of MemoryProfiler: it raised"
+                    f" {type(error).__name__}: {error}"
+                )
         self._total.merge(self._interval)
         self._interval = Tally()
         return utilization

@@ -669,3 +669,40 @@ def test_what_the_heap_keeps_of_the_step_before_counts_as_activations_on_the_hos
     assert profiler.summary.parts is not None
     assert profiler.summary.parts.activations_bytes >= 40 * 2**20
     assert profiler.summary.parts.peak_bytes == profiler.summary.peak_bytes
+
+
+class Breaks(Recorder):
+    """Raises whenever the profiler logs."""
+
+    def log_metrics(self, metrics, step=None):
+        super().log_metrics(metrics, step)
+        if "loss" not in metrics:
+            raise ConnectionError("the server is gone")
+
+
+def test_a_logger_that_raises_does_not_end_training(tmp_path, meter):
+    broken, other = Breaks(), Recorder()
+    profiler = MemoryProfiler()
+    with pytest.warns(UserWarning, match="Breaks gets no more metrics of MemoryProfiler: .* the server is gone"):
+        trainer_for(tmp_path, profiler, logger=[broken, other]).fit(Net(), data())
+    assert len(broken.ours) == 1  # and is not asked again
+    assert len(other.ours) > 1
+    assert profiler.summary is not None
+
+
+def test_the_peaks_of_epoch_and_run_can_be_read_at_any_time(tmp_path, meter):
+    seen = []
+
+    class Reads(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            seen.append((profiler.epoch_peak_bytes // MIB, profiler.run_peak_bytes // MIB))
+
+    profiler = MemoryProfiler()
+    assert (profiler.epoch_peak_bytes, profiler.run_peak_bytes) == (None, None)
+    trainer_for(tmp_path, profiler, Reads(), max_epochs=2).fit(Net(spike(meter, 1, "forward", 9)), data())
+    steps = len(seen) // 2
+    assert seen[0] == (1, 1)
+    assert seen[1] == seen[steps - 1] == (10, 10)
+    assert seen[steps] == (1, 10)
+    assert profiler.epoch_peak_bytes is None
+    assert profiler.run_peak_bytes == 10 * MIB
