@@ -158,10 +158,12 @@ def _grow(search: Search) -> Probe | tuple[LimitedBy, str]:
     # A step that is not notable would teach nothing, so take at least that.
     target = min(fill, growth * size, max(careful, math.ceil((1 + notable_share(search, fill)) * size)))
     # A stop just before the end costs nearly as much as the end, and says no more. Nor go to the end at once where the
-    # noise of what was measured so far is what makes it the end: half-way there the lines are sharper.
+    # noise of what was measured so far is what makes it the end: half-way there the lines are sharper. Unless half-way
+    # is next to nothing: where all is noise, small steps lead nowhere.
     hopeful = largest_within(without_noise(model), limit, known, search.highest)
-    if fill // 2 < target and (target < fill or hopeful >= (1 + NOTABLE_DEAR) * fill):
-        target = max(fill // 2, math.ceil((1 + notable_share(search, fill)) * size))
+    sharpens = target < fill or hopeful >= (1 + NOTABLE_DEAR) * fill
+    if sharpens and 2 * size <= fill // 2 < target:
+        target = fill // 2
     return _probe(max(following, rounded(target, bounds)), why, model, limit)
 
 
