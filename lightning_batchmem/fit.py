@@ -65,7 +65,7 @@ def find_contradiction(trials: Sequence[Trial], repeatability: float = 0.0) -> s
             highest = trial
             continue
         growth = highest.peak_bytes - ok[0].peak_bytes
-        noise = highest.noise_bytes + trial.noise_bytes
+        noise: float = highest.noise_bytes + trial.noise_bytes
         if repeatability:  # two steps at a size may agree by chance where those of another differed
             noise = 2 * max(other.noise_bytes for other in ok) + repeatability * growth
         if highest.peak_bytes - trial.peak_bytes > noise + ROUNDING_BYTES:
