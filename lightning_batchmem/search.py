@@ -13,6 +13,7 @@ from .records import Bounds, MemoryModel, Trial
 
 NOTABLE = 0.02  # a gain below this share is not worth another probe ...
 NOTABLE_NOISE = 0.25  # ... nor one below this share of what the device cannot repeat (10 % on the host)
+NEVER_DEAR = 32  # samples
 NOTABLE_CEILING = 0.005  # the whole data set, or all that the user allows, is worth a probe for little
 NOTABLE_DEAR = 0.2  # ... nor one below this share where it makes the search dear; see :func:`notable_share`
 
@@ -123,10 +124,11 @@ def notable_share(search: Search, target: int) -> float:
     """The gain, as a share of the best size, that makes ``target`` samples worth another probe.
 
     With two steps at each size, the samples pushed through the search stay within four times the size it ends with as
-    long as the sizes before it, the smallest aside, add up to no more than that size.
+    long as the sizes before it, the smallest aside, add up to no more than that size. Small sizes cost little whatever
+    their number, and there a few samples are a large share.
     """
     share = max(NOTABLE, NOTABLE_NOISE * search.repeatability)
-    dear = sum(trial.batch_size for trial in search.trials[1:]) > target
+    dear = target > NEVER_DEAR and sum(trial.batch_size for trial in search.trials[1:]) > target
     return max(share, NOTABLE_DEAR) if dear else share
 
 

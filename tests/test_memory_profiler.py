@@ -667,7 +667,7 @@ def test_what_the_heap_keeps_of_the_step_before_counts_as_activations_on_the_hos
     ).fit(Hoarding())
     assert profiler.summary is not None
     assert profiler.summary.parts is not None
-    assert profiler.summary.parts.activations_bytes >= 40 * 2**20
+    assert profiler.summary.parts.activations_bytes >= 10 * 2**20  # it would be next to nothing
     assert profiler.summary.parts.peak_bytes == profiler.summary.peak_bytes
 
 
