@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import multiprocessing
 import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, cycle, islice
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_batchmem._lightning.state import RandomStates
 from lightning_batchmem.meters.workers import own_bytes, weigh
+from lightning_batchmem.stage_loaders import indices_to_draw
 
 _TIMEOUT_SECONDS = 60
 """A forked worker that waits for a thread of its parent waits for ever. For loaders that name no timeout themselves."""
@@ -181,15 +181,8 @@ def _drawing_loader(loader: DataLoader[Any], batch_size: int, count: int) -> Dat
 
 
 def _indices(loader: DataLoader[Any], count: int) -> list[Any]:
-    """``count`` indices, over again where there are fewer: spread over the set, or the first that a sampler names."""
-    own_batches = loader.batch_size is None and loader.batch_sampler is not None
-    if isinstance(loader.sampler, SequentialSampler | RandomSampler) and not own_batches:
-        length = len(loader.sampler.data_source)
-        return [i * length // count for i in range(count)] if length else []
-    source = loader.batch_sampler if own_batches else loader.sampler
-    copied = copy.deepcopy(source, {id(loader.dataset): loader.dataset})  # a copy: it may have a generator of its own
-    named = chain.from_iterable(copied) if own_batches else iter(copied)  # type: ignore[arg-type]
-    return list(islice(cycle(named), count))
+    """``count`` indices, over again where there are fewer."""
+    return list(islice(cycle(indices_to_draw(loader, count)), count))
 
 
 def _reason(error: BaseException) -> str:

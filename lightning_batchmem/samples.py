@@ -8,15 +8,14 @@ import multiprocessing
 import time
 import types
 from collections.abc import Callable
-from itertools import chain, islice
 from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_batchmem.parts import copied
-from lightning_batchmem.stage_loaders import count_samples
+from lightning_batchmem.stage_loaders import count_samples, indices_to_draw
 from lightning_batchmem.worst_case import KeepLargest, Seen, WorstCase
 
 _T = TypeVar("_T")
@@ -158,19 +157,8 @@ def _reader(
 
 
 def _indices(loader: DataLoader[Any], most: int) -> list[Any]:
-    """Which samples to draw: spread over the whole set, or the first ones that a sampler of the user's own names."""
-    own_batches = loader.batch_size is None and loader.batch_sampler is not None
-    if isinstance(loader.sampler, SequentialSampler | RandomSampler) and not own_batches:
-        length = len(loader.sampler.data_source)
-        count = min(most, length)
-        spread = [i * length // count for i in range(count)]
-    else:
-        source = loader.batch_sampler if own_batches else loader.sampler
-        copied = copy.deepcopy(
-            source, {id(loader.dataset): loader.dataset}
-        )  # a copy: it may have a generator of its own
-        named = chain.from_iterable(copied) if own_batches else iter(copied)  # type: ignore[arg-type]
-        spread = list(islice(named, most))
+    """The indices to draw, in passes over all of them: a scan that time ends has been everywhere."""
+    spread = indices_to_draw(loader, most)
     return [index for start in range(_SCAN_PASSES) for index in spread[start::_SCAN_PASSES]]
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_batchmem._lightning.loaders import combined_mode
 
@@ -21,6 +23,19 @@ def count_samples(loader: DataLoader[Any]) -> int | None:
     sampler = loader.sampler if loader.batch_size is not None else getattr(loader.batch_sampler, "sampler", None)
     length = _length(sampler)
     return _length(loader.dataset) if length is None else length
+
+
+def indices_to_draw(loader: DataLoader[Any], most: int) -> list[Any]:
+    """Up to ``most`` indices: spread over the whole set, or the first ones that a sampler of the user's own names."""
+    own_batches = loader.batch_size is None and loader.batch_sampler is not None
+    if isinstance(loader.sampler, SequentialSampler | RandomSampler) and not own_batches:
+        length = len(loader.sampler.data_source)
+        count = min(most, length)
+        return [i * length // count for i in range(count)]
+    source = loader.batch_sampler if own_batches else loader.sampler
+    copied = copy.deepcopy(source, {id(loader.dataset): loader.dataset})  # a copy: it may have a generator of its own
+    named = chain.from_iterable(copied) if own_batches else iter(copied)  # type: ignore[arg-type]
+    return list(islice(named, most))
 
 
 def limited_batches(batches: float, limit_batches: int | float) -> float:
