@@ -7,9 +7,8 @@ import json
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from rich.console import Console
@@ -18,30 +17,31 @@ from rich.table import Table
 from lightning_batchmem.plan import Plan
 from lightning_batchmem.records import mib
 from lightning_batchmem.report.csv import NAME, Row, read_rows
-from lightning_batchmem.report.plot import (
-    plot_memory_over_steps,
-    plot_memory_vs_batch_size,
-    plot_throughput_vs_batch_size,
-    save,
-)
+from lightning_batchmem.report.figure import NothingToDrawError
+from lightning_batchmem.report.files import PLAN_NAME
+from lightning_batchmem.report.images import drawings
+from lightning_batchmem.report.plot import save
+from lightning_batchmem.report.summary import SUMMARY_NAME, Summary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PLAN_NAME = "batch_plan.json"
+T = TypeVar("T")
 
 _DESCRIPTION = f"""\
 Draw the figures of a finished run, or of one that broke off, and print what it
 used. In LOG_DIR and in everything below it are looked for:
 
   {NAME}  of MemoryProfiler: memory over the steps
-  {PLAN_NAME}       finder.plan.to_json(): memory and speed by batch size
+  {SUMMARY_NAME}   of MemoryProfiler, at its end: what memory is made of
+  {PLAN_NAME}       of both callbacks: memory and speed by batch size
+                        (finder.plan.to_json() is the same)
   *.ckpt                without a {PLAN_NAME}: BatchFinder's plan in the
                         newest that has one"""
 
 _EPILOG = """\
-What the memory is made of is in no file; in the process that trained it is
-drawn by lightning_batchmem.report.plot.plot_composition(profiler.summary).
+Where several runs wrote into one directory their files are numbered, and the
+figures are alike: memory_over_steps_1 is that of memory_per_batch_1.csv.
 
 The exit code is 0 when a figure was drawn, 1 when none was, and 2 when the
 arguments are wrong."""
@@ -75,14 +75,17 @@ def _report(log_dir: Path, out: Path, ending: str) -> int:
     console = Console()
     problems: list[str] = []
     runs, plans = _runs(log_dir, problems), _plans(log_dir, problems)
+    summaries = _read(log_dir, SUMMARY_NAME, Summary.from_json, problems)
+    if runs and not summaries:
+        problems.append(f"No summary was found in {log_dir}; MemoryProfiler writes {SUMMARY_NAME} at the end of a run.")
     if runs:
         console.print(_table(log_dir, runs))
     drawn = 0
     try:
-        for source, name, draw in _figures(runs, plans):
+        for source, name, draw in _figures(runs, plans, summaries):
             try:
                 figure = draw()
-            except ValueError as error:  # there is nothing in it to draw
+            except NothingToDrawError as error:
                 problems.append(f"No {name} from {source}: {error}.")
                 continue
             path = out / source.parent.relative_to(log_dir) / f"{name}.{ending}"
@@ -98,17 +101,16 @@ def _report(log_dir: Path, out: Path, ending: str) -> int:
 
 
 def _figures(
-    runs: Mapping[Path, list[Row]], plans: Mapping[Path, Plan]
+    runs: Mapping[Path, list[Row]], plans: Mapping[Path, Plan], summaries: Mapping[Path, Summary]
 ) -> Iterator[tuple[Path, str, Callable[[], Figure]]]:
-    """What each figure is drawn from, its name, and what draws it."""
-    for path, rows in runs.items():
-        name = path.stem.replace(Path(NAME).stem, "memory_over_steps")  # keep the number of memory_per_batch_1.csv
-        yield path, name, partial(plot_memory_over_steps, rows)
-    for path, plan in plans.items():
-        for prefix, one in (("", plan), ("evaluation_", plan.evaluation)):
-            if one is not None:
-                yield path, f"{prefix}memory_vs_batch_size", partial(plot_memory_vs_batch_size, one)
-                yield path, f"{prefix}throughput_vs_batch_size", partial(plot_throughput_vs_batch_size, one)
+    """What each figure is drawn from, its name with the number of that file, and what draws it."""
+    found = [(path, NAME, drawings(rows)) for path, rows in runs.items()]
+    found += [(path, PLAN_NAME, drawings(plan=plan)) for path, plan in plans.items()]
+    found += [(path, SUMMARY_NAME, drawings(summary=summary)) for path, summary in summaries.items()]
+    for path, file_name, drawn in found:
+        number = "" if path.suffix == ".ckpt" else path.stem.removeprefix(Path(file_name).stem)
+        for name, draw in drawn.items():
+            yield path, f"{name}{number}", draw
 
 
 def _runs(log_dir: Path, problems: list[str]) -> dict[Path, list[Row]]:
@@ -132,13 +134,7 @@ def _runs(log_dir: Path, problems: list[str]) -> dict[Path, list[Row]]:
 
 def _plans(log_dir: Path, problems: list[str]) -> dict[Path, Plan]:
     """Every plan that was written to a file of its own, else that of the newest checkpoint that has one."""
-    plans: dict[Path, Plan] = {}
-    for path in sorted(log_dir.rglob(PLAN_NAME)):
-        try:
-            plans[path] = Plan.from_json(path.read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
-            problems.append(f"{path} was not read: {error}.")
-    if plans:
+    if plans := _read(log_dir, PLAN_NAME, Plan.from_json, problems):
         return plans
     files = [path for path in log_dir.rglob("*.ckpt") if path.is_file()]  # a sharded checkpoint is a directory
     for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
@@ -151,6 +147,17 @@ def _plans(log_dir: Path, problems: list[str]) -> dict[Path, Plan]:
             return {path: plan}
     problems.append(f"No plan of BatchFinder was found in {log_dir}, neither in a {PLAN_NAME} nor in a checkpoint.")
     return {}
+
+
+def _read(log_dir: Path, name: str, parse: Callable[[str], T], problems: list[str]) -> dict[Path, T]:
+    """What is in each JSON of this name, with and without a number."""
+    found: dict[Path, T] = {}
+    for path in sorted(log_dir.rglob(f"{Path(name).stem}*.json")):
+        try:
+            found[path] = parse(path.read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            problems.append(f"{path} was not read: {error}.")
+    return found
 
 
 def _plan_in(path: Path) -> Plan | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -103,7 +103,8 @@ def measure_parts(
     optimizers = list(optimizers)
     weights = list(module.parameters())
     groups = [optimizer.param_groups for optimizer in optimizers]
-    states = [list(optimizer.state.values()) for optimizer in optimizers]
+    inner = [one for optimizer in optimizers for one in vars(optimizer).values() if isinstance(one, Optimizer)]
+    states = [list(optimizer.state.values()) for optimizer in (*optimizers, *inner)]
     seen: set[tuple[torch.device, int]] = set()
 
     def held(tensors: Iterable[Tensor]) -> int:
@@ -165,6 +166,15 @@ def samples_in(batch: object) -> int | None:
         >>> samples_in({"image": torch.ones(8, 3), "label": torch.ones(8), "names": ["a"] * 8})
         8
     """
+    sizes = set()
+    if type(batch) in (list, tuple):  # most batches are plain, and this is asked of every one
+        for item in batch:  # type: ignore[attr-defined]
+            if type(item) is not Tensor:
+                break
+            if item.dim():
+                sizes.add(item.size(0))
+        else:
+            return sizes.pop() if len(sizes) == 1 else None
     sizes = {tensor.size(0) for tensor in tensors_in(batch) if tensor.dim()}
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -196,10 +206,10 @@ def _collect(data: Any, found: list[Tensor], on_the_way: set[int]) -> None:
     items: Iterable[Any]
     if isinstance(data, Mapping):
         items = data.values()
-    elif isinstance(data, (list, tuple, set, frozenset)):
+    elif isinstance(data, (Sequence, Set)) and not isinstance(data, (str, bytes, bytearray, memoryview, range)):
         items = data
     elif is_dataclass(data) and not isinstance(data, type):
-        items = [getattr(data, field.name) for field in fields(data)]
+        items = [getattr(data, field.name, None) for field in fields(data)]  # a field may not be set yet
     elif callable(getattr(data, "to", None)) and hasattr(data, "__dict__"):
         items = vars(data).values()
     else:
@@ -213,22 +223,41 @@ def _collect(data: Any, found: list[Tensor], on_the_way: set[int]) -> None:
 
 def _held_bytes(tensor: Tensor, device: torch.device, seen: set[tuple[torch.device, int]]) -> int:
     """Bytes of the storages behind a tensor that lie on ``device`` and were not ``seen``."""
-    if is_lazy(tensor):
-        return 0
-    if hasattr(tensor, "__tensor_flatten__"):  # DTensor (its local shard), jagged and quantised tensors wrap others
+    held_bytes = 0
+    for plain in () if is_lazy(tensor) else plain_tensors(tensor):
+        if is_on(plain.device, device):
+            storage = plain.untyped_storage()
+            key = (plain.device, storage.data_ptr())
+            if key not in seen:
+                seen.add(key)
+                held_bytes += storage.nbytes()
+    return held_bytes
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The ordinary tensors behind one: the local shard of a DTensor, indices and values of a sparse one.
+
+    Args:
+        tensor: any but a lazy parameter, which has nothing behind it.
+    """
+    if hasattr(tensor, "__tensor_flatten__"):  # DTensor, jagged and quantised tensors wrap others
         names, _ = tensor.__tensor_flatten__()
-        inner = (getattr(tensor, name) for name in names)  # in torch 2.13 a DTensor names its device mesh as well
-        return sum(_held_bytes(part, device, seen) for part in inner if isinstance(part, Tensor))
-    if tensor.layout is not torch.strided:
-        return sum(_held_bytes(part, device, seen) for part in _sparse_parts(tensor))
-    if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
-        return 0
-    storage = tensor.untyped_storage()
-    key = (tensor.device, storage.data_ptr())
-    if storage.nbytes() == 0 or key in seen:
-        return 0
-    seen.add(key)
-    return storage.nbytes()
+        inner = [getattr(tensor, name) for name in names]  # in torch 2.13 a DTensor names its device mesh as well
+    elif type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and (wrapped := tensors_in(vars(tensor))):
+        inner = wrapped  # such as torch.masked.MaskedTensor, which says nothing of what it wraps
+    elif tensor.layout is not torch.strided:
+        inner = list(_sparse_parts(tensor))
+    else:
+        yield tensor
+        return
+    for part in inner:
+        if isinstance(part, Tensor):
+            yield from plain_tensors(part)
+
+
+def is_on(place: torch.device, device: torch.device) -> bool:
+    """Whether what lies in ``place`` counts for ``device``; a device without an index is any of its kind."""
+    return place.type == device.type and device.index in (None, place.index)
 
 
 def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -12,8 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_batchmem.meters import Meter
 
 
-@dataclass(frozen=True)
-class StepPeaks:
+class StepPeaks(NamedTuple):
     """The peaks of one step.
 
     Args:
@@ -21,7 +19,7 @@ class StepPeaks:
         peak_reserved_bytes: highest reserved bytes inside the step; ``None`` where nothing is reserved.
     """
 
-    phase_peak_bytes: dict[str, int] = field(default_factory=dict)
+    phase_peak_bytes: dict[str, int]
     peak_reserved_bytes: int | None = None
 
     @property
@@ -82,6 +80,7 @@ class PhaseMarks:
 
     def _close(self, phase: str) -> None:
         reading = self._meter.peak()
-        self._peaks[phase] = max(self._peaks.get(phase, 0), reading.allocated_bytes)
+        if reading.allocated_bytes > self._peaks.get(phase, -1):
+            self._peaks[phase] = reading.allocated_bytes
         if reading.reserved_bytes is not None:
             self._reserved = max(self._reserved or 0, reading.reserved_bytes)

@@ -1,197 +1,187 @@
-"""One run of ``fit`` as the MemoryProfiler records it: steps to rows, metrics and the summary."""
+"""One run of ``fit``, ``validate``, ``test`` or ``predict`` as the MemoryProfiler measures it, step by step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_batchmem._lightning.progress import logging_step, logs_now
-from lightning_batchmem.meters import Meter, Utilization, utilization_for
-from lightning_batchmem.parts import Parts, measure_parts, samples_in
+from lightning_batchmem.composition import Composition
+from lightning_batchmem.meters import Meter, timer_for
+from lightning_batchmem.parts import samples_in
 from lightning_batchmem.phases import PhaseMarks, StepPeaks
-from lightning_batchmem.report import Step, StepClock, Tally
-from lightning_batchmem.report.csv import NAME, BatchCsv
-from lightning_batchmem.report.table import Summary
+from lightning_batchmem.plan import Plan
+from lightning_batchmem.records import mib
+from lightning_batchmem.report.steps import Step, StepClock
+from lightning_batchmem.report.table import parts_text
+from lightning_batchmem.run_report import RunReport
 
-_LOOKS_FOR_PARTS = 3
-"""How many steps may be looked at for gradients that outlive a step; where nobody keeps them there are none."""
+
+@dataclass
+class _Stage:
+    """Where a stage stands: its clock, how many steps it has done, and the device's mark at the end of the last."""
+
+    name: str
+    clock: StepClock = field(default_factory=StepClock)
+    steps: int = 0
+    mark: object = None
 
 
 class RunRecord:
-    """All that is known of one run of ``fit``; constant in size, however many steps it has.
+    """Measures the steps of one run.
 
     Args:
-        trainer: when training starts.
-        module: the module that is trained.
-        meter: of the device that is trained on.
+        trainer: when the run starts.
+        module: the module that is run.
+        meter: of the device that it runs on.
+        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``; a training may have validations in it.
+        items_fn: counts what the user wants counted in a batch.
+        plan: what a BatchFinder of the same run has found.
 
     Attributes:
-        epoch_peak_bytes: highest allocated bytes inside a step of this epoch; ``None`` before its first step has ended.
-        run_peak_bytes: highest allocated bytes inside a step of this run; ``None`` likewise.
+        stage: of the run, as it was given.
+        report: where the steps go.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, meter: Meter) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        meter: Meter,
+        stage: str,
+        *,
+        items_fn: Callable[[Any], float] | None = None,
+        plan: Plan | None = None,
+    ) -> None:
+        self._timer = timer_for(trainer.strategy.root_device)
         self.marks = PhaseMarks(meter)
-        self.clock = StepClock()
-        self._meter = meter
-        self._device = trainer.strategy.root_device
-        self._utilization: Utilization | None = utilization_for(self._device)
-        self._world_size = trainer.world_size
-        self._limit_bytes = meter.budget_bytes()
-        self._limit_is_new = True
-        self._total, self._interval = Tally(), Tally()
-        self._csv: BatchCsv | None = None
-        self._loggers_given_up: list[Logger] = []
-        self.epoch_peak_bytes: int | None = None
-        self.run_peak_bytes: int | None = None
+        self._meter, self._items_fn = meter, items_fn
+        self._world_size, self._rank = trainer.world_size, trainer.global_rank
         self._optimizers: list[Optimizer] = []
         self._handles: list[RemovableHandle] = []
-        self._in_step = self._stepped = self._has_stepped = self._size_warned = False
-        self._parts: Parts | None = None
-        self._looks_for_parts = 0
-        self._steady_peak_bytes = 0
-        self._rest_bytes = self._rest_before_training(trainer, module)
+        self.stage = stage
+        self._main = self._stage = _Stage(stage)
+        self._batch: object = None
+        self._in_step = self._stepped = self._is_steady = self._size_warned = False
+        if stage == "train":
+            self.watch(trainer.optimizers, automatic=module.automatic_optimization)
+        self._composition = Composition(meter, trainer.strategy.root_device, module, self._optimizers)
+        self.report = RunReport(trainer, meter, self._timer, plan, stage=stage, composition=self._composition)
 
-    def watch(self, optimizers: Iterable[Optimizer]) -> None:
-        """Watch these optimizers and no others."""
+    def watch(self, optimizers: Iterable[Optimizer], *, automatic: bool) -> None:
+        """Watch these optimizers and no others.
+
+        Args:
+            optimizers: of the trainer.
+            automatic: whether Lightning steps them, once at the end of a step; a manual step may go forward again.
+        """
         wanted = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]  # a strategy's may not be
         if list(map(id, wanted)) != list(map(id, self._optimizers)):
             self._unwatch()
             self._optimizers = wanted
-            self._handles = self.marks.watch(wanted)
+            self._handles = [] if automatic else self.marks.watch(wanted)
             self._handles += [optimizer.register_step_post_hook(self._note_step) for optimizer in wanted]
 
-    def open_csv(self, log_dir: str, *, resume: bool) -> None:
-        """Open the CSV of this run; a directory that cannot be written is an error here."""
-        if "://" in log_dir:
-            rank_zero_warn(f"MemoryProfiler writes no {NAME}: the log directory {log_dir} is not a local one.")
-        else:
-            self._csv = BatchCsv(Path(log_dir), resume=resume, has_peak=self._meter.has_peak)
+    def restart(self) -> None:
+        """The next step begins now, whatever happened since the last one."""
+        self._stage.clock.restart()
+        self._mark()
 
-    def end_evaluation(self) -> None:
-        """Let the clock run on; what the device did for the evaluation is not training."""
-        self.clock.resume()
-        if self._utilization is not None:
-            self._utilization.percent_since_last_call()
+    def begin_evaluation(self, stage: str) -> None:
+        """Steps of an evaluation inside ``fit`` follow; the clock of training stands still."""
+        self._main.clock.pause()
+        self._stage = _Stage(stage)
+        self.restart()
+
+    def end_evaluation(self, trainer: Trainer) -> None:
+        """Report an evaluation inside ``fit``; the clock of training runs on."""
+        self.report.end_evaluation(self._stage.name, logging_step(trainer))
+        self._stage = self._main
+        self._main.clock.resume()
+        self._mark()
+        self.report.forget_utilization()  # what the device did for the evaluation is not training
+
+    def forget_wait(self) -> None:
+        """Something else than the loader may take time until the next batch."""
+        self._main.clock.forget_wait()
 
     def start(self, module: LightningModule, batch: object) -> None:
         """Begin a step."""
-        self.clock.start()
-        self._stepped, self._in_step = False, True
-        self.marks.start()
-        if self._has_stepped and self._looks_for_parts < _LOOKS_FOR_PARTS:
-            self._take_parts(module, batch)
-
-    def stop(self, trainer: Trainer, batch: object) -> None:
-        """End the step."""
-        if not self._in_step:  # the loader gave None: Lightning runs no step, and still calls this hook
-            return
-        self._in_step = False
-        peaks = self.marks.stop()
-        seconds, wait_seconds = self.clock.stop()
-        if not self._stepped:
-            _fold_optimizer_step(peaks)
-        step = Step(trainer.fit_loop.total_batch_idx, self._samples(batch), peaks, seconds, wait_seconds)
-        self._interval.add(step)
-        self.epoch_peak_bytes = max(self.epoch_peak_bytes or 0, peaks.peak_bytes)
-        self.run_peak_bytes = max(self.run_peak_bytes or 0, peaks.peak_bytes)
-        if self._parts is not None:
-            self._steady_peak_bytes = max(self._steady_peak_bytes, peaks.peak_bytes)
-        if logs_now(trainer):
-            self._write(step, self.log(trainer, logging_step(trainer)))
-            if self._csv is not None:
-                self._csv.flush()
+        stage = self._stage
+        stage.clock.start()
+        self._stepped, self._in_step, self._batch = False, True, batch
+        if stage.name == "train":
+            self.report.floor(stage.steps)
+            self.marks.start()
         else:
-            self._write(step, None)
-        self.clock.leave()
+            self.marks.start("evaluation")
+        if self._is_steady and stage is self._main and self._composition.is_due:
+            stage.clock.pause()
+            self.report.take_in()  # the steps before are not like those to come
+            self._composition.take(module, self._optimizers, batch)
+            stage.clock.resume()
 
-    def log(self, trainer: Trainer, step: int) -> tuple[str, float] | None:
-        """Send what was tallied since the last time to the loggers, and begin anew.
+    def stop(self, trainer: Trainer, batch: object) -> bool:
+        """End the step.
 
         Returns:
-            Key and percent of the utilization since then, where it is known.
+            Whether it was one at which training is logged.
         """
-        if not self._interval.steps:
-            return None
-        self._limit_bytes, self._limit_is_new = self._meter.budget_bytes(), True
-        metrics = self._interval.metrics(
-            limit_bytes=self._limit_bytes, world_size=self._world_size, has_peak=self._meter.has_peak
-        )
-        utilization = None
-        if self._utilization is not None and (percent := self._utilization.percent_since_last_call()) is not None:
-            utilization = (self._utilization.key, percent)
-            metrics[f"utilization/{self._utilization.key}"] = percent
-        for logger in trainer.loggers:
-            if logger in self._loggers_given_up:
-                continue
-            try:
-                logger.log_metrics(metrics, step=step)
-            except Exception as error:  # noqa: BLE001 - whatever a logger raises, training is worth more than its metrics
-                self._loggers_given_up.append(logger)
-                rank_zero_warn(
-                    f"{type(logger).__name__} gets no more metrics of MemoryProfiler: it raised"
-                    f" {type(error).__name__}: {error}"
-                )
-        self._total.merge(self._interval)
-        self._interval = Tally()
-        return utilization
+        if not self._in_step:  # the loader gave None: Lightning runs no step, and still calls this hook
+            return False
+        stage = self._stage
+        peaks = self.marks.stop()
+        seconds, wait_seconds = stage.clock.stop()
+        since, stage.mark = stage.mark, None if self._timer is None else self._timer.mark()
+        self._in_step, self._batch = False, None
+        number, stage.steps, is_logged = stage.steps, stage.steps + 1, False
+        if stage.name == "train":
+            number, is_logged = trainer.fit_loop.total_batch_idx, logs_now(trainer)
+            if not self._stepped:
+                _fold_optimizer_step(peaks)
+        elif stage is self._main:
+            self._is_steady = True  # from its second step on
+        items = None if self._items_fn is None else self._items_fn(batch)
+        step = Step(number, self._samples(batch), peaks, seconds, wait_seconds, stage.name, items)
+        self.report.add(step, since, stage.mark)
+        if is_logged:
+            self.report.log(stage.name, logging_step(trainer))
+        stage.clock.leave()
+        return is_logged
 
-    def close(self) -> Summary | None:
-        """Take the hooks off the optimizers, close the CSV, and say what the run used; ``None`` without a step."""
+    def explain(self, trainer: Trainer, module: LightningModule) -> str:
+        """Where memory ran out, and what it was made of then."""
+        peak_bytes = self.marks.stop().peak_bytes
+        parts = self._composition.at_failure(module, self._optimizers, self._batch, peak_bytes)
+        where = "between two steps"
+        if self._in_step:
+            is_training = self._stage.name == "train"
+            where = (
+                f"in {self._stage.name} step {trainer.fit_loop.total_batch_idx if is_training else self._stage.steps}"
+            )
+            samples = samples_in(self._batch)
+            where += "" if samples is None else f" with a batch of {samples:,} samples"
+        rank = "" if self._world_size == 1 else f" on rank {self._rank}"
+        return (
+            f"memory ran out {where}{rank}. Until then it held up to {mib(peak_bytes)} of"
+            f" {mib(self.report.limit_bytes)}: {parts_text(parts)}."
+        )
+
+    def close(self) -> None:
+        """Take the hooks off the optimizers, and finish the report."""
         self._unwatch()
-        if self._csv is not None:
-            self._csv.close()
-        total, parts = self._total, self._parts
-        if parts is not None:
-            # without a peak the run broke off inside the very step that the parts were taken in
-            parts = parts.at_peak(self._steady_peak_bytes) if self._steady_peak_bytes else None
-        total.merge(self._interval)
-        if not total.steps:
-            return None
-        return Summary(
-            device=self._meter.name,
-            steps=total.steps,
-            peak_bytes=total.peak_bytes,
-            peak_step=total.peak_step,
-            batch_size=total.peak_batch_size,
-            phase_peak_bytes=total.phase_peak_bytes,
-            peak_reserved_bytes=total.peak_reserved_bytes,
-            limit_bytes=self._limit_bytes,
-            parts=parts,
-            samples_per_second=total.samples_per_second(self._world_size),
-            step_seconds=total.seconds / total.steps,
-            data_wait_share=total.data_wait_share,
-            has_peak=self._meter.has_peak,
-        )
+        self._batch = None
+        self.report.close()
 
-    def _take_parts(self, module: LightningModule, batch: object) -> None:
-        self.clock.pause()
-        start_bytes = self._meter.current().allocated_bytes
-        self._parts = measure_parts(module, self._optimizers, batch, self._device, start_bytes=start_bytes)
-        if self._rest_bytes is not None:
-            self._parts = replace(self._parts, rest_bytes=min(self._parts.rest_bytes, self._rest_bytes))
-        self._looks_for_parts = _LOOKS_FOR_PARTS if self._parts.gradients_bytes else self._looks_for_parts + 1
-        self.clock.resume()
-
-    def _rest_before_training(self, trainer: Trainer, module: LightningModule) -> int | None:
-        """What is in use beside the module before the first step, where it cannot be told later.
-
-        The resident set still holds what the step before has freed (the heap keeps it), which is activations by right.
-        An allocator that counts what it reserves counts the freed apart: ``None``.
-        """
-        if self._meter.current().reserved_bytes is not None:
-            return None
-        self._meter.release_cached()
-        now = self._meter.current().allocated_bytes
-        return measure_parts(module, trainer.optimizers, None, self._device, start_bytes=now).rest_bytes
+    def _mark(self) -> None:
+        if self._timer is not None:
+            self._stage.mark = self._timer.mark()
 
     def _samples(self, batch: object) -> int | None:
         samples = samples_in(batch)
@@ -203,14 +193,8 @@ class RunRecord:
             )
         return samples
 
-    def _write(self, step: Step, utilization: tuple[str, float] | None) -> None:
-        if self._csv is not None:
-            limit_bytes = self._limit_bytes if self._limit_is_new else None
-            self._csv.write(step, world_size=self._world_size, limit_bytes=limit_bytes, utilization=utilization)
-        self._limit_is_new = False
-
     def _note_step(self, *_: Any) -> None:
-        self._stepped = self._has_stepped = True
+        self._stepped = self._is_steady = True
 
     def _unwatch(self) -> None:
         for handle in self._handles:

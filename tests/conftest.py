@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 import lightning_batchmem.batch_finder
+import lightning_batchmem.memory_profiler
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.meters import Reading
 
@@ -32,7 +33,9 @@ class FakeMeter:
         self.resolution_bytes = 0
         self.budget = budget_bytes
         self.reserved_ratio: float | None = None  # set it to have reserved bytes: ratio x allocated
+        self.outside: int | None = None
         self.num_ooms = 0
+        self.num_alloc_retries = 0
         self.num_releases = 0
         self._base_bytes = self._current_bytes = self._peak_bytes = base_bytes
 
@@ -68,6 +71,9 @@ class FakeMeter:
     def budget_bytes(self) -> int:
         return self.budget
 
+    def outside_bytes(self) -> int | None:
+        return self.outside
+
     def release_cached(self) -> None:
         self.num_releases += 1
 
@@ -75,7 +81,7 @@ class FakeMeter:
         pass
 
     def counters(self) -> dict[str, int]:
-        return {"num_ooms": self.num_ooms}
+        return {"num_ooms": self.num_ooms, "num_alloc_retries": self.num_alloc_retries}
 
     def _reading(self, size_bytes: int) -> Reading:
         return Reading(size_bytes, None if self.reserved_ratio is None else int(size_bytes * self.reserved_ratio))
@@ -112,3 +118,11 @@ def fit(monkeypatch: pytest.MonkeyPatch, fake_meter: Any) -> Callable[..., Train
         return trainer
 
     return run
+
+
+@pytest.fixture
+def meter(fake_meter: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The meter that every profiler of the test gets: 1 MiB in use, a limit of 1 GiB."""
+    meter = fake_meter(budget_bytes=2**30, base_bytes=2**20)
+    monkeypatch.setattr(lightning_batchmem.memory_profiler, "meter_for", lambda device, quick: meter)
+    return meter

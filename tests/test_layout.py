@@ -14,7 +14,7 @@ import lightning_batchmem
 PACKAGE = Path(lightning_batchmem.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 CALLBACKS = {"lightning_batchmem.batch_finder", "lightning_batchmem.memory_profiler"}
-PURE = ("records", "plan", "fit", "search", "decide", "limits", "effective")
+PURE = ("records", "plan", "fit", "search", "decide", "limits", "effective", "expected", "floors", "alarms")
 
 
 def imports_of(path: Path) -> set[str]:

@@ -22,6 +22,8 @@ from lightning_batchmem.report.csv import read_rows
 from tests.lawful import MIB, Lawful, law
 
 SEARCH_FIGURES = ["memory_vs_batch_size.png", "throughput_vs_batch_size.png"]
+RUN_FIGURES = ["memory_composition.png", "memory_over_steps.png"]
+ALL_FIGURES = sorted(RUN_FIGURES + SEARCH_FIGURES)
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +66,12 @@ def drawn(directory: Path) -> list[str]:
 def test_a_finished_run(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(log_dir)]) == 0
     said = capsys.readouterr()
-    assert drawn(log_dir) == [*(f"checkpoints/{name}" for name in SEARCH_FIGURES), "memory_over_steps.png"]
+    assert drawn(log_dir) == ALL_FIGURES
     for name in drawn(log_dir):
         assert str(log_dir / name) in said.out.splitlines()
         assert (log_dir / name).stat().st_size > 10_000
     assert said.err == ""
+    assert json.loads((log_dir / "memory_summary.json").read_text())["steps"] == 13
     (row,) = (line.split("│")[1:-1] for line in said.out.splitlines() if "memory_per_batch.csv" in line)
     rows = read_rows(log_dir / "memory_per_batch.csv")
     peak = max(row.peak_bytes or 0 for row in rows)
@@ -87,7 +90,7 @@ def test_in_a_process_with_a_directory_and_a_format_of_its_own(log_dir: Path, tm
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "figures" / "memory_over_steps.svg").read_text().startswith("<?xml")
-    assert "figures/checkpoints/memory_vs_batch_size.svg" in done.stdout.splitlines()
+    assert "figures/memory_vs_batch_size.svg" in done.stdout.splitlines()
     assert sorted(log_dir.rglob("*")) == before
 
 
@@ -99,12 +102,45 @@ def test_a_plan_in_a_file_of_its_own_is_preferred(
     (log_dir / "run").mkdir()
     (log_dir / "run" / "batch_plan.json").write_text(json.dumps(plan))
     assert main([str(log_dir)]) == 0
-    assert drawn(log_dir) == [
-        "memory_over_steps.png",
-        *(f"run/evaluation_{name}" for name in SEARCH_FIGURES),
-        *(f"run/{name}" for name in SEARCH_FIGURES),
-    ]
+    assert drawn(log_dir) == sorted(
+        [
+            *ALL_FIGURES,
+            *(f"run/evaluation_{name}" for name in SEARCH_FIGURES),
+            *(f"run/{name}" for name in SEARCH_FIGURES),
+        ]
+    )
     assert capsys.readouterr().err == ""
+
+
+def test_what_is_numbered_is_drawn_under_its_number(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(log_dir / "checkpoints")
+    for name in ("memory_per_batch.csv", "memory_summary.json", "batch_plan.json"):
+        path = log_dir / name
+        shutil.copy(path, path.with_stem(f"{path.stem}_1"))
+    shutil.copy(log_dir / "memory_summary.json", log_dir / "memory_summary_test.json")
+    assert main([str(log_dir)]) == 0
+    numbered = [name.replace(".png", "_1.png") for name in ALL_FIGURES]
+    assert drawn(log_dir) == sorted([*ALL_FIGURES, *numbered, "memory_composition_test.png"])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_csv_and_a_checkpoint_are_enough(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in log_dir.glob("*.json"):
+        path.unlink()
+    assert main([str(log_dir)]) == 0
+    assert drawn(log_dir) == [*(f"checkpoints/{name}" for name in SEARCH_FIGURES), "memory_over_steps.png"]
+    assert capsys.readouterr().err.splitlines() == [
+        f"No summary was found in {log_dir}; MemoryProfiler writes memory_summary.json at the end of a run."
+    ]
+
+
+def test_a_summary_of_a_run_too_short_for_its_parts(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = log_dir / "memory_summary.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "parts": None}))
+    assert main([str(log_dir)]) == 0
+    assert drawn(log_dir) == [name for name in ALL_FIGURES if name != "memory_composition.png"]
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"No memory_composition from {path}: parts must be known")
 
 
 def save_checkpoint(path: Path, callbacks: dict[str, Any], *, time: int) -> None:
@@ -134,6 +170,7 @@ def test_files_that_cannot_be_read_are_named(log_dir: Path, capsys: pytest.Captu
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
     torch.save({"callbacks": {}, "mine": Lawful}, log_dir / "pickled.ckpt")  # a class: never loaded
     (log_dir / "batch_plan.json").write_text("{}")
+    (log_dir / "memory_summary.json").write_text("[]")
     (log_dir / "memory_per_batch_1.csv").write_text("a,b\n1,2\n")
     (log_dir / "memory_per_batch_2.csv").write_text((log_dir / "memory_per_batch.csv").read_text().splitlines()[0])
     assert main([str(log_dir)]) == 0
@@ -145,7 +182,9 @@ def test_files_that_cannot_be_read_are_named(log_dir: Path, capsys: pytest.Captu
         assert line.startswith(str(log_dir / path))
     assert said[4].startswith(f"{checkpoint} was not read: ")
     assert said[5].startswith("No plan of BatchFinder was found in")
-    assert len(said) == 6
+    assert said[6].startswith(f"{log_dir / 'memory_summary.json'} was not read: text must be the JSON of a Summary")
+    assert said[7].startswith("No summary was found in")
+    assert len(said) == 8
 
 
 def test_a_run_that_was_killed(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,10 +200,22 @@ def test_a_run_that_was_killed(log_dir: Path, capsys: pytest.CaptureFixture[str]
     assert "12 │" in capsys.readouterr().out
 
 
+def csv_line(header: str, **cells: object) -> str:
+    """A row with these cells; the others are empty."""
+    assert {*cells} <= {*header.split(",")}
+    return ",".join(str(cells.get(name, "")) for name in header.split(",")) + "\n"
+
+
 def test_what_the_csv_leaves_empty_is_none(log_dir: Path) -> None:
     path = log_dir / "memory_per_batch.csv"
     header = path.read_text().splitlines()[0]
-    path.write_text(f"{header}\n7,train,,,,,,,,,,,,\n8,validate,4,1.5,,,,250.0,,,,1.25,,\n9,train,x,,,,,,,,,,,\n")
+    evaluation = {"peak_allocated_mib": 1.5, "step_ms": 250.0, "forward_peak_mib": 1.25}
+    lines = [
+        csv_line(header, step=7, stage="train"),
+        csv_line(header, step=8, stage="validate", batch_size=4, **evaluation),
+        csv_line(header, step=9, stage="train", batch_size="x"),
+    ]
+    path.write_text(f"{header}\n{''.join(lines)}")
     one, two = read_rows(path)
     assert one == (7, "train", None, None, None, None, None, None, {}, True)
     assert two == (8, "validate", 4, 1.5 * MIB, None, None, None, 0.25, {"forward": 1.25 * MIB}, True)
@@ -172,8 +223,11 @@ def test_what_the_csv_leaves_empty_is_none(log_dir: Path) -> None:
 
 def test_only_steps_without_memory(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(log_dir / "checkpoints")
+    for found in log_dir.glob("*.json"):
+        found.unlink()
     path = log_dir / "memory_per_batch.csv"
-    path.write_text(f"{path.read_text().splitlines()[0]}\n7,train,,,,,,,,,,,,\n")
+    header = path.read_text().splitlines()[0]
+    path.write_text(f"{header}\n{csv_line(header, step=7, stage='train')}")
     assert main([str(log_dir)]) == 1
     said = capsys.readouterr()
     assert "No memory_over_steps from" in said.err
@@ -219,5 +273,12 @@ def test_the_help_fits_into_a_terminal(capsys: pytest.CaptureFixture[str], monke
     assert error.value.code == 0
     said = capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= 80
-    for word in ("memory_per_batch.csv", "batch_plan.json", "*.ckpt", "--out DIR", "--format {png,svg}"):
+    for word in (
+        "memory_per_batch.csv",
+        "memory_summary.json",
+        "batch_plan.json",
+        "*.ckpt",
+        "--out DIR",
+        "--format {png,svg}",
+    ):
         assert word in said

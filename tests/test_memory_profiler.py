@@ -10,119 +10,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-import lightning_batchmem.memory_profiler
+import lightning_batchmem.run_report
 from lightning_batchmem.memory_profiler import MemoryProfiler
 from lightning_batchmem.parts import Parts
-
-MIB = 2**20
-METRICS = {
-    "memory/peak_allocated_mib",
-    "memory/limit_mib",
-    "throughput/samples_per_s",
-    "throughput/step_ms",
-    "throughput/data_wait_pct",
-    "utilization/cpu_pct",
-    "batch/size",
-}
-
-
-class Net(LightningModule):
-    """A regression on 4 numbers; ``work(step, where)`` is called in forward, backward and the optimizer's step."""
-
-    def __init__(self, work=None):
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-        self.work = work or (lambda step, where: None)
-        self.steps = 0
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        self.work(self.steps, "forward")
-        loss = nn.functional.mse_loss(self.layer(x), y)
-        loss.register_hook(lambda gradient: self.work(self.steps, "backward"))
-        self.log("loss", loss)
-        return loss
-
-    def on_before_optimizer_step(self, optimizer):
-        self.work(self.steps, "optimizer_step")
-
-    def on_train_batch_end(self, *_):
-        self.steps += 1
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.01)
-
-
-class Validated(Net):
-    def validation_step(self, batch, batch_idx):
-        self.work(self.steps, "validation")
-
-
-def data(samples=24, batch_size=4):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(samples, 4, generator=generator)
-    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=batch_size)
-
-
-def trainer_for(tmp_path, *callbacks, **options):
-    defaults = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "default_root_dir": tmp_path,
-        "logger": False,
-        "max_epochs": 1,
-        "log_every_n_steps": 1,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
-    }
-    return Trainer(callbacks=list(callbacks), **{**defaults, **options})
-
-
-def rows(path):
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def csv_rows(tmp_path):
-    (path,) = tmp_path.rglob("memory_per_batch.csv")
-    return rows(path)
-
-
-class Recorder(DummyLogger):
-    """Keeps (step, metrics) of the profiler, and the steps at which Lightning logs the loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.ours, self.lightnings = [], []
-
-    def log_metrics(self, metrics, step=None):
-        if "loss" in metrics:
-            self.lightnings.append(step)
-        else:
-            self.ours.append((step, metrics))
-
-
-@pytest.fixture
-def meter(fake_meter, monkeypatch):
-    """The meter that every profiler of the test gets: 1 MiB in use, a limit of 1 GiB."""
-    meter = fake_meter(budget_bytes=1024 * MIB, base_bytes=MIB)
-    monkeypatch.setattr(lightning_batchmem.memory_profiler, "meter_for", lambda device, quick: meter)
-    return meter
-
-
-def spike(meter, at_step, where, mib):
-    def work(step, now):
-        if step == at_step and now == where:
-            meter.use(mib * MIB)
-            meter.free()
-
-    return work
-
+from tests.profiled import METRICS, MIB, Net, Recorder, Validated, csv_rows, data, rows, spike, trainer_for
 
 # ---------------------------------------------------------------------------------------------------- the CSV's rows
 
@@ -137,7 +31,8 @@ def test_every_step_is_a_row_with_the_peak_of_each_phase(tmp_path, meter):
     found = csv_rows(tmp_path)
     assert [row["step"] for row in found] == ["0", "1", "2", "3", "4", "5"]
     for step, row in enumerate(found):
-        assert (row["stage"], row["batch_size"], row["limit_mib"]) == ("train", "4", "1024.0")
+        assert (row["stage"], row["batch_size"]) == ("train", "4")
+        assert row["limit_mib"] == ("" if step else "1024.0")  # it is asked once a second
         assert float(row["forward_peak_mib"]) == 11 + step
         assert float(row["backward_peak_mib"]) == float(row["peak_allocated_mib"]) == 21 + step
         assert float(row["optimizer_step_peak_mib"]) == 6
@@ -153,7 +48,8 @@ def test_every_step_is_a_row_with_the_peak_of_each_phase(tmp_path, meter):
     assert (profiler.summary.peak_bytes, profiler.summary.peak_step) == (26 * MIB, 5)
 
 
-def test_limit_and_utilization_only_in_the_rows_in_which_they_were_asked(tmp_path, meter):
+def test_limit_and_utilization_only_in_the_rows_in_which_they_were_asked(tmp_path, meter, monkeypatch):
+    monkeypatch.setattr(lightning_batchmem.run_report, "LIMIT_EVERY_SECONDS", 0.0)
     trainer_for(tmp_path, MemoryProfiler(), log_every_n_steps=3).fit(Net(), data())
     assert [bool(row["limit_mib"]) for row in csv_rows(tmp_path)] == [True, False, True, False, False, True]
     assert [bool(row["cpu_pct"]) for row in csv_rows(tmp_path)] == [False, False, True, False, False, True]
@@ -201,7 +97,7 @@ def test_a_full_disk_ends_the_csv_and_not_the_training(tmp_path, meter, monkeypa
     class FillDisk(Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             if batch_idx == 2:
-                os.dup2(full.fileno(), profiler._run._csv._file.fileno())
+                os.dup2(full.fileno(), profiler._run.report._csv._file.fileno())
 
     net, profiler = Net(), MemoryProfiler()
     with open("/dev/full", "w") as full, pytest.warns(UserWarning, match="no more rows.*No space left"):
@@ -400,8 +296,6 @@ def test_waiting_for_data_is_part_of_the_step_and_known_apart(tmp_path, meter):
 def test_evaluation_checkpoints_and_the_ends_of_epochs_are_left_out(tmp_path, meter, checkpoints):
     def work(step, where):
         if where == "validation":
-            meter.use(900 * MIB)
-            meter.free()
             time.sleep(0.3)
 
     class SlowEpochEnds(Callback):
@@ -427,14 +321,6 @@ def test_evaluation_checkpoints_and_the_ends_of_epochs_are_left_out(tmp_path, me
     assert ["throughput/data_wait_pct" in metrics for _, metrics in recorder.ours] == known * 2
 
 
-def test_other_stages_do_nothing(tmp_path, meter):
-    profiler = MemoryProfiler()
-    trainer = trainer_for(tmp_path, profiler)
-    trainer.validate(Validated(), data(), verbose=False)
-    assert profiler.summary is None
-    assert not list(tmp_path.rglob("*.csv"))
-
-
 # ----------------------------------------------------------------------------------------- the summary and its parts
 
 
@@ -457,7 +343,7 @@ def test_a_spike_while_warming_up_is_kept_apart(tmp_path, meter, capsys):
     trainer_for(tmp_path, profiler).fit(Net(spike(meter, 0, "forward", 500)), data())
     assert (profiler.summary.peak_bytes, profiler.summary.peak_step) == (501 * MIB, 0)
     assert profiler.summary.parts.peak_bytes == MIB
-    assert "before the first optimizer step" in " ".join(capsys.readouterr().out.split())
+    assert "before the first step after an optimizer step" in " ".join(capsys.readouterr().out.split())
 
 
 def test_under_accumulation_the_parts_wait_for_the_optimizers_state(tmp_path, meter):

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from collections import UserDict, namedtuple
-from dataclasses import dataclass
+from collections import UserDict, UserList, deque, namedtuple
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -175,3 +175,40 @@ def test_a_batch_that_refers_to_itself_or_to_its_model_is_no_trap() -> None:
     assert [tuple(tensor.shape) for tensor in tensors_in(Own())] == [(4, 2)]
     shared = [torch.ones(2)]
     assert [tuple(tensor.shape) for tensor in tensors_in([torch.ones(1), [shared, shared]])] == [(1,), (2,), (2,)]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer around another, which has the state."""
+
+    def __init__(self, inner):
+        super().__init__([parameter for group in inner.param_groups for parameter in group["params"]], {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_the_state_of_an_optimizer_inside_another() -> None:
+    module = nn.Linear(4, 10)
+    optimizer = Lookahead(torch.optim.Adam(module.parameters()))
+    trained(module, optimizer, torch.ones(2, 4))
+    parts = measure_parts(module, [optimizer], None, CPU, start_bytes=0)
+    assert parts.optimizer_state_bytes == 2 * (40 + 10) * 4 + 2 * 4
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors is in prototype stage")
+def test_a_tensor_that_says_nothing_of_what_it_wraps() -> None:
+    batch = torch.masked.MaskedTensor(torch.ones(8, 4), torch.ones(8, 4, dtype=torch.bool))
+    assert measure_parts(nn.Linear(1, 1), [], batch, CPU, start_bytes=0).batch_bytes == 8 * 4 * 5
+
+
+@dataclass
+class Later:
+    image: torch.Tensor
+    mask: torch.Tensor = field(init=False)
+
+
+@pytest.mark.parametrize("batch", [Later(torch.ones(3, 2)), deque([torch.ones(3, 2)]), UserList([torch.ones(3, 2)])])
+def test_batches_that_are_not_quite_plain(batch) -> None:
+    assert measure_parts(nn.Linear(1, 1), [], batch, CPU, start_bytes=0).batch_bytes == 24
+    assert samples_in(batch) == 3

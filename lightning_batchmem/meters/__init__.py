@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """Memory of this process on one device.
 
     Args:
@@ -54,6 +52,10 @@ class Meter(Protocol):
         """The most that this process may hold: what it holds now and what it could still get."""
         ...
 
+    def outside_bytes(self) -> int | None:
+        """What the device holds outside this process's allocator; ``None`` where there is none, or nobody knows."""
+        ...
+
     def release_cached(self) -> None:
         """Give back what is cached but unused, so that the next peak does not depend on what ran before."""
         ...
@@ -78,6 +80,18 @@ class Utilization(Protocol):
 
     def percent_since_last_call(self) -> float | None:
         """Busy share since the previous call, 0 to 100 (since construction at the first); ``None`` when unknown."""
+        ...
+
+
+class Timer(Protocol):
+    """Times of work that a device does on its own, read later: neither method waits for it."""
+
+    def mark(self) -> Any:
+        """A moment of the device's: when it has done what it was given so far on the current stream."""
+        ...
+
+    def seconds_between(self, earlier: Any, later: Any) -> float | None:
+        """Seconds from one mark to another; ``None`` as long as the device has not reached both."""
         ...
 
 
@@ -123,4 +137,13 @@ def utilization_for(device: torch.device) -> Utilization | None:
         from lightning_batchmem.meters.host import CpuUtilization
 
         return CpuUtilization()
+    return None
+
+
+def timer_for(device: torch.device) -> Timer | None:
+    """Who times the work of ``device``; ``None`` where wall time has to do: on the host, which waits, and on MPS."""
+    if device.type == "cuda":
+        from lightning_batchmem.meters.cuda_timer import CudaTimer
+
+        return CudaTimer(device)
     return None

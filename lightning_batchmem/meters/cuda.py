@@ -74,6 +74,24 @@ class CudaMeter:
             budget_bytes = min(budget_bytes, int(fraction(self._device) * total_bytes))
         return int(budget_bytes)
 
+    def outside_bytes(self) -> int | None:
+        """What the device holds beside this process's allocator: contexts, libraries (NCCL), other processes.
+
+        The driver's total less what it has free, less what the allocator has reserved. On an integrated GPU that is
+        all that the host uses.
+
+        Returns:
+            Bytes; ``None`` before CUDA starts, which asking would do, and where the driver moved some of what is
+            reserved to the host's memory (Windows), so that the difference is negative.
+
+        Source: cudaMemGetInfo in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
+        """
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return None
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        outside_bytes = int(total_bytes - free_bytes) - (self._reading("current").reserved_bytes or 0)
+        return outside_bytes if outside_bytes >= 0 else None
+
     def release_cached(self) -> None:
         """Collect garbage, and give the allocator's free blocks back to the driver."""
         gc.collect()

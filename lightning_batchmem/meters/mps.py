@@ -35,6 +35,10 @@ class MpsMeter:
         """What Metal recommends that a process holds at most; beyond it performance suffers, then allocations fail."""
         return torch.mps.recommended_max_memory()
 
+    def outside_bytes(self) -> None:
+        """Unknown: Metal tells a process only of itself."""
+        return
+
     def release_cached(self) -> None:
         """Collect garbage, and give the allocator's free blocks back to the driver."""
         gc.collect()

@@ -1,4 +1,4 @@
-"""``memory_per_batch.csv``: one row a training step, in the units that its header names; written, and read back."""
+"""``memory_per_batch.csv``: one row a step, in the units that its header names; written, and read back."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from typing import NamedTuple, TextIO
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem.records import MIB, PHASES
-from lightning_batchmem.report import Step
+from lightning_batchmem.report.steps import Step
 
 NAME = "memory_per_batch.csv"
-
-_PHASES = ("forward", "backward", "optimizer_step")
 
 
 def columns(*, has_peak: bool = True) -> tuple[str, ...]:
@@ -34,11 +32,12 @@ def columns(*, has_peak: bool = True) -> tuple[str, ...]:
         f"{peak}reserved_mib",
         "limit_mib",
         "samples_per_s",
+        "items_per_s",
         "step_ms",
         "data_wait_pct",
         "gpu_pct",
         "cpu_pct",
-        *(f"{phase}_{peak}mib" for phase in _PHASES),
+        *(f"{phase}_{peak}mib" for phase in PHASES),
     )
 
 
@@ -72,40 +71,32 @@ class BatchCsv:
             self._file.write("\r\n")
         self._file.flush()
 
-    def write(
-        self,
-        step: Step,
-        *,
-        world_size: int = 1,
-        limit_bytes: int | None = None,
-        utilization: tuple[str, float] | None = None,
-    ) -> None:
-        """Add the row of one training step; it may stay in the buffer until :meth:`flush`.
+    def write(self, step: Step, *, world_size: int = 1) -> None:
+        """Add the row of one step; it may stay in the buffer until :meth:`flush`.
 
         Args:
-            step: what was measured.
-            world_size: the number of ranks, by which the samples are multiplied.
-            limit_bytes: what this process may hold, where it was asked at this step.
-            utilization: key and percent, where it was asked at this step.
+            step: what was measured. Its time is the device's own where that is known.
+            world_size: the number of ranks, by which samples and items are multiplied.
         """
         if self._file.closed:
             return
-        size, peaks, seconds, wait = step.batch_size, step.peaks, step.seconds, step.wait_seconds
-        phases = peaks.phase_peak_bytes
-        key, percent = utilization or ("", 0.0)
+        phases, wait = step.peaks.phase_peak_bytes, step.wait_seconds
+        key, percent = step.utilization or ("", 0.0)
+        seconds = step.seconds if step.device_seconds is None else step.device_seconds
         row = (
             step.number,
-            "train",
-            size,
-            _mib(peaks.peak_bytes if phases else None),
-            _mib(peaks.peak_reserved_bytes),
-            _mib(limit_bytes),
-            round(size * world_size / seconds, 3) if size is not None and seconds > 0 else None,
+            step.stage,
+            step.batch_size,
+            _mib(step.peaks.peak_bytes if phases else None),
+            _mib(step.peaks.peak_reserved_bytes),
+            _mib(step.limit_bytes),
+            _per_second(step.batch_size, world_size, seconds),
+            _per_second(step.items, world_size, seconds),
             round(1e3 * seconds, 3),
-            round(100.0 * wait / seconds, 2) if wait is not None and seconds > 0 else None,
+            round(100.0 * wait / step.seconds, 2) if wait is not None and step.seconds > 0 else None,
             round(percent, 2) if key == "gpu_pct" else None,
             round(percent, 2) if key == "cpu_pct" else None,
-            *(_mib(phases.get(phase)) for phase in _PHASES),
+            *(_mib(phases.get(phase)) for phase in PHASES),
         )
         try:
             self._rows.writerow(row)
@@ -223,6 +214,10 @@ def _row(cells: Mapping[str, str]) -> Row | None:
 
 def _mib(number: int | None) -> float | None:
     return None if number is None else round(number / MIB, 3)
+
+
+def _per_second(count: float | None, world_size: int, seconds: float) -> float | None:
+    return None if count is None or seconds <= 0 else round(count * world_size / seconds, 3)
 
 
 def _path_for(directory: Path, header: Sequence[str], *, resume: bool) -> Path:

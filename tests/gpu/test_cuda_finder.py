@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
@@ -14,6 +15,11 @@ from lightning_batchmem import BatchFinder, MemoryProfiler
 
 MIB = 1 << 20
 SAMPLES = 4000
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),  # Python 3.12 and later: the worker that draws
+    pytest.mark.filterwarnings("ignore:GPU utilization is left out"),  # MIG, a sandbox without NVML
+]
 
 
 class Deep(LightningModule):

@@ -74,6 +74,18 @@ def test_budget_does_not_depend_on_what_we_hold(meter: CudaMeter, device: torch.
     assert meter.budget_bytes() == pytest.approx(empty, abs=64 * MIB)  # cached, still ours
 
 
+def test_outside_does_not_depend_on_what_we_hold(meter: CudaMeter, device: torch.device) -> None:
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    outside = meter.outside_bytes()
+    assert outside is not None
+    assert 0 < outside <= total_bytes - free_bytes  # this process's own context at least
+    tensor = block(1024, device)
+    assert meter.outside_bytes() == pytest.approx(outside, abs=64 * MIB)
+    del tensor
+    assert meter.outside_bytes() == pytest.approx(outside, abs=64 * MIB)  # cached, still ours
+    assert meter.outside_bytes() == pytest.approx(total_bytes - meter.budget_bytes(), abs=64 * MIB)
+
+
 def test_budget_is_true_and_running_out_is_recognised(meter: CudaMeter, device: torch.device) -> None:
     if not hasattr(torch.cuda, "get_per_process_memory_fraction"):
         pytest.skip("this torch does not tell the memory fraction")
@@ -104,6 +116,8 @@ def test_readings_wait_for_nothing(meter: CudaMeter, device: torch.device) -> No
     meter.peak()
     meter.current()
     meter.counters()
+    meter.budget_bytes()
+    meter.outside_bytes()
     assert not done.query(), "a reading waited until the device was idle"
     meter.synchronize()
     assert done.query()
@@ -116,6 +130,7 @@ def test_construction_starts_no_context() -> None:
         meter = meter_for(torch.device("cuda:0"))
         meter.reset_peak()
         assert meter.peak().allocated_bytes == 0
+        assert meter.outside_bytes() is None
         assert not torch.cuda.is_initialized()
     """
     subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], check=True)

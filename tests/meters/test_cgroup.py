@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lightning_batchmem.meters import cgroup
+from lightning_batchmem.meters.kept_open import KeptOpen
 
 MIB = 1 << 20
 
@@ -97,6 +101,94 @@ def test_unlimited_version_1_is_none(tmp_path: Path, membership: Path) -> None:
     membership.write_text("4:memory:/\n")
     group(tmp_path / "memory", memory_limit_in_bytes=0x7FFFFFFFFFFFF000, memory_usage_in_bytes=5)
     assert headroom(tmp_path, membership) is None
+
+
+def test_limits_and_use_are_those_of_the_moment(tmp_path: Path, membership: Path) -> None:
+    membership.write_text("0::/app\n")
+    group(tmp_path / "app", memory_max="max", memory_current=10 * MIB, memory_stat="anon 5\ninactive_file 0")
+    assert headroom(tmp_path, membership) is None
+    group(tmp_path / "app", memory_max=100 * MIB)
+    assert headroom(tmp_path, membership) == 90 * MIB
+    group(tmp_path / "app", memory_current=20 * MIB)
+    assert headroom(tmp_path, membership) == 80 * MIB
+    group(tmp_path / "app", memory_stat=f"anon 5\ninactive_file {15 * MIB}")
+    assert headroom(tmp_path, membership) == 95 * MIB
+    group(tmp_path / "app", memory_max=60 * MIB)
+    assert headroom(tmp_path, membership) == 55 * MIB
+
+
+def test_files_are_opened_once_and_again_after_a_move(
+    tmp_path: Path, membership: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    membership.write_text("0::/a\n")
+    group(tmp_path / "a", memory_max=100 * MIB, memory_current=10 * MIB)
+    group(tmp_path / "b", memory_max=30 * MIB, memory_current=10 * MIB)
+    opened: list[str] = []
+    really_open = os.open
+
+    def open_and_note(path: str, *rest: int) -> int:
+        opened.append(str(path))
+        return really_open(path, *rest)
+
+    monkeypatch.setattr(os, "open", open_and_note)
+    assert headroom(tmp_path, membership) == 90 * MIB
+    assert str(tmp_path / "a/memory.max") in opened
+    opened.clear()
+    assert headroom(tmp_path, membership) == 90 * MIB
+    assert opened == []
+    membership.write_text("0::/b\n")
+    assert headroom(tmp_path, membership) == 20 * MIB
+    assert str(tmp_path / "b/memory.max") in opened
+
+
+def test_no_file_stays_open_for_a_group_that_was_left(tmp_path: Path, membership: Path) -> None:
+    counts = []
+    for name in ("a", "b", "c"):
+        membership.write_text(f"0::/{name}\n")
+        group(tmp_path / name, memory_max=100 * MIB, memory_current=10 * MIB, memory_stat="inactive_file 0")
+        assert headroom(tmp_path, membership) == 90 * MIB
+        counts.append(psutil.Process().num_fds())
+    assert len(set(counts)) == 1
+
+
+def test_a_group_that_is_gone_bounds_nothing(tmp_path: Path, membership: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    membership.write_text("0::/a/b\n")
+    group(tmp_path / "a", memory_max=100 * MIB, memory_current=10 * MIB)
+    group(tmp_path / "a/b", memory_max=50 * MIB, memory_current=10 * MIB)
+    assert headroom(tmp_path, membership) == 40 * MIB
+    really_read = KeptOpen.read
+
+    def read(file: KeptOpen) -> bytes:
+        if "/b/" in str(file._path):
+            raise OSError(errno.ENODEV, "No such device")  # kernfs, once the group was removed
+        return really_read(file)
+
+    monkeypatch.setattr(KeptOpen, "read", read)
+    assert headroom(tmp_path, membership) == 90 * MIB
+
+
+def test_too_many_open_files_do_not_hide_a_limit_for_good(
+    tmp_path: Path, membership: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    membership.write_text("0::/app\n")
+    group(tmp_path / "app", memory_max=100 * MIB, memory_current=10 * MIB)
+
+    def refuse(path: str, *rest: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        with pytest.raises(OSError, match="Too many open files"):
+            headroom(tmp_path, membership)
+    assert headroom(tmp_path, membership) == 90 * MIB
+
+
+@pytest.mark.skipif(not Path("/proc/self/cgroup").exists(), reason="no control groups")
+def test_the_real_groups_are_read_the_same_way_twice() -> None:
+    first, second = cgroup.memory_headroom_bytes(), cgroup.memory_headroom_bytes()
+    assert (first is None) == (second is None)
+    if first is not None:
+        assert second == pytest.approx(first, rel=0.2)
 
 
 def test_without_control_groups_nothing_is_known(tmp_path: Path, membership: Path) -> None:

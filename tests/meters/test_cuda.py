@@ -73,6 +73,7 @@ def test_only_synchronize_synchronizes(driver: Driver) -> None:
     meter.current()
     meter.counters()
     meter.budget_bytes()
+    meter.outside_bytes()
     assert driver.calls == ["reset cuda:1"]
     meter.release_cached()
     meter.synchronize()
@@ -100,6 +101,24 @@ def test_integrated_gpu_is_bound_by_the_host_too(driver: Driver, monkeypatch: py
     assert CudaMeter(DEVICE).budget_bytes() == 10 * GIB
 
 
+def test_outside_is_what_neither_is_free_nor_reserved_by_us(driver: Driver) -> None:
+    driver.free_bytes, driver.total_bytes = 20 * GIB, 80 * GIB
+    assert CudaMeter(DEVICE).outside_bytes() == 56 * GIB  # 60 in use, 4 of them reserved; what is allocated is in those
+    driver.free_bytes = 76 * GIB
+    assert CudaMeter(DEVICE).outside_bytes() == 0
+
+
+def test_outside_is_missing_where_reserved_memory_is_not_on_the_device(driver: Driver) -> None:
+    driver.free_bytes = 77 * GIB
+    assert CudaMeter(DEVICE).outside_bytes() is None
+
+
+def test_outside_does_not_start_cuda(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.initialized = False
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: pytest.fail("started CUDA"))
+    assert CudaMeter(DEVICE).outside_bytes() is None
+
+
 def test_before_cuda_starts_nothing_is_held_and_nothing_fails(driver: Driver) -> None:
     driver.initialized = False
     meter = CudaMeter(DEVICE)
@@ -118,8 +137,11 @@ def test_import_starts_nothing() -> None:
     script = """if True:
         import sys
         import torch
-        from lightning_batchmem.meters import cuda, host, mps, nvml, out_of_memory
-        cuda.CudaMeter(torch.device("cuda:0")).peak()
+        from lightning_batchmem.meters import cuda, host, mps, nvml, out_of_memory, timer_for
+        timer_for(torch.device("cuda:0"))
+        meter = cuda.CudaMeter(torch.device("cuda:0"))
+        meter.peak()
+        meter.outside_bytes()
         assert not torch.cuda.is_initialized()
         print(sorted({"pynvml", "matplotlib"} & set(sys.modules)))
     """

@@ -21,6 +21,7 @@ def test_peak_is_the_maximum_of_the_lines(fake_meter: Any) -> None:
     meter.reset_peak()
     assert meter.peak() == Reading(100)
     assert meter.budget_bytes() == 1000
+    assert meter.outside_bytes() is None
 
 
 def test_above_the_budget_it_runs_out_and_holds_what_it_held(fake_meter: Any) -> None:
@@ -29,7 +30,7 @@ def test_above_the_budget_it_runs_out_and_holds_what_it_held(fake_meter: Any) ->
     with pytest.raises(torch.cuda.OutOfMemoryError):
         fake.use(1)
     assert fake.current_bytes == 1000
-    assert fake.counters() == {"num_ooms": 1}
+    assert fake.counters() == {"num_ooms": 1, "num_alloc_retries": 0}
     fake.free(400)
     assert fake.current() == Reading(600)
     fake.reserved_ratio = 1.5

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -152,11 +153,12 @@ def test_many_meters_leak_no_descriptors() -> None:
     assert psutil.Process().num_fds() == before
 
 
-@pytest.mark.parametrize("missing", ["_CLEAR_REFS", "_STATUS"])
+@pytest.mark.parametrize("missing", [["_CLEAR_REFS"], ["_STATUS"], ["_STATM", "_STATUS"]])
 def test_without_clear_refs_one_warning_and_a_coarse_value(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: list[str]
 ) -> None:
-    monkeypatch.setattr(host, missing, str(tmp_path / "missing"))
+    for name in missing:
+        monkeypatch.setattr(host, name, str(tmp_path / "missing"))
     with pytest.warns(UserWarning, match="coarser") as caught:
         meter = HostMeter()
     assert len(caught) == 1
@@ -178,23 +180,62 @@ def test_refused_reset_is_no_peak(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert meter.peak().allocated_bytes == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
 
 
-def test_budget_is_held_and_the_least_room(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def meminfo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Stands in for /proc/meminfo; psutil says 5 GiB."""
+    monkeypatch.setattr(host, "_MEMINFO", str(tmp_path / "meminfo"))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5 << 30))
+    return tmp_path / "meminfo"
+
+
+def test_budget_is_held_and_the_least_room(meminfo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meminfo.write_text(f"MemTotal: {64 << 20} kB\nMemFree: {1 << 20} kB\nMemAvailable: {7 << 20} kB\nBuffers: 1 kB\n")
+    group_bytes: int | None = None
+    monkeypatch.setattr(cgroup, "memory_headroom_bytes", lambda: group_bytes)
     meter = HostMeter()
-    room = {"available": 7 << 30, "group": None}
-
-    class Memory:
-        @property
-        def available(self) -> int:
-            return room["available"] or 0
-
-    monkeypatch.setattr(psutil, "virtual_memory", Memory)
-    monkeypatch.setattr(cgroup, "memory_headroom_bytes", lambda: room["group"])
     held = meter.current().allocated_bytes
     assert meter.budget_bytes() - held == pytest.approx(7 << 30, abs=4 * MIB)
-    room["group"] = 3 << 30
+    group_bytes = 3 << 30
     assert meter.budget_bytes() - held == pytest.approx(3 << 30, abs=4 * MIB)
-    room["group"] = 0
+    group_bytes = 0
     assert meter.budget_bytes() - held == pytest.approx(0, abs=4 * MIB)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        None,
+        "MemTotal: 9000000 kB\nMemFree: 1000000 kB\n",  # Linux before 3.14
+        "MemTotal: 9000000 kB\nMemAvailable: 0 kB\n",  # psutil#1915
+        "MemTotal: 9000000 kB\nMemAvailable: 9000001 kB\n",  # LXC: the container's total, the host's available
+        "MemAvailable: 8000000 kB\n",
+    ],
+)
+def test_psutil_is_asked_where_the_kernels_line_is_missing_or_makes_no_sense(
+    meminfo: Path, monkeypatch: pytest.MonkeyPatch, lines: str | None
+) -> None:
+    monkeypatch.setattr(cgroup, "memory_headroom_bytes", lambda: None)
+    if lines is not None:
+        meminfo.write_text(lines)
+    meter = HostMeter()
+    assert meter.budget_bytes() - meter.current().allocated_bytes == pytest.approx(5 << 30, abs=4 * MIB)
+
+
+def test_available_is_what_psutil_says() -> None:
+    assert HostMeter()._available_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files of /proc")
+def test_a_budget_opens_no_file_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = HostMeter(quick=True)
+    meter.budget_bytes()
+    monkeypatch.setattr(os, "open", lambda *arguments: pytest.fail(f"opened {arguments[0]}"))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: pytest.fail("psutil opens one"))
+    assert meter.budget_bytes() > meter.current().allocated_bytes
+
+
+def test_nothing_is_outside_an_allocator() -> None:
+    assert HostMeter().outside_bytes() is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resource limits are read on Linux")

@@ -18,6 +18,7 @@ def test_mps_has_current_values_and_no_peak(monkeypatch: pytest.MonkeyPatch) -> 
     meter.reset_peak()
     assert meter.peak() == meter.current() == Reading(3, 5)
     assert meter.budget_bytes() == 100
+    assert meter.outside_bytes() is None
     assert calls == []
     meter.release_cached()
     meter.synchronize()

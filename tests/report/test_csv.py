@@ -5,13 +5,13 @@ import csv
 import pytest
 
 from lightning_batchmem.phases import StepPeaks
-from lightning_batchmem.report import Step
 from lightning_batchmem.report.csv import BatchCsv, columns
+from lightning_batchmem.report.steps import Step
 
 MIB = 2**20
 HEADER = (
-    "step,stage,batch_size,peak_allocated_mib,peak_reserved_mib,limit_mib,samples_per_s,step_ms,data_wait_pct,gpu_pct,"
-    "cpu_pct,forward_peak_mib,backward_peak_mib,optimizer_step_peak_mib"
+    "step,stage,batch_size,peak_allocated_mib,peak_reserved_mib,limit_mib,samples_per_s,items_per_s,step_ms,data_wait_pct,"
+    "gpu_pct,cpu_pct,forward_peak_mib,backward_peak_mib,optimizer_step_peak_mib,evaluation_peak_mib"
 )
 PEAKS = StepPeaks({"forward": 3 * MIB, "backward": 2 * MIB + MIB // 2, "optimizer_step": MIB}, 4 * MIB)
 STEP = Step(7, 8, PEAKS, 0.5, 0.125)
@@ -32,13 +32,25 @@ def written(directory, *steps, **options):
 
 def test_units_and_columns(tmp_path):
     file = BatchCsv(tmp_path / "made" / "on the way")
-    file.write(STEP, world_size=2, limit_bytes=16 * MIB, utilization=("gpu_pct", 81.5))
+    step = STEP._replace(items=100, limit_bytes=16 * MIB, utilization=("gpu_pct", 81.5))
+    file.write(step, world_size=2)
     file.close()
     assert file.path.read_text().splitlines()[0] == HEADER == ",".join(columns())
     assert [float(value) if name != "stage" else value for name, value in rows(file.path)[0].items() if value] == [
-        7, "train", 8, 3, 4, 16, 32, 500, 25, 81.5, 3, 2.5, 1,
+        7, "train", 8, 3, 4, 16, 32, 400, 500, 25, 81.5, 3, 2.5, 1,
     ]  # fmt: skip
     assert rows(file.path)[0]["cpu_pct"] == ""
+
+
+def test_the_devices_own_time_is_the_steps_and_the_wait_is_a_share_of_the_walls(tmp_path):
+    row = rows(written(tmp_path, STEP._replace(device_seconds=0.25)))[0]
+    assert (row["step_ms"], row["samples_per_s"], row["data_wait_pct"]) == ("250.0", "32.0", "25.0")
+
+
+def test_a_step_of_an_evaluation(tmp_path):
+    row = rows(written(tmp_path, Step(0, 4, StepPeaks({"evaluation": 3 * MIB}), 0.5, 0.1, "validate")))[0]
+    assert (row["stage"], row["peak_allocated_mib"], row["evaluation_peak_mib"]) == ("validate", "3.0", "3.0")
+    assert row["forward_peak_mib"] == ""
 
 
 def test_what_is_not_known_is_empty_and_never_0(tmp_path):
@@ -47,7 +59,7 @@ def test_what_is_not_known_is_empty_and_never_0(tmp_path):
     assert present == {
         "step": "0", "stage": "train", "peak_allocated_mib": "0.0", "step_ms": "500.0", "forward_peak_mib": "0.0",
     }  # fmt: skip
-    assert rows(written(tmp_path / "2", Step(0, 1, StepPeaks(), 0.0, 0.0)))[0]["peak_allocated_mib"] == ""
+    assert rows(written(tmp_path / "2", Step(0, 1, StepPeaks({}), 0.0, 0.0)))[0]["peak_allocated_mib"] == ""
 
 
 def test_without_a_peak_counter_no_column_is_called_peak():

@@ -2,104 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
-from lightning_batchmem.parts import Parts
-from lightning_batchmem.plan import Plan
-from lightning_batchmem.records import MIB, PHASES, Line, MemoryModel, TimeModel, Trial
-from lightning_batchmem.report.csv import Row
+from lightning_batchmem.records import MIB, Line, MemoryModel, TimeModel
 from lightning_batchmem.report.plot import (
-    plot_composition,
     plot_memory_over_steps,
     plot_memory_vs_batch_size,
     plot_throughput_vs_batch_size,
     save,
 )
-from lightning_batchmem.report.table import Summary
+from tests.drawn import PLAN, check_layout, labels, line, row, trial
 
 GIB = 1024 * MIB
-
-
-def trial(size: int, *phases: int, seconds: float | None = None, reserved: int | None = None) -> Trial:
-    peaks = dict(zip(PHASES, (count * MIB for count in phases), strict=False))
-    return Trial(size, "ok", peaks, peak_reserved_bytes=reserved, step_seconds=seconds, measured_steps=5)
-
-
-PLAN = Plan(
-    batch_size=32,
-    limited_by="memory",
-    verified=True,
-    limit_bytes=200 * MIB,
-    predicted_peak_bytes=164 * MIB,
-    upper_peak_bytes=170 * MIB,
-    measured_peak_bytes=165 * MIB,
-    trials=(
-        trial(2, 104, 103, seconds=0.012),
-        trial(4, 108, 107, seconds=0.014),
-        trial(32, 165, 160, seconds=0.040),
-        Trial(48, "out_of_memory", {"forward": 90 * MIB}),
-    ),
-    memory=MemoryModel({"forward": Line(100 * MIB, 2 * MIB, MIB, 2, 32)}),
-    time=TimeModel(Line(0.010, 0.001, 0.0, 2, 32)),
-)
-PARTS = Parts(100 * MIB, 90 * MIB, 200 * MIB, 50 * MIB, 1500 * MIB, 60 * MIB)
-SUMMARY = Summary("host", 9, 2000 * MIB, 3, 64, {}, None, 4096 * MIB, PARTS, 10.0, 0.1, 0.2)
-
-
-def row(step: int, peak: int | None = 100, *, stage: str = "train", limit: int | None = None, **other: object) -> Row:
-    phases = {} if peak is None else {"forward": peak * MIB, "backward": (peak - 10) * MIB}
-    peak_bytes, limit_bytes = (None if count is None else count * MIB for count in (peak, limit))
-    return Row(step, stage, 8, peak_bytes, None, limit_bytes, 80.0, 0.1, phases)._replace(**other)  # type: ignore[arg-type]
-
-
-def line(figure: Figure, label: str) -> tuple[list[float], list[float]]:
-    """Where the one line with this label is drawn; a gap is None."""
-    (found,) = [line for line in figure.axes[0].lines if line.get_label() == label]
-    return tuple(  # type: ignore[return-value]
-        [None if math.isnan(float(value)) else round(float(value), 6) for value in values]
-        for values in (found.get_xdata(), found.get_ydata())
-    )
-
-
-def labels(figure: Figure) -> list[str]:
-    return [text.get_text() for text in figure.legends[0].get_texts()]
-
-
-def check_layout(figure: Figure) -> None:
-    """No text lies on another, none beyond the edge, and the legend outside the axes."""
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    assert canvas.get_width_height() == (640, 480)
-    axes, (legend,) = figure.axes[0], figure.legends
-    shown = [figure._suptitle, axes.xaxis.label, axes.yaxis.label, *legend.get_texts()]
-    shown += [tick for tick in (*axes.get_xticklabels(), *axes.get_yticklabels()) if _inside(tick, axes)]
-    boxes = {text.get_text(): text.get_window_extent() for text in shown if text.get_text()}
-    boxes = {text: box for text, box in boxes.items() if box.width}
-    assert len(boxes) > 5
-    for text, box in boxes.items():
-        assert box.x0 >= 0, text
-        assert box.y0 >= 0, text
-        assert box.x1 <= 641, text  # half a pixel is lost to rounding
-        assert box.y1 <= 480, text
-    for (one, box), (other, another) in itertools.combinations(boxes.items(), 2):
-        assert not box.overlaps(another), (one, other)
-    assert not legend.get_window_extent().overlaps(axes.get_window_extent())
-    assert min(text.get_fontsize() for text in shown) >= 10
-
-
-def _inside(tick, axes):
-    """Matplotlib makes labels beyond the limits of an axis as well, and does not show them."""
-    (x, y), box = tick.get_position(), axes.viewLim
-    horizontal = tick in axes.get_xticklabels()
-    return box.x0 <= x <= box.x1 if horizontal else box.y0 <= y <= box.y1
 
 
 STEPS = [row(step, 100 + step, limit=300 if step % 5 == 0 else None) for step in range(20)]
@@ -143,8 +61,15 @@ def test_an_evaluation_stands_at_the_training_step_before_it() -> None:
     assert line(figure, "peak, validate") == ([1, 1], [50, 60])
     colours = {found.get_label(): found.get_color() for found in figure.axes[0].lines}
     assert len(set(colours.values())) == len(colours)
-    only = plot_memory_over_steps([row(0, 50, stage="test"), row(1, 60, stage="test")])
-    assert line(only, "peak, test") == ([0, 1], [50, 60])
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_an_evaluation_without_training_is_a_line_at_its_own_steps(stage: str) -> None:
+    figure = plot_memory_over_steps([row(step, 50 + step, stage=stage, limit=80) for step in range(30)])
+    assert line(figure, f"peak, {stage}") == (list(range(30)), [50 + step for step in range(30)])
+    (drawn,) = [one for one in figure.axes[0].lines if one.get_label() == f"peak, {stage}"]
+    assert drawn.get_linestyle() == "-"
+    assert labels(figure) == [f"peak, {stage}", "limit 80.0 MiB"]
 
 
 def test_a_resumed_run_that_goes_back_is_no_line_backwards() -> None:
@@ -172,6 +97,24 @@ def test_many_steps_are_drawn_by_the_highest_of_each_few() -> None:
     assert len(steps) == 834
     assert [(step, peak) for step, peak in zip(steps, peaks, strict=True) if peak != 100] == [(1233, 900)]
     assert "every 3 steps" in figure._suptitle.get_text()
+
+
+@pytest.mark.parametrize(("rows_made", "said"), [(300, "every 4 steps"), (1500, "every 8 steps")])
+def test_rows_that_stand_for_several_steps_each_say_so(rows_made: int, said: str) -> None:
+    rows = [row(4 * index) for index in range(rows_made)]
+    rows[200:200] = [row(0, 50, stage="validate"), row(4, 50, stage="validate")]
+    assert said in plot_memory_over_steps(rows)._suptitle.get_text()
+    resumed = plot_memory_over_steps([*rows, *rows[-50:]])  # a resumed run goes back: no distance between two rows
+    assert said in resumed._suptitle.get_text()
+
+
+def test_steps_that_were_skipped_make_no_row_stand_for_several() -> None:
+    figure = plot_memory_over_steps([row(step) for step in (0, 1, 2, 50, 51, 52, 90)])
+    assert figure._suptitle.get_text() == "Peak memory of each step"
+    one_batch_each = plot_memory_over_steps(
+        [row(0, stage="validate"), row(0, stage="validate"), row(0, stage="validate")]
+    )
+    assert one_batch_each._suptitle.get_text() == "Peak memory of each step"
 
 
 def test_without_a_peak_counter_nothing_is_called_a_peak() -> None:
@@ -270,37 +213,6 @@ def test_nothing_that_was_run_is_an_error_with_a_sentence() -> None:
             draw(replace(PLAN, trials=()))
     with pytest.raises(ValueError, match=r"^plan must hold at least one trial with its time, got none"):
         plot_throughput_vs_batch_size(replace(PLAN, trials=(trial(2, 104),)))
-    with pytest.raises(ValueError, match=r"^parts must be known"):
-        plot_composition(replace(SUMMARY, parts=None))
-
-
-def test_the_pile_adds_up_to_the_peak() -> None:
-    figure = plot_composition(PARTS)
-    bars = figure.axes[0].patches
-    assert [(bar.get_y(), bar.get_height()) for bar in bars] == [
-        (0, 60), (60, 100), (160, 90), (250, 200), (450, 50), (500, 1500),
-    ]  # fmt: skip
-    assert labels(figure) == [
-        "activations, temporaries\n1,500 MiB, 75.0%",
-        "batch\n50.0 MiB, 2.5%",
-        "optimizer\n200 MiB, 10.0%",
-        "gradients\n90.0 MiB, 4.5%",
-        "model (parameters, buffers)\n100 MiB, 5.0%",
-        "the rest\n60.0 MiB, 3.0%",
-    ]
-    assert "2,000 MiB" in figure._suptitle.get_text()
-    assert len({bar.get_facecolor() for bar in bars}) == len(bars)
-    assert labels(plot_composition(SUMMARY)) == [*labels(figure), "limit 4,096 MiB"]
-
-
-def test_a_rest_below_0_hangs_below_the_pile() -> None:
-    figure = plot_composition(replace(PARTS, rest_bytes=-40 * MIB))
-    bars = figure.axes[0].patches
-    assert (bars[0].get_y(), bars[0].get_height()) == (0, -40)
-    assert bars[1].get_y() == 0
-    low, high = figure.axes[0].get_ylim()
-    assert low <= -40
-    assert high >= 1940
 
 
 LONG = replace(
@@ -315,6 +227,7 @@ LONG = replace(
 )
 FIGURES = {
     "steps": lambda: plot_memory_over_steps(STEPS),
+    "test alone": lambda: plot_memory_over_steps([row(step, stage="test", limit=250) for step in range(0, 64, 4)]),
     "one step": lambda: plot_memory_over_steps(STEPS[:1]),
     "all stages": lambda: plot_memory_over_steps(
         [row(123_456 + step, 20_480, peak_reserved_bytes=20 * GIB) for step in range(0, 90_000, 1000)]
@@ -328,10 +241,6 @@ FIGURES = {
     "memory, long": lambda: plot_memory_vs_batch_size(LONG),
     "throughput": lambda: plot_throughput_vs_batch_size(PLAN),
     "throughput, long": lambda: plot_throughput_vs_batch_size(replace(LONG, time=TimeModel(Line(0.1, 1e-8, 0, 2, 9)))),
-    "composition": lambda: plot_composition(SUMMARY),
-    "composition, long": lambda: plot_composition(
-        replace(SUMMARY, limit_bytes=1500 * GIB, parts=Parts(*[100 * GIB] * 5, -5 * GIB))
-    ),
 }
 
 
@@ -371,4 +280,4 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.M
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
     with pytest.raises(ImportError, match=r'pip install "lightning-batchmem\[plot\]"'):
-        plot_composition(PARTS)
+        plot_memory_vs_batch_size(PLAN)

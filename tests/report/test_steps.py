@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_batchmem.phases import StepPeaks
-from lightning_batchmem.report import Step, StepClock, Tally
+from lightning_batchmem.report.steps import Step, StepClock, Tally
 
 MIB = 2**20
 
@@ -110,7 +110,26 @@ def test_steps_of_unknown_size_do_not_lower_the_throughput():
 
 def test_merged_tallies_are_those_of_all_steps():
     steps = [step(0, 5), step(1, 9, size=7, reserved=5), step(2, 3, wait=None), step(3, 8, size=None, reserved=3)]
+    steps[1] = steps[1]._replace(items=100)
     for cut in range(5):
         total = tally(*steps[:cut])
         total.merge(tally(*steps[cut:]))
         assert total == tally(*steps)
+
+
+def test_items_per_second_over_the_steps_that_were_counted():
+    total = tally(step(0, 5, seconds=2.0)._replace(items=100), step(1, 5, seconds=100.0))
+    assert total.items_per_second(3) == 150.0
+    assert total.metrics(limit_bytes=MIB, world_size=3)["throughput/items_per_s"] == 150.0
+    assert tally(step(0, 5)).items_per_second(1) is None
+
+
+def test_the_devices_own_time_is_the_steps_and_not_the_throughputs():
+    first, later = tally(step(0, 5, size=8, seconds=1.0)), tally(step(1, 5, size=8, seconds=3.0))
+    first.add_device_time(4.0)
+    assert first.step_seconds == 4.0
+    assert first.metrics(limit_bytes=MIB, world_size=1)["throughput/step_ms"] == 4000.0
+    assert first.samples_per_second(1) == 8.0
+    first.merge(later)
+    assert first.step_seconds == 4.0  # the device has not told of the second
+    assert tally(step(0, 5, seconds=2.0)).step_seconds == 2.0

@@ -6,8 +6,10 @@ import io
 import pytest
 from rich.console import Console
 
+from lightning_batchmem.estimate import Estimate
 from lightning_batchmem.parts import Parts
-from lightning_batchmem.report.table import Summary, mib, parts_text, summary_table
+from lightning_batchmem.report.summary import Summary
+from lightning_batchmem.report.table import mib, parts_text, summary_table
 
 MIB = 2**20
 SUMMARY = Summary(
@@ -69,7 +71,7 @@ def test_the_runs_other_numbers_stand_below():
     ("change", "said"),
     [
         ({"parts": None}, "too short"),
-        ({"peak_bytes": 2001 * MIB}, "before the first optimizer step"),
+        ({"peak_bytes": 2001 * MIB}, "before the first step after an optimizer step"),
         ({"parts": Parts(2100 * MIB, 0, 0, 0, 0, -100 * MIB)}, "not all of the tensors are resident"),
         ({"has_peak": False}, "no peak counter"),
         ({"has_peak": False}, "highest value seen"),
@@ -97,3 +99,50 @@ def test_the_parts_in_a_sentence():
         "100.0 MiB parameters and buffers, 0.0 MiB gradients, 200.0 MiB optimizer state,"
         " 1,500.0 MiB activations and temporaries, 0.0 MiB batch data, 50.0 MiB the rest"
     )
+
+
+def test_what_arithmetic_and_the_plan_say_stands_beside_the_measurement():
+    estimate = Estimate(90 * MIB, 100 * MIB, None, 49 * MIB)
+    shown = text(dataclasses.replace(SUMMARY, estimate=estimate, predicted_bytes=1950 * MIB))
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if "│" in line]
+    assert {name: estimated for name, _, _, estimated in rows} == {
+        "parameters and buffers": "90.0",
+        "gradients": "100.0",
+        "optimizer state": "",
+        "activations and temporaries": "",
+        "batch data": "49.0",
+        "the rest (interpreter, libraries)": "",
+        "peak": "1,950.0",
+    }
+
+
+def test_what_the_device_holds_beyond_the_peak():
+    shown = cells(dataclasses.replace(SUMMARY, peak_reserved_bytes=2100 * MIB, outside_bytes=512 * MIB))
+    assert list(shown)[-3:] == ["peak", "cached, unused", "outside the allocator"]
+    assert (shown["cached, unused"], shown["outside the allocator"]) == (("100.0", ""), ("512.0", ""))
+    assert "cached, unused" not in cells(SUMMARY)
+
+
+def test_an_evaluation_alarms_ranks_and_items_are_said_below():
+    validation = dataclasses.replace(SUMMARY, stage="validate", peak_bytes=2500 * MIB, steps=3)
+    summary = dataclasses.replace(
+        SUMMARY,
+        validation=validation,
+        alarms=("Something rises.",),
+        rank_peaks_bytes=(1900 * MIB, 2000 * MIB),
+        items_per_second=99.5,
+    )
+    shown = " ".join(text(summary).split())
+    assert "Validation: highest peak 2,500.0 MiB, 3 steps of 12.5 ms" in shown
+    assert "Warned: Something rises." in shown
+    assert "Peaks of 2 ranks: 1,900.0 to 2,000.0 MiB, highest on 1" in shown
+    assert "1,234.5 samples/s, 99.5 items/s" in shown
+    assert "Memory of a validation step (host)" in text(validation)
+
+
+def test_a_summary_survives_json():
+    estimate = Estimate(1, 2, None, 3)
+    changes = {"estimate": estimate, "alarms": ("a", "b"), "rank_peaks_bytes": (1, 2)}
+    summary = dataclasses.replace(SUMMARY, validation=dataclasses.replace(SUMMARY, stage="validate"), **changes)
+    assert Summary.from_json(summary.to_json()) == summary
+    assert Summary.from_json(dataclasses.replace(SUMMARY, parts=None).to_json()).parts is None

@@ -1,0 +1,177 @@
+"""The figure of what the memory is made of: a pile of parts, and beside it what arithmetic says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from lightning_batchmem.estimate import Estimate
+from lightning_batchmem.parts import Parts
+from lightning_batchmem.report.figure import (
+    BLUE,
+    FAR,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    Levels,
+    NothingToDrawError,
+    bytes_text,
+    new_figure,
+)
+from lightning_batchmem.report.summary import Summary
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# From the bottom of the pile: first what is the same at every size, then what grows with the batch.
+_PILE = (
+    ("the rest", "rest_bytes", GREY),
+    ("model (parameters, buffers)", "parameters_bytes", BLUE),
+    ("gradients", "gradients_bytes", PURPLE),
+    ("optimizer", "optimizer_state_bytes", GREEN),
+    ("batch", "batch_bytes", SKY),
+    ("activations, temporaries", "activations_bytes", ORANGE),
+)
+_FORMULA = "total = model + gradients + optimizer + batch + activations + the rest"
+_STEPS = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
+
+_PALE, _WHITE = "#E8E8E8", "#FFFFFF"
+_MEASURED, _ESTIMATED = 0.0, 0.78  # where the two piles stand; the first is 0.8 wide, the second half of that
+_VISIBLE = 0.01  # of the axis: a lower bar would be all edge, and so low a second pile an empty place
+
+
+def plot_composition(parts: Parts | Summary) -> Figure:
+    """Draw what the memory is made of at the peak of a step: ``total = model + activations + optimizer + batch``.
+
+    Gradients have a part of their own, and so has the rest: what is none of these. Beside the pile of a summary stands
+    what arithmetic says of the parts that have a rule, on the same floor: the top of the measured rest. Where that is
+    too low to be seen, the legend alone tells it. Hatched above the pile is what is no part of a step: memory that the
+    allocator keeps unused, and what the device holds outside of it. The limit counts from what is outside, so the line
+    is that much higher where this is drawn.
+
+    Args:
+        parts: the parts, or the summary of a run (then what it knows besides them is drawn too).
+
+    Returns:
+        The figure: the piles, and the parts in the same order with their size, share and estimate. A rest below 0
+        hangs below the pile.
+
+    Raises:
+        ValueError: for a summary without parts (the run was too short).
+        ImportError: without matplotlib.
+    """
+    if isinstance(parts, Parts):
+        return _draw(parts, f"Memory of a step at its peak: {bytes_text(parts.peak_bytes)}")
+    if parts.parts is None:
+        raise NothingToDrawError("parts must be known, got the summary of a run that ended before they were")
+    seen = "at its peak" if parts.has_peak else "as far as it was seen"
+    title = f"Memory of a {_STEPS[parts.stage]} step {seen}: {bytes_text(parts.parts.peak_bytes)}"
+    return _draw(parts.parts, title, parts)
+
+
+def _draw(parts: Parts, title: str, summary: Summary | None = None) -> Figure:
+    extras = [] if summary is None else _extras(summary, parts.peak_bytes)
+    drawn_extras_bytes = sum(count_bytes for _, count_bytes, _, drawn in extras if drawn)
+    limits: list[tuple[float, int]] = []
+    limit_label = ""
+    if summary is not None:
+        limit_label = f"limit {bytes_text(summary.limit_bytes)}"
+        limits = [(0, summary.limit_bytes)]
+        if summary.outside_bytes is not None and extras[-1][3]:
+            limits = [(0, summary.limit_bytes + summary.outside_bytes)]
+            limit_label += "\non top of what is outside"
+    highest_bytes = max(parts.peak_bytes, parts.peak_bytes - parts.rest_bytes) + drawn_extras_bytes
+    levels = Levels(highest_bytes, [limit for _, limit in limits])
+    figure, axes = new_figure(title, "", levels)
+    figure.supxlabel(_FORMULA, x=0.02, ha="left", fontsize=10)
+    handles = _measured(axes, levels, parts, None if summary is None else summary.estimate)
+    top_bytes = max(0, parts.rest_bytes) + parts.peak_bytes - parts.rest_bytes
+    handles += _stacked(axes, levels, extras, top_bytes)
+    lowest = min(0.0, 1.1 * levels.scaled([parts.rest_bytes])[0])
+    axes.set(xlim=(-0.5, 0.5), xticks=[], ylim=(lowest, None))
+    axes.grid(visible=False)
+    if summary is not None and summary.estimate is not None:
+        _estimated(axes, levels, summary.estimate, floor_bytes=max(0, parts.rest_bytes))
+    levels.draw_limit(axes, limits, label=limit_label)
+    ordered = [*reversed(handles), *axes.lines[-1:]] if limits else handles[::-1]
+    spacing = 0.9 if len(ordered) <= len(_PILE) + 1 else 0.5
+    figure.legend(handles=ordered, loc="outside right center", fontsize=10, frameon=False, labelspacing=spacing)
+    return figure
+
+
+def _extras(summary: Summary, total_bytes: int) -> list[tuple[str, int, dict[str, Any], bool]]:
+    """What is known of the memory above the pile: name, bytes, style, and whether it fits onto the axis."""
+    found: list[tuple[str, int, dict[str, Any], bool]] = []
+    drawn_bytes = total_bytes
+    for name, count_bytes, face, hatch in (
+        ("cached, unused", summary.cached_bytes, _PALE, "///"),
+        ("outside the allocator", summary.outside_bytes, _WHITE, "..."),
+    ):
+        if count_bytes is not None:
+            fits = drawn_bytes + count_bytes <= FAR * total_bytes
+            drawn_bytes += count_bytes if fits else 0
+            found.append((name, count_bytes, {"facecolor": face, "hatch": hatch, "edgecolor": GREY}, fits))
+    return found
+
+
+def _measured(axes: Axes, levels: Levels, parts: Parts, estimate: Estimate | None) -> list[Any]:
+    estimates = {} if estimate is None else asdict(estimate)
+    handles, base_bytes = [], 0
+    for name, attribute, colour in _PILE:
+        count_bytes = getattr(parts, attribute)
+        label = f"{name}\n{bytes_text(count_bytes)}"
+        if parts.peak_bytes:
+            label += f", {_percent(count_bytes / parts.peak_bytes)}"
+        if attribute in estimates:
+            expected_bytes = estimates[attribute]
+            label += " (no estimate)" if expected_bytes is None else f" (estimate {bytes_text(expected_bytes)})"
+        handles.append(_bar(axes, levels, _MEASURED, 0.8, count_bytes, base_bytes, label=label, color=colour))
+        base_bytes += max(0, count_bytes)  # only the rest, which comes first, can be below 0
+    return handles
+
+
+def _stacked(
+    axes: Axes, levels: Levels, extras: Sequence[tuple[str, int, dict[str, Any], bool]], base_bytes: int
+) -> list[Any]:
+    from matplotlib.patches import Patch
+
+    handles = []
+    for name, count_bytes, style, drawn in extras:
+        label = f"{name}\n{bytes_text(count_bytes)}"
+        if drawn:
+            handles.append(_bar(axes, levels, _MEASURED, 0.8, count_bytes, base_bytes, label=label, **style))
+            base_bytes += count_bytes
+        else:
+            handles.append(Patch(label=f"{label} (above)", **style))
+    return handles
+
+
+def _estimated(axes: Axes, levels: Levels, estimate: Estimate, *, floor_bytes: int) -> None:
+    """The second pile; its parts lie where those of the first would, were the two equal."""
+    expected = {part: count_bytes for part, count_bytes in asdict(estimate).items() if count_bytes is not None}
+    if levels.scaled([sum(expected.values())])[0] < _VISIBLE * levels.top:
+        return
+    base_bytes = floor_bytes
+    for _, attribute, colour in _PILE:
+        if attribute in expected:
+            _bar(axes, levels, _ESTIMATED, 0.4, expected[attribute], base_bytes, color=colour)
+            base_bytes += expected[attribute]
+    floor = levels.scaled([floor_bytes])[0]
+    axes.plot([0.4, _ESTIMATED + 0.2], [floor, floor], color=GREY, linewidth=0.8, linestyle=":")
+    missing = "" if "optimizer_state_bytes" in expected else "\nwithout the\noptimizer"
+    axes.set(xlim=(-0.5, 1.08), xticks=[_MEASURED, _ESTIMATED], xticklabels=["measured", f"estimate{missing}"])
+    axes.tick_params(axis="x", length=0)
+
+
+def _bar(axes: Axes, levels: Levels, x: float, width: float, count_bytes: int, base_bytes: int, **style: Any) -> Any:
+    height, bottom = levels.scaled([count_bytes, base_bytes])
+    edge = 0.5 if abs(height) >= _VISIBLE * levels.top else 0.0
+    return axes.bar(x, height, width, bottom, **{"edgecolor": "white", "linewidth": edge, **style})
+
+
+def _percent(share: float) -> str:
+    return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"

@@ -1,0 +1,52 @@
+"""Rows on their way to the CSV: on a device that is not waited for, the time of a step is known some steps later."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from lightning_batchmem.meters import Timer
+from lightning_batchmem.report.csv import BatchCsv
+from lightning_batchmem.report.steps import Step
+
+
+class RowQueue:
+    """Writes steps in their order, each as soon as the device has told its time.
+
+    Args:
+        timer: of the device; ``None`` where the wall time of a step is its own.
+        csv: where the rows go; ``None``: nowhere.
+        world_size: the number of ranks.
+    """
+
+    def __init__(self, timer: Timer | None, csv: BatchCsv | None, world_size: int) -> None:
+        self._timer, self._csv, self._world_size = timer, csv, world_size
+        self._waiting: deque[tuple[Step, object, object]] = deque()
+
+    def add(self, step: Step, since: object, until: object) -> None:
+        """Take in a step, and the device's marks before and after it."""
+        self._waiting.append((step, since, until))
+
+    def write(self, *, final: bool = False) -> list[Step]:
+        """Write what can be written, and hand it to the operating system.
+
+        Args:
+            final: whether nothing comes after it: what the device has not told by now stays the wall's.
+
+        Returns:
+            The steps that were written, with what the device says of their time.
+        """
+        written: list[Step] = []
+        while self._waiting:
+            step, since, until = self._waiting[0]
+            if self._timer is not None and since is not None and until is not None:
+                seconds = self._timer.seconds_between(since, until)
+                if seconds is None and not final:
+                    break
+                step = step._replace(device_seconds=seconds)
+            self._waiting.popleft()
+            written.append(step)
+            if self._csv is not None:
+                self._csv.write(step, world_size=self._world_size)
+        if self._csv is not None:
+            self._csv.flush()
+        return written

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_batchmem import MemoryProfiler
+from lightning_batchmem.meters import meter_for
+from lightning_batchmem.oom_snapshot import OomSnapshot
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _a_gibibyte_for_us(device: torch.device) -> Iterator[None]:
+    meter_for(device).release_cached()  # with what an error before kept alive
+    torch.cuda.set_per_process_memory_fraction(1024 * MIB / torch.cuda.mem_get_info(device)[1], device)
+    yield
+    torch.cuda.memory._record_memory_history(enabled=None)
+    torch.cuda.set_per_process_memory_fraction(1.0, device)
+    meter_for(device).release_cached()
+
+
+def run_out(device: torch.device) -> None:
+    held = []
+    while True:
+        held.append(torch.empty(100 * MIB, dtype=torch.uint8, device=device))
+
+
+def test_the_snapshot_shows_what_led_to_running_out(device: torch.device, tmp_path: Path) -> None:
+    snapshot = OomSnapshot.start(tmp_path, meter_for(device))
+    assert snapshot is not None
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        run_out(device)
+    sentence = snapshot.write(0)
+    snapshot.stop()
+    path = tmp_path / "oom_snapshot_rank0.pickle"
+    assert str(path) in sentence
+    content = pickle.loads(path.read_bytes())
+    events = content["device_traces"][device.index]
+    allocated = [event for event in events if event["action"] == "alloc"]
+    assert [event["size"] for event in allocated].count(100 * MIB) >= 8
+    assert any(event["action"] == "oom" for event in events)
+    assert any(frame["name"] == "run_out" for frame in allocated[-1]["frames"])
+    assert not any("::" in frame["name"] for frame in allocated[-1]["frames"])  # Python's stack alone
+
+
+def test_it_stops_and_lets_go(device: torch.device, tmp_path: Path) -> None:
+    snapshot = OomSnapshot.start(tmp_path, meter_for(device))
+    assert snapshot is not None
+    torch.empty(MIB, device=device)
+    assert torch.cuda.memory._snapshot(device)["device_traces"][device.index]
+    snapshot.stop()
+    torch.empty(MIB, device=device)
+    assert not torch.cuda.memory._snapshot(device)["device_traces"][device.index]
+
+
+def test_a_history_of_somebody_elses_goes_on(device: torch.device, tmp_path: Path) -> None:
+    torch.cuda.memory._record_memory_history("all", max_entries=50)
+    torch.empty(MIB, device=device)
+    snapshot = OomSnapshot.start(tmp_path, meter_for(device))
+    assert snapshot is not None
+    snapshot.stop()
+    assert torch._C._cuda_isHistoryEnabled()
+    assert torch.cuda.memory._snapshot(device)["device_traces"][device.index]
+
+
+class Hungry(BoringModel):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> object:
+        if batch_idx == 2:
+            run_out(self.device)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:GPU utilization is left out")  # MIG, a sandbox without NVML
+def test_the_profiler_writes_it_and_the_error_says_where(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="gpu",
+        devices=1,
+        max_steps=5,
+        limit_val_batches=0,
+        callbacks=[MemoryProfiler(snapshot="on_oom", csv=False)],
+        logger=False,
+        default_root_dir=tmp_path,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(torch.cuda.OutOfMemoryError) as caught:
+        trainer.fit(Hungry())
+    path = tmp_path / "oom_snapshot_rank0.pickle"
+    assert any(str(path) in note for note in caught.value.__notes__)
+    events = pickle.loads(path.read_bytes())["device_traces"][trainer.strategy.root_device.index]
+    assert any(frame["name"] == "training_step" for event in events for frame in event.get("frames", ()))
+    assert not torch._C._cuda_isHistoryEnabled()
