@@ -99,9 +99,10 @@ class Alarms:
         """
         return None if self._expected is None else self._expected.bytes_at(batch_size)
 
-    def wants_floor(self, number: int) -> bool:
-        """Whether step ``number`` is one whose floor should be read; at most 64 are kept, ever fewer are asked for."""
-        return number >= self._floors.due
+    @property
+    def next_floor(self) -> float:
+        """The step from which on a floor should be read next: at most 64 are kept, and ever fewer are asked for."""
+        return self._floors.due
 
     def floor(self, number: int, allocated_bytes: int, *, limit_bytes: int) -> str | None:
         """Take in what is in use when a training step begins, before it needs anything.

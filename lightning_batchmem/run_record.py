@@ -68,6 +68,7 @@ class RunRecord:
         self.stage = stage
         self._main = self._stage = _Stage(stage)
         self._batch: object = None
+        self._next_floor = 0.0
         self._in_step = self._stepped = self._is_steady = self._size_warned = False
         if stage == "train":
             self.watch(trainer.optimizers, automatic=module.automatic_optimization)
@@ -117,7 +118,8 @@ class RunRecord:
         stage.clock.start()
         self._stepped, self._in_step, self._batch = False, True, batch
         if stage.name == "train":
-            self.report.floor(stage.steps)
+            if stage.steps >= self._next_floor:
+                self._next_floor = self.report.floor(stage.steps)
             self.marks.start()
         else:
             self.marks.start("evaluation")

@@ -151,11 +151,15 @@ class RunReport:
         if self._utilization is not None:
             self._utilization.percent_since_last_call()
 
-    def floor(self, number: int) -> None:
-        """A step of training begins: look, where it is due, whether what is in use by then rises."""
-        if self.alarms.wants_floor(number):
-            allocated_bytes = self._meter.current().allocated_bytes
-            _say(self.alarms.floor(number, allocated_bytes, limit_bytes=self.limit_bytes))
+    def floor(self, number: int) -> float:
+        """A step of training begins: look whether what is in use by then rises from step to step.
+
+        Returns:
+            The step from which on to look again; ``inf`` once a rise was said.
+        """
+        allocated_bytes = self._meter.current().allocated_bytes
+        _say(self.alarms.floor(number, allocated_bytes, limit_bytes=self.limit_bytes))
+        return self.alarms.next_floor
 
     def log(self, stage: str, step: int) -> None:
         """Send what the stage has tallied since the last time to the loggers, and begin anew.

@@ -29,7 +29,7 @@ def alarms(**arguments: Any) -> Alarms:
 
 def watch(told: Alarms, steps: int, use: Callable[[int], float], limit_bytes: int = 80 * GIB) -> list[str]:
     """What is said of a run whose floor at each step is ``use(step)``."""
-    floors = ((n, int(use(n))) for n in range(steps) if told.wants_floor(n))
+    floors = ((n, int(use(n))) for n in range(steps) if n >= told.next_floor)
     said = [told.floor(n, floor_bytes, limit_bytes=limit_bytes) for n, floor_bytes in floors]
     return [sentence for sentence in said if sentence is not None]
 
@@ -82,7 +82,7 @@ def test_leak_that_rises_steadily_is_said_once(use: Callable[[int], float]) -> N
     said = watch(told, 13_000, use)
     assert said == [told.said["leak"]]
     assert "loss.item()" in said[0]
-    assert not told.wants_floor(10**9)
+    assert told.next_floor == math.inf
     assert [told.floor(n, n * MIB, limit_bytes=80 * GIB) for n in range(20_000, 20_200)] == [None] * 200
 
 
@@ -137,7 +137,7 @@ def test_leak_at_the_first_judgement(use_mib: Callable[[int], float], raised: bo
 def test_a_resumed_run_begins_at_any_step() -> None:
     floors = [(n, GIB + (n - 50_000) * MIB) for n in range(50_000, 50_048)]
     told = alarms()
-    said = [told.floor(n, used, limit_bytes=80 * GIB) for n, used in floors if told.wants_floor(n)]
+    said = [told.floor(n, used, limit_bytes=80 * GIB) for n, used in floors if n >= told.next_floor]
     assert [bool(sentence) for sentence in said] == [False] * 47 + [True]
 
 
@@ -174,7 +174,7 @@ def test_any_steady_growth_is_found_once_it_is_large_enough(base_bytes: int, str
 def test_floors_take_constant_memory_over_a_million_steps(start: int) -> None:
     told, asked = alarms(), 0
     for n in range(start, start + 1_000_000):
-        if told.wants_floor(n):
+        if n >= told.next_floor:
             asked += 1
             assert told.floor(n, GIB, limit_bytes=80 * GIB) is None
             assert len(told._floors._floors) <= 64
