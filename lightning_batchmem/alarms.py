@@ -186,8 +186,9 @@ class Alarms:
         return self._say(
             "validation",
             f"The {self._peak} in evaluation ({stage}), {mib(peak_bytes)}, is above the {mib(train_peak_bytes)} of"
-            " training: the size of its batches is what bounds the memory. Give its DataLoader a smaller batch_size;"
-            " BatchFinder measures validation too, and with eval_batch_arg_name finds a size for it alone.",
+            " training: its batches, or what it keeps from one to the next (metrics with list states, outputs), bound"
+            " the memory. Keep less, or give its DataLoader a smaller batch_size: BatchFinder measures validation too,"
+            " and with eval_batch_arg_name finds a size for it alone.",
         )
 
     def _retried(self, steps: int, counters: Mapping[str, int]) -> str | None:
@@ -231,10 +232,11 @@ class Alarms:
         busy = "" if seen.busy_percent is None else f", and the device was busy for {seen.busy_percent:.0f}% of it"
         return self._say(
             "data",
-            f"{seen.share:.0%} of the last {seen.seconds:.1f} s ({seen.steps} steps) passed waiting for the next"
-            f" batch{busy}: reading data bounds the speed, and a larger batch does not help. Give the DataLoader more"
+            f"{seen.share:.0%} of the last {seen.seconds:.1f} s ({seen.steps} steps) passed between the end of a"
+            f" step and its next batch{busy}: a larger batch does not help. If it is the data, give the DataLoader more"
             " num_workers with persistent_workers=True, on a GPU pin_memory=True too, and take heavy work out of the"
-            " data set: do it once and store it, or do it on the device.",
+            " data set: do it once and store it, or do it on the device. Other callbacks, and checkpoints of weights"
+            " only, count in it as well.",
         )
 
     def _say(self, kind: str, sentence: str) -> str:

@@ -56,6 +56,8 @@ class Composition:
             parts = replace(parts, rest_bytes=min(parts.rest_bytes, self._rest_bytes))
         self._parts = parts
         self.estimate = estimate_parts(module, optimizers, batch, self._device)
+        if not optimizers:  # an evaluation has no gradients
+            self.estimate = replace(self.estimate, gradients_bytes=0)
         self.outside_bytes = self._meter.outside_bytes()
         self._looks = _LOOKS if parts.gradients_bytes or not optimizers else self._looks + 1
 

@@ -16,11 +16,10 @@ from lightning_batchmem.meters import Meter, meter_for
 from lightning_batchmem.meters.out_of_memory import is_out_of_memory
 from lightning_batchmem.oom_snapshot import OomSnapshot
 from lightning_batchmem.plan import Plan
-from lightning_batchmem.records import MIB
 from lightning_batchmem.report.csv import NAME
 from lightning_batchmem.report.files import PLAN_NAME, check_writable, write_beside
 from lightning_batchmem.report.summary import Summary, summary_name
-from lightning_batchmem.report.table import summary_table
+from lightning_batchmem.report.table import show_summary
 from lightning_batchmem.run_record import RunRecord
 
 
@@ -51,7 +50,7 @@ class MemoryProfiler(Callback):
             is called after every step; a tensor on a GPU would make every step wait for the device.
         snapshot: ``"on_oom"``: when a step runs out of memory on CUDA, write PyTorch's own memory snapshot into
             ``log_dir`` (for https://pytorch.org/memory_viz). Recording it costs time and host memory.
-        progress_bar: whether the progress bar shows the run's peak and the limit, in MiB (they are in
+        progress_bar: whether the progress bar shows the run's peak and the limit, in GiB (they are in
             ``trainer.callback_metrics`` then, too).
 
     Attributes:
@@ -105,16 +104,20 @@ class MemoryProfiler(Callback):
         """Highest allocated bytes inside a step of this run so far; after its end, of all of it."""
         return self._run_peak_bytes if self._run is None else self._run.report.run_peak_bytes
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the run, which has files open: a loader that spawns workers may pickle the Trainer meanwhile."""
+        return {**self.__dict__, "_run": None, "_snapshot": None}
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Choose the meter of the device, and make sure that the log directory can be written."""
-        self.summary, self._run_peak_bytes, self._csv_path, self._table_due = None, None, None, False
+        self.summary, self._run_peak_bytes, self._table_due = None, None, False
         self._meter = meter_for(trainer.strategy.root_device, quick=True)
-        log_dir = trainer.log_dir  # broadcasts: every rank has to ask
-        self._log_dir = None if log_dir is None or "://" in log_dir or is_rehearsal(trainer) else Path(log_dir)
+        log_dir = trainer.log_dir or trainer.default_root_dir  # broadcasts: every rank has to ask
+        self._log_dir = None if "://" in log_dir or is_rehearsal(trainer) else Path(log_dir)
         if self._csv_wanted and trainer.is_global_zero:
             if self._log_dir is not None:
                 check_writable(self._log_dir)
-            elif log_dir is not None and "://" in log_dir:
+            elif "://" in log_dir:
                 rank_zero_warn(f"MemoryProfiler writes no {NAME}: the log directory {log_dir} is not a local one.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -148,10 +151,10 @@ class MemoryProfiler(Callback):
     ) -> None:
         """End the step: its row, and what the loggers get."""
         if self._run is not None and (self._run.stop(trainer, batch) or batch_idx == 0) and self._progress_bar:
-            shown = {"peak_mib": self._run.report.run_peak_bytes, "limit_mib": self._run.report.limit_bytes}
-            for name, count_bytes in shown.items():
+            report = self._run.report
+            for name, count_bytes in ((report.peak_name, report.run_peak_bytes), ("limit_gib", report.limit_bytes)):
                 if count_bytes is not None:
-                    pl_module.log(name, round(count_bytes / MIB, 1), prog_bar=True, logger=False)
+                    pl_module.log(name, round(count_bytes / 2**30, 2), prog_bar=True, logger=False)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the ranks: every one of them comes here."""
@@ -228,27 +231,39 @@ class MemoryProfiler(Callback):
                 if self._snapshot is not None:
                     exception.add_note(f"MemoryProfiler: {self._snapshot.write(trainer.global_rank)}")
             self._finish(trainer, is_complete=False)
+            if isinstance(
+                exception, KeyboardInterrupt
+            ):  # nobody tears down after it, and who stops a run wants to know
+                self._table_due = True
+                self.teardown(trainer, pl_module, "fit")
         except Exception as error:  # noqa: BLE001 - a device that has failed answers no question; its error is the news
             exception.add_note(f"MemoryProfiler could not finish its report: {type(error).__name__}: {error}")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Print the table, once the progress bars are gone."""
+        """Print the table, once the progress bar is gone."""
         if self._table_due and self.summary is not None and trainer.is_global_zero:
-            Console().print(summary_table(self.summary))
+            if (bar := trainer.progress_bar_callback) is not None:
+                bar.teardown(trainer, pl_module, stage)  # Lightning puts it last, and Rich's would draw over the table
+            show_summary(self.summary, Console())
         self._table_due = False
 
     def _begin(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         if self._meter is None:  # no setup: the callback came in later
             return
-        plans = (getattr(callback, "plan", None) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not look
+        plans = (vars(callback).get("plan") for callback in callbacks)
         plan = next((plan for plan in plans if isinstance(plan, Plan)), None)
         self._run = RunRecord(trainer, module, self._meter, stage, items_fn=self._items_fn, plan=plan)
         if self._csv_wanted and self._log_dir is not None and trainer.is_global_zero:
-            self._csv_path = self._run.report.open_csv(self._log_dir, resume=trainer.global_step > 0)
+            own_path = self._csv_path
+            self._csv_path = self._run.report.open_csv(self._log_dir, resume=trainer.global_step > 0, own_path=own_path)
             if plan is not None:
                 write_beside(self._csv_path, PLAN_NAME, plan.to_json())
+        else:
+            self._csv_path = None
         if self._snapshot_wanted:
             self._snapshot = OomSnapshot.start(self._log_dir, self._meter)
+        self._run.restart()  # what came before is not the first step's time
 
     def _begin_evaluation(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         if trainer.sanity_checking:
@@ -269,8 +284,7 @@ class MemoryProfiler(Callback):
         step = max(0, logging_step(trainer) - (run.stage == "train"))
         ranks = None
         try:
-            if logs_at_all(trainer):
-                run.report.log(run.stage, step)
+            run.report.log(run.stage, step if logs_at_all(trainer) else None)
             if is_complete and run.stage == "train" and trainer.world_size > 1:
                 ranks = run.report.join_ranks()
         finally:
@@ -283,5 +297,5 @@ class MemoryProfiler(Callback):
             write_beside(self._csv_path, summary_name(run.stage), self.summary.to_json())
         if is_complete:
             self._table_due = True
-            if trainer.is_global_zero:
+            if trainer.is_global_zero and run.stage == "train":
                 run.report.log_figures(self.summary, step)

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_batchmem._lightning.progress import logging_step, logs_now
+from lightning_batchmem._lightning.progress import logging_step, logs_at_all, logs_now
 from lightning_batchmem.composition import Composition
 from lightning_batchmem.meters import Meter, timer_for
 from lightning_batchmem.parts import samples_in
@@ -21,6 +21,9 @@ from lightning_batchmem.records import mib
 from lightning_batchmem.report.steps import Step, StepClock
 from lightning_batchmem.report.table import parts_text
 from lightning_batchmem.run_report import RunReport
+
+_UNLOGGED_INTERVAL = 50
+"""Steps between two looks at a run whose Trainer logs nothing (``log_every_n_steps=0``): Lightning's own default."""
 
 
 @dataclass
@@ -66,7 +69,9 @@ class RunRecord:
         self._optimizers: list[Optimizer] = []
         self._handles: list[RemovableHandle] = []
         self.stage = stage
-        self._main = self._stage = _Stage(stage)
+        number = trainer.fit_loop.total_batch_idx + 1 if stage == "train" else 0  # a resumed training goes on counting
+        self._main = self._stage = _Stage(stage, steps=number)
+        self._logs = logs_at_all(trainer)
         self._batch: object = None
         self._next_floor = 0.0
         self._in_step = self._stepped = self._is_steady = self._size_warned = False
@@ -102,10 +107,10 @@ class RunRecord:
 
     def end_evaluation(self, trainer: Trainer) -> None:
         """Report an evaluation inside ``fit``; the clock of training runs on."""
-        self.report.end_evaluation(self._stage.name, logging_step(trainer))
+        self.report.end_evaluation(self._stage.name, logging_step(trainer) if self._logs else None)
         self._stage = self._main
         self._main.clock.resume()
-        self._mark()
+        self._main.clock.forget_wait()  # its workers, and the other callbacks, may take time around it
         self.report.forget_utilization()  # what the device did for the evaluation is not training
 
     def forget_wait(self) -> None:
@@ -115,7 +120,8 @@ class RunRecord:
     def start(self, module: LightningModule, batch: object) -> None:
         """Begin a step."""
         stage = self._stage
-        stage.clock.start()
+        if not stage.clock.start():
+            self._mark()
         self._stepped, self._in_step, self._batch = False, True, batch
         if stage.name == "train":
             if stage.steps >= self._next_floor:
@@ -144,16 +150,17 @@ class RunRecord:
         self._in_step, self._batch = False, None
         number, stage.steps, is_logged = stage.steps, stage.steps + 1, False
         if stage.name == "train":
-            number, is_logged = trainer.fit_loop.total_batch_idx, logs_now(trainer)
+            number = trainer.fit_loop.total_batch_idx
+            is_logged = logs_now(trainer) if self._logs else not stage.steps % _UNLOGGED_INTERVAL
             if not self._stepped:
                 _fold_optimizer_step(peaks)
         elif stage is self._main:
             self._is_steady = True  # from its second step on
-        items = None if self._items_fn is None else self._items_fn(batch)
+        items = None if self._items_fn is None else float(self._items_fn(batch))
         step = Step(number, self._samples(batch), peaks, seconds, wait_seconds, stage.name, items)
         self.report.add(step, since, stage.mark)
         if is_logged:
-            self.report.log(stage.name, logging_step(trainer))
+            self.report.log(stage.name, logging_step(trainer) if self._logs else None)
         stage.clock.leave()
         return is_logged
 

@@ -91,9 +91,20 @@ class RunReport:
         self._totals: dict[str, _Totals] = {}
         self._limit_is_new = True
 
-    def open_csv(self, log_dir: Path, *, resume: bool) -> Path:
-        """Open the CSV of this run; a directory that cannot be written is an error here."""
-        self._csv = BatchCsv(log_dir, resume=resume, has_peak=self._meter.has_peak)
+    @property
+    def peak_name(self) -> str:
+        """What the progress bar calls the highest bytes."""
+        return "peak_gib" if self._meter.has_peak else "allocated_gib"
+
+    def open_csv(self, log_dir: Path, *, resume: bool, own_path: Path | None = None) -> Path:
+        """Open the CSV of this run; a directory that cannot be written is an error here.
+
+        Args:
+            log_dir: where.
+            resume: whether the run goes on, in the file that it wrote before.
+            own_path: that file; ``None``: the newest.
+        """
+        self._csv = BatchCsv(log_dir, resume=resume, own_path=own_path, has_peak=self._meter.has_peak)
         self._rows = RowQueue(self._timer, self._csv, self._world_size)
         return self._csv.path
 
@@ -157,16 +168,15 @@ class RunReport:
         Returns:
             The step from which on to look again; ``inf`` once a rise was said.
         """
-        allocated_bytes = self._meter.current().allocated_bytes
-        _say(self.alarms.floor(number, allocated_bytes, limit_bytes=self.limit_bytes))
+        _say(self.alarms.floor(number, self._meter.own_bytes(), limit_bytes=self.limit_bytes))
         return self.alarms.next_floor
 
-    def log(self, stage: str, step: int) -> None:
+    def log(self, stage: str, step: int | None) -> None:
         """Send what the stage has tallied since the last time to the loggers, and begin anew.
 
         Args:
             stage: whose steps.
-            step: to log it at.
+            step: to log it at; ``None``: not to the loggers.
         """
         busy, now = self._busy(), time.monotonic()
         if now - self._limit_asked >= LIMIT_EVERY_SECONDS:
@@ -193,14 +203,15 @@ class RunReport:
             self._judge(tally, busy_percent=None if busy is None else busy[1])
         else:
             metrics = _of_stage(metrics, stage)
-        self._loggers.log_metrics(metrics, step)
+        if step is not None:
+            self._loggers.log_metrics(metrics, step)
 
-    def end_evaluation(self, stage: str, step: int) -> None:
+    def end_evaluation(self, stage: str, step: int | None) -> None:
         """An evaluation has ended: log all of it, and compare it with the training that it is part of.
 
         Args:
             stage: which.
-            step: to log it at.
+            step: to log it at; ``None``: not to the loggers.
         """
         self.log(stage, step)
         if "train" in self._totals and (evaluation := self._totals[stage].logged).steps:

@@ -68,6 +68,9 @@ class FakeMeter:
     def current(self) -> Reading:
         return self._reading(self._current_bytes)
 
+    def own_bytes(self) -> int:
+        return self._current_bytes
+
     def budget_bytes(self) -> int:
         return self.budget
 

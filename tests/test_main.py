@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_batchmem.batch_finder
+import lightning_batchmem.memory_profiler
 from lightning_batchmem import BatchFinder, MemoryProfiler
 from lightning_batchmem.__main__ import main
 from lightning_batchmem.report.csv import read_rows
@@ -35,6 +36,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     meter, finder = FakeMeter(budget_bytes=500 * MIB), BatchFinder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lightning_batchmem.batch_finder, "meter_for", lambda device: meter)
+        patch.setattr(lightning_batchmem.memory_profiler, "meter_for", lambda device, quick: meter)
         trainer = Trainer(
             accelerator="cpu",
             default_root_dir=directory,

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 import tracemalloc
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightning_batchmem.memory_profiler
+import lightning_batchmem.report.images
 import lightning_batchmem.run_record
 from lightning_batchmem import BatchFinder, Line, MemoryModel, Plan, Trial
 from lightning_batchmem.composition import Composition
@@ -21,7 +26,7 @@ from lightning_batchmem.report.steps import Step
 from lightning_batchmem.report.summary import Summary
 from lightning_batchmem.run_report import RunReport
 from tests.lawful import Lawful, law
-from tests.profiled import MIB, Net, Recorder, Validated, csv_rows, data, spike, trainer_for
+from tests.profiled import MIB, Net, Recorder, Validated, csv_rows, data, rows, spike, trainer_for
 
 EVALUATED = {"peak_allocated_mib", "limit_mib", "samples_per_s", "step_ms", "data_wait_pct", "cpu_pct", "batch_size"}
 
@@ -121,6 +126,7 @@ def test_an_evaluation_by_itself(tmp_path, meter, stage, capsys):
     summary = profiler.summary
     assert (summary.stage, summary.steps, summary.peak_bytes) == (stage, 3, 6 * MIB)
     assert (summary.parts.gradients_bytes, summary.parts.optimizer_state_bytes) == (0, 0)
+    assert summary.estimate.gradients_bytes == 0
     assert (summary.parts.parameters_bytes, summary.parts.batch_bytes) == (20, 4 * 5 * 4)
     assert summary.parts.peak_bytes == 6 * MIB
     assert Summary.from_json(the_file(tmp_path, f"memory_summary_{stage}.json")) == summary
@@ -147,8 +153,9 @@ def test_batches_of_several_loaders_are_counted_on(tmp_path, meter):
 # ---------------------------------------------------------------------------------------------------- items and plans
 
 
-def test_items_are_counted_where_the_user_says_how(tmp_path, meter):
-    recorder, profiler = Recorder(), MemoryProfiler(items_fn=lambda batch: 10 * len(batch[0]))
+@pytest.mark.parametrize("as_a", [int, torch.tensor])
+def test_items_are_counted_where_the_user_says_how(tmp_path, meter, as_a):
+    recorder, profiler = Recorder(), MemoryProfiler(items_fn=lambda batch: as_a(10 * len(batch[0])))
     trainer_for(tmp_path, profiler, logger=recording(tmp_path, recorder)).fit(Net(), data())
     for (_, metrics), row in zip(recorder.ours, csv_rows(tmp_path), strict=True):
         assert metrics["throughput/items_per_s"] == pytest.approx(10 * metrics["throughput/samples_per_s"])
@@ -352,6 +359,8 @@ def test_peak_and_limit_in_the_progress_bar_when_asked(tmp_path, meter, wanted):
             shown.append(dict(trainer.progress_bar_metrics))
 
     recorder = Recorder()
+    meter.budget, meter.current_bytes = 64 * 2**30, 2**30
+    meter.free = lambda: setattr(meter, "_current_bytes", 2**30)
     trainer_for(
         tmp_path,
         MemoryProfiler(progress_bar=wanted),
@@ -359,13 +368,13 @@ def test_peak_and_limit_in_the_progress_bar_when_asked(tmp_path, meter, wanted):
         logger=recording(tmp_path, recorder),
         log_every_n_steps=3,
         max_epochs=2,
-    ).fit(Net(spike(meter, 2, "forward", 9)), data())
-    asked = [{name: metrics[name] for name in ("peak_mib", "limit_mib") if name in metrics} for metrics in shown]
+    ).fit(Net(spike(meter, 2, "forward", 9 * 1024)), data())
+    asked = [{name: metrics[name] for name in ("peak_gib", "limit_gib") if name in metrics} for metrics in shown]
     if not wanted:
         assert not any(asked)
         return
-    assert asked[1:4] == [{"peak_mib": 1.0, "limit_mib": 1024.0}] * 2 + [{"peak_mib": 10.0, "limit_mib": 1024.0}]
-    assert all("peak_mib" not in metrics for _, metrics in recorder.ours)
+    assert asked[1:4] == [{"peak_gib": 1.0, "limit_gib": 64.0}] * 2 + [{"peak_gib": 10.0, "limit_gib": 64.0}]
+    assert all("peak_gib" not in metrics for _, metrics in recorder.ours)
 
 
 # ------------------------------------------------------------------------------------------------------ no other trace
@@ -388,3 +397,137 @@ def test_a_training_with_everything_on_is_bit_identical(tmp_path):
     profiler = MemoryProfiler(items_fn=lambda batch: len(batch[0]), progress_bar=True)
     for without, with_profiler in zip(run(), run(profiler, Planned(a_plan(fixed_mib=4000))), strict=True):
         assert torch.equal(without, with_profiler)
+
+
+# ---------------------------------------------------------------------------------------------------- as people use it
+
+
+def test_an_evaluation_by_itself_does_not_wait_for_the_profiler(tmp_path, meter, monkeypatch):
+    monkeypatch.setattr(meter, "release_cached", lambda: time.sleep(0.5))
+    trainer_for(tmp_path, MemoryProfiler()).test(Evaluated(meter), data(), verbose=False)
+    assert all(float(row["step_ms"]) < 400 for row in csv_rows(tmp_path))
+
+
+def test_what_surrounds_an_evaluation_is_no_wait_of_training(tmp_path, meter):
+    class Slow(Callback):
+        def on_validation_end(self, *_):
+            time.sleep(0.5)
+
+    trainer_for(tmp_path, MemoryProfiler(), Slow(), val_check_interval=2).fit(Validated(), data(), data(samples=4))
+    assert all(float(row["step_ms"]) < 400 for row in csv_rows(tmp_path))
+
+
+def test_each_trainer_goes_on_in_its_own_file(tmp_path, meter):
+    one, other = (trainer_for(tmp_path, MemoryProfiler()) for _ in range(2))
+    net = Evaluated(meter)
+    one.fit(net, data())
+    other.fit(Evaluated(meter), data(samples=8))
+    one.test(net, data(samples=4), verbose=False)
+    stages = [[row["stage"] for row in rows(path)] for path in sorted(tmp_path.glob("memory_per_batch*.csv"))]
+    assert stages == [["train"] * 6 + ["test"], ["train"] * 2]
+
+
+class Spawned(LightningDataModule):
+    """Its workers are spawned, and take the data module, and so the Trainer, with them."""
+
+    def collate(self, samples):
+        return torch.stack([sample[0] for sample in samples]), torch.stack([sample[1] for sample in samples])
+
+    def train_dataloader(self):
+        return DataLoader(
+            data().dataset, batch_size=4, num_workers=1, multiprocessing_context="spawn", collate_fn=self.collate
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Consider setting `persistent_workers=True`")
+def test_workers_that_are_spawned_take_the_trainer_with_them(tmp_path):
+    profiler = MemoryProfiler()
+    trainer_for(tmp_path, profiler).fit(Net(), datamodule=Spawned())
+    assert profiler.summary.steps == 6
+
+
+def test_a_directory_is_found_for_a_logger_that_has_none(tmp_path, meter):
+    trainer_for(tmp_path, MemoryProfiler(), logger=Recorder()).fit(Net(), data())
+    assert len(csv_rows(tmp_path)) == 6
+
+
+def test_the_table_is_printed_once_the_progress_bar_has_stopped(tmp_path, meter, monkeypatch):
+    order = []
+
+    class Bar(RichProgressBar):
+        def _stop_progress(self):
+            order.append("bar")
+            super()._stop_progress()
+
+    monkeypatch.setattr(lightning_batchmem.memory_profiler, "show_summary", lambda *_: order.append("table"))
+    trainer_for(tmp_path, MemoryProfiler(), Bar(), enable_progress_bar=True).fit(Net(), data())
+    assert order[:2] == ["bar", "table"]
+
+
+def test_who_interrupts_a_run_is_told_what_it_used(tmp_path, meter, capsys):
+    def work(step, where):
+        if step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit):
+        trainer_for(tmp_path, MemoryProfiler()).fit(Net(work), data())
+    assert "3 steps of" in capsys.readouterr().out
+
+
+def test_a_trainer_that_logs_nothing_is_warned_all_the_same(tmp_path, meter):
+    recorder = Recorder()
+    with pytest.warns(UserWarning, match=r"1,000\.0 MiB"):
+        trainer_for(tmp_path, MemoryProfiler(), logger=recorder, log_every_n_steps=0).fit(
+            Net(spike(meter, 2, "backward", 999)), data()
+        )
+    assert not recorder.ours
+
+
+def test_a_leak_in_a_run_that_goes_on_is_told_by_the_steps_of_the_csv(tmp_path, meter):
+    class Leak(Callback):
+        leaks = False
+
+        def on_train_batch_end(self, *_):
+            meter.use(MIB * self.leaks)
+
+    leak, profiler = Leak(), MemoryProfiler()
+    trainer, net = trainer_for(tmp_path, profiler, leak), Net()
+    trainer.fit(net, data(samples=400))
+    leak.leaks, trainer.fit_loop.max_epochs = True, 2
+    with pytest.warns(UserWarning, match=r"step 1\d\d"):
+        trainer.fit(net, data(samples=400))
+
+
+def test_the_figures_of_a_training_reach_tensorboard_and_those_of_a_test_do_not(tmp_path, meter):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path)
+    trainer = trainer_for(tmp_path, MemoryProfiler(), Planned(a_plan()), logger=logger)
+    net = Evaluated(meter)
+    trainer.fit(net, data())
+    trainer.test(net, data(), verbose=False)
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    names = {"memory_over_steps", "memory_composition", "memory_vs_batch_size"}
+    assert set(events.Tags()["images"]) == {f"batchmem/{name}" for name in names}
+    for name in names:
+        assert [image.step for image in events.Images(f"batchmem/{name}")] == [5]
+
+
+def test_a_figure_that_cannot_be_drawn_does_not_end_training(tmp_path, meter, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr(lightning_batchmem.report.images, "figures", broken)
+    profiler = MemoryProfiler()
+    with pytest.warns(UserWarning, match="no figures: RuntimeError: no font"):
+        trainer_for(tmp_path, profiler, logger=TensorBoardLogger(tmp_path)).fit(Net(), data())
+    assert profiler.summary is not None
+
+
+def test_without_matplotlib_a_word_and_no_figures(tmp_path, meter, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+        trainer_for(tmp_path, MemoryProfiler(), logger=TensorBoardLogger(tmp_path)).fit(Net(), data())
+    assert "lightning-batchmem[plot]" in caplog.text

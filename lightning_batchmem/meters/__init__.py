@@ -48,6 +48,10 @@ class Meter(Protocol):
         """Use at this moment."""
         ...
 
+    def own_bytes(self) -> int:
+        """What nobody else could take back, at this moment: the host's file pages, which the kernel drops, left out."""
+        ...
+
     def budget_bytes(self) -> int:
         """The most that this process may hold: what it holds now and what it could still get."""
         ...

@@ -58,6 +58,10 @@ class CudaMeter:
         """Allocated and reserved bytes at this moment."""
         return self._reading("current")
 
+    def own_bytes(self) -> int:
+        """Allocated bytes at this moment."""
+        return self.current().allocated_bytes
+
     def budget_bytes(self) -> int:
         """What the driver has free, and what this process has reserved; never the device's total.
 

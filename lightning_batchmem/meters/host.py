@@ -106,6 +106,16 @@ class HostMeter:
         # Its second number, in pages. The same count as VmRSS, which comes with 40 lines. Source: proc_pid_statm(5)
         return Reading(int(self._statm.read().split(maxsplit=2)[1]) * mmap.PAGESIZE)
 
+    def own_bytes(self) -> int:
+        """Resident set at this moment less what it shares with files and other processes, as a memory map does.
+
+        Source: the second and third number of proc_pid_statm(5).
+        """
+        if self._statm is None:
+            return self.current().allocated_bytes
+        _, resident, shared, *_ = self._statm.read().split()
+        return (int(resident) - int(shared)) * mmap.PAGESIZE
+
     def budget_bytes(self) -> int:
         """Resident set and the least that the kernel, a control group or a resource limit would still add to it.
 

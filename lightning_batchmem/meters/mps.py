@@ -31,6 +31,10 @@ class MpsMeter:
         """Bytes in tensors, and bytes that the Metal driver gave (its caches and the kernels' buffers included)."""
         return Reading(torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory())
 
+    def own_bytes(self) -> int:
+        """Allocated bytes at this moment."""
+        return self.current().allocated_bytes
+
     def budget_bytes(self) -> int:
         """What Metal recommends that a process holds at most; beyond it performance suffers, then allocations fail."""
         return torch.mps.recommended_max_memory()

@@ -44,8 +44,8 @@ def columns(*, has_peak: bool = True) -> tuple[str, ...]:
 class BatchCsv:
     """Appends rows to ``memory_per_batch.csv`` in a directory.
 
-    A run that goes on (resumed, or a second ``fit`` with the same trainer) appends to the newest file when its header
-    is the same. A new run, or another header, leaves what is there alone and takes the next free name:
+    A run that goes on (resumed, or a second ``fit`` with the same trainer) appends to its file when the header is the
+    same. A new run, or another header, leaves what is there alone and takes the next free name:
     ``memory_per_batch_1.csv``, ``memory_per_batch_2.csv`` ...
 
     An error later on (a full disk) ends the file with a warning, not the training.
@@ -53,23 +53,30 @@ class BatchCsv:
     Args:
         directory: made when it does not exist.
         resume: whether the run goes on.
+        own_path: the file that it wrote before in this process; ``None``: it goes on in the newest.
         has_peak: see :func:`columns`.
 
     Raises:
         OSError: when the directory or the file cannot be written.
     """
 
-    def __init__(self, directory: Path, *, resume: bool = False, has_peak: bool = True) -> None:
+    def __init__(
+        self, directory: Path, *, resume: bool = False, own_path: Path | None = None, has_peak: bool = True
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         header = columns(has_peak=has_peak)
-        self.path = _path_for(directory, header, resume=resume)
-        self._file: TextIO = self.path.open("a", newline="", encoding="utf-8")
+        self.path, self._file = _opened(directory, header, resume=resume, own_path=own_path)
         self._rows = csv.writer(self._file)
-        if self._file.tell() == 0:
-            self._rows.writerow(header)
-        elif not self.path.read_bytes().endswith(b"\n"):  # the run before was killed in the middle of a row
-            self._file.write("\r\n")
-        self._file.flush()
+        try:
+            if self._file.tell() == 0:
+                self._rows.writerow(header)
+            elif not _ends_a_row(self.path):  # the run before was killed in the middle of a row
+                self._file.write("\r\n")
+            self._file.flush()
+        except OSError:
+            with contextlib.suppress(OSError):  # closing flushes once more
+                self._file.close()
+            raise
 
     def write(self, step: Step, *, world_size: int = 1) -> None:
         """Add the row of one step; it may stay in the buffer until :meth:`flush`.
@@ -220,17 +227,38 @@ def _per_second(count: float | None, world_size: int, seconds: float) -> float |
     return None if count is None or seconds <= 0 else round(count * world_size / seconds, 3)
 
 
-def _path_for(directory: Path, header: Sequence[str], *, resume: bool) -> Path:
-    stem = Path(NAME).stem
-    numbers = {NAME: 0}
-    for path in directory.glob(f"{stem}_*.csv"):
-        if match := re.fullmatch(rf"{stem}_(\d+)\.csv", path.name):
-            numbers[path.name] = int(match[1])
-    newest = directory / max(numbers, key=lambda name: numbers[name])
-    if not newest.exists() or newest.stat().st_size == 0:
-        return newest
+def _opened(directory: Path, header: Sequence[str], *, resume: bool, own_path: Path | None) -> tuple[Path, TextIO]:
     if resume:
-        with newest.open(newline="", encoding="utf-8") as file:
-            if next(csv.reader(file), None) == list(header):
-                return newest
-    return directory / f"{stem}_{max(numbers.values()) + 1}.csv"
+        path = own_path if own_path is not None and own_path.parent == directory else _newest(directory)
+        if path.exists() and _has_header(path, header):
+            return path, path.open("a", newline="", encoding="utf-8")
+    while True:  # another run may take the same number at the same time
+        newest = _newest(directory)
+        path = newest
+        if newest.exists() and newest.stat().st_size:
+            path = directory / f"{Path(NAME).stem}_{_number_of(newest) + 1}.csv"
+        try:
+            return path, path.open("a" if path.exists() else "x", newline="", encoding="utf-8")
+        except FileExistsError:
+            continue
+
+
+def _newest(directory: Path) -> Path:
+    """The file with the highest number; the one without a number where there is none yet."""
+    return max((directory / NAME, *directory.glob(f"{Path(NAME).stem}_*.csv")), key=_number_of)
+
+
+def _number_of(path: Path) -> int:
+    match = re.fullmatch(rf"{Path(NAME).stem}_(\d+)\.csv", path.name)
+    return int(match[1]) if match else (0 if path.name == NAME else -1)
+
+
+def _has_header(path: Path, header: Sequence[str]) -> bool:
+    with path.open(newline="", encoding="utf-8") as file:
+        return next(csv.reader(file), None) == list(header)
+
+
+def _ends_a_row(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) == b"\n"

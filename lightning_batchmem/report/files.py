@@ -18,9 +18,13 @@ def check_writable(directory: Path) -> None:
     Raises:
         OSError: when it cannot be written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=directory):
-        pass
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            file.write(b"a full disk lets a file be made, and not be written")
+    except OSError as error:
+        message = f"MemoryProfiler cannot write into the log directory, as MemoryProfiler(csv=False) would not: {error}"
+        raise type(error)(error.errno, message) from error
 
 
 def write_beside(csv_path: Path, name: str, text: str) -> None:

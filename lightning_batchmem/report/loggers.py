@@ -43,7 +43,13 @@ class Loggers:
         takers = image_takers(self._loggers)
         if not takers:
             return
-        figures = draw()
+        try:
+            figures = draw()
+        except ImportError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the training is done, and a figure is not worth its end
+            rank_zero_warn(f"MemoryProfiler gives the loggers no figures: {type(error).__name__}: {error}")
+            return
         for logger in takers:
             self._try(logger, partial(log_images, logger, figures, step))
 

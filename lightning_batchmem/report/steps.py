@@ -70,12 +70,17 @@ class StepClock:
         """Something else than the loader may take time until the next batch."""
         self._wait_known = False
 
-    def start(self) -> None:
-        """The batch is there."""
+    def start(self) -> bool:
+        """The batch is there.
+
+        Returns:
+            Whether the wait for it is known; if not, the step begins now.
+        """
         now = time.perf_counter()
         self._wait_seconds = now - self._wait_since if self._wait_known else None
         if not self._wait_known:
             self._since = now
+        return self._wait_known
 
     def stop(self) -> tuple[float, float | None]:
         """The step has ended.

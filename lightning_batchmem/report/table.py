@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.console import Console
 from rich.table import Table
 
 from lightning_batchmem.parts import Parts
@@ -25,6 +26,17 @@ def mib(number: int) -> str:
     return f"{number / MIB:,.1f}"
 
 
+def show_summary(summary: Summary, console: Console) -> None:
+    """Print what a run used: the table, and the run's other numbers below it.
+
+    Args:
+        summary: ``MemoryProfiler.summary`` after ``fit``, ``validate``, ``test`` or ``predict``.
+        console: where to.
+    """
+    console.print(summary_table(summary))
+    console.print(_caption(summary), highlight=False, markup=False, soft_wrap=True)
+
+
 def summary_table(summary: Summary) -> Table:
     """What the memory of a run is made of, at its highest peak.
 
@@ -32,15 +44,10 @@ def summary_table(summary: Summary) -> Table:
         summary: ``MemoryProfiler.summary`` after ``fit``, ``validate``, ``test`` or ``predict``.
 
     Returns:
-        Part, MiB, share of the peak, and what arithmetic says of the part; what the device holds beyond the peak, and
-        the run's other numbers, stand below. For ``rich.print`` or a console.
+        Part, MiB, share of the peak, and what arithmetic says of the part; what the device holds beyond the peak stands
+        below. For ``rich.print`` or a console.
     """
-    table = Table(
-        title=f"Memory of a {_STEP[summary.stage]} step ({summary.device})",
-        caption=_caption(summary),
-        title_justify="left",
-        caption_justify="left",
-    )
+    table = Table(title=f"Memory of a {_STEP[summary.stage]} step ({summary.device})", title_justify="left")
     table.add_column("part")
     for heading in ("MiB", "of the peak", "estimate"):
         table.add_column(heading, justify="right")
@@ -65,7 +72,8 @@ def summary_table(summary: Summary) -> Table:
 
 def _caption(summary: Summary) -> str:
     samples = "" if summary.batch_size is None else f" ({summary.batch_size:,} samples)"
-    lines = [f"Highest peak: {mib(summary.peak_bytes)} MiB at step {summary.peak_step}{samples}"]
+    seen = "Highest peak" if summary.has_peak else "Highest value seen"
+    lines = [f"{seen}: {mib(summary.peak_bytes)} MiB at step {summary.peak_step}{samples}"]
     if summary.peak_reserved_bytes is not None:
         lines.append(f"Reserved: {mib(summary.peak_reserved_bytes)} MiB")
     lines.append(f"This process may hold: {mib(summary.limit_bytes)} MiB")
@@ -84,12 +92,12 @@ def _caption(summary: Summary) -> str:
     if summary.parts is not None and summary.parts.rest_bytes < 0:
         lines.append("The rest is below 0: not all of the tensors are resident (swapped out, or mapped from a file).")
     if not summary.has_peak:
-        lines.append("This device has no peak counter: inside a step it may have been more.")
+        lines.append("No peak could be read here, only values at some moments: inside a step it may have been more.")
     return "\n".join([*lines, *(f"Warned: {alarm}" for alarm in summary.alarms)])
 
 
 def _speed(summary: Summary) -> str:
-    text = f"{summary.steps:,} steps of {1e3 * summary.step_seconds:,.1f} ms"
+    text = f"{summary.steps:,} step{'' if summary.steps == 1 else 's'} of {1e3 * summary.step_seconds:,.1f} ms"
     if summary.samples_per_second is not None:
         text += f", {summary.samples_per_second:,.1f} samples/s"
     if summary.items_per_second is not None:

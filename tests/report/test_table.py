@@ -9,7 +9,7 @@ from rich.console import Console
 from lightning_batchmem.estimate import Estimate
 from lightning_batchmem.parts import Parts
 from lightning_batchmem.report.summary import Summary
-from lightning_batchmem.report.table import mib, parts_text, summary_table
+from lightning_batchmem.report.table import mib, parts_text, show_summary
 
 MIB = 2**20
 SUMMARY = Summary(
@@ -30,7 +30,7 @@ SUMMARY = Summary(
 
 def text(summary):
     console = Console(width=80, file=io.StringIO())
-    console.print(summary_table(summary))
+    show_summary(summary, console)
     return console.file.getvalue()
 
 
@@ -73,7 +73,7 @@ def test_the_runs_other_numbers_stand_below():
         ({"parts": None}, "too short"),
         ({"peak_bytes": 2001 * MIB}, "before the first step after an optimizer step"),
         ({"parts": Parts(2100 * MIB, 0, 0, 0, 0, -100 * MIB)}, "not all of the tensors are resident"),
-        ({"has_peak": False}, "no peak counter"),
+        ({"has_peak": False}, "No peak could be read"),
         ({"has_peak": False}, "highest value seen"),
     ],
 )
