@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 from lightning.pytorch import Trainer
@@ -176,16 +176,18 @@ class ProbingSearch:
         together: bool = False,
     ) -> Trial:
         """Run steps at one size; see :func:`.measure.measure`."""
-        return measure(
-            steps,
-            self._meter,
-            self._marks,
-            batch_size,
-            warmup_steps=warmup_steps,
-            measured_steps=measured_steps,
-            enough_bytes=bounds.limit_bytes,
-            together=together or self._together,
-        )
+        together = together or self._together
+        with self._ranks.step_together() if together else nullcontext():
+            return measure(
+                steps,
+                self._meter,
+                self._marks,
+                batch_size,
+                warmup_steps=warmup_steps,
+                measured_steps=measured_steps,
+                enough_bytes=bounds.limit_bytes,
+                together=together,
+            )
 
     @contextmanager
     def _lent(self, homes: Sequence[BatchSizeHome], loop: Loop) -> Iterator[KeptTrainer]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from threading import Thread
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -29,8 +31,9 @@ class RankFailedError(RuntimeError):
 class Ranks:
     """The processes that search together, through their strategy's own collectives.
 
-    Every rank calls :meth:`exchange` as often as the others, in the same order. One that fails in between takes part
-    in one more exchange, which tells the others: all end with the reason of the first.
+    Every rank calls :meth:`exchange` as often as the others, in the same order. A rank that fails in between takes part
+    in one more exchange, which tells the others. Where the others wait in the middle of a step that all take together,
+    it leaves its reason in the process group's store and ends, which breaks their wait; then they look there.
 
     Args:
         trainer: of this rank.
@@ -38,12 +41,15 @@ class Ranks:
     Attributes:
         size: how many there are.
         rank: which one this is.
+        in_step: whether this rank is in a step that all take together, or has failed in one.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.size, self.rank = trainer.world_size, trainer.global_rank
+        self.in_step = False
         self._strategy = trainer.strategy
         self._exchanges = 0
+        self._key = f"lightning_batchmem/search_{next(_SEARCHES)}"
 
     def exchange(self, *numbers: float) -> list[list[float]]:
         """What all ranks gave, in their order.
@@ -57,8 +63,17 @@ class Ranks:
         if self.size == 1:
             return [list(numbers)]
         rows = self._gather(_FINE, *numbers)
-        self._hear(rows)
+        failed = [rank for rank, row in enumerate(rows) if row[0] == _FAILED]
+        if failed:
+            raise RankFailedError(self._strategy.broadcast("", src=failed[0]))
         return [row[2 : 2 + len(numbers)] for row in rows]
+
+    @contextmanager
+    def step_together(self) -> Iterator[None]:
+        """Steps that all ranks take together: one that fails cannot reach the others by an exchange."""
+        self.in_step = True
+        yield
+        self.in_step = False  # not where the step has failed: that is what matters then
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -74,6 +89,10 @@ class Ranks:
             raise
         except BaseException as error:
             if self.size > 1:
+                if (
+                    reason := self._left_behind()
+                ) is not None:  # this error is only what the other rank's end does here
+                    raise RankFailedError(reason) from error
                 self._tell(error)
             raise
 
@@ -85,35 +104,47 @@ class Ranks:
         try:
             rows: list[list[float]] = self._strategy.all_gather(row).tolist()
         except RuntimeError as error:  # gloo and NCCL have no type of their own for a peer that is gone
-            raise RankFailedError(f"a rank ended without a word; rank {self.rank} waited for it: {error}") from error
+            reason = self._left_behind() or f"a rank ended without a word; rank {self.rank} waited for it: {error}"
+            raise RankFailedError(reason) from error
         if {row[1] for row in rows} != {rows[0][1]}:
             raise RuntimeError("BatchFinder's ranks are not at the same point of the search; please report this")
         return rows
 
-    def _hear(self, rows: list[list[float]]) -> None:
-        failed = [rank for rank, row in enumerate(rows) if row[0] == _FAILED]
-        if failed:
-            reason = self._strategy.broadcast("", src=failed[0])
-            raise RankFailedError(f"rank {failed[0]} ended the search: {reason}")
-
     def _tell(self, error: BaseException) -> None:
-        """Take part in the exchange that the others wait in; not for ever, since they may wait somewhere else."""
+        """Let the others know; not for ever, since they may wait somewhere else."""
+        lines = str(error).strip().splitlines()
+        text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        reason = f"rank {self.rank} ended the search: {text}"
 
         def tell() -> None:
             # the others are gone, or have failed too: this rank's own error is the one that its user has to see
             with suppress(RuntimeError):
-                rows = self._gather(_FAILED)
-                first = next(rank for rank, row in enumerate(rows) if row[0] == _FAILED)
-                self._strategy.broadcast(_reason(error) if first == self.rank else "", src=first)
+                _store().set(self._key, f"{self.rank} {reason}")
+                if not self.in_step:
+                    rows = self._gather(_FAILED)
+                    first = next(rank for rank, row in enumerate(rows) if row[0] == _FAILED)
+                    self._strategy.broadcast(reason if first == self.rank else "", src=first)
 
         thread = Thread(target=tell, daemon=True)
         thread.start()
         thread.join(_TELL_SECONDS)
 
+    def _left_behind(self) -> str | None:
+        """The reason that another rank has left in the store; ``None`` when there is none, or no store any more."""
+        with suppress(RuntimeError):  # the store is in the process of rank zero, and ends with it
+            store = _store()
+            if store.check([self._key]):
+                rank, _, reason = store.get(self._key).decode().partition(" ")
+                return None if int(rank) == self.rank else reason
+        return None
 
-def _reason(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+def _store() -> Any:
+    # torch 2.5.1 and 2.13; there is no public way to the store that the process group was made with
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+_SEARCHES = itertools.count()  # each search of a process has a key of its own, the same on every rank
 
 
 def agreed(trial: Trial, ranks: Ranks) -> Trial:

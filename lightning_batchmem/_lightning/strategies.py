@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,19 +18,17 @@ def check_strategy(trainer: Trainer) -> None:
         ValueError: for any but a single device, DDP and ModelParallelStrategy (FSDP2).
     """
     strategy = trainer.strategy
-    name = type(strategy).__name__
-    if isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy):
-        return
-    if name == "DeepSpeedStrategy":
+    if isinstance(strategy, DeepSpeedStrategy):  # a subclass of DDPStrategy
         raise ValueError(
             "strategy must not be DeepSpeedStrategy for BatchFinder: its engine takes the batch size when it is made,"
-            " and cannot be made again, nor its optimizer. Set train_micro_batch_size_per_gpu by hand, found for instance"
-            " with strategy=ModelParallelStrategy() (FSDP2), which shards alike"
+            " and cannot be made again, nor its optimizer. Set train_micro_batch_size_per_gpu by hand, found with"
+            " strategy=ModelParallelStrategy() (FSDP2) for instance, which shards alike"
         )
-    raise ValueError(
-        f"strategy must be that of a single device, DDP or ModelParallelStrategy (FSDP2) for BatchFinder, got {name};"
-        " search once with one of them and set the size it finds"
-    )
+    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy):
+        raise ValueError(
+            "strategy must be that of a single device, DDP or ModelParallelStrategy (FSDP2) for BatchFinder, got"
+            f" {type(strategy).__name__}; search once with one of them and set the size it finds"
+        )
 
 
 def steps_are_collective(trainer: Trainer) -> bool:
