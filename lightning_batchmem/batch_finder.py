@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import lightning.pytorch.callbacks
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from rich.console import Console
 
@@ -26,12 +25,14 @@ from lightning_batchmem._lightning.loaders import (
 )
 from lightning_batchmem._lightning.progress import is_rehearsal
 from lightning_batchmem._lightning.state import KeptModule, RandomStates, record_before_optimizers
+from lightning_batchmem._lightning.strategies import check_strategy
 from lightning_batchmem.apply import apply_to_training, follow_up, look_before
 from lightning_batchmem.data import BatchSizeHome
 from lightning_batchmem.limits import check_positive, limit_bytes
 from lightning_batchmem.meters import Meter, device_name, meter_for
 from lightning_batchmem.plan import Plan
 from lightning_batchmem.probing import ProbingSearch
+from lightning_batchmem.ranks import own_budget_bytes
 from lightning_batchmem.records import Objective, Refusal, mib
 from lightning_batchmem.report.plan import plan_table
 from lightning_batchmem.wishes import Wishes
@@ -149,6 +150,7 @@ class BatchFinder(Callback):
         self._plan_in_checkpoint = None
         if is_rehearsal(trainer):
             return
+        check_strategy(trainer)  # before an engine is made that could not be made again
         if stage != "fit":
             self._take_away = before_loaders(stage_loop(trainer), lambda: self._before_evaluation(trainer, pl_module))
             return
@@ -238,7 +240,7 @@ class BatchFinder(Callback):
         plan = self._plan_in_checkpoint
         if plan is None or self._search_on_resume:
             return None
-        budget = meter.budget_bytes()
+        budget = own_budget_bytes(meter, trainer)
         limit = min(limit_bytes(self._wishes.memory_limit, budget), budget)
         device = device_name(trainer.strategy.root_device)
         changes = []
@@ -291,11 +293,6 @@ def _check_step(step: Callable[..., object], name: str) -> None:
 
 
 def _meter_of(trainer: Trainer) -> Meter:
-    if not isinstance(trainer.strategy, SingleDeviceStrategy):
-        raise ValueError(
-            f"strategy must be on a single device for BatchFinder, got {type(trainer.strategy).__name__};"
-            " search once with Trainer(devices=1) and set the size it finds"
-        )
     meter = meter_for(trainer.strategy.root_device)
     if not meter.has_peak:
         raise ValueError(

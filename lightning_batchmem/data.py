@@ -15,11 +15,12 @@ from lightning_batchmem._lightning.loaders import (
     combined_mode,
     in_structure,
     loader_batch_size,
+    replicas_of,
     set_initial_hparam,
     set_loader_batch_size,
 )
 from lightning_batchmem.samples import LoaderSamples
-from lightning_batchmem.stage_loaders import SizedLoader, StageLoaders, count_samples
+from lightning_batchmem.stage_loaders import SizedLoader, StageLoaders
 from lightning_batchmem.worst_case import WorstCase, warn_if_ragged
 
 __all__ = ["BatchSizeHome", "Samples", "StageLoaders"]
@@ -155,7 +156,7 @@ class BatchSizeHome:
                 f" DataLoader(..., batch_size=self.{self.name})"
             )
         sized = [
-            SizedLoader(loader, size, batch_size if follows else None)
+            SizedLoader(loader, size, batch_size if follows else None, replicas_of(self.trainer, loader))
             for loader, size, follows in zip(combined.flattened, sizes, follow, strict=True)
         ]
         return StageLoaders(combined, tuple(sized))
@@ -237,6 +238,6 @@ class Samples:
 
     def _batch_of(self, loader_index: int, batch_size: int) -> Any:
         one = self._loaders.sized[loader_index]
-        size, samples = one.size_at(batch_size), count_samples(one.loader)
+        size, samples = one.size_at(batch_size), one.samples
         # a set with fewer samples, for validation say, never gives a full batch
         return self._drawn[loader_index].batch(size if samples is None else max(1, min(size, samples)))

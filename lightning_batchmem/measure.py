@@ -46,7 +46,8 @@ def measure(
     *,
     warmup_steps: int,
     measured_steps: int,
-    enough_bytes: int,
+    enough_bytes: float,
+    together: bool = False,
 ) -> Trial:
     """Run real steps at ``batch_size`` and say what they held and how long they took.
 
@@ -58,11 +59,13 @@ def measure(
         warmup_steps: full steps that are run first and not counted (lazy initialisation, autotuning, optimizer state).
         measured_steps: full steps that are counted.
         enough_bytes: a step that holds more than this ends the trial, there and then: the size does not fit.
+        together: whether ranks take these steps together: then none of them ends its trial before the others.
 
     Returns:
         The trial; running out of memory is an outcome of it.
 
     Raises:
+        Exception: running out of memory in a step that ranks take together, since the others wait in the middle of it.
         Exception: whatever else the user's code raises, with its own traceback.
     """
     forget_compiled()
@@ -75,10 +78,10 @@ def measure(
         for index in range((warmup_steps + measured_steps) * calls_per_step):
             begin = time.perf_counter()
             marks.start(steps.first_phase)
-            error_text = _attempt(steps, meter, batch_size, index)
+            error_text = _attempt(steps, meter, batch_size, index, together=together)
             end = time.perf_counter()
             step = marks.stop()
-            too_much = max(step.peak_bytes, step.peak_reserved_bytes or 0) > enough_bytes
+            too_much = not together and max(step.peak_bytes, step.peak_reserved_bytes or 0) > enough_bytes
             if error_text or too_much or index >= warmup_steps * calls_per_step:
                 counted.append(step)
             if error_text:
@@ -123,13 +126,16 @@ def with_evaluation(trial: Trial, evaluated: Trial) -> Trial:
     )
 
 
-def _attempt(steps: Steps, meter: Meter, batch_size: int, index: int) -> str:
+def _attempt(steps: Steps, meter: Meter, batch_size: int, index: int, *, together: bool) -> str:
     """Run one step; the first line of the error when it ran out of memory, else an empty text."""
     try:
         steps.run(batch_size, index)
         meter.synchronize()
     except Exception as error:  # out of memory comes in many types; all else is raised again
         if not is_out_of_memory(error):
+            raise
+        if together:
+            error.add_note(f"BatchFinder: in a step of {batch_size} samples that all ranks take together")
             raise
         _let_go(error)
         return _first_line(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 from lightning.pytorch import Trainer
@@ -15,6 +15,13 @@ from lightning_batchmem._lightning.evaluation import EvaluationLoop
 from lightning_batchmem._lightning.loaders import pretend_loaded, validation_source
 from lightning_batchmem._lightning.state import KeptModule, KeptTrainer, Loop, RandomStates
 from lightning_batchmem._lightning.step import begin_training
+from lightning_batchmem._lightning.strategies import (
+    is_synchronised,
+    processes_on_node,
+    steps_are_collective,
+    without_synchronisation,
+    wrap_again,
+)
 from lightning_batchmem.apply import no_trace
 from lightning_batchmem.compiled import each_size_static
 from lightning_batchmem.data import BatchSizeHome, Samples
@@ -25,6 +32,7 @@ from lightning_batchmem.meters import Meter
 from lightning_batchmem.parts import measure_parts, tensors_in
 from lightning_batchmem.phases import PhaseMarks
 from lightning_batchmem.plan import Plan
+from lightning_batchmem.ranks import Ranks, agreed, own_budget_bytes
 from lightning_batchmem.records import Bounds, Ceiling, Probe, Refusal, Trial, mib
 from lightning_batchmem.report.plan import SearchProgress
 from lightning_batchmem.report.table import parts_text
@@ -59,6 +67,8 @@ class ProbingSearch:
         self._wishes = wishes
         self._random = random
         self._marks = PhaseMarks(meter)
+        self._ranks = Ranks(trainer)
+        self._together = steps_are_collective(trainer)
         shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
         self._progress = SearchProgress(Console(), enabled=shown)
         self._first = wishes.min_batch_size or FIRST_SIZE
@@ -70,6 +80,12 @@ class ProbingSearch:
         Args:
             home: where the training batch size lives.
         """
+        with self._ranks.together():
+            outcome = self._training(home)
+            wrap_again(self._trainer)
+        return outcome
+
+    def _training(self, home: BatchSizeHome) -> Plan | Refusal:
         trainer, wishes = self._trainer, self._wishes
         home.check()
         with self._lent([home, replace(home, source=validation_source(trainer))], trainer.fit_loop) as lent:
@@ -88,7 +104,8 @@ class ProbingSearch:
 
             def probe(batch_size: int, warmup_steps: int, measured_steps: int) -> Trial:
                 home.write(batch_size)
-                trial = self.measure(steps, batch_size, bounds, warmup_steps, measured_steps)
+                with without_synchronisation(trainer):
+                    trial = self.measure(steps, batch_size, bounds, warmup_steps, measured_steps)
                 trial = validation.beside(trial, bounds) if validation else trial
                 if trial.outcome == "out_of_memory":
                     lent.lend_scaler()
@@ -97,6 +114,15 @@ class ProbingSearch:
             outcome = self._run(probe, bounds)
             if isinstance(outcome, Refusal):
                 return self._explained(outcome, samples)
+            if is_synchronised(trainer):
+
+                def check(batch_size: int) -> Trial:
+                    home.write(batch_size)
+                    return self._with_workers(self.measure(steps, batch_size, bounds, 1, 1, together=True), workers)
+
+                outcome = self._synchronised(outcome, bounds, probe, check)
+                if isinstance(outcome, Refusal):
+                    return self._explained(outcome, samples)
             self.epoch_batches = limited_batches(loaders.batches(outcome.batch_size), trainer.limit_train_batches)
             outcome = replace(outcome, notes=steps.growth_notes(outcome.batch_size))
             return validation.completed(outcome) if validation else outcome
@@ -111,7 +137,7 @@ class ProbingSearch:
         Returns:
             A plan or a refusal; ``None`` when the stage's loaders do not follow the size: it is the user's own.
         """
-        with self._lent([home], loop):
+        with self._ranks.together(), self._lent([home], loop):
             try:
                 loaders = home.loaders_for(self._first, may_be_fixed=True)
             except ValueError as error:  # for training that is an error; this stage may not be what the finder is for
@@ -139,17 +165,29 @@ class ProbingSearch:
         """Steps of an evaluation, on samples of its own loaders."""
         return EvaluationSteps(self._trainer, loop, loaders, Samples(loaders, self._wishes.worst_case))
 
-    def measure(self, steps: Steps, batch_size: int, bounds: Bounds, warmup_steps: int, measured_steps: int) -> Trial:
+    def measure(
+        self,
+        steps: Steps,
+        batch_size: int,
+        bounds: Bounds,
+        warmup_steps: int,
+        measured_steps: int,
+        *,
+        together: bool = False,
+    ) -> Trial:
         """Run steps at one size; see :func:`.measure.measure`."""
-        return measure(
-            steps,
-            self._meter,
-            self._marks,
-            batch_size,
-            warmup_steps=warmup_steps,
-            measured_steps=measured_steps,
-            enough_bytes=bounds.limit_bytes,
-        )
+        together = together or self._together
+        with self._ranks.step_together() if together else nullcontext():
+            return measure(
+                steps,
+                self._meter,
+                self._marks,
+                batch_size,
+                warmup_steps=warmup_steps,
+                measured_steps=measured_steps,
+                enough_bytes=bounds.limit_bytes,
+                together=together,
+            )
 
     @contextmanager
     def _lent(self, homes: Sequence[BatchSizeHome], loop: Loop) -> Iterator[KeptTrainer]:
@@ -164,13 +202,16 @@ class ProbingSearch:
             yield kept
         self._meter.release_cached()  # training starts as if nothing had been allocated before
 
-    def _run(self, probe: Callable[[int, int, int], Trial], bounds: Bounds) -> Plan | Refusal:
-        trials: list[Trial] = []
+    def _run(
+        self, probe: Callable[[int, int, int], Trial], bounds: Bounds, trials_run: Sequence[Trial] = ()
+    ) -> Plan | Refusal:
+        trials = list(trials_run)
         while isinstance(step := decide(trials, bounds, self._meter.repeatability), Probe):
             self._progress.trying(step)
-            trials.append(probe(step.batch_size, *self._step_counts(len(trials))))
+            trials.append(agreed(probe(step.batch_size, *self._step_counts(len(trials))), self._ranks))
             # somebody else may have filled the device meanwhile
-            bounds = replace(bounds, limit_bytes=min(bounds.limit_bytes, self._meter.budget_bytes()))
+            budgets = self._ranks.exchange(own_budget_bytes(self._meter, self._trainer))
+            bounds = replace(bounds, limit_bytes=min(bounds.limit_bytes, *(int(budget) for (budget,) in budgets)))
         return step
 
     def _step_counts(self, trials_run: int) -> tuple[int, int]:
@@ -195,7 +236,7 @@ class ProbingSearch:
     def _bounds(
         self, largest_in_data: int | None, workers: StageWorkers, *, target_batch_size: int | None = None
     ) -> Bounds:
-        wishes, budget = self._wishes, self._meter.budget_bytes()
+        wishes, budget = self._wishes, own_budget_bytes(self._meter, self._trainer)
         wanted = limit_bytes(wishes.memory_limit, budget)
         if wanted > budget:
             rank_zero_warn(f"memory_limit={wishes.memory_limit!r} is more than the device can give, {mib(budget)}")
@@ -205,17 +246,47 @@ class ProbingSearch:
         if target_batch_size is not None:
             ceilings.append((target_batch_size, "target_batch_size"))
         if self._meter.name != "host":
-            ceilings.append((workers.largest_in_host_memory(), "host memory"))
-        largest, reason = min(ceilings, key=lambda ceiling: ceiling[0])
+            processes = processes_on_node(self._trainer)
+            ceilings.append((workers.largest_in_host_memory(processes), "host memory"))
+        own = min(range(len(ceilings)), key=lambda index: ceilings[index][0])
+        told = self._ranks.exchange(min(wanted, budget), ceilings[own][0], own)
+        limits, largest_sizes, reasons = zip(*told, strict=True)  # the rank with the least of each decides
+        largest = int(min(largest_sizes))
+        reason = ceilings[int(reasons[largest_sizes.index(largest)])][1]
         return Bounds(
-            limit_bytes=min(wanted, budget),
+            limit_bytes=int(min(limits)),
             min_batch_size=wishes.min_batch_size or min(FIRST_SIZE, largest),
             max_batch_size=largest,
             max_reason=reason,
             multiple_of=wishes.multiple_of,
             objective=wishes.objective,
             target_batch_size=target_batch_size,
+            ranks=self._ranks.size,
         )
+
+    def _synchronised(
+        self, plan: Plan, bounds: Bounds, probe: Callable[[int, int, int], Trial], check: Callable[[int], Trial]
+    ) -> Plan | Refusal:
+        """The plan, checked with steps in which the ranks exchange gradients; what these take is kept free for them.
+
+        Args:
+            plan: of steps that stay on their rank.
+            bounds: of the search.
+            probe: runs such steps.
+            check: runs steps that are synchronised, at a size.
+        """
+        room = bounds
+        while True:
+            checked = agreed(check(plan.batch_size), self._ranks)
+            if checked.held_bytes <= plan.limit_bytes:
+                measured_bytes = max(checked.held_bytes, plan.measured_peak_bytes or 0)
+                return replace(plan, limit_bytes=bounds.limit_bytes, measured_peak_bytes=measured_bytes)
+            alone = next(trial for trial in reversed(plan.trials) if trial.batch_size == plan.batch_size)
+            room = replace(room, limit_bytes=room.limit_bytes - max(1, checked.held_bytes - alone.held_bytes))
+            outcome = self._run(probe, room, plan.trials)
+            if isinstance(outcome, Refusal):
+                return outcome
+            plan = replace(outcome, limit_bytes=bounds.limit_bytes)
 
     def _validation(self, home: BatchSizeHome) -> Validation | None:
         """Validation beside training; ``None`` where there is none, or its loaders cannot be probed."""

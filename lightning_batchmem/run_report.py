@@ -14,7 +14,7 @@ from lightning_batchmem.alarms import Alarms
 from lightning_batchmem.composition import Composition
 from lightning_batchmem.meters import Meter, Timer, Utilization, utilization_for
 from lightning_batchmem.plan import Plan
-from lightning_batchmem.ranks import RankPeaks, join_ranks
+from lightning_batchmem.rank_peaks import RankPeaks, join_ranks
 from lightning_batchmem.records import MIB
 from lightning_batchmem.report.csv import BatchCsv
 from lightning_batchmem.report.history import History

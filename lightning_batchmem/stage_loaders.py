@@ -17,7 +17,7 @@ from lightning_batchmem._lightning.loaders import combined_mode
 
 
 def count_samples(loader: DataLoader[Any]) -> int | None:
-    """How many samples an epoch of ``loader`` has on this rank; ``None`` for a stream without a length."""
+    """How many samples an epoch of ``loader`` has as it is; ``None`` for a stream without a length."""
     if isinstance(loader.dataset, IterableDataset):
         return _length(loader.dataset)
     sampler = loader.sampler if loader.batch_size is not None else getattr(loader.batch_sampler, "sampler", None)
@@ -60,11 +60,19 @@ class SizedLoader:
         loader: as it was requested.
         size: samples in each of its batches then.
         requested_at: the batch size then, which ``size`` is in proportion to; ``None`` where it has its own.
+        replicas: among how many ranks Lightning will divide its samples.
     """
 
     loader: DataLoader[Any]
     size: int
     requested_at: int | None
+    replicas: int = 1
+
+    @property
+    def samples(self) -> int | None:
+        """How many samples an epoch has on this rank; ``None`` for a stream without a length."""
+        samples = count_samples(self.loader)
+        return None if samples is None else -(-samples // self.replicas)  # the last ranks get some twice
 
     def size_at(self, batch_size: int) -> int:
         """Samples in each batch of this loader at ``batch_size``."""
@@ -72,7 +80,7 @@ class SizedLoader:
 
     def batches(self, batch_size: int) -> float:
         """Batches in an epoch of this loader; ``inf`` for a stream without a length."""
-        samples = count_samples(self.loader)
+        samples = self.samples
         if samples is None:
             return math.inf
         own_batches = self.loader.batch_size is None
@@ -82,7 +90,7 @@ class SizedLoader:
 
     def largest_batch_size(self, limit_batches: int | float) -> int | None:
         """The data set's bound, as :meth:`StageLoaders.largest_batch_size` says."""
-        samples = count_samples(self.loader)
+        samples = self.samples
         if samples is None or self.requested_at is None:
             return None
 

@@ -35,10 +35,14 @@ class StageWorkers:
         """Bytes that all of them hold at most."""
         return sum(memory.bytes_at(one.size_at(batch_size)) for one, memory in self._measured)
 
-    def largest_in_host_memory(self) -> int:
-        """The largest batch size at which they fit into what the host still has."""
+    def largest_in_host_memory(self, processes: int = 1) -> int:
+        """The largest batch size at which they fit into what the host still has.
+
+        Args:
+            processes: ranks on this host, each with as many workers.
+        """
         if not self._measured:
             return UNBOUNDED_MAX_BATCH_SIZE
         host = HostMeter()
-        room = host.budget_bytes() - host.current().allocated_bytes
+        room = (host.budget_bytes() - host.current().allocated_bytes) // processes
         return max(1, bisect_right(range(1, UNBOUNDED_MAX_BATCH_SIZE + 1), room, key=self.bytes_at))

@@ -445,7 +445,6 @@ def one_loader(**arguments: Any) -> DataLoader[Any]:
         ),
         (NoSize, {"train_dataloaders": {"a": [torch.zeros(2, 1)]}}, r"must be torch DataLoaders .* got Tensor"),
         (TakesIterator, {}, r"training_step must take a batch .* dataloader_iter"),
-        (Lawful, {"strategy": "ddp", "devices": 1}, r"strategy must be on a single device .* got DDPStrategy"),
     ],
 )
 def test_what_cannot_work_is_said_before_any_step(

@@ -86,6 +86,16 @@ class DataSource:
         return combined
 
 
+def replicas_of(trainer: Trainer, loader: DataLoader[Any]) -> int:
+    """Among how many ranks Lightning will divide the samples of ``loader``; 1 where it leaves its sampler alone.
+
+    ``_data_connector._requires_distributed_sampler`` in 2.5.0 to 2.6.6.
+    """
+    if not trainer._data_connector._requires_distributed_sampler(loader):
+        return 1
+    return int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
+
+
 def train_source(trainer: Trainer) -> DataSource:
     """Where ``fit`` takes its training loaders from."""
     return DataSource(trainer, trainer.fit_loop._data_source, "max_size_cycle")

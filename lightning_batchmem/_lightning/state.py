@@ -18,9 +18,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.loop import _Loop  # private in 2.5.0 to 2.6.6
 from lightning.pytorch.loops.progress import _BaseProgress  # private in 2.5.0 to 2.6.6
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lightning_batchmem._lightning.attributes import KeptAttributes
+from lightning_batchmem.parts import plain_tensors
 
 Loop = _Loop
 
@@ -165,7 +167,7 @@ class KeptModule:
 
     def __init__(self, module: LightningModule, others: Iterable[object] = ()) -> None:
         for name, parameter in module.named_parameters():
-            if nn.parameter.is_lazy(parameter):
+            if is_lazy(parameter):
                 raise ValueError(
                     f"every parameter must be initialized before the search, got the lazy parameter {name!r};"
                     " run one forward pass in configure_model or before fit"
@@ -185,7 +187,8 @@ class KeptModule:
         self._gradients = [
             (t, t.grad.detach().to("cpu", copy=True)) for t in tensors if t.is_leaf and t.grad is not None
         ]
-        self._storages = KeptStorages(iter(tensors))
+        # those behind a DTensor: this rank's shard, where it lies
+        self._storages = KeptStorages(plain for t in tensors if not is_lazy(t) for plain in plain_tensors(t))
 
     def put_back(self) -> None:
         """Make the module what it was."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_batchmem.ranks import RankPeaks, join_ranks
+from lightning_batchmem.rank_peaks import RankPeaks, join_ranks
 
 MIB = 2**20
 ROOT = Path(__file__).parents[1]
@@ -44,7 +44,7 @@ def test_a_speed_that_is_not_known_makes_no_sum_and_without_a_peak_counter_nothi
 @pytest.mark.slow
 def test_two_processes_are_joined_at_the_end_of_each_epoch(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "tests" / "two_ranks.py"), str(tmp_path)]
+    command = [sys.executable, str(ROOT / "tests" / "profiled_ranks.py"), str(tmp_path)]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
     )

@@ -1,4 +1,4 @@
-"""Trains on two processes with the profiler; what rank zero knows at the end is its last line. Run by test_ranks.py."""
+"""Trains two processes with the profiler, for test_rank_peaks.py; what rank zero knows is its last line."""
 
 from __future__ import annotations
 
