@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
+from lightning_batchmem._lightning.checkpoint import callback_states
 from lightning_batchmem.plan import Plan
 from lightning_batchmem.records import mib
 from lightning_batchmem.report.csv import NAME, Row, read_rows
@@ -162,10 +162,7 @@ def _read(log_dir: Path, name: str, parse: Callable[[str], T], problems: list[st
 
 def _plan_in(path: Path) -> Plan | None:
     """The plan in a checkpoint, of which nothing but plain types is loaded; ``None`` when there is none."""
-    # the weights stay on the disk: a checkpoint may be larger than the memory of the machine that draws
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    states = checkpoint.get("callbacks", {}) if isinstance(checkpoint, dict) else {}
-    plan = states.get("BatchFinder", {}).get("plan")
+    plan = callback_states(path).get("BatchFinder", {}).get("plan")
     return None if plan is None else Plan.from_json(json.dumps(plan))
 
 

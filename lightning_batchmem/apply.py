@@ -141,6 +141,7 @@ def follow_up(trainer: Trainer, plan: Plan, wishes: Wishes, before: Before, epoc
     return replace(
         plan,
         device=device_name(trainer.strategy.root_device),
+        ranks=trainer.world_size,
         accumulate_grad_batches=accumulate,
         effective_batch_size=effective,
         learning_rate=learning_rate,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from rich.console import Console
 
+from lightning_batchmem._lightning.checkpoint import callback_states, restored_after_setup
 from lightning_batchmem._lightning.evaluation import before_loaders, stage_loop
 from lightning_batchmem._lightning.loaders import (
     DataSource,
@@ -197,6 +199,7 @@ class BatchFinder(Callback):
         home = BatchSizeHome(trainer, pl_module, self._batch_arg_name, source)
         home.check()
         before = look_before(trainer, home, self._wishes, self._plan_of_fit)
+        self._look_into_checkpoint(trainer)
         plan = self._resumed(trainer, meter)
         if plan is None:
             search = ProbingSearch(trainer, meter, self._wishes, random, kept_module)
@@ -231,9 +234,21 @@ class BatchFinder(Callback):
             return
         if isinstance(outcome, Refusal):
             raise RuntimeError(outcome.reason)
-        self.plan = replace(outcome, device=device_name(trainer.strategy.root_device))
+        self.plan = replace(outcome, device=device_name(trainer.strategy.root_device), ranks=trainer.world_size)
         home.write_for_good(self.plan.batch_size)
         _show(trainer, self.plan)
+
+    def _look_into_checkpoint(self, trainer: Trainer) -> None:
+        """Take the plan out of a checkpoint that a strategy for shards loads only after ``on_fit_start``."""
+        if (path := restored_after_setup(trainer)) is None:
+            return
+        try:
+            state = callback_states(path).get(self.state_key)
+        except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+            rank_zero_warn(f"BatchFinder searches again, since it finds no plan in {path}: {error}")
+            return
+        if state is not None:
+            self.load_state_dict(state)
 
     def _resumed(self, trainer: Trainer, meter: Meter) -> Plan | None:
         """The plan of the checkpoint that is resumed from; ``None`` when there is none, or a search is wanted."""

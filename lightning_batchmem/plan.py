@@ -36,6 +36,7 @@ class Plan:
         learning_rate_before: what it was before that; ``None`` likewise.
         notes: what else a person should know, a sentence each.
         evaluation: the plan of validation's own size, where it has one.
+        ranks: how many processes searched together; peaks are the highest of them, times the slowest's.
     """
 
     batch_size: int
@@ -56,6 +57,7 @@ class Plan:
     learning_rate_before: float | None = None
     notes: tuple[str, ...] = ()
     evaluation: Plan | None = None
+    ranks: int = 1
 
     @property
     def margin_bytes(self) -> int | None:
@@ -87,7 +89,8 @@ class Plan:
         rows += [("why", self.reason)] if self.reason else []
         rows += [("note", note) for note in self.notes]
         verified = "verified by real steps" if self.verified else "not verified"
-        head = f"batch size {self.batch_size}, limited by {self.limited_by.replace('_', ' ')}, {verified}"
+        on_each = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
+        head = f"batch size {self.batch_size}{on_each}, limited by {self.limited_by.replace('_', ' ')}, {verified}"
         text = "\n".join([head, *(f"  {name:<10}{text}" for name, text in rows)])
         return text if self.evaluation is None else f"{text}\nvalidation: {self.evaluation}"
 

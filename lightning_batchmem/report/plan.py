@@ -55,6 +55,8 @@ def plan_table(plan: Plan) -> Table:
     """
     phases = [phase for phase in PHASES if any(phase in trial.phase_peak_bytes for trial in plan.trials)]
     title = "BatchFinder: the sizes that were run, peaks in MiB"
+    if plan.ranks > 1:
+        title = f"BatchFinder: the sizes on each of {plan.ranks} ranks, highest peaks in MiB, samples/s of all"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for heading in ("size", *(_HEADINGS.get(phase, phase) for phase in phases), "peak", "line", "ms", "samples/s"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -63,7 +65,7 @@ def plan_table(plan: Plan) -> Table:
         line = "" if plan.memory is None else _mib(plan.memory.predict_bytes(trial.batch_size))
         times = ("", "")
         if trial.step_seconds:
-            times = (f"{trial.step_seconds * 1e3:,.1f}", f"{trial.batch_size / trial.step_seconds:,.0f}")
+            times = (f"{trial.step_seconds * 1e3:,.1f}", f"{plan.ranks * trial.batch_size / trial.step_seconds:,.0f}")
         peaks = (_mib(trial.phase_peak_bytes.get(phase)) for phase in phases)
         chosen = "bold" if trial.batch_size == plan.batch_size else None
         table.add_row(str(trial.batch_size), *peaks, held, line, *times, style=chosen)

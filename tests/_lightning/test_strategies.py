@@ -29,5 +29,5 @@ def test_deepspeed_is_refused_with_what_to_do_instead() -> None:
 
 
 def test_another_strategy_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="ModelParallelStrategy .* got FSDPStrategy"):
+    with pytest.raises(ValueError, match=r"ModelParallelStrategy .* got FSDPStrategy"):
         check_strategy(trainer_on(FSDPStrategy))

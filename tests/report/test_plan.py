@@ -29,9 +29,9 @@ PLAN = Plan(
 )
 
 
-def rendered(width: int = 80) -> str:
+def rendered(width: int = 80, plan: Plan = PLAN) -> str:
     stream = io.StringIO()
-    Console(file=stream, width=width).print(plan_table(PLAN))
+    Console(file=stream, width=width).print(plan_table(plan))
     return stream.getvalue()
 
 
@@ -114,3 +114,12 @@ def test_progress_is_silent_when_it_is_not_wanted() -> None:
     with SearchProgress(Console(file=stream, force_terminal=True), enabled=False) as progress:
         progress.trying(Probe(8, "a reason"))
     assert stream.getvalue() == ""
+
+
+def test_of_several_ranks_the_table_shows_each_and_all() -> None:
+    plan = dataclasses.replace(PLAN, ranks=4)
+    shown = rendered(plan=plan)
+    assert "on each of 4 ranks" in shown
+    assert "3,200" in shown  # samples/s of all
+    assert str(plan).startswith("batch size 32 on each of 4 ranks, limited by memory")
+    assert Plan.from_json(plan.to_json()) == plan
