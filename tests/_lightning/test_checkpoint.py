@@ -37,6 +37,7 @@ def test_only_a_strategy_that_restores_late_has_to_be_helped(late: bool, expecte
     assert restored_after_setup(Running()) is None  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_a_run_whose_strategy_restores_late_goes_on_with_its_size(
     fit: Any, fake_meter: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
