@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from dataclasses import asdict
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import MemoryProfiler
@@ -21,24 +23,31 @@ class Uneven(LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False), torch.nn.Linear(32, 2, bias=False))
+
+    def configure_model(self):
+        if sys.argv[2] == "fsdp2":
+            from torch.distributed._composable.fsdp import fully_shard
+
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch, batch_idx):
         if self.global_rank == 1:
             torch.ones(16 * MIB)
-        return self.layer(batch[0]).square().mean()
+        return self.layers(batch[0]).square().mean()
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     profiler = MemoryProfiler()
+    sharded = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy="ddp",
+        strategy="ddp" if sys.argv[2] == "ddp" else sharded,
         max_epochs=2,
         callbacks=[profiler],
         logger=CSVLogger(sys.argv[1]),
@@ -47,6 +56,8 @@ if __name__ == "__main__":
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Uneven(), DataLoader(TensorDataset(torch.zeros(24, 4)), batch_size=4))
+    trainer.fit(Uneven(), DataLoader(TensorDataset(torch.zeros(24, 64)), batch_size=4))
     if trainer.is_global_zero:
-        print("\n" + json.dumps({"peaks": profiler.summary.rank_peaks_bytes, "own": profiler.summary.peak_bytes}))  # noqa: T201
+        summary = profiler.summary
+        found = {"peaks": summary.rank_peaks_bytes, "own": summary.peak_bytes, "parts": asdict(summary.parts)}
+        print("\n" + json.dumps(found | {"estimate": asdict(summary.estimate)}))  # noqa: T201

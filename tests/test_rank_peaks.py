@@ -41,20 +41,25 @@ def test_a_speed_that_is_not_known_makes_no_sum_and_without_a_peak_counter_nothi
     }
 
 
-@pytest.mark.slow
-def test_two_processes_are_joined_at_the_end_of_each_epoch(tmp_path):
+def trained(tmp_path, strategy):
+    """What rank zero of two processes printed, and the last line of that as data."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "tests" / "profiled_ranks.py"), str(tmp_path)]
+    command = [sys.executable, str(ROOT / "tests" / "profiled_ranks.py"), str(tmp_path), strategy]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    return done.stdout, json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_two_processes_are_joined_at_the_end_of_each_epoch(tmp_path):
+    printed, found = trained(tmp_path, "ddp")
     zero, one = found["peaks"]
     assert zero == found["own"]
     assert one - zero > 40 * MIB
-    assert "Peaks of 2 ranks" in done.stdout
-    assert done.stdout.count("Memory of a training step") == 1  # rank zero only
+    assert "Peaks of 2 ranks" in printed
+    assert printed.count("Memory of a training step") == 1  # rank zero only
     (path,) = tmp_path.rglob("metrics.csv")
     with path.open() as file:
         joined = [row for row in csv.DictReader(file) if row["ranks/highest_rank"]]
@@ -64,3 +69,11 @@ def test_two_processes_are_joined_at_the_end_of_each_epoch(tmp_path):
         assert float(row["ranks/highest_peak_allocated_mib"]) > float(row["ranks/lowest_peak_allocated_mib"]) + 40
         assert float(row["ranks/samples_per_s"]) > 0
     assert len(list(tmp_path.rglob("memory_per_batch*.csv"))) == 1
+
+
+@pytest.mark.slow
+def test_fsdp2_holds_half_of_the_model_on_each_of_two_ranks(tmp_path):
+    _, found = trained(tmp_path, "fsdp2")
+    weights = (64 * 32 + 32 * 2) * 4
+    for name in ("parameters_bytes", "gradients_bytes", "optimizer_state_bytes"):
+        assert found["parts"][name] == found["estimate"][name] == weights // 2, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -68,9 +69,11 @@ def wrap_again(trainer: Trainer) -> None:
     After its first synchronised step a wrapper has its buckets in the order in which the gradients came: other sums.
     """
     strategy = trainer.strategy
-    if isinstance(strategy.model, DistributedDataParallel):
-        strategy.model = _module_of(trainer)  # the old one is gone before the new one takes as much
-        strategy.configure_ddp()  # type: ignore[attr-defined]  # of DDPStrategy, the only one with such a wrapper
+    if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):
+        strategy.model = _module_of(trainer)
+        gc.collect()  # the old one and its hooks are gone before the new one takes as much
+        strategy._pl_static_graph_delay_done = False  # what 2.6 notes of the wrapper; 2.5.0 does not have it
+        strategy.configure_ddp()
 
 
 def processes_on_node(trainer: Trainer) -> int:
