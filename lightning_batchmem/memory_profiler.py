@@ -231,10 +231,8 @@ class MemoryProfiler(Callback):
                 if self._snapshot is not None:
                     exception.add_note(f"MemoryProfiler: {self._snapshot.write(trainer.global_rank)}")
             self._finish(trainer, is_complete=False)
-            if isinstance(
-                exception, KeyboardInterrupt
-            ):  # nobody tears down after it, and who stops a run wants to know
-                self._table_due = True
+            if isinstance(exception, KeyboardInterrupt):
+                self._table_due = True  # nobody tears down after it, and who stops a run wants to know what it used
                 self.teardown(trainer, pl_module, "fit")
         except Exception as error:  # noqa: BLE001 - a device that has failed answers no question; its error is the news
             exception.add_note(f"MemoryProfiler could not finish its report: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Searches on several processes, as test_ranks.py asks for; what each rank saw is in a file of its own."""
+"""A training with a search on several processes, as test_ranks.py asks for; each rank leaves what it saw in a file."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from tests.conftest import FakeMeter
 MIB = 2**20
 SAMPLES = 600
 
+METERS: list[FakeMeter] = []
+
 
 class Net(LightningModule):
     """Fails, or uses memory, where it is told to; with BatchNorm, whose buffers DDP would exchange."""
@@ -34,8 +36,6 @@ class Net(LightningModule):
         self.asked, self.batch_size = asked, asked.get("batch_size", 4)
         self.steps = 0
         self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
-        meter = METERS[0] if METERS else None
-        self.use = (lambda size: (meter.use(100 * MIB + size * MIB), meter.free())) if meter else (lambda size: None)
 
     def configure_model(self) -> None:
         if self.asked.get("strategy") == "fsdp2":
@@ -48,9 +48,11 @@ class Net(LightningModule):
             fully_shard(self.layers, mesh=mesh)
 
     def trouble(self, where: str) -> None:
-        if (self.global_rank, self.asked.get("where"), self.steps) != (1, where, self.asked.get("at_step", 3)):
+        asked = self.asked
+        here = (self.global_rank, where, self.steps)
+        if here != (asked.get("on_rank", 1), asked.get("where"), asked.get("at_step", 3)):
             return
-        match self.asked["trouble"]:
+        match asked["trouble"]:
             case "out of memory":
                 raise torch.cuda.OutOfMemoryError("CUDA out of memory (made up)")
             case "error":
@@ -61,7 +63,9 @@ class Net(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.steps += 1
         self.trouble("forward")
-        self.use(len(batch[0]))
+        for meter in METERS:
+            meter.use(100 * MIB + len(batch[0]) * MIB)
+            meter.free()
         loss = nn.functional.mse_loss(self.layers(batch[0]), batch[1])
         if loss.requires_grad:
             loss.register_hook(lambda gradient: self.trouble("backward"))
@@ -79,20 +83,37 @@ class Net(LightningModule):
         return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=self.batch_size, shuffle=True)
 
 
-class Sizes(Callback):
-    """The batches that training itself ran."""
+class Witness(Callback):
+    """Writes down what training itself saw, and what it left, in the process where it happened."""
 
-    def __init__(self) -> None:
-        self.seen: list[float] = []
+    def __init__(self, directory: Path, finder: BatchFinder) -> None:
+        self.directory, self.finder = directory, finder
+        self.sizes: list[int] = []
+        self.batches: list[torch.Tensor] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen += [len(batch[0]), round(float(batch[0].sum()), 4)]
+        self.sizes.append(len(batch[0]))
+        self.batches += batch
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        plan, state = self.finder.plan, trainer.optimizers[0].state_dict()["state"]
+        moments = [value for entry in state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+        seen = {
+            "plan": None if plan is None else json.loads(plan.to_json()),
+            "sizes": self.sizes,
+            "left": {
+                "parameters": digest([*pl_module.parameters()]),
+                "buffers": digest([*pl_module.buffers()]),
+                "moments": digest(moments),
+                "random": digest([torch.get_rng_state()]),
+                "batches": digest(self.batches),
+            },
+        }
+        (self.directory / f"rank{trainer.global_rank}.json").write_text(json.dumps(seen))
 
 
-METERS: list[FakeMeter] = []
-
-
-def digest(tensors: list[torch.Tensor]) -> str:
+def digest(tensors: list[Any]) -> str:
+    assert tensors
     found = hashlib.sha256()
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -100,50 +121,55 @@ def digest(tensors: list[torch.Tensor]) -> str:
     return found.hexdigest()
 
 
-def main() -> None:
-    asked, directory = json.loads(sys.argv[1]), Path(sys.argv[2])
+def strategy_of(asked: dict[str, Any]) -> Any:
+    match asked.get("strategy", "ddp"):
+        case "ddp":
+            return DDPStrategy(process_group_backend="gloo", **asked.get("ddp", {}))
+        case "fsdp2":
+            return ModelParallelStrategy(data_parallel_size=asked["ranks"], tensor_parallel_size=1)
+        case name:
+            return name
+
+
+def train(asked: dict[str, Any], directory: Path) -> None:
     warnings.simplefilter("ignore")
-    ranks = asked.get("ranks", 2)
-    rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
-    callbacks: list[Callback] = [Sizes()]
-    finder = BatchFinder(**asked.get("finder", {}))
-    if asked.get("search", True):
-        callbacks.append(finder)
     if budgets := asked.get("budgets"):
-        METERS.append(FakeMeter(budget_bytes=budgets[rank] * MIB))
+        METERS.append(FakeMeter(budget_bytes=budgets[own_rank()] * MIB))
         lightning_batchmem.batch_finder.meter_for = lambda device: METERS[0]  # type: ignore[assignment]
     seed_everything(7, verbose=False)
-    strategy: Any = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
-    if asked.get("strategy") != "fsdp2":
-        strategy = DDPStrategy(process_group_backend="gloo", **asked.get("ddp", {}))
-    net = Net(asked)
+    finder = BatchFinder(**asked.get("finder", {}))
     trainer = Trainer(
         accelerator="cpu",
-        devices=asked.get("devices", ranks),
+        devices=asked["ranks"] // asked.get("nodes", 1),
         num_nodes=asked.get("nodes", 1),
-        strategy=strategy,
+        strategy=strategy_of(asked),
         max_steps=asked.get("steps", 4),
-        callbacks=callbacks,
+        callbacks=[Witness(directory, finder), *([finder] if asked.get("search", True) else [])],
         logger=False,
         default_root_dir=directory,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **asked.get("trainer", {}),
     )
-    trainer.fit(net)
-    state = trainer.optimizers[0].state_dict()["state"]
-    moments = [value for entry in state.values() for value in entry.values()]
-    result = {
-        "plan": None if finder.plan is None else json.loads(finder.plan.to_json()),
-        "sizes": callbacks[0].seen,  # type: ignore[attr-defined]
-        "weights": digest([*net.parameters(), *net.buffers()]),
-        "parameters": digest([*net.parameters()]),
-        "moments": digest([one for one in moments if isinstance(one, torch.Tensor)]),
-        "random": digest([torch.get_rng_state()]),
-    }
-    (directory / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
+    trainer.fit(Net(asked))
+    print("after fit:", finder.plan and finder.plan.batch_size)
+
+
+def own_rank() -> int:
+    """Before there is a trainer that knows it; torchrun gives both, Lightning's launcher of scripts only the second."""
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+
+
+def train_as_rank(asked: dict[str, Any], directory: Path, rank: int, port: int) -> None:
+    """One rank of those that the caller starts, as a cluster does; what it says is in a file of its own."""
+    os.setpgrp()  # its workers are found by it
+    said = os.open(directory / f"rank{rank}.out", os.O_WRONLY | os.O_CREAT)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    here = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in here.items()})
+    train(asked, directory)
 
 
 if __name__ == "__main__":
-    main()
+    train(json.loads(sys.argv[1]), Path(sys.argv[2]))
