@@ -145,7 +145,7 @@ class BatchFinder(Callback):
         self._plan_in_checkpoint: Plan | None = None
         self._wishes_in_checkpoint: dict[str, Any] = {}
         self._kept: tuple[RandomStates, KeptModule] | None = None  # as they were before configure_optimizers
-        self._take_away: Callable[[], object] = lambda: None
+        self._take_away: Callable[[], object] = _nothing
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note the random states before ``configure_optimizers`` draws from them, or search before an evaluation."""
@@ -285,6 +285,10 @@ class BatchFinder(Callback):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not look
         if any(isinstance(one, lightning.pytorch.callbacks.GradientAccumulationScheduler) for one in callbacks):
             raise ValueError("target_batch_size must be None with a GradientAccumulationScheduler, which sets it too")
+
+
+def _nothing() -> None:
+    """What is to be taken away at first; with a name, since ``ddp_spawn`` pickles the finder."""
 
 
 def _as_it_is(trainer: Trainer, module: LightningModule, source: DataSource) -> tuple[RandomStates, KeptModule]:

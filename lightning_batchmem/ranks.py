@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ _NUMBERS = 22
 
 _TELL_SECONDS = 20.0
 """How long a rank that failed waits for the others to hear of it, before it leaves them a broken connection."""
+
+_LISTEN_SECONDS = 0.5
+"""How often a rank looks for another's reason during a step that all take together."""
 
 
 class RankFailedError(RuntimeError):
@@ -49,6 +53,7 @@ class Ranks:
         self.in_step = False
         self._strategy = trainer.strategy
         self._exchanges = 0
+        self._heard: str | None = None
         self._key = f"lightning_batchmem/search_{next(_SEARCHES)}"
 
     def exchange(self, *numbers: float) -> list[list[float]]:
@@ -72,8 +77,22 @@ class Ranks:
     def step_together(self) -> Iterator[None]:
         """Steps that all ranks take together: one that fails cannot reach the others by an exchange."""
         self.in_step = True
-        yield
+        over = Event()
+        Thread(target=self._listen, args=[over], daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
         self.in_step = False  # not where the step has failed: that is what matters then
+
+    def _listen(self, over: Event) -> None:
+        """Look for another rank's reason while this one may be waiting for it in the middle of a step."""
+        while self.size > 1 and not over.wait(_LISTEN_SECONDS):
+            self._heard = self._left_behind()
+            if self._heard is not None:
+                with suppress(RuntimeError):
+                    _store().add(f"{self._key}/heard", 1)
+                return
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -119,8 +138,12 @@ class Ranks:
         def tell() -> None:
             # the others are gone, or have failed too: this rank's own error is the one that its user has to see
             with suppress(RuntimeError):
-                _store().set(self._key, f"{self.rank} {reason}")
-                if not self.in_step:
+                store = _store()
+                store.set(self._key, f"{self.rank} {reason}")
+                if self.in_step:  # the store may end with this process: not before the others have read it
+                    while store.add(f"{self._key}/heard", 0) < self.size - 1:
+                        time.sleep(_LISTEN_SECONDS)
+                else:
                     rows = self._gather(_FAILED)
                     first = next(rank for rank, row in enumerate(rows) if row[0] == _FAILED)
                     self._strategy.broadcast(reason if first == self.rank else "", src=first)
@@ -131,6 +154,8 @@ class Ranks:
 
     def _left_behind(self) -> str | None:
         """The reason that another rank has left in the store; ``None`` when there is none, or no store any more."""
+        if self._heard is not None:
+            return self._heard
         with suppress(RuntimeError):  # the store is in the process of rank zero, and ends with it
             store = _store()
             if store.check([self._key]):
