@@ -82,8 +82,10 @@ class Plan:
             rows.append(("time", f"{line.intercept * 1e3:.3g} ms + {line.slope * 1e3:.3g} ms a sample"))
         if self.trials:
             rows.append(("tried", ", ".join(str(trial.batch_size) for trial in self.trials)))
-        if self.accumulate_grad_batches > 1:
-            rows.append(("step", f"{self.effective_batch_size} samples, in {self.accumulate_grad_batches} batches"))
+        if self.effective_batch_size is not None and (self.accumulate_grad_batches > 1 or self.ranks > 1):
+            shared = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
+            batches = "a batch" if self.accumulate_grad_batches == 1 else f"{self.accumulate_grad_batches} batches"
+            rows.append(("step", f"{self.effective_batch_size} samples, in {batches}{shared}"))
         if self.learning_rate is not None and self.learning_rate != self.learning_rate_before:
             rows.append(("lr", f"{self.learning_rate:.6g} instead of {self.learning_rate_before:.6g}"))
         rows += [("why", self.reason)] if self.reason else []

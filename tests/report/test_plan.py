@@ -117,9 +117,10 @@ def test_progress_is_silent_when_it_is_not_wanted() -> None:
 
 
 def test_of_several_ranks_the_table_shows_each_and_all() -> None:
-    plan = dataclasses.replace(PLAN, ranks=4)
+    plan = dataclasses.replace(PLAN, ranks=4, effective_batch_size=256, accumulate_grad_batches=2)
     shown = rendered(plan=plan)
     assert "on each of 4 ranks" in shown
     assert "3,200" in shown  # samples/s of all
     assert str(plan).startswith("batch size 32 on each of 4 ranks, limited by memory")
+    assert "step      256 samples, in 2 batches on each of 4 ranks" in str(plan)
     assert Plan.from_json(plan.to_json()) == plan
