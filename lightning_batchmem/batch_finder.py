@@ -242,11 +242,13 @@ class BatchFinder(Callback):
         """Take the plan out of a checkpoint that a strategy for shards loads only after ``on_fit_start``."""
         if (path := restored_after_setup(trainer)) is None:
             return
-        try:
-            state = callback_states(path).get(self.state_key)
-        except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-            rank_zero_warn(f"BatchFinder searches again, since it finds no plan in {path}: {error}")
-            return
+        state = None
+        if trainer.is_global_zero:
+            try:
+                state = callback_states(path).get(self.state_key)
+            except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+                rank_zero_warn(f"BatchFinder searches again, since it finds no plan in {path}: {error}")
+        state = trainer.strategy.broadcast(state)  # all go on with it, or all search
         if state is not None:
             self.load_state_dict(state)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from lightning.pytorch import Trainer
@@ -104,8 +104,7 @@ class ProbingSearch:
 
             def probe(batch_size: int, warmup_steps: int, measured_steps: int) -> Trial:
                 home.write(batch_size)
-                with without_synchronisation(trainer):
-                    trial = self.measure(steps, batch_size, bounds, warmup_steps, measured_steps)
+                trial = self.measure(steps, batch_size, bounds, warmup_steps, measured_steps)
                 trial = validation.beside(trial, bounds) if validation else trial
                 if trial.outcome == "out_of_memory":
                     lent.lend_scaler()
@@ -123,7 +122,8 @@ class ProbingSearch:
                 outcome = self._synchronised(outcome, bounds, probe, check)
                 if isinstance(outcome, Refusal):
                     return self._explained(outcome, samples)
-            self.epoch_batches = limited_batches(loaders.batches(outcome.batch_size), trainer.limit_train_batches)
+            batches = limited_batches(loaders.batches(outcome.batch_size), trainer.limit_train_batches)
+            self.epoch_batches = min(on_rank for (on_rank,) in self._ranks.exchange(batches))
             outcome = replace(outcome, notes=steps.growth_notes(outcome.batch_size))
             return validation.completed(outcome) if validation else outcome
 
@@ -177,7 +177,7 @@ class ProbingSearch:
     ) -> Trial:
         """Run steps at one size; see :func:`.measure.measure`."""
         together = together or self._together
-        with self._ranks.step_together() if together else nullcontext():
+        with self._ranks.step_together() if together else without_synchronisation(self._trainer):
             return measure(
                 steps,
                 self._meter,
@@ -185,7 +185,8 @@ class ProbingSearch:
                 batch_size,
                 warmup_steps=warmup_steps,
                 measured_steps=measured_steps,
-                enough_bytes=bounds.limit_bytes,
+                # several ranks take as many steps each, in case these have collectives that nobody sees
+                enough_bytes=bounds.limit_bytes if self._ranks.size == 1 else math.inf,
                 together=together,
             )
 

@@ -73,6 +73,11 @@ class Ranks:
             raise RankFailedError(self._strategy.broadcast("", src=failed[0]))
         return [row[2 : 2 + len(numbers)] for row in rows]
 
+    def hear_from(self, rank: int, text: str) -> str:
+        """The text of one rank, on all of them; every rank calls it, after an exchange that told which."""
+        heard: str = self._strategy.broadcast(text, src=rank)
+        return heard
+
     @contextmanager
     def step_together(self) -> Iterator[None]:
         """Steps that all ranks take together: one that fails cannot reach the others by an exchange."""
@@ -197,9 +202,10 @@ def agreed(trial: Trial, ranks: Ranks) -> Trial:
     sizes, outcomes, noises, workers, measured, full, samples, reserved, seconds, *phases = zip(*rows, strict=True)
     if len(set(sizes)) > 1:
         raise RuntimeError(f"BatchFinder's ranks ran different sizes, {sorted(set(sizes))}; please report this")
-    error = trial.error
-    if not error and any(outcomes):
-        error = f"on rank {outcomes.index(1.0)}"
+    error = ""
+    if any(outcomes):
+        first = outcomes.index(1.0)
+        error = f"on rank {first}: {ranks.hear_from(first, trial.error)}"
     peaks = {phase: int(max(found)) for phase, found in zip(PHASES, phases, strict=True) if max(found) >= 0}
     return replace(
         trial,

@@ -34,7 +34,7 @@ class Net(LightningModule):
         super().__init__()
         self.save_hyperparameters(ignore="asked")
         self.asked, self.batch_size = asked, asked.get("batch_size", 4)
-        self.steps = 0
+        self.steps, self.lr = 0, 0.01
         self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
 
     def configure_model(self) -> None:
@@ -64,9 +64,14 @@ class Net(LightningModule):
         self.steps += 1
         self.trouble("forward")
         for meter in METERS:
-            meter.use(100 * MIB + len(batch[0]) * MIB)
+            more = self.asked.get("more", 0) * (self.global_rank == 1 and len(batch[0]) > 50)
+            meter.use(100 * MIB + (len(batch[0]) + more) * MIB)
             meter.free()
         loss = nn.functional.mse_loss(self.layers(batch[0]), batch[1])
+        if self.asked.get("sync"):  # collectives of the user's own
+            self.log("loss", loss, sync_dist=True)
+            self.all_gather(loss.detach())
+            self.trainer.strategy.barrier()
         if loss.requires_grad:
             loss.register_hook(lambda gradient: self.trouble("backward"))
         return loss
@@ -75,12 +80,22 @@ class Net(LightningModule):
         self.trouble("optimizer")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
 
     def train_dataloader(self) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(SAMPLES, 8, generator=generator)
         return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=self.batch_size, shuffle=True)
+
+
+class Validated(Net):
+    """Validates too, and logs it over all ranks."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", nn.functional.mse_loss(self.layers(batch[0]), batch[1]), sync_dist=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.train_dataloader().dataset, batch_size=self.batch_size)
 
 
 class Witness(Callback):
@@ -151,7 +166,7 @@ def train(asked: dict[str, Any], directory: Path) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Net(asked))
+    trainer.fit((Validated if asked.get("validates") else Net)(asked))
     print("after fit:", finder.plan and finder.plan.batch_size)  # noqa: T201 - for the test to read
 
 

@@ -111,7 +111,10 @@ def begin_epoch(trainer: Trainer, batches: float) -> int:
     Returns:
         Micro-batches to an optimizer step, 1 or 2.
     """
-    trainer.fit_loop.epoch_loop.batch_progress = _BatchProgress()
+    epoch_loop = trainer.fit_loop.epoch_loop
+    epoch_loop.batch_progress = _BatchProgress()
+    # what is logged anew may be reduced in another way: alone, or with the other ranks
+    epoch_loop._results = type(epoch_loop._results)(training=epoch_loop._results.training)
     trainer.fit_loop.max_batches = batches
     trainer.accumulate_grad_batches = min(2, trainer.accumulate_grad_batches)
     return trainer.accumulate_grad_batches

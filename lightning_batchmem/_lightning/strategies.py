@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from torch import Tensor
+from torch.distributed import ReduceOp
 from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,20 +52,46 @@ def is_synchronised(trainer: Trainer) -> bool:
 
 @contextmanager
 def without_synchronisation(trainer: Trainer) -> Iterator[None]:
-    """Let steps of DDP stay on their rank: no gradients are exchanged, nor buffers.
+    """Let steps stay on their rank: no gradients or buffers are exchanged, nor what modules log or gather.
 
-    The wrapper stays alive beside the module that it wraps, with all that it holds (its buckets are as large as the
-    gradients). ``no_sync`` would exchange buffers in the first forward (torch 2.5.1 and 2.13).
+    DDP's wrapper stays alive beside the module that it wraps, with all that it holds (its buckets are as large as the
+    gradients). ``no_sync`` would exchange buffers in the first forward (torch 2.5.1 and 2.13). What goes through the
+    strategy (``self.log(sync_dist=True)``, ``self.all_gather``) is answered as if all ranks had the same. Collectives
+    that a step calls by itself (``torch.distributed``) are not seen.
     """
     strategy, wrapper = trainer.strategy, trainer.strategy.model
-    if not isinstance(wrapper, DistributedDataParallel):
+    if trainer.world_size == 1:
         yield
         return
-    strategy.model = _module_of(trainer)
+    if isinstance(wrapper, DistributedDataParallel):
+        strategy.model = _module_of(trainer)
+    alone = _alone(trainer.world_size)
+    vars(strategy).update(alone)
     try:
         yield
     finally:
+        for name in alone:
+            del vars(strategy)[name]
         strategy.model = wrapper
+
+
+@cache  # the same functions each time: a value that is logged again has to be reduced by the same as before
+def _alone(world_size: int) -> dict[str, Callable[..., Any]]:
+    """The strategy's collectives on ranks that all have the same."""
+
+    def reduce(tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        is_sum = reduce_op == ReduceOp.SUM or str(reduce_op).lower() == "sum"
+        return tensor * world_size if is_sum and isinstance(tensor, Tensor) else tensor
+
+    def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return torch.stack([tensor] * world_size)
+
+    return {
+        "reduce": reduce,
+        "all_gather": all_gather,
+        "broadcast": lambda obj, src=0: obj,
+        "barrier": lambda *_, **__: None,
+    }
 
 
 def wrap_again(trainer: Trainer) -> None:

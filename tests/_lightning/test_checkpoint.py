@@ -56,4 +56,6 @@ def test_a_run_whose_strategy_restores_late_goes_on_with_its_size(
 def test_a_checkpoint_that_cannot_be_looked_into_is_said(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lightning_batchmem.batch_finder, "restored_after_setup", lambda trainer: tmp_path / "no.ckpt")
     with pytest.warns(UserWarning, match="searches again"):
-        BatchFinder()._look_into_checkpoint(SimpleNamespace())  # type: ignore[arg-type]
+        BatchFinder()._look_into_checkpoint(
+            SimpleNamespace(is_global_zero=True, strategy=SimpleNamespace(broadcast=lambda state: state))  # type: ignore[arg-type]
+        )
