@@ -285,7 +285,8 @@ def test_unreadable_workers_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interrupt_ends_the_workers_and_goes_on() -> None:
-    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    # to this thread: the kernel may give it to any, and only this one's wait has to end
+    timer = threading.Timer(1.0, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt) as interrupt:
         measure_workers([DataLoader(Waiting(), num_workers=1)], [2, 8])

@@ -159,6 +159,9 @@ class Rows:
         assert {len(row) for row in rows} == {len(numbers)}
         return rows
 
+    def hear_from(self, rank: int, text: str) -> str:
+        return text or f"what {rank} says"
+
 
 TRIAL = Trial(8, "ok", {"forward": 50, "backward": 70}, noise_bytes=3, peak_reserved_bytes=90, step_seconds=0.5)
 
@@ -195,9 +198,9 @@ def test_what_no_rank_has_stays_missing():
 def test_out_of_memory_on_one_rank_is_so_for_all_and_says_where():
     fine = [8.0, 0.0, 0.0, 0.0, 1.0, 1.0, 8.0, -1.0, 0.1, 10.0, 20.0, -1.0, -1.0]
     trial = agreed(TRIAL, Rows(fine, [8.0, 1.0, *fine[2:]]))  # type: ignore[arg-type]
-    assert (trial.outcome, trial.error) == ("out_of_memory", "on rank 2")
+    assert (trial.outcome, trial.error) == ("out_of_memory", "on rank 2: what 2 says")
     trial = agreed(replace(TRIAL, outcome="out_of_memory", error="its own"), Rows(fine, fine))  # type: ignore[arg-type]
-    assert (trial.outcome, trial.error) == ("out_of_memory", "its own")
+    assert (trial.outcome, trial.error) == ("out_of_memory", "on rank 0: its own")
 
 
 def test_ranks_that_ran_different_sizes_are_a_mistake_of_ours():
