@@ -65,8 +65,8 @@ def measure(
         The trial; running out of memory is an outcome of it.
 
     Raises:
-        Exception: whatever else the user's code raises, with its own traceback; running out of memory too in a step that
-            ranks take together, since the others wait in the middle of it.
+        Exception: whatever else the user's code raises, with its own traceback; running out of memory too, in a step
+            that ranks take together, since the others wait in the middle of it.
     """
     forget_compiled()
     meter.release_cached()
