@@ -34,7 +34,7 @@ from lightning_batchmem.limits import check_positive, limit_bytes
 from lightning_batchmem.meters import Meter, device_name, meter_for
 from lightning_batchmem.plan import Plan
 from lightning_batchmem.probing import ProbingSearch
-from lightning_batchmem.ranks import own_budget_bytes
+from lightning_batchmem.ranks import Ranks, own_budget_bytes
 from lightning_batchmem.records import Objective, Refusal, mib
 from lightning_batchmem.report.plan import plan_table
 from lightning_batchmem.wishes import Wishes
@@ -168,7 +168,9 @@ class BatchFinder(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave nothing behind on strategy and loops when a run ends before the search."""
         self._take_away()
-        self._kept = None
+        if self._kept is not None:  # the other ranks may be waiting in a search that this one has not reached
+            self._kept = None
+            Ranks(trainer).leave(exception)
 
     def state_dict(self) -> dict[str, Any]:
         """The plan that a checkpoint carries, as plain JSON types."""
@@ -214,7 +216,8 @@ class BatchFinder(Callback):
         self.plan = self._plan_of_fit = plan
         name = self._wishes.eval_batch_arg_name
         validation_home = replace(home, source=validation_source(trainer), name=name) if name else None
-        apply_to_training(trainer, home, plan, validation_home=validation_home)
+        with Ranks(trainer).together():  # configure_optimizers and train_dataloader are the user's
+            apply_to_training(trainer, home, plan, validation_home=validation_home)
 
     def _before_evaluation(self, trainer: Trainer, module: LightningModule) -> None:
         """Search with forward passes, where the loaders of the stage follow the batch size."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class Ranks:
         self._strategy = trainer.strategy
         self._exchanges = 0
         self._heard: str | None = None
+        self._lock = Lock()
         self._key = f"lightning_batchmem/search_{next(_SEARCHES)}"
 
     def exchange(self, *numbers: float) -> list[list[float]]:
@@ -82,22 +83,32 @@ class Ranks:
     def step_together(self) -> Iterator[None]:
         """Steps that all ranks take together: one that fails cannot reach the others by an exchange."""
         self.in_step = True
+        with self._listening():
+            yield
+        self.in_step = False  # not where the step has failed: that is what matters then
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Look for another rank's reason while this one may be waiting for it."""
         over = Event()
-        Thread(target=self._listen, args=[over], daemon=True).start()
+
+        def listen() -> None:
+            while not over.wait(_LISTEN_SECONDS):
+                if self._left_behind() is not None:
+                    return
+
+        if self.size > 1:
+            Thread(target=listen, daemon=True).start()
         try:
             yield
         finally:
             over.set()
-        self.in_step = False  # not where the step has failed: that is what matters then
 
-    def _listen(self, over: Event) -> None:
-        """Look for another rank's reason while this one may be waiting for it in the middle of a step."""
-        while self.size > 1 and not over.wait(_LISTEN_SECONDS):
-            self._heard = self._left_behind()
-            if self._heard is not None:
-                with suppress(RuntimeError):
-                    _store().add(f"{self._key}/heard", 1)
-                return
+    def leave(self, error: BaseException) -> None:
+        """Let ranks that are about to search know that this one will not come."""
+        if self.size > 1:
+            self.in_step = True  # by the store: nobody knows which collective the others are in
+            self._tell(error)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -126,7 +137,8 @@ class Ranks:
         sent += [0.0] * (_NUMBERS - len(sent))
         row = torch.tensor(sent, dtype=torch.float64, device=self._strategy.root_device)
         try:
-            rows: list[list[float]] = self._strategy.all_gather(row).tolist()
+            with self._listening():
+                rows: list[list[float]] = self._strategy.all_gather(row).tolist()
         except RuntimeError as error:  # gloo and NCCL have no type of their own for a peer that is gone
             reason = self._left_behind() or f"a rank ended without a word; rank {self.rank} waited for it: {error}"
             raise RankFailedError(reason) from error
@@ -145,8 +157,9 @@ class Ranks:
             with suppress(RuntimeError):
                 store = _store()
                 store.set(self._key, f"{self.rank} {reason}")
-                if self.in_step:  # the store may end with this process: not before the others have read it
-                    while store.add(f"{self._key}/heard", 0) < self.size - 1:
+                if self.in_step:  # the store may end with this process: not before the others have read it, or failed
+                    store.set(self._known_key(self.rank), "")
+                    while self._uninformed():
                         time.sleep(_LISTEN_SECONDS)
                 else:
                     rows = self._gather(_FAILED)
@@ -156,17 +169,29 @@ class Ranks:
         thread = Thread(target=tell, daemon=True)
         thread.start()
         thread.join(_TELL_SECONDS)
+        if self.in_step and thread.is_alive():
+            with suppress(RuntimeError):  # as above
+                ranks = ", ".join(str(rank) for rank in self._uninformed())
+                error.add_note(f"BatchFinder: not heard from in {_TELL_SECONDS:.0f} s, and perhaps gone: rank {ranks}")
+
+    def _known_key(self, rank: int) -> str:
+        return f"{self._key}/known_by_{rank}"
+
+    def _uninformed(self) -> list[int]:
+        """The ranks that have neither failed nor heard yet that one has."""
+        store, keys = _store(), [self._known_key(rank) for rank in range(self.size)]
+        return [] if store.check(keys) else [rank for rank, key in enumerate(keys) if not store.check([key])]
 
     def _left_behind(self) -> str | None:
         """The reason that another rank has left in the store; ``None`` when there is none, or no store any more."""
-        if self._heard is not None:
-            return self._heard
-        with suppress(RuntimeError):  # the store is in the process of rank zero, and ends with it
+        with self._lock, suppress(RuntimeError):  # the store is in the process of rank zero, and ends with it
             store = _store()
-            if store.check([self._key]):
+            if self._heard is None and store.check([self._key]):
                 rank, _, reason = store.get(self._key).decode().partition(" ")
-                return None if int(rank) == self.rank else reason
-        return None
+                if int(rank) != self.rank:
+                    self._heard = reason
+                    store.set(self._known_key(self.rank), "")
+        return self._heard
 
 
 def _store() -> Any:
@@ -199,7 +224,9 @@ def agreed(trial: Trial, ranks: Ranks) -> Trial:
         _number(trial.step_seconds),
         *(_number(trial.phase_peak_bytes.get(phase)) for phase in PHASES),
     )
-    sizes, outcomes, noises, workers, measured, full, samples, reserved, seconds, *phases = zip(*rows, strict=True)
+    sizes, outcomes, noises, workers, measured, full, samples, reserved, seconds, *phases = zip(
+        *rows, strict=True
+    )
     if len(set(sizes)) > 1:
         raise RuntimeError(f"BatchFinder's ranks ran different sizes, {sorted(set(sizes))}; please report this")
     error = ""

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from lightning_batchmem.meters import Reading
-from lightning_batchmem.ranks import Ranks, agreed, own_budget_bytes
+from lightning_batchmem.ranks import _TELL_SECONDS, Ranks, agreed, own_budget_bytes
 from lightning_batchmem.records import Trial
 from tests.search_ranks import train_as_rank
 
@@ -252,22 +252,101 @@ def test_the_rank_with_the_least_memory_decides(search, strategy: str, budgets: 
     assert plan["limit_bytes"] == min(budgets) * MIB
 
 
+SMALL_BUCKETS = {"bucket_cap_mb": 0.0001}
+AS_PROJECTS_DO = {
+    "data": "datamodule",
+    "validates": True,
+    "scheduled": True,  # over the optimizer steps that are to come
+    "steps": -1,
+    "trainer": {"accumulate_grad_batches": 2, "max_epochs": 2},
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
-    [{"ranks": 3, "ddp": {"bucket_cap_mb": 0.0001}}, {"strategy": "fsdp2"}],
-    ids=["ddp, several buckets", "fsdp2"],
+    [
+        pytest.param({"ranks": 3, "ddp": SMALL_BUCKETS}, id="ddp, several buckets"),
+        pytest.param(
+            {"ranks": 3, "unused": True, "ddp": {"find_unused_parameters": True, "gradient_as_bucket_view": True}},
+            id="ddp, unused parameters, gradients are views",
+        ),
+        pytest.param(
+            {"ranks": 3, "ddp": {**SMALL_BUCKETS, "static_graph": True, "gradient_as_bucket_view": True}},
+            id="ddp, static graph",
+        ),
+        pytest.param({"ranks": 3, "ddp": SMALL_BUCKETS, **AS_PROJECTS_DO}, id="ddp, as projects do"),
+        pytest.param({"data": "stream"}, id="ddp, a stream on each rank"),
+        pytest.param({"strategy": "fsdp2"}, id="fsdp2"),
+        pytest.param({"strategy": "fsdp2", **AS_PROJECTS_DO}, id="fsdp2, as projects do"),
+    ],
 )
 def test_training_is_that_with_the_size_hard_coded(search, asked: dict[str, Any]):
-    found = search("searched", steps=12, finder={"max_batch_size": 24}, **asked)
+    asked = {"steps": 12, **asked}
+    found = search("searched", finder={"max_batch_size": 24}, **asked)
     assert same_plan(found, ranks=asked.get("ranks", 2))["batch_size"] == 24
-    hard_coded = search("hard-coded", steps=12, search=False, batch_size=24, **asked)
+    hard_coded = search("hard-coded", search=False, batch_size=24, **asked)
     assert set(hard_coded.codes) == {0}
     for searched, coded in zip(found.seen, hard_coded.seen, strict=True):
-        assert searched["sizes"] == coded["sizes"]
-        assert searched["left"] == coded["left"]
+        for name in ("sizes", "evaluated", "global_step", "left"):
+            assert searched[name] == coded[name], name
     batches = {seen["left"]["batches"] for seen in found.seen}
     assert len(batches) == len(found.seen)  # each rank has samples of its own
+
+
+@pytest.mark.slow
+def test_a_sharded_model_leaves_room_for_more_samples(search):
+    """With the bytes of real tensors: 0.5 MiB of weights, as much of gradients and twice as much of Adam's moments."""
+    asked = {"live_bytes": True, "width": 128, "samples": 2000, "budgets": [3, 3], "steps": 1}
+    plans = {name: same_plan(search(name, strategy=name, **asked)) for name in ("ddp", "fsdp2")}
+    fixed_bytes = {
+        name: max(line["intercept"] for line in plan["memory"]["lines"].values()) for name, plan in plans.items()
+    }
+    assert 2.5 * MIB < fixed_bytes["ddp"] < 2.8 * MIB  # DDP's buckets are a second copy of the gradients
+    assert 0.4 < fixed_bytes["fsdp2"] / fixed_bytes["ddp"] < 0.55
+    assert [plan["limited_by"] for plan in plans.values()] == ["memory", "memory"]
+    assert plans["fsdp2"]["batch_size"] > 3 * plans["ddp"]["batch_size"]
+
+
+@pytest.mark.slow
+def test_the_rank_with_the_fewest_samples_bounds_the_size(search):
+    """600 on one and 300 on the other, as a sampler of the project's own may give them."""
+    trainer = {"use_distributed_sampler": False}
+    plan = same_plan(search(data="uneven", budgets=[900, 900], trainer=trainer, steps=1))
+    assert (plan["batch_size"], plan["limited_by"]) == (296, "dataset")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "entry"), [("ddp", "validate"), ("fsdp2", "test")])
+def test_an_evaluation_is_that_with_the_size_hard_coded(search, strategy: str, entry: str):
+    found = search("searched", strategy=strategy, entry=entry, budgets=[300, 250])
+    hard_coded = search("hard-coded", strategy=strategy, entry=entry, search=False, batch_size=144)
+    assert set(found.codes) == set(hard_coded.codes) == {0}, found.said
+    for searched, coded in zip(found.seen, hard_coded.seen, strict=True):
+        assert (searched["plan"]["batch_size"], searched["plan"]["limited_by"]) == (144, "memory")
+        assert searched["evaluated"] == coded["evaluated"] == [144, 144, 12]
+        assert searched["left"] == coded["left"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_resumed_run_goes_on_with_the_plan_of_its_checkpoint(search, tmp_path, strategy: str):
+    """Beside a MemoryProfiler and a ModelCheckpoint, whose checkpoint under FSDP2 is a directory of shards."""
+    asked = {"strategy": strategy, "profiled": True, "budgets": [300, 250]}
+    first = search("first", **asked)
+    plan = same_plan(first)
+    assert (plan["batch_size"], plan["limited_by"]) == (144, "memory")
+    directory, checkpoint = tmp_path / "first", tmp_path / "first" / "last.ckpt"
+    assert "Peaks of 2 ranks: " in first.said[0]
+    assert (directory / "memory_per_batch.csv").read_text().count("\n") == 5
+    assert json.loads((directory / "batch_plan.json").read_text())["batch_size"] == 144
+    assert checkpoint.is_dir() == (strategy == "fsdp2")
+
+    resumed = search("resumed", **asked, steps=8, resume=str(checkpoint))
+    assert same_plan(resumed) == plan
+    assert "although" not in resumed.said[0]  # nothing has changed
+    for seen in resumed.seen:
+        assert (seen["probes"], len(seen["sizes"]), seen["global_step"]) == (0, 4, 8)
 
 
 @pytest.mark.slow
@@ -303,16 +382,22 @@ def test_a_rank_that_needs_more_decides_whatever_the_steps_exchange_by_themselve
 
 
 @pytest.mark.slow
-def test_the_samples_of_a_step_are_counted_over_all_ranks(search):
-    finder = {"target_batch_size": 96, "lr_scaling": "linear", "base_batch_size": 48}
-    plan = same_plan(search(finder=finder))
-    assert plan["batch_size"] * 2 * plan["accumulate_grad_batches"] == plan["effective_batch_size"] == 96
+@pytest.mark.parametrize(
+    ("finder", "trainer"),
+    [({"target_batch_size": 96}, {}), ({"max_batch_size": 12}, {"accumulate_grad_batches": 2})],
+    ids=["target_batch_size", "accumulate_grad_batches"],
+)
+def test_the_samples_of_a_step_are_counted_over_all_ranks_of_all_nodes(search, finder: Any, trainer: Any):
+    finder = {**finder, "lr_scaling": "linear", "base_batch_size": 48}
+    plan = same_plan(search(ranks=4, nodes=2, budgets=[400] * 4, finder=finder, trainer=trainer), ranks=4)
+    assert plan["batch_size"] * 4 * plan["accumulate_grad_batches"] == plan["effective_batch_size"] == 96
     assert plan["learning_rate"] == 2 * plan["learning_rate_before"]
 
 
-SIGTERM, SIGKILL, ERROR, OUT = "SIGTERM", "SIGKILL", "error", "out of memory"
+SIGTERM, SIGINT, SIGKILL, ERROR, OUT = "SIGTERM", "SIGINT", "SIGKILL", "error", "out of memory"
 REASONS = {
     SIGTERM: "SIGTERMException",
+    SIGINT: "KeyboardInterrupt",
     ERROR: "ValueError: the user's own error",
     OUT: "OutOfMemoryError: CUDA out of memory (made up)",
 }
@@ -336,6 +421,13 @@ IN_CHECK = 15
         ("fsdp2", OUT, "optimizer", 3, 1),
         ("fsdp2", ERROR, "forward", 3, 1),
         ("fsdp2", SIGTERM, "backward", 3, 1),
+        ("ddp", SIGINT, "forward", 3, 0),
+        ("fsdp2", SIGINT, "forward", 3, 0),
+        ("ddp", ERROR, "train_dataloader", 1, 1),
+        # before the search, while the others wait in it, and again after it
+        ("ddp", ERROR, "configure_optimizers", 1, 1),
+        ("fsdp2", ERROR, "configure_optimizers", 1, 0),
+        ("ddp", ERROR, "configure_optimizers", 2, 1),
         # where the store of the reason is, which ends with it
         ("ddp", OUT, "backward", IN_CHECK, 0),
         ("fsdp2", ERROR, "forward", 3, 0),
@@ -349,10 +441,23 @@ def test_trouble_on_one_rank_ends_all_with_its_reason(
     assert ended.codes[1 - on_rank] == 1
     # Lightning leaves by itself after SIGTERM
     assert ended.codes[on_rank] == (0 if trouble == SIGTERM else 1)
-    if trouble != SIGTERM:
+    if trouble not in (SIGTERM, SIGINT):
         assert [line.endswith(REASONS[trouble]) for line in ended.said[on_rank].splitlines()].count(True) == 1
         assert "RankFailedError" not in ended.said[on_rank]  # its own error is what its user sees
     assert ended.seen == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "where", "at_step"), [("ddp", "configure_optimizers", 1), ("fsdp2", "forward", 3)]
+)
+def test_ranks_that_fail_alike_do_not_wait_for_each_other(search, strategy: str, where: str, at_step: int):
+    begin = time.monotonic()
+    ended = search(ranks=3, strategy=strategy, trouble=ERROR, where=where, at_step=at_step, on_rank="all")
+    assert time.monotonic() - begin < _TELL_SECONDS
+    assert ended.codes == [1, 1, 1]
+    for said in ended.said:
+        assert "ValueError: the user's own error" in said
 
 
 @pytest.mark.slow
@@ -363,6 +468,8 @@ def test_a_rank_that_is_killed_leaves_nobody_waiting(search, strategy: str, on_r
     ended = search(strategy=strategy, trouble=SIGKILL, where="backward", on_rank=on_rank, at_step=at_step)
     assert ended.codes[on_rank] == -signal.SIGKILL
     assert ended.codes[1 - on_rank] == 1
+    if on_rank == 1 and (strategy == "fsdp2" or at_step == IN_CHECK):  # rank zero keeps what the ranks know
+        assert "perhaps gone: rank 1\n" in ended.said[0]
     assert ended.seen == []
 
 
