@@ -9,11 +9,12 @@ Pure: nothing here imports torch or Lightning. The caller's loop is::
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 from .fit import find_contradiction, fit_time
 from .plan import Plan
-from .records import Bounds, LimitedBy, MemoryModel, Probe, Refusal, Trial, mib
+from .records import Bounds, LimitedBy, Line, MemoryModel, Probe, Refusal, Trial, mib
 from .search import (
     NOTABLE,
     NOTABLE_DEAR,
@@ -22,9 +23,11 @@ from .search import (
     disagreement,
     largest_within,
     look,
+    may_hold_bytes,
     model_of,
     notable,
     notable_share,
+    repeatability_of,
     rounded,
     size_range,
     surely_fits,
@@ -35,10 +38,13 @@ from .search import (
 # what they lead to. Larger growth or share overruns more bent laws, smaller ones take more sizes.
 FIRST_SIZE = 2  # a batch of one sample breaks BatchNorm and takes other code paths (field notes: Ultralytics PR26224)
 MAX_SIZES = 10  # a longer search is trial and error; each size may cost a compilation
+SECOND_GROWTH = 4  # at most so many times the first size, where that surely fits
 CAUTIOUS_GROWTH = 8  # at most so many times the largest size while no probe has confirmed the lines
 CAUTIOUS_SHARE = 1 / 8  # of the room left, likewise
 TRUSTED_GROWTH = 48  # lines confirmed over a small span may still bend; more overshoots further, less takes more sizes
 AGREEMENT = 0.02  # a probe confirms the lines when it is off by at most this share of its growth, noise aside
+HALF_WAY = 2  # where a stop on the way to the end is made: late enough to see a bend ...
+FIRST_QUARTER = 4  # ... but where steps repeat themselves badly early, to leave more of them for the end
 CLOSE = 0.03  # a good and a failed size this near to each other end the search
 THROUGHPUT_SHARE = 0.95  # of the best throughput: beyond, more memory buys next to no speed
 
@@ -53,7 +59,8 @@ def decide(trials: Sequence[Trial], bounds: Bounds, repeatability: float = 0.0) 
     Args:
         trials: everything run so far, in the order in which it was run.
         bounds: limit in bytes, range of sizes in samples, rounding and objective.
-        repeatability: share of the growth by which peaks at one size differ between runs (0 on CUDA).
+        repeatability: share of the growth by which peaks at one size differ between runs (0 on CUDA), where the
+            trials do not say it themselves.
 
     Returns:
         A probe with the next size, a plan, or a refusal: nothing fits, or the measurements follow no law.
@@ -79,7 +86,7 @@ def decide(trials: Sequence[Trial], bounds: Bounds, repeatability: float = 0.0) 
     problem = find_contradiction(trials, repeatability)
     if problem:
         return Refusal(problem, trials)
-    search = look(trials, bounds, repeatability, lowest, highest)
+    search = look(trials, bounds, repeatability_of(trials, repeatability), lowest, highest)
     if not search.good:
         return _smaller(search)
     if bounds.objective == "throughput" and trials[-1].batch_size < search.best.batch_size:
@@ -143,7 +150,7 @@ def _grow(search: Search) -> Probe | tuple[LimitedBy, str]:
     known = min(search.highest, surely_fits(search))
     model = model_of(search.good, search.repeatability)
     if model is None:
-        target = max(following, rounded(min(2 * size, known), bounds))
+        target = max(following, rounded(min(SECOND_GROWTH * size, known), bounds))
         return _probe(target, "a second size, to see the growth with each sample", None, limit)
     fill = rounded(largest_within(model, limit, known, search.highest), bounds)
     if not notable(search, fill):
@@ -158,13 +165,15 @@ def _grow(search: Search) -> Probe | tuple[LimitedBy, str]:
     # A step that is not notable would teach nothing, so take at least that.
     target = min(fill, growth * size, max(careful, math.ceil((1 + notable_share(search, fill)) * size)))
     # A stop just before the end costs nearly as much as the end, and says no more. Nor go to the end at once where the
-    # noise of what was measured so far is what makes it the end: half-way there the lines are sharper. Unless half-way
+    # noise of what was measured so far is what makes it the end: on the way there the lines get sharper. Unless that
     # is next to nothing: where all is noise, small steps lead nowhere.
     hopeful = largest_within(without_noise(model), limit, known, search.highest)
     sharpens = target < fill or hopeful >= (1 + NOTABLE_DEAR) * fill
-    if sharpens and 2 * size <= fill // 2 < target:
-        target = fill // 2
-    return _probe(max(following, rounded(target, bounds)), why, model, limit)
+    stop = fill // (HALF_WAY if search.repeatability == 0 else FIRST_QUARTER)
+    if sharpens and 2 * size <= stop < target:
+        target = stop
+    size = max(following, rounded(target, bounds))
+    return _probe(size, why, model, limit, may_be_last=size >= fill)
 
 
 def _step_down(search: Search) -> Probe | tuple[LimitedBy, str]:
@@ -177,7 +186,7 @@ def _step_down(search: Search) -> Probe | tuple[LimitedBy, str]:
     target = max(search.following, min(bold, math.isqrt(size * failed)))
     # The law is convex: lines through the failed size, where it was measured, are an upper bound below it. Where the
     # device does not repeat itself the next measurement may again lie somewhat higher.
-    across = model_of([*search.good, search.over], search.repeatability) if search.over else None
+    across = _across(search, search.over) if search.over else None
     spare = NOTABLE_NOISE * search.repeatability * (limit - search.good[0].held_bytes)
     safe = largest_within(across, limit - spare, size, failed - 1) if across else size
     model = across if safe >= target else lines
@@ -185,7 +194,17 @@ def _step_down(search: Search) -> Probe | tuple[LimitedBy, str]:
     if not notable(search, target):
         return "memory", _why_not_more(search, model)
     why = f"between {size}, which fitted, and {failed}, which did not"
-    return _probe(max(search.following, target), why, model, limit)
+    return _probe(max(search.following, target), why, model, limit, may_be_last=True)
+
+
+def _across(search: Search, over: Trial) -> MemoryModel | None:
+    """The lines through the sizes that fitted and the one that did not, as far as the latter was measured."""
+    if search.repeatability == 0:
+        return model_of([*search.good, over], 0.0)
+    # both ends were measured, and what either may hold in another run is known: between them nothing is added to that
+    ends = [(one.batch_size, may_hold_bytes(one, search.good[0], search.repeatability)) for one in (search.best, over)]
+    slope, intercept = statistics.linear_regression(*zip(*ends, strict=True))
+    return MemoryModel({"forward": Line(intercept, slope, 0.0, ends[0][0], ends[1][0])})
 
 
 def _knee(search: Search, settled: tuple[LimitedBy, str], may_probe: bool) -> Probe | Plan:
@@ -231,9 +250,9 @@ def _plan(search: Search, chosen: Trial, limited_by: LimitedBy, reason: str) -> 
     )
 
 
-def _probe(size: int, why: str, model: MemoryModel | None, limit: int) -> Probe:
+def _probe(size: int, why: str, model: MemoryModel | None, limit: int, *, may_be_last: bool = False) -> Probe:
     expected = f"; predicted up to {mib(model.upper_bytes(size))} of {mib(limit)}" if model else ""
-    return Probe(size, f"{size} samples: {why}{expected}.")
+    return Probe(size, f"{size} samples: {why}{expected}.", may_be_last)
 
 
 def _held(over: Trial | None) -> str:

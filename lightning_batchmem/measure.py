@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_batchmem.compiled import forget_compiled
 from lightning_batchmem.meters import Meter
@@ -19,19 +20,59 @@ from lightning_batchmem.records import Trial
 from lightning_batchmem.steps import Steps
 
 
+class Looseness:
+    """How much of what a step holds as forward ends is in no block.
+
+    Args:
+        meter: the device that is asked.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._start: tuple[int, int] | None = None
+        self.share: float | None = None
+
+    def start(self) -> None:
+        """Begin at a size, when nothing is cached."""
+        self.share, self._start = None, self._held_and_in_use()
+
+    def mark(self) -> None:
+        """Look, and keep the most that was seen."""
+        now = self._held_and_in_use()
+        if self._start is None or now is None or now[0] <= self._start[0]:
+            return
+        share = 1 - (now[1] - self._start[1]) / (now[0] - self._start[0])
+        self.share = max(self.share or 0.0, min(1.0, share))
+
+    def _held_and_in_use(self) -> tuple[int, int] | None:
+        in_use_bytes = self._meter.in_use_bytes()
+        return None if in_use_bytes is None else (self._meter.current().allocated_bytes, in_use_bytes)
+
+
 class StepWatcher(Callback):
-    """Hands the hooks inside a probing step to the phase marks; the only callback that a probing step reaches.
+    """Hears the hooks inside a probing step; the only callback that a probing step reaches.
 
     Args:
         marks: of the meter in use.
+        looseness: of the same.
     """
 
-    def __init__(self, marks: PhaseMarks) -> None:
+    def __init__(self, marks: PhaseMarks, looseness: Looseness) -> None:
         self._marks = marks
+        self._looseness = looseness
+        self._gradients_freed = False
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Forward has ended, and under automatic optimization the last step's gradients are still there."""
+        self._looseness.mark()
+        self._gradients_freed = True
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Forward has ended."""
         self._marks.enter("backward")
+        if not self._gradients_freed:
+            self._looseness.mark()
+        self._gradients_freed = False
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Backward has ended; unscaling, clipping and the optimizer follow."""
@@ -42,6 +83,7 @@ def measure(
     steps: Steps,
     meter: Meter,
     marks: PhaseMarks,
+    looseness: Looseness,
     batch_size: int,
     *,
     warmup_steps: int,
@@ -55,6 +97,7 @@ def measure(
         steps: what runs: training or evaluation.
         meter: the device that is asked.
         marks: of that meter, fed by a :class:`StepWatcher` in the trainer.
+        looseness: of that meter, fed likewise.
         batch_size: samples in each step.
         warmup_steps: full steps that are run first and not counted (lazy initialisation, autotuning, optimizer state).
         measured_steps: full steps that are counted.
@@ -70,6 +113,7 @@ def measure(
     """
     forget_compiled()
     meter.release_cached()
+    looseness.start()
     calls_per_step = steps.begin(batch_size)
     counted: list[StepPeaks] = []
     seconds: list[float] = []
@@ -99,12 +143,15 @@ def measure(
     phases = list(dict.fromkeys(phase for step in counted for phase in step.phase_peak_bytes))
     reserved = [step.peak_reserved_bytes for step in counted if step.peak_reserved_bytes is not None]
     timed = seconds[calls_per_step:] or seconds  # the first step at a size pays for pages and plans
-    alike = [step for step in counted if not error_text]
+    alike = [] if error_text else counted
+    # the first of them finds nothing cached, which is no noise; where more go before it, they are not counted
+    settled = alike if warmup_steps else alike[calls_per_step:]
     return Trial(
         batch_size=batch_size,
         outcome="out_of_memory" if error_text else "ok",
         phase_peak_bytes={phase: max(step.phase_peak_bytes.get(phase, 0) for step in counted) for phase in phases},
-        noise_bytes=max(meter.resolution_bytes, _spread(alike, calls_per_step)),
+        noise_bytes=max(meter.resolution_bytes, _spread(settled, calls_per_step)),
+        loose_share=looseness.share,
         peak_reserved_bytes=max(reserved, default=None),
         step_seconds=statistics.median(timed) if timed else None,
         measured_steps=len(alike) // calls_per_step,

@@ -27,7 +27,7 @@ from lightning_batchmem.compiled import each_size_static
 from lightning_batchmem.data import BatchSizeHome, Samples
 from lightning_batchmem.decide import FIRST_SIZE, decide
 from lightning_batchmem.limits import limit_bytes
-from lightning_batchmem.measure import StepWatcher, measure
+from lightning_batchmem.measure import Looseness, StepWatcher, measure
 from lightning_batchmem.meters import Meter
 from lightning_batchmem.parts import measure_parts, tensors_in
 from lightning_batchmem.phases import PhaseMarks
@@ -66,7 +66,7 @@ class ProbingSearch:
         self._meter = meter
         self._wishes = wishes
         self._random = random
-        self._marks = PhaseMarks(meter)
+        self._marks, self._looseness = PhaseMarks(meter), Looseness(meter)
         self._ranks = Ranks(trainer)
         self._together = steps_are_collective(trainer)
         shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
@@ -178,10 +178,11 @@ class ProbingSearch:
         """Run steps at one size; see :func:`.measure.measure`."""
         together = together or self._together
         with self._ranks.step_together() if together else without_synchronisation(self._trainer):
-            return measure(
+            trial = measure(
                 steps,
                 self._meter,
                 self._marks,
+                self._looseness,
                 batch_size,
                 warmup_steps=warmup_steps,
                 measured_steps=measured_steps,
@@ -189,11 +190,21 @@ class ProbingSearch:
                 enough_bytes=bounds.limit_bytes if self._ranks.size == 1 else math.inf,
                 together=together,
             )
+        return replace(trial, fixed_bytes=self._fixed_bytes())
+
+    def _fixed_bytes(self) -> int:
+        """What a step finds in use and leaves so, but for gradients, which Lightning frees before backward."""
+        trainer, meter = self._trainer, self._meter
+        meter.release_cached()
+        meter.reset_peak()  # the peak is then what is in use, counted as all peaks are
+        device = trainer.strategy.root_device
+        gradients_bytes = measure_parts(trainer.lightning_module, [], None, device, start_bytes=0).gradients_bytes
+        return max(0, meter.peak().allocated_bytes - gradients_bytes)
 
     @contextmanager
     def _lent(self, homes: Sequence[BatchSizeHome], loop: Loop) -> Iterator[KeptTrainer]:
         with ExitStack() as stack:
-            watcher = StepWatcher(self._marks)
+            watcher = StepWatcher(self._marks, self._looseness)
             kept = stack.enter_context(no_trace(self._trainer, homes, self._random, self._kept_module, watcher, loop))
             stack.enter_context(self._progress)
             stack.enter_context(each_size_static())
@@ -209,21 +220,26 @@ class ProbingSearch:
         trials = list(trials_run)
         while isinstance(step := decide(trials, bounds, self._meter.repeatability), Probe):
             self._progress.trying(step)
-            trials.append(agreed(probe(step.batch_size, *self._step_counts(len(trials))), self._ranks))
+            trials.append(agreed(probe(step.batch_size, *self._step_counts(step, trials)), self._ranks))
             # somebody else may have filled the device meanwhile
             budgets = self._ranks.exchange(own_budget_bytes(self._meter, self._trainer))
             bounds = replace(bounds, limit_bytes=min(bounds.limit_bytes, *(int(budget) for (budget,) in budgets)))
         return step
 
-    def _step_counts(self, trials_run: int) -> tuple[int, int]:
+    def _step_counts(self, step: Probe, trials: Sequence[Trial]) -> tuple[int, int]:
         """How many steps warm up and how many are counted; two in all at each size but the smallest.
 
         The first step of all creates the optimizer's state, the second is the first with gradients alive in forward.
-        Where the device does not repeat itself, a first step at a size says as much of the peak as any.
+        Where the device does not repeat itself, a first step at a size says as much of the peak as any, the worst of
+        more steps is worse, and what may be the answer gets up to four, as long as all samples that were pushed through
+        are no more than four times as many.
         """
-        if trials_run == 0:
-            return 3, 5
-        return (1, 1) if self._meter.repeatability == 0 else (0, 2)
+        if self._meter.repeatability == 0:
+            return (1, 1) if trials else (3, 5)
+        if not trials:
+            return 3, 2
+        pushed = sum(trial.samples_run for trial in trials)
+        return 0, max(2, min(4, 4 - math.ceil(pushed / step.batch_size))) if step.may_be_last else 2
 
     def _with_workers(self, trial: Trial, workers: StageWorkers) -> Trial:
         trial = replace(trial, worker_bytes=workers.bytes_at(trial.batch_size))

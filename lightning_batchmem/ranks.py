@@ -216,6 +216,8 @@ def agreed(trial: Trial, ranks: Ranks) -> Trial:
         trial.batch_size,
         ran_out,
         trial.noise_bytes,
+        _number(trial.loose_share),
+        trial.fixed_bytes,
         trial.worker_bytes,
         trial.measured_steps,
         trial.full_steps,
@@ -224,7 +226,7 @@ def agreed(trial: Trial, ranks: Ranks) -> Trial:
         _number(trial.step_seconds),
         *(_number(trial.phase_peak_bytes.get(phase)) for phase in PHASES),
     )
-    sizes, outcomes, noises, workers, measured, full, samples, reserved, seconds, *phases = zip(
+    sizes, outcomes, noises, loose, fixed, workers, measured, full, samples, reserved, seconds, *phases = zip(
         *rows, strict=True
     )
     if len(set(sizes)) > 1:
@@ -239,6 +241,8 @@ def agreed(trial: Trial, ranks: Ranks) -> Trial:
         outcome="out_of_memory" if any(outcomes) else "ok",
         phase_peak_bytes=peaks,
         noise_bytes=int(max(noises)),
+        loose_share=max(loose) if max(loose) >= 0 else None,
+        fixed_bytes=int(min(fixed)),
         worker_bytes=int(max(workers)),
         measured_steps=int(min(measured)),
         full_steps=int(min(full)),

@@ -36,7 +36,8 @@ class Trial:
         outcome: ``"ok"``, or ``"out_of_memory"`` when a step ran out of memory (the peaks are then incomplete).
         phase_peak_bytes: highest allocated bytes in each phase that ran (keys from :data:`PHASES`), the worst of the
             measured steps. On the host: the resident set.
-        noise_bytes: by how much the peak of one and the same phase differed between the measured steps.
+        noise_bytes: by how much the peak of one and the same phase differed between the measured steps, without one
+            that found nothing cached.
         peak_reserved_bytes: highest bytes that the allocator held from the device; ``None`` where it reserves none.
         step_seconds: median wall time of a measured step (of a micro-batch under gradient accumulation), with the
             making of the batch from samples that are at hand; ``None`` when none was completed.
@@ -44,6 +45,10 @@ class Trial:
         full_steps: how many full steps ran through at this size, the warm-up too.
         samples_run: samples that went through training steps, warm-up included.
         worker_bytes: what the loader's workers hold at this size; on the host the peaks include it.
+        fixed_bytes: what is in use at every moment of a step, whatever its size: what lasts from one step to the next,
+            but for gradients. 0 where it is not known.
+        loose_share: share of what the steps added to the memory that was in no block when forward ended, as holes in
+            the host's heap: that part differs from run to run. ``None`` where it is not known, or nothing is loose.
         error: first line of the error that was taken for out of memory; empty otherwise.
     """
 
@@ -57,6 +62,8 @@ class Trial:
     full_steps: int = 0
     samples_run: int = 0
     worker_bytes: int = 0
+    fixed_bytes: int = 0
+    loose_share: float | None = None
     error: str = ""
 
     @property
@@ -189,10 +196,12 @@ class Probe:
     Args:
         batch_size: samples to run.
         reason: one sentence for the person who watches.
+        may_be_last: whether this is the answer if it fits as predicted, so that steps at it are worth most.
     """
 
     batch_size: int
     reason: str
+    may_be_last: bool = False
 
 
 @dataclass(frozen=True)

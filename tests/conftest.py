@@ -34,6 +34,7 @@ class FakeMeter:
         self.budget = budget_bytes
         self.reserved_ratio: float | None = None  # set it to have reserved bytes: ratio x allocated
         self.outside: int | None = None
+        self.loose: int | None = None  # of the bytes in use, those in no block
         self.num_ooms = 0
         self.num_alloc_retries = 0
         self.num_releases = 0
@@ -70,6 +71,9 @@ class FakeMeter:
 
     def own_bytes(self) -> int:
         return self._current_bytes
+
+    def in_use_bytes(self) -> int | None:
+        return None if self.loose is None else self._current_bytes - self.loose
 
     def budget_bytes(self) -> int:
         return self.budget

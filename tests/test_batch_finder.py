@@ -42,7 +42,7 @@ def test_what_the_probes_left_cached_is_given_back_before_training(fit: Any, fak
     meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder()
     fit(Lawful(meter, law), finder, meter)
     assert finder.plan is not None
-    assert meter.num_releases == len(finder.plan.trials) + 1  # before each size, and at the end
+    assert meter.num_releases == 2 * len(finder.plan.trials) + 1  # before and after each size, and at the end
 
 
 def test_sizes_of_64_and_more_are_multiples_of_8(fit: Any, fake_meter: Any) -> None:
@@ -111,7 +111,7 @@ def test_a_size_that_ran_out_of_memory_is_stepped_down_from(fit: Any, fake_meter
     assert meter.num_ooms >= 1  # else this test shows nothing
     assert [trial.outcome for trial in plan.trials].count("out_of_memory") == meter.num_ooms
     assert bent(plan.batch_size) <= 1000 * MIB
-    assert bent(plan.batch_size * 6 // 5) > 1000 * MIB
+    assert bent(plan.batch_size * 5 // 4) > 1000 * MIB
     assert any(trial.batch_size == plan.batch_size and trial.outcome == "ok" for trial in plan.trials)
     assert sizes.seen == {plan.batch_size}
 

@@ -14,6 +14,7 @@ import lightning_batchmem.decide as decide_module
 from lightning_batchmem.decide import decide
 from lightning_batchmem.plan import Plan
 from lightning_batchmem.records import PHASES, Bounds, Probe, Refusal, Trial
+from lightning_batchmem.search import look, repeatability_of, surely_fits
 
 GB = 10**9
 MANY = 4_000_000  # more samples than any law here has room for
@@ -100,8 +101,8 @@ def line(a: float, b: float) -> Law:
 def test_a_straight_law_takes_four_sizes() -> None:
     limit = 10_000
     driven = drive(device(line(1000, 30), limit), bounds(limit, multiple_of=1))
-    # 2 and 4; 8 times as many; then (10000 - 1000) / 30
-    assert driven.sizes == [2, 4, 32, 299]
+    # 2, and 4 times as many, which surely fits; 8 times as many; then (10000 - 1000) / 30
+    assert driven.sizes == [2, 8, 64, 299]
     plan = driven.plan
     assert (plan.batch_size, plan.limited_by, plan.verified) == (299, "memory", True)
     assert plan.predicted_peak_bytes == plan.measured_peak_bytes == 1000 + 30 * 299
@@ -122,13 +123,13 @@ def test_an_unconfirmed_step_uses_an_eighth_of_the_room() -> None:
 
 def test_confirmed_lines_are_followed_to_48_times_the_largest_size_at_most() -> None:
     driven = drive(device(line(10**6, 1), 10**7), bounds(10**7, cap=10**6, multiple_of=1))
-    assert driven.sizes == [2, 4, 32, 1536, 73728, 10**6]
+    assert driven.sizes == [2, 8, 64, 3072, 147456, 10**6]
 
 
 def test_no_stop_is_made_just_before_the_end() -> None:
-    """A stop at 32 of 35 would push nearly as many samples through as the end itself."""
+    """A stop at 32 of 35, which would surely fit, would push nearly as many samples through as the end itself."""
     driven = drive(device(line(1000, 1000), 36_100), bounds(36_100, multiple_of=1))
-    assert driven.sizes == [2, 4, 17, 35]
+    assert driven.sizes == [2, 8, 17, 35]
 
 
 def test_noise_that_makes_the_end_is_sharpened_half_way_there() -> None:
@@ -222,7 +223,7 @@ def test_a_flat_law_ends_at_the_cap() -> None:
 
 def test_the_smallest_size_is_respected() -> None:
     driven = drive(device(line(1000, 1), 10_000), bounds(10_000, low=100, multiple_of=1))
-    assert driven.sizes[:2] == [100, 200]
+    assert driven.sizes[:2] == [100, 400]
 
 
 def test_nothing_fits() -> None:
@@ -277,6 +278,68 @@ def test_reserved_bytes_are_held_against_the_limit() -> None:
     assert not driven.over(1_000_000)
     assert 830 <= driven.plan.batch_size <= 850
     assert driven.plan.measured_peak_bytes == 150_000 + 1000 * driven.plan.batch_size
+
+
+def test_memory_that_lasts_from_step_to_step_lets_the_second_size_be_larger() -> None:
+    """Of 1,010 bytes at 2 samples 1,000 are the model: 4 times the samples take 1,040, and surely no more."""
+
+    def measure(size: int) -> Trial:
+        return Trial(size, "ok", {"forward": 1000 + 5 * size}, measured_steps=3, full_steps=3, fixed_bytes=fixed_bytes)
+
+    fixed_bytes = 0
+    assert drive(measure, bounds(1500, multiple_of=1)).sizes[:2] == [2, 3]  # twice as many might take twice as much
+    fixed_bytes = 1000
+    assert drive(measure, bounds(1500, multiple_of=1)).sizes[:2] == [2, 8]
+    assert drive(measure, bounds(1036, multiple_of=1)).sizes[:2] == [2, 6]  # 6.5 times (10 and 1 for the rounding)
+
+
+@given(st.integers(0, 10**6), st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**5)), min_size=1, max_size=6))
+def test_what_surely_fits_does_so_under_any_law(fixed: int, moments: list[tuple[int, int]]) -> None:
+    law = [[(fixed + more, per_sample) for more, per_sample in moments]]
+    limit = 10**7
+    first = Trial(2, "ok", {"forward": int(max(peaks(law, 2)))}, fixed_bytes=fixed)
+    search = look((first,), bounds(limit), 0.0, 1, MANY)
+    size = surely_fits(search)
+    assert size >= 2
+    assert max(peaks(law, size)) <= limit
+    assert size >= 4 or max(peaks([[(fixed, (max(peaks(law, 2)) - fixed) / 2)]], 4.5)) > limit - 3  # nor is it timid
+
+
+def test_what_lies_loose_at_the_largest_size_says_how_far_runs_differ() -> None:
+    small = Trial(2, "ok", {"forward": 1}, loose_share=0.9)
+    large = Trial(8, "ok", {"forward": 1}, loose_share=0.5)
+    failed = Trial(16, "out_of_memory", {}, loose_share=0.1)
+    unknown = Trial(32, "ok", {"forward": 1})
+    assert repeatability_of([small, large, failed, unknown], 0.4) == pytest.approx(0.3)
+    assert repeatability_of([small, dataclasses.replace(large, loose_share=0.0)], 0.4) == 0.05
+    assert repeatability_of([unknown], 0.4) == 0.4
+    assert repeatability_of([small, large], 0.0) == 0.0
+
+
+def test_a_heap_without_holes_leaves_less_room() -> None:
+    def sized(loose_share: float | None) -> int:
+        def measure(size: int) -> Trial:
+            peak = {"forward": 1000 + 10 * size}
+            return Trial(size, "ok", peak, measured_steps=3, full_steps=3, fixed_bytes=1000, loose_share=loose_share)
+
+        return drive(measure, bounds(11_000, multiple_of=1), repeatability=0.4).plan.batch_size
+
+    assert sized(0.0) > 900  # of 1000
+    assert sized(0.0) > sized(0.4) > sized(None)
+
+
+def test_the_step_that_may_be_the_answer_is_named_and_a_stop_before_it_is_early_where_steps_differ() -> None:
+    def way(repeatability: float) -> list[tuple[int, bool]]:
+        trials: list[Trial] = []
+        while isinstance(step := decide(trials, bounds(10**6, multiple_of=1), repeatability), Probe):
+            asked.append((step.batch_size, step.may_be_last))
+            trials.append(Trial(step.batch_size, "ok", {"forward": 10_000 * step.batch_size}, full_steps=3))
+        return asked
+
+    asked: list[tuple[int, bool]] = []
+    assert way(0.0) == [(2, False), (8, False), (49, False), (99, True)]
+    asked = []
+    assert way(0.4) == [(2, False), (8, False), (17, False), (71, True)]
 
 
 def test_host_memory_keeps_room_for_what_is_not_repeatable() -> None:

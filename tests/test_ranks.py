@@ -171,10 +171,10 @@ def test_one_rank_agrees_with_itself():
 
 
 def test_the_worst_of_all_ranks_is_what_they_agree_on():
-    #         size, out, noise, workers, measured, full, samples, reserved, seconds, phases
-    low = [8.0, 0.0, 1.0, 0.0, 2.0, 3.0, 16.0, -1.0, 0.25, 10.0, 20.0, -1.0, -1.0]
-    high = [8.0, 0.0, 9.0, 5.0, 1.0, 2.0, 24.0, 200.0, -1.0, 60.0, 65.0, 40.0, -1.0]
-    own = replace(TRIAL, measured_steps=4, full_steps=5, samples_run=40, worker_bytes=2)
+    #         size, out, noise, loose, fixed, workers, measured, full, samples, reserved, seconds, phases
+    low = [8.0, 0.0, 1.0, -1.0, 4.0, 0.0, 2.0, 3.0, 16.0, -1.0, 0.25, 10.0, 20.0, -1.0, -1.0]
+    high = [8.0, 0.0, 9.0, 0.25, 7.0, 5.0, 1.0, 2.0, 24.0, 200.0, -1.0, 60.0, 65.0, 40.0, -1.0]
+    own = replace(TRIAL, measured_steps=4, full_steps=5, samples_run=40, worker_bytes=2, fixed_bytes=6)
     assert agreed(own, Rows(low, high)) == Trial(  # type: ignore[arg-type]
         8,
         "ok",
@@ -186,17 +186,20 @@ def test_the_worst_of_all_ranks_is_what_they_agree_on():
         full_steps=2,
         samples_run=40,
         worker_bytes=5,
+        fixed_bytes=4,
+        loose_share=0.25,
     )
 
 
 def test_what_no_rank_has_stays_missing():
-    nothing = [8.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0]
+    nothing = [8.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0]
     trial = agreed(Trial(8, "ok", {}), Rows(nothing, nothing))  # type: ignore[arg-type]
     assert (trial.phase_peak_bytes, trial.peak_reserved_bytes, trial.step_seconds) == ({}, None, None)
+    assert trial.loose_share is None
 
 
 def test_out_of_memory_on_one_rank_is_so_for_all_and_says_where():
-    fine = [8.0, 0.0, 0.0, 0.0, 1.0, 1.0, 8.0, -1.0, 0.1, 10.0, 20.0, -1.0, -1.0]
+    fine = [8.0, 0.0, 0.0, -1.0, 0.0, 0.0, 1.0, 1.0, 8.0, -1.0, 0.1, 10.0, 20.0, -1.0, -1.0]
     trial = agreed(TRIAL, Rows(fine, [8.0, 1.0, *fine[2:]]))  # type: ignore[arg-type]
     assert (trial.outcome, trial.error) == ("out_of_memory", "on rank 2: what 2 says")
     trial = agreed(replace(TRIAL, outcome="out_of_memory", error="its own"), Rows(fine, fine))  # type: ignore[arg-type]
@@ -204,7 +207,7 @@ def test_out_of_memory_on_one_rank_is_so_for_all_and_says_where():
 
 
 def test_ranks_that_ran_different_sizes_are_a_mistake_of_ours():
-    other = [4.0, *[0.0] * 12]
+    other = [4.0, *[0.0] * 14]
     with pytest.raises(RuntimeError, match=r"different sizes, \[4.0, 8.0\]; please report this"):
         agreed(TRIAL, Rows(other, other))  # type: ignore[arg-type]
 

@@ -52,6 +52,10 @@ class Meter(Protocol):
         """What nobody else could take back, at this moment: the host's file pages, which the kernel drops, left out."""
         ...
 
+    def in_use_bytes(self) -> int | None:
+        """What was asked of an allocator and not freed; ``None`` where allocated bytes are just that, or unknown."""
+        ...
+
     def budget_bytes(self) -> int:
         """The most that this process may hold: what it holds now and what it could still get."""
         ...

@@ -62,6 +62,10 @@ class CudaMeter:
         """Allocated bytes at this moment."""
         return self.current().allocated_bytes
 
+    def in_use_bytes(self) -> None:
+        """Not asked: allocated bytes are just that."""
+        return
+
     def budget_bytes(self) -> int:
         """What the driver has free, and what this process has reserved; never the device's total.
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import mmap
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from functools import cache
 
 import psutil
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem.meters import Reading, cgroup
+from lightning_batchmem.meters import Reading, cgroup, heap
 from lightning_batchmem.meters.kept_open import KeptOpen
+from lightning_batchmem.meters.resource_limits import KIB, ResourceLimits, field_bytes
 
 if sys.platform != "win32":
     import resource
@@ -26,7 +24,8 @@ _STATM = "/proc/self/statm"
 _STATUS = "/proc/self/status"
 
 # glibc keeps freed blocks, so that the peak at one batch size differs from run to run, and over many steps exceeds that
-# of a few: by up to 36 % of its growth where tensors are smaller than 32 MiB and so come from the heap.
+# of a few: by up to 36 % of its growth where tensors are smaller than 32 MiB and so come from the heap. This is for
+# where the heap does not tell how much of it lies loose; see search.LOOSE_REPEATABILITY for where it does.
 # Source: measured, torch 2.13 (CPU), the worst of three to five steps of a probe against that of forty steps of the
 # training after it, examples/quickstart.py and a chain of tanh, eight runs by hand on a busy machine. From one run to
 # the next the design has 20 %.
@@ -39,8 +38,6 @@ _READINGS_AGREE_BYTES = 2**20
 # What is left of the heap after a trim differs by some pages and arenas even where the step is the same.
 # Source: measured, a linear layer of a few KiB at 2 and 4 samples: the peaks differed by less than 0.3 MiB.
 _RESOLUTION_BYTES = 2**20
-
-_KIB = 1024  # "kB" in /proc. Source: proc_pid_status(5), proc_meminfo(5)
 
 
 class HostMeter:
@@ -80,24 +77,24 @@ class HostMeter:
                 f"{_CLEAR_REFS} cannot be written: the host's memory is sampled at the moment it is asked for, which is"
                 " coarser than a true peak and misses what was freed before."
             )
-        self._data_gap_bytes: int | None = None  # VmData less the resident set, where RLIMIT_DATA bounds it
+        self._limits = ResourceLimits(self._status, self._statm)
+        self._unobtrusive = quick
         self._quick = quick and self.has_peak and self._readings_agree()
 
     def reset_peak(self) -> None:
         """Let the peak start again from the resident set; nothing where the kernel keeps no peak to reset."""
         if self.has_peak and self._clear_refs is not None:
             os.write(self._clear_refs.descriptor, b"5")
+        if not self._unobtrusive:
+            self._limits.watch()
 
     def peak(self) -> Reading:
         """Largest resident set since :meth:`reset_peak`; the one at the moment where ``has_peak`` is false."""
         if self._quick and sys.platform != "win32":  # without a call in between: this is asked three times a step
-            return Reading(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB)
-        peak_bytes = self._status_bytes("VmHWM")
-        if peak_bytes is None or not self.has_peak:
-            return self.current()
-        # RLIMIT_DATA counts what is mapped, touched or not, and there is no high-water mark of that: its value now
-        mapped_bytes = None if self._data_gap_bytes is None else self._status_bytes("VmData")
-        return Reading(max(peak_bytes, (mapped_bytes or 0) - (self._data_gap_bytes or 0)))
+            return Reading(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB)
+        status = self._status.read() if self._status is not None and self.has_peak else b""
+        peak_bytes = field_bytes(status, "VmHWM")
+        return self.current() if peak_bytes is None else Reading(self._limits.counted_bytes(status, peak_bytes))
 
     def current(self) -> Reading:
         """Resident set at this moment."""
@@ -116,6 +113,10 @@ class HostMeter:
         _, resident, shared, *_ = self._statm.read().split()
         return (int(resident) - int(shared)) * mmap.PAGESIZE
 
+    def in_use_bytes(self) -> int | None:
+        """Bytes in blocks of glibc's heap; what is resident beyond them lies free between them."""
+        return heap.in_use_bytes()
+
     def budget_bytes(self) -> int:
         """Resident set and the least that the kernel, a control group or a resource limit would still add to it.
 
@@ -123,10 +124,13 @@ class HostMeter:
         memory, and the resource limits are a process's own.
         """
         resident_bytes = self.current().allocated_bytes
-        rooms = [self._available_bytes(), *self._resource_rooms(resident_bytes)]
+        rooms = {"available": self._available_bytes(), **self._limits.rooms(resident_bytes)}
         if (group_bytes := cgroup.memory_headroom_bytes()) is not None:
-            rooms.append(group_bytes)
-        return resident_bytes + max(0, min(rooms))
+            rooms["group"] = group_bytes
+        least = min(rooms, key=rooms.__getitem__)
+        if least == "data":
+            self._limits.data_is_least()
+        return resident_bytes + max(0, rooms[least])
 
     def outside_bytes(self) -> None:
         """Unknown: here no allocator stands between a process and the rest."""
@@ -135,9 +139,8 @@ class HostMeter:
     def release_cached(self) -> None:
         """Collect garbage, and have glibc hand its free blocks back to the kernel."""
         gc.collect()
-        trim = _malloc_trim()
-        if trim is not None:
-            trim(0)
+        heap.trim()
+        self._limits.reusable_bytes = heap.free_bytes() or 0
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
@@ -150,23 +153,10 @@ class HostMeter:
         # The line that psutil looks for too, in a fifth of the time that it takes over all of them. Where there is
         # none (Linux before 3.14) or it makes no sense (psutil#1915, LXC), psutil knows what "free" makes of the rest.
         meminfo = b"" if self._meminfo is None else self._meminfo.read()
-        available_bytes, total_bytes = _field_bytes(meminfo, "MemAvailable"), _field_bytes(meminfo, "MemTotal")
+        available_bytes, total_bytes = field_bytes(meminfo, "MemAvailable"), field_bytes(meminfo, "MemTotal")
         if available_bytes is not None and total_bytes is not None and 0 < available_bytes <= total_bytes:
             return available_bytes
         return psutil.virtual_memory().available
-
-    def _resource_rooms(self, resident_bytes: int) -> Iterator[int]:
-        if sys.platform != "linux":
-            return
-        # The kernel holds RLIMIT_AS against VmSize, and RLIMIT_DATA against VmData since Linux 4.7, private anonymous
-        # mappings (all large tensors) included. Source: getrlimit(2)
-        for limit, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-            soft_limit_bytes = resource.getrlimit(limit)[0]
-            if soft_limit_bytes == resource.RLIM_INFINITY or (used_bytes := self._status_bytes(field)) is None:
-                continue
-            if field == "VmData" and self._data_gap_bytes is None:
-                self._data_gap_bytes = used_bytes - resident_bytes  # from now on a peak is what the limit counts
-            yield soft_limit_bytes - used_bytes
 
     def _can_reset(self) -> bool:
         # Tried, not guessed: kernels before 4.0 refuse the 5, and some sandboxes have the file or VmHWM but not both.
@@ -184,7 +174,7 @@ class HostMeter:
         return marked_bytes is not None and abs(marked_bytes - _rusage_peak_bytes()) <= _READINGS_AGREE_BYTES
 
     def _status_bytes(self, field: str) -> int | None:
-        return None if self._status is None else _field_bytes(self._status.read(), field)
+        return None if self._status is None else field_bytes(self._status.read(), field)
 
 
 class CpuUtilization:
@@ -209,30 +199,10 @@ class CpuUtilization:
         return min(100.0, 100 * busy / (wall * self._cores))
 
 
-def _field_bytes(lines: bytes, field: str) -> int | None:
-    """A line such as ``VmRSS:  1234 kB``, in bytes."""
-    _, found, rest = (b"\n" + lines).partition(b"\n" + field.encode() + b":")
-    return int(rest.split(maxsplit=1)[0]) * _KIB if found else None
-
-
 def _rusage_peak_bytes() -> int:
     if sys.platform == "win32":
         raise NotImplementedError  # there is no mark to reset either, so that nobody asks
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
-
-
-@cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    # Only what is free is given back. Setting M_MMAP_THRESHOLD would do it at once and for good, but it changes how
-    # the training that follows allocates.
-    if sys.platform != "linux":
-        return None
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; musl has none
-    if trim is None:
-        return None
-    trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
-    call: Callable[[int], int] = trim
-    return call
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
 
 
 def _usable_cores() -> float:

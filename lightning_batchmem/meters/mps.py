@@ -35,6 +35,10 @@ class MpsMeter:
         """Allocated bytes at this moment."""
         return self.current().allocated_bytes
 
+    def in_use_bytes(self) -> None:
+        """Not asked: current values are."""
+        return
+
     def budget_bytes(self) -> int:
         """What Metal recommends that a process holds at most; beyond it performance suffers, then allocations fail."""
         return torch.mps.recommended_max_memory()
