@@ -1,0 +1,34 @@
+"""What MkDocs does not do by itself: files from outside ``docs``, and Sphinx' roles in docstrings."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+REPOSITORY = Path(__file__).parents[1]
+LINKED = ("examples/quickstart.py", "examples/ddp.py", "examples/fsdp2.py")
+ROLE = re.compile(r":\w+:`~?(?:[\w.]*\.)?(\w+)`")
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Take along the changelog, and what pages link to as ``../examples/...``, as they would in the repository."""
+    files.append(File.generated(config, "changelog.md", abs_src_path=str(REPOSITORY / "CHANGELOG.md")))
+    for path in LINKED:
+        file = File.generated(
+            config, f"../{path}", abs_src_path=str(REPOSITORY / path), inclusion=InclusionLevel.INCLUDED
+        )
+        file.dest_uri = path  # without the dots, which would leave the site
+        files.append(file)
+    return files
+
+
+class Roles(griffe.Extension):
+    """``:class:`~package.Name``` is shown as ``Name``."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Rewrite a docstring before it is parsed."""
+        if obj.docstring is not None:
+            obj.docstring.value = ROLE.sub(r"`\1`", obj.docstring.value)
