@@ -1,155 +1,79 @@
-"""Five models of different kinds on random data, small enough for two cores and large enough to fill memory."""
+"""What the benchmarks train: models of different kinds on random data, on CUDA also two at their real sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-CLASSES = 10
+from benchmarks.networks import (
+    CLASSES,
+    GPT2,
+    TOKENS,
+    Conv,
+    GenerativePair,
+    Recurrent,
+    Transformer,
+    UNet,
+    wide_mlp,
+)
+from benchmarks.resnet import IMAGE_CLASSES, resnet50
+
+__all__ = ["CLASSES", "WORKLOADS", "Adversarial", "RandomSamples", "Training", "Workload", "module_for"]
+
+IGNORED = -100
+"""The target that cross entropy leaves out. Source: its ``ignore_index``."""
+
+SHORTEST, LONGEST = 8, 96
+"""Tokens in a sample of the ragged-length language model."""
+
+Sample = tuple[Tensor, Tensor]
 
 
-class RandomSamples(Dataset[tuple[Tensor, Tensor]]):
+class RandomSamples(Dataset[Sample]):
     """Samples made on the spot from their index, so that the data set itself holds no memory."""
 
-    def __init__(self, make: Callable[[torch.Generator], tuple[Tensor, Tensor]], length: int) -> None:
+    def __init__(self, make: Callable[[torch.Generator], Sample], length: int) -> None:
         self.make = make
         self.length = length
 
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> Sample:
         return self.make(torch.Generator().manual_seed(index))
 
 
-class Conv(nn.Module):
-    """A residual convolutional network for 3 x 32 x 32 images."""
-
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, width, 3, padding=1)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
-            for _ in range(4)
-        )
-        self.head = nn.Linear(width, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for i, block in enumerate(self.blocks):
-            x = x + block(x)
-            if i == 1:
-                x = functional.max_pool2d(x, 2)
-        scores: Tensor = self.head(x.mean((2, 3)))
-        return scores
+def _floats(g: torch.Generator, *, shape: tuple[int, ...], classes: int = CLASSES) -> Sample:
+    return torch.randn(shape, generator=g), torch.randint(classes, (), generator=g)
 
 
-class UNet(nn.Module):
-    """Two levels down and up with skip connections; a class for each of 1 x 48 x 48 pixels."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-
-        def double(inputs: int, outputs: int) -> nn.Sequential:
-            return nn.Sequential(
-                nn.Conv2d(inputs, outputs, 3, padding=1),
-                nn.ReLU(),
-                nn.Conv2d(outputs, outputs, 3, padding=1),
-                nn.ReLU(),
-            )
-
-        self.down1, self.down2 = double(1, width), double(width, 2 * width)
-        self.bottom = double(2 * width, 4 * width)
-        self.up2, self.up1 = double(6 * width, 2 * width), double(3 * width, width)
-        self.head = nn.Conv2d(width, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.down1(x)
-        second = self.down2(functional.max_pool2d(first, 2))
-        bottom = self.bottom(functional.max_pool2d(second, 2))
-        up = self.up2(torch.cat([functional.interpolate(bottom, scale_factor=2.0), second], 1))
-        up = self.up1(torch.cat([functional.interpolate(up, scale_factor=2.0), first], 1))
-        scores: Tensor = self.head(up)
-        return scores
+def _tokens(g: torch.Generator, *, length: int, vocabulary: int = TOKENS) -> Sample:
+    return torch.randint(vocabulary, (length,), generator=g), torch.randint(vocabulary, (length,), generator=g)
 
 
-class Transformer(nn.Module):
-    """A small encoder over 64 tokens that predicts a token at each place."""
-
-    def __init__(self, width: int = 128, tokens: int = 512) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(tokens, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-        self.head = nn.Linear(width, tokens)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.head(self.encoder(self.embedding(x)))
-        return scores.transpose(1, 2)
+def _ragged_tokens(g: torch.Generator) -> Sample:
+    skewed = torch.rand((), generator=g).item() ** 3  # half of the samples are below an eighth of the range
+    return _tokens(g, length=SHORTEST + round(skewed * (LONGEST - SHORTEST)))
 
 
-class Recurrent(nn.Module):
-    """A two-layer LSTM over 100 steps."""
-
-    def __init__(self, width: int = 192) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(64, width, 2, batch_first=True)
-        self.head = nn.Linear(width, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.head(self.lstm(x)[0][:, -1])
-        return scores
+def _pixels(g: torch.Generator) -> Sample:
+    return torch.randn(1, 64, 64, generator=g), torch.randint(2, (64, 64), generator=g)
 
 
-def wide_mlp() -> nn.Module:
-    """Large weights and small activations: bound by the optimizer step at small batches."""
-    return nn.Sequential(
-        nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(),
-        nn.Linear(2048, CLASSES),
-    )  # fmt: skip
-
-
-def _floats(*shape: int) -> Callable[[torch.Generator], tuple[Tensor, Tensor]]:
-    return lambda g: (torch.randn(*shape, generator=g), torch.randint(CLASSES, (), generator=g))
-
-
-def _tokens(g: torch.Generator) -> tuple[Tensor, Tensor]:
-    return torch.randint(512, (64,), generator=g), torch.randint(512, (64,), generator=g)
-
-
-def _pixels(g: torch.Generator) -> tuple[Tensor, Tensor]:
-    return torch.randn(1, 48, 48, generator=g), torch.randint(2, (48, 48), generator=g)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A network, how its samples are made, and a limit that a search on the host can reach in seconds.
-
-    Args:
-        network: makes the network.
-        sample: makes one sample and its target.
-        host_limit: memory limit of the process on the host.
-    """
-
-    network: Callable[[], nn.Module]
-    sample: Callable[[torch.Generator], tuple[Tensor, Tensor]]
-    host_limit: str
-
-
-WORKLOADS = {
-    "convolution": Workload(Conv, _floats(3, 32, 32), "800MiB"),
-    "transformer": Workload(Transformer, _tokens, "800MiB"),
-    "recurrent": Workload(Recurrent, _floats(100, 64), "800MiB"),
-    "wide MLP": Workload(wide_mlp, _floats(1024), "1000MiB"),
-    "U-Net": Workload(UNet, _pixels, "800MiB"),
-}
+def _padded(samples: list[Sample]) -> Sample:
+    inputs, targets = zip(*samples, strict=True)
+    return (
+        torch.nn.utils.rnn.pad_sequence(list(inputs), batch_first=True),
+        torch.nn.utils.rnn.pad_sequence(list(targets), batch_first=True, padding_value=IGNORED),
+    )
 
 
 class Training(LightningModule):
@@ -166,14 +90,107 @@ class Training(LightningModule):
         self.batch_size = batch_size
         self.length = length
         self.sample = workload.sample
+        self.joined = workload.collate
         self.network = workload.network()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, targets = batch
         return functional.cross_entropy(self.network(inputs), targets)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        return DataLoader(RandomSamples(self.sample, self.length), batch_size=self.batch_size)
+    def collate(self, samples: list[Any]) -> Any:
+        """One batch of samples."""
+        return self.joined(samples)
+
+    def train_dataloader(self) -> DataLoader[Sample]:
+        data = RandomSamples(self.sample, self.length)
+        return DataLoader(data, batch_size=self.batch_size, collate_fn=self.collate)
+
+
+class Adversarial(Training):
+    """A generator against a discriminator: two optimizers, stepped by hand."""
+
+    def __init__(self, workload: Workload, batch_size: int = 2, length: int = 100_000) -> None:
+        super().__init__(workload, batch_size, length)
+        self.automatic_optimization = False
+
+    @property
+    def pair(self) -> GenerativePair:
+        """The two networks."""
+        assert isinstance(self.network, GenerativePair)
+        return self.network
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        real, _ = batch
+        loss: Tensor = real.new_zeros(())
+        optimizers: Any = self.optimizers()
+        for optimizer, loss_of in zip(optimizers, (self._generator_loss, self._discriminator_loss), strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            loss = loss_of(real)
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        return loss.detach()
+
+    def _generator_loss(self, real: Tensor) -> Tensor:
+        scores: Tensor = self.pair.discriminator(self.pair.imagine(len(real)))
+        return -scores.mean()
+
+    def _discriminator_loss(self, real: Tensor) -> Tensor:
+        made = self.pair.imagine(len(real)).detach()
+        on_real, on_made = self.pair.discriminator(real), self.pair.discriminator(made)
+        return functional.relu(1 - on_real).mean() + functional.relu(1 + on_made).mean()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        halves = (self.pair.generator, self.pair.discriminator)
+        return [torch.optim.Adam(half.parameters(), lr=1e-4) for half in halves]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A network, how its samples are made, and a limit that a search on the host can reach in seconds.
+
+    Args:
+        network: makes the network.
+        sample: makes one sample and its target.
+        host_limit: memory limit of the process on the host.
+        collate: makes a batch of samples.
+        training: how it is trained.
+        worst_case: what this package's finder is told about samples that differ in size.
+        optimizers: how many step in each training step.
+    """
+
+    network: Callable[[], torch.nn.Module]
+    sample: Callable[[torch.Generator], Sample]
+    host_limit: str
+    collate: Callable[[list[Sample]], Any] = default_collate
+    training: type[Training] = Training
+    worst_case: Literal["longest"] | None = None
+    optimizers: int = 1
+
+
+WORKLOADS = {
+    "convolution": Workload(Conv, partial(_floats, shape=(3, 32, 32)), "850MiB"),
+    "U-Net": Workload(UNet, _pixels, "850MiB"),
+    "transformer": Workload(Transformer, partial(_tokens, length=64), "850MiB"),
+    "ragged": Workload(Transformer, _ragged_tokens, "850MiB", collate=_padded, worst_case="longest"),
+    "recurrent": Workload(Recurrent, partial(_floats, shape=(100, 64)), "850MiB"),
+    "wide MLP": Workload(wide_mlp, partial(_floats, shape=(1024,)), "800MiB"),
+    "GAN": Workload(GenerativePair, partial(_floats, shape=(1, 64, 64)), "850MiB", training=Adversarial, optimizers=2),
+}
+"""What each process may hold on the host is said in its ``host_limit``; on CUDA it is a share of the device."""
+
+if torch.cuda.is_available():  # too large for a host
+    WORKLOADS["ResNet-50"] = Workload(
+        resnet50, partial(_floats, shape=(3, 224, 224), classes=IMAGE_CLASSES), host_limit="unused on CUDA"
+    )
+    WORKLOADS["GPT-2"] = Workload(GPT2, partial(_tokens, length=1024, vocabulary=50_257), host_limit="unused on CUDA")
+
+
+def module_for(name: str, batch_size: int = 2) -> LightningModule:
+    """The module that trains a workload with ``batch_size`` samples in each step."""
+    workload = WORKLOADS[name]
+    return workload.training(workload, batch_size)
