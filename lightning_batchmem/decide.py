@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from .fit import find_contradiction, fit_time
+from .fit import find_contradiction, fit_time, lines_through
 from .plan import Plan
 from .records import Bounds, LimitedBy, Line, MemoryModel, Probe, Refusal, Trial, mib
 from .search import (
@@ -24,7 +24,6 @@ from .search import (
     largest_within,
     look,
     may_hold_bytes,
-    model_of,
     notable,
     notable_share,
     repeatability_of,
@@ -148,7 +147,7 @@ def _grow(search: Search) -> Probe | tuple[LimitedBy, str]:
     if size >= search.highest:
         return bounds.max_reason, f"{_ceiling(bounds)}; {_room(best, bounds)}."
     known = min(search.highest, surely_fits(search))
-    model = model_of(search.good, search.repeatability)
+    model = lines_through(search.good, search.repeatability)
     if model is None:
         target = max(following, rounded(min(SECOND_GROWTH * size, known), bounds))
         return _probe(target, "a second size, to see the growth with each sample", None, limit)
@@ -181,7 +180,7 @@ def _step_down(search: Search) -> Probe | tuple[LimitedBy, str]:
     size, failed, limit = search.best.batch_size, search.failed_size or 0, search.bounds.limit_bytes
     if search.following >= failed or failed - size <= CLOSE * size:
         return "memory", _why_not_more(search, None)
-    lines = model_of(search.good, search.repeatability)
+    lines = lines_through(search.good, search.repeatability)
     bold = largest_within(lines, limit, size, failed - 1) if lines else failed - 1
     target = max(search.following, min(bold, math.isqrt(size * failed)))
     # The law is convex: lines through the failed size, where it was measured, are an upper bound below it. Where the
@@ -200,7 +199,7 @@ def _step_down(search: Search) -> Probe | tuple[LimitedBy, str]:
 def _across(search: Search, over: Trial) -> MemoryModel | None:
     """The lines through the sizes that fitted and the one that did not, as far as the latter was measured."""
     if search.repeatability == 0:
-        return model_of([*search.good, over], 0.0)
+        return lines_through([*search.good, over], 0.0)
     # both ends were measured, and what either may hold in another run is known: between them nothing is added to that
     ends = [(one.batch_size, may_hold_bytes(one, search.good[0], search.repeatability)) for one in (search.best, over)]
     slope, intercept = statistics.linear_regression(*zip(*ends, strict=True))
@@ -234,7 +233,7 @@ def _throughput_plan(search: Search, size: int) -> Plan:
 
 def _plan(search: Search, chosen: Trial, limited_by: LimitedBy, reason: str) -> Plan:
     size = chosen.batch_size
-    smaller = model_of([trial for trial in search.good if trial.batch_size < size], search.repeatability)
+    smaller = lines_through([trial for trial in search.good if trial.batch_size < size], search.repeatability)
     return Plan(
         batch_size=size,
         limited_by=limited_by,
@@ -244,7 +243,7 @@ def _plan(search: Search, chosen: Trial, limited_by: LimitedBy, reason: str) -> 
         upper_peak_bytes=math.ceil(smaller.upper_bytes(size)) if smaller else None,
         measured_peak_bytes=chosen.held_bytes,
         trials=search.trials,
-        memory=model_of(search.trials, search.repeatability),
+        memory=lines_through(search.trials, search.repeatability),
         time=fit_time(search.trials),
         reason=f"{size} samples: {reason}",
     )
@@ -259,7 +258,7 @@ def _held(over: Trial | None) -> str:
     """What happened at a size that did not fit; ``over`` is its measurement, if it ran through."""
     if over is None:
         return "ran out of memory"
-    unsure = f", measured to within {mib(over.noise_bytes)}," if over.noise_bytes else ""
+    unsure = f" (measured to within {mib(over.noise_bytes)})" if over.noise_bytes else ""
     return f"held {mib(over.held_bytes)}{unsure}"
 
 

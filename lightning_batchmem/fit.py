@@ -64,7 +64,8 @@ def find_contradiction(trials: Sequence[Trial], repeatability: float = 0.0) -> s
         if highest is None or trial.peak_bytes >= highest.peak_bytes:
             highest = trial
             continue
-        growth = highest.peak_bytes - ok[0].peak_bytes
+        lasting = min(ok[0].fixed_bytes or ok[0].peak_bytes, ok[0].peak_bytes)
+        growth = highest.peak_bytes - lasting  # what comes and goes in a step, where that is known
         noise: float = highest.noise_bytes + trial.noise_bytes
         if repeatability:  # two steps at a size may agree by chance where those of another differed
             noise = 2 * max(other.noise_bytes for other in ok) + repeatability * growth
@@ -99,10 +100,23 @@ def fit_memory(trials: Sequence[Trial], repeatability: float = 0.0) -> MemoryMod
     problem = find_contradiction(trials, repeatability)
     if problem:
         return Refusal(problem, tuple(trials))
-    ok = worst_per_size(trials)
-    if len(ok) < 2:
+    if (model := lines_through(trials, repeatability)) is None:
+        ok = worst_per_size(trials)
         seen = f"only {ok[0].batch_size} samples ({mib(ok[0].peak_bytes)})" if ok else "no size"
         return Refusal(f"a line needs two batch sizes that ran, got {seen}.", tuple(trials))
+    return model
+
+
+def lines_through(trials: Sequence[Trial], repeatability: float = 0.0) -> MemoryModel | None:
+    """The lines of :func:`fit_memory` through trials that contradict nothing; ``None`` with fewer than two sizes.
+
+    Args:
+        trials: as of :func:`fit_memory`.
+        repeatability: likewise; it may be less than that with which the trials were found to agree.
+    """
+    ok = worst_per_size(trials)
+    if len(ok) < 2 or not all(trial.phase_peak_bytes for trial in ok):
+        return None
     names = {phase for trial in ok for phase in trial.phase_peak_bytes}
     ordered = [*(phase for phase in PHASES if phase in names), *sorted(names.difference(PHASES))]
     lines = {phase: _phase_line(ok, phase, repeatability) for phase in ordered}
@@ -149,6 +163,8 @@ def _worse(a: Trial, b: Trial) -> Trial:
         peak_reserved_bytes=max(reserved, default=None),
         step_seconds=max(seconds, default=None),
         measured_steps=max(a.measured_steps, b.measured_steps),
+        fixed_bytes=min(a.fixed_bytes, b.fixed_bytes),
+        loose_share=max((s for s in (a.loose_share, b.loose_share) if s is not None), default=None),
     )
 
 

@@ -196,10 +196,9 @@ class ProbingSearch:
         """What a step finds in use and leaves so, but for gradients, which Lightning frees before backward."""
         trainer, meter = self._trainer, self._meter
         meter.release_cached()
-        meter.reset_peak()  # the peak is then what is in use, counted as all peaks are
         device = trainer.strategy.root_device
         gradients_bytes = measure_parts(trainer.lightning_module, [], None, device, start_bytes=0).gradients_bytes
-        return max(0, meter.peak().allocated_bytes - gradients_bytes)
+        return max(0, meter.current().allocated_bytes - gradients_bytes)
 
     @contextmanager
     def _lent(self, homes: Sequence[BatchSizeHome], loop: Loop) -> Iterator[KeptTrainer]:
@@ -231,15 +230,18 @@ class ProbingSearch:
 
         The first step of all creates the optimizer's state, the second is the first with gradients alive in forward.
         Where the device does not repeat itself, a first step at a size says as much of the peak as any, the worst of
-        more steps is worse, and what may be the answer gets up to four, as long as all samples that were pushed through
-        are no more than four times as many.
+        more steps is worse, and what may be the answer gets three where all samples that were pushed through are then
+        no more than four times as many.
         """
         if self._meter.repeatability == 0:
             return (1, 1) if trials else (3, 5)
         if not trials:
             return 3, 2
-        pushed = sum(trial.samples_run for trial in trials)
-        return 0, max(2, min(4, 4 - math.ceil(pushed / step.batch_size))) if step.may_be_last else 2
+        if not step.may_be_last:
+            return 0, 2
+        pushed, last = sum(trial.samples_run for trial in trials), trials[-1]
+        micro_batches = last.samples_run // (last.full_steps * last.batch_size) if last.full_steps else 1
+        return 0, max(2, (4 * step.batch_size - pushed) // (micro_batches * step.batch_size))
 
     def _with_workers(self, trial: Trial, workers: StageWorkers) -> Trial:
         trial = replace(trial, worker_bytes=workers.bytes_at(trial.batch_size))

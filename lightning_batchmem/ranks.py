@@ -156,7 +156,8 @@ class Ranks:
             # the others are gone, or have failed too: this rank's own error is the one that its user has to see
             with suppress(RuntimeError):
                 store = _store()
-                store.set(self._key, f"{self.rank} {reason}")
+                if not store.check([self._key]):  # the first reason stays: others are often what it led to
+                    store.set(self._key, f"{self.rank} {reason}")
                 if self.in_step:  # the store may end with this process: not before the others have read it, or failed
                     store.set(self._known_key(self.rank), "")
                     while self._uninformed():

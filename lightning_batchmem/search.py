@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from .effective import MicroBatch, micro_batch
-from .fit import fit_memory, worst_per_size
+from .fit import lines_through, worst_per_size
 from .records import Bounds, MemoryModel, Trial
 
 NOTABLE = 0.02  # a gain below this share is not worth another probe ...
-NOTABLE_NOISE = 0.25  # ... nor one below this share of what the device cannot repeat (10 % on the host)
+NOTABLE_NOISE = 0.25  # ... nor one below this share of what the device cannot repeat (1.25 to 15 % on the host)
 NEVER_DEAR = 32  # samples
 NOTABLE_CEILING = 0.005  # the whole data set, or all that the user allows, is worth a probe for little
 NOTABLE_DEAR = 0.2  # ... nor one below this share where it makes the search dear; see :func:`notable_share`
@@ -92,19 +92,12 @@ def repeatability_of(trials: Sequence[Trial], repeatability: float) -> float:
         trials: everything run so far.
         repeatability: of the device, where the trials do not say.
     """
-    shares = [trial.loose_share for trial in worst_per_size(trials) if trial.loose_share is not None]
+    ran = worst_per_size(trials)
+    settled = ran[1:] or ran  # the smallest size was the first, and its share is that of a process that starts
+    shares = [trial.loose_share for trial in settled if trial.loose_share is not None]
     if not repeatability or not shares:
         return repeatability
-    largest = (
-        shares[1:][-2:] or shares
-    )  # the smallest size was the first, and its share is that of a process that starts
-    return max(FIRM_REPEATABILITY, LOOSE_REPEATABILITY * max(largest))
-
-
-def model_of(trials: Sequence[Trial], repeatability: float) -> MemoryModel | None:
-    """The fitted lines, or ``None`` where :func:`.fit.fit_memory` refuses."""
-    model = fit_memory(trials, repeatability)
-    return model if isinstance(model, MemoryModel) else None
+    return max(FIRM_REPEATABILITY, LOOSE_REPEATABILITY * max(shares[-2:]))
 
 
 def surely_fits(search: Search) -> int:
@@ -134,7 +127,7 @@ def largest_within(model: MemoryModel, within: float, low: int, high: int) -> in
 
 def disagreement(search: Search) -> float:
     """By which share of its growth the largest probe, noise aside, is off the lines fitted to the smaller ones."""
-    before, last = model_of(search.good[:-1], search.repeatability), search.best
+    before, last = lines_through(search.good[:-1], search.repeatability), search.best
     if before is None or before.lines.keys() != last.phase_peak_bytes.keys():
         return math.inf
     off = 0.0

@@ -311,9 +311,28 @@ def test_what_lies_loose_at_the_largest_size_says_how_far_runs_differ() -> None:
     failed = Trial(16, "out_of_memory", {}, loose_share=0.1)
     unknown = Trial(32, "ok", {"forward": 1})
     assert repeatability_of([small, large, failed, unknown], 0.4) == pytest.approx(0.3)
+    assert repeatability_of([large, dataclasses.replace(small, batch_size=16)], 0.4) == pytest.approx(0.54)
+    assert repeatability_of([dataclasses.replace(small, loose_share=None), large], 0.4) == pytest.approx(0.3)
     assert repeatability_of([small, dataclasses.replace(large, loose_share=0.0)], 0.4) == 0.05
     assert repeatability_of([unknown], 0.4) == 0.4
     assert repeatability_of([small, large], 0.0) == 0.0
+
+
+def test_the_noise_of_what_comes_and_goes_is_no_contradiction() -> None:
+    """A step that makes and drops 200 MiB whatever its size: its peak differs, and nothing grows."""
+
+    def measure(size: int) -> Trial:
+        peak = {"optimizer_step": 600_000 + (30_000 if size == 2 else 0) + (10_000 if size == 64 else 0) + 20 * size}
+        return Trial(size, "ok", peak, noise_bytes=1000, full_steps=3, fixed_bytes=fixed_bytes, loose_share=loose_share)
+
+    fixed_bytes, loose_share = 400_000, 0.0  # lines may differ by little, and still nothing is contradicted
+    driven = drive(measure, bounds(10**6, cap=5000, multiple_of=1), repeatability=0.4)
+    assert driven.plan.batch_size == 5000
+    assert driven.plan.memory is not None
+    fixed_bytes = 0
+    refusal = drive(measure, bounds(10**6, cap=5000, multiple_of=1), repeatability=0.4).step
+    assert isinstance(refusal, Refusal)
+    assert "the peak fell" in refusal.reason
 
 
 def test_a_heap_without_holes_leaves_less_room() -> None:

@@ -1,4 +1,4 @@
-"""glibc's heap: what it holds, what it has free, and giving that back. Elsewhere nothing is known or done."""
+"""glibc's heap: what is in its blocks, and giving the rest back. Elsewhere nothing is known or done."""
 
 from __future__ import annotations
 
@@ -26,27 +26,16 @@ def trim() -> None:
         malloc_trim(0)
 
 
-def free_bytes() -> int | None:
-    """Bytes of the heap that are mapped and in no block; ``None`` where nobody knows (not glibc, or before 2.33).
-
-    Source: ``fordblks`` of mallinfo(3).
-    """
-    info = _mallinfo2()
-    return None if info is None else int(info.fordblks)
-
-
 def in_use_bytes() -> int | None:
-    """Bytes in blocks, of the heap and mapped on their own; ``None`` as for :func:`free_bytes`.
+    """Bytes in blocks, of the heap and mapped on their own; ``None`` where nobody knows (not glibc, or before 2.33).
 
     Source: ``uordblks`` and ``hblkhd`` of mallinfo(3).
     """
-    info = _mallinfo2()
-    return None if info is None else int(info.uordblks + info.hblkhd)
-
-
-def _mallinfo2() -> Any:
     mallinfo2 = _in_libc("mallinfo2", _Mallinfo2)
-    return None if mallinfo2 is None else mallinfo2()
+    if mallinfo2 is None:
+        return None
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
 
 
 @cache

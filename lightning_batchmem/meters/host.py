@@ -68,6 +68,7 @@ class HostMeter:
     resolution_bytes = _RESOLUTION_BYTES
 
     def __init__(self, *, quick: bool = False) -> None:
+        self._unobtrusive = quick
         self._clear_refs = KeptOpen.or_none(_CLEAR_REFS, os.O_WRONLY)
         self._meminfo, self._statm = KeptOpen.or_none(_MEMINFO), KeptOpen.or_none(_STATM)
         self._status = KeptOpen.or_none(_STATUS)
@@ -78,7 +79,6 @@ class HostMeter:
                 " coarser than a true peak and misses what was freed before."
             )
         self._limits = ResourceLimits(self._status, self._statm)
-        self._unobtrusive = quick
         self._quick = quick and self.has_peak and self._readings_agree()
 
     def reset_peak(self) -> None:
@@ -97,11 +97,13 @@ class HostMeter:
         return self.current() if peak_bytes is None else Reading(self._limits.counted_bytes(status, peak_bytes))
 
     def current(self) -> Reading:
-        """Resident set at this moment."""
+        """Resident set at this moment, as the peak counts it."""
         if self._statm is None:
             return Reading(psutil.Process().memory_info().rss)
         # Its second number, in pages. The same count as VmRSS, which comes with 40 lines. Source: proc_pid_statm(5)
-        return Reading(int(self._statm.read().split(maxsplit=2)[1]) * mmap.PAGESIZE)
+        _, resident, shared, *_ = self._statm.read().split(maxsplit=3)
+        uncounted_bytes = 0 if self._unobtrusive else self._limits.uncounted_bytes(int(shared) * mmap.PAGESIZE)
+        return Reading(int(resident) * mmap.PAGESIZE - uncounted_bytes)
 
     def own_bytes(self) -> int:
         """Resident set at this moment less what it shares with files and other processes, as a memory map does.
@@ -140,7 +142,6 @@ class HostMeter:
         """Collect garbage, and have glibc hand its free blocks back to the kernel."""
         gc.collect()
         heap.trim()
-        self._limits.reusable_bytes = heap.free_bytes() or 0
 
     def synchronize(self) -> None:
         """Nothing to wait for."""

@@ -21,17 +21,13 @@ KIB = 1024  # "kB" in /proc. Source: proc_pid_status(5), proc_meminfo(5)
 class ResourceLimits:
     """RLIMIT_AS and RLIMIT_DATA of this process: the kernel counts mapped memory there, the meter what is resident.
 
-    What RLIMIT_DATA counts (private memory that can be written, so all large tensors) goes up and down with the
-    resident set but for three parts: what is mapped and never touched, as stacks of threads; pages of files, which are
-    resident and not counted; and what the heap keeps mapped of freed blocks: later ones are put there, so that they
-    need no room of their own.
+    What RLIMIT_DATA counts (private memory that can be written, so all large tensors) is not what is resident: it has
+    what is mapped and never touched, as stacks of threads, and what the heap keeps mapped of freed blocks, and it has
+    not the pages of files.
 
     Args:
         status: /proc/self/status; ``None`` where there is none.
         statm: /proc/self/statm; likewise.
-
-    Attributes:
-        reusable_bytes: free in the heap and not resident, as after a trim.
 
     Source: getrlimit(2): RLIMIT_AS is held against VmSize, RLIMIT_DATA against VmData since Linux 4.7.
     """
@@ -41,7 +37,6 @@ class ResourceLimits:
         self._mapped: _MappedPeak | None = None
         self._untouched_bytes: int | None = None  # mapped and not resident, where there is an RLIMIT_DATA
         self._shared_bytes: int | None = None  # pages of files, at the time when it was found to bound the process
-        self.reusable_bytes = 0
 
     def rooms(self, resident_bytes: int) -> dict[str, int]:
         """By how many bytes the resident set may still grow, for each limit that is set.
@@ -60,7 +55,7 @@ class ResourceLimits:
                 continue
             if name == "data":
                 if self._untouched_bytes is None:
-                    self._untouched_bytes = used_bytes - resident_bytes - self.reusable_bytes
+                    self._untouched_bytes = used_bytes - resident_bytes
                 # nobody else takes of it, and what this process maps from now on is in its peaks
                 used_bytes = resident_bytes + self._untouched_bytes
             rooms[name] = soft_limit_bytes - used_bytes
@@ -88,9 +83,16 @@ class ResourceLimits:
         mapped_bytes = field_bytes(status, "VmData") or 0
         if self._mapped is not None:
             mapped_bytes, self._mapped = max(mapped_bytes, self._mapped.stop()), None
-        if self._shared_bytes is not None:
-            peak_resident_bytes -= max(0, _shared_bytes(status) - self._shared_bytes)
+        peak_resident_bytes -= self.uncounted_bytes(_shared_bytes(status))
         return max(peak_resident_bytes, mapped_bytes - self._untouched_bytes)
+
+    def uncounted_bytes(self, shared_bytes: int) -> int:
+        """What is resident and not counted by the limit that bounds this process.
+
+        Args:
+            shared_bytes: pages of files and of shared memory that are resident now.
+        """
+        return 0 if self._shared_bytes is None else max(0, shared_bytes - self._shared_bytes)
 
 
 class _MappedPeak:

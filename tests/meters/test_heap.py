@@ -39,25 +39,12 @@ def test_in_use_counts_what_is_mapped_on_its_own() -> None:
     assert after - before == pytest.approx(large.nbytes, rel=0.01)
 
 
-def test_what_is_freed_below_a_block_in_use_stays_free_in_the_heap_after_a_trim() -> None:
-    held = blocks(4096)
-    pin = blocks(1)
-    before = heap.free_bytes()
-    held.clear()
-    heap.trim()
-    after = heap.free_bytes()
-    assert before is not None
-    assert after is not None
-    assert after - before > 56 * MIB
-    assert pin[0].sum() == 16 * 1024
-
-
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
 def test_elsewhere_nothing_is_known_or_done(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
     monkeypatch.setattr(sys, "platform", platform)
     heap._in_libc.cache_clear()
     try:
         heap.trim()
-        assert (heap.free_bytes(), heap.in_use_bytes()) == (None, None)
+        assert heap.in_use_bytes() is None
     finally:
         heap._in_libc.cache_clear()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_batchmem.meters import heap
 from lightning_batchmem.meters.resource_limits import ResourceLimits, field_bytes
 
 pytestmark = pytest.mark.skipif(
@@ -45,25 +44,24 @@ def child(script: str, room_mib: int = 500) -> list[float]:
     return [float(number) for number in done.stdout.split()]
 
 
-@pytest.mark.skipif(heap.free_bytes() is None, reason="mallinfo2 is glibc's, since 2.33")
-def test_what_the_heap_keeps_of_one_trial_is_room_for_the_next() -> None:
-    first, mapped, second, peak = child("""
+def test_what_the_heap_keeps_mapped_counts_in_the_peak_and_leaves_the_budget_as_it_was() -> None:
+    first, mapped, second, peak, current = child("""
         first = meter.budget_bytes()
         held = [torch.ones(16 * 1024, dtype=torch.uint8) for _ in range(200 * 64)]  # 200 MiB from the heap
         pin = torch.ones(16 * 1024, dtype=torch.uint8)  # so that it stays mapped
-        before = used()
+        before, resident = used(), used("VmRSS")
         held.clear()
         meter.release_cached()
-        mapped = before - used()
         second = meter.budget_bytes()
         meter.reset_peak()
-        held = [torch.ones(16 * 1024, dtype=torch.uint8) for _ in range(100 * 64)]  # half of it again
-        peak = meter.peak().allocated_bytes - used("VmRSS") + 100 * MIB
-        print(first / MIB, mapped / MIB, second / MIB, peak / MIB)
+        peak = meter.peak().allocated_bytes - resident
+        current = meter.current().allocated_bytes - resident
+        print(first / MIB, (before - used()) / MIB, second / MIB, peak / MIB, current / MIB)
     """)
-    assert mapped < 20  # else this test shows nothing: the kernel counts it still
+    assert mapped < 20  # else this test shows nothing: the kernel has it back
     assert second == pytest.approx(first, abs=5)
-    assert peak == pytest.approx(100, abs=20)
+    assert peak == pytest.approx(0, abs=20)  # the limit counts it still
+    assert current == pytest.approx(-200, abs=20)  # but it lasts for nobody
 
 
 def test_what_is_mapped_and_never_touched_is_in_the_peak() -> None:
@@ -119,7 +117,9 @@ def test_pages_of_files_count_unless_this_limit_is_the_least(room_mib: int, coun
         mapped = mmap.mmap(os.open({str(tmp_path / "file")!r}, os.O_RDONLY), 0, prot=mmap.PROT_READ)
         meter.reset_peak()
         seen = sum(mapped[place] for place in range(0, 64 * MIB, 4096))
-        print((meter.peak().allocated_bytes - start) / MIB)
+        peak = meter.peak().allocated_bytes
+        assert abs(peak - meter.current().allocated_bytes) < 5 * MIB
+        print((peak - start) / MIB)
         """,
         room_mib,
     )
