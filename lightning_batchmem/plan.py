@@ -21,8 +21,8 @@ class Plan:
         limited_by: what kept it from being larger.
         verified: whether at least two full steps at this very size were run.
         limit_bytes: what this process may hold.
-        predicted_peak_bytes: what the lines expect at ``batch_size``, fitted to the *other* sizes; ``None`` when fewer
-            than two other sizes were run.
+        predicted_peak_bytes: what the lines expect at ``batch_size``, fitted to the *smaller* sizes; ``None`` when fewer
+            than two of them were run.
         upper_peak_bytes: the upper bound of the same prediction; ``None`` likewise.
         measured_peak_bytes: what the verifying steps held at their peak; ``None`` when no step had to be run.
         trials: every size that was run, in the order in which it was run.
@@ -69,10 +69,11 @@ class Plan:
     def __str__(self) -> str:
         rows = [("limit", mib(self.limit_bytes))]
         if self.predicted_peak_bytes is not None and self.margin_bytes is not None:
-            rows.append(("predicted", f"{mib(self.predicted_peak_bytes)} from the other sizes"))
+            rows.append(("predicted", f"{mib(self.predicted_peak_bytes)} from the smaller sizes"))
             rows.append(("margin", f"{mib(self.margin_bytes)} on top, for {self._margin_is_for()}"))
         if self.measured_peak_bytes is not None:
-            rows.append(("measured", f"{mib(self.measured_peak_bytes)} at its peak{self._of_it_workers()}"))
+            on_ranks, workers = self._of_all_ranks(), self._of_it_workers()
+            rows.append(("measured", f"{mib(self.measured_peak_bytes)} at its peak{on_ranks}{workers}"))
         if self.memory is not None:
             phase = self.memory.phase_at(self.batch_size)
             line = self.memory.lines[phase]
@@ -95,6 +96,11 @@ class Plan:
         head = f"batch size {self.batch_size}{on_each}, limited by {self.limited_by.replace('_', ' ')}, {verified}"
         text = "\n".join([head, *(f"  {name:<10}{text}" for name, text in rows)])
         return text if self.evaluation is None else f"{text}\nvalidation: {self.evaluation}"
+
+    def _of_all_ranks(self) -> str:
+        if self.ranks == 1 or self.measured_peak_bytes is None:
+            return ""
+        return f" on the rank that held most, at most {mib(self.ranks * self.measured_peak_bytes)} on all"
 
     def _of_it_workers(self) -> str:
         held = max((t.worker_bytes for t in self.trials if t.batch_size == self.batch_size), default=0)

@@ -83,6 +83,7 @@ def _caption(summary: Summary) -> str:
     if peaks := summary.rank_peaks_bytes:
         highest = peaks.index(max(peaks))
         lines.append(f"Peaks of {len(peaks)} ranks: {mib(min(peaks))} to {mib(max(peaks))} MiB, highest on {highest}")
+        lines[-1] += f"; {mib(sum(peaks))} MiB in all"
     if (validation := summary.validation) is not None:
         lines.append(f"Validation: highest peak {mib(validation.peak_bytes)} MiB, {_speed(validation)}")
     if summary.parts is None:

@@ -60,7 +60,7 @@ def test_the_plan_reads_well() -> None:
     assert str(PLAN).splitlines() == [
         "batch size 32, limited by memory, verified by real steps",
         "  limit     200.0 MiB",
-        "  predicted 164.0 MiB from the other sizes",
+        "  predicted 164.0 MiB from the smaller sizes",
         "  margin    6.0 MiB on top, for noise and residuals of the lines",
         "  measured  165.0 MiB at its peak",
         "  memory    100.0 MiB + 2.0 MiB a sample (forward)",
@@ -123,4 +123,7 @@ def test_of_several_ranks_the_table_shows_each_and_all() -> None:
     assert "3,200" in shown  # samples/s of all
     assert str(plan).startswith("batch size 32 on each of 4 ranks, limited by memory")
     assert "step      256 samples, in 2 batches on each of 4 ranks" in str(plan)
+    assert "MiB at its peak on the rank that held most, at most " in str(plan)
+    assert "MiB on all" in str(plan)
+    assert "on the rank" not in str(PLAN)
     assert Plan.from_json(plan.to_json()) == plan

@@ -135,7 +135,7 @@ def test_an_evaluation_alarms_ranks_and_items_are_said_below():
     shown = " ".join(text(summary).split())
     assert "Validation: highest peak 2,500.0 MiB, 3 steps of 12.5 ms" in shown
     assert "Warned: Something rises." in shown
-    assert "Peaks of 2 ranks: 1,900.0 to 2,000.0 MiB, highest on 1" in shown
+    assert "Peaks of 2 ranks: 1,900.0 to 2,000.0 MiB, highest on 1; 3,900.0 MiB in all" in " ".join(shown.split())
     assert "1,234.5 samples/s, 99.5 items/s" in shown
     assert "Memory of a validation step (host)" in text(validation)
 
