@@ -21,7 +21,7 @@ class Plan:
         limited_by: what kept it from being larger.
         verified: whether at least two full steps at this very size were run.
         limit_bytes: what this process may hold.
-        predicted_peak_bytes: what the lines expect at ``batch_size``, fitted to the *smaller* sizes; ``None`` when fewer
+        predicted_peak_bytes: what the lines through the *smaller* sizes expect at ``batch_size``; ``None`` when fewer
             than two of them were run.
         upper_peak_bytes: the upper bound of the same prediction; ``None`` likewise.
         measured_peak_bytes: what the verifying steps held at their peak; ``None`` when no step had to be run.
