@@ -83,7 +83,10 @@ def written(found: dict[str, Any]) -> str:
             f"- {run['begin']}: {package}; {run['machine']}; `python -m benchmarks {run['arguments']}`".rstrip()
         )
     for kind, record in found["search"].items():
-        lines += ["", f"## {CAP_HEADINGS[kind]}", "", search_table.table(record, TITLES)]
+        lines += ["", f"## {CAP_HEADINGS[kind]}"]
+        if record and "unavailable" not in record:
+            lines += ["", search_table.summary(record, TITLES)]
+        lines += ["", search_table.table(record, TITLES)]
     if found["search"]:
         lines += ["", HOW]
     if "prediction" in found:

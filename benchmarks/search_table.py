@@ -12,6 +12,10 @@ HEAD = (
     "workload", "room MiB", "way", "size", "of the oracle", "out-of-memory errors", "sizes run",
     "samples run / size", "search s", "ms / sample of the size", "trainings survived",
 )  # fmt: skip
+SUMMARY_HEAD = (
+    "way", "searches with a size", "of the oracle", "out-of-memory errors", "samples run / size",
+    "search time per sample, BatchFinder's is 1", "trainings survived",
+)  # fmt: skip
 NONE = "none"
 KILLED = "killed"
 """How the error of a process begins that went over the limit of its control group."""
@@ -39,6 +43,56 @@ def table(record: dict[str, Any], titles: dict[str, str]) -> str:
             lines.append(f"| {name} | {room} | {titles[way]} | " + " | ".join(cells) + " |")
             notes += [f"- {name}, {titles[way]}, {said}" for said in _errors(found, known["trainings"])]
     return "\n".join([*lines, "", *notes])
+
+
+def summary(record: dict[str, Any], titles: dict[str, str], *, reference: str = "ours") -> str:
+    """Each way over all workloads: medians of a workload's median, and the range over them.
+
+    Args:
+        record: as of :func:`table`; there has to be one workload at least.
+        titles: way -> what it is called.
+        reference: the way whose search time is 1.
+    """
+    lines = ["| " + " | ".join(SUMMARY_HEAD) + " |", "|" + "---|" * len(SUMMARY_HEAD)]
+    for way, title in titles.items():
+        known = [one for one in record.values() if way in one["ways"]]
+        searches = [search for one in known for search in one["ways"][way]]
+        if not searches:
+            continue
+        killed = sum((search["error"] or "").startswith(KILLED) for search in searches)
+        errors = sum(len(search.get("out_of_memory", ())) for search in searches)
+        survivals = [survived(_sizes(one["ways"][way]), one["trainings"]) for one in known]
+        shares, samples, times = [], [], []
+        for one in known:
+            found, best = one["ways"][way], (one.get("oracle") or {}).get("batch_size")
+            size = _median(_sizes(found))
+            shares.append(size / best if size and best else None)
+            samples.append(_median([_per_size(s, sum(s["samples_by_size"].values())) for s in found if _sizes([s])]))
+            own, others = _seconds_per_sample(found), _seconds_per_sample(one["ways"].get(reference, []))
+            times.append(own / others if own and others else None)
+        cells = [
+            f"{sum(bool(_sizes([search])) for search in searches)} of {len(searches)}",
+            over_searches([share for share in shares if share], "{:.0%}".format),
+            f"{errors}" + (f", and {killed} killed" if killed else ""),
+            over_searches([one for one in samples if one], "{:.1f}".format),
+            over_searches([one for one in times if one], "{:.1f}".format),
+            "/".join(str(sum(numbers)) for numbers in zip(*survivals, strict=True)),
+        ]
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _sizes(found: Sequence[dict[str, Any]]) -> list[int]:
+    return [one["batch_size"] for one in found if one.get("batch_size")]
+
+
+def _seconds_per_sample(found: Sequence[dict[str, Any]]) -> float | None:
+    return _median([_per_size(one, one["search_seconds"]) for one in found if _sizes([one])])
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return statistics.median(there) if there else None
 
 
 def over_searches(values: Sequence[float | None], write: Callable[[float], str]) -> str:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.search_table import HEAD, over_searches, survived, table
+from benchmarks.search_table import HEAD, over_searches, summary, survived, table
 
 TITLES = {"ours": "BatchFinder", "power": "Lightning power", "toma": "toma"}
 
@@ -45,6 +45,15 @@ def test_every_figure_of_a_way() -> None:
         "| small | 400 | BatchFinder | 50 (40 to 60) | 100% (80% to 120%) | 0 | 2 | 2.4 (2.0 to 3.0) "
         "| 3.0 (2.0 to 4.0) | 75 (33 to 80) | 10/11 |"
     )
+
+
+def test_each_way_over_all_workloads() -> None:
+    other = {**RECORD["small"], "ways": {"ours": [searched(20, seconds=1.0)]}, "trainings": {"20": [None]}}
+    rows = summary({**RECORD, "other": other}, TITLES).splitlines()
+    # sizes 50 and 20 of 50; 120 samples over 50 and over 20; 75 and 50 ms a sample
+    assert rows[2] == "| BatchFinder | 4 of 4 | 70% (40% to 100%) | 0 | 4.2 (2.4 to 6.0) | 1.0 | 11/12 |"
+    assert rows[3] == "| Lightning power | 1 of 2 | 200% | 3 | 1.2 | 0.3 | 0/2 |"
+    assert rows[4] == "| toma | 0 of 1 | none | 0, and 1 killed | none | none | 0/0 |"
 
 
 def test_a_search_that_found_nothing_is_counted_and_no_zero() -> None:
