@@ -53,6 +53,7 @@ def summary(record: dict[str, Any], titles: dict[str, str], *, reference: str = 
         titles: way -> what it is called.
         reference: the way whose search time is 1.
     """
+    has_oracle = any(one.get("oracle") for one in record.values())
     lines = ["| " + " | ".join(SUMMARY_HEAD) + " |", "|" + "---|" * len(SUMMARY_HEAD)]
     for way, title in titles.items():
         known = [one for one in record.values() if way in one["ways"]]
@@ -72,7 +73,7 @@ def summary(record: dict[str, Any], titles: dict[str, str], *, reference: str = 
             times.append(own / others if own and others else None)
         cells = [
             f"{sum(bool(_sizes([search])) for search in searches)} of {len(searches)}",
-            over_searches([share for share in shares if share], "{:.0%}".format),
+            over_searches([share for share in shares if share], "{:.0%}".format) if has_oracle else "not measured",
             f"{errors}" + (f", and {killed} killed" if killed else ""),
             over_searches([one for one in samples if one], "{:.1f}".format),
             over_searches([one for one in times if one], "{:.1f}".format),

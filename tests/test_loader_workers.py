@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -285,12 +286,20 @@ def test_unreadable_workers_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interrupt_ends_the_workers_and_goes_on() -> None:
-    # to this thread: the kernel may give it to any, and only this one's wait has to end
-    timer = threading.Timer(1.0, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
-    timer.start()
+    waiting = threading.get_ident()
+
+    def interrupt_it() -> None:
+        while not multiprocessing.active_children():  # amid a fork an interrupt is lost
+            time.sleep(0.05)
+        time.sleep(1.0)
+        # to that thread: the kernel may give it to any, and only that one's wait has to end
+        signal.pthread_kill(waiting, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt_it)
+    thread.start()
     with pytest.raises(KeyboardInterrupt) as interrupt:
         measure_workers([DataLoader(Waiting(), num_workers=1)], [2, 8])
-    timer.join()
+    thread.join()
     assert not multiprocessing.active_children()
     assert interrupt.traceback  # which still has the iterator
 

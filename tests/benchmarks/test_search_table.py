@@ -54,6 +54,8 @@ def test_each_way_over_all_workloads() -> None:
     assert rows[2] == "| BatchFinder | 4 of 4 | 70% (40% to 100%) | 0 | 4.2 (2.4 to 6.0) | 1.0 | 11/12 |"
     assert rows[3] == "| Lightning power | 1 of 2 | 200% | 3 | 1.2 | 0.3 | 0/2 |"
     assert rows[4] == "| toma | 0 of 1 | none | 0, and 1 killed | none | none | 0/0 |"
+    without = {name: {**known, "oracle": None} for name, known in RECORD.items()}
+    assert summary(without, TITLES).splitlines()[2].startswith("| BatchFinder | 3 of 3 | not measured | 0 |")
 
 
 def test_a_search_that_found_nothing_is_counted_and_no_zero() -> None:
