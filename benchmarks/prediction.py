@@ -2,7 +2,7 @@
 
 For each workload a fresh process searches; then, in a fresh process for each size, 20 steps of real training show the
 peak: at half and at nine tenths of the chosen size, which were never run, with the final lines, and at the chosen size,
-whose prediction is the one in the plan, from the lines fitted to the *other* sizes. A repeat is a search of its own
+whose prediction is the one in the plan, from the lines fitted to the *smaller* sizes. A repeat is a search of its own
 with trainings of its own.
 
 A model states one bound, the upper one, by which sizes are chosen ("above the upper bound"). What it adds to the lines,

@@ -124,9 +124,8 @@ class Ranks:
             raise
         except BaseException as error:
             if self.size > 1:
-                if (
-                    reason := self._left_behind()
-                ) is not None:  # this error is only what the other rank's end does here
+                reason = self._left_behind()
+                if reason is not None:  # then this error is only what the other rank's end does here
                     raise RankFailedError(reason) from error
                 self._tell(error)
             raise

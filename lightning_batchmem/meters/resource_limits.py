@@ -98,7 +98,8 @@ class ResourceLimits:
 class _MappedPeak:
     """The most that was mapped while it lived: sampled, since the kernel keeps no high-water mark of it.
 
-    Libraries map buffers that they hardly touch: those of a recurrent layer took a third of what was mapped.
+    Libraries map buffers that they hardly touch. Source: measured by hand, torch 2.13 (CPU), two layers of an LSTM at
+    140 samples: a step mapped 446 MiB more, of which 259 became resident.
     """
 
     def __init__(self, statm: KeptOpen) -> None:

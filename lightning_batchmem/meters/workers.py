@@ -13,10 +13,10 @@ import psutil
 import torch
 from torch import Tensor
 
+from lightning_batchmem.meters.resource_limits import KIB
+
 _RESOLUTION_BYTES = 2**20
 """By how much two workers that do the same may differ. Source: measured, samples of 4 KiB: less than 0.7 MiB."""
-
-_KIB = 1024  # "kB" in /proc/<pid>/status. Source: proc_pid_status(5)
 
 
 def weigh(batch: object) -> tuple[int, int]:
@@ -69,7 +69,7 @@ def _private_bytes(pid: int | None) -> tuple[int, int]:
     # Not the USS: pages of a mapped file that only this worker reads are private too, but clean, and given up at need.
     rest_bytes = sum(mapping.private_dirty for mapping in process.memory_maps())
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    peak, resident = (int(status[field].split()[0]) * _KIB for field in ("VmHWM", "VmRSS"))
+    peak, resident = (int(status[field].split()[0]) * KIB for field in ("VmHWM", "VmRSS"))
     # What it shares, and files that it maps, do not come and go: what the resident set lost since its peak was private.
     return rest_bytes, rest_bytes + max(0, peak - resident)
 
