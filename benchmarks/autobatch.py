@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.caps import Cap
 from benchmarks.watched import Watched, watched
-from lightning_batchmem.meters import Meter, meter_for
-from lightning_batchmem.meters.out_of_memory import is_out_of_memory
+from lightning_batchmem.devices import Meter, meter_for
+from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 
 SIZES = (1, 2, 4, 8, 16)
 SHARE = 0.6

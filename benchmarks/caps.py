@@ -25,8 +25,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.common import DEVICE_SHARE, GROUP_VARIABLE
 from benchmarks.workloads import WORKLOADS
-from lightning_batchmem.limits import limit_bytes
-from lightning_batchmem.records import MIB
+from lightning_batchmem.plan.memory_limit import limit_bytes
+from lightning_batchmem.plan.records import MIB
 
 START_BYTES = 450 * MIB
 """What a process holds after steps of two samples (measured, torch 2.13 on a CPU)."""

@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader
 from benchmarks.common import DEVICE_SHARE, machine, trainer_for
 from benchmarks.workloads import CLASSES, WORKLOADS, RandomSamples, Training, Workload
 from lightning_batchmem import BatchFinder, MemoryProfiler
-from lightning_batchmem.report.csv import NAME, read_rows
+from lightning_batchmem.report.figures import save
 from lightning_batchmem.report.images import figures
-from lightning_batchmem.report.plot import save
+from lightning_batchmem.report.step_csv import NAME, read_rows
 
 SAMPLES = 8192
 STEPS = 60

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 from benchmarks.common import DEVICE_SHARE, answer, in_fresh_process, machine, report, trainer_for
 from benchmarks.workloads import WORKLOADS, RandomSamples, module_for
 from lightning_batchmem import BatchFinder, MemoryProfiler
-from lightning_batchmem.records import MIB
+from lightning_batchmem.plan.records import MIB
 
 MODULE = "benchmarks.prediction"
 SHARES = (0.5, 0.9)

@@ -30,7 +30,7 @@ from torch.multiprocessing.spawn import start_processes
 from benchmarks.common import answer, in_fresh_process, machine, report
 from benchmarks.workloads import WORKLOADS, Training
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.ranks import Ranks
+from lightning_batchmem.measure.ranks import Ranks
 
 MODULE = "benchmarks.scaling"
 WORKLOAD = "convolution"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from benchmarks.common import described
 from benchmarks.workloads import WORKLOADS, Training
-from lightning_batchmem.meters.out_of_memory import is_out_of_memory
+from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 
 
 class Watched(Training):

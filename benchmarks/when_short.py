@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.common import DEVICE_SHARE, answer, in_fresh_process, machine, report
 from benchmarks.workloads import WORKLOADS, Training, Workload
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.meters import meter_for
-from lightning_batchmem.records import MIB
+from lightning_batchmem.devices import meter_for
+from lightning_batchmem.plan.records import MIB
 
 MODULE = "benchmarks.when_short"
 HOST_LIMIT = "700MiB"

@@ -2,8 +2,8 @@
 
 from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.memory_profiler import MemoryProfiler
-from lightning_batchmem.plan import Plan
-from lightning_batchmem.records import Line, MemoryModel, TimeModel, Trial
+from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.records import Line, MemoryModel, TimeModel, Trial
 
 __version__ = "0.1.0"
 

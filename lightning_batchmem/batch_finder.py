@@ -16,8 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from rich.console import Console
 
 from lightning_batchmem._lightning.checkpoint import callback_states, restored_after_setup
-from lightning_batchmem._lightning.evaluation import before_loaders, stage_loop
-from lightning_batchmem._lightning.loaders import (
+from lightning_batchmem._lightning.data_source import (
     DataSource,
     forget_train_loader,
     generators_of,
@@ -25,20 +24,21 @@ from lightning_batchmem._lightning.loaders import (
     train_source,
     validation_source,
 )
-from lightning_batchmem._lightning.progress import is_rehearsal
-from lightning_batchmem._lightning.state import KeptModule, RandomStates, record_before_optimizers
+from lightning_batchmem._lightning.evaluation import before_loaders, stage_loop
+from lightning_batchmem._lightning.module_state import KeptModule, RandomStates, record_before_optimizers
 from lightning_batchmem._lightning.strategies import check_strategy
-from lightning_batchmem.apply import apply_to_training, follow_up, look_before
-from lightning_batchmem.data import BatchSizeHome
-from lightning_batchmem.limits import check_positive, limit_bytes
-from lightning_batchmem.meters import Meter, device_name, meter_for
-from lightning_batchmem.plan import Plan
-from lightning_batchmem.probing import ProbingSearch
-from lightning_batchmem.ranks import Ranks, own_budget_bytes
-from lightning_batchmem.records import Objective, Refusal, mib
-from lightning_batchmem.report.plan import plan_table
-from lightning_batchmem.wishes import Wishes
-from lightning_batchmem.worst_case import WorstCase, check_worst_case
+from lightning_batchmem._lightning.trainer_state import is_rehearsal
+from lightning_batchmem.apply.batch_size import BatchSizeHome
+from lightning_batchmem.apply.training import apply_to_training, follow_up, look_before
+from lightning_batchmem.devices import Meter, device_name, meter_for
+from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes
+from lightning_batchmem.measure.worst_case import WorstCase, check_worst_case
+from lightning_batchmem.plan.memory_limit import check_positive, limit_bytes
+from lightning_batchmem.plan.options import Wishes
+from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.records import Objective, Refusal, mib
+from lightning_batchmem.report.plan_table import plan_table
+from lightning_batchmem.search import ProbingSearch
 
 _LIMIT_CHANGED = 0.1
 """Share by which the limit of a resumed run may differ before it is said; what a host has free is never the same."""

@@ -11,16 +11,16 @@ from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 from torch import Tensor
 
-from lightning_batchmem._lightning.progress import is_rehearsal, logging_step, logs_at_all
-from lightning_batchmem.meters import Meter, meter_for
-from lightning_batchmem.meters.out_of_memory import is_out_of_memory
-from lightning_batchmem.oom_snapshot import OomSnapshot
-from lightning_batchmem.plan import Plan
-from lightning_batchmem.report.csv import NAME
+from lightning_batchmem._lightning.trainer_state import is_rehearsal, logging_step, logs_at_all
+from lightning_batchmem.devices import Meter, meter_for
+from lightning_batchmem.devices.oom_snapshot import OomSnapshot
+from lightning_batchmem.devices.out_of_memory import is_out_of_memory
+from lightning_batchmem.measure.recorder import RunRecord
+from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.report.files import PLAN_NAME, check_writable, write_beside
+from lightning_batchmem.report.step_csv import NAME
 from lightning_batchmem.report.summary import Summary, summary_name
-from lightning_batchmem.report.table import show_summary
-from lightning_batchmem.run_record import RunRecord
+from lightning_batchmem.report.tables import show_summary
 
 
 class MemoryProfiler(Callback):

@@ -1,189 +1,347 @@
-"""Where a search stands, and the questions that are asked of it; pure arithmetic for :mod:`.decide`."""
+"""The searches: real steps at the sizes that :func:`.decide.decide` asks for, and nothing of them left afterwards."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
-from .effective import MicroBatch, micro_batch
-from .fit import lines_through, worst_per_size
-from .records import Bounds, MemoryModel, Trial
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from rich.console import Console
 
-NOTABLE = 0.02  # a gain below this share is not worth another probe ...
-NOTABLE_NOISE = 0.25  # ... nor one below this share of what the device cannot repeat (1.25 to 15 % on the host)
-NEVER_DEAR = 32  # samples
-NOTABLE_CEILING = 0.005  # the whole data set, or all that the user allows, is worth a probe for little
-NOTABLE_DEAR = 0.2  # ... nor one below this share where it makes the search dear; see :func:`notable_share`
-
-# Source of the two figures: measured by hand, torch 2.13 (CPU), the worst of 24 to 50 steps of training against the
-# first two, in five kinds of networks and examples/quickstart.py: the growth exceeded theirs by 1 to 28 %, which is up
-# to 0.9 of what had been loose (the prediction, from smaller sizes, was mostly above theirs); where tensors of more
-# than 32 MiB, which the heap does not hold, leave nothing loose, by 1 %.
-LOOSE_REPEATABILITY = 0.6  # of what is loose, by which another run may hold more
-FIRM_REPEATABILITY = 0.05  # of the growth, the least that is left for it
-
-RUN_SHARE = 0.75  # of what the device cannot repeat, that a size which was run still leaves room for
-
-
-@dataclass(frozen=True)
-class Search:
-    """Where the search stands.
-
-    Args:
-        trials: everything run so far, in the order in which it was run.
-        bounds: limit in bytes, range of sizes in samples, rounding and objective.
-        repeatability: share of the growth by which peaks at one size differ between runs.
-        lowest: smallest size that bounds and rounding allow, in samples.
-        highest: largest size that they allow, in samples.
-        good: the sizes that fit and lie below any that does not, smallest first.
-        failed_size: the smallest size that does not fit, in samples; ``None`` when all did.
-        over: the measurement at ``failed_size``, where it ran through.
-    """
-
-    trials: tuple[Trial, ...]
-    bounds: Bounds
-    repeatability: float
-    lowest: int
-    highest: int
-    good: list[Trial]
-    failed_size: int | None
-    over: Trial | None
-
-    @property
-    def best(self) -> Trial:
-        """The largest size that fits."""
-        return self.good[-1]
-
-    @property
-    def following(self) -> int:
-        """The next size above the best that the rounding allows, in samples."""
-        return rounded(self.best.batch_size + 1, self.bounds, up=True)
+from lightning_batchmem._lightning.data_source import pretend_loaded, validation_source
+from lightning_batchmem._lightning.evaluation import EvaluationLoop
+from lightning_batchmem._lightning.module_state import KeptModule, KeptTrainer, Loop, RandomStates
+from lightning_batchmem._lightning.run_step import begin_training
+from lightning_batchmem._lightning.strategies import (
+    is_synchronised,
+    processes_on_node,
+    steps_are_collective,
+    without_synchronisation,
+    wrap_again,
+)
+from lightning_batchmem._lightning.termination import sigterm_raises
+from lightning_batchmem.apply.batch_size import BatchSizeHome, Samples
+from lightning_batchmem.apply.loaders import StageLoaders, limited_batches
+from lightning_batchmem.apply.training import no_trace
+from lightning_batchmem.devices import Meter
+from lightning_batchmem.measure.breakdown import measure_parts, tensors_in
+from lightning_batchmem.measure.compiled import each_size_static
+from lightning_batchmem.measure.phases import PhaseMarks
+from lightning_batchmem.measure.ranks import Ranks, agreed, own_budget_bytes
+from lightning_batchmem.measure.stage_workers import UNBOUNDED_MAX_BATCH_SIZE, StageWorkers
+from lightning_batchmem.measure.steps import EvaluationSteps, Steps, TrainingSteps
+from lightning_batchmem.measure.trial import Looseness, StepWatcher, measure
+from lightning_batchmem.measure.validation import Validation
+from lightning_batchmem.plan.decide import FIRST_SIZE, decide
+from lightning_batchmem.plan.memory_limit import limit_bytes
+from lightning_batchmem.plan.options import Wishes
+from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.records import Bounds, Ceiling, Probe, Refusal, Trial, mib
+from lightning_batchmem.report.plan_table import SearchProgress
+from lightning_batchmem.report.tables import parts_text
 
 
-def look(trials: tuple[Trial, ...], bounds: Bounds, repeatability: float, lowest: int, highest: int) -> Search:
-    """Sort what was run into sizes that fit and sizes that do not; see :class:`Search` for the arguments."""
-    ran = worst_per_size(trials)
-    over = [trial for trial in ran if may_hold_bytes(trial, ran[0], repeatability) > bounds.limit_bytes]
-    failed = {trial.batch_size for trial in (*over, *(trial for trial in trials if trial.outcome != "ok"))}
-    failed_size = min(failed, default=None)
-    good = [trial for trial in ran if failed_size is None or trial.batch_size < failed_size]
-    measured = next((trial for trial in over if trial.batch_size == failed_size), None)
-    return Search(trials, bounds, repeatability, lowest, highest, good, failed_size, measured)
-
-
-def may_hold_bytes(trial: Trial, smallest: Trial, repeatability: float) -> float:
-    """What the same size may hold in another run: the measurement itself where the device repeats it exactly.
-
-    Where it does not, a few steps have not seen the worst: add by how much they differed, or most of the share of the
-    growth by which runs differ, whichever is more. Not all of it, as for a prediction: what came out above the line has
-    used up some of that.
-    """
-    if repeatability == 0:
-        return trial.held_bytes
-    unseen = RUN_SHARE * repeatability * (trial.held_bytes - smallest.held_bytes)
-    return trial.held_bytes + max(trial.noise_bytes, unseen)
-
-
-def repeatability_of(trials: Sequence[Trial], repeatability: float) -> float:
-    """Share of the growth by which peaks at one size may differ between runs, as the two largest sizes showed it.
+class ProbingSearch:
+    """One search over real steps, in a trainer that is lent for it.
 
     Args:
-        trials: everything run so far.
-        repeatability: of the device, where the trials do not say.
+        trainer: before its loop runs.
+        meter: of the device.
+        wishes: the user's.
+        random: the generators' states to rewind to.
+        kept_module: the module as it is to be again.
+
+    Attributes:
+        epoch_batches: batches of an epoch at the size that was found; ``inf`` when unknown.
     """
-    ran = worst_per_size(trials)
-    settled = ran[1:] or ran  # the smallest size was the first, and its share is that of a process that starts
-    shares = [trial.loose_share for trial in settled if trial.loose_share is not None]
-    if not repeatability or not shares:
-        return repeatability
-    return max(FIRM_REPEATABILITY, LOOSE_REPEATABILITY * max(shares[-2:]))
 
+    def __init__(
+        self, trainer: Trainer, meter: Meter, wishes: Wishes, random: RandomStates, kept_module: KeptModule
+    ) -> None:
+        self._trainer = trainer
+        self._kept_module = kept_module
+        self._meter = meter
+        self._wishes = wishes
+        self._random = random
+        self._marks, self._looseness = PhaseMarks(meter), Looseness(meter)
+        self._ranks = Ranks(trainer)
+        self._together = steps_are_collective(trainer)
+        shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
+        self._progress = SearchProgress(Console(), enabled=shown)
+        self._first = wishes.min_batch_size or FIRST_SIZE
+        self.epoch_batches = math.inf
 
-def surely_fits(search: Search) -> int:
-    """The largest size that fits whatever the growth with each sample is, by the largest measurement.
+    def training(self, home: BatchSizeHome) -> Plan | Refusal:
+        """Search with training steps, and validation as a phase of them where there is one.
 
-    Source: the peak is a maximum of ``a + b * size`` with ``a >= fixed`` (what lasts from step to step is there at each
-    moment), and for each of these ``a + b * k * size <= fixed + k * (a - fixed + b * size)``: k times the samples take
-    at most k times what a step holds beyond what is fixed.
-    """
-    size, fixed = search.best.batch_size, min(search.good[0].fixed_bytes, search.best.held_bytes)
-    grown = search.best.held_bytes - fixed + search.best.noise_bytes + 1
-    return max(size, int((search.bounds.limit_bytes - fixed) / (1 + search.repeatability)) * size // grown)
+        Args:
+            home: where the training batch size lives.
+        """
+        with self._ranks.together():
+            outcome = self._training(home)
+            wrap_again(self._trainer)
+        return outcome
 
+    def _training(self, home: BatchSizeHome) -> Plan | Refusal:
+        trainer, wishes = self._trainer, self._wishes
+        home.check()
+        with self._lent([home, replace(home, source=validation_source(trainer))], trainer.fit_loop) as lent:
+            loaders = home.loaders_for(self._first)
+            validation = self._validation(home)
+            val_loaders, val_batches = (validation.combined, validation.batches) if validation else (None, [])
+            pretend_loaded(trainer, loaders.combined, loaders.batches(self._first), val_loaders, val_batches)
+            if wishes.target_batch_size is not None:
+                trainer.accumulate_grad_batches = 2  # gradients are then alive in backward too
+            begin_training(trainer)
+            samples = Samples(loaders, wishes.worst_case)
+            steps = TrainingSteps(trainer, samples, loaders.batches)
+            workers = StageWorkers([*loaders.sized, *(validation.sized if validation else ())])
+            largest = loaders.largest_batch_size(trainer.limit_train_batches)
+            bounds = self._bounds(largest, workers, target_batch_size=wishes.target_batch_size)
 
-def without_noise(model: MemoryModel) -> MemoryModel:
-    """The same lines, as if every measurement was exact; what the device cannot repeat is left."""
-    return replace(model, lines={phase: replace(line, noise=0.0) for phase, line in model.lines.items()})
+            def probe(batch_size: int, warmup_steps: int, measured_steps: int) -> Trial:
+                home.write(batch_size)
+                trial = self.measure(steps, batch_size, bounds, warmup_steps, measured_steps)
+                trial = validation.beside(trial, bounds) if validation else trial
+                if trial.outcome == "out_of_memory":
+                    lent.lend_scaler()
+                return self._with_workers(trial, workers)
 
+            outcome = self._run(probe, bounds)
+            if isinstance(outcome, Refusal):
+                return self._explained(outcome, samples)
+            if is_synchronised(trainer):
 
-def largest_within(model: MemoryModel, within: float, low: int, high: int) -> int:
-    """The largest size up to ``high`` whose upper bound stays ``within`` bytes, or ``low``."""
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if model.upper_bytes(middle) <= within else (low, middle - 1)
-    return low
+                def check(batch_size: int) -> Trial:
+                    home.write(batch_size)
+                    return self._with_workers(self.measure(steps, batch_size, bounds, 1, 1, together=True), workers)
 
+                outcome = self._synchronised(outcome, bounds, probe, check)
+                if isinstance(outcome, Refusal):
+                    return self._explained(outcome, samples)
+            batches = limited_batches(loaders.batches(outcome.batch_size), trainer.limit_train_batches)
+            self.epoch_batches = min(on_rank for (on_rank,) in self._ranks.exchange(batches))
+            outcome = replace(outcome, notes=steps.growth_notes(outcome.batch_size))
+            return validation.completed(outcome) if validation else outcome
 
-def disagreement(search: Search) -> float:
-    """By which share of its growth the largest probe, noise aside, is off the lines fitted to the smaller ones."""
-    before, last = lines_through(search.good[:-1], search.repeatability), search.best
-    if before is None or before.lines.keys() != last.phase_peak_bytes.keys():
-        return math.inf
-    off = 0.0
-    for phase, line in before.lines.items():
-        expected, upper = line.at(last.batch_size), line.upper(last.batch_size)
-        off = max(off, abs(last.phase_peak_bytes[phase] - expected) - (upper - expected))
-    return off / max(1, last.peak_bytes - search.good[-2].peak_bytes)
+    def evaluation(self, home: BatchSizeHome, loop: EvaluationLoop) -> Plan | Refusal | None:
+        """Search with forward passes only.
 
+        Args:
+            home: where the stage's batch size lives.
+            loop: of the stage.
 
-def notable_share(search: Search, target: int) -> float:
-    """The gain, as a share of the best size, that makes ``target`` samples worth another probe.
+        Returns:
+            A plan or a refusal; ``None`` when the stage's loaders do not follow the size: it is the user's own.
+        """
+        with self._ranks.together(), self._lent([home], loop):
+            try:
+                loaders = home.loaders_for(self._first, may_be_fixed=True)
+            except ValueError as error:  # for training that is an error; this stage may not be what the finder is for
+                rank_zero_warn(str(error))
+                return None
+            return self.over(home, loaders, self.evaluation_steps(loaders, loop)) if loaders.follows else None
 
-    With two steps at each size, the samples pushed through the search stay within four times the size it ends with as
-    long as the sizes before it, the smallest aside, add up to no more than that size. Small sizes cost little whatever
-    their number, and there a few samples are a large share.
-    """
-    share = max(NOTABLE, NOTABLE_NOISE * search.repeatability)
-    dear = target > NEVER_DEAR and sum(trial.batch_size for trial in search.trials[1:]) > target
-    return max(share, NOTABLE_DEAR) if dear else share
+    def over(self, home: BatchSizeHome, loaders: StageLoaders, steps: EvaluationSteps) -> Plan | Refusal:
+        """Search with evaluation steps, in a trainer that has been lent."""
+        workers = StageWorkers(loaders.sized)
+        limit_batches = getattr(self._trainer, f"limit_{home.source.stage}_batches")
+        bounds = self._bounds(loaders.largest_batch_size(limit_batches), workers)
 
+        def probe(batch_size: int, warmup_steps: int, measured_steps: int) -> Trial:
+            home.write(batch_size)
+            trial = self.measure(steps, batch_size, bounds, warmup_steps, measured_steps)
+            return self._with_workers(trial, workers)
 
-def notable(search: Search, target: int) -> bool:
-    """Whether ``target`` samples are so many more than the best size that it is worth another probe."""
-    size = search.best.batch_size
-    share = NOTABLE_CEILING if target == search.highest else notable_share(search, target)
-    return target >= max(search.following, (1 + share) * size)
+        outcome = self._run(probe, bounds)
+        if isinstance(outcome, Refusal):
+            return outcome
+        return replace(outcome, notes=steps.growth_notes(outcome.batch_size))
 
+    def evaluation_steps(self, loaders: StageLoaders, loop: EvaluationLoop) -> EvaluationSteps:
+        """Steps of an evaluation, on samples of its own loaders."""
+        return EvaluationSteps(self._trainer, loop, loaders, Samples(loaders, self._wishes.worst_case))
 
-def size_range(bounds: Bounds) -> tuple[int, int]:
-    """Smallest and largest size that the rounding allows; the first is the larger one when there is none."""
-    lowest = rounded(max(1, bounds.min_batch_size), bounds, up=True)
-    highest = rounded(bounds.max_batch_size, bounds)
-    if bounds.multiple_of is None and bounds.min_batch_size <= bounds.max_batch_size and highest < lowest:
-        return bounds.max_batch_size, bounds.max_batch_size  # too narrow for a multiple of 8: the cap itself will do
-    return lowest, max(0, highest)
+    def measure(
+        self,
+        steps: Steps,
+        batch_size: int,
+        bounds: Bounds,
+        warmup_steps: int,
+        measured_steps: int,
+        *,
+        together: bool = False,
+    ) -> Trial:
+        """Run steps at one size; see :func:`.measure.measure`."""
+        together = together or self._together
+        with self._ranks.step_together() if together else without_synchronisation(self._trainer):
+            trial = measure(
+                steps,
+                self._meter,
+                self._marks,
+                self._looseness,
+                batch_size,
+                warmup_steps=warmup_steps,
+                measured_steps=measured_steps,
+                # several ranks take as many steps each, in case these have collectives that nobody sees
+                enough_bytes=bounds.limit_bytes if self._ranks.size == 1 else math.inf,
+                together=together,
+            )
+        return replace(trial, fixed_bytes=self._fixed_bytes())
 
+    def _fixed_bytes(self) -> int:
+        """What a step finds in use and leaves so, but for gradients, which Lightning frees before backward."""
+        trainer, meter = self._trainer, self._meter
+        meter.release_cached()
+        device = trainer.strategy.root_device
+        gradients_bytes = measure_parts(trainer.lightning_module, [], None, device, start_bytes=0).gradients_bytes
+        return max(0, meter.current().allocated_bytes - gradients_bytes)
 
-def rounded(size: int, bounds: Bounds, up: bool = False) -> int:
-    """Down (or up) to a size that is allowed: see ``multiple_of`` and ``target_batch_size`` of :class:`.Bounds`."""
-    if bounds.target_batch_size is not None:
-        allowed = micro_batches(bounds.target_batch_size, bounds.ranks, bounds.multiple_of)
-        if up:
-            return next((micro for micro in reversed(allowed) if micro >= size), max(size, *allowed) + 1)
-        return next((micro for micro in allowed if micro <= size), 0)
-    step = bounds.multiple_of or (8 if size >= 64 else 1)
-    return -(-size // step) * step if up else size // step * step
+    @contextmanager
+    def _lent(self, homes: Sequence[BatchSizeHome], loop: Loop) -> Iterator[KeptTrainer]:
+        with ExitStack() as stack:
+            watcher = StepWatcher(self._marks, self._looseness)
+            kept = stack.enter_context(no_trace(self._trainer, homes, self._random, self._kept_module, watcher, loop))
+            stack.enter_context(self._progress)
+            stack.enter_context(each_size_static())
+            stack.enter_context(sigterm_raises())  # gone before anything is put back
+            for handle in self._marks.watch(self._trainer.optimizers):
+                stack.callback(handle.remove)
+            yield kept
+        self._meter.release_cached()  # training starts as if nothing had been allocated before
 
+    def _run(
+        self, probe: Callable[[int, int, int], Trial], bounds: Bounds, trials_run: Sequence[Trial] = ()
+    ) -> Plan | Refusal:
+        trials = list(trials_run)
+        while isinstance(step := decide(trials, bounds, self._meter.repeatability), Probe):
+            self._progress.trying(step)
+            trials.append(agreed(probe(step.batch_size, *self._step_counts(step, trials)), self._ranks))
+            # somebody else may have filled the device meanwhile
+            budgets = self._ranks.exchange(own_budget_bytes(self._meter, self._trainer))
+            bounds = replace(bounds, limit_bytes=min(bounds.limit_bytes, *(int(budget) for (budget,) in budgets)))
+        return step
 
-@cache
-def micro_batches(target_batch_size: int, ranks: int, multiple_of: int | None) -> dict[int, MicroBatch]:
-    """The sizes of which a whole number makes the target, or nearly so, with how they do; the largest first."""
-    found: dict[int, MicroBatch] = {}
-    largest = target_batch_size // ranks
-    while largest >= (multiple_of or 1):
-        micro = micro_batch(target_batch_size, largest=largest, ranks=ranks, multiple_of=multiple_of)
-        found[micro.batch_size] = micro
-        largest = micro.batch_size - 1
-    return found
+    def _step_counts(self, step: Probe, trials: Sequence[Trial]) -> tuple[int, int]:
+        """How many steps warm up and how many are counted; two in all at each size but the smallest.
+
+        The first step of all creates the optimizer's state, the second is the first with gradients alive in forward.
+        Where the device does not repeat itself, a first step at a size says as much of the peak as any, the worst of
+        more steps is worse, and what may be the answer gets three where all samples that were pushed through are then
+        no more than four times as many.
+        """
+        if self._meter.repeatability == 0:
+            return (1, 1) if trials else (3, 5)
+        if not trials:
+            return 3, 2
+        if not step.may_be_last:
+            return 0, 2
+        pushed, last = sum(trial.samples_run for trial in trials), trials[-1]
+        micro_batches = last.samples_run // (last.full_steps * last.batch_size) if last.full_steps else 1
+        return 0, max(2, (4 * step.batch_size - pushed) // (micro_batches * step.batch_size))
+
+    def _with_workers(self, trial: Trial, workers: StageWorkers) -> Trial:
+        trial = replace(trial, worker_bytes=workers.bytes_at(trial.batch_size))
+        peaks = {phase: peak + self._shared(trial) for phase, peak in trial.phase_peak_bytes.items()}
+        return replace(trial, phase_peak_bytes=peaks)
+
+    def _shared(self, trial: Trial) -> int:
+        """What loader workers hold of the memory that is measured; on a device they bound the size, and no peak."""
+        return trial.worker_bytes if self._meter.name == "host" else 0
+
+    def _bounds(
+        self, largest_in_data: int | None, workers: StageWorkers, *, target_batch_size: int | None = None
+    ) -> Bounds:
+        wishes, budget = self._wishes, own_budget_bytes(self._meter, self._trainer)
+        wanted = limit_bytes(wishes.memory_limit, budget)
+        if wanted > budget:
+            rank_zero_warn(f"memory_limit={wishes.memory_limit!r} is more than the device can give, {mib(budget)}")
+        ceilings: list[tuple[int, Ceiling]] = [(wishes.max_batch_size or UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size")]
+        if largest_in_data is not None:
+            ceilings.append((largest_in_data, "dataset"))
+        if target_batch_size is not None:
+            ceilings.append((target_batch_size, "target_batch_size"))
+        if self._meter.name != "host":
+            processes = processes_on_node(self._trainer)
+            ceilings.append((workers.largest_in_host_memory(processes), "host memory"))
+        own = min(range(len(ceilings)), key=lambda index: ceilings[index][0])
+        told = self._ranks.exchange(min(wanted, budget), ceilings[own][0], own)
+        limits, largest_sizes, reasons = zip(*told, strict=True)  # the rank with the least of each decides
+        largest = int(min(largest_sizes))
+        reason = ceilings[int(reasons[largest_sizes.index(largest)])][1]
+        return Bounds(
+            limit_bytes=int(min(limits)),
+            min_batch_size=wishes.min_batch_size or min(FIRST_SIZE, largest),
+            max_batch_size=largest,
+            max_reason=reason,
+            multiple_of=wishes.multiple_of,
+            objective=wishes.objective,
+            target_batch_size=target_batch_size,
+            ranks=self._ranks.size,
+        )
+
+    def _synchronised(
+        self, plan: Plan, bounds: Bounds, probe: Callable[[int, int, int], Trial], check: Callable[[int], Trial]
+    ) -> Plan | Refusal:
+        """The plan, checked with steps in which the ranks exchange gradients; what these take is kept free for them.
+
+        Args:
+            plan: of steps that stay on their rank.
+            bounds: of the search.
+            probe: runs such steps.
+            check: runs steps that are synchronised, at a size.
+        """
+        room = bounds
+        while True:
+            checked = agreed(check(plan.batch_size), self._ranks)
+            if checked.held_bytes <= plan.limit_bytes:
+                measured_bytes = max(checked.held_bytes, plan.measured_peak_bytes or 0)
+                return replace(plan, limit_bytes=bounds.limit_bytes, measured_peak_bytes=measured_bytes)
+            alone = next(trial for trial in reversed(plan.trials) if trial.batch_size == plan.batch_size)
+            room = replace(room, limit_bytes=room.limit_bytes - max(1, checked.held_bytes - alone.held_bytes))
+            outcome = self._run(probe, room, plan.trials)
+            if isinstance(outcome, Refusal):
+                return outcome
+            plan = replace(outcome, limit_bytes=bounds.limit_bytes)
+
+    def _validation(self, home: BatchSizeHome) -> Validation | None:
+        """Validation beside training; ``None`` where there is none, or its loaders cannot be probed."""
+        if not self._trainer.enable_validation:
+            return None
+        name = self._wishes.eval_batch_arg_name
+        own_home = replace(home, source=validation_source(self._trainer), name=name or home.name)
+        if name is not None:
+            own_home.check()
+            return Validation(self, own_home, self._first, own=True)
+        try:
+            return Validation(self, own_home, self._first, own=False)
+        except ValueError as error:
+            rank_zero_warn(f"validation is no part of the search: {error}")
+            return None
+
+    def _explained(self, refusal: Refusal, samples: Samples) -> Refusal:
+        """The refusal with what the memory is made of, where something was run."""
+        if not refusal.trials:
+            return refusal
+        trial, trainer, meter = refusal.trials[-1], self._trainer, self._meter
+        meter.release_cached()  # what the host's heap keeps of the steps is activations, not the rest
+        parts = measure_parts(
+            trainer.lightning_module,
+            trainer.optimizers,
+            None,  # counted as it is on the host: to move it could run out of memory once more
+            trainer.strategy.root_device,
+            start_bytes=meter.current().allocated_bytes,
+            peak_bytes=trial.peak_bytes - self._shared(trial),
+        )
+        batch_bytes = sum(tensor.nbytes for tensor in tensors_in(samples.batch(trial.batch_size)[0]))
+        activations_bytes = max(0, parts.activations_bytes - batch_bytes)
+        parts = replace(parts, batch_bytes=batch_bytes, activations_bytes=activations_bytes)
+        held = f"At {trial.batch_size} samples the memory held {parts_text(parts)}"
+        if shared := self._shared(trial):
+            held += (
+                f", and up to {mib(shared)} in loader workers: fewer of them, or a smaller prefetch_factor, hold less"
+            )
+        return replace(refusal, reason=f"{refusal.reason} {held}.")

@@ -8,10 +8,10 @@ import math
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from lightning_batchmem.parts import Parts
-from lightning_batchmem.plan import Plan
-from lightning_batchmem.records import MIB, PHASES, Line, MemoryModel, TimeModel, Trial
-from lightning_batchmem.report.csv import Row
+from lightning_batchmem.measure.breakdown import Parts
+from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.records import MIB, PHASES, Line, MemoryModel, TimeModel, Trial
+from lightning_batchmem.report.step_csv import Row
 from lightning_batchmem.report.summary import Summary
 
 

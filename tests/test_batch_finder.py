@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
-from lightning_batchmem.meters.host import HostMeter
+from lightning_batchmem.devices.host import HostMeter
 from tests.lawful import MIB, SAMPLES, Lawful, Sizes, law
 
 
@@ -146,7 +146,7 @@ def test_objective_throughput_ends_at_a_smaller_size(fit: Any, fake_meter: Any, 
 def iter_clock(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> Callable[[int], None]:
     """Time that passes only when a step says so."""
     now = [0.0]
-    monkeypatch.setattr("lightning_batchmem.measure.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("lightning_batchmem.measure.trial.time.perf_counter", lambda: now[0])
 
     def advance(size: int) -> None:
         now[0] += seconds(size)

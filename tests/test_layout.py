@@ -1,10 +1,11 @@
-"""The rules about who may import what, and who may touch Lightning's private attributes."""
+"""Rules of the layout: who imports what, how large a file is, and who touches Lightning's private attributes."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,33 @@ import lightning_batchmem
 
 PACKAGE = Path(lightning_batchmem.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-CALLBACKS = {"lightning_batchmem.batch_finder", "lightning_batchmem.memory_profiler"}
-PURE = ("records", "plan", "fit", "search", "decide", "limits", "effective", "expected", "floors", "alarms")
+HEAVY = {"matplotlib", "tensorboard", "pynvml", "sklearn", "pandas"}
+
+# a file imports its own folder and folders of a lower number only
+LEVELS = {
+    "plan": 0,
+    "devices": 0,
+    "_lightning": 1,
+    "apply": 2,
+    "measure": 3,
+    "report": 4,
+    "search": 5,
+    "memory_profiler": 5,
+    "batch_finder": 6,
+    "__init__": 7,
+    "__main__": 8,
+}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(["lightning_batchmem", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def room(module: str) -> str:
+    return (module.split(".") + ["__init__"])[1]
 
 
 def imports_of(path: Path) -> set[str]:
@@ -27,23 +53,46 @@ def imports_of(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            names |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+            inside = {f"{module}.{alias.name}" for alias in node.names}
+            names |= inside & MODULES.keys() if inside & MODULES.keys() else {module}
     return names
 
 
-@pytest.mark.parametrize("name", PURE)
-def test_pure_modules_import_the_standard_library_and_each_other(name: str) -> None:
-    allowed = {"lightning_batchmem", *(f"lightning_batchmem.{pure}" for pure in PURE)}
-    for imported in imports_of(PACKAGE / f"{name}.py"):
-        top = imported.split(".")[0]
-        of_ours = any(imported == one or imported.startswith(f"{one}.") for one in allowed - {"lightning_batchmem"})
-        assert top in sys.stdlib_module_names or of_ours, imported
+GRAPH = {module: {name for name in imports_of(path) if name in MODULES} for module, path in MODULES.items()}
 
 
-def test_nothing_imports_the_callbacks_except_the_package_itself() -> None:
-    for path in FILES:
-        if path != PACKAGE / "__init__.py":
-            assert not imports_of(path) & CALLBACKS, path
+def test_every_import_goes_down() -> None:
+    wrong = [
+        f"{module} imports {imported}"
+        for module, imports in GRAPH.items()
+        for imported in imports
+        if room(module) != room(imported) and LEVELS[room(module)] <= LEVELS[room(imported)]
+    ]
+    assert not wrong
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    list(TopologicalSorter(GRAPH).static_order())  # raises CycleError
+
+
+def test_plan_imports_only_the_standard_library_and_itself() -> None:
+    paths = [path for module, path in MODULES.items() if room(module) == "plan"]
+    assert paths
+    for path in paths:
+        for imported in imports_of(path):
+            assert imported.split(".")[0] in sys.stdlib_module_names or room(imported) == "plan", f"{path}: {imported}"
+
+
+def test_the_top_level_has_at_most_six_modules_and_seven_folders() -> None:
+    modules = [path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]
+    folders = [path.parent for path in PACKAGE.glob("*/__init__.py")]
+    assert len(modules) <= 6, modules
+    assert len(folders) <= 7, folders
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_has_at_most_300_lines(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 300
 
 
 def test_lightnings_private_attributes_are_touched_in_one_folder_only() -> None:
@@ -63,9 +112,6 @@ def test_lightnings_private_attributes_are_touched_in_one_folder_only() -> None:
     assert not found
 
 
-HEAVY = {"matplotlib", "tensorboard", "pynvml", "sklearn", "pandas"}
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_nothing_heavy_is_imported_at_the_top_of_a_file(path: Path) -> None:
     """Lightning may have loaded such a package already, which the test in a process below cannot see."""
@@ -76,15 +122,15 @@ def test_nothing_heavy_is_imported_at_the_top_of_a_file(path: Path) -> None:
             assert (node.module or "").split(".")[0] not in HEAVY
 
 
-def test_importing_the_package_brings_in_nothing_heavy() -> None:
+def test_importing_the_package_loads_nothing_heavy_and_starts_no_cuda_context() -> None:
     program = """
 import sys
-import lightning.pytorch  # may bring in what it likes
+import lightning.pytorch  # may load what it likes
 before = set(sys.modules)
 import lightning_batchmem
 import torch
-brought = {name.split(".")[0] for name in set(sys.modules) - before}
-assert not brought & {"matplotlib", "tensorboard", "pynvml", "sklearn", "pandas"}, brought
+loaded = {name.split(".")[0] for name in set(sys.modules) - before}
+assert not loaded & {"matplotlib", "tensorboard", "pynvml", "sklearn", "pandas"}, loaded
 assert not torch.cuda.is_initialized()
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

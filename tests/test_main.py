@@ -19,7 +19,7 @@ import lightning_batchmem.batch_finder
 import lightning_batchmem.memory_profiler
 from lightning_batchmem import BatchFinder, MemoryProfiler
 from lightning_batchmem.__main__ import main
-from lightning_batchmem.report.csv import read_rows
+from lightning_batchmem.report.step_csv import read_rows
 from tests.lawful import MIB, Lawful, law
 
 SEARCH_FIGURES = ["memory_vs_batch_size.png", "throughput_vs_batch_size.png"]

@@ -13,9 +13,9 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-import lightning_batchmem.run_report
+import lightning_batchmem.report.reporter
+from lightning_batchmem.measure.breakdown import Parts
 from lightning_batchmem.memory_profiler import MemoryProfiler
-from lightning_batchmem.parts import Parts
 from tests.profiled import METRICS, MIB, Net, Recorder, Validated, csv_rows, data, rows, spike, trainer_for
 
 # ---------------------------------------------------------------------------------------------------- the CSV's rows
@@ -49,7 +49,7 @@ def test_every_step_is_a_row_with_the_peak_of_each_phase(tmp_path, meter):
 
 
 def test_limit_and_utilization_only_in_the_rows_in_which_they_were_asked(tmp_path, meter, monkeypatch):
-    monkeypatch.setattr(lightning_batchmem.run_report, "LIMIT_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(lightning_batchmem.report.reporter, "LIMIT_EVERY_SECONDS", 0.0)
     trainer_for(tmp_path, MemoryProfiler(), log_every_n_steps=3).fit(Net(), data())
     assert [bool(row["limit_mib"]) for row in csv_rows(tmp_path)] == [True, False, True, False, False, True]
     assert [bool(row["cpu_pct"]) for row in csv_rows(tmp_path)] == [False, False, True, False, False, True]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_batchmem.records import MIB
+from lightning_batchmem.plan.records import MIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem.report.csv import NAME
+from lightning_batchmem.report.step_csv import NAME
 
 PLAN_NAME = "batch_plan.json"
 

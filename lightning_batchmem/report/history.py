@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_batchmem.report.csv import Row
-from lightning_batchmem.report.steps import Step
+from lightning_batchmem.measure.step_record import Step
+from lightning_batchmem.report.step_csv import Row
 
 MOST_ROWS = 2000
 """How many rows are kept at most; a figure is 640 pixels wide."""

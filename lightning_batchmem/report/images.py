@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger
 
-from lightning_batchmem.plan import Plan
-from lightning_batchmem.report.csv import Row
+from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.report.figure import NothingToDrawError
-from lightning_batchmem.report.plot import (
+from lightning_batchmem.report.figures import (
     plot_composition,
     plot_memory_over_steps,
     plot_memory_vs_batch_size,
     plot_throughput_vs_batch_size,
 )
+from lightning_batchmem.report.step_csv import Row
 from lightning_batchmem.report.summary import Summary
 
 if TYPE_CHECKING:

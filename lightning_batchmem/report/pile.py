@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from lightning_batchmem.estimate import Estimate
-from lightning_batchmem.parts import Parts
+from lightning_batchmem.measure.breakdown import Parts
+from lightning_batchmem.measure.estimate import Estimate
 from lightning_batchmem.report.figure import (
     BLUE,
     FAR,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from lightning_batchmem.meters import Timer
-from lightning_batchmem.report.csv import BatchCsv
-from lightning_batchmem.report.steps import Step
+from lightning_batchmem.devices import Timer
+from lightning_batchmem.measure.step_record import Step
+from lightning_batchmem.report.step_csv import BatchCsv
 
 
 class RowQueue:

@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_batchmem.estimate import Estimate
-from lightning_batchmem.parts import Parts
+from lightning_batchmem.measure.breakdown import Parts
+from lightning_batchmem.measure.estimate import Estimate
 
 SUMMARY_NAME = "memory_summary.json"
 

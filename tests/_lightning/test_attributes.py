@@ -16,7 +16,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
 
 from lightning_batchmem._lightning.attributes import LARGEST_ARRAY_BYTES, KeptAttributes
-from lightning_batchmem._lightning.state import KeptModule
+from lightning_batchmem._lightning.module_state import KeptModule
 
 
 @dataclass

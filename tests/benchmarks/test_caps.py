@@ -15,7 +15,7 @@ MIB = 2**20
 IN_A_GROUP = """
 import json, torch
 from benchmarks.caps import Cap
-from lightning_batchmem.meters.cgroup import memory_headroom_bytes
+from lightning_batchmem.devices.cgroup import memory_headroom_bytes
 Cap("cgroup", 100 * 2**20).close(torch.device("cpu"))
 print(json.dumps(memory_headroom_bytes()), flush=True)
 held = b"x" * (200 * 2**20)

@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
 from benchmarks.prediction import STEPS, compared, figures, largest_samples, table, unprobed_sizes
-from lightning_batchmem.records import MIB
+from lightning_batchmem.plan.records import MIB
 
 
 def row(batch_size: int, *, predicted: float | None, upper: float | None, measured: float | None) -> dict[str, Any]:

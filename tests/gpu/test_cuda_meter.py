@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_batchmem.meters import meter_for
-from lightning_batchmem.meters.cuda import CudaMeter
-from lightning_batchmem.meters.nvml import nvml_utilization
-from lightning_batchmem.meters.out_of_memory import is_out_of_memory
+from lightning_batchmem.devices import meter_for
+from lightning_batchmem.devices.cuda import CudaMeter
+from lightning_batchmem.devices.nvml import nvml_utilization
+from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 
 MIB = 1 << 20
 
@@ -126,7 +126,7 @@ def test_readings_wait_for_nothing(meter: CudaMeter, device: torch.device) -> No
 def test_construction_starts_no_context() -> None:
     script = """if True:
         import torch
-        from lightning_batchmem.meters import meter_for
+        from lightning_batchmem.devices import meter_for
         meter = meter_for(torch.device("cuda:0"))
         meter.reset_peak()
         assert meter.peak().allocated_bytes == 0
@@ -161,7 +161,7 @@ def test_utilization_when_cuda_sees_one_device_by_uuid(device: torch.device) -> 
     script = """if True:
         import warnings
         import torch
-        from lightning_batchmem.meters.nvml import nvml_utilization
+        from lightning_batchmem.devices.nvml import nvml_utilization
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             reader = nvml_utilization(torch.device("cuda:0"))

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from lightning_batchmem.meters import Timer, timer_for
+from lightning_batchmem.devices import Timer, timer_for
 
 
 @pytest.fixture

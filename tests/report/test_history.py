@@ -3,9 +3,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_batchmem.phases import StepPeaks
+from lightning_batchmem.measure.phases import StepPeaks
+from lightning_batchmem.measure.step_record import Step
 from lightning_batchmem.report.history import MOST_ROWS, History
-from lightning_batchmem.report.steps import Step
 
 
 def step(number, peak_bytes, stage="train", reserved_bytes=None, limit_bytes=None):

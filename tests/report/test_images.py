@@ -17,8 +17,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lightning_batchmem.report.figures import plot_composition, plot_memory_over_steps
 from lightning_batchmem.report.images import figures, image_takers, log_images
-from lightning_batchmem.report.plot import plot_composition, plot_memory_over_steps
 from tests.drawn import PLAN, SUMMARY, row
 
 

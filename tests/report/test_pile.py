@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from matplotlib.figure import Figure
 
-from lightning_batchmem.estimate import Estimate
-from lightning_batchmem.parts import Parts
-from lightning_batchmem.records import MIB
-from lightning_batchmem.report.plot import plot_composition
+from lightning_batchmem.measure.breakdown import Parts
+from lightning_batchmem.measure.estimate import Estimate
+from lightning_batchmem.plan.records import MIB
+from lightning_batchmem.report.figures import plot_composition
 from tests.drawn import PARTS, SUMMARY, check_layout, labels, line
 
 GIB = 1024 * MIB

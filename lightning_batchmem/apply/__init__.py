@@ -1,0 +1,1 @@
+"""Set the batch size, gradient accumulation and learning rate."""

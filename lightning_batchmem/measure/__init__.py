@@ -1,0 +1,1 @@
+"""Run real steps and read the device."""

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from torchmetrics import MeanMetric
+
+from lightning_batchmem._lightning.module_state import KeptModule, KeptStorages, RandomStates
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
+)
+def test_storages_come_back_in_every_bit_and_in_place(dtype: torch.dtype) -> None:
+    tensor = torch.randn(7, 5).to(dtype)
+    before, address = tensor.clone(), tensor.data_ptr()
+    kept = KeptStorages(iter([tensor]))
+    tensor.zero_()
+    kept.write_back()
+    assert torch.equal(tensor, before)
+    assert tensor.data_ptr() == address
+
+
+def test_views_and_shared_storages_are_kept_once() -> None:
+    base = torch.arange(12.0)
+    kept = KeptStorages(iter([base[3:7], base.view(3, 4).t(), base]))
+    assert len(kept._on_host) == 1
+    base.fill_(-1)
+    kept.write_back()
+    assert torch.equal(base, torch.arange(12.0))
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.integers(0, 2_000_000), min_size=1, max_size=4))
+def test_any_sizes(lengths: list[int]) -> None:
+    tensors = [torch.randint(255, (length,), dtype=torch.uint8) for length in lengths]
+    before = [tensor.clone() for tensor in tensors]
+    kept = KeptStorages(iter(tensors))
+    for tensor in tensors:
+        tensor.add_(1)
+    kept.write_back()
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+def test_the_copy_is_no_visible_file_and_no_resident_memory() -> None:
+    from lightning_batchmem.devices.host import HostMeter
+
+    meter = HostMeter()
+    tensor = torch.ones(64 * 2**20, dtype=torch.uint8)
+    before = set(os.listdir("/tmp"))
+    resident = meter.current().allocated_bytes
+    kept = KeptStorages(iter([tensor]))
+    assert meter.current().allocated_bytes - resident < 8 * 2**20
+    assert set(os.listdir("/tmp")) <= before
+    kept.write_back()
+
+
+class Deep(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        self.layers[1].eval()
+        self.tied = nn.Linear(3, 3)
+        self.tied.weight = self.layers[0].weight
+        self.register_buffer("hidden", torch.zeros(2), persistent=False)
+        self.metric = MeanMetric()
+        self.memory: list[Any] = [1, [2, 3]]
+        self.alias = self.memory
+        self.average = torch.ones(3)
+        self.data = TensorDataset(torch.zeros(4))
+
+
+def disturb(module: Deep) -> None:
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            tensor.add_(1)
+    module.layers[0].weight.requires_grad_(False)
+    module.layers[0].bias.data = torch.zeros(3)
+    module.layers[1].train()
+    module.tied.bias.grad = torch.ones(3)
+    module.hidden = torch.full((2,), 7.0)
+    module.metric.update(torch.tensor(5.0))
+    module.memory[1].append(4)
+    module.average += 1
+    module.added = "new"
+    module.layers.register_forward_hook(lambda *_: None)
+    module.register_buffer("late", torch.zeros(1))
+    del module.alias
+
+
+def test_a_module_is_put_back_whatever_a_step_does_to_it() -> None:
+    module, reference = Deep(), Deep()
+    reference.load_state_dict(module.state_dict())
+    called: list[int] = []
+    handle = module.layers.register_forward_pre_hook(lambda *_: called.append(1))
+    memory, hidden = module.memory, module.hidden
+    kept = KeptModule(module)
+    disturb(module)
+    kept.put_back()
+    assert module.state_dict().keys() == reference.state_dict().keys()
+    assert all(
+        torch.equal(a, b) for a, b in zip(module.state_dict().values(), reference.state_dict().values(), strict=True)
+    )
+    assert module.tied.weight is module.layers[0].weight
+    assert module.layers[0].weight.requires_grad
+    assert [m.training for m in module.modules()] == [m.training for m in reference.modules()]
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert module.hidden is hidden
+    assert torch.equal(hidden, torch.zeros(2))
+    assert module.metric.update_count == 0
+    assert module.memory is memory
+    assert module.alias is memory
+    assert memory == [1, [2, 3]]
+    assert torch.equal(module.average, torch.ones(3))
+    assert not hasattr(module, "added")
+    assert not module.layers._forward_hooks
+    module.layers(torch.zeros(2, 3))
+    handle.remove()  # the table that the handle refers to is still the module's
+    module.layers(torch.zeros(2, 3))
+    assert called == [1]
+
+
+def test_gradients_from_an_earlier_fit_come_back() -> None:
+    module = Deep()
+    module.tied.bias.grad = torch.full((3,), 2.0)
+    kept = KeptModule(module)
+    module.zero_grad()
+    kept.put_back()
+    assert torch.equal(module.tied.bias.grad, torch.full((3,), 2.0))
+
+
+def test_a_lazy_parameter_is_refused() -> None:
+    class Lazy(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LazyLinear(3)
+
+    with pytest.raises(ValueError, match=r"lazy parameter 'layer\.weight'"):
+        KeptModule(Lazy())
+
+
+def test_random_states_rewind() -> None:
+    import random
+
+    import numpy as np
+
+    def draw() -> tuple[float, float, Tensor]:
+        return random.random(), float(np.random.random()), torch.rand(2)
+
+    states = RandomStates()
+    first = draw()
+    states.rewind()
+    second = draw()
+    assert first[:2] == second[:2]
+    assert torch.equal(first[2], second[2])

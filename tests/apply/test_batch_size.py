@@ -1,0 +1,487 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lightning_batchmem._lightning.data_source import (
+    loader_batch_size,
+    set_loader_batch_size,
+    stage_source,
+    train_source,
+    validation_source,
+)
+from lightning_batchmem.apply.batch_size import BatchSizeHome, Samples, StageLoaders
+
+
+class Numbers(Dataset):
+    """Samples that say which data set they are of."""
+
+    def __init__(self, tag: int = 0, length: int = 60, elements: int = 1) -> None:
+        self.tag = tag
+        self.length = length
+        self.elements = elements
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((self.elements,), self.tag)
+
+
+def loader(batch_size: int | None = 1, tag: int = 0, **arguments: Any) -> DataLoader[Any]:
+    return DataLoader(Numbers(tag), batch_size=batch_size, **arguments)
+
+
+class Module(LightningModule):
+    """``train`` and ``val`` make loaders of a batch size."""
+
+    def __init__(
+        self,
+        train: Callable[[int], Any] | None = None,
+        val: Callable[[int], Any] | None = None,
+        name: str = "batch_size",
+    ) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.name = name
+        setattr(self, name, 32)
+        self.makes = {"train": train, "val": val}
+        self.asked: list[str] = []
+        self.trained: list[Any] = []
+
+    def made(self, stage: str) -> Any:
+        self.asked.append(stage)
+        make = self.makes[stage]
+        assert make is not None
+        return make(getattr(self, self.name))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.trained.append(batch)
+        return sum(parameter.sum() for parameter in self.parameters())  # type: ignore[return-value]
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class WithHooks(Module):
+    def train_dataloader(self) -> Any:
+        return self.made("train")
+
+    def val_dataloader(self) -> Any:
+        return self.made("val")
+
+
+class Nameless(Module):
+    """Has no attribute for the size."""
+
+    def __init__(self) -> None:
+        super().__init__(name="unused")
+        del self.unused
+
+
+class Look(Callback):
+    def __init__(self, look: Callable[[Trainer, LightningModule], Any]) -> None:
+        self._look = look
+        self.seen: list[Any] = []
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen.append(self._look(trainer, pl_module))
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen.append(self._look(trainer, pl_module))
+
+
+def in_run(
+    look: Callable[[Trainer, LightningModule], Any], module: LightningModule, *, run: str = "fit", **data: Any
+) -> Any:
+    """What ``look`` finds when a real run starts, which then trains a batch."""
+    callback = Look(look)
+    trainer = Trainer(
+        callbacks=[callback],
+        max_epochs=1,
+        limit_train_batches=1,
+        limit_val_batches=0 if run == "fit" and "val_dataloaders" not in data else 1,
+        num_sanity_val_steps=0,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    getattr(trainer, run)(module, **data)
+    return callback.seen[0]
+
+
+def train_loaders(module: LightningModule, batch_size: int, **data: Any) -> StageLoaders:
+    def look(trainer: Trainer, module: LightningModule) -> StageLoaders:
+        home = BatchSizeHome(trainer, module, "batch_size", train_source(trainer))
+        home.check()
+        put_back = home.keep()
+        loaders = home.loaders_for(batch_size)
+        put_back()
+        return loaders
+
+    loaders: StageLoaders = in_run(look, module, **data)
+    return loaders
+
+
+def val_loaders(module: LightningModule, batch_size: int, name: str = "batch_size", **data: Any) -> StageLoaders:
+    def look(trainer: Trainer, module: LightningModule) -> StageLoaders:
+        home = BatchSizeHome(trainer, module, name, validation_source(trainer))
+        return home.loaders_for(batch_size, may_be_fixed=True)
+
+    loaders: StageLoaders = in_run(look, module, **data)
+    return loaders
+
+
+def sizes_at(loaders: StageLoaders, batch_size: int) -> list[int]:
+    return [one.size_at(batch_size) for one in loaders.sized]
+
+
+# Which sizes follow
+
+
+def test_a_single_loader_is_asked_for_once() -> None:
+    asked: list[int] = []
+    module = WithHooks(lambda size: (asked.append(size), loader(size))[1])
+    loaders = train_loaders(module, 3)
+    assert asked == [3, 3]  # the second one is Lightning's own
+    assert loaders.follows
+    assert sizes_at(loaders, 7) == [7]
+
+
+def test_several_loaders_follow_the_size_each_in_its_way() -> None:
+    asked: list[int] = []
+
+    def make(size: int) -> Any:
+        asked.append(size)
+        return {"same": loader(size), "more": [loader(4 * size), loader(5)]}
+
+    module = WithHooks(make)
+    loaders = train_loaders(module, 3)
+    assert asked[:2] == [3, 6]
+    assert module.batch_size == 3
+    assert [loader_batch_size(one.loader) for one in loaders.sized] == [3, 12, 5]
+    assert loaders.follows
+    assert sizes_at(loaders, 10) == [10, 40, 5]
+    assert loaders.batches(10) == 12
+    assert loaders.largest_batch_size(1.0) == 15
+
+
+def test_a_datamodule_is_asked_too() -> None:
+    class Data(LightningDataModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batch_size = 4
+
+        def train_dataloader(self) -> Any:
+            return [loader(self.batch_size), loader(2)]
+
+    assert sizes_at(train_loaders(Nameless(), 3, datamodule=Data()), 9) == [9, 2]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda size: loader(32), r"train_dataloader must use `batch_size`, got a loader of batch size 32 after"),
+        (lambda size: loader(4 * size), r"train_dataloader must use `batch_size`, got a loader of batch size 12 after"),
+        (
+            lambda size: [loader(4), loader(5)],
+            r"must use `batch_size` in one loader at least, got .* sizes 4, 5 whatever",
+        ),
+        (
+            lambda size: [loader(size + 1), loader(size)],
+            r"times a number, got 4, 3 after batch_size .* 3, and 7, 6 at 6",
+        ),
+        (lambda size: [loader(size)] * size, r"times a number, got 3, 3, 3 after .* and 6, 6, 6, 6, 6, 6 at 6"),
+        (
+            lambda size: [loader(size), loader(None)],
+            r"of train_dataloader must have a batch size .* got batch_size=None",
+        ),
+        (lambda size: DataLoader(Numbers(), batch_sampler=[[0], [1, 2]]), r"must have .* got the batch sampler list"),
+    ],
+)
+def test_what_does_not_follow_is_said(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train_loaders(WithHooks(make), 3)
+
+
+def test_without_an_attribute_there_is_nowhere_to_set_the_size() -> None:
+    with pytest.raises(ValueError, match=r"batch_arg_name must name an attribute .* got 'batch_size'"):
+        train_loaders(Nameless(), 3, datamodule=LightningDataModule.from_datasets(Numbers()))
+
+
+@pytest.mark.parametrize(
+    ("make", "at_nine"),
+    [
+        (lambda size: loader(size), [9]),
+        (lambda size: loader(2 * size), [18]),
+        (lambda size: [loader(size), loader(7)], [9, 7]),
+        (lambda size: loader(5), None),
+        (lambda size: [loader(5), loader(7)], None),
+    ],
+)
+def test_validation_loaders_may_have_sizes_of_their_own(make: Any, at_nine: list[int] | None) -> None:
+    loaders = val_loaders(WithHooks(loader, make), 3)
+    assert loaders.follows == (at_nine is not None)
+    assert sizes_at(loaders, 9) == (at_nine or [loader_batch_size(one.loader) for one in loaders.sized])
+    assert (loaders.largest_batch_size(1.0) is None) == (at_nine is None)
+
+
+def test_a_size_that_equals_the_one_asked_for_by_chance_follows_nothing() -> None:
+    """Where there is no attribute to follow."""
+    assert not val_loaders(WithHooks(loader, lambda size: loader(3)), 3, name="eval_batch_size").follows
+
+
+def test_a_validation_loader_that_cannot_be_probed_is_said() -> None:
+    with pytest.raises(ValueError, match=r"loaders of val_dataloader must have .* got batch_size=None"):
+        val_loaders(WithHooks(loader, lambda size: loader(None)), 3)
+
+
+# Loaders that are passed
+
+
+def test_the_sizes_of_loaders_that_are_passed_are_set_and_put_back() -> None:
+    passed = [loader(4), {"b": loader(4)}]
+    module = Nameless()
+    loaders = train_loaders(module, 3, train_dataloaders=passed)
+    assert loaders.follows
+    assert sizes_at(loaders, 7) == [7, 7]
+    assert [loader_batch_size(one.loader) for one in loaders.sized] == [4, 4]
+    assert len(module.trained[0][0]) == len(module.trained[0][1]["b"]) == 4
+
+
+def test_an_attribute_is_kept_in_step_with_a_loader_that_is_passed() -> None:
+    module = Module()
+    passed = loader(4)
+
+    def look(trainer: Trainer, module: LightningModule) -> None:
+        BatchSizeHome(trainer, module, "batch_size", train_source(trainer)).write_for_good(6)
+
+    in_run(look, module, train_dataloaders=passed)
+    assert module.batch_size == loader_batch_size(passed) == len(module.trained[0]) == 6
+
+
+def test_passed_loaders_of_different_sizes_are_refused_and_stay_as_they_are() -> None:
+    passed = [loader(4), loader(8), loader(4)]
+    message = r"passed must have one batch size, got 4, 8; build them in train_dataloader .* batch_size=self.batch_size"
+    with pytest.raises(ValueError, match=message):
+        train_loaders(Module(), 3, train_dataloaders=passed)
+    assert [loader_batch_size(one) for one in passed] == [4, 8, 4]
+
+
+def test_keeping_puts_back_different_sizes_too() -> None:
+    passed = [loader(4), loader(8)]
+
+    def look(trainer: Trainer, module: LightningModule) -> None:
+        put_back = BatchSizeHome(trainer, module, "batch_size", train_source(trainer)).keep()
+        for one in passed:
+            vars(one)["batch_size"] = one.batch_sampler.batch_size = 2  # type: ignore[union-attr]
+        put_back()
+
+    in_run(look, Module(), train_dataloaders=passed)
+    assert [(one.batch_size, one.batch_sampler.batch_size) for one in passed] == [(4, 4), (8, 8)]  # type: ignore[union-attr]
+
+
+def test_validation_loaders_passed_to_fit_keep_their_sizes() -> None:
+    passed = [loader(4), loader(8)]
+    loaders = val_loaders(Module(), 3, train_dataloaders=loader(2), val_dataloaders=passed)
+    assert not loaders.follows
+    assert sizes_at(loaders, 9) == [loader_batch_size(one) for one in passed] == [4, 8]
+
+
+@pytest.mark.parametrize("may_be_fixed", [False, True])
+def test_loaders_passed_to_a_stage_of_its_own_are_set(may_be_fixed: bool) -> None:
+    passed = [loader(4), loader(4)]
+
+    def look(trainer: Trainer, module: LightningModule) -> StageLoaders:
+        home = BatchSizeHome(trainer, module, "batch_size", stage_source(trainer))
+        return home.loaders_for(3, may_be_fixed=may_be_fixed)
+
+    assert in_run(look, Nameless(), run="test", dataloaders=passed).follows
+    assert [loader_batch_size(one) for one in passed] == [3, 3]
+
+
+class Special(DataLoader):
+    """A subclass with arguments of its own, which Lightning could not build anew."""
+
+    def __init__(self, secret: int, *, size: int, **arguments: Any) -> None:
+        super().__init__(Numbers(length=10), batch_size=size, **arguments)
+        self.secret = secret
+
+
+class Backwards(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9, 2, -1))
+
+    def __len__(self) -> int:
+        return 7
+
+
+def greet(worker: int) -> None:
+    """Runs in a worker."""
+
+
+def together(samples: list[Tensor]) -> Tensor:
+    return torch.cat(samples)
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
+def test_all_else_of_a_loader_that_is_passed_survives() -> None:
+    given: dict[str, Any] = {
+        "sampler": Backwards(),
+        "generator": torch.Generator().manual_seed(3),
+        "worker_init_fn": greet,
+        "collate_fn": together,
+        "pin_memory": True,
+        "num_workers": 1,
+        "persistent_workers": True,
+        "drop_last": True,
+    }
+    passed = Special(7, size=4, **given)
+    random = given["generator"].get_state()
+    before = dict(vars(passed))
+    trained = Module()
+
+    def look(trainer: Trainer, module: LightningModule) -> None:
+        home = BatchSizeHome(trainer, module, "batch_size", train_source(trainer))
+        put_back = home.keep()
+        loaders = home.loaders_for(2)
+        Samples(loaders)
+        assert loaders.batches(2) == 3
+        assert loaders.largest_batch_size(1.0) == 7
+        put_back()
+        assert vars(passed) == before
+        assert torch.equal(given["generator"].get_state(), random)
+        home.write_for_good(3)
+
+    in_run(look, trained, train_dataloaders=passed)
+    assert passed.secret == 7
+    assert {name: getattr(passed, name) for name in given} == given
+    assert len(passed) == 2
+    assert len(trained.trained[0]) == 3
+    passed._iterator = None  # its worker ends
+
+
+# Batches of any size
+
+
+def both(size: int) -> Any:
+    return {"a": loader(size, tag=1), "b": [loader(3, tag=2), loader(2 * size, tag=3)]}
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
+def test_a_batch_has_the_collection_of_the_loaders(mode: Any) -> None:
+    samples = Samples(train_loaders(WithHooks(lambda size: CombinedLoader(both(size), mode)), 2))
+    assert samples.round == 1
+    batch, loader_index = samples.batch(5, 1)
+    assert loader_index == 0
+    assert batch["a"].flatten().tolist() == [1] * 5
+    assert [one.flatten().tolist() for one in batch["b"]] == [[2] * 3, [3] * 10]
+
+
+def test_in_a_sequence_the_loaders_come_in_turn() -> None:
+    samples = Samples(val_loaders(WithHooks(loader, both), 2))
+    assert samples.round == 3
+    batches = [samples.batch(5, index) for index in range(4)]
+    assert [loader_index for _, loader_index in batches] == [0, 1, 2, 0]
+    assert [batch.flatten().tolist() for batch, _ in batches] == [[1] * 5, [2] * 3, [3] * 10, [1] * 5]
+
+
+def test_a_single_loader_gives_plain_batches() -> None:
+    samples = Samples(train_loaders(WithHooks(loader), 2))
+    assert samples.round == 1
+    batch, loader_index = samples.batch(40, 7)
+    assert batch.shape == (40, 1)
+    assert loader_index == 0
+    assert len(samples.batch(100)[0]) == 60  # all that there are
+
+
+def test_batches_are_what_the_run_itself_gets() -> None:
+    module = WithHooks(both)
+    batch, _ = Samples(train_loaders(module, 2)).batch(2)
+    real = module.trained[0]
+    assert batch["a"].shape == real["a"].shape
+    assert [one.shape for one in batch["b"]] == [one.shape for one in real["b"]]
+
+
+class Ragged(Numbers):
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((self.elements if index else 4 * self.elements,), self.tag)
+
+
+def ragged(tag: int, elements: int) -> DataLoader[Any]:
+    return DataLoader(Ragged(tag, 60, elements), batch_size=2, collate_fn=torch.nn.utils.rnn.pad_sequence)
+
+
+def passed_loaders(*loaders: DataLoader[Any]) -> StageLoaders:
+    return train_loaders(Nameless(), 2, train_dataloaders=list(loaders))
+
+
+def test_each_loader_has_a_largest_sample_of_its_own() -> None:
+    loaders = passed_loaders(ragged(1, 5), ragged(2, 3))
+    for worst_case in ("longest", len):
+        batch, _ = Samples(loaders, worst_case).batch(3)  # type: ignore[arg-type]
+        assert [one.shape for one in batch] == [(20, 3), (12, 3)]
+        assert (batch[0] == 1).all()  # not padded: each of them is the largest
+    shortest, _ = Samples(loaders, lambda sample: -len(sample)).batch(3)
+    assert [one.shape for one in shortest] == [(5, 3), (3, 3)]
+
+
+def test_samples_of_many_sizes_are_said_once() -> None:
+    loaders = passed_loaders(ragged(1, 5), ragged(2, 3))
+    with pytest.warns(UserWarning, match=r"the largest of 32 .* has 20 elements, the median 5, ") as caught:
+        Samples(loaders)
+    assert len(caught) == 1
+    Samples(loaders, "longest")  # no word: warnings are errors here
+    Samples(passed_loaders(loader(2), loader(2)))
+
+
+class MadeBefore:
+    """A batch sampler whose batches do not follow its size."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self.batches = [list(range(start, start + batch_size)) for start in range(0, 40, batch_size)]
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class ReadOnly(MadeBefore):
+    @property
+    def batch_size(self) -> int:
+        return 4
+
+    @batch_size.setter
+    def batch_size(self, size: int) -> None:
+        raise AttributeError("it is fixed")
+
+    def __init__(self) -> None:
+        self.batches = [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "said"),
+    [
+        (MadeBefore(4), "must make batches of its batch_size, got one of 4 samples after it was set to 8"),
+        (ReadOnly(), "must let its batch_size be set, got it is fixed"),
+    ],
+)
+def test_a_batch_sampler_that_does_not_follow_is_said(sampler: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        set_loader_batch_size(DataLoader(Numbers(), batch_sampler=sampler), 8)

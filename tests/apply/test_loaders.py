@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+
+from lightning_batchmem.apply.loaders import SizedLoader, StageLoaders, count_samples
+
+MODES = ["min_size", "max_size", "max_size_cycle", "sequential"]
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(range(100))
+
+
+class SizedStream(Stream):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def test_count_samples() -> None:
+    dataset = TensorDataset(torch.zeros(10, 1))
+    assert count_samples(DataLoader(dataset, batch_size=3)) == 10
+    assert count_samples(DataLoader(dataset, batch_size=3, sampler=[1, 2, 3, 4])) == 4
+    batches = BatchSampler(SequentialSampler(range(7)), batch_size=3, drop_last=False)
+    assert count_samples(DataLoader(dataset, batch_sampler=batches)) == 7
+    assert count_samples(DataLoader(Stream(), batch_size=3)) is None
+
+    assert count_samples(DataLoader(SizedStream(6), batch_size=4)) == 6
+
+
+def loader_of(samples: int, batch_size: int, drop_last: bool, kind: str) -> DataLoader[Any]:
+    dataset = TensorDataset(torch.zeros(samples, 1))
+    if kind == "stream":
+        return DataLoader(SizedStream(samples), batch_size=batch_size, drop_last=drop_last)
+    if kind == "batch_sampler":
+        return DataLoader(dataset, batch_sampler=BatchSampler(SequentialSampler(dataset), batch_size, drop_last))
+    return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last)
+
+
+@st.composite
+def leaves(draw: st.DrawFn) -> tuple[int, bool, str, int | None, int]:
+    """Samples, drop_last, kind, times the batch size or None for fixed, fixed size."""
+    return (
+        draw(st.integers(1, 40)),
+        draw(st.booleans()),
+        draw(st.sampled_from(["plain", "batch_sampler", "stream"])),
+        draw(st.sampled_from([1, 1, 2, 3, None])),
+        draw(st.integers(1, 8)),
+    )
+
+
+STAGES = st.tuples(st.lists(leaves(), min_size=1, max_size=3), st.sampled_from(MODES), st.integers(1, 4))
+LIMITS = st.one_of(st.integers(1, 50), st.just(1.0), st.floats(0.01, 1.0))
+
+
+def stage_at(stage: Any, batch_size: int) -> StageLoaders:
+    """The stage as a project builds it at ``batch_size``."""
+    made, mode, _ = stage
+    sized = []
+    for samples, drop_last, kind, times, fixed in made:
+        size = fixed if times is None else times * batch_size
+        loader = loader_of(samples, size, drop_last, kind)
+        sized.append(SizedLoader(loader, size, None if times is None else batch_size))
+    return StageLoaders(CombinedLoader([one.loader for one in sized], mode), tuple(sized))
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+@given(stage=STAGES, batch_size=st.integers(1, 50))
+@settings(deadline=None)
+def test_batches_are_those_of_lightning(stage: Any, batch_size: int) -> None:
+    loaders = stage_at(stage, batch_size)
+    expected = len(iter(loaders.combined))  # type: ignore[arg-type]
+    assert stage_at(stage, stage[2]).batches(batch_size) == expected  # asked at another size
+    assert loaders.batches(batch_size) == expected
+
+
+@given(stage=STAGES, limit=LIMITS)
+@settings(deadline=None)
+def test_the_largest_size_is_the_largest_that_lightning_trains_a_full_batch_of(stage: Any, limit: int | float) -> None:
+    def trains(batch_size: int) -> bool:
+        at_size = stage_at(stage, batch_size)
+        follow = [one for one in at_size.sized if one.requested_at is not None]
+        if any(one.size > count_samples(one.loader) for one in follow):  # type: ignore[operator]
+            return False
+        try:
+            limits = [_parse_num_batches(RunningStage.TRAINING, len(one.loader), limit) for one in follow]
+        except MisconfigurationException:
+            return False
+        return all(limit > 0 for limit in limits)
+
+    loaders = stage_at(stage, stage[2])
+    if not loaders.follows:
+        assert loaders.largest_batch_size(limit) is None
+        return
+    expected = max((size for size in range(1, 42) if trains(size)), default=1)
+    assert loaders.largest_batch_size(limit) == expected
+
+
+def test_streams_have_no_bound_and_no_end() -> None:
+    stream = SizedLoader(DataLoader(Stream(), batch_size=4), 4, 4)
+    sized = SizedLoader(loader_of(40, 4, False, "plain"), 4, 4)
+    alone = StageLoaders(CombinedLoader([stream.loader]), (stream,))
+    assert alone.largest_batch_size(1.0) is None
+    assert alone.follows
+    for mode, batches in zip(MODES, [10, math.inf, math.inf, math.inf], strict=True):
+        both = StageLoaders(CombinedLoader([stream.loader, sized.loader], mode), (stream, sized))  # type: ignore[arg-type]
+        assert both.largest_batch_size(1.0) == 40
+        assert both.batches(4) == batches
+
+
+@pytest.mark.parametrize(("limit", "largest"), [(1.0, 100), (5, 100), (0.5, 99), (0.1, 11), (0.03, 3), (0.001, 1)])
+def test_a_fraction_must_leave_a_batch(limit: int | float, largest: int) -> None:
+    """0.1 of the batches is one only where there are ten: 9 of 11 samples and one of 1."""
+    one = SizedLoader(loader_of(100, 2, False, "plain"), 2, 2)
+    assert StageLoaders(CombinedLoader(one.loader), (one,)).largest_batch_size(limit) == largest
+
+
+def test_a_loader_of_half_the_size_follows_it_downwards() -> None:
+    half = SizedLoader(loader_of(10, 1, False, "plain"), 1, 2)
+    assert [half.size_at(size) for size in (1, 2, 3, 4, 20)] == [1, 1, 1, 2, 10]
+    assert half.largest_batch_size(1.0) == 21
+
+
+class DoesNotKnow(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        raise TypeError("no length")
+
+
+def test_a_length_that_is_not_known_is_none() -> None:
+    assert count_samples(DataLoader(DoesNotKnow())) is None

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_batchmem.devices.oom_snapshot import OomSnapshot
+
+
+class History:
+    """What the patched torch records, and what it was asked."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.calls: list[tuple[object, dict[str, object]]] = []
+        self.dump_error: BaseException | None = None
+        self.record_error: BaseException | None = None
+
+    def record(self, enabled: object = "all", **options: object) -> None:
+        self.calls.append((enabled, options))
+        self.is_on = enabled is not None
+
+    def is_enabled(self) -> bool:
+        if self.record_error is not None:
+            raise self.record_error
+        return self.is_on
+
+    def dump(self, filename: str) -> None:
+        with open(filename, "wb") as file:
+            if self.dump_error is not None:
+                file.write(b"half of it")
+                raise self.dump_error
+            pickle.dump({"segments": [], "device_traces": [[]]}, file)
+
+
+@pytest.fixture
+def history(monkeypatch: pytest.MonkeyPatch) -> History:
+    history = History()
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", history.is_enabled, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", history.record)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", history.dump)
+    return history
+
+
+@pytest.fixture
+def meter(fake_meter: Any) -> Any:
+    return fake_meter(budget_bytes=1)
+
+
+def started(directory: Path, meter: Any) -> OomSnapshot:
+    snapshot = OomSnapshot.start(directory, meter)
+    assert snapshot is not None
+    return snapshot
+
+
+def test_it_records_a_bounded_history_of_allocations_and_stops(history: History, meter: Any, tmp_path: Path) -> None:
+    snapshot = started(tmp_path, meter)
+    (enabled, options), *others = history.calls
+    assert enabled == "all"
+    assert options == {"context": "alloc", "stacks": "python", "max_entries": 100_000}
+    assert not others
+    snapshot.stop()
+    snapshot.stop()
+    assert history.calls[1:] == [(None, {})]
+    assert not history.is_on
+
+
+def test_what_it_asks_torch_for_is_what_torch_takes() -> None:
+    names = torch.cuda.memory._record_memory_history.__signature__.parameters  # type: ignore[attr-defined]
+    assert {"enabled", "context", "stacks", "max_entries"} <= set(names)
+
+
+def test_a_history_of_somebody_elses_goes_on_and_is_written(history: History, meter: Any, tmp_path: Path) -> None:
+    history.is_on = True
+    snapshot = started(tmp_path, meter)
+    snapshot.write(0)
+    snapshot.stop()
+    assert history.calls == []
+    assert history.is_on
+    assert (tmp_path / "oom_snapshot_rank0.pickle").exists()
+
+
+def test_the_sentence_names_the_file_and_no_older_one_is_overwritten(
+    history: History, meter: Any, tmp_path: Path
+) -> None:
+    directory = tmp_path / "made" / "when written"
+    snapshot = started(directory, meter)
+    assert not directory.exists()
+    sentences = [snapshot.write(rank) for rank in (3, 3, 3, 0)]
+    names = [f"oom_snapshot_rank{name}.pickle" for name in ("3", "3_2", "3_3", "0")]
+    for sentence, name in zip(sentences, names, strict=True):
+        assert f" {directory / name};" in sentence
+        assert pickle.loads((directory / name).read_bytes())["device_traces"] == [[]]
+    (directory / names[0]).write_text("older")
+    snapshot.write(3)
+    assert (directory / names[0]).read_text() == "older"
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), MemoryError("host"), RuntimeError("not meaningful\nmore")]
+)
+def test_a_failure_is_a_sentence_and_leaves_no_half_file(
+    history: History, meter: Any, tmp_path: Path, error: Exception
+) -> None:
+    history.dump_error = error
+    sentence = started(tmp_path, meter).write(0)
+    assert str(error).splitlines()[0] in sentence
+    assert str(tmp_path) in sentence
+    assert "\n" not in sentence
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_made_is_a_sentence(history: History, meter: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    sentence = started(tmp_path / "file", meter).write(0)
+    assert "could be written" in sentence
+    assert "FileExistsError" in sentence
+
+
+def test_what_has_nothing_to_do_with_writing_is_raised(history: History, meter: Any, tmp_path: Path) -> None:
+    history.dump_error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        started(tmp_path, meter).write(0)
+
+
+def test_on_another_device_there_is_none(history: History, meter: Any, tmp_path: Path) -> None:
+    meter.name = "host"
+    with pytest.warns(UserWarning, match="No memory snapshot will be written .*CUDA devices only, and this is host"):
+        assert OomSnapshot.start(tmp_path, meter) is None
+    assert history.calls == []
+
+
+def test_without_a_directory_there_is_none(history: History, meter: Any) -> None:
+    with pytest.warns(UserWarning, match="no local log directory"):
+        assert OomSnapshot.start(None, meter) is None
+    assert history.calls == []
+
+
+def test_an_allocator_without_a_history_has_none(history: History, meter: Any, tmp_path: Path) -> None:
+    history.record_error = RuntimeError("cudaMallocAsync does not yet support recordHistory.\nException raised from")
+    with pytest.warns(UserWarning, match=r"the allocator says .*cudaMallocAsync does not yet support recordHistory"):
+        assert OomSnapshot.start(tmp_path, meter) is None

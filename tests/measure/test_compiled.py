@@ -1,0 +1,93 @@
+"""Compiled modules: each size a program of its own, and training compiled as with the size hard-coded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from lightning_batchmem import BatchFinder
+from lightning_batchmem.measure.compiled import each_size_static
+from tests.lawful import MIB, Lawful, law
+
+
+class Programs:
+    """A backend of ``torch.compile`` that notes for which batch size each program is made; ``"any"`` for a symbol."""
+
+    def __init__(self) -> None:
+        self.made: list[int | str] = []
+
+    def __call__(self, graph: Any, inputs: list[Any]) -> Any:
+        sizes = [value.shape[0] if isinstance(value, Tensor) else value for value in inputs]
+        self.made.append("any" if any(isinstance(size, torch.SymInt) for size in sizes) else max(sizes))
+        return graph.forward
+
+
+class Compiled(Lawful):
+    def __init__(self, meter: Any, programs: Programs, batch_size: int = 3) -> None:
+        super().__init__(meter, law, batch_size)
+        compiled = torch.compile(nn.Linear(1, 1), backend=programs)
+        self.compiled = lambda x: compiled(x)  # a function: the finder puts the insides of other attributes back
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.compiled(batch[0]).mean()
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Notes(Callback):
+    """What had been compiled when training began."""
+
+    def __init__(self, programs: Programs) -> None:
+        self.programs = programs
+        self.before = -1
+
+    def on_train_start(self, *_: Any) -> None:
+        self.before = len(self.programs.made)
+
+
+def test_each_size_is_static_and_training_is_compiled_as_if_hard_coded(fit: Any, fake_meter: Any) -> None:
+    def run(batch_size: int, *callbacks: Callback) -> tuple[list[int | str], list[int | str], Any]:
+        torch.compiler.reset()
+        meter, programs = fake_meter(budget_bytes=500 * MIB), Programs()
+        notes = Notes(programs)
+        fit(Compiled(meter, programs, batch_size), notes, meter, *callbacks, max_steps=-1, max_epochs=2)
+        return programs.made[: notes.before], programs.made[notes.before :], notes
+
+    finder = BatchFinder()
+    in_search, searched, _ = run(3, finder)
+    before, hard_coded, _ = run(400)
+    assert finder.plan is not None
+    assert in_search == [trial.batch_size for trial in finder.plan.trials]
+    assert before == []
+    assert searched == hard_coded == [400, "any"]  # the last batch of an epoch is short, and compiled for any size
+
+
+def test_many_sizes_do_not_exhaust_the_compiler(fit: Any, fake_meter: Any) -> None:
+    """Beyond its limit of programs for one function torch.compile gives up, and a probe would run something else."""
+    from torch._dynamo import config
+
+    meter, programs, finder = fake_meter(budget_bytes=500 * MIB), Programs(), BatchFinder()
+    with config.patch(cache_size_limit=2):
+        fit(Compiled(meter, programs), finder, meter, max_steps=1)
+    assert finder.plan is not None
+    assert len(finder.plan.trials) > 2
+    assert programs.made == [*(trial.batch_size for trial in finder.plan.trials), 400]
+
+
+def test_the_users_setting_is_put_back() -> None:
+    from torch._dynamo import config
+
+    assert config.automatic_dynamic_shapes
+    with each_size_static():
+        assert not config.automatic_dynamic_shapes
+    assert config.automatic_dynamic_shapes

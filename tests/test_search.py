@@ -1,0 +1,509 @@
+"""What bounds the size besides training itself: validation, other stages, metrics that grow, loader workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import CatMetric
+
+import lightning_batchmem.measure.stage_workers
+from lightning_batchmem import BatchFinder
+from lightning_batchmem.devices import Reading
+from lightning_batchmem.measure.worker_memory import WorkerMemory
+from tests.lawful import MIB, SAMPLES, Lawful, Sizes, law
+
+
+def loader(size: int | None, samples: int = SAMPLES, **arguments: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.zeros(samples, 1)), batch_size=size, **arguments)
+
+
+class Evaluated(Lawful):
+    """Each stage of evaluation takes twice as much a sample as training."""
+
+    factor = 2
+
+    def __init__(self, meter: Any, batch_size: int = 3) -> None:
+        super().__init__(meter, law, batch_size)
+        self.evaluated: list[int] = []
+        self.modes: set[tuple[bool, bool]] = set()
+
+        def use_twice(size: int) -> None:
+            meter.free()
+            meter.use(99 * MIB + self.factor * size * MIB)
+            meter.free()
+
+        self.use_twice = use_twice
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluated.append(len(batch[0]))
+        self.modes.add((self.training, torch.is_grad_enabled()))
+        self.use_twice(len(batch[0]))
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.validation_step(batch, batch_idx)
+        return torch.zeros(1)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return loader(self.batch_size)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+class Fixed(Evaluated):
+    """Validates at a size of its own, whatever ``batch_size`` is."""
+
+    own = 50
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return loader(self.own)
+
+    test_dataloader = val_dataloader
+
+
+class OwnSize(Evaluated):
+    def __init__(self, meter: Any) -> None:
+        super().__init__(meter)
+        self.eval_batch_size = 7
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return loader(self.eval_batch_size)
+
+
+def test_validation_that_follows_the_size_is_a_line_of_its_own(fit: Any, fake_meter: Any) -> None:
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder(multiple_of=1)
+    module = Evaluated(meter)
+    fit(module, finder, meter, num_sanity_val_steps=0)
+    plan = finder.plan
+    assert plan is not None
+    assert plan.memory is not None
+    assert plan.batch_size == 200  # training alone would have 400
+    assert plan.memory.phase_at(200) == "evaluation"
+    assert plan.memory.lines["evaluation"].slope == pytest.approx(2 * MIB)
+    assert plan.memory.lines["forward"].slope == pytest.approx(MIB)
+    assert meter.num_ooms == 0
+
+
+def test_a_validation_set_smaller_than_a_batch_is_taken_as_it_is(fit: Any, fake_meter: Any) -> None:
+    class Small(Evaluated):
+        def val_dataloader(self) -> DataLoader[Any]:
+            return loader(self.batch_size, samples=50)
+
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder(multiple_of=1)
+    fit(Small(meter), finder, meter)
+    assert finder.plan is not None
+    assert finder.plan.batch_size > 300  # a validation batch of more than 200 would not fit, and there never is one
+    assert finder.plan.trials[-1].phase_peak_bytes["evaluation"] == 199 * MIB
+
+
+def test_validation_runs_as_validation_and_training_as_training(fit: Any, fake_meter: Any) -> None:
+    meter = fake_meter(budget_bytes=500 * MIB)
+    seen: set[tuple[bool, bool]] = set()
+
+    class Watched(Evaluated):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            seen.add((self.training, torch.is_grad_enabled()))
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            assert self.trainer.validating
+            assert self.entered
+            seen.add((self.training, torch.is_grad_enabled()))
+            super().validation_step(batch, batch_idx)
+
+        def on_validation_epoch_start(self) -> None:
+            self.entered = True
+
+    module = Watched(meter)
+    fit(module, BatchFinder(), meter, limit_val_batches=1, num_sanity_val_steps=0, max_steps=1)
+    assert seen == {(True, True), (False, False)}
+    assert module.training
+
+
+def test_validation_of_a_fixed_size_is_the_same_at_every_size(fit: Any, fake_meter: Any) -> None:
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder(multiple_of=1)
+    fit(Fixed(meter), finder, meter, num_sanity_val_steps=0)
+    plan = finder.plan
+    assert plan is not None
+    assert plan.batch_size == 400
+    assert {trial.phase_peak_bytes["evaluation"] for trial in plan.trials} == {199 * MIB}
+
+
+def test_validation_of_a_fixed_size_that_does_not_fit_is_named(fit: Any, fake_meter: Any) -> None:
+    meter = fake_meter(budget_bytes=500 * MIB)
+    module = Fixed(meter)
+    module.own = 202
+    with pytest.raises(RuntimeError, match=r"nothing fits: 2 samples, .* ran out of memory \(in validation: "):
+        fit(module, BatchFinder(), meter)
+
+
+def test_validation_has_its_own_size_under_a_name_of_its_own(fit: Any, fake_meter: Any) -> None:
+    meter, sizes = fake_meter(budget_bytes=500 * MIB), Sizes()
+    finder = BatchFinder(multiple_of=1, eval_batch_arg_name="eval_batch_size")
+    module = OwnSize(meter)
+    fit(module, finder, meter, sizes, limit_val_batches=1, num_sanity_val_steps=1)
+    assert finder.plan is not None
+    assert finder.plan.evaluation is not None
+    assert (finder.plan.batch_size, finder.plan.evaluation.batch_size) == (400, 200)
+    assert (module.batch_size, module.eval_batch_size) == (400, 200)
+    assert sizes.seen == {400}
+    assert set(module.evaluated) == {200}
+    assert "validation: batch size 200" in str(finder.plan)
+
+
+def test_hooks_before_the_first_batch_may_ask_for_validation(fit: Any, fake_meter: Any) -> None:
+    class Asks(Fixed):
+        def on_train_start(self) -> None:
+            self.asked = self.trainer.num_val_batches[0]
+
+    meter = fake_meter(budget_bytes=500 * MIB)
+    module = Asks(meter)
+    fit(module, BatchFinder(), meter, num_sanity_val_steps=0)
+    assert module.asked == SAMPLES // 50
+
+
+def test_validation_data_that_are_no_loader_are_left_alone(fit: Any, fake_meter: Any) -> None:
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder(multiple_of=1)
+    batches = [(torch.zeros(4, 1),)]
+    with pytest.warns(UserWarning, match="validation is no part of the search"):
+        fit(Evaluated(meter), finder, meter, val_dataloaders=batches, num_sanity_val_steps=0)
+    assert finder.plan is not None
+    assert finder.plan.batch_size == 400
+
+
+def test_what_a_step_asks_of_its_logger_leads_nowhere(fake_meter: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    class Talks(Lawful):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if len(batch[0]) < 400:  # in the search
+                self.logger.experiment.config.update({"a": 1})
+                self.logger.experiment["b"] = self.logger.experiment.runs[0].name
+            return super().training_step(batch, batch_idx)
+
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder()
+    monkeypatch.setattr("lightning_batchmem.batch_finder.meter_for", lambda device: meter)
+    logger = CSVLogger(tmp_path)
+    trainer = Trainer(accelerator="cpu", logger=logger, callbacks=[finder], max_steps=2, enable_progress_bar=False)
+    trainer.fit(Talks(meter, law))
+    assert finder.plan is not None
+
+
+def test_an_unknown_name_for_validations_size_is_said(fit: Any, fake_meter: Any) -> None:
+    meter = fake_meter(budget_bytes=500 * MIB)
+    with pytest.raises(ValueError, match="got 'eval_batch_size', which none of them has"):
+        fit(Evaluated(meter), BatchFinder(eval_batch_arg_name="eval_batch_size"), meter)
+
+
+def test_validation_loaders_that_cannot_be_probed_are_said(fit: Any, fake_meter: Any) -> None:
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder(multiple_of=1)
+    unbatched = loader(None)
+    with pytest.warns(UserWarning, match=r"validation is no part of the search: .* batch_size=None"):
+        fit(Evaluated(meter), finder, meter, val_dataloaders=unbatched, limit_val_batches=1, num_sanity_val_steps=0)
+    assert finder.plan is not None
+    assert finder.plan.batch_size == 400
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+@pytest.mark.parametrize("passed", [False, True])
+def test_other_stages_search_with_forward_passes(stage: str, passed: bool, fit: Any, fake_meter: Any) -> None:
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder(multiple_of=1)
+    module = Evaluated(meter)
+    trainer = fit(module, finder, meter, max_epochs=0, num_sanity_val_steps=0)  # only for a trainer with the fake meter
+    weight = module.layer.weight.detach().clone()
+    dataloaders = loader(3) if passed else None
+    getattr(trainer, stage)(module, dataloaders=dataloaders)
+    assert finder.plan is not None
+    assert finder.plan.batch_size == 200
+    assert {name for trial in finder.plan.trials for name in trial.phase_peak_bytes} == {"evaluation"}
+    assert set(module.evaluated) == {200}
+    assert module.modes == {(False, False)}
+    assert module.sizes == []  # no training step
+    assert torch.equal(weight, module.layer.weight)
+    assert (dataloaders.batch_size if dataloaders else module.batch_size) == 200
+
+
+def test_a_stage_whose_loader_does_not_follow_is_left_alone(fit: Any, fake_meter: Any) -> None:
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder(multiple_of=1)
+    module = Fixed(meter)
+    trainer = fit(module, finder, meter, max_epochs=0, num_sanity_val_steps=0)
+    trainer.test(module)
+    assert finder.plan is None
+    assert set(module.evaluated) == {50}
+    assert module.batch_size == 3
+
+
+def test_a_stage_whose_loader_cannot_be_set_is_left_alone_with_the_reason(fit: Any, fake_meter: Any) -> None:
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder(multiple_of=1)
+    module = Evaluated(meter)
+    trainer = fit(module, finder, meter, max_epochs=0, num_sanity_val_steps=0)
+    with pytest.warns(UserWarning, match=r"loaders of test_dataloader must have a batch size that can be set"):
+        trainer.test(module, dataloaders=loader(None, samples=2))
+    assert finder.plan is None
+
+
+def test_an_interrupted_validate_can_be_repeated(fit: Any, fake_meter: Any) -> None:
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder(multiple_of=1)
+
+    class Fails(Evaluated):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            if len(batch[0]) > 4 and not self.repaired:
+                raise IndexError("mine")
+
+    module = Fails(meter)
+    module.repaired = False
+    trainer = fit(module, finder, meter, max_epochs=0, num_sanity_val_steps=0)
+    with pytest.raises(IndexError, match="mine"):
+        trainer.validate(module)
+    assert module.batch_size == 3
+    assert module.evaluated == []
+    assert module.training
+    module.repaired = True
+    trainer.validate(module)
+    assert set(module.evaluated) == {200}
+
+
+def test_what_grows_with_every_step_is_said(fit: Any, fake_meter: Any) -> None:
+    class Keeps(Evaluated):
+        def __init__(self, meter: Any) -> None:
+            super().__init__(meter)
+            self.scores = CatMetric()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.scores.update(batch[0])
+
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder(multiple_of=1)
+    module = Keeps(meter)
+    with pytest.warns(UserWarning, match=r"the metric 'scores' keeps what every step gives it"):
+        fit(module, finder, meter, num_sanity_val_steps=0, limit_val_batches=1)
+    assert finder.plan is not None
+    (note,) = [note for note in finder.plan.notes if "scores" in note]
+    # 400 samples of 4 bytes are 1,600 bytes a step, and 5000 samples make 13 of these
+    assert "0.002 MiB more with each one, 0.020 MiB by the end of an epoch" in note
+
+
+def test_a_limit_on_batches_bounds_the_size(fit: Any, fake_meter: Any) -> None:
+    meter, finder = fake_meter(budget_bytes=10**6 * MIB), BatchFinder(multiple_of=1)
+    fit(Lawful(meter, law), finder, meter, limit_train_batches=0.25)
+    assert finder.plan is not None
+    # a quarter of the batches is at least one: four batches of up to 1666 samples in 5000, the last one short
+    assert (finder.plan.batch_size, finder.plan.limited_by) == (1666, "dataset")
+
+
+def test_a_device_that_fills_up_meanwhile_is_noticed(fit: Any, fake_meter: Any) -> None:
+    meter, finder = fake_meter(budget_bytes=1000 * MIB), BatchFinder(multiple_of=1)
+
+    class Shared(Lawful):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if len(batch[0]) > 100:
+                meter.budget = min(meter.budget, max(600 * MIB, law(len(batch[0]))))
+            return super().training_step(batch, batch_idx)
+
+    fit(Shared(meter, law), finder, meter)
+    assert finder.plan is not None
+    assert finder.plan.limit_bytes <= 999 * MIB
+    assert law(finder.plan.batch_size) <= finder.plan.limit_bytes
+
+
+class Ragged(TensorDataset):
+    """One sample in 64 is four times longer than the others."""
+
+    def __init__(self, long: int = 33) -> None:
+        super().__init__(torch.arange(640))
+        self.long = long
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(40 if index % 64 == self.long else 10)
+
+
+class Reader(Lawful):
+    """Pads, and takes memory for each element."""
+
+    def __init__(self, meter: Any) -> None:
+        super().__init__(meter, lambda elements: 99 * MIB + elements * MIB // 10)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.use(batch.numel())
+        return self.layer(batch[:, :1]).mean()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Ragged(), batch_size=self.batch_size, shuffle=True, collate_fn=pad)
+
+
+def pad(samples: list[Tensor]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+@pytest.mark.parametrize("worst_case", ["longest", len])
+def test_a_ragged_set_trains_an_epoch_without_running_out(fit: Any, fake_meter: Any, worst_case: Any) -> None:
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder(multiple_of=1, worst_case=worst_case)
+    fit(Reader(meter), finder, meter, max_steps=-1, max_epochs=1)
+    assert finder.plan is not None
+    assert finder.plan.batch_size == 100  # of 40 elements each
+    assert meter.num_ooms == 0
+
+
+def test_a_ragged_set_is_said_where_nobody_asked_for_the_worst(fit: Any, fake_meter: Any) -> None:
+    meter = fake_meter(budget_bytes=500 * MIB)
+    module = Reader(meter)
+    with pytest.raises(torch.cuda.OutOfMemoryError):  # every 20th sample is drawn, and no long one is among them
+        fit(module, BatchFinder(multiple_of=1), meter, max_steps=-1, max_epochs=1)
+    dataloader = DataLoader(Ragged(long=20), batch_size=3, collate_fn=pad)
+    with pytest.warns(UserWarning, match=r'worst_case="longest"'):
+        fit(Reader(meter), BatchFinder(multiple_of=1), meter, train_dataloaders=dataloader)
+
+
+def test_after_running_out_the_memory_is_free(fit: Any, fake_meter: Any) -> None:
+    """Whatever tensors the failed step had made are gone before the next size is tried, and so are the gradients."""
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder(multiple_of=1)
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    class RunsOut(Lawful):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            alive.append(sum(reference() is not None for reference in made))
+            held = self.layer(batch[0]).tanh()  # on the frame of the exception's traceback
+            made.append(weakref.ref(held))
+            return super().training_step(batch, batch_idx) + held.mean()
+
+    fit(RunsOut(meter, lambda size: 99 * MIB + size * MIB + max(0, size - 30) * 60 * MIB), finder, meter)
+    assert meter.num_ooms > 0
+    assert set(alive) == {0}
+
+
+class Terminated(Lawful):
+    """Gets a signal in its third training step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if len(self.sizes) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss
+
+
+def test_sigterm_in_a_probe_restores_and_ends_the_fit(
+    fit: Any, fake_meter: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    meter = fake_meter(budget_bytes=500 * MIB)
+    module = Terminated(meter, law)
+    weight, random = module.layer.weight.detach().clone(), torch.get_rng_state()
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(SIGTERMException):
+        fit(module, BatchFinder(), meter)
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert torch.equal(weight, module.layer.weight)
+    assert torch.equal(random, torch.get_rng_state())
+    assert (module.batch_size, module.sizes) == (3, [])
+
+
+def test_a_handler_of_the_users_own_runs_and_is_put_back(fit: Any, fake_meter: Any) -> None:
+    meter, called = fake_meter(budget_bytes=500 * MIB), []
+
+    def mine(number: int, frame: Any) -> None:
+        called.append(number)
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        with pytest.raises(SIGTERMException):
+            fit(Terminated(meter, law), BatchFinder(), meter)
+        assert signal.getsignal(signal.SIGTERM) is mine
+        assert called == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# Loader workers
+
+
+@pytest.fixture
+def workers_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Let loader workers hold ``fixed + per_sample * batch_size`` MiB."""
+
+    def hold(fixed: int, per_sample: int) -> None:
+        memory = WorkerMemory({2: (fixed + 2 * per_sample) * MIB}, per_sample * MIB)
+        monkeypatch.setattr(lightning_batchmem.measure.stage_workers, "measure_workers", lambda loaders, sizes: memory)
+        monkeypatch.setattr(WorkerMemory, "bytes_at", lambda self, size: (fixed + per_sample * size) * MIB)
+
+    return hold
+
+
+class FakeHost:
+    def budget_bytes(self) -> int:
+        return 1000 * MIB
+
+    def current(self) -> Reading:
+        return Reading(300 * MIB)
+
+
+def test_on_a_device_host_memory_is_a_second_bound(
+    fit: Any, fake_meter: Any, workers_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder(multiple_of=1)
+    monkeypatch.setattr(lightning_batchmem.measure.stage_workers, "HostMeter", FakeHost)
+    workers_of(100, 5)
+    fit(Lawful(meter, law), finder, meter)
+    assert finder.plan is not None
+    assert (finder.plan.batch_size, finder.plan.limited_by) == (120, "host memory")  # (1000 - 300 - 100) / 5
+    assert finder.plan.measured_peak_bytes == law(120)
+    assert [trial.worker_bytes for trial in finder.plan.trials][-1] == 700 * MIB
+
+
+def test_on_the_host_workers_are_in_the_budget(fit: Any, fake_meter: Any, workers_of: Any) -> None:
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder(multiple_of=1)
+    meter.name = "host"
+    workers_of(100, 1)
+    fit(Lawful(meter, law), finder, meter)
+    assert finder.plan is not None
+    assert (finder.plan.batch_size, finder.plan.limited_by) == (150, "memory")  # 99 + 100 + 2 a sample
+    assert finder.plan.measured_peak_bytes == law(150) + 250 * MIB
+
+
+class Heavy(TensorDataset):
+    """Samples of 1 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.zeros(64, 1))
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return (torch.zeros(2**18),)
+
+
+def test_real_workers_are_measured(fit: Any, fake_meter: Any) -> None:
+    class WithWorkers(Lawful):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step([batch[0][:, :1]], batch_idx)
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(Heavy(), batch_size=self.batch_size, num_workers=2, prefetch_factor=3)
+
+    meter, finder = fake_meter(budget_bytes=10**6 * MIB), BatchFinder(max_batch_size=8)
+    fit(WithWorkers(meter, law), finder, meter)
+    assert finder.plan is not None
+    chosen = finder.plan.trials[-1]
+    assert chosen.batch_size == 8
+    # two workers, three batches each, and one that is being fetched
+    assert chosen.worker_bytes >= 7 * 8 * MIB
+
+
+def test_trainer_without_a_progress_bar_or_logger_is_enough(fake_meter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder()
+    monkeypatch.setattr("lightning_batchmem.batch_finder.meter_for", lambda device: meter)
+    trainer = Trainer(accelerator="cpu", barebones=True, callbacks=[finder], max_steps=1)
+    trainer.fit(Lawful(meter, law))
+    assert isinstance(trainer.lightning_module, LightningModule)
+    assert finder.plan is not None
