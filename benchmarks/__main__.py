@@ -112,13 +112,13 @@ def run(arguments: argparse.Namespace, path: Path, package: dict[str, str]) -> N
     if arguments.redo:
         results.forget(found, arguments.only, arguments.ways, arguments.cap)
     repeats = 1 if arguments.quick else arguments.repeats
-    if "search" in arguments.parts:
+    if "search" in arguments.breakdown:
         trainings = 1 if arguments.quick else arguments.trainings
         extent = search.Extent(repeats, trainings, arguments.timeout, has_oracle=not arguments.quick)
         for kind in arguments.cap:
             record = found["search"].setdefault(kind, {})
             search.compare(record, arguments.only, arguments.ways, kind, extent, save)
-    if "prediction" in arguments.parts:
+    if "prediction" in arguments.breakdown:
         for name in arguments.only:  # one by one, for what is written if the next is interrupted
             if len(found.get("prediction", {}).get(name, [])) >= repeats and not arguments.redo:
                 continue
@@ -126,10 +126,10 @@ def run(arguments: argparse.Namespace, path: Path, package: dict[str, str]) -> N
                 found.get("prediction", {}), prediction.compare([name], repeats=repeats)
             )
             save()
-    if "overhead" in arguments.parts and ("overhead" not in found or arguments.redo):
+    if "overhead" in arguments.breakdown and ("overhead" not in found or arguments.redo):
         found["overhead"] = _overhead()
         save()
-    if "trace" in arguments.parts and ("trace" not in found or arguments.redo):
+    if "trace" in arguments.breakdown and ("trace" not in found or arguments.redo):
         found["trace"] = trace.compare()
         save()
 

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.caps import Cap
 from benchmarks.watched import Watched, watched
-from lightning_batchmem.devices import Meter, meter_for
+from lightning_batchmem.devices import DeviceMemory, device_memory_for
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 
 SIZES = (1, 2, 4, 8, 16)
@@ -40,14 +40,14 @@ def autobatch(name: str, cap: Cap) -> tuple[int, dict[str, Any]]:
     device = torch.device("cuda" if cap.kind == "device" else "cpu")
     module.to(device).train()
     cap.close(device)
-    meter = meter_for(device)
-    start_bytes = meter.current().allocated_bytes
+    device_memory = device_memory_for(device)
+    start_bytes = device_memory.current().allocated_bytes
     held_bytes: list[int] = []
     ran_out = False
     for size in SIZES:
         try:
             with Watched.watch():
-                held_bytes.append(_held_bytes(module, size, device, meter, start_bytes))
+                held_bytes.append(_held_bytes(module, size, device, device_memory, start_bytes))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -69,13 +69,13 @@ def size_by_line(sizes: tuple[int, ...], held_bytes: list[int], free_bytes: int)
     return size if 1 <= size <= LARGEST_SIZE else DEFAULT_SIZE
 
 
-def _held_bytes(module: Watched, size: int, device: torch.device, meter: Meter, start_bytes: int) -> int:
+def _held_bytes(module: Watched, size: int, device: torch.device, device_memory: DeviceMemory, start_bytes: int) -> int:
     samples = [module.sample(torch.Generator().manual_seed(index)) for index in range(size)]
     inputs = module.collate(samples)[0].to(device)
     module.samples_by_size[size] += size
-    meter.release_cached()
-    meter.reset_peak()
+    device_memory.release_cached()
+    device_memory.reset_peak()
     module.network(inputs).sum().backward()
     module.zero_grad(set_to_none=True)
-    peak = meter.peak()
+    peak = device_memory.peak()
     return peak.allocated_bytes - start_bytes if peak.reserved_bytes is None else peak.reserved_bytes

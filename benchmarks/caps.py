@@ -25,7 +25,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.common import DEVICE_SHARE, GROUP_VARIABLE
 from benchmarks.workloads import WORKLOADS
-from lightning_batchmem.plan.memory_limit import limit_bytes
+from lightning_batchmem.plan.memory_limit import parse_memory_limit
 from lightning_batchmem.plan.records import MIB
 
 START_BYTES = 450 * MIB
@@ -43,7 +43,7 @@ def room_bytes(name: str) -> int:
     """Bytes that a process may hold: beyond those at the start of ``fit`` on the host, in all on CUDA."""
     if torch.cuda.is_available():
         return int(DEVICE_SHARE * torch.cuda.get_device_properties(0).total_memory)
-    return limit_bytes(WORKLOADS[name].host_limit, budget_bytes=1) - START_BYTES
+    return parse_memory_limit(WORKLOADS[name].host_limit, budget_bytes=1) - START_BYTES
 
 
 class Cap:

@@ -21,7 +21,7 @@ FEATURES, CLASSES = 6, 3
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
-class Samples(Dataset[tuple[int, Tensor, Tensor]]):
+class ProbeBatches(Dataset[tuple[int, Tensor, Tensor]]):
     """An index, features with ``noise`` added each time that a sample is read, and a class."""
 
     def __init__(self, noise: Callable[[], Tensor] | None = None) -> None:
@@ -107,7 +107,7 @@ class Net(LightningModule):
         return self.make_optimizers(self)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Samples(self.noise), batch_size=self.batch_size, shuffle=self.shuffle)
+        return DataLoader(ProbeBatches(self.noise), batch_size=self.batch_size, shuffle=self.shuffle)
 
     def kept(self) -> Any:
         """What the module holds besides parameters and buffers."""
@@ -190,7 +190,7 @@ class Validated(Net):
         self.log("val_loss", functional.cross_entropy(self.layers(x), y))
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Samples(), batch_size=self.batch_size)
+        return DataLoader(ProbeBatches(), batch_size=self.batch_size)
 
 
 class Data(LightningDataModule):
@@ -201,7 +201,7 @@ class Data(LightningDataModule):
         self.batch_size = batch_size
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Samples(), batch_size=self.batch_size)
+        return DataLoader(ProbeBatches(), batch_size=self.batch_size)
 
 
 class Bare(Net):
@@ -256,6 +256,6 @@ WAYS = {
     ),
     "datamodule": Way(lambda size: Bare(), fit=lambda size: {"datamodule": Data(size)}),
     "loader passed to fit": Way(
-        lambda size: Bare(), fit=lambda size: {"train_dataloaders": DataLoader(Samples(), batch_size=size)}
+        lambda size: Bare(), fit=lambda size: {"train_dataloaders": DataLoader(ProbeBatches(), batch_size=size)}
     ),
 }

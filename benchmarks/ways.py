@@ -27,7 +27,7 @@ from benchmarks.common import answer, described, trainer_for
 from benchmarks.watched import Watched, watched
 from benchmarks.workloads import WORKLOADS
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.devices import meter_for
+from lightning_batchmem.devices import device_memory_for
 
 STEPS_PER_ATTEMPT = 3
 """What accelerate and toma train at each size: as many steps as Lightning's finder runs by default."""
@@ -153,7 +153,7 @@ def search(name: str, way: str, kind: str) -> dict[str, Any]:
         "out_of_memory": Watched.out_of_memory,
         "samples_by_size": dict(Watched.samples_by_size),
         "search_seconds": cap.seconds,
-        "device_counters": meter_for(torch.device("cuda" if kind == "device" else "cpu")).counters(),
+        "device_counters": device_memory_for(torch.device("cuda" if kind == "device" else "cpu")).counters(),
         **details,
     }
 

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.common import DEVICE_SHARE, answer, in_fresh_process, machine, report
 from benchmarks.workloads import WORKLOADS, Training, Workload
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.devices import meter_for
+from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.plan.records import MIB
 
 MODULE = "benchmarks.when_short"
@@ -126,7 +126,7 @@ def search(name: str) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    before_bytes = meter_for(trainer.strategy.root_device).current().allocated_bytes
+    before_bytes = device_memory_for(trainer.strategy.root_device).current().allocated_bytes
     trainer.fit(module)
     plan = finder.plan
     assert plan is not None

@@ -25,20 +25,20 @@ from lightning_batchmem._lightning.data_source import (
     validation_source,
 )
 from lightning_batchmem._lightning.evaluation import before_loaders, stage_loop
-from lightning_batchmem._lightning.module_state import KeptModule, RandomStates, record_before_optimizers
+from lightning_batchmem._lightning.module_state import ModuleState, RandomStates, record_before_optimizers
 from lightning_batchmem._lightning.strategies import check_strategy
-from lightning_batchmem._lightning.trainer_state import is_rehearsal
-from lightning_batchmem.apply.batch_size import BatchSizeHome
-from lightning_batchmem.apply.training import apply_to_training, follow_up, look_before
-from lightning_batchmem.devices import Meter, device_name, meter_for
+from lightning_batchmem._lightning.trainer_state import is_fast_dev_run
+from lightning_batchmem.apply.batch_size import BatchSizeSetting
+from lightning_batchmem.apply.training import apply_to_training, complete_plan, record_training_setup
+from lightning_batchmem.devices import DeviceMemory, device_memory_for, device_name
 from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes
 from lightning_batchmem.measure.worst_case import WorstCase, check_worst_case
-from lightning_batchmem.plan.memory_limit import check_positive, limit_bytes
-from lightning_batchmem.plan.options import Wishes
+from lightning_batchmem.plan.memory_limit import check_positive, parse_memory_limit
+from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import Objective, Refusal, mib
+from lightning_batchmem.plan.records import Objective, SearchFailed, mib
 from lightning_batchmem.report.plan_table import plan_table
-from lightning_batchmem.search import ProbingSearch
+from lightning_batchmem.search import BatchSizeSearch
 
 _LIMIT_CHANGED = 0.1
 """Share by which the limit of a resumed run may differ before it is said; what a host has free is never the same."""
@@ -111,7 +111,7 @@ class BatchFinder(Callback):
         check_positive("multiple_of", multiple_of)
         check_positive("target_batch_size", target_batch_size)
         check_positive("base_batch_size", base_batch_size)
-        limit_bytes(memory_limit, budget_bytes=1)  # for its error, here rather than at fit
+        parse_memory_limit(memory_limit, budget_bytes=1)  # for its error, here rather than at fit
         if max_batch_size is not None and max_batch_size < (min_batch_size or 1):
             raise ValueError(f"max_batch_size must be at least min_batch_size={min_batch_size}, got {max_batch_size}")
         _check_attribute_name("batch_arg_name", batch_arg_name)
@@ -127,7 +127,7 @@ class BatchFinder(Callback):
         if base_batch_size is not None and lr_scaling is None:
             raise ValueError(f"base_batch_size must come with lr_scaling, got {base_batch_size} without it")
         self.plan: Plan | None = None
-        self._wishes = Wishes(
+        self._options = SearchOptions(
             objective=objective,
             memory_limit=memory_limit,
             max_batch_size=max_batch_size,
@@ -143,14 +143,14 @@ class BatchFinder(Callback):
         self._search_on_resume = search_on_resume
         self._plan_of_fit: Plan | None = None
         self._plan_in_checkpoint: Plan | None = None
-        self._wishes_in_checkpoint: dict[str, Any] = {}
-        self._kept: tuple[RandomStates, KeptModule] | None = None  # as they were before configure_optimizers
+        self._options_in_checkpoint: dict[str, Any] = {}
+        self._kept: tuple[RandomStates, ModuleState] | None = None  # as they were before configure_optimizers
         self._take_away: Callable[[], object] = _nothing
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note the random states before ``configure_optimizers`` draws from them, or search before an evaluation."""
         self._plan_in_checkpoint = None
-        if is_rehearsal(trainer):
+        if is_fast_dev_run(trainer):
             return
         check_strategy(trainer)  # before an engine is made that could not be made again
         if stage != "fit":
@@ -176,48 +176,48 @@ class BatchFinder(Callback):
         """The plan that a checkpoint carries, as plain JSON types."""
         if self._plan_of_fit is None:
             return {}
-        return {"plan": json.loads(self._plan_of_fit.to_json()), "wishes": self._wishes.as_json()}
+        return {"plan": json.loads(self._plan_of_fit.to_json()), "wishes": self._options.as_json()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the plan out of a checkpoint; a ``fit`` that resumes goes on with it."""
         if "plan" in state_dict:
             self._plan_in_checkpoint = Plan.from_json(json.dumps(state_dict["plan"]))
-            self._wishes_in_checkpoint = state_dict["wishes"]
+            self._options_in_checkpoint = state_dict["wishes"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, and set the size that was found."""
         kept, self._kept = self._kept, None
-        if is_rehearsal(trainer):
+        if is_fast_dev_run(trainer):
             rank_zero_info("BatchFinder does nothing under fast_dev_run")
             return
         if 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches):
             return  # there is no training to find a size for
         _check_step(pl_module.training_step, "training_step")
         self._check_trainer(trainer, pl_module)
-        meter = _meter_of(trainer)
+        device_memory = _device_memory_of(trainer)
         source = train_source(trainer)
-        random, kept_module = kept or _as_it_is(trainer, pl_module, source)
+        random, module_state = kept or _as_it_is(trainer, pl_module, source)
         forget_train_loader(trainer)  # built already if configure_optimizers asked for estimated_stepping_batches
-        home = BatchSizeHome(trainer, pl_module, self._batch_arg_name, source)
-        home.check()
-        before = look_before(trainer, home, self._wishes, self._plan_of_fit)
+        setting = BatchSizeSetting(trainer, pl_module, self._batch_arg_name, source)
+        setting.check()
+        before = record_training_setup(trainer, setting, self._options, self._plan_of_fit)
         self._look_into_checkpoint(trainer)
-        plan = self._resumed(trainer, meter)
+        plan = self._resumed(trainer, device_memory)
         if plan is None:
-            search = ProbingSearch(trainer, meter, self._wishes, random, kept_module)
-            outcome = search.training(home)
-            if isinstance(outcome, Refusal):
+            search = BatchSizeSearch(trainer, device_memory, self._options, random, module_state)
+            outcome = search.training(setting)
+            if isinstance(outcome, SearchFailed):
                 raise RuntimeError(outcome.reason)
-            plan = follow_up(trainer, outcome, self._wishes, before, search.epoch_batches)
+            plan = complete_plan(trainer, outcome, self._options, before, search.epoch_batches)
             _show(trainer, plan)
         else:
-            kept_module.put_back()
-            random.rewind()
+            module_state.restore()
+            random.restore()
         self.plan = self._plan_of_fit = plan
-        name = self._wishes.eval_batch_arg_name
-        validation_home = replace(home, source=validation_source(trainer), name=name) if name else None
-        with Ranks(trainer).together():  # configure_optimizers and train_dataloader are the user's
-            apply_to_training(trainer, home, plan, validation_home=validation_home)
+        name = self._options.eval_batch_arg_name
+        validation_setting = replace(setting, source=validation_source(trainer), name=name) if name else None
+        with Ranks(trainer).fail_together():  # configure_optimizers and train_dataloader are the user's
+            apply_to_training(trainer, setting, plan, validation_setting=validation_setting)
 
     def _before_evaluation(self, trainer: Trainer, module: LightningModule) -> None:
         """Search with forward passes, where the loaders of the stage follow the batch size."""
@@ -226,19 +226,21 @@ class BatchFinder(Callback):
             return
         name = "validation_step" if source.stage == "val" else f"{source.stage}_step"
         _check_step(getattr(module, name), name)
-        home = BatchSizeHome(trainer, module, self._wishes.eval_batch_arg_name or self._batch_arg_name, source)
-        if not home.in_attribute and not source.passed:
-            rank_zero_info(f"BatchFinder leaves {source.hook} alone: nothing has the attribute {home.name!r}")
+        setting = BatchSizeSetting(trainer, module, self._options.eval_batch_arg_name or self._batch_arg_name, source)
+        if not setting.in_attribute and not source.passed:
+            rank_zero_info(f"BatchFinder leaves {source.hook} alone: nothing has the attribute {setting.name!r}")
             return
-        random, kept_module = _as_it_is(trainer, module, source)
-        outcome = ProbingSearch(trainer, _meter_of(trainer), self._wishes, random, kept_module).evaluation(home, loop)
+        random, module_state = _as_it_is(trainer, module, source)
+        outcome = BatchSizeSearch(trainer, _device_memory_of(trainer), self._options, random, module_state).evaluation(
+            setting, loop
+        )
         if outcome is None:
-            rank_zero_info(f"BatchFinder leaves {source.hook} alone: it does not follow {home.name!r}")
+            rank_zero_info(f"BatchFinder leaves {source.hook} alone: it does not follow {setting.name!r}")
             return
-        if isinstance(outcome, Refusal):
+        if isinstance(outcome, SearchFailed):
             raise RuntimeError(outcome.reason)
         self.plan = replace(outcome, device=device_name(trainer.strategy.root_device), ranks=trainer.world_size)
-        home.write_for_good(self.plan.batch_size)
+        setting.commit(self.plan.batch_size)
         _show(trainer, self.plan)
 
     def _look_into_checkpoint(self, trainer: Trainer) -> None:
@@ -255,13 +257,13 @@ class BatchFinder(Callback):
         if state is not None:
             self.load_state_dict(state)
 
-    def _resumed(self, trainer: Trainer, meter: Meter) -> Plan | None:
+    def _resumed(self, trainer: Trainer, device_memory: DeviceMemory) -> Plan | None:
         """The plan of the checkpoint that is resumed from; ``None`` when there is none, or a search is wanted."""
         plan = self._plan_in_checkpoint
         if plan is None or self._search_on_resume:
             return None
-        budget = own_budget_bytes(meter, trainer)
-        limit = min(limit_bytes(self._wishes.memory_limit, budget), budget)
+        budget = own_budget_bytes(device_memory, trainer)
+        limit = min(parse_memory_limit(self._options.memory_limit, budget), budget)
         device = device_name(trainer.strategy.root_device)
         changes = []
         if device != plan.device:
@@ -270,10 +272,10 @@ class BatchFinder(Callback):
             changes.append(f"it held {mib(plan.measured_peak_bytes)} and the limit is {mib(limit)}")
         elif abs(limit - plan.limit_bytes) > _LIMIT_CHANGED * plan.limit_bytes:
             changes.append(f"the limit was {mib(plan.limit_bytes)} and is {mib(limit)}")
-        wishes = self._wishes.as_json()
-        for name in [name for name, value in wishes.items() if value != self._wishes_in_checkpoint.get(name, value)]:
-            changes.append(f"{name} was {self._wishes_in_checkpoint[name]!r} and is {wishes[name]!r}")
-        if self._wishes.target_batch_size is None and plan.accumulate_grad_batches != trainer.accumulate_grad_batches:
+        options = self._options.as_json()
+        for name in [name for name, value in options.items() if value != self._options_in_checkpoint.get(name, value)]:
+            changes.append(f"{name} was {self._options_in_checkpoint[name]!r} and is {options[name]!r}")
+        if self._options.target_batch_size is None and plan.accumulate_grad_batches != trainer.accumulate_grad_batches:
             plan = replace(plan, accumulate_grad_batches=trainer.accumulate_grad_batches, effective_batch_size=None)
         goes_on = f"BatchFinder goes on with the checkpoint's batch size {plan.batch_size}"
         if changes:
@@ -283,7 +285,7 @@ class BatchFinder(Callback):
         return plan
 
     def _check_trainer(self, trainer: Trainer, module: LightningModule) -> None:
-        if self._wishes.target_batch_size is None:
+        if self._options.target_batch_size is None:
             return
         if not module.automatic_optimization:
             raise ValueError("target_batch_size must be None under manual optimization, which steps by itself")
@@ -296,12 +298,12 @@ def _nothing() -> None:
     """What is to be taken away at first; with a name, since ``ddp_spawn`` pickles the finder."""
 
 
-def _as_it_is(trainer: Trainer, module: LightningModule, source: DataSource) -> tuple[RandomStates, KeptModule]:
+def _as_it_is(trainer: Trainer, module: LightningModule, source: DataSource) -> tuple[RandomStates, ModuleState]:
     """All that a search, or configuring the optimizers twice, may change outside the trainer."""
     generators = [generator for loader in source.passed_loaders() for generator in generators_of(loader)]
     datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set where mypy does not look
     others = [SimpleNamespace(generators=generators), *([datamodule] if datamodule is not None else [])]
-    return RandomStates(), KeptModule(module, others)
+    return RandomStates(), ModuleState(module, others)
 
 
 def _check_attribute_name(argument: str, name: object) -> None:
@@ -316,14 +318,14 @@ def _check_step(step: Callable[..., object], name: str) -> None:
         )
 
 
-def _meter_of(trainer: Trainer) -> Meter:
-    meter = meter_for(trainer.strategy.root_device)
-    if not meter.has_peak:
+def _device_memory_of(trainer: Trainer) -> DeviceMemory:
+    device_memory = device_memory_for(trainer.strategy.root_device)
+    if not device_memory.has_peak:
         raise ValueError(
-            f"the device must tell its peak memory for BatchFinder, got {meter.name}, which tells only the current"
+            f"the device must have a peak counter for BatchFinder, got {device_memory.name}, which has only the current"
             " use; set the batch size by hand"
         )
-    return meter
+    return device_memory
 
 
 def _show(trainer: Trainer, plan: Plan) -> None:

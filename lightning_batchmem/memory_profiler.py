@@ -11,11 +11,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 from torch import Tensor
 
-from lightning_batchmem._lightning.trainer_state import is_rehearsal, logging_step, logs_at_all
-from lightning_batchmem.devices import Meter, meter_for
+from lightning_batchmem._lightning.trainer_state import is_fast_dev_run, logging_step, logs_at_all
+from lightning_batchmem.devices import DeviceMemory, device_memory_for
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
-from lightning_batchmem.measure.recorder import RunRecord
+from lightning_batchmem.measure.recorder import StepRecorder
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.report.files import PLAN_NAME, check_writable, write_beside
 from lightning_batchmem.report.step_csv import NAME
@@ -83,10 +83,10 @@ class MemoryProfiler(Callback):
         self._csv_wanted, self._items_fn, self._progress_bar = csv, items_fn, progress_bar
         self._snapshot_wanted = snapshot == "on_oom"
         self._snapshot: OomSnapshot | None = None
-        self._meter: Meter | None = None
+        self._device_memory: DeviceMemory | None = None
         self._log_dir: Path | None = None
         self._csv_path: Path | None = None
-        self._run: RunRecord | None = None
+        self._run: StepRecorder | None = None
         self._run_peak_bytes: int | None = None
         self._table_due = False
 
@@ -111,9 +111,9 @@ class MemoryProfiler(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Choose the meter of the device, and make sure that the log directory can be written."""
         self.summary, self._run_peak_bytes, self._table_due = None, None, False
-        self._meter = meter_for(trainer.strategy.root_device, quick=True)
+        self._device_memory = device_memory_for(trainer.strategy.root_device, quick=True)
         log_dir = trainer.log_dir or trainer.default_root_dir  # broadcasts: every rank has to ask
-        self._log_dir = None if "://" in log_dir or is_rehearsal(trainer) else Path(log_dir)
+        self._log_dir = None if "://" in log_dir or is_fast_dev_run(trainer) else Path(log_dir)
         if self._csv_wanted and trainer.is_global_zero:
             if self._log_dir is not None:
                 check_writable(self._log_dir)
@@ -139,12 +139,12 @@ class MemoryProfiler(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Forward has ended."""
         if self._run is not None:
-            self._run.marks.enter("backward")
+            self._run.phase_peaks.enter("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Backward has ended; unscaling, clipping and the optimizer follow."""
         if self._run is not None:
-            self._run.marks.enter("optimizer_step")
+            self._run.phase_peaks.enter("optimizer_step")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -246,12 +246,12 @@ class MemoryProfiler(Callback):
         self._table_due = False
 
     def _begin(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
-        if self._meter is None:  # no setup: the callback came in later
+        if self._device_memory is None:  # no setup: the callback came in later
             return
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not look
         plans = (vars(callback).get("plan") for callback in callbacks)
         plan = next((plan for plan in plans if isinstance(plan, Plan)), None)
-        self._run = RunRecord(trainer, module, self._meter, stage, items_fn=self._items_fn, plan=plan)
+        self._run = StepRecorder(trainer, module, self._device_memory, stage, items_fn=self._items_fn, plan=plan)
         if self._csv_wanted and self._log_dir is not None and trainer.is_global_zero:
             own_path = self._csv_path
             self._csv_path = self._run.report.open_csv(self._log_dir, resume=trainer.global_step > 0, own_path=own_path)
@@ -260,7 +260,7 @@ class MemoryProfiler(Callback):
         else:
             self._csv_path = None
         if self._snapshot_wanted:
-            self._snapshot = OomSnapshot.start(self._log_dir, self._meter)
+            self._snapshot = OomSnapshot.start(self._log_dir, self._device_memory)
         self._run.restart()  # what came before is not the first step's time
 
     def _begin_evaluation(self, trainer: Trainer, module: LightningModule, stage: str) -> None:

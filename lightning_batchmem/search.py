@@ -11,9 +11,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 
-from lightning_batchmem._lightning.data_source import pretend_loaded, validation_source
+from lightning_batchmem._lightning.data_source import attach_loaders, validation_source
 from lightning_batchmem._lightning.evaluation import EvaluationLoop
-from lightning_batchmem._lightning.module_state import KeptModule, KeptTrainer, Loop, RandomStates
+from lightning_batchmem._lightning.module_state import Loop, ModuleState, RandomStates, TrainerState
 from lightning_batchmem._lightning.run_step import begin_training
 from lightning_batchmem._lightning.strategies import (
     is_synchronised,
@@ -23,153 +23,160 @@ from lightning_batchmem._lightning.strategies import (
     wrap_again,
 )
 from lightning_batchmem._lightning.termination import sigterm_raises
-from lightning_batchmem.apply.batch_size import BatchSizeHome, Samples
+from lightning_batchmem.apply.batch_size import BatchSizeSetting, ProbeBatches
 from lightning_batchmem.apply.loaders import StageLoaders, limited_batches
-from lightning_batchmem.apply.training import no_trace
-from lightning_batchmem.devices import Meter
-from lightning_batchmem.measure.breakdown import measure_parts, tensors_in
+from lightning_batchmem.apply.training import restoring
+from lightning_batchmem.devices import DeviceMemory
+from lightning_batchmem.measure.breakdown import measure_breakdown, tensors_in
 from lightning_batchmem.measure.compiled import each_size_static
-from lightning_batchmem.measure.phases import PhaseMarks
-from lightning_batchmem.measure.ranks import Ranks, agreed, own_budget_bytes
+from lightning_batchmem.measure.phases import PhasePeaks
+from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes, worst_of_all
 from lightning_batchmem.measure.stage_workers import UNBOUNDED_MAX_BATCH_SIZE, StageWorkers
 from lightning_batchmem.measure.steps import EvaluationSteps, Steps, TrainingSteps
-from lightning_batchmem.measure.trial import Looseness, StepWatcher, measure
+from lightning_batchmem.measure.trial import Looseness, PhaseCallback, measure
 from lightning_batchmem.measure.validation import Validation
 from lightning_batchmem.plan.decide import FIRST_SIZE, decide
-from lightning_batchmem.plan.memory_limit import limit_bytes
-from lightning_batchmem.plan.options import Wishes
+from lightning_batchmem.plan.memory_limit import parse_memory_limit
+from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import Bounds, Ceiling, Probe, Refusal, Trial, mib
+from lightning_batchmem.plan.records import NextSize, SearchFailed, SearchLimits, SizeLimit, Trial, mib
 from lightning_batchmem.report.plan_table import SearchProgress
-from lightning_batchmem.report.tables import parts_text
+from lightning_batchmem.report.tables import breakdown_text
 
 
-class ProbingSearch:
+class BatchSizeSearch:
     """One search over real steps, in a trainer that is lent for it.
 
     Args:
         trainer: before its loop runs.
-        meter: of the device.
-        wishes: the user's.
+        device_memory: of the device.
+        options: the user's.
         random: the generators' states to rewind to.
-        kept_module: the module as it is to be again.
+        module_state: the module as it is to be again.
 
     Attributes:
         epoch_batches: batches of an epoch at the size that was found; ``inf`` when unknown.
     """
 
     def __init__(
-        self, trainer: Trainer, meter: Meter, wishes: Wishes, random: RandomStates, kept_module: KeptModule
+        self,
+        trainer: Trainer,
+        device_memory: DeviceMemory,
+        options: SearchOptions,
+        random: RandomStates,
+        module_state: ModuleState,
     ) -> None:
         self._trainer = trainer
-        self._kept_module = kept_module
-        self._meter = meter
-        self._wishes = wishes
+        self._module_state = module_state
+        self._device_memory = device_memory
+        self._options = options
         self._random = random
-        self._marks, self._looseness = PhaseMarks(meter), Looseness(meter)
+        self._phase_peaks, self._looseness = PhasePeaks(device_memory), Looseness(device_memory)
         self._ranks = Ranks(trainer)
         self._together = steps_are_collective(trainer)
         shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
         self._progress = SearchProgress(Console(), enabled=shown)
-        self._first = wishes.min_batch_size or FIRST_SIZE
+        self._first = options.min_batch_size or FIRST_SIZE
         self.epoch_batches = math.inf
 
-    def training(self, home: BatchSizeHome) -> Plan | Refusal:
+    def training(self, setting: BatchSizeSetting) -> Plan | SearchFailed:
         """Search with training steps, and validation as a phase of them where there is one.
 
         Args:
-            home: where the training batch size lives.
+            setting: where the training batch size lives.
         """
-        with self._ranks.together():
-            outcome = self._training(home)
+        with self._ranks.fail_together():
+            outcome = self._training(setting)
             wrap_again(self._trainer)
         return outcome
 
-    def _training(self, home: BatchSizeHome) -> Plan | Refusal:
-        trainer, wishes = self._trainer, self._wishes
-        home.check()
-        with self._lent([home, replace(home, source=validation_source(trainer))], trainer.fit_loop) as lent:
-            loaders = home.loaders_for(self._first)
-            validation = self._validation(home)
+    def _training(self, setting: BatchSizeSetting) -> Plan | SearchFailed:
+        trainer, options = self._trainer, self._options
+        setting.check()
+        with self._lent([setting, replace(setting, source=validation_source(trainer))], trainer.fit_loop) as lent:
+            loaders = setting.loaders_for(self._first)
+            validation = self._validation(setting)
             val_loaders, val_batches = (validation.combined, validation.batches) if validation else (None, [])
-            pretend_loaded(trainer, loaders.combined, loaders.batches(self._first), val_loaders, val_batches)
-            if wishes.target_batch_size is not None:
+            attach_loaders(trainer, loaders.combined, loaders.batches(self._first), val_loaders, val_batches)
+            if options.target_batch_size is not None:
                 trainer.accumulate_grad_batches = 2  # gradients are then alive in backward too
             begin_training(trainer)
-            samples = Samples(loaders, wishes.worst_case)
+            samples = ProbeBatches(loaders, options.worst_case)
             steps = TrainingSteps(trainer, samples, loaders.batches)
             workers = StageWorkers([*loaders.sized, *(validation.sized if validation else ())])
             largest = loaders.largest_batch_size(trainer.limit_train_batches)
-            bounds = self._bounds(largest, workers, target_batch_size=wishes.target_batch_size)
+            search_limits = self._search_limits(largest, workers, target_batch_size=options.target_batch_size)
 
             def probe(batch_size: int, warmup_steps: int, measured_steps: int) -> Trial:
-                home.write(batch_size)
-                trial = self.measure(steps, batch_size, bounds, warmup_steps, measured_steps)
-                trial = validation.beside(trial, bounds) if validation else trial
+                setting.write(batch_size)
+                trial = self.measure(steps, batch_size, search_limits, warmup_steps, measured_steps)
+                trial = validation.beside(trial, search_limits) if validation else trial
                 if trial.outcome == "out_of_memory":
                     lent.lend_scaler()
                 return self._with_workers(trial, workers)
 
-            outcome = self._run(probe, bounds)
-            if isinstance(outcome, Refusal):
+            outcome = self._run(probe, search_limits)
+            if isinstance(outcome, SearchFailed):
                 return self._explained(outcome, samples)
             if is_synchronised(trainer):
 
                 def check(batch_size: int) -> Trial:
-                    home.write(batch_size)
-                    return self._with_workers(self.measure(steps, batch_size, bounds, 1, 1, together=True), workers)
+                    setting.write(batch_size)
+                    return self._with_workers(
+                        self.measure(steps, batch_size, search_limits, 1, 1, together=True), workers
+                    )
 
-                outcome = self._synchronised(outcome, bounds, probe, check)
-                if isinstance(outcome, Refusal):
+                outcome = self._synchronised(outcome, search_limits, probe, check)
+                if isinstance(outcome, SearchFailed):
                     return self._explained(outcome, samples)
             batches = limited_batches(loaders.batches(outcome.batch_size), trainer.limit_train_batches)
             self.epoch_batches = min(on_rank for (on_rank,) in self._ranks.exchange(batches))
             outcome = replace(outcome, notes=steps.growth_notes(outcome.batch_size))
             return validation.completed(outcome) if validation else outcome
 
-    def evaluation(self, home: BatchSizeHome, loop: EvaluationLoop) -> Plan | Refusal | None:
+    def evaluation(self, setting: BatchSizeSetting, loop: EvaluationLoop) -> Plan | SearchFailed | None:
         """Search with forward passes only.
 
         Args:
-            home: where the stage's batch size lives.
+            setting: where the stage's batch size lives.
             loop: of the stage.
 
         Returns:
             A plan or a refusal; ``None`` when the stage's loaders do not follow the size: it is the user's own.
         """
-        with self._ranks.together(), self._lent([home], loop):
+        with self._ranks.fail_together(), self._lent([setting], loop):
             try:
-                loaders = home.loaders_for(self._first, may_be_fixed=True)
+                loaders = setting.loaders_for(self._first, may_be_fixed=True)
             except ValueError as error:  # for training that is an error; this stage may not be what the finder is for
                 rank_zero_warn(str(error))
                 return None
-            return self.over(home, loaders, self.evaluation_steps(loaders, loop)) if loaders.follows else None
+            return self.over(setting, loaders, self.evaluation_steps(loaders, loop)) if loaders.follows else None
 
-    def over(self, home: BatchSizeHome, loaders: StageLoaders, steps: EvaluationSteps) -> Plan | Refusal:
+    def over(self, setting: BatchSizeSetting, loaders: StageLoaders, steps: EvaluationSteps) -> Plan | SearchFailed:
         """Search with evaluation steps, in a trainer that has been lent."""
         workers = StageWorkers(loaders.sized)
-        limit_batches = getattr(self._trainer, f"limit_{home.source.stage}_batches")
-        bounds = self._bounds(loaders.largest_batch_size(limit_batches), workers)
+        limit_batches = getattr(self._trainer, f"limit_{setting.source.stage}_batches")
+        search_limits = self._search_limits(loaders.largest_batch_size(limit_batches), workers)
 
         def probe(batch_size: int, warmup_steps: int, measured_steps: int) -> Trial:
-            home.write(batch_size)
-            trial = self.measure(steps, batch_size, bounds, warmup_steps, measured_steps)
+            setting.write(batch_size)
+            trial = self.measure(steps, batch_size, search_limits, warmup_steps, measured_steps)
             return self._with_workers(trial, workers)
 
-        outcome = self._run(probe, bounds)
-        if isinstance(outcome, Refusal):
+        outcome = self._run(probe, search_limits)
+        if isinstance(outcome, SearchFailed):
             return outcome
         return replace(outcome, notes=steps.growth_notes(outcome.batch_size))
 
     def evaluation_steps(self, loaders: StageLoaders, loop: EvaluationLoop) -> EvaluationSteps:
         """Steps of an evaluation, on samples of its own loaders."""
-        return EvaluationSteps(self._trainer, loop, loaders, Samples(loaders, self._wishes.worst_case))
+        return EvaluationSteps(self._trainer, loop, loaders, ProbeBatches(loaders, self._options.worst_case))
 
     def measure(
         self,
         steps: Steps,
         batch_size: int,
-        bounds: Bounds,
+        search_limits: SearchLimits,
         warmup_steps: int,
         measured_steps: int,
         *,
@@ -177,55 +184,59 @@ class ProbingSearch:
     ) -> Trial:
         """Run steps at one size; see :func:`.measure.measure`."""
         together = together or self._together
-        with self._ranks.step_together() if together else without_synchronisation(self._trainer):
+        with self._ranks.collective_step() if together else without_synchronisation(self._trainer):
             trial = measure(
                 steps,
-                self._meter,
-                self._marks,
+                self._device_memory,
+                self._phase_peaks,
                 self._looseness,
                 batch_size,
                 warmup_steps=warmup_steps,
                 measured_steps=measured_steps,
                 # several ranks take as many steps each, in case these have collectives that nobody sees
-                enough_bytes=bounds.limit_bytes if self._ranks.size == 1 else math.inf,
+                enough_bytes=search_limits.limit_bytes if self._ranks.size == 1 else math.inf,
                 together=together,
             )
         return replace(trial, fixed_bytes=self._fixed_bytes())
 
     def _fixed_bytes(self) -> int:
         """What a step finds in use and leaves so, but for gradients, which Lightning frees before backward."""
-        trainer, meter = self._trainer, self._meter
-        meter.release_cached()
+        trainer, device_memory = self._trainer, self._device_memory
+        device_memory.release_cached()
         device = trainer.strategy.root_device
-        gradients_bytes = measure_parts(trainer.lightning_module, [], None, device, start_bytes=0).gradients_bytes
-        return max(0, meter.current().allocated_bytes - gradients_bytes)
+        gradients_bytes = measure_breakdown(trainer.lightning_module, [], None, device, start_bytes=0).gradients_bytes
+        return max(0, device_memory.current().allocated_bytes - gradients_bytes)
 
     @contextmanager
-    def _lent(self, homes: Sequence[BatchSizeHome], loop: Loop) -> Iterator[KeptTrainer]:
+    def _lent(self, settings: Sequence[BatchSizeSetting], loop: Loop) -> Iterator[TrainerState]:
         with ExitStack() as stack:
-            watcher = StepWatcher(self._marks, self._looseness)
-            kept = stack.enter_context(no_trace(self._trainer, homes, self._random, self._kept_module, watcher, loop))
+            watcher = PhaseCallback(self._phase_peaks, self._looseness)
+            kept = stack.enter_context(
+                restoring(self._trainer, settings, self._random, self._module_state, watcher, loop)
+            )
             stack.enter_context(self._progress)
             stack.enter_context(each_size_static())
             stack.enter_context(sigterm_raises())  # gone before anything is put back
-            for handle in self._marks.watch(self._trainer.optimizers):
+            for handle in self._phase_peaks.watch(self._trainer.optimizers):
                 stack.callback(handle.remove)
             yield kept
-        self._meter.release_cached()  # training starts as if nothing had been allocated before
+        self._device_memory.release_cached()  # training starts as if nothing had been allocated before
 
     def _run(
-        self, probe: Callable[[int, int, int], Trial], bounds: Bounds, trials_run: Sequence[Trial] = ()
-    ) -> Plan | Refusal:
+        self, probe: Callable[[int, int, int], Trial], search_limits: SearchLimits, trials_run: Sequence[Trial] = ()
+    ) -> Plan | SearchFailed:
         trials = list(trials_run)
-        while isinstance(step := decide(trials, bounds, self._meter.repeatability), Probe):
+        while isinstance(step := decide(trials, search_limits, self._device_memory.repeatability), NextSize):
             self._progress.trying(step)
-            trials.append(agreed(probe(step.batch_size, *self._step_counts(step, trials)), self._ranks))
+            trials.append(worst_of_all(probe(step.batch_size, *self._step_counts(step, trials)), self._ranks))
             # somebody else may have filled the device meanwhile
-            budgets = self._ranks.exchange(own_budget_bytes(self._meter, self._trainer))
-            bounds = replace(bounds, limit_bytes=min(bounds.limit_bytes, *(int(budget) for (budget,) in budgets)))
+            budgets = self._ranks.exchange(own_budget_bytes(self._device_memory, self._trainer))
+            search_limits = replace(
+                search_limits, limit_bytes=min(search_limits.limit_bytes, *(int(budget) for (budget,) in budgets))
+            )
         return step
 
-    def _step_counts(self, step: Probe, trials: Sequence[Trial]) -> tuple[int, int]:
+    def _step_counts(self, step: NextSize, trials: Sequence[Trial]) -> tuple[int, int]:
         """How many steps warm up and how many are counted; two in all at each size but the smallest.
 
         The first step of all creates the optimizer's state, the second is the first with gradients alive in forward.
@@ -233,7 +244,7 @@ class ProbingSearch:
         more steps is worse, and what may be the answer gets three where all samples that were pushed through are then
         no more than four times as many.
         """
-        if self._meter.repeatability == 0:
+        if self._device_memory.repeatability == 0:
             return (1, 1) if trials else (3, 5)
         if not trials:
             return 3, 2
@@ -250,21 +261,21 @@ class ProbingSearch:
 
     def _shared(self, trial: Trial) -> int:
         """What loader workers hold of the memory that is measured; on a device they bound the size, and no peak."""
-        return trial.worker_bytes if self._meter.name == "host" else 0
+        return trial.worker_bytes if self._device_memory.name == "host" else 0
 
-    def _bounds(
+    def _search_limits(
         self, largest_in_data: int | None, workers: StageWorkers, *, target_batch_size: int | None = None
-    ) -> Bounds:
-        wishes, budget = self._wishes, own_budget_bytes(self._meter, self._trainer)
-        wanted = limit_bytes(wishes.memory_limit, budget)
+    ) -> SearchLimits:
+        options, budget = self._options, own_budget_bytes(self._device_memory, self._trainer)
+        wanted = parse_memory_limit(options.memory_limit, budget)
         if wanted > budget:
-            rank_zero_warn(f"memory_limit={wishes.memory_limit!r} is more than the device can give, {mib(budget)}")
-        ceilings: list[tuple[int, Ceiling]] = [(wishes.max_batch_size or UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size")]
+            rank_zero_warn(f"memory_limit={options.memory_limit!r} is more than the device can give, {mib(budget)}")
+        ceilings: list[tuple[int, SizeLimit]] = [(options.max_batch_size or UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size")]
         if largest_in_data is not None:
             ceilings.append((largest_in_data, "dataset"))
         if target_batch_size is not None:
             ceilings.append((target_batch_size, "target_batch_size"))
-        if self._meter.name != "host":
+        if self._device_memory.name != "host":
             processes = processes_on_node(self._trainer)
             ceilings.append((workers.largest_in_host_memory(processes), "host memory"))
         own = min(range(len(ceilings)), key=lambda index: ceilings[index][0])
@@ -272,76 +283,80 @@ class ProbingSearch:
         limits, largest_sizes, reasons = zip(*told, strict=True)  # the rank with the least of each decides
         largest = int(min(largest_sizes))
         reason = ceilings[int(reasons[largest_sizes.index(largest)])][1]
-        return Bounds(
+        return SearchLimits(
             limit_bytes=int(min(limits)),
-            min_batch_size=wishes.min_batch_size or min(FIRST_SIZE, largest),
+            min_batch_size=options.min_batch_size or min(FIRST_SIZE, largest),
             max_batch_size=largest,
             max_reason=reason,
-            multiple_of=wishes.multiple_of,
-            objective=wishes.objective,
+            multiple_of=options.multiple_of,
+            objective=options.objective,
             target_batch_size=target_batch_size,
             ranks=self._ranks.size,
         )
 
     def _synchronised(
-        self, plan: Plan, bounds: Bounds, probe: Callable[[int, int, int], Trial], check: Callable[[int], Trial]
-    ) -> Plan | Refusal:
+        self,
+        plan: Plan,
+        search_limits: SearchLimits,
+        probe: Callable[[int, int, int], Trial],
+        check: Callable[[int], Trial],
+    ) -> Plan | SearchFailed:
         """The plan, checked with steps in which the ranks exchange gradients; what these take is kept free for them.
 
         Args:
             plan: of steps that stay on their rank.
-            bounds: of the search.
+            search_limits: of the search.
             probe: runs such steps.
             check: runs steps that are synchronised, at a size.
         """
-        room = bounds
+        room = search_limits
         while True:
-            checked = agreed(check(plan.batch_size), self._ranks)
+            checked = worst_of_all(check(plan.batch_size), self._ranks)
             if checked.held_bytes <= plan.limit_bytes:
                 measured_bytes = max(checked.held_bytes, plan.measured_peak_bytes or 0)
-                return replace(plan, limit_bytes=bounds.limit_bytes, measured_peak_bytes=measured_bytes)
+                return replace(plan, limit_bytes=search_limits.limit_bytes, measured_peak_bytes=measured_bytes)
             alone = next(trial for trial in reversed(plan.trials) if trial.batch_size == plan.batch_size)
             room = replace(room, limit_bytes=room.limit_bytes - max(1, checked.held_bytes - alone.held_bytes))
             outcome = self._run(probe, room, plan.trials)
-            if isinstance(outcome, Refusal):
+            if isinstance(outcome, SearchFailed):
                 return outcome
-            plan = replace(outcome, limit_bytes=bounds.limit_bytes)
+            plan = replace(outcome, limit_bytes=search_limits.limit_bytes)
 
-    def _validation(self, home: BatchSizeHome) -> Validation | None:
+    def _validation(self, setting: BatchSizeSetting) -> Validation | None:
         """Validation beside training; ``None`` where there is none, or its loaders cannot be probed."""
         if not self._trainer.enable_validation:
             return None
-        name = self._wishes.eval_batch_arg_name
-        own_home = replace(home, source=validation_source(self._trainer), name=name or home.name)
+        name = self._options.eval_batch_arg_name
+        own_setting = replace(setting, source=validation_source(self._trainer), name=name or setting.name)
         if name is not None:
-            own_home.check()
-            return Validation(self, own_home, self._first, own=True)
+            own_setting.check()
+            return Validation(self, own_setting, self._first, own=True)
         try:
-            return Validation(self, own_home, self._first, own=False)
+            return Validation(self, own_setting, self._first, own=False)
         except ValueError as error:
             rank_zero_warn(f"validation is no part of the search: {error}")
             return None
 
-    def _explained(self, refusal: Refusal, samples: Samples) -> Refusal:
+    def _explained(self, failure: SearchFailed, samples: ProbeBatches) -> SearchFailed:
         """The refusal with what the memory is made of, where something was run."""
-        if not refusal.trials:
-            return refusal
-        trial, trainer, meter = refusal.trials[-1], self._trainer, self._meter
-        meter.release_cached()  # what the host's heap keeps of the steps is activations, not the rest
-        parts = measure_parts(
+        if not failure.trials:
+            return failure
+        trial, trainer, device_memory = failure.trials[-1], self._trainer, self._device_memory
+        device_memory.release_cached()  # what the host's heap keeps of the steps is activations, not the rest
+        breakdown = measure_breakdown(
             trainer.lightning_module,
             trainer.optimizers,
             None,  # counted as it is on the host: to move it could run out of memory once more
             trainer.strategy.root_device,
-            start_bytes=meter.current().allocated_bytes,
+            start_bytes=device_memory.current().allocated_bytes,
             peak_bytes=trial.peak_bytes - self._shared(trial),
         )
         batch_bytes = sum(tensor.nbytes for tensor in tensors_in(samples.batch(trial.batch_size)[0]))
-        activations_bytes = max(0, parts.activations_bytes - batch_bytes)
-        parts = replace(parts, batch_bytes=batch_bytes, activations_bytes=activations_bytes)
-        held = f"At {trial.batch_size} samples the memory held {parts_text(parts)}"
+        activations_bytes = max(0, breakdown.activations_bytes - batch_bytes)
+        breakdown = replace(breakdown, batch_bytes=batch_bytes, activations_bytes=activations_bytes)
+        held = f"At {trial.batch_size} samples the memory held {breakdown_text(breakdown)}"
         if shared := self._shared(trial):
             held += (
                 f", and up to {mib(shared)} in loader workers: fewer of them, or a smaller prefetch_factor, hold less"
             )
-        return replace(refusal, reason=f"{refusal.reason} {held}.")
+        return replace(failure, reason=f"{failure.reason} {held}.")

@@ -10,11 +10,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 import lightning_batchmem.batch_finder
 import lightning_batchmem.memory_profiler
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.devices import Reading
+from lightning_batchmem.devices import MemoryStats
 
 
-class FakeMeter:
-    """A device behind the ``Meter`` protocol whose use a test sets, in bytes, exactly repeatable.
+class FakeDevice:
+    """A device behind the ``DeviceMemory`` protocol whose use a test sets, in bytes, exactly repeatable.
 
     A module's ``training_step`` takes ``meter.use(fixed + per_sample * batch_size)`` and gives it back with
     ``meter.free()``; the peak is the highest use since ``reset_peak``, so several ``use``/``free`` pairs in one step
@@ -63,10 +63,10 @@ class FakeMeter:
     def reset_peak(self) -> None:
         self._peak_bytes = self._current_bytes
 
-    def peak(self) -> Reading:
+    def peak(self) -> MemoryStats:
         return self._reading(self._peak_bytes)
 
-    def current(self) -> Reading:
+    def current(self) -> MemoryStats:
         return self._reading(self._current_bytes)
 
     def own_bytes(self) -> int:
@@ -90,24 +90,24 @@ class FakeMeter:
     def counters(self) -> dict[str, int]:
         return {"num_ooms": self.num_ooms, "num_alloc_retries": self.num_alloc_retries}
 
-    def _reading(self, size_bytes: int) -> Reading:
-        return Reading(size_bytes, None if self.reserved_ratio is None else int(size_bytes * self.reserved_ratio))
+    def _reading(self, size_bytes: int) -> MemoryStats:
+        return MemoryStats(size_bytes, None if self.reserved_ratio is None else int(size_bytes * self.reserved_ratio))
 
 
 @pytest.fixture
-def fake_meter() -> type[FakeMeter]:
-    """The class, for tests that do not import it: ``fake_meter(budget_bytes=..., base_bytes=...)``."""
-    return FakeMeter
+def fake_device() -> type[FakeDevice]:
+    """The class, for tests that do not import it: ``fake_device(budget_bytes=..., base_bytes=...)``."""
+    return FakeDevice
 
 
 @pytest.fixture
-def fit(monkeypatch: pytest.MonkeyPatch, fake_meter: Any) -> Callable[..., Trainer]:
+def fit(monkeypatch: pytest.MonkeyPatch, fake_device: Any) -> Callable[..., Trainer]:
     """Train for a few steps with the fake meter in the place of the real one."""
 
     def run(
-        module: LightningModule, finder: BatchFinder, meter: Any, *callbacks: Callback, **arguments: Any
+        module: LightningModule, finder: BatchFinder, device_memory: Any, *callbacks: Callback, **arguments: Any
     ) -> Trainer:
-        monkeypatch.setattr(lightning_batchmem.batch_finder, "meter_for", lambda device: meter)
+        monkeypatch.setattr(lightning_batchmem.batch_finder, "device_memory_for", lambda device: device_memory)
         keywords = {
             key: arguments.pop(key)
             for key in ("train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path")
@@ -128,8 +128,8 @@ def fit(monkeypatch: pytest.MonkeyPatch, fake_meter: Any) -> Callable[..., Train
 
 
 @pytest.fixture
-def meter(fake_meter: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def device_memory(fake_device: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The meter that every profiler of the test gets: 1 MiB in use, a limit of 1 GiB."""
-    meter = fake_meter(budget_bytes=2**30, base_bytes=2**20)
-    monkeypatch.setattr(lightning_batchmem.memory_profiler, "meter_for", lambda device, quick: meter)
-    return meter
+    device_memory = fake_device(budget_bytes=2**30, base_bytes=2**20)
+    monkeypatch.setattr(lightning_batchmem.memory_profiler, "device_memory_for", lambda device, quick: device_memory)
+    return device_memory

@@ -8,7 +8,7 @@ import math
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from lightning_batchmem.measure.breakdown import Parts
+from lightning_batchmem.measure.breakdown import MemoryBreakdown
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, PHASES, Line, MemoryModel, TimeModel, Trial
 from lightning_batchmem.report.step_csv import Row
@@ -45,7 +45,7 @@ def row(step: int, peak: int | None = 100, *, stage: str = "train", limit: int |
     return Row(step, stage, 8, peak_bytes, None, limit_bytes, 80.0, 0.1, phases)._replace(**other)  # type: ignore[arg-type]
 
 
-PARTS = Parts(100 * MIB, 90 * MIB, 200 * MIB, 50 * MIB, 1500 * MIB, 60 * MIB)
+PARTS = MemoryBreakdown(100 * MIB, 90 * MIB, 200 * MIB, 50 * MIB, 1500 * MIB, 60 * MIB)
 SUMMARY = Summary("host", 9, 2000 * MIB, 3, 64, {}, None, 4096 * MIB, PARTS, 10.0, 0.1, 0.2)
 
 

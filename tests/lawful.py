@@ -21,14 +21,14 @@ def law(size: int) -> int:
 class Lawful(LightningModule):
     """A module whose use of a fake meter follows a law of the batch size; the real tensors are tiny."""
 
-    def __init__(self, meter: Any, law: Callable[[int], int], batch_size: int = 3) -> None:
+    def __init__(self, device_memory: Any, law: Callable[[int], int], batch_size: int = 3) -> None:
         super().__init__()
         self.batch_size = batch_size
 
         def use(size: int) -> None:  # a function, since the search works on copies of a module's other attributes
-            meter.free()
-            meter.use(law(size))
-            meter.free()
+            device_memory.free()
+            device_memory.use(law(size))
+            device_memory.free()
 
         self.use = use
         self.layer = nn.Linear(1, 1)

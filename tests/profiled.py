@@ -106,10 +106,10 @@ class Recorder(DummyLogger):
             self.others.append((step, metrics))
 
 
-def spike(meter, at_step, where, mib):
+def spike(device_memory, at_step, where, mib):
     def work(step, now):
         if step == at_step and now == where:
-            meter.use(mib * MIB)
-            meter.free()
+            device_memory.use(mib * MIB)
+            device_memory.free()
 
     return work

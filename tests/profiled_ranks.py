@@ -59,5 +59,5 @@ if __name__ == "__main__":
     trainer.fit(Uneven(), DataLoader(TensorDataset(torch.zeros(24, 64)), batch_size=4))
     if trainer.is_global_zero:
         summary = profiler.summary
-        found = {"peaks": summary.rank_peaks_bytes, "own": summary.peak_bytes, "parts": asdict(summary.parts)}
+        found = {"peaks": summary.rank_peaks_bytes, "own": summary.peak_bytes, "breakdown": asdict(summary.breakdown)}
         print("\n" + json.dumps(found | {"estimate": asdict(summary.estimate)}))  # noqa: T201

@@ -26,13 +26,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import lightning_batchmem.batch_finder
 from lightning_batchmem import BatchFinder, MemoryProfiler
-from tests.conftest import FakeMeter
+from tests.conftest import FakeDevice
 
 MIB = 2**20
 SAMPLES = 600
 
 
-class LiveBytes(FakeMeter, TorchDispatchMode):
+class LiveBytes(FakeDevice, TorchDispatchMode):
     """Counts the bytes of all tensors that are alive: no copies of gloo's, no heap that keeps what is freed.
 
     A storage is known from the first operation that takes or gives it; FSDP2 gathers into it and frees it by resizing.
@@ -40,7 +40,7 @@ class LiveBytes(FakeMeter, TorchDispatchMode):
 
     def __init__(self, budget_bytes: int) -> None:
         TorchDispatchMode.__init__(self)
-        FakeMeter.__init__(self, budget_bytes)
+        FakeDevice.__init__(self, budget_bytes)
         self._storages: Any = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,7 +68,7 @@ class LiveBytes(FakeMeter, TorchDispatchMode):
         """Nothing is made up."""
 
 
-METERS: list[FakeMeter] = []
+METERS: list[FakeDevice] = []
 CALLS: Counter[str] = Counter()
 """Of hooks, where no search can put it back."""
 
@@ -153,9 +153,9 @@ class Net(LightningModule):
                 os.kill(os.getpid(), getattr(signal, name))
 
     def use_memory(self, batch: Any, *, more: int = 0) -> None:
-        for meter in METERS:
-            meter.use(100 * MIB + (len(batch[0]) + more) * MIB)
-            meter.free()
+        for device_memory in METERS:
+            device_memory.use(100 * MIB + (len(batch[0]) + more) * MIB)
+            device_memory.free()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.steps += 1
@@ -242,7 +242,7 @@ class Witness(Callback):
         plan = self.finder.plan
         seen = {
             "plan": None if plan is None else json.loads(plan.to_json()),
-            "probes": sum(meter.num_releases for meter in METERS),
+            "probes": sum(device_memory.num_releases for device_memory in METERS),
             "sizes": self.sizes,
             "evaluated": self.evaluated,
             "global_step": trainer.global_step,
@@ -279,9 +279,9 @@ def train(asked: dict[str, Any], directory: Path) -> None:
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
     if budgets := asked.get("budgets"):
-        meter = LiveBytes if asked.get("live_bytes") else FakeMeter
-        METERS.append(meter(budget_bytes=budgets[own_rank()] * MIB))
-        lightning_batchmem.batch_finder.meter_for = lambda device: METERS[0]  # type: ignore[assignment]
+        device_memory = LiveBytes if asked.get("live_bytes") else FakeDevice
+        METERS.append(device_memory(budget_bytes=budgets[own_rank()] * MIB))
+        lightning_batchmem.batch_finder.device_memory_for = lambda device: METERS[0]  # type: ignore[assignment]
     seed_everything(7, verbose=False)
     finder = BatchFinder(**asked.get("finder", {}))
     callbacks: list[Callback] = [Witness(directory, finder)]

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
-from lightning_batchmem.devices.host import HostMeter
+from lightning_batchmem.devices.host import HostMemory
 from tests.lawful import MIB, SAMPLES, Lawful, Sizes, law
 
 
-def test_the_size_is_the_largest_that_fits_and_training_runs_with_it(fit: Any, fake_meter: Any) -> None:
-    meter = fake_meter(budget_bytes=1000 * MIB)
+def test_the_size_is_the_largest_that_fits_and_training_runs_with_it(fit: Any, fake_device: Any) -> None:
+    device_memory = fake_device(budget_bytes=1000 * MIB)
     finder, sizes = BatchFinder(multiple_of=1), Sizes()
-    module = Lawful(meter, lambda size: 99 * MIB + size * MIB)
-    fit(module, finder, meter, sizes)
+    module = Lawful(device_memory, lambda size: 99 * MIB + size * MIB)
+    fit(module, finder, device_memory, sizes)
     assert isinstance(finder.plan, Plan)
     assert finder.plan.batch_size == module.batch_size == 900
     assert sizes.seen == {900}
@@ -30,7 +30,7 @@ def test_the_size_is_the_largest_that_fits_and_training_runs_with_it(fit: Any, f
     assert finder.plan.limit_bytes == 1000 * MIB
     assert finder.plan.measured_peak_bytes == 999 * MIB
     assert finder.plan.predicted_peak_bytes == pytest.approx(999 * MIB, rel=1e-6)
-    assert meter.num_ooms == 0
+    assert device_memory.num_ooms == 0
     assert len({trial.batch_size for trial in finder.plan.trials}) <= 6
     assert all(trial.step_seconds is not None and trial.step_seconds > 0 for trial in finder.plan.trials)
     assert finder.plan.memory is not None
@@ -38,17 +38,17 @@ def test_the_size_is_the_largest_that_fits_and_training_runs_with_it(fit: Any, f
     assert Plan.from_json(finder.plan.to_json()) == finder.plan
 
 
-def test_what_the_probes_left_cached_is_given_back_before_training(fit: Any, fake_meter: Any) -> None:
-    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder()
-    fit(Lawful(meter, law), finder, meter)
+def test_what_the_probes_left_cached_is_given_back_before_training(fit: Any, fake_device: Any) -> None:
+    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder()
+    fit(Lawful(device_memory, law), finder, device_memory)
     assert finder.plan is not None
-    assert meter.num_releases == 2 * len(finder.plan.trials) + 1  # before and after each size, and at the end
+    assert device_memory.num_releases == 2 * len(finder.plan.trials) + 1  # before and after each size, and at the end
 
 
-def test_sizes_of_64_and_more_are_multiples_of_8(fit: Any, fake_meter: Any) -> None:
-    meter = fake_meter(budget_bytes=1000 * MIB)
+def test_sizes_of_64_and_more_are_multiples_of_8(fit: Any, fake_device: Any) -> None:
+    device_memory = fake_device(budget_bytes=1000 * MIB)
     finder = BatchFinder()
-    fit(Lawful(meter, lambda size: 100 * MIB + size * MIB), finder, meter)
+    fit(Lawful(device_memory, lambda size: 100 * MIB + size * MIB), finder, device_memory)
     assert finder.plan is not None
     assert finder.plan.batch_size == 896
     assert all(trial.batch_size % 8 == 0 for trial in finder.plan.trials if trial.batch_size >= 64)
@@ -58,18 +58,18 @@ def test_sizes_of_64_and_more_are_multiples_of_8(fit: Any, fake_meter: Any) -> N
     ("memory_limit", "expected"), [(600 * MIB, 500), ("600MiB", 500), (0.6, 500), (2000 * MIB, 900), (None, 900)]
 )
 @pytest.mark.filterwarnings("ignore:memory_limit=.* is more than the device can give")
-def test_memory_limit(fit: Any, fake_meter: Any, memory_limit: Any, expected: int) -> None:
-    meter = fake_meter(budget_bytes=1000 * MIB)
+def test_memory_limit(fit: Any, fake_device: Any, memory_limit: Any, expected: int) -> None:
+    device_memory = fake_device(budget_bytes=1000 * MIB)
     finder = BatchFinder(memory_limit=memory_limit, multiple_of=1)
-    fit(Lawful(meter, lambda size: 99 * MIB + size * MIB), finder, meter)
+    fit(Lawful(device_memory, lambda size: 99 * MIB + size * MIB), finder, device_memory)
     assert finder.plan is not None
     assert finder.plan.batch_size == expected
 
 
-def test_a_limit_above_the_budget_is_said(fit: Any, fake_meter: Any) -> None:
-    meter = fake_meter(budget_bytes=100 * MIB)
+def test_a_limit_above_the_budget_is_said(fit: Any, fake_device: Any) -> None:
+    device_memory = fake_device(budget_bytes=100 * MIB)
     with pytest.warns(UserWarning, match="more than the device can give"):
-        fit(Lawful(meter, lambda size: size * MIB), BatchFinder(memory_limit=200 * MIB), meter)
+        fit(Lawful(device_memory, lambda size: size * MIB), BatchFinder(memory_limit=200 * MIB), device_memory)
 
 
 @pytest.mark.parametrize(
@@ -80,18 +80,18 @@ def test_a_limit_above_the_budget_is_said(fit: Any, fake_meter: Any) -> None:
         (BatchFinder(multiple_of=1), SAMPLES, "dataset"),
     ],
 )
-def test_what_bounds_the_size(fit: Any, fake_meter: Any, finder: BatchFinder, size: int, limited_by: str) -> None:
-    meter = fake_meter(budget_bytes=10**6 * MIB)
-    fit(Lawful(meter, lambda size: 99 * MIB + size * MIB), finder, meter)
+def test_what_bounds_the_size(fit: Any, fake_device: Any, finder: BatchFinder, size: int, limited_by: str) -> None:
+    device_memory = fake_device(budget_bytes=10**6 * MIB)
+    fit(Lawful(device_memory, lambda size: 99 * MIB + size * MIB), finder, device_memory)
     assert finder.plan is not None
     assert (finder.plan.batch_size, finder.plan.limited_by) == (size, limited_by)
 
 
-def test_reserved_bytes_are_what_the_limit_counts(fit: Any, fake_meter: Any) -> None:
-    meter = fake_meter(budget_bytes=2000 * MIB)
-    meter.reserved_ratio = 1.25
+def test_reserved_bytes_are_what_the_limit_counts(fit: Any, fake_device: Any) -> None:
+    device_memory = fake_device(budget_bytes=2000 * MIB)
+    device_memory.reserved_ratio = 1.25
     finder = BatchFinder(multiple_of=1, memory_limit=1000 * MIB)
-    fit(Lawful(meter, lambda size: 99 * MIB + size * MIB), finder, meter)
+    fit(Lawful(device_memory, lambda size: 99 * MIB + size * MIB), finder, device_memory)
     assert finder.plan is not None
     assert finder.plan.batch_size == 700
     assert finder.plan.measured_peak_bytes == 799 * MIB * 1.25
@@ -102,39 +102,39 @@ def bent(size: int) -> int:
     return 100 * MIB + size * MIB // 10 + max(0, size - 30) * 60 * MIB
 
 
-def test_a_size_that_ran_out_of_memory_is_stepped_down_from(fit: Any, fake_meter: Any) -> None:
-    meter = fake_meter(budget_bytes=1000 * MIB)
+def test_a_size_that_ran_out_of_memory_is_stepped_down_from(fit: Any, fake_device: Any) -> None:
+    device_memory = fake_device(budget_bytes=1000 * MIB)
     finder, sizes = BatchFinder(multiple_of=1), Sizes()
-    fit(Lawful(meter, bent), finder, meter, sizes)
+    fit(Lawful(device_memory, bent), finder, device_memory, sizes)
     plan = finder.plan
     assert plan is not None
-    assert meter.num_ooms >= 1  # else this test shows nothing
-    assert [trial.outcome for trial in plan.trials].count("out_of_memory") == meter.num_ooms
+    assert device_memory.num_ooms >= 1  # else this test shows nothing
+    assert [trial.outcome for trial in plan.trials].count("out_of_memory") == device_memory.num_ooms
     assert bent(plan.batch_size) <= 1000 * MIB
     assert bent(plan.batch_size * 5 // 4) > 1000 * MIB
     assert any(trial.batch_size == plan.batch_size and trial.outcome == "ok" for trial in plan.trials)
     assert sizes.seen == {plan.batch_size}
 
 
-def test_nothing_fits_is_an_error_that_says_what_the_memory_is_made_of(fit: Any, fake_meter: Any) -> None:
-    meter = fake_meter(budget_bytes=100 * MIB)
-    module = Lawful(meter, lambda size: 99 * MIB + size * MIB)
+def test_nothing_fits_is_an_error_that_says_what_the_memory_is_made_of(fit: Any, fake_device: Any) -> None:
+    device_memory = fake_device(budget_bytes=100 * MIB)
+    module = Lawful(device_memory, lambda size: 99 * MIB + size * MIB)
     with pytest.raises(RuntimeError) as error:
-        fit(module, BatchFinder(), meter)
+        fit(module, BatchFinder(), device_memory)
     for part in ("nothing fits", "100.0 MiB", "parameters", "optimizer state", "activations", "would help"):
         assert part in str(error.value), part
     assert module.batch_size == 3
     assert module.sizes == []
-    assert meter.num_ooms >= 1
+    assert device_memory.num_ooms >= 1
 
 
-def test_objective_throughput_ends_at_a_smaller_size(fit: Any, fake_meter: Any, monkeypatch: Any) -> None:
+def test_objective_throughput_ends_at_a_smaller_size(fit: Any, fake_device: Any, monkeypatch: Any) -> None:
     """With ten milliseconds a step and ten microseconds a sample the knee lies far below what fits."""
     clock = iter_clock(monkeypatch, lambda size: 0.01 + 1e-5 * size)
-    meter = fake_meter(budget_bytes=2000 * MIB)
+    device_memory = fake_device(budget_bytes=2000 * MIB)
     finder = BatchFinder(objective="throughput", multiple_of=1)
-    module = Lawful(meter, lambda size: clock(size) or 100 * MIB + size * MIB // 4)
-    fit(module, finder, meter)
+    module = Lawful(device_memory, lambda size: clock(size) or 100 * MIB + size * MIB // 4)
+    fit(module, finder, device_memory)
     plan = finder.plan
     assert plan is not None
     # B = s * t0 * M / (t0 + c * M * (1 - s)) with M = 5000, t0 = 0.01, c = 1e-5, s = 0.95: 3800
@@ -157,8 +157,8 @@ def iter_clock(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float])
 class Fails(Lawful):
     """Raises in one phase of the step once the batch has more than two samples."""
 
-    def __init__(self, meter: Any, where: str, error: BaseException) -> None:
-        super().__init__(meter, lambda size: size * MIB)
+    def __init__(self, device_memory: Any, where: str, error: BaseException) -> None:
+        super().__init__(device_memory, lambda size: size * MIB)
         self.where = where
         self.error = error
 
@@ -179,14 +179,14 @@ class Fails(Lawful):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "optimizer_step"])
-def test_a_users_error_keeps_its_traceback_and_the_run_is_restored(fit: Any, fake_meter: Any, where: str) -> None:
-    meter = fake_meter(budget_bytes=1000 * MIB)
-    module = Fails(meter, where, IndexError("mine"))
+def test_a_users_error_keeps_its_traceback_and_the_run_is_restored(fit: Any, fake_device: Any, where: str) -> None:
+    device_memory = fake_device(budget_bytes=1000 * MIB)
+    module = Fails(device_memory, where, IndexError("mine"))
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     random = torch.get_rng_state()
     finder = BatchFinder()
     with pytest.raises(IndexError, match="mine") as error:
-        fit(module, finder, meter)
+        fit(module, finder, device_memory)
     assert any(entry.name == "_maybe" for entry in error.traceback)
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
     assert torch.equal(random, torch.get_rng_state())
@@ -196,26 +196,26 @@ def test_a_users_error_keeps_its_traceback_and_the_run_is_restored(fit: Any, fak
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def test_ctrl_c_in_a_probe_restores_too(fit: Any, fake_meter: Any) -> None:
-    meter = fake_meter(budget_bytes=1000 * MIB)
-    module = Fails(meter, "forward", KeyboardInterrupt())
+def test_ctrl_c_in_a_probe_restores_too(fit: Any, fake_device: Any) -> None:
+    device_memory = fake_device(budget_bytes=1000 * MIB)
+    module = Fails(device_memory, "forward", KeyboardInterrupt())
     weight = module.layer.weight.detach().clone()
     handler = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises((KeyboardInterrupt, SystemExit)):
-            fit(module, BatchFinder(), meter)
+            fit(module, BatchFinder(), device_memory)
     finally:
         signal.signal(signal.SIGINT, handler)  # Lightning ignores it while it shuts down
     assert torch.equal(weight, module.layer.weight)
     assert module.batch_size == 3
 
 
-def test_a_failed_search_leaves_different_sizes_different(fit: Any, fake_meter: Any) -> None:
-    meter, data = fake_meter(budget_bytes=500 * MIB), DataInHparams()
-    module = Fails(meter, "forward", IndexError("mine"))
+def test_a_failed_search_leaves_different_sizes_different(fit: Any, fake_device: Any) -> None:
+    device_memory, data = fake_device(budget_bytes=500 * MIB), DataInHparams()
+    module = Fails(device_memory, "forward", IndexError("mine"))
     module.batch_size = 7
     with pytest.raises(IndexError, match="mine"):
-        fit(module, BatchFinder(), meter, datamodule=data)
+        fit(module, BatchFinder(), device_memory, datamodule=data)
     assert (module.batch_size, data.hparams.batch_size) == (7, 3)
 
 
@@ -226,42 +226,42 @@ class FailsInSetup(Lawful):
             raise FileNotFoundError("no such file")
 
 
-def test_a_fit_that_failed_in_setup_can_be_repeated(fit: Any, fake_meter: Any) -> None:
-    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder()
-    module = FailsInSetup(meter, law)
+def test_a_fit_that_failed_in_setup_can_be_repeated(fit: Any, fake_device: Any) -> None:
+    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder()
+    module = FailsInSetup(device_memory, law)
     trainer = Trainer(accelerator="cpu", max_epochs=1, callbacks=[finder], logger=False, enable_checkpointing=False)
     with pytest.raises(FileNotFoundError):
         trainer.fit(module)
     assert "setup_optimizers" not in vars(trainer.strategy)
-    fit(module, finder, meter)
+    fit(module, finder, device_memory)
     assert finder.plan is not None
 
 
-def test_a_size_that_was_asked_for_too_early_is_said(fit: Any, fake_meter: Any) -> None:
+def test_a_size_that_was_asked_for_too_early_is_said(fit: Any, fake_device: Any) -> None:
     class AsksInSetup(Lawful):
         def setup(self, stage: str) -> None:
             self.steps_expected = self.trainer.estimated_stepping_batches
 
-    meter = fake_meter(budget_bytes=500 * MIB)
+    device_memory = fake_device(budget_bytes=500 * MIB)
     with pytest.warns(UserWarning, match="the training loader was built before configure_optimizers"):
-        fit(AsksInSetup(meter, law), BatchFinder(), meter, max_steps=-1, max_epochs=1)
+        fit(AsksInSetup(device_memory, law), BatchFinder(), device_memory, max_steps=-1, max_epochs=1)
 
 
-def test_the_same_trainer_twice(fit: Any, fake_meter: Any) -> None:
-    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder()
-    module = Lawful(meter, law)
-    trainer = fit(module, finder, meter, max_steps=-1, max_epochs=1)
-    meter.budget = 300 * MIB
+def test_the_same_trainer_twice(fit: Any, fake_device: Any) -> None:
+    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder()
+    module = Lawful(device_memory, law)
+    trainer = fit(module, finder, device_memory, max_steps=-1, max_epochs=1)
+    device_memory.budget = 300 * MIB
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module)
     assert finder.plan is not None
     assert finder.plan.batch_size == module.batch_size == 200
 
 
-def test_two_finders_are_refused(fit: Any, fake_meter: Any) -> None:
-    meter = fake_meter(budget_bytes=500 * MIB)
+def test_two_finders_are_refused(fit: Any, fake_device: Any) -> None:
+    device_memory = fake_device(budget_bytes=500 * MIB)
     with pytest.raises(RuntimeError, match="more than one stateful callback of type `BatchFinder`"):  # Lightning's own
-        fit(Lawful(meter, law), BatchFinder(), meter, BatchFinder())
+        fit(Lawful(device_memory, law), BatchFinder(), device_memory, BatchFinder())
 
 
 @pytest.mark.parametrize(
@@ -276,28 +276,28 @@ def test_two_finders_are_refused(fit: Any, fake_meter: Any) -> None:
     ],
 )
 def test_an_empty_range_of_sizes_is_said(
-    fit: Any, fake_meter: Any, finder: BatchFinder, samples: int, message: str
+    fit: Any, fake_device: Any, finder: BatchFinder, samples: int, message: str
 ) -> None:
-    meter = fake_meter(budget_bytes=500 * MIB)
+    device_memory = fake_device(budget_bytes=500 * MIB)
     loader = DataLoader(TensorDataset(torch.zeros(samples, 1)), batch_size=3)
     with pytest.raises(RuntimeError, match=message):
-        fit(NoSize(meter, law), finder, meter, train_dataloaders=loader)
+        fit(NoSize(device_memory, law), finder, device_memory, train_dataloaders=loader)
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3])
-def test_a_tiny_data_set(fit: Any, fake_meter: Any, samples: int) -> None:
-    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder()
+def test_a_tiny_data_set(fit: Any, fake_device: Any, samples: int) -> None:
+    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder()
     loader = DataLoader(TensorDataset(torch.zeros(samples, 1)), batch_size=1)
-    fit(NoSize(meter, law), finder, meter, train_dataloaders=loader)
+    fit(NoSize(device_memory, law), finder, device_memory, train_dataloaders=loader)
     assert finder.plan is not None
     assert (finder.plan.batch_size, finder.plan.limited_by) == (samples, "dataset")
     assert finder.plan.verified == (samples > 1)  # below the smallest probe there is nothing to search
 
 
-def test_no_training_needs_no_search(fit: Any, fake_meter: Any) -> None:
-    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder()
-    module = Lawful(meter, law)
-    fit(module, finder, meter, max_epochs=0)
+def test_no_training_needs_no_search(fit: Any, fake_device: Any) -> None:
+    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder()
+    module = Lawful(device_memory, law)
+    fit(module, finder, device_memory, max_epochs=0)
     assert finder.plan is None
     assert module.batch_size == 3
 
@@ -307,29 +307,29 @@ class EndsEpochsEarly(Lawful):
         return -1 if batch_idx > self.last_batch else None
 
 
-def test_an_epoch_that_the_module_ends_is_begun_again(fit: Any, fake_meter: Any) -> None:
-    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder()
-    module = EndsEpochsEarly(meter, law)
+def test_an_epoch_that_the_module_ends_is_begun_again(fit: Any, fake_device: Any) -> None:
+    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder()
+    module = EndsEpochsEarly(device_memory, law)
     module.last_batch = 1
-    fit(module, finder, meter)
+    fit(module, finder, device_memory)
     assert finder.plan is not None
     assert finder.plan.batch_size == 400
 
 
-def test_a_module_that_skips_every_batch_is_said(fit: Any, fake_meter: Any) -> None:
-    meter = fake_meter(budget_bytes=500 * MIB)
-    module = EndsEpochsEarly(meter, law)
+def test_a_module_that_skips_every_batch_is_said(fit: Any, fake_device: Any) -> None:
+    device_memory = fake_device(budget_bytes=500 * MIB)
+    module = EndsEpochsEarly(device_memory, law)
     module.last_batch = -1
     with pytest.raises(RuntimeError, match="on_train_batch_start returned -1 for the first batch"):
-        fit(module, BatchFinder(), meter)
+        fit(module, BatchFinder(), device_memory)
 
 
 # Where the size lives
 
 
 class InHparams(Lawful):
-    def __init__(self, meter: Any, law: Any, size: int = 3) -> None:
-        super().__init__(meter, law)
+    def __init__(self, device_memory: Any, law: Any, size: int = 3) -> None:
+        super().__init__(device_memory, law)
         del self.batch_size
         self.save_hyperparameters({"batch_size": size})
 
@@ -338,8 +338,8 @@ class InHparams(Lawful):
 
 
 class NoSize(Lawful):
-    def __init__(self, meter: Any, law: Any) -> None:
-        super().__init__(meter, law)
+    def __init__(self, device_memory: Any, law: Any) -> None:
+        super().__init__(device_memory, law)
         del self.batch_size
 
     train_dataloader = LightningModule.train_dataloader
@@ -363,34 +363,34 @@ class DataInHparams(LightningDataModule):
         return DataLoader(TensorDataset(torch.zeros(SAMPLES, 1)), batch_size=self.hparams.batch_size)
 
 
-def test_in_hparams(fit: Any, fake_meter: Any) -> None:
-    meter, sizes = fake_meter(budget_bytes=500 * MIB), Sizes()
-    module = InHparams(meter, law)
-    fit(module, BatchFinder(), meter, sizes)
+def test_in_hparams(fit: Any, fake_device: Any) -> None:
+    device_memory, sizes = fake_device(budget_bytes=500 * MIB), Sizes()
+    module = InHparams(device_memory, law)
+    fit(module, BatchFinder(), device_memory, sizes)
     assert sizes.seen == {400}
     assert module.hparams.batch_size == 400
     assert module.hparams_initial["batch_size"] == 400  # what Lightning logs
 
 
-def test_in_a_datamodule_under_another_name(fit: Any, fake_meter: Any) -> None:
-    meter, sizes, data = fake_meter(budget_bytes=500 * MIB), Sizes(), Data()
-    fit(NoSize(meter, law), BatchFinder(batch_arg_name="micro_batch"), meter, sizes, datamodule=data)
+def test_in_a_datamodule_under_another_name(fit: Any, fake_device: Any) -> None:
+    device_memory, sizes, data = fake_device(budget_bytes=500 * MIB), Sizes(), Data()
+    fit(NoSize(device_memory, law), BatchFinder(batch_arg_name="micro_batch"), device_memory, sizes, datamodule=data)
     assert sizes.seen == {400}
     assert data.micro_batch == 400
 
 
-def test_in_a_datamodules_hparams_and_the_modules_both(fit: Any, fake_meter: Any) -> None:
-    meter, sizes, data = fake_meter(budget_bytes=500 * MIB), Sizes(), DataInHparams()
-    module = InHparams(meter, law)
-    fit(module, BatchFinder(), meter, sizes, datamodule=data)
+def test_in_a_datamodules_hparams_and_the_modules_both(fit: Any, fake_device: Any) -> None:
+    device_memory, sizes, data = fake_device(budget_bytes=500 * MIB), Sizes(), DataInHparams()
+    module = InHparams(device_memory, law)
+    fit(module, BatchFinder(), device_memory, sizes, datamodule=data)
     assert sizes.seen == {400}
     assert (data.hparams.batch_size, module.hparams.batch_size) == (400, 400)
 
 
-def test_in_a_loader_passed_to_fit(fit: Any, fake_meter: Any) -> None:
-    meter, sizes = fake_meter(budget_bytes=500 * MIB), Sizes()
+def test_in_a_loader_passed_to_fit(fit: Any, fake_device: Any) -> None:
+    device_memory, sizes = fake_device(budget_bytes=500 * MIB), Sizes()
     loader = DataLoader(TensorDataset(torch.zeros(SAMPLES, 1)), batch_size=3)
-    fit(NoSize(meter, law), BatchFinder(), meter, sizes, train_dataloaders=loader)
+    fit(NoSize(device_memory, law), BatchFinder(), device_memory, sizes, train_dataloaders=loader)
     assert sizes.seen == {400}
     assert loader.batch_size == 400
 
@@ -400,11 +400,11 @@ class Numbers(IterableDataset):
         return (torch.zeros(1) for _ in range(SAMPLES))
 
 
-def test_a_stream_without_length(fit: Any, fake_meter: Any) -> None:
-    meter, sizes = fake_meter(budget_bytes=500 * MIB), Sizes()
+def test_a_stream_without_length(fit: Any, fake_device: Any) -> None:
+    device_memory, sizes = fake_device(budget_bytes=500 * MIB), Sizes()
     loader = DataLoader(Numbers(), batch_size=3, collate_fn=lambda samples: (torch.stack(samples),))
     finder = BatchFinder()
-    fit(NoSize(meter, law), finder, meter, sizes, train_dataloaders=loader)
+    fit(NoSize(device_memory, law), finder, device_memory, sizes, train_dataloaders=loader)
     assert sizes.seen == {400}
 
 
@@ -448,24 +448,24 @@ def one_loader(**arguments: Any) -> DataLoader[Any]:
     ],
 )
 def test_what_cannot_work_is_said_before_any_step(
-    fit: Any, fake_meter: Any, make: Any, arguments: dict[str, Any], message: str
+    fit: Any, fake_device: Any, make: Any, arguments: dict[str, Any], message: str
 ) -> None:
-    meter = fake_meter(budget_bytes=500 * MIB)
-    module = make(meter, law)
+    device_memory = fake_device(budget_bytes=500 * MIB)
+    module = make(device_memory, law)
     try:
         with pytest.raises(ValueError, match=message):
-            fit(module, BatchFinder(), meter, **arguments)
+            fit(module, BatchFinder(), device_memory, **arguments)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     assert module.sizes == []
 
 
-def test_a_device_without_a_peak_counter_is_refused(fit: Any, fake_meter: Any) -> None:
-    meter = fake_meter(budget_bytes=500 * MIB)
-    meter.has_peak = False
+def test_a_device_without_a_peak_counter_is_refused(fit: Any, fake_device: Any) -> None:
+    device_memory = fake_device(budget_bytes=500 * MIB)
+    device_memory.has_peak = False
     with pytest.raises(ValueError, match="must tell its peak memory"):
-        fit(Lawful(meter, law), BatchFinder(), meter)
+        fit(Lawful(device_memory, law), BatchFinder(), device_memory)
 
 
 @pytest.mark.parametrize(
@@ -490,25 +490,25 @@ def test_arguments_are_keyword_only() -> None:
         BatchFinder("memory")  # type: ignore[misc]
 
 
-def test_fast_dev_run_needs_no_search(fit: Any, fake_meter: Any) -> None:
-    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder()
-    fit(Lawful(meter, law), finder, meter, fast_dev_run=True)
+def test_fast_dev_run_needs_no_search(fit: Any, fake_device: Any) -> None:
+    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder()
+    fit(Lawful(device_memory, law), finder, device_memory, fast_dev_run=True)
     assert finder.plan is None
 
 
-def test_two_fits_in_a_row(fit: Any, fake_meter: Any) -> None:
-    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder()
-    module = Lawful(meter, law)
-    fit(module, finder, meter)
-    meter.budget = 300 * MIB
-    fit(module, finder, meter)
+def test_two_fits_in_a_row(fit: Any, fake_device: Any) -> None:
+    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder()
+    module = Lawful(device_memory, law)
+    fit(module, finder, device_memory)
+    device_memory.budget = 300 * MIB
+    fit(module, finder, device_memory)
     assert finder.plan is not None
     assert finder.plan.batch_size == module.batch_size == 200
 
 
-def test_the_table_and_the_plan_are_printed(fit: Any, fake_meter: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder()
-    fit(Lawful(meter, law), finder, meter)
+def test_the_table_and_the_plan_are_printed(fit: Any, fake_device: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder()
+    fit(Lawful(device_memory, law), finder, device_memory)
     printed = capsys.readouterr().out
     assert "batch size 400, limited by memory, verified by real steps" in printed
     assert str(finder.plan) in printed
@@ -544,7 +544,7 @@ class Deep(LightningModule):
 
 
 def test_on_the_host_itself(tmp_path: Path) -> None:
-    limit = HostMeter().current().allocated_bytes + 1200 * MIB
+    limit = HostMemory().current().allocated_bytes + 1200 * MIB
     finder, profiler = BatchFinder(memory_limit=limit), MemoryProfiler()
     trainer = Trainer(
         accelerator="cpu",

@@ -40,7 +40,7 @@ MODULES = {module_name(path): path for path in FILES}
 
 
 def room(module: str) -> str:
-    return (module.split(".") + ["__init__"])[1]
+    return [*module.split("."), "__init__"][1]
 
 
 def imports_of(path: Path) -> set[str]:

@@ -30,13 +30,13 @@ ALL_FIGURES = sorted(RUN_FIGURES + SEARCH_FIGURES)
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The directory of a run that searched (400 samples), trained 13 steps and saved; and its plan as JSON."""
-    from tests.conftest import FakeMeter
+    from tests.conftest import FakeDevice
 
     directory = tmp_path_factory.mktemp("finished")
-    meter, finder = FakeMeter(budget_bytes=500 * MIB), BatchFinder()
+    device_memory, finder = FakeDevice(budget_bytes=500 * MIB), BatchFinder()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lightning_batchmem.batch_finder, "meter_for", lambda device: meter)
-        patch.setattr(lightning_batchmem.memory_profiler, "meter_for", lambda device, quick: meter)
+        patch.setattr(lightning_batchmem.batch_finder, "device_memory_for", lambda device: device_memory)
+        patch.setattr(lightning_batchmem.memory_profiler, "device_memory_for", lambda device, quick: device_memory)
         trainer = Trainer(
             accelerator="cpu",
             default_root_dir=directory,
@@ -50,7 +50,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
             enable_model_summary=False,
             max_epochs=1,
         )
-        trainer.fit(Lawful(meter, law))
+        trainer.fit(Lawful(device_memory, law))
     assert finder.plan is not None
     return directory, finder.plan.to_json()
 
@@ -138,7 +138,7 @@ def test_a_csv_and_a_checkpoint_are_enough(log_dir: Path, capsys: pytest.Capture
 
 def test_a_summary_of_a_run_too_short_for_its_parts(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = log_dir / "memory_summary.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "parts": None}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "breakdown": None}))
     assert main([str(log_dir)]) == 0
     assert drawn(log_dir) == [name for name in ALL_FIGURES if name != "memory_composition.png"]
     (said,) = capsys.readouterr().err.splitlines()

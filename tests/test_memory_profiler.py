@@ -14,17 +14,17 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lightning_batchmem.report.reporter
-from lightning_batchmem.measure.breakdown import Parts
+from lightning_batchmem.measure.breakdown import MemoryBreakdown
 from lightning_batchmem.memory_profiler import MemoryProfiler
 from tests.profiled import METRICS, MIB, Net, Recorder, Validated, csv_rows, data, rows, spike, trainer_for
 
 # ---------------------------------------------------------------------------------------------------- the CSV's rows
 
 
-def test_every_step_is_a_row_with_the_peak_of_each_phase(tmp_path, meter):
+def test_every_step_is_a_row_with_the_peak_of_each_phase(tmp_path, device_memory):
     def work(step, where):
-        meter.use({"forward": 10 + step, "backward": 20 + step, "optimizer_step": 5}[where] * MIB)
-        meter.free()
+        device_memory.use({"forward": 10 + step, "backward": 20 + step, "optimizer_step": 5}[where] * MIB)
+        device_memory.free()
 
     profiler = MemoryProfiler()
     trainer_for(tmp_path, profiler).fit(Net(work), data())
@@ -48,22 +48,22 @@ def test_every_step_is_a_row_with_the_peak_of_each_phase(tmp_path, meter):
     assert (profiler.summary.peak_bytes, profiler.summary.peak_step) == (26 * MIB, 5)
 
 
-def test_limit_and_utilization_only_in_the_rows_in_which_they_were_asked(tmp_path, meter, monkeypatch):
+def test_limit_and_utilization_only_in_the_rows_in_which_they_were_asked(tmp_path, device_memory, monkeypatch):
     monkeypatch.setattr(lightning_batchmem.report.reporter, "LIMIT_EVERY_SECONDS", 0.0)
     trainer_for(tmp_path, MemoryProfiler(), log_every_n_steps=3).fit(Net(), data())
     assert [bool(row["limit_mib"]) for row in csv_rows(tmp_path)] == [True, False, True, False, False, True]
     assert [bool(row["cpu_pct"]) for row in csv_rows(tmp_path)] == [False, False, True, False, False, True]
 
 
-def test_reserved_bytes_where_there_are_some(tmp_path, meter):
-    meter.reserved_ratio = 2.0
+def test_reserved_bytes_where_there_are_some(tmp_path, device_memory):
+    device_memory.reserved_ratio = 2.0
     recorder, profiler = Recorder(), MemoryProfiler()
-    trainer_for(tmp_path, profiler, logger=recorder).fit(Net(spike(meter, 2, "backward", 99)), data())
+    trainer_for(tmp_path, profiler, logger=recorder).fit(Net(spike(device_memory, 2, "backward", 99)), data())
     assert recorder.ours[2][1]["memory/peak_reserved_mib"] == 200
     assert profiler.summary.peak_reserved_bytes == 200 * MIB
 
 
-def test_a_short_last_batch_counts_with_its_own_size(tmp_path, meter):
+def test_a_short_last_batch_counts_with_its_own_size(tmp_path, device_memory):
     profiler = MemoryProfiler()
     trainer_for(tmp_path, profiler).fit(Net(), data(samples=10))
     assert [row["batch_size"] for row in csv_rows(tmp_path)] == ["4", "4", "2"]
@@ -71,13 +71,13 @@ def test_a_short_last_batch_counts_with_its_own_size(tmp_path, meter):
     assert summary.samples_per_second == pytest.approx(10 / (summary.steps * summary.step_seconds))
 
 
-def test_no_csv_when_it_is_not_wanted_and_under_fast_dev_run(tmp_path, meter):
+def test_no_csv_when_it_is_not_wanted_and_under_fast_dev_run(tmp_path, device_memory):
     trainer_for(tmp_path, MemoryProfiler(csv=False)).fit(Net(), data())
     trainer_for(tmp_path, MemoryProfiler(), fast_dev_run=2).fit(Net(), data())
     assert not list(tmp_path.rglob("*.csv"))
 
 
-def test_a_remote_log_directory_gets_no_csv_and_a_word(tmp_path, meter, monkeypatch):
+def test_a_remote_log_directory_gets_no_csv_and_a_word(tmp_path, device_memory, monkeypatch):
     monkeypatch.setattr(Trainer, "log_dir", "s3://bucket/run")
     monkeypatch.chdir(tmp_path)
     with pytest.warns(UserWarning, match=r"no memory_per_batch\.csv.*s3://bucket/run"):
@@ -85,7 +85,7 @@ def test_a_remote_log_directory_gets_no_csv_and_a_word(tmp_path, meter, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_that_cannot_be_written_is_an_error_before_the_first_step(tmp_path, meter):
+def test_a_directory_that_cannot_be_written_is_an_error_before_the_first_step(tmp_path, device_memory):
     (tmp_path / "root").write_text("a file")
     net = Net()
     with pytest.raises(OSError, match="root"):
@@ -93,7 +93,7 @@ def test_a_directory_that_cannot_be_written_is_an_error_before_the_first_step(tm
     assert net.steps == 0
 
 
-def test_a_full_disk_ends_the_csv_and_not_the_training(tmp_path, meter, monkeypatch):
+def test_a_full_disk_ends_the_csv_and_not_the_training(tmp_path, device_memory, monkeypatch):
     class FillDisk(Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             if batch_idx == 2:
@@ -129,28 +129,28 @@ def test_tensorboard_and_csv_logger_get_exactly_the_designs_names(tmp_path):
     assert (tmp_path / "tb" / "version_0" / "memory_per_batch.csv").exists()  # log_dir is the first logger's
 
 
-def test_a_peak_between_two_logs_is_not_lost(tmp_path, meter):
+def test_a_peak_between_two_logs_is_not_lost(tmp_path, device_memory):
     recorder = Recorder()
-    net = Net(spike(meter, 2, "forward", 300))
+    net = Net(spike(device_memory, 2, "forward", 300))
     trainer_for(tmp_path, MemoryProfiler(), logger=recorder, log_every_n_steps=2, max_epochs=2).fit(net, data())
     assert [step for step, _ in recorder.ours] == recorder.lightnings == [1, 3, 5, 7, 9, 11]
     assert [metrics["memory/peak_allocated_mib"] for _, metrics in recorder.ours] == [1, 301, 1, 1, 1, 1]
 
 
-def test_a_peak_after_the_last_log_is_not_lost(tmp_path, meter):
+def test_a_peak_after_the_last_log_is_not_lost(tmp_path, device_memory):
     recorder = Recorder()
-    net = Net(spike(meter, 5, "forward", 300))
+    net = Net(spike(device_memory, 5, "forward", 300))
     trainer_for(tmp_path, MemoryProfiler(), logger=recorder, log_every_n_steps=4).fit(net, data())
     assert [(step, metrics["memory/peak_allocated_mib"]) for step, metrics in recorder.ours] == [(3, 1), (5, 301)]
 
 
-def test_nothing_is_logged_where_the_trainer_logs_nothing(tmp_path, meter):
+def test_nothing_is_logged_where_the_trainer_logs_nothing(tmp_path, device_memory):
     recorder = Recorder()
     trainer_for(tmp_path, MemoryProfiler(), logger=recorder, log_every_n_steps=0).fit(Net(), data())
     assert recorder.ours == []
 
 
-def test_throughput_is_that_of_all_ranks(tmp_path, meter, monkeypatch):
+def test_throughput_is_that_of_all_ranks(tmp_path, device_memory, monkeypatch):
     monkeypatch.setattr(Trainer, "world_size", 2)
     recorder = Recorder()
     trainer_for(tmp_path, MemoryProfiler(), logger=recorder).fit(Net(), data())
@@ -161,22 +161,22 @@ def test_throughput_is_that_of_all_ranks(tmp_path, meter, monkeypatch):
 # ------------------------------------------------------------------------------------ accumulation, manual, odd batches
 
 
-def test_accumulation_logs_when_an_optimizer_stepped(tmp_path, meter):
+def test_accumulation_logs_when_an_optimizer_stepped(tmp_path, device_memory):
     recorder = Recorder()
-    net = Net(spike(meter, 1, "backward", 50))
+    net = Net(spike(device_memory, 1, "backward", 50))
     trainer = trainer_for(tmp_path, MemoryProfiler(), logger=recorder, accumulate_grad_batches=4)
     trainer.fit(net, data())
     assert [step for step, _ in recorder.ours] == recorder.lightnings == [0, 1]
     assert recorder.ours[0][1]["memory/peak_allocated_mib"] == 51
 
 
-def test_without_an_optimizer_step_there_is_no_peak_of_one(tmp_path, meter):
+def test_without_an_optimizer_step_there_is_no_peak_of_one(tmp_path, device_memory):
     class HoldsOn(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            meter.free()
+            device_memory.free()
 
     def work(step, where):
-        meter.use({"forward": 10, "backward": 20, "optimizer_step": 40}[where] * MIB)
+        device_memory.use({"forward": 10, "backward": 20, "optimizer_step": 40}[where] * MIB)
 
     profiler = MemoryProfiler()
     trainer_for(tmp_path, profiler, HoldsOn(), accumulate_grad_batches=2).fit(Net(work), data())
@@ -188,22 +188,22 @@ def test_without_an_optimizer_step_there_is_no_peak_of_one(tmp_path, meter):
 class Gan(LightningModule):
     """Manual optimization, two optimizers; the second forward needs more than the first, as does the first backward."""
 
-    def __init__(self, meter, fail_at=None):
+    def __init__(self, device_memory, fail_at=None):
         super().__init__()
         self.automatic_optimization = False
         self.one, self.two = nn.Linear(4, 1), nn.Linear(4, 1)
-        self.meter, self.fail_at = meter, fail_at
+        self.device_memory, self.fail_at = device_memory, fail_at
 
     def training_step(self, batch, batch_idx):
         for layer, optimizer, forward, backward in zip(
             (self.one, self.two), self.optimizers(), (10, 30), (50, 20), strict=True
         ):
-            self.meter.use(forward * MIB)
+            self.device_memory.use(forward * MIB)
             loss = layer(batch[0]).square().mean()
-            loss.register_hook(lambda gradient, mib=backward: self.meter.use(mib * MIB))
+            loss.register_hook(lambda gradient, mib=backward: self.device_memory.use(mib * MIB))
             optimizer.zero_grad()
             self.manual_backward(loss)
-            self.meter.free()
+            self.device_memory.free()
             if batch_idx == self.fail_at:
                 raise KeyError("the user's own error")
             optimizer.step()
@@ -212,17 +212,19 @@ class Gan(LightningModule):
         return torch.optim.SGD(self.one.parameters(), 0.1), torch.optim.Adam(self.two.parameters(), 0.1)
 
 
-def test_manual_optimization_with_two_optimizers(tmp_path, meter):
+def test_manual_optimization_with_two_optimizers(tmp_path, device_memory):
     recorder, profiler = Recorder(), MemoryProfiler()
     trainer = trainer_for(tmp_path, profiler, logger=recorder)
-    trainer.fit(Gan(meter), data())
+    trainer.fit(Gan(device_memory), data())
     assert profiler.summary.phase_peak_bytes == {
         "forward": 31 * MIB,
         "backward": 61 * MIB,
         "optimizer_step": 61 * MIB,  # what backward left is freed after its end
     }
     assert [step for step, _ in recorder.ours] == [0, 1, 2, 3, 4, 5]
-    assert profiler.summary.parts.optimizer_state_bytes == 2 * (4 + 1) * 4 + 2 * 4  # Adam's; SGD without momentum: none
+    assert (
+        profiler.summary.breakdown.optimizer_state_bytes == 2 * (4 + 1) * 4 + 2 * 4
+    )  # Adam's; SGD without momentum: none
 
 
 class Strings(Dataset):
@@ -233,7 +235,7 @@ class Strings(Dataset):
         return "text"
 
 
-def test_samples_that_cannot_be_told_are_missing_and_said_once(tmp_path, meter):
+def test_samples_that_cannot_be_told_are_missing_and_said_once(tmp_path, device_memory):
     class NoTensors(Net):
         def training_step(self, batch, batch_idx):
             return self.layer(torch.ones(1, 4)).sum()
@@ -249,7 +251,7 @@ def test_samples_that_cannot_be_told_are_missing_and_said_once(tmp_path, meter):
     assert profiler.summary.samples_per_second is None
 
 
-def test_steps_that_lightning_skips_are_no_steps(tmp_path, meter):
+def test_steps_that_lightning_skips_are_no_steps(tmp_path, device_memory):
     class Stream(IterableDataset):
         def __iter__(self):
             yield from (torch.ones(4), torch.ones(4), None, torch.ones(4))
@@ -280,7 +282,7 @@ class SlowToLoad(TensorDataset):
         return super().__getitem__(index)
 
 
-def test_waiting_for_data_is_part_of_the_step_and_known_apart(tmp_path, meter):
+def test_waiting_for_data_is_part_of_the_step_and_known_apart(tmp_path, device_memory):
     x = torch.ones(4, 4)
     loader = DataLoader(SlowToLoad(x, x[:, :1]), batch_size=1)
     profiler = MemoryProfiler()
@@ -293,7 +295,7 @@ def test_waiting_for_data_is_part_of_the_step_and_known_apart(tmp_path, meter):
 
 
 @pytest.mark.parametrize("checkpoints", [True, False])
-def test_evaluation_checkpoints_and_the_ends_of_epochs_are_left_out(tmp_path, meter, checkpoints):
+def test_evaluation_checkpoints_and_the_ends_of_epochs_are_left_out(tmp_path, device_memory, checkpoints):
     def work(step, where):
         if where == "validation":
             time.sleep(0.3)
@@ -324,41 +326,41 @@ def test_evaluation_checkpoints_and_the_ends_of_epochs_are_left_out(tmp_path, me
 # ----------------------------------------------------------------------------------------- the summary and its parts
 
 
-def test_the_parts_of_the_steady_state_add_up_to_the_peak(tmp_path, meter, capsys):
-    meter.free()
+def test_the_parts_of_the_steady_state_add_up_to_the_peak(tmp_path, device_memory, capsys):
+    device_memory.free()
     profiler = MemoryProfiler()
-    trainer_for(tmp_path, profiler).fit(Net(spike(meter, 4, "backward", 100)), data())
+    trainer_for(tmp_path, profiler).fit(Net(spike(device_memory, 4, "backward", 100)), data())
     weights, batch = (4 + 1) * 4, 4 * 4 * 4 + 4 * 4
     state = 2 * weights + 2 * 4
-    parts = profiler.summary.parts
-    assert parts == Parts(weights, weights, state, batch, 100 * MIB, MIB - 2 * weights - state - batch)
-    assert parts.peak_bytes == profiler.summary.peak_bytes == 101 * MIB
+    breakdown = profiler.summary.breakdown
+    assert breakdown == MemoryBreakdown(weights, weights, state, batch, 100 * MIB, MIB - 2 * weights - state - batch)
+    assert breakdown.peak_bytes == profiler.summary.peak_bytes == 101 * MIB
     shown = capsys.readouterr().out
     assert "activations and temporaries" in shown
     assert "101.0 MiB at step 4 (4 samples)" in shown
 
 
-def test_a_spike_while_warming_up_is_kept_apart(tmp_path, meter, capsys):
+def test_a_spike_while_warming_up_is_kept_apart(tmp_path, device_memory, capsys):
     profiler = MemoryProfiler()
-    trainer_for(tmp_path, profiler).fit(Net(spike(meter, 0, "forward", 500)), data())
+    trainer_for(tmp_path, profiler).fit(Net(spike(device_memory, 0, "forward", 500)), data())
     assert (profiler.summary.peak_bytes, profiler.summary.peak_step) == (501 * MIB, 0)
-    assert profiler.summary.parts.peak_bytes == MIB
+    assert profiler.summary.breakdown.peak_bytes == MIB
     assert "before the first step after an optimizer step" in " ".join(capsys.readouterr().out.split())
 
 
-def test_under_accumulation_the_parts_wait_for_the_optimizers_state(tmp_path, meter):
+def test_under_accumulation_the_parts_wait_for_the_optimizers_state(tmp_path, device_memory):
     profiler = MemoryProfiler()
     trainer_for(tmp_path, profiler, accumulate_grad_batches=3).fit(Net(), data())
-    assert profiler.summary.parts.optimizer_state_bytes > 0
-    assert profiler.summary.parts.gradients_bytes == 20
+    assert profiler.summary.breakdown.optimizer_state_bytes > 0
+    assert profiler.summary.breakdown.gradients_bytes == 20
 
 
-def test_gradients_that_validation_freed_are_looked_for_again(tmp_path, meter):
+def test_gradients_that_validation_freed_are_looked_for_again(tmp_path, device_memory):
     profiler = MemoryProfiler()
     trainer_for(tmp_path, profiler, val_check_interval=1, limit_val_batches=1, num_sanity_val_steps=0).fit(
         Validated(), data(samples=8), data(samples=4)
     )
-    assert profiler.summary.parts.gradients_bytes == 0
+    assert profiler.summary.breakdown.gradients_bytes == 0
 
     class OnlyOnce(Validated):
         def on_validation_model_zero_grad(self):
@@ -368,13 +370,13 @@ def test_gradients_that_validation_freed_are_looked_for_again(tmp_path, meter):
     trainer_for(tmp_path / "2", profiler, val_check_interval=1, num_sanity_val_steps=0).fit(
         OnlyOnce(), data(), data(samples=4)
     )
-    assert profiler.summary.parts.gradients_bytes == 20
+    assert profiler.summary.breakdown.gradients_bytes == 20
 
 
-def test_too_short_for_parts_and_too_short_for_a_summary(tmp_path, meter, capsys):
+def test_too_short_for_parts_and_too_short_for_a_summary(tmp_path, device_memory, capsys):
     profiler = MemoryProfiler()
     trainer_for(tmp_path, profiler, max_steps=1).fit(Net(), data())
-    assert profiler.summary.parts is None
+    assert profiler.summary.breakdown is None
     assert "too short" in capsys.readouterr().out
     trainer_for(tmp_path / "2", profiler, max_steps=0).fit(Net(), data())
     assert profiler.summary is None
@@ -388,7 +390,7 @@ def hooks_on(optimizers):
     return sum(len(optimizer._optimizer_step_post_hooks) for optimizer in optimizers)
 
 
-def test_two_fits_in_a_row(tmp_path, meter):
+def test_two_fits_in_a_row(tmp_path, device_memory):
     profiler = MemoryProfiler()
     trainer = trainer_for(tmp_path, profiler)
     net = Net()
@@ -403,7 +405,7 @@ def test_two_fits_in_a_row(tmp_path, meter):
     assert [len(rows(path)) for path in sorted(tmp_path.glob("*.csv"))] == [12, 6]
 
 
-def test_a_resumed_run_goes_on_in_the_same_file(tmp_path, meter):
+def test_a_resumed_run_goes_on_in_the_same_file(tmp_path, device_memory):
     first = trainer_for(tmp_path, MemoryProfiler())
     first.fit(Net(), data())
     first.save_checkpoint(tmp_path / "last.ckpt")
@@ -412,7 +414,7 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path, meter):
 
 
 @pytest.mark.parametrize("automatic", [True, False])
-def test_an_exception_leaves_a_flushed_csv_a_summary_and_no_hooks(tmp_path, meter, capsys, automatic):
+def test_an_exception_leaves_a_flushed_csv_a_summary_and_no_hooks(tmp_path, device_memory, capsys, automatic):
     def work(step, where):
         if step == 3 and where == "backward":
             raise KeyError("the user's own error")
@@ -428,13 +430,13 @@ def test_an_exception_leaves_a_flushed_csv_a_summary_and_no_hooks(tmp_path, mete
 
     trainer.callbacks.append(Keep())
     with pytest.raises(KeyError, match="own error"):
-        trainer.fit(Net(work) if automatic else Gan(meter, fail_at=3), data())
+        trainer.fit(Net(work) if automatic else Gan(device_memory, fail_at=3), data())
     assert hooks_on(optimizers) == 0
     assert len(csv_rows(tmp_path)) == profiler.summary.steps == 3
     assert "MiB" not in capsys.readouterr().out
 
 
-def test_a_run_that_breaks_off_in_its_first_steady_step_has_no_parts(tmp_path, meter):
+def test_a_run_that_breaks_off_in_its_first_steady_step_has_no_parts(tmp_path, device_memory):
     def work(step, where):
         if step == 1:
             raise KeyError("the user's own error")
@@ -442,10 +444,10 @@ def test_a_run_that_breaks_off_in_its_first_steady_step_has_no_parts(tmp_path, m
     profiler = MemoryProfiler()
     with pytest.raises(KeyError, match="own error"):
         trainer_for(tmp_path, profiler).fit(Net(work), data())
-    assert (profiler.summary.steps, profiler.summary.parts) == (1, None)
+    assert (profiler.summary.steps, profiler.summary.breakdown) == (1, None)
 
 
-def test_optimizers_that_are_configured_again_are_watched_instead(tmp_path, meter):
+def test_optimizers_that_are_configured_again_are_watched_instead(tmp_path, device_memory):
     class Again(Callback):
         def on_train_start(self, trainer, module):
             self.old = trainer.optimizers
@@ -516,7 +518,7 @@ def test_64_mib_on_the_host_are_seen_in_their_phase_and_no_other(tmp_path, where
         assert highest == float(row["peak_allocated_mib"])
         for other in peaks.values():
             assert 60 < highest - other < 68
-    assert 60 * MIB < profiler.summary.parts.activations_bytes < 68 * MIB
+    assert 60 * MIB < profiler.summary.breakdown.activations_bytes < 68 * MIB
 
 
 class Hoarding(LightningModule):
@@ -552,9 +554,9 @@ def test_what_the_heap_keeps_of_the_step_before_counts_as_activations_on_the_hos
         enable_model_summary=False,
     ).fit(Hoarding())
     assert profiler.summary is not None
-    assert profiler.summary.parts is not None
-    assert profiler.summary.parts.activations_bytes >= 10 * 2**20  # it would be next to nothing
-    assert profiler.summary.parts.peak_bytes == profiler.summary.peak_bytes
+    assert profiler.summary.breakdown is not None
+    assert profiler.summary.breakdown.activations_bytes >= 10 * 2**20  # it would be next to nothing
+    assert profiler.summary.breakdown.peak_bytes == profiler.summary.peak_bytes
 
 
 class Breaks(Recorder):
@@ -566,7 +568,7 @@ class Breaks(Recorder):
             raise ConnectionError("the server is gone")
 
 
-def test_a_logger_that_raises_does_not_end_training(tmp_path, meter):
+def test_a_logger_that_raises_does_not_end_training(tmp_path, device_memory):
     broken, other = Breaks(), Recorder()
     profiler = MemoryProfiler()
     with pytest.warns(UserWarning, match="Breaks gets no more metrics of MemoryProfiler: .* the server is gone"):
@@ -576,7 +578,7 @@ def test_a_logger_that_raises_does_not_end_training(tmp_path, meter):
     assert profiler.summary is not None
 
 
-def test_the_peaks_of_epoch_and_run_can_be_read_at_any_time(tmp_path, meter):
+def test_the_peaks_of_epoch_and_run_can_be_read_at_any_time(tmp_path, device_memory):
     seen = []
 
     class Reads(Callback):
@@ -585,7 +587,7 @@ def test_the_peaks_of_epoch_and_run_can_be_read_at_any_time(tmp_path, meter):
 
     profiler = MemoryProfiler()
     assert (profiler.epoch_peak_bytes, profiler.run_peak_bytes) == (None, None)
-    trainer_for(tmp_path, profiler, Reads(), max_epochs=2).fit(Net(spike(meter, 1, "forward", 9)), data())
+    trainer_for(tmp_path, profiler, Reads(), max_epochs=2).fit(Net(spike(device_memory, 1, "forward", 9)), data())
     steps = len(seen) // 2
     assert seen[0] == (1, 1)
     assert seen[1] == seen[steps - 1] == (10, 10)

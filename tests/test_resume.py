@@ -16,17 +16,25 @@ pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_p
 
 
 @pytest.fixture
-def checkpoint(fit: Any, fake_meter: Any, tmp_path: Path) -> Path:
+def checkpoint(fit: Any, fake_device: Any, tmp_path: Path) -> Path:
     """Of a run that searched: 400 samples under 500 MiB."""
-    meter = fake_meter(budget_bytes=500 * MIB)
+    device_memory = fake_device(budget_bytes=500 * MIB)
     saver = ModelCheckpoint(tmp_path, filename="last", save_on_train_epoch_end=True)
-    fit(Lawful(meter, law), BatchFinder(), meter, saver, max_epochs=1, max_steps=-1, enable_checkpointing=True)
+    fit(
+        Lawful(device_memory, law),
+        BatchFinder(),
+        device_memory,
+        saver,
+        max_epochs=1,
+        max_steps=-1,
+        enable_checkpointing=True,
+    )
     return tmp_path / "last.ckpt"
 
 
-def resume(fit: Any, meter: Any, checkpoint: Path, finder: BatchFinder) -> tuple[Lawful, Sizes]:
-    module, sizes = Lawful(meter, law), Sizes()
-    fit(module, finder, meter, sizes, ckpt_path=checkpoint, max_epochs=2, max_steps=-1)
+def resume(fit: Any, device_memory: Any, checkpoint: Path, finder: BatchFinder) -> tuple[Lawful, Sizes]:
+    module, sizes = Lawful(device_memory, law), Sizes()
+    fit(module, finder, device_memory, sizes, ckpt_path=checkpoint, max_epochs=2, max_steps=-1)
     return module, sizes
 
 
@@ -42,9 +50,9 @@ def test_the_plan_in_the_checkpoint_is_plain(checkpoint: Path) -> None:
     assert saved["plan"]["batch_size"] == 400
 
 
-def test_a_resumed_run_goes_on_with_the_plan_and_probes_nothing(fit: Any, fake_meter: Any, checkpoint: Path) -> None:
+def test_a_resumed_run_goes_on_with_the_plan_and_probes_nothing(fit: Any, fake_device: Any, checkpoint: Path) -> None:
     finder = BatchFinder()
-    module, sizes = resume(fit, fake_meter(budget_bytes=500 * MIB), checkpoint, finder)
+    module, sizes = resume(fit, fake_device(budget_bytes=500 * MIB), checkpoint, finder)
     assert finder.plan is not None
     assert finder.plan.batch_size == module.batch_size == 400
     assert sizes.seen == {400, 200}  # 5000 samples: the last batch is short
@@ -58,61 +66,61 @@ def test_a_resumed_run_goes_on_with_the_plan_and_probes_nothing(fit: Any, fake_m
         (1000, r"although the limit was 500.0 MiB and is 1,000.0 MiB"),
     ],
 )
-def test_another_limit_is_said(fit: Any, fake_meter: Any, checkpoint: Path, budget: int, said: str) -> None:
-    meter = fake_meter(budget_bytes=budget * MIB)
-    meter.budget = 10**4 * MIB  # what the device really has
-    meter.budget_bytes = lambda: budget * MIB
+def test_another_limit_is_said(fit: Any, fake_device: Any, checkpoint: Path, budget: int, said: str) -> None:
+    device_memory = fake_device(budget_bytes=budget * MIB)
+    device_memory.budget = 10**4 * MIB  # what the device really has
+    device_memory.budget_bytes = lambda: budget * MIB
     with pytest.warns(UserWarning, match=said):
-        module, _ = resume(fit, meter, checkpoint, BatchFinder())
+        module, _ = resume(fit, device_memory, checkpoint, BatchFinder())
     assert module.batch_size == 400
 
 
-def test_a_size_above_what_is_allowed_now_is_said(fit: Any, fake_meter: Any, checkpoint: Path) -> None:
+def test_a_size_above_what_is_allowed_now_is_said(fit: Any, fake_device: Any, checkpoint: Path) -> None:
     with pytest.warns(
         UserWarning, match="batch size 400, although max_batch_size was None and is 100; search_on_resume"
     ):
-        resume(fit, fake_meter(budget_bytes=500 * MIB), checkpoint, BatchFinder(max_batch_size=100))
+        resume(fit, fake_device(budget_bytes=500 * MIB), checkpoint, BatchFinder(max_batch_size=100))
 
 
-def test_another_device_is_said(fit: Any, fake_meter: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_device_is_said(fit: Any, fake_device: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_batchmem.batch_finder.device_name", lambda device: "abacus")
     with pytest.warns(UserWarning, match="although it was found on host and this is abacus"):
-        resume(fit, fake_meter(budget_bytes=500 * MIB), checkpoint, BatchFinder())
+        resume(fit, fake_device(budget_bytes=500 * MIB), checkpoint, BatchFinder())
 
 
-def test_a_search_is_made_on_request(fit: Any, fake_meter: Any, checkpoint: Path) -> None:
+def test_a_search_is_made_on_request(fit: Any, fake_device: Any, checkpoint: Path) -> None:
     finder = BatchFinder(search_on_resume=True)
-    module, sizes = resume(fit, fake_meter(budget_bytes=300 * MIB), checkpoint, finder)
+    module, sizes = resume(fit, fake_device(budget_bytes=300 * MIB), checkpoint, finder)
     assert module.batch_size == 200
     assert sizes.seen == {200}
 
 
-def test_a_fit_that_does_not_resume_searches(fit: Any, fake_meter: Any, checkpoint: Path) -> None:
+def test_a_fit_that_does_not_resume_searches(fit: Any, fake_device: Any, checkpoint: Path) -> None:
     finder = BatchFinder()
-    resume(fit, fake_meter(budget_bytes=500 * MIB), checkpoint, finder)
-    meter = fake_meter(budget_bytes=300 * MIB)
-    module = Lawful(meter, law)
-    fit(module, finder, meter)
+    resume(fit, fake_device(budget_bytes=500 * MIB), checkpoint, finder)
+    device_memory = fake_device(budget_bytes=300 * MIB)
+    module = Lawful(device_memory, law)
+    fit(module, finder, device_memory)
     assert module.batch_size == 200
 
 
-def test_a_checkpoint_without_a_plan_is_searched_for(fit: Any, fake_meter: Any, tmp_path: Path) -> None:
-    meter = fake_meter(budget_bytes=500 * MIB)
-    module, saver = Lawful(meter, law), ModelCheckpoint(tmp_path, filename="last", save_on_train_epoch_end=True)
-    fit(module, Sizes(), meter, saver, max_epochs=1, max_steps=-1, enable_checkpointing=True)
-    module, _ = resume(fit, meter, tmp_path / "last.ckpt", BatchFinder())
+def test_a_checkpoint_without_a_plan_is_searched_for(fit: Any, fake_device: Any, tmp_path: Path) -> None:
+    device_memory = fake_device(budget_bytes=500 * MIB)
+    module, saver = Lawful(device_memory, law), ModelCheckpoint(tmp_path, filename="last", save_on_train_epoch_end=True)
+    fit(module, Sizes(), device_memory, saver, max_epochs=1, max_steps=-1, enable_checkpointing=True)
+    module, _ = resume(fit, device_memory, tmp_path / "last.ckpt", BatchFinder())
     assert module.batch_size == 400
 
 
 def test_other_wishes_are_said_and_the_trainers_accumulation_is_kept(
-    fit: Any, fake_meter: Any, checkpoint: Path
+    fit: Any, fake_device: Any, checkpoint: Path
 ) -> None:
-    module = Lawful(fake_meter(budget_bytes=500 * MIB), law)
+    module = Lawful(fake_device(budget_bytes=500 * MIB), law)
     with pytest.warns(UserWarning, match="although multiple_of was None and is 4"):
         trainer = fit(
             module,
             BatchFinder(multiple_of=4),
-            fake_meter(budget_bytes=500 * MIB),
+            fake_device(budget_bytes=500 * MIB),
             ckpt_path=checkpoint,
             max_epochs=2,
             max_steps=-1,
@@ -122,7 +130,7 @@ def test_other_wishes_are_said_and_the_trainers_accumulation_is_kept(
     assert module.batch_size == 400
 
 
-def test_a_project_that_cannot_take_the_size_is_said(fit: Any, fake_meter: Any, checkpoint: Path) -> None:
-    meter = fake_meter(budget_bytes=500 * MIB)
+def test_a_project_that_cannot_take_the_size_is_said(fit: Any, fake_device: Any, checkpoint: Path) -> None:
+    device_memory = fake_device(budget_bytes=500 * MIB)
     with pytest.raises(ValueError, match="got 'size', which none of them has"):
-        resume(fit, meter, checkpoint, BatchFinder(batch_arg_name="size"))
+        resume(fit, device_memory, checkpoint, BatchFinder(batch_arg_name="size"))

@@ -54,7 +54,7 @@ _LIVE_RESOURCES = (io.IOBase, socket.socket, threading.Thread, type(threading.Lo
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 
 
-class KeptAttributes:
+class AttributeState:
     """The contents of every mutable object that can be reached from some others.
 
     Args:
@@ -64,13 +64,13 @@ class KeptAttributes:
         tensors: all strided tensors that were met, every parameter and buffer of the roots among them, and arrays as
             tensors over the same memory; their bytes are for the caller to keep.
         schedulers: the learning-rate schedulers that were met.
-        passed_over: what was met and cannot be put back, for people.
+        not_restorable: what was met and cannot be put back, for people.
     """
 
     def __init__(self, roots: Iterable[object]) -> None:
         self.tensors: list[Tensor] = []
         self.schedulers: list[Any] = []
-        self.passed_over: list[str] = []
+        self.not_restorable: list[str] = []
         self._restores: list[tuple[str, Callable[[], object]]] = []
         self._seen: dict[int, object] = {}  # keeps the objects alive, so that no id is used twice
         pending: deque[tuple[str, Any]] = deque()
@@ -85,14 +85,14 @@ class KeptAttributes:
                 continue
             self._seen[id(value)] = value
             if len(self._seen) > MOST_OBJECTS:
-                self.passed_over.append(f"{path} and what lies as deep (more than {MOST_OBJECTS:,} objects)")
+                self.not_restorable.append(f"{path} and what lies as deep (more than {MOST_OBJECTS:,} objects)")
                 break
             try:
                 pending += self._keep(path, value)
             except Exception as error:  # noqa: BLE001 - a user's object may refuse to be looked at in any way it likes
-                self.passed_over.append(f"{path} ({type(error).__name__})")
+                self.not_restorable.append(f"{path} ({type(error).__name__})")
 
-    def put_back(self) -> list[str]:
+    def restore(self) -> list[str]:
         """Give every object its contents again.
 
         Returns:
@@ -161,11 +161,11 @@ class KeptAttributes:
         if registered or size_bytes <= LARGEST_ARRAY_BYTES:
             self.tensors.append(tensor)
         else:
-            self.passed_over.append(f"{path} (a tensor of {size_bytes:,} bytes)")
+            self.not_restorable.append(f"{path} (a tensor of {size_bytes:,} bytes)")
 
     def _keep_array(self, path: str, array: Any) -> Iterator[tuple[str, Any]]:
         if array.nbytes > LARGEST_ARRAY_BYTES:
-            self.passed_over.append(f"{path} (an array of {array.nbytes:,} bytes)")
+            self.not_restorable.append(f"{path} (an array of {array.nbytes:,} bytes)")
         elif array.dtype.hasobject:
             self._later(path, np.copyto, array, array.copy())
             yield from ((f"{path}[{index}]", item) for index, item in enumerate(array.flat))
@@ -195,7 +195,7 @@ class KeptAttributes:
         slots = {name: getattr(value, name) for name in names if hasattr(value, name)}
         held = [*kept.items(), *slots.items()]
         if not isinstance(value, Module) and any(isinstance(item, _LIVE_RESOURCES) for _, item in held):
-            self.passed_over.append(f"{path} (it holds a lock, a thread, a file or a socket)")
+            self.not_restorable.append(f"{path} (it holds a lock, a thread, a file or a socket)")
             return
         if isinstance(attributes, dict):
             self._later(path, _refill, attributes, kept, attributes.update)

@@ -159,7 +159,7 @@ def set_loader_batch_size(loader: DataLoader[Any], batch_size: int) -> None:
         vars(loader)["batch_size"] = batch_size  # DataLoader.__setattr__ refuses it (torch 2.5.1 to 2.13)
 
 
-def pretend_loaded(
+def attach_loaders(
     trainer: Trainer,
     loaders: CombinedLoader,
     batches: float,

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from lightning_batchmem._lightning.attributes import KeptAttributes
+from lightning_batchmem._lightning.attributes import AttributeState
 from lightning_batchmem.measure.breakdown import plain_tensors
 
 Loop = _Loop
@@ -33,7 +33,7 @@ class RandomStates:
     def __init__(self) -> None:
         self._states = _collect_rng_states()
 
-    def rewind(self) -> None:
+    def restore(self) -> None:
         """Set every generator back to that moment."""
         _set_rng_states(self._states)
 
@@ -77,7 +77,7 @@ def configure_optimizers_again(trainer: Trainer) -> None:
     _optimizers_to_device(strategy.optimizers, strategy.root_device)
 
 
-class KeptStorages:
+class SavedStorages:
     """The bytes of tensors' storages, kept where they do not disturb what is measured, and written back in place.
 
     For a device the copy lies in host memory; for the host in an unlinked temporary file, since a copy in memory would
@@ -150,7 +150,7 @@ def _read_all(file: IO[bytes], flat: Tensor) -> None:
             chunk.copy_(kept)
 
 
-class KeptModule:
+class ModuleState:
     """A module as it is: parameters, buffers, gradients, flags, hooks and plain attributes.
 
     Args:
@@ -158,7 +158,7 @@ class KeptModule:
         others: what else is kept in the same way: data module, optimizers, schedulers.
 
     Attributes:
-        passed_over: what cannot be put back, for people.
+        not_restorable: what cannot be put back, for people.
         schedulers: the learning-rate schedulers that the attributes lead to.
 
     Raises:
@@ -172,8 +172,8 @@ class KeptModule:
                     f"every parameter must be initialized before the search, got the lazy parameter {name!r};"
                     " run one forward pass in configure_model or before fit"
                 )
-        self._attributes = KeptAttributes([module, *others])
-        self.passed_over = self._attributes.passed_over
+        self._attributes = AttributeState([module, *others])
+        self.not_restorable = self._attributes.not_restorable
         self.schedulers = self._attributes.schedulers
         tensors = self._attributes.tensors
         # hooks on tensors lie in no dictionary (private in torch 2.5.1 to 2.13)
@@ -188,11 +188,11 @@ class KeptModule:
             (t, t.grad.detach().to("cpu", copy=True)) for t in tensors if t.is_leaf and t.grad is not None
         ]
         # those behind a DTensor: this rank's shard, where it lies
-        self._storages = KeptStorages(plain for t in tensors if not is_lazy(t) for plain in plain_tensors(t))
+        self._storages = SavedStorages(plain for t in tensors if not is_lazy(t) for plain in plain_tensors(t))
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Make the module what it was."""
-        refused = self._attributes.put_back()
+        refused = self._attributes.restore()
         for tensor, alias, requires_grad in self._aliases:
             if tensor.grad_fn is not None:
                 tensor.detach_()  # a step wrote into it what hangs on its graph
@@ -218,7 +218,7 @@ def _put_hooks_back(tensor: Tensor, name: str, kept: dict[int, Any] | None) -> N
     hooks.update(kept or {})
 
 
-class KeptTrainer:
+class TrainerState:
     """The trainer's own attributes, its loops' progress and results, its connectors and the gradient scaler.
 
     Private attributes read in lightning 2.5.0 and 2.6.6: the loops, those below ``fit_loop`` too, their ``_results``,
@@ -255,7 +255,7 @@ class KeptTrainer:
         if self._scaler is not None:
             self._trainer.precision_plugin.scaler = copy.deepcopy(self._scaler)  # type: ignore[attr-defined]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Make the trainer what it was."""
         for holder, attributes in self._kept:
             vars(holder).clear()

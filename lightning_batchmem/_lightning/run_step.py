@@ -80,10 +80,10 @@ class _MutedLogger(DummyLogger):
         return getattr(self._logger, "log_dir", self._logger.save_dir)
 
 
-def quieten(trainer: Trainer, watcher: Callback) -> None:
+def mute_callbacks_and_loggers(trainer: Trainer, watcher: Callback) -> None:
     """Let probing steps reach no callback but ``watcher``, no logger and no profiler of the user's.
 
-    ``KeptTrainer.put_back`` undoes it.
+    ``TrainerState.restore`` undoes it.
     """
     trainer.callbacks = [watcher]  # type: ignore[attr-defined]  # set where mypy does not look
     trainer.loggers = [_MutedLogger(logger) for logger in trainer.loggers]

@@ -35,6 +35,6 @@ def logs_at_all(trainer: Trainer) -> bool:
     return bool(trainer.log_every_n_steps)  # type: ignore[attr-defined]
 
 
-def is_rehearsal(trainer: Trainer) -> bool:
+def is_fast_dev_run(trainer: Trainer) -> bool:
     """Whether the run is a ``fast_dev_run``, which is to leave no files."""
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]

@@ -19,15 +19,15 @@ from lightning_batchmem._lightning.data_source import (
     set_initial_hparam,
     set_loader_batch_size,
 )
-from lightning_batchmem.apply.loaders import SizedLoader, StageLoaders
+from lightning_batchmem.apply.loaders import LoaderInfo, StageLoaders
 from lightning_batchmem.measure.samples import LoaderSamples
 from lightning_batchmem.measure.worst_case import WorstCase, warn_if_ragged
 
-__all__ = ["BatchSizeHome", "Samples", "StageLoaders"]
+__all__ = ["BatchSizeSetting", "ProbeBatches", "StageLoaders"]
 
 
 @dataclass(frozen=True)
-class BatchSizeHome:
+class BatchSizeSetting:
     """The one or several places in which a project keeps its batch size, read and written together.
 
     Args:
@@ -90,7 +90,7 @@ class BatchSizeHome:
             except AttributeError as error:
                 raise ValueError(f"`{self.name}` must be an attribute that can be set, got {error}") from error
 
-    def write_for_good(self, batch_size: int) -> None:
+    def commit(self, batch_size: int) -> None:
         """Set the size as :meth:`write` does, and in the hyperparameters that Lightning is about to log."""
         self.write(batch_size)
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set where mypy does not look
@@ -106,12 +106,12 @@ class BatchSizeHome:
         """
         kept = [(loader, loader_batch_size(loader)) for loader in self.source.passed_loaders()]
 
-        def put_back() -> None:
+        def restore() -> None:
             for loader, size in kept:
                 if size is not None:
                     set_loader_batch_size(loader, size)
 
-        return put_back
+        return restore
 
     def loaders_for(self, batch_size: int, *, may_be_fixed: bool = False) -> StageLoaders:
         """Set the size, and request the loaders of the stage as the project itself makes them.
@@ -156,7 +156,7 @@ class BatchSizeHome:
                 f" DataLoader(..., batch_size=self.{self.name})"
             )
         sized = [
-            SizedLoader(loader, size, batch_size if follows else None, replicas_of(self.trainer, loader))
+            LoaderInfo(loader, size, batch_size if follows else None, replicas_of(self.trainer, loader))
             for loader, size, follows in zip(combined.flattened, sizes, follow, strict=True)
         ]
         return StageLoaders(combined, tuple(sized))
@@ -193,7 +193,7 @@ def _listed(sizes: Sequence[int]) -> str:
     return ", ".join(map(str, sizes))
 
 
-class Samples:
+class ProbeBatches:
     """A few real samples of each loader, drawn once, that make batches of any size.
 
     Nothing of the data sets' own moves in this process: see :class:`~lightning_batchmem.measure.samples.LoaderSamples`.

@@ -53,7 +53,7 @@ def _length(value: object) -> int | None:
 
 
 @dataclass(frozen=True)
-class SizedLoader:
+class LoaderInfo:
     """One loader of a stage, and what the batch size makes of its own size.
 
     Args:
@@ -113,7 +113,7 @@ class StageLoaders:
     """
 
     combined: CombinedLoader
-    sized: tuple[SizedLoader, ...]
+    sized: tuple[LoaderInfo, ...]
 
     @property
     def follows(self) -> bool:
@@ -141,5 +141,5 @@ class StageLoaders:
             Samples, on this rank, and at least 1, where Lightning says itself what is wrong; ``None`` for streams
             without a length, and where nothing follows.
         """
-        bounds = [one.largest_batch_size(limit_batches) for one in self.sized]
-        return min((bound for bound in bounds if bound is not None), default=None)
+        search_limits = [one.largest_batch_size(limit_batches) for one in self.sized]
+        return min((bound for bound in search_limits if bound is not None), default=None)

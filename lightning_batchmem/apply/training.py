@@ -12,18 +12,18 @@ from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_has
 
 from lightning_batchmem._lightning.data_source import forget_train_loader, set_initial_hparam
 from lightning_batchmem._lightning.module_state import (
-    KeptModule,
-    KeptTrainer,
     Loop,
+    ModuleState,
     RandomStates,
+    TrainerState,
     configure_optimizers_again,
 )
-from lightning_batchmem._lightning.run_step import quieten
-from lightning_batchmem.apply.batch_size import BatchSizeHome
+from lightning_batchmem._lightning.run_step import mute_callbacks_and_loggers
+from lightning_batchmem.apply.batch_size import BatchSizeSetting
 from lightning_batchmem.devices import device_name
-from lightning_batchmem.measure.trial import StepWatcher
+from lightning_batchmem.measure.trial import PhaseCallback
 from lightning_batchmem.plan.learning_rate import advice, scaled_learning_rate
-from lightning_batchmem.plan.options import Wishes
+from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.sizes import micro_batches
 
@@ -32,40 +32,40 @@ LEARNING_RATE_NAMES = ("lr", "learning_rate")
 
 
 @contextmanager
-def no_trace(
+def restoring(
     trainer: Trainer,
-    homes: Sequence[BatchSizeHome],
+    settings: Sequence[BatchSizeSetting],
     random: RandomStates,
-    kept_module: KeptModule,
-    watcher: StepWatcher,
+    module_state: ModuleState,
+    watcher: PhaseCallback,
     loop: Loop,
-) -> Iterator[KeptTrainer]:
+) -> Iterator[TrainerState]:
     """Lend trainer and module to probing steps; put back everything on the way out, whatever happened.
 
     Args:
         trainer: before its loop runs.
-        homes: where batch sizes live; they get their old values back.
+        settings: where batch sizes live; they get their old values back.
         random: the generators' states to rewind to.
-        kept_module: the module, and what goes with it, as they are to be again.
+        module_state: the module, and what goes with it, as they are to be again.
         watcher: the only callback that the steps reach.
         loop: the loop that is about to run.
     """
     with ExitStack() as undo:  # in the reverse order, each of them whatever became of the others
-        undo.callback(random.rewind)
-        for home in homes:
-            undo.callback(home.keep())
-        undo.callback(kept_module.put_back)  # with the batch size, where an attribute holds it
-        kept_trainer = KeptTrainer(trainer, loop, kept_module.schedulers)
-        undo.callback(kept_trainer.put_back)
-        if kept_module.passed_over:
-            what = "; ".join(kept_module.passed_over[:10])
+        undo.callback(random.restore)
+        for setting in settings:
+            undo.callback(setting.keep())
+        undo.callback(module_state.restore)  # with the batch size, where an attribute holds it
+        trainer_state = TrainerState(trainer, loop, module_state.schedulers)
+        undo.callback(trainer_state.restore)
+        if module_state.not_restorable:
+            what = "; ".join(module_state.not_restorable[:10])
             rank_zero_warn(f"should a training step change it, BatchFinder does not put it back: {what}")
-        quieten(trainer, watcher)
-        yield kept_trainer
+        mute_callbacks_and_loggers(trainer, watcher)
+        yield trainer_state
 
 
 @dataclass(frozen=True)
-class Before:
+class TrainingSetup:
     """A run before its search.
 
     Args:
@@ -79,47 +79,51 @@ class Before:
     learning_rate: float | None
 
 
-def look_before(trainer: Trainer, home: BatchSizeHome, wishes: Wishes, previous: Plan | None) -> Before:
+def record_training_setup(
+    trainer: Trainer, setting: BatchSizeSetting, options: SearchOptions, previous: Plan | None
+) -> TrainingSetup:
     """Note what the project has before the search.
 
     Args:
         trainer: in ``on_fit_start``.
-        home: where the batch size lives.
-        wishes: of the user.
+        setting: where the batch size lives.
+        options: of the user.
         previous: the plan of an earlier ``fit``, whose learning rate is not to be scaled twice.
 
     Raises:
         ValueError: when the learning rate is to be scaled, and it or the size it was chosen for is not known.
     """
-    accumulate, size = trainer.accumulate_grad_batches, home.size
-    effective = wishes.base_batch_size or (size * accumulate * trainer.world_size if size else None)
-    learning_rate = learning_rate_of(home.module)
-    if wishes.lr_scaling is not None and learning_rate is None:
+    accumulate, size = trainer.accumulate_grad_batches, setting.size
+    effective = options.base_batch_size or (size * accumulate * trainer.world_size if size else None)
+    learning_rate = learning_rate_of(setting.module)
+    if options.lr_scaling is not None and learning_rate is None:
         raise ValueError(
-            f"lr_scaling must be None for a module without `lr` or `learning_rate`, got {wishes.lr_scaling!r}; add one"
+            f"lr_scaling must be None for a module without `lr` or `learning_rate`, got {options.lr_scaling!r}; add one"
             " and use it in configure_optimizers"
         )
-    if wishes.lr_scaling is not None and effective is None:
+    if options.lr_scaling is not None and effective is None:
         raise ValueError("base_batch_size must be given with lr_scaling where the project has no size yet, got None")
     scaled_already = previous is not None and learning_rate is not None and learning_rate == previous.learning_rate
-    if previous is not None and scaled_already and wishes.base_batch_size is not None:
+    if previous is not None and scaled_already and options.base_batch_size is not None:
         learning_rate = previous.learning_rate_before
-    return Before(accumulate, effective, learning_rate)
+    return TrainingSetup(accumulate, effective, learning_rate)
 
 
-def follow_up(trainer: Trainer, plan: Plan, wishes: Wishes, before: Before, epoch_batches: float) -> Plan:
+def complete_plan(
+    trainer: Trainer, plan: Plan, options: SearchOptions, before: TrainingSetup, epoch_batches: float
+) -> Plan:
     """Add to ``plan`` what follows from its size: accumulation, samples to an optimizer step, learning rate.
 
     Args:
         trainer: as it was before the search.
         plan: of the search.
-        wishes: of the user.
-        before: what :func:`look_before` noted.
+        options: of the user.
+        before: what :func:`record_training_setup` noted.
         epoch_batches: batches of an epoch at the plan's size; ``inf`` when unknown.
     """
     notes, accumulate = list(plan.notes), before.accumulate_grad_batches
-    if wishes.target_batch_size is not None:
-        micro = micro_batches(wishes.target_batch_size, trainer.world_size, wishes.multiple_of)[plan.batch_size]
+    if options.target_batch_size is not None:
+        micro = micro_batches(options.target_batch_size, trainer.world_size, options.multiple_of)[plan.batch_size]
         accumulate = micro.accumulate_grad_batches
         notes += [micro.rounding] if micro.rounding else []
     together = accumulate
@@ -130,9 +134,9 @@ def follow_up(trainer: Trainer, plan: Plan, wishes: Wishes, before: Before, epoc
         )
     effective, base = plan.batch_size * together * trainer.world_size, before.effective_batch_size
     learning_rate = None
-    if base is not None and wishes.lr_scaling is not None and before.learning_rate is not None:
+    if base is not None and options.lr_scaling is not None and before.learning_rate is not None:
         learning_rate = scaled_learning_rate(
-            before.learning_rate, rule=wishes.lr_scaling, effective_batch_size=effective, base_batch_size=base
+            before.learning_rate, rule=options.lr_scaling, effective_batch_size=effective, base_batch_size=base
         )
     elif base is not None:
         names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
@@ -151,23 +155,23 @@ def follow_up(trainer: Trainer, plan: Plan, wishes: Wishes, before: Before, epoc
 
 
 def apply_to_training(
-    trainer: Trainer, home: BatchSizeHome, plan: Plan, *, validation_home: BatchSizeHome | None
+    trainer: Trainer, setting: BatchSizeSetting, plan: Plan, *, validation_setting: BatchSizeSetting | None
 ) -> None:
     """Set what ``plan`` says and let optimizers and schedulers be configured as if it had always been there.
 
     Args:
         trainer: in ``on_fit_start``, its generators where they were before ``configure_optimizers`` first ran.
-        home: where the batch size lives.
+        setting: where the batch size lives.
         plan: batch size, accumulation, learning rate, and validation's own size where it has one.
-        validation_home: where that lives; ``None`` when validation has no size of its own.
+        validation_setting: where that lives; ``None`` when validation has no size of its own.
     """
-    home.write_for_good(plan.batch_size)
-    if plan.evaluation is not None and validation_home is not None:
-        validation_home.write_for_good(plan.evaluation.batch_size)
+    setting.commit(plan.batch_size)
+    if plan.evaluation is not None and validation_setting is not None:
+        validation_setting.commit(plan.evaluation.batch_size)
     trainer.accumulate_grad_batches = plan.accumulate_grad_batches
-    changes = plan.learning_rate is not None and plan.learning_rate != learning_rate_of(home.module)
+    changes = plan.learning_rate is not None and plan.learning_rate != learning_rate_of(setting.module)
     if plan.learning_rate is not None:
-        set_learning_rate(home.module, plan.learning_rate)
+        set_learning_rate(setting.module, plan.learning_rate)
     forget_train_loader(trainer)
     before = _learning_rates(trainer)
     configure_optimizers_again(trainer)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 
-class Reading(NamedTuple):
+class MemoryStats(NamedTuple):
     """Memory of this process on one device.
 
     Args:
@@ -19,7 +19,7 @@ class Reading(NamedTuple):
     reserved_bytes: int | None = None
 
 
-class Meter(Protocol):
+class DeviceMemory(Protocol):
     """One device's memory, as this process sees it.
 
     Attributes:
@@ -40,11 +40,11 @@ class Meter(Protocol):
         """Let the peak start again from what is in use now. Seen by everybody in the process."""
         ...
 
-    def peak(self) -> Reading:
+    def peak(self) -> MemoryStats:
         """Highest use since :meth:`reset_peak`. Neither synchronises the device nor waits for it."""
         ...
 
-    def current(self) -> Reading:
+    def current(self) -> MemoryStats:
         """Use at this moment."""
         ...
 
@@ -103,28 +103,28 @@ class Timer(Protocol):
         ...
 
 
-def meter_for(device: torch.device, *, quick: bool = False) -> Meter:
+def device_memory_for(device: torch.device, *, quick: bool = False) -> DeviceMemory:
     """The meter of ``device``.
 
     Args:
         device: where the model is trained, e.g. ``trainer.strategy.root_device``.
-        quick: prefer a cheap reading to the most exact one, for use in every step; see :class:`.host.HostMeter`.
+        quick: prefer a cheap reading to the most exact one, for use in every step; see :class:`.host.HostMemory`.
 
     Raises:
         ValueError: for a kind of device that no meter knows.
     """
     if device.type == "cuda":
-        from lightning_batchmem.devices.cuda import CudaMeter
+        from lightning_batchmem.devices.cuda import CudaMemory
 
-        return CudaMeter(device)
+        return CudaMemory(device)
     if device.type == "cpu":
-        from lightning_batchmem.devices.host import HostMeter
+        from lightning_batchmem.devices.host import HostMemory
 
-        return HostMeter(quick=quick)
+        return HostMemory(quick=quick)
     if device.type == "mps":
-        from lightning_batchmem.devices.mps import MpsMeter
+        from lightning_batchmem.devices.mps import MpsMemory
 
-        return MpsMeter()
+        return MpsMemory()
     raise ValueError(f"device must be a cuda, cpu or mps device, got {device}")
 
 

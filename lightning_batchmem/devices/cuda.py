@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import torch
 
-from lightning_batchmem.devices import Reading
+from lightning_batchmem.devices import MemoryStats
 
 # Running totals worth an alarm: allocations that failed for good, and those that succeeded only after the allocator
 # threw its cache away (each one costs a device synchronisation). Source: torch.cuda.memory_stats
@@ -19,7 +19,7 @@ _COUNTERS = ("num_ooms", "num_alloc_retries")
 _RESOLUTION_BYTES = 2 * 2**20
 
 
-class CudaMeter:
+class CudaMemory:
     """What PyTorch's caching allocator says of one CUDA device.
 
     The counters live on the host: no method but :meth:`synchronize` waits for the device, and none before
@@ -50,11 +50,11 @@ class CudaMeter:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.reset_peak_memory_stats(self._device)
 
-    def peak(self) -> Reading:
+    def peak(self) -> MemoryStats:
         """Highest allocated and reserved bytes since :meth:`reset_peak`."""
         return self._reading("peak")
 
-    def current(self) -> Reading:
+    def current(self) -> MemoryStats:
         """Allocated and reserved bytes at this moment."""
         return self._reading("current")
 
@@ -114,11 +114,11 @@ class CudaMeter:
         stats = self._stats()
         return {name: int(stats[name]) for name in _COUNTERS if name in stats}
 
-    def _reading(self, when: str) -> Reading:
+    def _reading(self, when: str) -> MemoryStats:
         stats = self._stats()
         if not stats:
-            return Reading(0, 0)
-        return Reading(int(stats["allocated_bytes"]["all"][when]), int(stats["reserved_bytes"]["all"][when]))
+            return MemoryStats(0, 0)
+        return MemoryStats(int(stats["allocated_bytes"]["all"][when]), int(stats["reserved_bytes"]["all"][when]))
 
     def _stats(self) -> dict[str, Any]:
         # Nested: torch.cuda.max_memory_allocated and memory_stats flatten and sort some 100 counters at every call.

@@ -11,7 +11,7 @@ import time
 import psutil
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem.devices import Reading, cgroup, heap
+from lightning_batchmem.devices import MemoryStats, cgroup, heap
 from lightning_batchmem.devices.kept_open import KeptOpen
 from lightning_batchmem.devices.resource_limits import KIB, ResourceLimits, field_bytes
 
@@ -40,7 +40,7 @@ _READINGS_AGREE_BYTES = 2**20
 _RESOLUTION_BYTES = 2**20
 
 
-class HostMeter:
+class HostMemory:
     """The resident set of this process.
 
     On Linux the peak is the kernel's own high-water mark, which construction and :meth:`reset_peak` start again
@@ -53,7 +53,7 @@ class HostMeter:
             a reset. It does not where the program that became this process (``exec``) was larger.
 
     Example:
-        >>> meter = HostMeter()
+        >>> meter = HostMemory()
         >>> meter.reset_peak()
         >>> meter.peak().allocated_bytes > 0
         True
@@ -88,22 +88,22 @@ class HostMeter:
         if not self._unobtrusive:
             self._limits.watch()
 
-    def peak(self) -> Reading:
+    def peak(self) -> MemoryStats:
         """Largest resident set since :meth:`reset_peak`; the one at the moment where ``has_peak`` is false."""
         if self._quick and sys.platform != "win32":  # without a call in between: this is asked three times a step
-            return Reading(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB)
+            return MemoryStats(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB)
         status = self._status.read() if self._status is not None and self.has_peak else b""
         peak_bytes = field_bytes(status, "VmHWM")
-        return self.current() if peak_bytes is None else Reading(self._limits.counted_bytes(status, peak_bytes))
+        return self.current() if peak_bytes is None else MemoryStats(self._limits.counted_bytes(status, peak_bytes))
 
-    def current(self) -> Reading:
+    def current(self) -> MemoryStats:
         """Resident set at this moment, as the peak counts it."""
         if self._statm is None:
-            return Reading(psutil.Process().memory_info().rss)
+            return MemoryStats(psutil.Process().memory_info().rss)
         # Its second number, in pages. The same count as VmRSS, which comes with 40 lines. Source: proc_pid_statm(5)
         _, resident, shared, *_ = self._statm.read().split(maxsplit=3)
         uncounted_bytes = 0 if self._unobtrusive else self._limits.uncounted_bytes(int(shared) * mmap.PAGESIZE)
-        return Reading(int(resident) * mmap.PAGESIZE - uncounted_bytes)
+        return MemoryStats(int(resident) * mmap.PAGESIZE - uncounted_bytes)
 
     def own_bytes(self) -> int:
         """Resident set at this moment less what it shares with files and other processes, as a memory map does.

@@ -6,10 +6,10 @@ import gc
 
 import torch
 
-from lightning_batchmem.devices import Reading
+from lightning_batchmem.devices import MemoryStats
 
 
-class MpsMeter:
+class MpsMemory:
     """Current values of the one MPS device; ``has_peak`` is false and resetting the peak does nothing.
 
     Source: https://docs.pytorch.org/docs/stable/mps.html
@@ -23,13 +23,13 @@ class MpsMeter:
     def reset_peak(self) -> None:
         """Nothing: there is no peak counter."""
 
-    def peak(self) -> Reading:
+    def peak(self) -> MemoryStats:
         """Use at this moment, which is not a peak."""
         return self.current()
 
-    def current(self) -> Reading:
+    def current(self) -> MemoryStats:
         """Bytes in tensors, and bytes that the Metal driver gave (its caches and the kernels' buffers included)."""
-        return Reading(torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory())
+        return MemoryStats(torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory())
 
     def own_bytes(self) -> int:
         """Allocated bytes at this moment."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem.devices import Meter
+from lightning_batchmem.devices import DeviceMemory
 
 # How many of the last events are kept. An allocation makes three of them (allocated, free requested, freed), so that
 # this is some 33 000 allocations: a step of a large model and what led to it. Only the first of the three has a stack,
@@ -35,19 +35,19 @@ class OomSnapshot:
         self._is_ours = is_ours
 
     @classmethod
-    def start(cls, directory: Path | None, meter: Meter) -> OomSnapshot | None:
+    def start(cls, directory: Path | None, device_memory: DeviceMemory) -> OomSnapshot | None:
         """Begin to record. It starts CUDA.
 
         Args:
             directory: where the snapshot will be written; made when it is.
-            meter: of the device that is trained on.
+            device_memory: of the device that is trained on.
 
         Returns:
             What writes it; ``None``, with a warning that says why, where there will be no snapshot: on another device,
             without a directory, or with an allocator that keeps no history (``backend:cudaMallocAsync``).
         """
-        if meter.name != "cuda":
-            reason = f"PyTorch takes them of CUDA devices only, and this is {meter.name}"
+        if device_memory.name != "cuda":
+            reason = f"PyTorch takes them of CUDA devices only, and this is {device_memory.name}"
         elif directory is None:
             reason = "there is no local log directory"
         else:

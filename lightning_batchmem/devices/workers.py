@@ -53,10 +53,10 @@ def own_bytes(pids: Iterable[int | None], batch_bytes: int) -> int:
     """
     total_bytes = 0
     for pid in pids:
-        rest_bytes, peak_bytes = _private_bytes(pid)
+        other_bytes, peak_bytes = _private_bytes(pid)
         # At its peak a worker may hold the batch in the making, which is one of those counted elsewhere; if it does
         # not, then it is at rest that it adds most to them.
-        total_bytes += max(rest_bytes, peak_bytes - batch_bytes) + _RESOLUTION_BYTES
+        total_bytes += max(other_bytes, peak_bytes - batch_bytes) + _RESOLUTION_BYTES
     return total_bytes
 
 
@@ -64,14 +64,14 @@ def _private_bytes(pid: int | None) -> tuple[int, int]:
     """What a process shares with no other: now, and at most so far (elsewhere than on Linux only now)."""
     process = psutil.Process(pid)
     if sys.platform != "linux":
-        rest_bytes = process.memory_full_info().uss
-        return rest_bytes, rest_bytes
+        other_bytes = process.memory_full_info().uss
+        return other_bytes, other_bytes
     # Not the USS: pages of a mapped file that only this worker reads are private too, but clean, and given up at need.
-    rest_bytes = sum(mapping.private_dirty for mapping in process.memory_maps())
+    other_bytes = sum(mapping.private_dirty for mapping in process.memory_maps())
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     peak, resident = (int(status[field].split()[0]) * KIB for field in ("VmHWM", "VmRSS"))
     # What it shares, and files that it maps, do not come and go: what the resident set lost since its peak was private.
-    return rest_bytes, rest_bytes + max(0, peak - resident)
+    return other_bytes, other_bytes + max(0, peak - resident)
 
 
 class _Scales(pickle.Pickler):

@@ -19,7 +19,7 @@ _LEAVES = frozenset({str, bytes, int, float, bool, complex, type(None)})
 
 
 @dataclass(frozen=True)
-class Parts:
+class MemoryBreakdown:
     """What fills the memory at the peak of a step; the fields add up to :attr:`peak_bytes`.
 
     The first four are the storages that are alive *when a step begins*, each counted in the first part that holds it.
@@ -34,7 +34,7 @@ class Parts:
         batch_bytes: the batch, as far as it lies on the measured device.
         activations_bytes: the peak less all other parts: activations, and temporaries of backward and of the optimizer
             with them; on the host also the heap that they leave behind.
-        rest_bytes: what was in use when the step began and is none of the above: workspaces and tensors that the user
+        other_bytes: what was in use when the step began and is none of the above: workspaces and tensors that the user
             keeps on a GPU; interpreter and libraries on the host (there as it was before the first step, since the
             resident set still holds what a step has freed). Below 0 where not all of the tensors are resident
             (swapped out, or mapped from a file and never touched).
@@ -45,7 +45,7 @@ class Parts:
     optimizer_state_bytes: int
     batch_bytes: int
     activations_bytes: int
-    rest_bytes: int
+    other_bytes: int
 
     @property
     def peak_bytes(self) -> int:
@@ -56,9 +56,9 @@ class Parts:
     def start_bytes(self) -> int:
         """What was in use when the step began, in bytes: every part but the activations."""
         known = self.parameters_bytes + self.gradients_bytes + self.optimizer_state_bytes + self.batch_bytes
-        return known + self.rest_bytes
+        return known + self.other_bytes
 
-    def at_peak(self, peak_bytes: int) -> Parts:
+    def at_peak(self, peak_bytes: int) -> MemoryBreakdown:
         """The same parts under another peak: what it holds beyond the start of the step is activations.
 
         A peak below the start (the host's two readings may differ by some pages) is taken off the rest, so that the
@@ -69,10 +69,10 @@ class Parts:
         """
         below = min(0, peak_bytes - self.start_bytes)
         activations = max(0, peak_bytes - self.start_bytes)
-        return replace(self, activations_bytes=activations, rest_bytes=self.rest_bytes + below)
+        return replace(self, activations_bytes=activations, other_bytes=self.other_bytes + below)
 
 
-def measure_parts(
+def measure_breakdown(
     module: Module,
     optimizers: Iterable[Optimizer],
     batch: object,
@@ -80,7 +80,7 @@ def measure_parts(
     *,
     start_bytes: int,
     peak_bytes: int | None = None,
-) -> Parts:
+) -> MemoryBreakdown:
     """What the memory of a step is made of; to be called when the step begins, with the batch on the device.
 
     Args:
@@ -89,16 +89,16 @@ def measure_parts(
         batch: the batch of the step, however nested.
         device: tensors elsewhere are not counted.
         start_bytes: what is in use now, in bytes.
-        peak_bytes: the peak of the step in bytes, where it is known already; else see :meth:`Parts.at_peak`.
+        peak_bytes: the peak of the step in bytes, where it is known already; else see :meth:`MemoryBreakdown.at_peak`.
 
     Returns:
         The parts; without ``peak_bytes`` the activations are 0.
 
     Example:
         >>> linear = torch.nn.Linear(3, 5)
-        >>> measure_parts(linear, [], torch.ones(2, 3), torch.device("cpu"), start_bytes=1000, peak_bytes=1500)
+        >>> measure_breakdown(linear, [], torch.ones(2, 3), torch.device("cpu"), start_bytes=1000, peak_bytes=1500)
         Parts(parameters_bytes=80, gradients_bytes=0, optimizer_state_bytes=0, batch_bytes=24, activations_bytes=500,\
- rest_bytes=896)
+ other_bytes=896)
     """
     optimizers = list(optimizers)
     weights = list(module.parameters())
@@ -116,8 +116,8 @@ def measure_parts(
     state = held(masters) + held(tensors_in(states))
     data = held(tensors_in(batch))
     rest = start_bytes - parameters - gradients - state - data
-    parts = Parts(parameters, gradients, state, data, 0, rest)
-    return parts if peak_bytes is None else parts.at_peak(peak_bytes)
+    breakdown = MemoryBreakdown(parameters, gradients, state, data, 0, rest)
+    return breakdown if peak_bytes is None else breakdown.at_peak(peak_bytes)
 
 
 def tensors_in(data: object) -> list[Tensor]:

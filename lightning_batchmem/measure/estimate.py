@@ -22,7 +22,7 @@ from lightning_batchmem.measure.breakdown import is_on, plain_tensors, tensors_i
 class Estimate:
     """Elements times bytes per element, for the parts of a step that have such a rule; activations have none.
 
-    The fields are named as in :class:`lightning_batchmem.measure.breakdown.Parts`.
+    The fields are named as in :class:`lightning_batchmem.measure.breakdown.MemoryBreakdown`.
 
     Args:
         parameters_bytes: parameters and buffers of the module.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_batchmem.devices import Meter
+from lightning_batchmem.devices import DeviceMemory
 
 
 class StepPeaks(NamedTuple):
@@ -28,18 +28,18 @@ class StepPeaks(NamedTuple):
         return max(self.phase_peak_bytes.values(), default=0)
 
 
-class PhaseMarks:
+class PhasePeaks:
     """Splits a step at the marks that Lightning's hooks give, and keeps the peak of each part.
 
     A step is ``start``, any number of ``enter``, ``stop``. A phase entered twice (manual optimization with several
     optimizers) keeps its higher peak. Every boundary resets the meter's peak.
 
     Args:
-        meter: the device that is asked.
+        device_memory: the device that is asked.
     """
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+    def __init__(self, device_memory: DeviceMemory) -> None:
+        self._device_memory = device_memory
         self._phase: str | None = None
         self._peaks: dict[str, int] = {}
         self._reserved: int | None = None
@@ -47,7 +47,7 @@ class PhaseMarks:
     def start(self, phase: str = "forward") -> None:
         """Begin a step in ``phase``."""
         self._peaks, self._reserved, self._phase = {}, None, phase
-        self._meter.reset_peak()
+        self._device_memory.reset_peak()
 
     def enter(self, phase: str) -> None:
         """Close the phase that runs and begin ``phase``; outside a step nothing happens."""
@@ -55,7 +55,7 @@ class PhaseMarks:
             return
         self._close(self._phase)
         self._phase = phase
-        self._meter.reset_peak()
+        self._device_memory.reset_peak()
 
     def stop(self) -> StepPeaks:
         """End the step and return its peaks."""
@@ -79,7 +79,7 @@ class PhaseMarks:
         return [optimizer.register_step_post_hook(stepped) for optimizer in optimizers]
 
     def _close(self, phase: str) -> None:
-        reading = self._meter.peak()
+        reading = self._device_memory.peak()
         if reading.allocated_bytes > self._peaks.get(phase, -1):
             self._peaks[phase] = reading.allocated_bytes
         if reading.reserved_bytes is not None:

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_batchmem._lightning.strategies import processes_on_node
-from lightning_batchmem.devices import Meter
+from lightning_batchmem.devices import DeviceMemory
 from lightning_batchmem.plan.records import PHASES, Trial
 
 _FINE, _FAILED = 0.0, 1.0
@@ -80,7 +80,7 @@ class Ranks:
         return heard
 
     @contextmanager
-    def step_together(self) -> Iterator[None]:
+    def collective_step(self) -> Iterator[None]:
         """Steps that all ranks take together: one that fails cannot reach the others by an exchange."""
         self.in_step = True
         with self._listening():
@@ -111,7 +111,7 @@ class Ranks:
             self._tell(error)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def fail_together(self) -> Iterator[None]:
         """Whatever ends this on one rank ends it on all of them; nobody leaves before the others are through.
 
         Raises:
@@ -202,7 +202,7 @@ def _store() -> Any:
 _SEARCHES = itertools.count()  # each search of a process has a key of its own, the same on every rank
 
 
-def agreed(trial: Trial, ranks: Ranks) -> Trial:
+def worst_of_all(trial: Trial, ranks: Ranks) -> Trial:
     """The trial of all ranks as one: the highest peaks, the slowest step, out of memory where one of them was.
 
     Args:
@@ -253,18 +253,18 @@ def agreed(trial: Trial, ranks: Ranks) -> Trial:
     )
 
 
-def own_budget_bytes(meter: Meter, trainer: Trainer) -> int:
+def own_budget_bytes(device_memory: DeviceMemory, trainer: Trainer) -> int:
     """The most that this rank may hold: of what the host still has, its ranks get the same each.
 
     Args:
-        meter: of this rank's device.
+        device_memory: of this rank's device.
         trainer: of this rank.
     """
-    budget_bytes = meter.budget_bytes()
-    processes = processes_on_node(trainer) if meter.name == "host" else 1
+    budget_bytes = device_memory.budget_bytes()
+    processes = processes_on_node(trainer) if device_memory.name == "host" else 1
     if processes == 1:
         return budget_bytes
-    held_bytes = meter.current().allocated_bytes
+    held_bytes = device_memory.current().allocated_bytes
     return held_bytes + (budget_bytes - held_bytes) // processes
 
 

@@ -12,15 +12,15 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_batchmem._lightning.trainer_state import logging_step, logs_at_all, logs_now
-from lightning_batchmem.devices import Meter, timer_for
+from lightning_batchmem.devices import DeviceMemory, timer_for
 from lightning_batchmem.measure.breakdown import samples_in
 from lightning_batchmem.measure.composition import Composition
-from lightning_batchmem.measure.phases import PhaseMarks, StepPeaks
-from lightning_batchmem.measure.step_record import Step, StepClock
+from lightning_batchmem.measure.phases import PhasePeaks, StepPeaks
+from lightning_batchmem.measure.step_record import StepRecord, StepTimer
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import mib
-from lightning_batchmem.report.reporter import RunReport
-from lightning_batchmem.report.tables import parts_text
+from lightning_batchmem.report.reporter import StepReporter
+from lightning_batchmem.report.tables import breakdown_text
 
 _UNLOGGED_INTERVAL = 50
 """Steps between two looks at a run whose Trainer logs nothing (``log_every_n_steps=0``): Lightning's own default."""
@@ -31,18 +31,18 @@ class _Stage:
     """Where a stage stands: its clock, how many steps it has done, and the device's mark at the end of the last."""
 
     name: str
-    clock: StepClock = field(default_factory=StepClock)
+    clock: StepTimer = field(default_factory=StepTimer)
     steps: int = 0
     mark: object = None
 
 
-class RunRecord:
+class StepRecorder:
     """Measures the steps of one run.
 
     Args:
         trainer: when the run starts.
         module: the module that is run.
-        meter: of the device that it runs on.
+        device_memory: of the device that it runs on.
         stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``; a training may have validations in it.
         items_fn: counts what the user wants counted in a batch.
         plan: what a BatchFinder of the same run has found.
@@ -56,15 +56,15 @@ class RunRecord:
         self,
         trainer: Trainer,
         module: LightningModule,
-        meter: Meter,
+        device_memory: DeviceMemory,
         stage: str,
         *,
         items_fn: Callable[[Any], float] | None = None,
         plan: Plan | None = None,
     ) -> None:
         self._timer = timer_for(trainer.strategy.root_device)
-        self.marks = PhaseMarks(meter)
-        self._meter, self._items_fn = meter, items_fn
+        self.phase_peaks = PhasePeaks(device_memory)
+        self._device_memory, self._items_fn = device_memory, items_fn
         self._world_size, self._rank = trainer.world_size, trainer.global_rank
         self._optimizers: list[Optimizer] = []
         self._handles: list[RemovableHandle] = []
@@ -77,8 +77,10 @@ class RunRecord:
         self._in_step = self._stepped = self._is_steady = self._size_warned = False
         if stage == "train":
             self.watch(trainer.optimizers, automatic=module.automatic_optimization)
-        self._composition = Composition(meter, trainer.strategy.root_device, module, self._optimizers)
-        self.report = RunReport(trainer, meter, self._timer, plan, stage=stage, composition=self._composition)
+        self._composition = Composition(device_memory, trainer.strategy.root_device, module, self._optimizers)
+        self.report = StepReporter(
+            trainer, device_memory, self._timer, plan, stage=stage, composition=self._composition
+        )
 
     def watch(self, optimizers: Iterable[Optimizer], *, automatic: bool) -> None:
         """Watch these optimizers and no others.
@@ -91,7 +93,7 @@ class RunRecord:
         if list(map(id, wanted)) != list(map(id, self._optimizers)):
             self._unwatch()
             self._optimizers = wanted
-            self._handles = [] if automatic else self.marks.watch(wanted)
+            self._handles = [] if automatic else self.phase_peaks.watch(wanted)
             self._handles += [optimizer.register_step_post_hook(self._note_step) for optimizer in wanted]
 
     def restart(self) -> None:
@@ -126,9 +128,9 @@ class RunRecord:
         if stage.name == "train":
             if stage.steps >= self._next_floor:
                 self._next_floor = self.report.floor(stage.steps)
-            self.marks.start()
+            self.phase_peaks.start()
         else:
-            self.marks.start("evaluation")
+            self.phase_peaks.start("evaluation")
         if self._is_steady and stage is self._main and self._composition.is_due:
             stage.clock.pause()
             self.report.take_in()  # the steps before are not like those to come
@@ -144,7 +146,7 @@ class RunRecord:
         if not self._in_step:  # the loader gave None: Lightning runs no step, and still calls this hook
             return False
         stage = self._stage
-        peaks = self.marks.stop()
+        peaks = self.phase_peaks.stop()
         seconds, wait_seconds = stage.clock.stop()
         since, stage.mark = stage.mark, None if self._timer is None else self._timer.mark()
         self._in_step, self._batch = False, None
@@ -157,7 +159,7 @@ class RunRecord:
         elif stage is self._main:
             self._is_steady = True  # from its second step on
         items = None if self._items_fn is None else float(self._items_fn(batch))
-        step = Step(number, self._samples(batch), peaks, seconds, wait_seconds, stage.name, items)
+        step = StepRecord(number, self._samples(batch), peaks, seconds, wait_seconds, stage.name, items)
         self.report.add(step, since, stage.mark)
         if is_logged:
             self.report.log(stage.name, logging_step(trainer) if self._logs else None)
@@ -166,8 +168,8 @@ class RunRecord:
 
     def explain(self, trainer: Trainer, module: LightningModule) -> str:
         """Where memory ran out, and what it was made of then."""
-        peak_bytes = self.marks.stop().peak_bytes
-        parts = self._composition.at_failure(module, self._optimizers, self._batch, peak_bytes)
+        peak_bytes = self.phase_peaks.stop().peak_bytes
+        breakdown = self._composition.at_failure(module, self._optimizers, self._batch, peak_bytes)
         where = "between two steps"
         if self._in_step:
             is_training = self._stage.name == "train"
@@ -179,7 +181,7 @@ class RunRecord:
         rank = "" if self._world_size == 1 else f" on rank {self._rank}"
         return (
             f"memory ran out {where}{rank}. Until then it held up to {mib(peak_bytes)} of"
-            f" {mib(self.report.limit_bytes)}: {parts_text(parts)}."
+            f" {mib(self.report.limit_bytes)}: {breakdown_text(breakdown)}."
         )
 
     def close(self) -> None:

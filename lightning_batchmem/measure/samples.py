@@ -45,7 +45,7 @@ class LoaderSamples:
 
     Args:
         loader: one that makes its own batches.
-        worst_case: as in :class:`~lightning_batchmem.apply.batch_size.Samples`.
+        worst_case: as in :class:`~lightning_batchmem.apply.batch_size.ProbeBatches`.
 
     Attributes:
         samples: as the data set gives them: 32 from all over it, or the largest only.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from lightning_batchmem.apply.loaders import SizedLoader
-from lightning_batchmem.devices.host import HostMeter
+from lightning_batchmem.apply.loaders import LoaderInfo
+from lightning_batchmem.devices.host import HostMemory
 from lightning_batchmem.measure.worker_memory import WorkerMemory, measure_workers
 
 UNBOUNDED_MAX_BATCH_SIZE = 2**20
@@ -23,8 +23,8 @@ class StageWorkers:
         loaders: those whose workers are alive at the same time.
     """
 
-    def __init__(self, loaders: Sequence[SizedLoader]) -> None:
-        self._measured: list[tuple[SizedLoader, WorkerMemory]] = []
+    def __init__(self, loaders: Sequence[LoaderInfo]) -> None:
+        self._measured: list[tuple[LoaderInfo, WorkerMemory]] = []
         for one in loaders:
             # a loader of a fixed size need not read all of it
             sizes = {one.size_at(s) if one.requested_at is not None else min(s, one.size) for s in _WORKER_SIZES}
@@ -43,6 +43,6 @@ class StageWorkers:
         """
         if not self._measured:
             return UNBOUNDED_MAX_BATCH_SIZE
-        host = HostMeter()
+        host = HostMemory()
         room = (host.budget_bytes() - host.current().allocated_bytes) // processes
         return max(1, bisect_right(range(1, UNBOUNDED_MAX_BATCH_SIZE + 1), room, key=self.bytes_at))

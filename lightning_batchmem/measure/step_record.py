@@ -10,7 +10,7 @@ from lightning_batchmem.measure.phases import StepPeaks
 from lightning_batchmem.plan.records import MIB
 
 
-class Step(NamedTuple):
+class StepRecord(NamedTuple):
     """One step, as it was measured.
 
     Args:
@@ -39,7 +39,7 @@ class Step(NamedTuple):
     device_seconds: float | None = None
 
 
-class StepClock:
+class StepTimer:
     """Wall time of each step, from the end of the one before it, and how much of that the step waited for its batch.
 
     What a callback does after its step has ended is no wait for data: :meth:`leave` says when that is over. After a
@@ -98,7 +98,7 @@ class StepClock:
 
 
 @dataclass(slots=True)
-class Tally:
+class StepTotals:
     """Running totals over steps, constant in size: maxima of bytes, sums of samples and seconds."""
 
     steps: int = 0
@@ -118,7 +118,7 @@ class Tally:
     device_seconds: float = 0.0
     device_steps: int = 0
 
-    def add(self, step: Step) -> None:
+    def add(self, step: StepRecord) -> None:
         """Take in one step."""
         self.steps += 1
         self._raise_peaks(step.number, step.batch_size, step.peaks.phase_peak_bytes, step.peaks.peak_reserved_bytes)
@@ -139,7 +139,7 @@ class Tally:
         self.device_seconds += seconds
         self.device_steps += 1
 
-    def merge(self, later: Tally) -> None:
+    def merge(self, later: StepTotals) -> None:
         """Take in what ``later`` has counted."""
         if later.steps:
             self.steps += later.steps

@@ -16,7 +16,7 @@ from lightning_batchmem._lightning.evaluation import (
     run_evaluation_step,
 )
 from lightning_batchmem._lightning.run_step import begin_epoch, drop_batch, run_step
-from lightning_batchmem.apply.batch_size import Samples, StageLoaders
+from lightning_batchmem.apply.batch_size import ProbeBatches, StageLoaders
 from lightning_batchmem.measure.breakdown import list_state_bytes
 from lightning_batchmem.plan.records import mib
 
@@ -58,7 +58,7 @@ class TrainingSteps:
 
     first_phase = "forward"
 
-    def __init__(self, trainer: Trainer, samples: Samples, batches: Callable[[int], float]) -> None:
+    def __init__(self, trainer: Trainer, samples: ProbeBatches, batches: Callable[[int], float]) -> None:
         self._trainer = trainer
         self._samples = samples
         self._batches = batches
@@ -100,7 +100,7 @@ class EvaluationSteps:
 
     first_phase = "evaluation"
 
-    def __init__(self, trainer: Trainer, loop: EvaluationLoop, loaders: StageLoaders, samples: Samples) -> None:
+    def __init__(self, trainer: Trainer, loop: EvaluationLoop, loaders: StageLoaders, samples: ProbeBatches) -> None:
         self._trainer = trainer
         self._loop = loop
         self._loaders = loaders

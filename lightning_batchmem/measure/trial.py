@@ -12,10 +12,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_batchmem.devices import Meter
+from lightning_batchmem.devices import DeviceMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.measure.compiled import forget_compiled
-from lightning_batchmem.measure.phases import PhaseMarks, StepPeaks
+from lightning_batchmem.measure.phases import PhasePeaks, StepPeaks
 from lightning_batchmem.measure.steps import Steps
 from lightning_batchmem.plan.records import Trial
 
@@ -24,11 +24,11 @@ class Looseness:
     """How much of what a step holds as forward ends is in no block.
 
     Args:
-        meter: the device that is asked.
+        device_memory: the device that is asked.
     """
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+    def __init__(self, device_memory: DeviceMemory) -> None:
+        self._device_memory = device_memory
         self._start: tuple[int, int] | None = None
         self.share: float | None = None
 
@@ -45,20 +45,20 @@ class Looseness:
         self.share = max(self.share or 0.0, min(1.0, share))
 
     def _held_and_in_use(self) -> tuple[int, int] | None:
-        in_use_bytes = self._meter.in_use_bytes()
-        return None if in_use_bytes is None else (self._meter.current().allocated_bytes, in_use_bytes)
+        in_use_bytes = self._device_memory.in_use_bytes()
+        return None if in_use_bytes is None else (self._device_memory.current().allocated_bytes, in_use_bytes)
 
 
-class StepWatcher(Callback):
+class PhaseCallback(Callback):
     """Hears the hooks inside a probing step; the only callback that a probing step reaches.
 
     Args:
-        marks: of the meter in use.
+        phase_peaks: of the meter in use.
         looseness: of the same.
     """
 
-    def __init__(self, marks: PhaseMarks, looseness: Looseness) -> None:
-        self._marks = marks
+    def __init__(self, phase_peaks: PhasePeaks, looseness: Looseness) -> None:
+        self._phase_peaks = phase_peaks
         self._looseness = looseness
         self._gradients_freed = False
 
@@ -69,20 +69,20 @@ class StepWatcher(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Forward has ended."""
-        self._marks.enter("backward")
+        self._phase_peaks.enter("backward")
         if not self._gradients_freed:
             self._looseness.mark()
         self._gradients_freed = False
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Backward has ended; unscaling, clipping and the optimizer follow."""
-        self._marks.enter("optimizer_step")
+        self._phase_peaks.enter("optimizer_step")
 
 
 def measure(
     steps: Steps,
-    meter: Meter,
-    marks: PhaseMarks,
+    device_memory: DeviceMemory,
+    phase_peaks: PhasePeaks,
     looseness: Looseness,
     batch_size: int,
     *,
@@ -95,8 +95,8 @@ def measure(
 
     Args:
         steps: what runs: training or evaluation.
-        meter: the device that is asked.
-        marks: of that meter, fed by a :class:`StepWatcher` in the trainer.
+        device_memory: the device that is asked.
+        phase_peaks: of that meter, fed by a :class:`PhaseCallback` in the trainer.
         looseness: of that meter, fed likewise.
         batch_size: samples in each step.
         warmup_steps: full steps that are run first and not counted (lazy initialisation, autotuning, optimizer state).
@@ -112,7 +112,7 @@ def measure(
             that ranks take together, since the others wait in the middle of it.
     """
     forget_compiled()
-    meter.release_cached()
+    device_memory.release_cached()
     looseness.start()
     calls_per_step = steps.begin(batch_size)
     counted: list[StepPeaks] = []
@@ -121,10 +121,10 @@ def measure(
     try:
         for index in range((warmup_steps + measured_steps) * calls_per_step):
             begin = time.perf_counter()
-            marks.start(steps.first_phase)
-            error_text = _attempt(steps, meter, batch_size, index, together=together)
+            phase_peaks.start(steps.first_phase)
+            error_text = _attempt(steps, device_memory, batch_size, index, together=together)
             end = time.perf_counter()
-            step = marks.stop()
+            step = phase_peaks.stop()
             too_much = not together and max(step.peak_bytes, step.peak_reserved_bytes or 0) > enough_bytes
             if error_text or too_much or index >= warmup_steps * calls_per_step:
                 counted.append(step)
@@ -139,7 +139,7 @@ def measure(
     if error_text:
         steps.let_go()
         gc.collect()
-        meter.release_cached()
+        device_memory.release_cached()
     phases = list(dict.fromkeys(phase for step in counted for phase in step.phase_peak_bytes))
     reserved = [step.peak_reserved_bytes for step in counted if step.peak_reserved_bytes is not None]
     timed = seconds[calls_per_step:] or seconds  # the first step at a size pays for pages and plans
@@ -150,7 +150,7 @@ def measure(
         batch_size=batch_size,
         outcome="out_of_memory" if error_text else "ok",
         phase_peak_bytes={phase: max(step.phase_peak_bytes.get(phase, 0) for step in counted) for phase in phases},
-        noise_bytes=max(meter.resolution_bytes, _spread(settled, calls_per_step)),
+        noise_bytes=max(device_memory.resolution_bytes, _spread(settled, calls_per_step)),
         loose_share=looseness.share,
         peak_reserved_bytes=max(reserved, default=None),
         step_seconds=statistics.median(timed) if timed else None,
@@ -173,11 +173,11 @@ def with_evaluation(trial: Trial, evaluated: Trial) -> Trial:
     )
 
 
-def _attempt(steps: Steps, meter: Meter, batch_size: int, index: int, *, together: bool) -> str:
+def _attempt(steps: Steps, device_memory: DeviceMemory, batch_size: int, index: int, *, together: bool) -> str:
     """Run one step; the first line of the error when it ran out of memory, else an empty text."""
     try:
         steps.run(batch_size, index)
-        meter.synchronize()
+        device_memory.synchronize()
     except Exception as error:  # out of memory comes in many types; all else is raised again
         if not is_out_of_memory(error):
             raise

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_batchmem._lightning.evaluation import validation_loop
-from lightning_batchmem.apply.batch_size import BatchSizeHome
-from lightning_batchmem.apply.loaders import SizedLoader
+from lightning_batchmem.apply.batch_size import BatchSizeSetting
+from lightning_batchmem.apply.loaders import LoaderInfo
 from lightning_batchmem.measure.trial import with_evaluation
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import Bounds, Refusal, Trial
+from lightning_batchmem.plan.records import SearchFailed, SearchLimits, Trial
 
 if TYPE_CHECKING:
-    from lightning_batchmem.search import ProbingSearch
+    from lightning_batchmem.search import BatchSizeSearch
 
 
 class Validation:
@@ -24,18 +24,18 @@ class Validation:
 
     Args:
         search: that of the training.
-        home: where the size of validation lives.
+        setting: where the size of validation lives.
         first: the first size, for loaders that follow it.
         own: whether validation has a size of its own to be found.
     """
 
-    def __init__(self, search: ProbingSearch, home: BatchSizeHome, first: int, *, own: bool) -> None:
+    def __init__(self, search: BatchSizeSearch, setting: BatchSizeSetting, first: int, *, own: bool) -> None:
         self._search = search
-        self._home = home
+        self._setting = setting
         self._own = own
         self._first = first
-        self._loaders = home.loaders_for(first, may_be_fixed=not own)
-        self._steps = search.evaluation_steps(self._loaders, validation_loop(home.trainer))
+        self._loaders = setting.loaders_for(first, may_be_fixed=not own)
+        self._steps = search.evaluation_steps(self._loaders, validation_loop(setting.trainer))
         self._last: Trial | None = None
 
     @property
@@ -49,24 +49,24 @@ class Validation:
         return [one.batches(self._first) for one in self._loaders.sized]
 
     @property
-    def sized(self) -> Sequence[SizedLoader]:
+    def sized(self) -> Sequence[LoaderInfo]:
         """The validation loaders."""
         return self._loaders.sized
 
-    def beside(self, trial: Trial, bounds: Bounds) -> Trial:
+    def beside(self, trial: Trial, search_limits: SearchLimits) -> Trial:
         """The training trial with validation as a phase, as it is at that batch size."""
         if self._own or trial.outcome != "ok":
             return trial
         if self._last is None or self._loaders.follows:
             warmup_steps = 0 if self._last else 1
-            self._last = self._search.measure(self._steps, trial.batch_size, bounds, warmup_steps, 1)
+            self._last = self._search.measure(self._steps, trial.batch_size, search_limits, warmup_steps, 1)
         return with_evaluation(trial, self._last)
 
-    def completed(self, plan: Plan) -> Plan | Refusal:
+    def completed(self, plan: Plan) -> Plan | SearchFailed:
         """The plan with that of validation's own size, where it has one."""
         if not self._own:
             return replace(plan, notes=(*plan.notes, *self._steps.growth_notes(plan.batch_size)))
-        own = self._search.over(self._home, self._loaders, self._steps)
-        if isinstance(own, Refusal):
+        own = self._search.over(self._setting, self._loaders, self._steps)
+        if isinstance(own, SearchFailed):
             return replace(own, reason=f"validation: {own.reason}")
         return replace(plan, evaluation=own)

@@ -104,7 +104,7 @@ def measure_workers(loaders: Sequence[DataLoader[Any]], batch_sizes: Sequence[in
         )
         return None
     finally:
-        random.rewind()
+        random.restore()
     growth_bytes = sum(one.growth_bytes for one in held[sizes[0]])
     return WorkerMemory(
         {size: growth_bytes + sum(one.all_bytes for one in ones) for size, ones in held.items()},
@@ -136,7 +136,7 @@ def _measure(loader: DataLoader[Any], batch_size: int, *, settle: bool) -> _Held
         weights = [weigh(batch) for batch in islice(batches, ahead)]
         weights += [weigh(batch) for batch in islice(iter(drawing), ahead)]  # what is imported or mapped once is there
         batch_bytes = max((count_bytes for count_bytes, _ in weights), default=0)
-        rest_bytes = grown_bytes = own_bytes(workers, batch_bytes)
+        other_bytes = grown_bytes = own_bytes(workers, batch_bytes)
         storages = prefetch_factor * max((count for _, count in weights), default=0)
         rounds = _SETTLING_STORAGES // storages + 1 if settle and storages else 0
         done, end = 0, time.monotonic() + _SETTLE_SECONDS
@@ -145,14 +145,14 @@ def _measure(loader: DataLoader[Any], batch_size: int, *, settle: bool) -> _Held
                 pass
             done += 1
         if done:
-            grown_bytes = max(rest_bytes, own_bytes(workers, batch_bytes))
+            grown_bytes = max(other_bytes, own_bytes(workers, batch_bytes))
     finally:
         CombinedLoader(drawing).reset()  # ends persistent workers, whatever state they are in
     # Pinned memory comes in powers of two. Source: CachingHostAllocator.h in pytorch/aten/src/ATen/core, `allocate`
     pinned = 2 if loader.pin_memory and torch.cuda.is_available() else 1
-    growth_bytes = math.ceil((grown_bytes - rest_bytes) * rounds / max(1, done))
+    growth_bytes = math.ceil((grown_bytes - other_bytes) * rounds / max(1, done))
     in_flight_bytes = (ahead + 1) * batch_bytes * pinned
-    return _Held(in_flight_bytes + rest_bytes, in_flight_bytes + loader.num_workers * batch_bytes, growth_bytes)
+    return _Held(in_flight_bytes + other_bytes, in_flight_bytes + loader.num_workers * batch_bytes, growth_bytes)
 
 
 def _drawing_loader(loader: DataLoader[Any], batch_size: int, count: int) -> DataLoader[Any]:

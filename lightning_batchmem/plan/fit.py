@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from lightning_batchmem.plan.records import PHASES, Line, MemoryModel, Refusal, TimeModel, Trial, mib
+from lightning_batchmem.plan.records import PHASES, Line, MemoryModel, SearchFailed, TimeModel, Trial, mib
 
 ROUNDING_BYTES = 1
 """A measurement is a whole number of bytes, the law behind it is not."""
@@ -78,7 +78,7 @@ def find_contradiction(trials: Sequence[Trial], repeatability: float = 0.0) -> s
     return None
 
 
-def fit_memory(trials: Sequence[Trial], repeatability: float = 0.0) -> MemoryModel | Refusal:
+def fit_memory(trials: Sequence[Trial], repeatability: float = 0.0) -> MemoryModel | SearchFailed:
     """Fit one line of peak bytes over samples to each phase.
 
     The law of a phase is convex and piecewise linear, so the largest sizes tell most about larger ones: a line is
@@ -99,11 +99,11 @@ def fit_memory(trials: Sequence[Trial], repeatability: float = 0.0) -> MemoryMod
     """
     problem = find_contradiction(trials, repeatability)
     if problem:
-        return Refusal(problem, tuple(trials))
+        return SearchFailed(problem, tuple(trials))
     if (model := lines_through(trials, repeatability)) is None:
         ok = worst_per_size(trials)
         seen = f"only {ok[0].batch_size} samples ({mib(ok[0].peak_bytes)})" if ok else "no size"
-        return Refusal(f"a line needs two batch sizes that ran, got {seen}.", tuple(trials))
+        return SearchFailed(f"a line needs two batch sizes that ran, got {seen}.", tuple(trials))
     return model
 
 

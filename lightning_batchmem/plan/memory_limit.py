@@ -21,7 +21,7 @@ _UNIT_BYTES = {
 _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*")
 
 
-def limit_bytes(memory_limit: int | float | str | None, budget_bytes: int) -> int:
+def parse_memory_limit(memory_limit: int | float | str | None, budget_bytes: int) -> int:
     """The limit in bytes, as the user wrote it.
 
     Args:

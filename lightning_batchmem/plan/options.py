@@ -10,7 +10,7 @@ from lightning_batchmem.plan.records import Objective
 
 
 @dataclass(frozen=True)
-class Wishes:
+class SearchOptions:
     """The arguments of :class:`~lightning_batchmem.BatchFinder`, under the same names."""
 
     objective: Objective = "memory"

@@ -17,7 +17,7 @@ PHASES = ("forward", "backward", "optimizer_step", "evaluation")
 """The parts of a step whose peaks are measured and fitted apart, in the order in which they run."""
 
 Outcome = Literal["ok", "out_of_memory"]
-Ceiling = Literal["dataset", "max_batch_size", "target_batch_size", "host memory"]
+SizeLimit = Literal["dataset", "max_batch_size", "target_batch_size", "host memory"]
 LimitedBy = Literal["memory", "throughput", "dataset", "max_batch_size", "target_batch_size", "host memory"]
 Objective = Literal["memory", "throughput"]
 
@@ -162,7 +162,7 @@ class TimeModel:
 
 
 @dataclass(frozen=True)
-class Bounds:
+class SearchLimits:
     """What a search has to respect.
 
     Args:
@@ -182,7 +182,7 @@ class Bounds:
     limit_bytes: int
     min_batch_size: int
     max_batch_size: int
-    max_reason: Ceiling
+    max_reason: SizeLimit
     multiple_of: int | None = None
     objective: Objective = "memory"
     target_batch_size: int | None = None
@@ -190,7 +190,7 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Probe:
+class NextSize:
     """The next size to try, and why.
 
     Args:
@@ -205,7 +205,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class SearchFailed:
     """No size can be named, and why.
 
     Args:

@@ -9,13 +9,13 @@ from functools import cache
 
 from lightning_batchmem.plan.fit import lines_through, worst_per_size
 from lightning_batchmem.plan.learning_rate import MicroBatch, micro_batch
-from lightning_batchmem.plan.records import Bounds, MemoryModel, Trial
+from lightning_batchmem.plan.records import MemoryModel, SearchLimits, Trial
 
 NOTABLE = 0.02  # a gain below this share is not worth another probe ...
 NOTABLE_NOISE = 0.25  # ... nor one below this share of what the device cannot repeat (1.25 to 15 % on the host)
 NEVER_DEAR = 32  # samples
 NOTABLE_CEILING = 0.005  # the whole data set, or all that the user allows, is worth a probe for little
-NOTABLE_DEAR = 0.2  # ... nor one below this share where it makes the search dear; see :func:`notable_share`
+MIN_GAIN_WHEN_COSTLY = 0.2  # ... nor one below this share where it makes the search dear; see :func:`min_gain_share`
 
 # Source of the two figures: measured by hand, torch 2.13 (CPU), the worst of 24 to 50 steps of training against the
 # first two, in five kinds of networks and examples/quickstart.py: the growth exceeded theirs by 1 to 28 %, which is up
@@ -28,12 +28,12 @@ RUN_SHARE = 0.75  # of what the device cannot repeat, that a size which was run 
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchState:
     """Where the search stands.
 
     Args:
         trials: everything run so far, in the order in which it was run.
-        bounds: limit in bytes, range of sizes in samples, rounding and objective.
+        search_limits: limit in bytes, range of sizes in samples, rounding and objective.
         repeatability: share of the growth by which peaks at one size differ between runs.
         lowest: smallest size that bounds and rounding allow, in samples.
         highest: largest size that they allow, in samples.
@@ -43,37 +43,39 @@ class Search:
     """
 
     trials: tuple[Trial, ...]
-    bounds: Bounds
+    search_limits: SearchLimits
     repeatability: float
     lowest: int
     highest: int
-    good: list[Trial]
+    fitting: list[Trial]
     failed_size: int | None
-    over: Trial | None
+    too_large: Trial | None
 
     @property
     def best(self) -> Trial:
         """The largest size that fits."""
-        return self.good[-1]
+        return self.fitting[-1]
 
     @property
     def following(self) -> int:
         """The next size above the best that the rounding allows, in samples."""
-        return rounded(self.best.batch_size + 1, self.bounds, up=True)
+        return rounded(self.best.batch_size + 1, self.search_limits, up=True)
 
 
-def look(trials: tuple[Trial, ...], bounds: Bounds, repeatability: float, lowest: int, highest: int) -> Search:
+def search_state(
+    trials: tuple[Trial, ...], search_limits: SearchLimits, repeatability: float, lowest: int, highest: int
+) -> SearchState:
     """Sort what was run into sizes that fit and sizes that do not; see :class:`Search` for the arguments."""
     ran = worst_per_size(trials)
-    over = [trial for trial in ran if may_hold_bytes(trial, ran[0], repeatability) > bounds.limit_bytes]
-    failed = {trial.batch_size for trial in (*over, *(trial for trial in trials if trial.outcome != "ok"))}
+    too_large = [trial for trial in ran if upper_held_bytes(trial, ran[0], repeatability) > search_limits.limit_bytes]
+    failed = {trial.batch_size for trial in (*too_large, *(trial for trial in trials if trial.outcome != "ok"))}
     failed_size = min(failed, default=None)
-    good = [trial for trial in ran if failed_size is None or trial.batch_size < failed_size]
-    measured = next((trial for trial in over if trial.batch_size == failed_size), None)
-    return Search(trials, bounds, repeatability, lowest, highest, good, failed_size, measured)
+    fitting = [trial for trial in ran if failed_size is None or trial.batch_size < failed_size]
+    measured = next((trial for trial in too_large if trial.batch_size == failed_size), None)
+    return SearchState(trials, search_limits, repeatability, lowest, highest, fitting, failed_size, measured)
 
 
-def may_hold_bytes(trial: Trial, smallest: Trial, repeatability: float) -> float:
+def upper_held_bytes(trial: Trial, smallest: Trial, repeatability: float) -> float:
     """What the same size may hold in another run: the measurement itself where the device repeats it exactly.
 
     Where it does not, a few steps have not seen the worst: add by how much they differed, or most of the share of the
@@ -101,16 +103,16 @@ def repeatability_of(trials: Sequence[Trial], repeatability: float) -> float:
     return max(FIRM_REPEATABILITY, LOOSE_REPEATABILITY * max(shares[-2:]))
 
 
-def surely_fits(search: Search) -> int:
+def guaranteed_size(search: SearchState) -> int:
     """The largest size that fits whatever the growth with each sample is, by the largest measurement.
 
     Source: the peak is a maximum of ``a + b * size`` with ``a >= fixed`` (what lasts from step to step is there at each
     moment), and for each of these ``a + b * k * size <= fixed + k * (a - fixed + b * size)``: k times the samples take
     at most k times what a step holds beyond what is fixed.
     """
-    size, fixed = search.best.batch_size, min(search.good[0].fixed_bytes, search.best.held_bytes)
+    size, fixed = search.best.batch_size, min(search.fitting[0].fixed_bytes, search.best.held_bytes)
     grown = search.best.held_bytes - fixed + search.best.noise_bytes + 1
-    return max(size, int((search.bounds.limit_bytes - fixed) / (1 + search.repeatability)) * size // grown)
+    return max(size, int((search.search_limits.limit_bytes - fixed) / (1 + search.repeatability)) * size // grown)
 
 
 def without_noise(model: MemoryModel) -> MemoryModel:
@@ -126,19 +128,19 @@ def largest_within(model: MemoryModel, within: float, low: int, high: int) -> in
     return low
 
 
-def disagreement(search: Search) -> float:
+def disagreement(search: SearchState) -> float:
     """By which share of its growth the largest probe, noise aside, is off the lines fitted to the smaller ones."""
-    before, last = lines_through(search.good[:-1], search.repeatability), search.best
+    before, last = lines_through(search.fitting[:-1], search.repeatability), search.best
     if before is None or before.lines.keys() != last.phase_peak_bytes.keys():
         return math.inf
     off = 0.0
     for phase, line in before.lines.items():
         expected, upper = line.at(last.batch_size), line.upper(last.batch_size)
         off = max(off, abs(last.phase_peak_bytes[phase] - expected) - (upper - expected))
-    return off / max(1, last.peak_bytes - search.good[-2].peak_bytes)
+    return off / max(1, last.peak_bytes - search.fitting[-2].peak_bytes)
 
 
-def notable_share(search: Search, target: int) -> float:
+def min_gain_share(search: SearchState, target: int) -> float:
     """The gain, as a share of the best size, that makes ``target`` samples worth another probe.
 
     With two steps at each size, the samples pushed through the search stay within four times the size it ends with as
@@ -147,33 +149,40 @@ def notable_share(search: Search, target: int) -> float:
     """
     share = max(NOTABLE, NOTABLE_NOISE * search.repeatability)
     dear = target > NEVER_DEAR and sum(trial.batch_size for trial in search.trials[1:]) > target
-    return max(share, NOTABLE_DEAR) if dear else share
+    return max(share, MIN_GAIN_WHEN_COSTLY) if dear else share
 
 
-def notable(search: Search, target: int) -> bool:
+def worth_probing(search: SearchState, target: int) -> bool:
     """Whether ``target`` samples are so many more than the best size that it is worth another probe."""
     size = search.best.batch_size
-    share = NOTABLE_CEILING if target == search.highest else notable_share(search, target)
+    share = NOTABLE_CEILING if target == search.highest else min_gain_share(search, target)
     return target >= max(search.following, (1 + share) * size)
 
 
-def size_range(bounds: Bounds) -> tuple[int, int]:
+def size_range(search_limits: SearchLimits) -> tuple[int, int]:
     """Smallest and largest size that the rounding allows; the first is the larger one when there is none."""
-    lowest = rounded(max(1, bounds.min_batch_size), bounds, up=True)
-    highest = rounded(bounds.max_batch_size, bounds)
-    if bounds.multiple_of is None and bounds.min_batch_size <= bounds.max_batch_size and highest < lowest:
-        return bounds.max_batch_size, bounds.max_batch_size  # too narrow for a multiple of 8: the cap itself will do
+    lowest = rounded(max(1, search_limits.min_batch_size), search_limits, up=True)
+    highest = rounded(search_limits.max_batch_size, search_limits)
+    if (
+        search_limits.multiple_of is None
+        and search_limits.min_batch_size <= search_limits.max_batch_size
+        and highest < lowest
+    ):
+        return (
+            search_limits.max_batch_size,
+            search_limits.max_batch_size,
+        )  # too narrow for a multiple of 8: the cap itself will do
     return lowest, max(0, highest)
 
 
-def rounded(size: int, bounds: Bounds, up: bool = False) -> int:
-    """Down (or up) to a size that is allowed: see ``multiple_of`` and ``target_batch_size`` of :class:`.Bounds`."""
-    if bounds.target_batch_size is not None:
-        allowed = micro_batches(bounds.target_batch_size, bounds.ranks, bounds.multiple_of)
+def rounded(size: int, search_limits: SearchLimits, up: bool = False) -> int:
+    """Round down (or up) to an allowed size; :class:`.SearchLimits` explains ``multiple_of`` and the target."""
+    if search_limits.target_batch_size is not None:
+        allowed = micro_batches(search_limits.target_batch_size, search_limits.ranks, search_limits.multiple_of)
         if up:
             return next((micro for micro in reversed(allowed) if micro >= size), max(size, *allowed) + 1)
         return next((micro for micro in allowed if micro <= size), 0)
-    step = bounds.multiple_of or (8 if size >= 64 else 1)
+    step = search_limits.multiple_of or (8 if size >= 64 else 1)
     return -(-size // step) * step if up else size // step * step
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, mib
 from lightning_batchmem.report.expected import Expected
-from lightning_batchmem.report.leaks import Floors
+from lightning_batchmem.report.leaks import LeakDetector
 
 _NEARLY_FULL = 0.95
 """Share of the limit; above it the next fragment or larger sample may not fit."""
@@ -25,11 +25,11 @@ _WAIT_STEPS, _WAIT_SECONDS, _WAIT_SHARE, _BUSY_PERCENT = 20, 10.0, 0.5, 50.0
 """How much has to be seen before it is judged; what share of the time is much waiting, and what device is busy."""
 
 
-class Alarms:
+class Alerts:
     """What a run should be told, each once.
 
     Args:
-        resolution_bytes: what two peaks may differ by although the step needed the same; see :class:`.meters.Meter`.
+        resolution_bytes: what two peaks may differ by although the step needed the same; see :class:`.DeviceMemory`.
         plan: of a :class:`.BatchFinder` that chose the batch size on the same device, if there is one.
         has_peak: ``False`` where the peaks are only the highest values seen at the marks.
 
@@ -39,7 +39,7 @@ class Alarms:
     """
 
     def __init__(self, *, resolution_bytes: int, plan: Plan | None = None, has_peak: bool = True) -> None:
-        self.said: dict[str, str] = {}
+        self.issued: dict[str, str] = {}
         self._resolution_bytes = resolution_bytes
         self._peak = "peak" if has_peak else "highest value seen"
         self._expected = None if plan is None else Expected(plan)
@@ -47,7 +47,7 @@ class Alarms:
         self._planned_bytes = 0 if plan is None else plan.limit_bytes
         self._most_bytes: dict[int | None, float] = {}
         self._latest_peak_bytes = 0
-        self._floors = Floors()
+        self._floors = LeakDetector()
         self._retries: int | None = None
         self._waiting = _Waiting()
 
@@ -66,7 +66,7 @@ class Alarms:
             A sentence, the first time that the peak is above the plan's upper bound.
         """
         self._latest_peak_bytes = peak_bytes
-        if self._expected is None or "prediction" in self.said:
+        if self._expected is None or "prediction" in self.issued:
             return None
         most_bytes = self._most_bytes.get(batch_size)
         if most_bytes is None:
@@ -80,7 +80,7 @@ class Alarms:
             return None
         if peak_bytes <= most_bytes:
             return None
-        return self._say(
+        return self._warn_once(
             "prediction",
             f"The {self._peak} in step {number} ({batch_size} samples), {mib(peak_bytes)}, is above what BatchFinder's"
             f" plan allows for, {mib(most_bytes)}: training needs memory that the search did not see, and may run out"
@@ -117,7 +117,7 @@ class Alarms:
         Returns:
             A sentence, the first time that the floor has been rising steadily.
         """
-        if "leak" in self.said:
+        if "leak" in self.issued:
             return None
         self._floors.add(number, allocated_bytes)
         growth = self._floors.growth(self._resolution_bytes)
@@ -125,7 +125,7 @@ class Alarms:
             return None
         self._floors.due = math.inf
         free_bytes = max(0, limit_bytes - max(allocated_bytes, self._latest_peak_bytes))
-        return self._say(
+        return self._warn_once(
             "leak",
             f"What is in use when a training step begins has been rising, by {_pace(growth.bytes_per_step)}"
             f" ({mib(growth.first_bytes)} at step {growth.first_step}, {mib(growth.last_bytes)} at step"
@@ -154,7 +154,7 @@ class Alarms:
             data_wait_share: share of it that passed before the batch was there, 0 to 1; ``None`` when it is not known.
             peak_bytes: highest bytes that could not have been given back, which are the allocated ones.
             limit_bytes: what this process may hold.
-            counters: running totals of the process, as :meth:`.meters.Meter.counters` gives them. What had been counted
+            counters: running totals of the process, as :meth:`.DeviceMemory.counters` gives them. What had been counted
                 by the first call is not held against the run: first steps tune, and a search may have tried.
             busy_percent: how busy the device was, 0 to 100; ``None`` when it is not known.
 
@@ -179,11 +179,11 @@ class Alarms:
         Returns:
             A sentence, the first time that the peak is above that of training.
         """
-        if "validation" in self.said or train_peak_bytes is None:
+        if "validation" in self.issued or train_peak_bytes is None:
             return None
         if peak_bytes - train_peak_bytes <= max(self._resolution_bytes, _EVALUATION_ABOVE * train_peak_bytes):
             return None
-        return self._say(
+        return self._warn_once(
             "validation",
             f"The {self._peak} in evaluation ({stage}), {mib(peak_bytes)}, is above the {mib(train_peak_bytes)} of"
             " training: its batches, or what it keeps from one to the next (metrics with list states, outputs), bound"
@@ -194,12 +194,12 @@ class Alarms:
     def _retried(self, steps: int, counters: Mapping[str, int]) -> str | None:
         retries = counters.get("num_alloc_retries")
         before, self._retries = self._retries, retries
-        if "allocator retries" in self.said or retries is None or before is None or retries <= before:
+        if "allocator retries" in self.issued or retries is None or before is None or retries <= before:
             return None
         # This name works from torch 2.5.1 to 2.13 (CUDAAllocatorConfig.h of both) and on ROCm, with a notice of
         # deprecation in some releases between. The newer PYTORCH_ALLOC_CONF is not read by 2.5.1, and ignored on CUDA
         # by 2.9.1 (pytorch/pytorch#183387).
-        return self._say(
+        return self._warn_once(
             "allocator retries",
             f"In {_last(steps)} the allocator found no memory, gave its cache back and asked again (num_alloc_retries"
             f" rose by {retries - before}): each time the device stands still, and the next time it may run out of"
@@ -209,9 +209,9 @@ class Alarms:
 
     def _filled(self, steps: int, peak_bytes: int, limit_bytes: int) -> str | None:
         # a plan fills the memory up to its limit on purpose, and has run its size
-        if "nearly full" in self.said or peak_bytes <= max(_NEARLY_FULL * limit_bytes, self._planned_bytes):
+        if "nearly full" in self.issued or peak_bytes <= max(_NEARLY_FULL * limit_bytes, self._planned_bytes):
             return None
-        return self._say(
+        return self._warn_once(
             "nearly full",
             f"The {self._peak} in {_last(steps)}, {mib(peak_bytes)}, is above {_NEARLY_FULL:.0%} of the"
             f" {mib(limit_bytes)} that this process may hold: a larger sample, or memory in pieces, can end the run."
@@ -220,7 +220,7 @@ class Alarms:
         )
 
     def _waited(self, steps: int, seconds: float, share: float | None, busy_percent: float | None) -> str | None:
-        if "data" in self.said or share is None:
+        if "data" in self.issued or share is None:
             return None
         self._waiting.add(steps, seconds, share, busy_percent)
         if self._waiting.steps < _WAIT_STEPS or self._waiting.seconds < _WAIT_SECONDS:
@@ -230,7 +230,7 @@ class Alarms:
         if seen.share <= _WAIT_SHARE or (seen.busy_percent is not None and seen.busy_percent >= _BUSY_PERCENT):
             return None
         busy = "" if seen.busy_percent is None else f", and the device was busy for {seen.busy_percent:.0f}% of it"
-        return self._say(
+        return self._warn_once(
             "data",
             f"{seen.share:.0%} of the last {seen.seconds:.1f} s ({seen.steps} steps) passed between the end of a"
             f" step and its next batch{busy}: a larger batch does not help. If it is the data, give the DataLoader more"
@@ -239,8 +239,8 @@ class Alarms:
             " only, count in it as well.",
         )
 
-    def _say(self, kind: str, sentence: str) -> str:
-        self.said[kind] = sentence
+    def _warn_once(self, kind: str, sentence: str) -> str:
+        self.issued[kind] = sentence
         return sentence
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_batchmem.measure.step_record import Step
+from lightning_batchmem.measure.step_record import StepRecord
 from lightning_batchmem.report.step_csv import Row
 
 MOST_ROWS = 2000
@@ -24,7 +24,7 @@ class History:
         self._steps_per_row = 1
         self._open: dict[str, tuple[int, int]] = {}  # stage -> index of its last row, and how many steps are in it
 
-    def add(self, step: Step) -> None:
+    def add(self, step: StepRecord) -> None:
         """Keep a step."""
         index, steps = self._open.get(step.stage, (0, self._steps_per_row))
         if steps < self._steps_per_row:
@@ -37,7 +37,7 @@ class History:
         if len(self.rows) > MOST_ROWS:
             self._halve()
 
-    def _row(self, step: Step) -> Row:
+    def _row(self, step: StepRecord) -> Row:
         return Row(
             step=step.number,
             stage=step.stage,
@@ -66,7 +66,7 @@ class History:
         self.rows, self._steps_per_row = halved, 2 * self._steps_per_row
 
 
-def _is_covered(step: Step, row: Row) -> bool:
+def _is_covered(step: StepRecord, row: Row) -> bool:
     """Whether nothing of a step is higher than its row, which is so for most steps of a long run."""
     phases = row.phase_peak_bytes
     return (

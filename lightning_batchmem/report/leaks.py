@@ -39,7 +39,7 @@ _LEAK_STEADINESS = 0.8
 heap which fills up (over spans that double 0.5 for a logarithm, 0.71 for a square root)."""
 
 
-class Floors:
+class LeakDetector:
     """What was in use at the begin of some steps, evenly over all steps so far, in constant memory.
 
     When 64 floors are there, the lower of each two is kept and from then on half as many are taken. A floor is taken at

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from lightning_batchmem.measure.breakdown import Parts
+from lightning_batchmem.measure.breakdown import MemoryBreakdown
 from lightning_batchmem.measure.estimate import Estimate
 from lightning_batchmem.report.figure import (
     BLUE,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # From the bottom of the pile: first what is the same at every size, then what grows with the batch.
 _PILE = (
-    ("the rest", "rest_bytes", GREY),
+    ("the rest", "other_bytes", GREY),
     ("model (parameters, buffers)", "parameters_bytes", BLUE),
     ("gradients", "gradients_bytes", PURPLE),
     ("optimizer", "optimizer_state_bytes", GREEN),
@@ -44,7 +44,7 @@ _MEASURED, _ESTIMATED = 0.0, 0.78  # where the two piles stand; the first is 0.8
 _VISIBLE = 0.01  # of the axis: a lower bar would be all edge, and so low a second pile an empty place
 
 
-def plot_composition(parts: Parts | Summary) -> Figure:
+def plot_composition(breakdown: MemoryBreakdown | Summary) -> Figure:
     """Draw what the memory is made of at the peak of a step: ``total = model + activations + optimizer + batch``.
 
     Gradients have a part of their own, and so has the rest: what is none of these. Beside the pile of a summary stands
@@ -54,7 +54,7 @@ def plot_composition(parts: Parts | Summary) -> Figure:
     is that much higher where this is drawn.
 
     Args:
-        parts: the parts, or the summary of a run (then what it knows besides them is drawn too).
+        breakdown: the parts, or the summary of a run (then what it knows besides them is drawn too).
 
     Returns:
         The figure: the piles, and the parts in the same order with their size, share and estimate. A rest below 0
@@ -64,17 +64,17 @@ def plot_composition(parts: Parts | Summary) -> Figure:
         ValueError: for a summary without parts (the run was too short).
         ImportError: without matplotlib.
     """
-    if isinstance(parts, Parts):
-        return _draw(parts, f"Memory of a step at its peak: {bytes_text(parts.peak_bytes)}")
-    if parts.parts is None:
+    if isinstance(breakdown, MemoryBreakdown):
+        return _draw(breakdown, f"Memory of a step at its peak: {bytes_text(breakdown.peak_bytes)}")
+    if breakdown.breakdown is None:
         raise NothingToDrawError("parts must be known, got the summary of a run that ended before they were")
-    seen = "at its peak" if parts.has_peak else "as far as it was seen"
-    title = f"Memory of a {_STEPS[parts.stage]} step {seen}: {bytes_text(parts.parts.peak_bytes)}"
-    return _draw(parts.parts, title, parts)
+    seen = "at its peak" if breakdown.has_peak else "as far as it was seen"
+    title = f"Memory of a {_STEPS[breakdown.stage]} step {seen}: {bytes_text(breakdown.breakdown.peak_bytes)}"
+    return _draw(breakdown.breakdown, title, breakdown)
 
 
-def _draw(parts: Parts, title: str, summary: Summary | None = None) -> Figure:
-    extras = [] if summary is None else _extras(summary, parts.peak_bytes)
+def _draw(breakdown: MemoryBreakdown, title: str, summary: Summary | None = None) -> Figure:
+    extras = [] if summary is None else _extras(summary, breakdown.peak_bytes)
     drawn_extras_bytes = sum(count_bytes for _, count_bytes, _, drawn in extras if drawn)
     limits: list[tuple[float, int]] = []
     limit_label = ""
@@ -84,18 +84,18 @@ def _draw(parts: Parts, title: str, summary: Summary | None = None) -> Figure:
         if summary.outside_bytes is not None and extras[-1][3]:
             limits = [(0, summary.limit_bytes + summary.outside_bytes)]
             limit_label += "\non top of what is outside"
-    highest_bytes = max(parts.peak_bytes, parts.peak_bytes - parts.rest_bytes) + drawn_extras_bytes
+    highest_bytes = max(breakdown.peak_bytes, breakdown.peak_bytes - breakdown.other_bytes) + drawn_extras_bytes
     levels = Levels(highest_bytes, [limit for _, limit in limits])
     figure, axes = new_figure(title, "", levels)
     figure.supxlabel(_FORMULA, x=0.02, ha="left", fontsize=10)
-    handles = _measured(axes, levels, parts, None if summary is None else summary.estimate)
-    top_bytes = max(0, parts.rest_bytes) + parts.peak_bytes - parts.rest_bytes
+    handles = _measured(axes, levels, breakdown, None if summary is None else summary.estimate)
+    top_bytes = max(0, breakdown.other_bytes) + breakdown.peak_bytes - breakdown.other_bytes
     handles += _stacked(axes, levels, extras, top_bytes)
-    lowest = min(0.0, 1.1 * levels.scaled([parts.rest_bytes])[0])
+    lowest = min(0.0, 1.1 * levels.scaled([breakdown.other_bytes])[0])
     axes.set(xlim=(-0.5, 0.5), xticks=[], ylim=(lowest, None))
     axes.grid(visible=False)
     if summary is not None and summary.estimate is not None:
-        _estimated(axes, levels, summary.estimate, floor_bytes=max(0, parts.rest_bytes))
+        _estimated(axes, levels, summary.estimate, floor_bytes=max(0, breakdown.other_bytes))
     levels.draw_limit(axes, limits, label=limit_label)
     ordered = [*reversed(handles), *axes.lines[-1:]] if limits else handles[::-1]
     spacing = 0.9 if len(ordered) <= len(_PILE) + 1 else 0.5
@@ -118,14 +118,14 @@ def _extras(summary: Summary, total_bytes: int) -> list[tuple[str, int, dict[str
     return found
 
 
-def _measured(axes: Axes, levels: Levels, parts: Parts, estimate: Estimate | None) -> list[Any]:
+def _measured(axes: Axes, levels: Levels, breakdown: MemoryBreakdown, estimate: Estimate | None) -> list[Any]:
     estimates = {} if estimate is None else asdict(estimate)
     handles, base_bytes = [], 0
     for name, attribute, colour in _PILE:
-        count_bytes = getattr(parts, attribute)
+        count_bytes = getattr(breakdown, attribute)
         label = f"{name}\n{bytes_text(count_bytes)}"
-        if parts.peak_bytes:
-            label += f", {_percent(count_bytes / parts.peak_bytes)}"
+        if breakdown.peak_bytes:
+            label += f", {_percent(count_bytes / breakdown.peak_bytes)}"
         if attribute in estimates:
             expected_bytes = estimates[attribute]
             label += " (no estimate)" if expected_bytes is None else f" (estimate {bytes_text(expected_bytes)})"

@@ -10,7 +10,7 @@ from rich.status import Status
 from rich.table import Table
 
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import MIB, PHASES, Probe
+from lightning_batchmem.plan.records import MIB, PHASES, NextSize
 
 _HEADINGS = {"optimizer_step": "step", "evaluation": "eval"}
 """Of the phases; with all of them the table just fits into 80 columns."""
@@ -38,7 +38,7 @@ class SearchProgress:
         if self._status is not None:
             self._status.stop()
 
-    def trying(self, probe: Probe) -> None:
+    def trying(self, probe: NextSize) -> None:
         """Show the size that runs next."""
         if self._status is not None:
             self._status.update(f"trying batch size {probe.batch_size}: {probe.reason}")

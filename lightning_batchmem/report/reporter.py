@@ -10,12 +10,12 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_batchmem.devices import Meter, Timer, Utilization, utilization_for
+from lightning_batchmem.devices import DeviceMemory, Timer, Utilization, utilization_for
 from lightning_batchmem.measure.composition import Composition
-from lightning_batchmem.measure.step_record import Step, Tally
+from lightning_batchmem.measure.step_record import StepRecord, StepTotals
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB
-from lightning_batchmem.report.alerts import Alarms
+from lightning_batchmem.report.alerts import Alerts
 from lightning_batchmem.report.history import History
 from lightning_batchmem.report.loggers import Loggers
 from lightning_batchmem.report.rank_peaks import RankPeaks, join_ranks
@@ -34,25 +34,25 @@ LIMIT_EVERY_SECONDS = 1.0
 class _Totals:
     """What the steps of a stage were tallied to: since it was last logged, and until then."""
 
-    interval: Tally = field(default_factory=Tally)
-    logged: Tally = field(default_factory=Tally)
+    interval: StepTotals = field(default_factory=StepTotals)
+    logged: StepTotals = field(default_factory=StepTotals)
 
     @property
-    def all(self) -> Tally:
-        together = Tally()
+    def all(self) -> StepTotals:
+        together = StepTotals()
         together.merge(self.logged)
         together.merge(self.interval)
         return together
 
 
-class RunReport:
+class StepReporter:
     """Takes the steps of one run, and reports them; constant in size, however many they are.
 
     A step only joins a list; what is done with it is done when the stage is logged.
 
     Args:
         trainer: when the run starts.
-        meter: of the device.
+        device_memory: of the device.
         timer: of the device; ``None`` where wall time is its own.
         plan: what a BatchFinder of the same run has found.
         stage: of the run; a training may have validations in it.
@@ -67,16 +67,18 @@ class RunReport:
     def __init__(
         self,
         trainer: Trainer,
-        meter: Meter,
+        device_memory: DeviceMemory,
         timer: Timer | None,
         plan: Plan | None,
         *,
         stage: str,
         composition: Composition,
     ) -> None:
-        self.history = History(has_peak=meter.has_peak)
-        self.alarms = Alarms(resolution_bytes=meter.resolution_bytes, plan=plan, has_peak=meter.has_peak)
-        self._meter, self._timer, self._plan = meter, timer, plan
+        self.history = History(has_peak=device_memory.has_peak)
+        self.alerts = Alerts(
+            resolution_bytes=device_memory.resolution_bytes, plan=plan, has_peak=device_memory.has_peak
+        )
+        self._device_memory, self._timer, self._plan = device_memory, timer, plan
         self.limit_bytes, self._limit_asked = self._limit(), time.monotonic()
         self._stage, self._composition = stage, composition
         self._epoch_peak_bytes: int | None = None
@@ -87,14 +89,14 @@ class RunReport:
         self._loggers = Loggers(trainer.loggers)
         self._csv: BatchCsv | None = None
         self._rows = RowQueue(timer, None, self._world_size)
-        self._pending: list[tuple[Step, object, object]] = []
+        self._pending: list[tuple[StepRecord, object, object]] = []
         self._totals: dict[str, _Totals] = {}
         self._limit_is_new = True
 
     @property
     def peak_name(self) -> str:
         """What the progress bar calls the highest bytes."""
-        return "peak_gib" if self._meter.has_peak else "allocated_gib"
+        return "peak_gib" if self._device_memory.has_peak else "allocated_gib"
 
     def open_csv(self, log_dir: Path, *, resume: bool, own_path: Path | None = None) -> Path:
         """Open the CSV of this run; a directory that cannot be written is an error here.
@@ -104,11 +106,11 @@ class RunReport:
             resume: whether the run goes on, in the file that it wrote before.
             own_path: that file; ``None``: the newest.
         """
-        self._csv = BatchCsv(log_dir, resume=resume, own_path=own_path, has_peak=self._meter.has_peak)
+        self._csv = BatchCsv(log_dir, resume=resume, own_path=own_path, has_peak=self._device_memory.has_peak)
         self._rows = RowQueue(self._timer, self._csv, self._world_size)
         return self._csv.path
 
-    def add(self, step: Step, since: object, until: object) -> None:
+    def add(self, step: StepRecord, since: object, until: object) -> None:
         """Take a step, and the device's marks before and after it."""
         if self._limit_is_new:
             self._limit_is_new = False
@@ -132,7 +134,7 @@ class RunReport:
             if step.stage == self._stage:
                 self._composition.saw(peak_bytes)
             if step.stage == "train":
-                _say(self.alarms.step(number=step.number, batch_size=step.batch_size, peak_bytes=peak_bytes))
+                _warn_once(self.alerts.step(number=step.number, batch_size=step.batch_size, peak_bytes=peak_bytes))
             self._rows.add(step, since, until)
         if pending:
             self._run_peak_bytes = max(self._run_peak_bytes or 0, self._epoch_peak_bytes or 0)
@@ -168,8 +170,8 @@ class RunReport:
         Returns:
             The step from which on to look again; ``inf`` once a rise was said.
         """
-        _say(self.alarms.floor(number, self._meter.own_bytes(), limit_bytes=self.limit_bytes))
-        return self.alarms.next_floor
+        _warn_once(self.alerts.floor(number, self._device_memory.own_bytes(), limit_bytes=self.limit_bytes))
+        return self.alerts.next_floor
 
     def log(self, stage: str, step: int | None) -> None:
         """Send what the stage has tallied since the last time to the loggers, and begin anew.
@@ -188,17 +190,17 @@ class RunReport:
             self._limit_is_new = False
         self.take_in()
         totals = self._totals.setdefault(stage, _Totals())
-        tally, totals.interval = totals.interval, Tally()
+        tally, totals.interval = totals.interval, StepTotals()
         totals.logged.merge(tally)
         if not tally.steps:
             return
         metrics = tally.metrics(
-            limit_bytes=self.limit_bytes, world_size=self._world_size, has_peak=self._meter.has_peak
+            limit_bytes=self.limit_bytes, world_size=self._world_size, has_peak=self._device_memory.has_peak
         )
         if busy is not None:
             metrics[f"utilization/{busy[0]}"] = busy[1]
         if stage == "train":
-            if (predicted_bytes := self.alarms.predicted_bytes(tally.peak_batch_size)) is not None:
+            if (predicted_bytes := self.alerts.predicted_bytes(tally.peak_batch_size)) is not None:
                 metrics["memory/predicted_mib"] = predicted_bytes / MIB
             self._judge(tally, busy_percent=None if busy is None else busy[1])
         else:
@@ -216,8 +218,8 @@ class RunReport:
         self.log(stage, step)
         if "train" in self._totals and (evaluation := self._totals[stage].logged).steps:
             train_peak_bytes = self._totals["train"].all.peak_bytes
-            _say(
-                self.alarms.evaluation(stage=stage, peak_bytes=evaluation.peak_bytes, train_peak_bytes=train_peak_bytes)
+            _warn_once(
+                self.alerts.evaluation(stage=stage, peak_bytes=evaluation.peak_bytes, train_peak_bytes=train_peak_bytes)
             )
 
     def join_ranks(self) -> RankPeaks:
@@ -228,7 +230,7 @@ class RunReport:
 
     def log_ranks(self, joined: RankPeaks, step: int) -> None:
         """Send what the ranks have measured to the loggers."""
-        self._loggers.log_metrics(joined.metrics(has_peak=self._meter.has_peak), step)
+        self._loggers.log_metrics(joined.metrics(has_peak=self._device_memory.has_peak), step)
 
     def log_figures(self, summary: Summary, step: int) -> None:
         """Give the loggers that take images the figures of this run; without matplotlib a word instead."""
@@ -255,7 +257,7 @@ class RunReport:
         if stage not in self._totals or not (total := self._totals[stage].all).steps:
             return None
         return Summary(
-            device=self._meter.name,
+            device=self._device_memory.name,
             steps=total.steps,
             peak_bytes=total.peak_bytes,
             peak_step=total.peak_step,
@@ -263,24 +265,24 @@ class RunReport:
             phase_peak_bytes=total.phase_peak_bytes,
             peak_reserved_bytes=total.peak_reserved_bytes,
             limit_bytes=self.limit_bytes,
-            parts=None if composition is None else composition.parts,
+            breakdown=None if composition is None else composition.breakdown,
             samples_per_second=total.samples_per_second(self._world_size),
             step_seconds=total.step_seconds,
             data_wait_share=total.data_wait_share,
-            has_peak=self._meter.has_peak,
+            has_peak=self._device_memory.has_peak,
             stage=stage,
             items_per_second=total.items_per_second(self._world_size),
             estimate=None if composition is None else composition.estimate,
             outside_bytes=None if composition is None else composition.outside_bytes,
-            predicted_bytes=self.alarms.predicted_bytes(total.peak_batch_size) if stage == "train" else None,
-            alarms=tuple(self.alarms.said.values()),
+            predicted_bytes=self.alerts.predicted_bytes(total.peak_batch_size) if stage == "train" else None,
+            alerts=tuple(self.alerts.issued.values()),
             rank_peaks_bytes=() if ranks is None else ranks.peak_bytes,
             validation=self._summary("validate", None) if stage == "train" else None,
         )
 
     def _limit(self) -> int:
         """What the device can give; less, where the user has asked the BatchFinder for less."""
-        budget_bytes = self._meter.budget_bytes()
+        budget_bytes = self._device_memory.budget_bytes()
         return budget_bytes if self._plan is None else min(budget_bytes, self._plan.limit_bytes)
 
     def _busy(self) -> tuple[str, float] | None:
@@ -288,17 +290,17 @@ class RunReport:
             return None
         return self._utilization.key, percent
 
-    def _judge(self, tally: Tally, *, busy_percent: float | None) -> None:
+    def _judge(self, tally: StepTotals, *, busy_percent: float | None) -> None:
         # steps are launched ahead of a GPU, so that a wait of this process says nothing of a device that tells nothing
-        is_told = self._meter.name == "host" or busy_percent is not None
-        _say(
-            *self.alarms.interval(
+        is_told = self._device_memory.name == "host" or busy_percent is not None
+        _warn_once(
+            *self.alerts.interval(
                 steps=tally.steps,
                 seconds=tally.seconds,
                 data_wait_share=tally.data_wait_share if is_told else None,
                 peak_bytes=tally.peak_bytes,
                 limit_bytes=self.limit_bytes,
-                counters=self._meter.counters(),
+                counters=self._device_memory.counters(),
                 busy_percent=busy_percent,
             )
         )
@@ -312,7 +314,7 @@ def _of_stage(metrics: Mapping[str, float], stage: str) -> dict[str, float]:
     return found
 
 
-def _say(*sentences: str | None) -> None:
+def _warn_once(*sentences: str | None) -> None:
     for sentence in sentences:
         if sentence is not None:
             rank_zero_warn(f"MemoryProfiler: {sentence}")

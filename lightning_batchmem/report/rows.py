@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from lightning_batchmem.devices import Timer
-from lightning_batchmem.measure.step_record import Step
+from lightning_batchmem.measure.step_record import StepRecord
 from lightning_batchmem.report.step_csv import BatchCsv
 
 
@@ -20,13 +20,13 @@ class RowQueue:
 
     def __init__(self, timer: Timer | None, csv: BatchCsv | None, world_size: int) -> None:
         self._timer, self._csv, self._world_size = timer, csv, world_size
-        self._waiting: deque[tuple[Step, object, object]] = deque()
+        self._waiting: deque[tuple[StepRecord, object, object]] = deque()
 
-    def add(self, step: Step, since: object, until: object) -> None:
+    def add(self, step: StepRecord, since: object, until: object) -> None:
         """Take in a step, and the device's marks before and after it."""
         self._waiting.append((step, since, until))
 
-    def write(self, *, final: bool = False) -> list[Step]:
+    def write(self, *, final: bool = False) -> list[StepRecord]:
         """Write what can be written, and hand it to the operating system.
 
         Args:
@@ -35,7 +35,7 @@ class RowQueue:
         Returns:
             The steps that were written, with what the device says of their time.
         """
-        written: list[Step] = []
+        written: list[StepRecord] = []
         while self._waiting:
             step, since, until = self._waiting[0]
             if self._timer is not None and since is not None and until is not None:

@@ -11,7 +11,7 @@ from typing import NamedTuple, TextIO
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem.measure.step_record import Step
+from lightning_batchmem.measure.step_record import StepRecord
 from lightning_batchmem.plan.records import MIB, PHASES
 
 NAME = "memory_per_batch.csv"
@@ -78,7 +78,7 @@ class BatchCsv:
                 self._file.close()
             raise
 
-    def write(self, step: Step, *, world_size: int = 1) -> None:
+    def write(self, step: StepRecord, *, world_size: int = 1) -> None:
         """Add the row of one step; it may stay in the buffer until :meth:`flush`.
 
         Args:

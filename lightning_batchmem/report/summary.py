@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_batchmem.measure.breakdown import Parts
+from lightning_batchmem.measure.breakdown import MemoryBreakdown
 from lightning_batchmem.measure.estimate import Estimate
 
 SUMMARY_NAME = "memory_summary.json"
@@ -58,7 +58,7 @@ class Summary:
     phase_peak_bytes: dict[str, int]
     peak_reserved_bytes: int | None
     limit_bytes: int
-    parts: Parts | None
+    breakdown: MemoryBreakdown | None
     samples_per_second: float | None
     step_seconds: float
     data_wait_share: float | None
@@ -68,7 +68,7 @@ class Summary:
     estimate: Estimate | None = None
     outside_bytes: int | None = None
     predicted_bytes: int | None = None
-    alarms: tuple[str, ...] = ()
+    alerts: tuple[str, ...] = ()
     rank_peaks_bytes: tuple[int, ...] = ()
     validation: Summary | None = None
 
@@ -98,12 +98,12 @@ class Summary:
 
     @classmethod
     def _from_dict(cls, data: dict[str, Any]) -> Summary:
-        parts, estimate, validation = data["parts"], data["estimate"], data["validation"]
+        breakdown, estimate, validation = data["breakdown"], data["estimate"], data["validation"]
         made = {
-            "parts": None if parts is None else Parts(**parts),
+            "breakdown": None if breakdown is None else MemoryBreakdown(**breakdown),
             "estimate": None if estimate is None else Estimate(**estimate),
             "validation": None if validation is None else cls._from_dict(validation),
-            "alarms": tuple(data["alarms"]),
+            "alerts": tuple(data["alerts"]),
             "rank_peaks_bytes": tuple(data["rank_peaks_bytes"]),
         }
         return cls(**{**data, **made})

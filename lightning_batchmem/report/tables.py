@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from lightning_batchmem.measure.breakdown import Parts
+from lightning_batchmem.measure.breakdown import MemoryBreakdown
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.report.summary import Summary
 
@@ -15,7 +15,7 @@ _PARTS = (
     ("optimizer state", "optimizer_state_bytes"),
     ("activations and temporaries", "activations_bytes"),
     ("batch data", "batch_bytes"),
-    ("the rest", "rest_bytes"),
+    ("the rest", "other_bytes"),
 )
 _REST = {"host": "the rest (interpreter, libraries)", "cuda": "the rest (workspaces, kept tensors)"}
 _STEP = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
@@ -51,12 +51,12 @@ def summary_table(summary: Summary) -> Table:
     table.add_column("part")
     for heading in ("MiB", "of the peak", "estimate"):
         table.add_column(heading, justify="right")
-    parts = summary.parts
-    peak_bytes = summary.peak_bytes if parts is None else parts.peak_bytes
-    if parts is not None:
+    breakdown = summary.breakdown
+    peak_bytes = summary.peak_bytes if breakdown is None else breakdown.peak_bytes
+    if breakdown is not None:
         for name, attribute in _PARTS:
-            number = getattr(parts, attribute)
-            label = _REST.get(summary.device, name) if attribute == "rest_bytes" else name
+            number = getattr(breakdown, attribute)
+            label = _REST.get(summary.device, name) if attribute == "other_bytes" else name
             estimate = getattr(summary.estimate, attribute, None)
             share = f"{number / peak_bytes:.1%}" if peak_bytes else ""
             table.add_row(label, mib(number), share, "" if estimate is None else mib(estimate))
@@ -86,15 +86,15 @@ def _caption(summary: Summary) -> str:
         lines[-1] += f"; {mib(sum(peaks))} MiB in all"
     if (validation := summary.validation) is not None:
         lines.append(f"Validation: highest peak {mib(validation.peak_bytes)} MiB, {_speed(validation)}")
-    if summary.parts is None:
+    if summary.breakdown is None:
         lines.append(f"Its parts are known from {_known_from(summary.stage)} on: the run was too short.")
-    elif summary.parts.peak_bytes < summary.peak_bytes:
+    elif summary.breakdown.peak_bytes < summary.peak_bytes:
         lines.append(f"The highest peak came before {_known_from(summary.stage)}; the parts are those after it.")
-    if summary.parts is not None and summary.parts.rest_bytes < 0:
+    if summary.breakdown is not None and summary.breakdown.other_bytes < 0:
         lines.append("The rest is below 0: not all of the tensors are resident (swapped out, or mapped from a file).")
     if not summary.has_peak:
         lines.append("No peak could be read here, only values at some moments: inside a step it may have been more.")
-    return "\n".join([*lines, *(f"Warned: {alarm}" for alarm in summary.alarms)])
+    return "\n".join([*lines, *(f"Warned: {alarm}" for alarm in summary.alerts)])
 
 
 def _speed(summary: Summary) -> str:
@@ -110,6 +110,6 @@ def _known_from(stage: str) -> str:
     return "the first step after an optimizer step" if stage == "train" else "the second step"
 
 
-def parts_text(parts: Parts) -> str:
+def breakdown_text(breakdown: MemoryBreakdown) -> str:
     """The parts in one line, for an error message: ``"0.2 MiB parameters and buffers, ..."``."""
-    return ", ".join(f"{mib(getattr(parts, attribute))} MiB {name}" for name, attribute in _PARTS)
+    return ", ".join(f"{mib(getattr(breakdown, attribute))} MiB {name}" for name, attribute in _PARTS)

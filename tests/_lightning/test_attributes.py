@@ -15,8 +15,8 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
 
-from lightning_batchmem._lightning.attributes import LARGEST_ARRAY_BYTES, KeptAttributes
-from lightning_batchmem._lightning.module_state import KeptModule
+from lightning_batchmem._lightning.attributes import LARGEST_ARRAY_BYTES, AttributeState
+from lightning_batchmem._lightning.module_state import ModuleState
 
 
 @dataclass
@@ -103,10 +103,10 @@ def grow(value: Any) -> None:
 def test_contents_come_back_and_the_object_stays_itself(value: Any, disturb: Any, look: Any) -> None:
     module = Module(value)
     before = look(value)
-    kept = KeptModule(module)
+    kept = ModuleState(module)
     disturb(module.value)
     assert look(value) != before
-    kept.put_back()
+    kept.restore()
     assert module.value is value
     assert look(value) == before
 
@@ -116,11 +116,11 @@ def test_what_is_unregistered_or_shared_is_met_once() -> None:
     module = Module([teacher, {"again": teacher}])
     module.other = module.value  # the same list
     module.value.append(module.value)  # and a circle
-    kept = KeptAttributes([module])
+    kept = AttributeState([module])
     assert {id(tensor) for tensor in kept.tensors} == {id(tensor) for tensor in teacher.parameters()}
     module.value.clear()
     teacher.weight = nn.Parameter(torch.zeros(2, 2))
-    kept.put_back()
+    kept.restore()
     assert module.other is module.value
     assert module.value[0] is teacher
     assert any(teacher.weight is tensor for tensor in kept.tensors)
@@ -128,9 +128,9 @@ def test_what_is_unregistered_or_shared_is_met_once() -> None:
 
 def test_a_data_module_is_kept_too() -> None:
     data = LightningDataModule()
-    kept = KeptAttributes([Module(1), data])
+    kept = AttributeState([Module(1), data])
     data.cache = [1]
-    kept.put_back()
+    kept.restore()
     assert not hasattr(data, "cache")
 
 
@@ -142,11 +142,11 @@ def test_what_is_not_put_back_is_named() -> None:
 
     large = torch.empty(LARGEST_ARRAY_BYTES + 4, dtype=torch.uint8)
     module = Module({"large": large, "array": np.empty(LARGEST_ARRAY_BYTES + 4, np.uint8), "run": Run()})
-    kept = KeptAttributes([module])
+    kept = AttributeState([module])
     module.value["run"].step = 5
-    kept.put_back()
+    kept.restore()
     assert module.value["run"].step == 5
-    assert sorted(kept.passed_over) == [
+    assert sorted(kept.not_restorable) == [
         "Module.value['array'] (an array of 67,108,868 bytes)",
         "Module.value['large'] (a tensor of 67,108,868 bytes)",
         "Module.value['run'] (it holds a lock, a thread, a file or a socket)",
@@ -157,15 +157,15 @@ def test_what_is_not_put_back_is_named() -> None:
 def test_a_large_parameter_is_kept_all_the_same() -> None:
     module = Module(1)
     module.weight = nn.Parameter(torch.zeros(LARGEST_ARRAY_BYTES // 4 + 1))
-    kept = KeptModule(module)
+    kept = ModuleState(module)
     module.weight.data += 1
-    kept.put_back()
+    kept.restore()
     assert not module.weight.any()
 
 
 def test_the_size_of_a_view_is_that_of_its_storage() -> None:
     module = Module(torch.zeros(LARGEST_ARRAY_BYTES // 4 + 1)[:2])
-    assert not KeptAttributes([module]).tensors
+    assert not AttributeState([module]).tensors
 
 
 def test_weights_and_structure_come_back_however_much_else_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,26 +175,26 @@ def test_weights_and_structure_come_back_however_much_else_there_is(monkeypatch:
     data.rows = [[index] for index in range(1000)]
     weight = module.value.weight
     before = weight.detach().clone()
-    kept = KeptModule(module, [data])
+    kept = ModuleState(module, [data])
     weight.data += 1
     module.value.weight = nn.Parameter(torch.zeros(2, 2))
     module.value.eval()
     module.late = 1
-    kept.put_back()
+    kept.restore()
     assert module.value.weight is weight
     assert torch.equal(weight, before)
     assert module.value.training
     assert not hasattr(module, "late")
-    assert any("more than 100 objects" in what for what in kept.passed_over)
+    assert any("more than 100 objects" in what for what in kept.not_restorable)
 
 
 def test_parameters_of_a_script_come_back() -> None:
     module = Module(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    kept = KeptModule(module)
+    kept = ModuleState(module)
     for tensor in module.state_dict().values():
         tensor.add_(1)
-    kept.put_back()
+    kept.restore()
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
 
 
@@ -208,10 +208,10 @@ def test_an_optimizer_comes_back() -> None:
 
     step()
     before = copy.deepcopy(optimizer.state_dict())
-    kept = KeptModule(module, [optimizer])
+    kept = ModuleState(module, [optimizer])
     step()
     optimizer.param_groups[0]["lr"] = 7.0
-    kept.put_back()
+    kept.restore()
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
     for one, other in zip(after["state"].values(), before["state"].values(), strict=True):
@@ -221,10 +221,10 @@ def test_an_optimizer_comes_back() -> None:
 def test_a_buffer_that_was_written_with_its_graph_comes_back() -> None:
     module = Module(nn.Linear(1, 1))
     module.register_buffer("last", torch.zeros(1))
-    kept = KeptModule(module)
+    kept = ModuleState(module)
     module.last.copy_(module.value(torch.ones(1)))
     assert module.last.grad_fn is not None
-    kept.put_back()
+    kept.restore()
     assert module.last.grad_fn is None
     assert not module.last.requires_grad
     assert module.last.item() == 0
@@ -247,13 +247,13 @@ class Hides:
 
 def test_an_object_that_refuses_is_named_and_the_others_come_back() -> None:
     module = Module([Refuses([1]), Hides(), random.SystemRandom(), [1]])
-    kept = KeptModule(module)
+    kept = ModuleState(module)
     module.value[0].append(2)
     module.value[3].append(2)
     with pytest.warns(UserWarning, match=r"could not put back: Module\.value\[0\] \(TypeError\)"):
-        kept.put_back()
+        kept.restore()
     assert module.value[3] == [1]
-    assert sorted(kept.passed_over) == ["Module.value[1] (RuntimeError)", "Module.value[2] (NotImplementedError)"]
+    assert sorted(kept.not_restorable) == ["Module.value[1] (RuntimeError)", "Module.value[2] (NotImplementedError)"]
 
 
 def test_memory_that_is_mapped_read_only_is_left_alone(tmp_path: Any) -> None:
@@ -263,5 +263,5 @@ def test_memory_that_is_mapped_read_only_is_left_alone(tmp_path: Any) -> None:
         table = torch.from_numpy(np.load(tmp_path / "table.npy", mmap_mode="r"))
     module = Module(1)
     module.register_buffer("table", table)
-    KeptModule(module).put_back()
+    ModuleState(module).restore()
     assert module.table.sum() == 100

@@ -39,17 +39,17 @@ def test_only_a_strategy_that_restores_late_has_to_be_helped(late: bool, expecte
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_a_run_whose_strategy_restores_late_goes_on_with_its_size(
-    fit: Any, fake_meter: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    fit: Any, fake_device: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meter = fake_meter(budget_bytes=200 * MIB)
-    trainer = fit(Lawful(meter, law), BatchFinder(), meter)
+    device_memory = fake_device(budget_bytes=200 * MIB)
+    trainer = fit(Lawful(device_memory, law), BatchFinder(), device_memory)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     monkeypatch.setattr(
         "lightning.pytorch.strategies.SingleDeviceStrategy.restore_checkpoint_after_setup", True, raising=False
     )
-    sizes, finder, module = Sizes(), BatchFinder(), Lawful(meter, law)
-    monkeypatch.setattr(lightning_batchmem.batch_finder.ProbingSearch, "training", None)  # no search
-    fit(module, finder, meter, sizes, max_steps=6, ckpt_path=tmp_path / "last.ckpt")
+    sizes, finder, module = Sizes(), BatchFinder(), Lawful(device_memory, law)
+    monkeypatch.setattr(lightning_batchmem.batch_finder.BatchSizeSearch, "training", None)  # no search
+    fit(module, finder, device_memory, sizes, max_steps=6, ckpt_path=tmp_path / "last.ckpt")
     assert sizes.seen == {finder.plan.batch_size} == {96}
 
 

@@ -12,11 +12,11 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 
 from lightning_batchmem._lightning.data_source import (
     DataSource,
+    attach_loaders,
     combined_mode,
     forget_train_loader,
     in_structure,
     loader_batch_size,
-    pretend_loaded,
     set_loader_batch_size,
     stage_source,
     train_source,
@@ -145,7 +145,7 @@ def test_a_combined_loader_that_is_passed_stays_the_one_it_is(looking: Any) -> N
         assert train_source(trainer).passed
         assert train_source(trainer).request() is combined
         assert combined_mode(combined) == "min_size"
-        pretend_loaded(trainer, combined, 7.0, None, [])
+        attach_loaders(trainer, combined, 7.0, None, [])
         assert trainer.num_training_batches == 7
         forget_train_loader(trainer)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_batchmem._lightning.module_state import KeptModule, KeptStorages, RandomStates
+from lightning_batchmem._lightning.module_state import ModuleState, RandomStates, SavedStorages
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from lightning_batchmem._lightning.module_state import KeptModule, KeptStorages,
 def test_storages_come_back_in_every_bit_and_in_place(dtype: torch.dtype) -> None:
     tensor = torch.randn(7, 5).to(dtype)
     before, address = tensor.clone(), tensor.data_ptr()
-    kept = KeptStorages(iter([tensor]))
+    kept = SavedStorages(iter([tensor]))
     tensor.zero_()
     kept.write_back()
     assert torch.equal(tensor, before)
@@ -30,7 +30,7 @@ def test_storages_come_back_in_every_bit_and_in_place(dtype: torch.dtype) -> Non
 
 def test_views_and_shared_storages_are_kept_once() -> None:
     base = torch.arange(12.0)
-    kept = KeptStorages(iter([base[3:7], base.view(3, 4).t(), base]))
+    kept = SavedStorages(iter([base[3:7], base.view(3, 4).t(), base]))
     assert len(kept._on_host) == 1
     base.fill_(-1)
     kept.write_back()
@@ -42,7 +42,7 @@ def test_views_and_shared_storages_are_kept_once() -> None:
 def test_any_sizes(lengths: list[int]) -> None:
     tensors = [torch.randint(255, (length,), dtype=torch.uint8) for length in lengths]
     before = [tensor.clone() for tensor in tensors]
-    kept = KeptStorages(iter(tensors))
+    kept = SavedStorages(iter(tensors))
     for tensor in tensors:
         tensor.add_(1)
     kept.write_back()
@@ -50,14 +50,14 @@ def test_any_sizes(lengths: list[int]) -> None:
 
 
 def test_the_copy_is_no_visible_file_and_no_resident_memory() -> None:
-    from lightning_batchmem.devices.host import HostMeter
+    from lightning_batchmem.devices.host import HostMemory
 
-    meter = HostMeter()
+    device_memory = HostMemory()
     tensor = torch.ones(64 * 2**20, dtype=torch.uint8)
     before = set(os.listdir("/tmp"))
-    resident = meter.current().allocated_bytes
-    kept = KeptStorages(iter([tensor]))
-    assert meter.current().allocated_bytes - resident < 8 * 2**20
+    resident = device_memory.current().allocated_bytes
+    kept = SavedStorages(iter([tensor]))
+    assert device_memory.current().allocated_bytes - resident < 8 * 2**20
     assert set(os.listdir("/tmp")) <= before
     kept.write_back()
 
@@ -101,9 +101,9 @@ def test_a_module_is_put_back_whatever_a_step_does_to_it() -> None:
     called: list[int] = []
     handle = module.layers.register_forward_pre_hook(lambda *_: called.append(1))
     memory, hidden = module.memory, module.hidden
-    kept = KeptModule(module)
+    kept = ModuleState(module)
     disturb(module)
-    kept.put_back()
+    kept.restore()
     assert module.state_dict().keys() == reference.state_dict().keys()
     assert all(
         torch.equal(a, b) for a, b in zip(module.state_dict().values(), reference.state_dict().values(), strict=True)
@@ -130,9 +130,9 @@ def test_a_module_is_put_back_whatever_a_step_does_to_it() -> None:
 def test_gradients_from_an_earlier_fit_come_back() -> None:
     module = Deep()
     module.tied.bias.grad = torch.full((3,), 2.0)
-    kept = KeptModule(module)
+    kept = ModuleState(module)
     module.zero_grad()
-    kept.put_back()
+    kept.restore()
     assert torch.equal(module.tied.bias.grad, torch.full((3,), 2.0))
 
 
@@ -143,7 +143,7 @@ def test_a_lazy_parameter_is_refused() -> None:
             self.layer = nn.LazyLinear(3)
 
     with pytest.raises(ValueError, match=r"lazy parameter 'layer\.weight'"):
-        KeptModule(Lazy())
+        ModuleState(Lazy())
 
 
 def test_random_states_rewind() -> None:
@@ -156,7 +156,7 @@ def test_random_states_rewind() -> None:
 
     states = RandomStates()
     first = draw()
-    states.rewind()
+    states.restore()
     second = draw()
     assert first[:2] == second[:2]
     assert torch.equal(first[2], second[2])

@@ -17,7 +17,7 @@ from lightning_batchmem._lightning.data_source import (
     train_source,
     validation_source,
 )
-from lightning_batchmem.apply.batch_size import BatchSizeHome, Samples, StageLoaders
+from lightning_batchmem.apply.batch_size import BatchSizeSetting, ProbeBatches, StageLoaders
 
 
 class Numbers(Dataset):
@@ -125,11 +125,11 @@ def in_run(
 
 def train_loaders(module: LightningModule, batch_size: int, **data: Any) -> StageLoaders:
     def look(trainer: Trainer, module: LightningModule) -> StageLoaders:
-        home = BatchSizeHome(trainer, module, "batch_size", train_source(trainer))
-        home.check()
-        put_back = home.keep()
-        loaders = home.loaders_for(batch_size)
-        put_back()
+        setting = BatchSizeSetting(trainer, module, "batch_size", train_source(trainer))
+        setting.check()
+        restore = setting.keep()
+        loaders = setting.loaders_for(batch_size)
+        restore()
         return loaders
 
     loaders: StageLoaders = in_run(look, module, **data)
@@ -138,8 +138,8 @@ def train_loaders(module: LightningModule, batch_size: int, **data: Any) -> Stag
 
 def val_loaders(module: LightningModule, batch_size: int, name: str = "batch_size", **data: Any) -> StageLoaders:
     def look(trainer: Trainer, module: LightningModule) -> StageLoaders:
-        home = BatchSizeHome(trainer, module, name, validation_source(trainer))
-        return home.loaders_for(batch_size, may_be_fixed=True)
+        setting = BatchSizeSetting(trainer, module, name, validation_source(trainer))
+        return setting.loaders_for(batch_size, may_be_fixed=True)
 
     loaders: StageLoaders = in_run(look, module, **data)
     return loaders
@@ -267,7 +267,7 @@ def test_an_attribute_is_kept_in_step_with_a_loader_that_is_passed() -> None:
     passed = loader(4)
 
     def look(trainer: Trainer, module: LightningModule) -> None:
-        BatchSizeHome(trainer, module, "batch_size", train_source(trainer)).write_for_good(6)
+        BatchSizeSetting(trainer, module, "batch_size", train_source(trainer)).commit(6)
 
     in_run(look, module, train_dataloaders=passed)
     assert module.batch_size == loader_batch_size(passed) == len(module.trained[0]) == 6
@@ -285,10 +285,10 @@ def test_keeping_puts_back_different_sizes_too() -> None:
     passed = [loader(4), loader(8)]
 
     def look(trainer: Trainer, module: LightningModule) -> None:
-        put_back = BatchSizeHome(trainer, module, "batch_size", train_source(trainer)).keep()
+        restore = BatchSizeSetting(trainer, module, "batch_size", train_source(trainer)).keep()
         for one in passed:
             vars(one)["batch_size"] = one.batch_sampler.batch_size = 2  # type: ignore[union-attr]
-        put_back()
+        restore()
 
     in_run(look, Module(), train_dataloaders=passed)
     assert [(one.batch_size, one.batch_sampler.batch_size) for one in passed] == [(4, 4), (8, 8)]  # type: ignore[union-attr]
@@ -306,8 +306,8 @@ def test_loaders_passed_to_a_stage_of_its_own_are_set(may_be_fixed: bool) -> Non
     passed = [loader(4), loader(4)]
 
     def look(trainer: Trainer, module: LightningModule) -> StageLoaders:
-        home = BatchSizeHome(trainer, module, "batch_size", stage_source(trainer))
-        return home.loaders_for(3, may_be_fixed=may_be_fixed)
+        setting = BatchSizeSetting(trainer, module, "batch_size", stage_source(trainer))
+        return setting.loaders_for(3, may_be_fixed=may_be_fixed)
 
     assert in_run(look, Nameless(), run="test", dataloaders=passed).follows
     assert [loader_batch_size(one) for one in passed] == [3, 3]
@@ -355,16 +355,16 @@ def test_all_else_of_a_loader_that_is_passed_survives() -> None:
     trained = Module()
 
     def look(trainer: Trainer, module: LightningModule) -> None:
-        home = BatchSizeHome(trainer, module, "batch_size", train_source(trainer))
-        put_back = home.keep()
-        loaders = home.loaders_for(2)
-        Samples(loaders)
+        setting = BatchSizeSetting(trainer, module, "batch_size", train_source(trainer))
+        restore = setting.keep()
+        loaders = setting.loaders_for(2)
+        ProbeBatches(loaders)
         assert loaders.batches(2) == 3
         assert loaders.largest_batch_size(1.0) == 7
-        put_back()
+        restore()
         assert vars(passed) == before
         assert torch.equal(given["generator"].get_state(), random)
-        home.write_for_good(3)
+        setting.commit(3)
 
     in_run(look, trained, train_dataloaders=passed)
     assert passed.secret == 7
@@ -383,7 +383,7 @@ def both(size: int) -> Any:
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
 def test_a_batch_has_the_collection_of_the_loaders(mode: Any) -> None:
-    samples = Samples(train_loaders(WithHooks(lambda size: CombinedLoader(both(size), mode)), 2))
+    samples = ProbeBatches(train_loaders(WithHooks(lambda size: CombinedLoader(both(size), mode)), 2))
     assert samples.round == 1
     batch, loader_index = samples.batch(5, 1)
     assert loader_index == 0
@@ -392,7 +392,7 @@ def test_a_batch_has_the_collection_of_the_loaders(mode: Any) -> None:
 
 
 def test_in_a_sequence_the_loaders_come_in_turn() -> None:
-    samples = Samples(val_loaders(WithHooks(loader, both), 2))
+    samples = ProbeBatches(val_loaders(WithHooks(loader, both), 2))
     assert samples.round == 3
     batches = [samples.batch(5, index) for index in range(4)]
     assert [loader_index for _, loader_index in batches] == [0, 1, 2, 0]
@@ -400,7 +400,7 @@ def test_in_a_sequence_the_loaders_come_in_turn() -> None:
 
 
 def test_a_single_loader_gives_plain_batches() -> None:
-    samples = Samples(train_loaders(WithHooks(loader), 2))
+    samples = ProbeBatches(train_loaders(WithHooks(loader), 2))
     assert samples.round == 1
     batch, loader_index = samples.batch(40, 7)
     assert batch.shape == (40, 1)
@@ -410,7 +410,7 @@ def test_a_single_loader_gives_plain_batches() -> None:
 
 def test_batches_are_what_the_run_itself_gets() -> None:
     module = WithHooks(both)
-    batch, _ = Samples(train_loaders(module, 2)).batch(2)
+    batch, _ = ProbeBatches(train_loaders(module, 2)).batch(2)
     real = module.trained[0]
     assert batch["a"].shape == real["a"].shape
     assert [one.shape for one in batch["b"]] == [one.shape for one in real["b"]]
@@ -432,20 +432,20 @@ def passed_loaders(*loaders: DataLoader[Any]) -> StageLoaders:
 def test_each_loader_has_a_largest_sample_of_its_own() -> None:
     loaders = passed_loaders(ragged(1, 5), ragged(2, 3))
     for worst_case in ("longest", len):
-        batch, _ = Samples(loaders, worst_case).batch(3)  # type: ignore[arg-type]
+        batch, _ = ProbeBatches(loaders, worst_case).batch(3)  # type: ignore[arg-type]
         assert [one.shape for one in batch] == [(20, 3), (12, 3)]
         assert (batch[0] == 1).all()  # not padded: each of them is the largest
-    shortest, _ = Samples(loaders, lambda sample: -len(sample)).batch(3)
+    shortest, _ = ProbeBatches(loaders, lambda sample: -len(sample)).batch(3)
     assert [one.shape for one in shortest] == [(5, 3), (3, 3)]
 
 
 def test_samples_of_many_sizes_are_said_once() -> None:
     loaders = passed_loaders(ragged(1, 5), ragged(2, 3))
     with pytest.warns(UserWarning, match=r"the largest of 32 .* has 20 elements, the median 5, ") as caught:
-        Samples(loaders)
+        ProbeBatches(loaders)
     assert len(caught) == 1
-    Samples(loaders, "longest")  # no word: warnings are errors here
-    Samples(passed_loaders(loader(2), loader(2)))
+    ProbeBatches(loaders, "longest")  # no word: warnings are errors here
+    ProbeBatches(passed_loaders(loader(2), loader(2)))
 
 
 class MadeBefore:

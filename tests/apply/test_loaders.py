@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
-from lightning_batchmem.apply.loaders import SizedLoader, StageLoaders, count_samples
+from lightning_batchmem.apply.loaders import LoaderInfo, StageLoaders, count_samples
 
 MODES = ["min_size", "max_size", "max_size_cycle", "sequential"]
 
@@ -74,7 +74,7 @@ def stage_at(stage: Any, batch_size: int) -> StageLoaders:
     for samples, drop_last, kind, times, fixed in made:
         size = fixed if times is None else times * batch_size
         loader = loader_of(samples, size, drop_last, kind)
-        sized.append(SizedLoader(loader, size, None if times is None else batch_size))
+        sized.append(LoaderInfo(loader, size, None if times is None else batch_size))
     return StageLoaders(CombinedLoader([one.loader for one in sized], mode), tuple(sized))
 
 
@@ -111,8 +111,8 @@ def test_the_largest_size_is_the_largest_that_lightning_trains_a_full_batch_of(s
 
 
 def test_streams_have_no_bound_and_no_end() -> None:
-    stream = SizedLoader(DataLoader(Stream(), batch_size=4), 4, 4)
-    sized = SizedLoader(loader_of(40, 4, False, "plain"), 4, 4)
+    stream = LoaderInfo(DataLoader(Stream(), batch_size=4), 4, 4)
+    sized = LoaderInfo(loader_of(40, 4, False, "plain"), 4, 4)
     alone = StageLoaders(CombinedLoader([stream.loader]), (stream,))
     assert alone.largest_batch_size(1.0) is None
     assert alone.follows
@@ -125,12 +125,12 @@ def test_streams_have_no_bound_and_no_end() -> None:
 @pytest.mark.parametrize(("limit", "largest"), [(1.0, 100), (5, 100), (0.5, 99), (0.1, 11), (0.03, 3), (0.001, 1)])
 def test_a_fraction_must_leave_a_batch(limit: int | float, largest: int) -> None:
     """0.1 of the batches is one only where there are ten: 9 of 11 samples and one of 1."""
-    one = SizedLoader(loader_of(100, 2, False, "plain"), 2, 2)
+    one = LoaderInfo(loader_of(100, 2, False, "plain"), 2, 2)
     assert StageLoaders(CombinedLoader(one.loader), (one,)).largest_batch_size(limit) == largest
 
 
 def test_a_loader_of_half_the_size_follows_it_downwards() -> None:
-    half = SizedLoader(loader_of(10, 1, False, "plain"), 1, 2)
+    half = LoaderInfo(loader_of(10, 1, False, "plain"), 1, 2)
     assert [half.size_at(size) for size in (1, 2, 3, 4, 20)] == [1, 1, 1, 2, 10]
     assert half.largest_batch_size(1.0) == 21
 

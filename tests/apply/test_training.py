@@ -19,8 +19,8 @@ class Rated(Lawful):
 
     optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
 
-    def __init__(self, meter: Any, lr: float = 0.1, batch_size: int = 3) -> None:
-        super().__init__(meter, law, batch_size)
+    def __init__(self, device_memory: Any, lr: float = 0.1, batch_size: int = 3) -> None:
+        super().__init__(device_memory, law, batch_size)
         self.lr = lr
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -28,8 +28,8 @@ class Rated(Lawful):
 
 
 class RatedInHparams(Lawful):
-    def __init__(self, meter: Any) -> None:
-        super().__init__(meter, law)
+    def __init__(self, device_memory: Any) -> None:
+        super().__init__(device_memory, law)
         self.save_hyperparameters({"learning_rate": 0.1})
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -62,10 +62,10 @@ class Steps(Callback):
     ],
 )
 def test_the_target_is_kept_by_accumulation(
-    fit: Any, fake_meter: Any, target: int, size: int, accumulate: int, limited_by: str
+    fit: Any, fake_device: Any, target: int, size: int, accumulate: int, limited_by: str
 ) -> None:
-    meter, finder, steps = fake_meter(budget_bytes=500 * MIB), BatchFinder(target_batch_size=target), Steps()
-    trainer = fit(Lawful(meter, law), finder, meter, steps)
+    device_memory, finder, steps = fake_device(budget_bytes=500 * MIB), BatchFinder(target_batch_size=target), Steps()
+    trainer = fit(Lawful(device_memory, law), finder, device_memory, steps)
     plan = finder.plan
     assert plan is not None
     assert (plan.batch_size, plan.accumulate_grad_batches, plan.limited_by) == (size, accumulate, limited_by)
@@ -74,12 +74,12 @@ def test_the_target_is_kept_by_accumulation(
     assert size in [trial.batch_size for trial in plan.trials]
     assert trainer.accumulate_grad_batches == accumulate
     assert set(steps.of_steps) == {target}
-    assert meter.num_ooms == 0
+    assert device_memory.num_ooms == 0
 
 
-def test_a_target_that_cannot_be_kept_is_rounded_and_said(fit: Any, fake_meter: Any) -> None:
-    meter, finder = fake_meter(budget_bytes=400 * MIB), BatchFinder(target_batch_size=1009)
-    fit(Lawful(meter, law), finder, meter)
+def test_a_target_that_cannot_be_kept_is_rounded_and_said(fit: Any, fake_device: Any) -> None:
+    device_memory, finder = fake_device(budget_bytes=400 * MIB), BatchFinder(target_batch_size=1009)
+    fit(Lawful(device_memory, law), finder, device_memory)
     plan = finder.plan
     assert plan is not None
     assert (plan.batch_size, plan.accumulate_grad_batches, plan.effective_batch_size) == (252, 4, 1008)
@@ -87,11 +87,11 @@ def test_a_target_that_cannot_be_kept_is_rounded_and_said(fit: Any, fake_meter: 
     assert "step      1008 samples, in 4 batches" in str(plan)
 
 
-def test_an_epoch_shorter_than_a_step_is_said_and_counted(fit: Any, fake_meter: Any) -> None:
-    meter = fake_meter(budget_bytes=500 * MIB)
+def test_an_epoch_shorter_than_a_step_is_said_and_counted(fit: Any, fake_device: Any) -> None:
+    device_memory = fake_device(budget_bytes=500 * MIB)
     finder = BatchFinder(target_batch_size=4000, lr_scaling="linear", base_batch_size=400)
-    module = Rated(meter)
-    fit(module, finder, meter, limit_train_batches=2)
+    module = Rated(device_memory)
+    fit(module, finder, device_memory, limit_train_batches=2)
     plan = finder.plan
     assert plan is not None
     assert (plan.batch_size, plan.accumulate_grad_batches, plan.effective_batch_size) == (400, 10, 800)
@@ -99,7 +99,7 @@ def test_an_epoch_shorter_than_a_step_is_said_and_counted(fit: Any, fake_meter: 
     assert module.lr == pytest.approx(0.2)
 
 
-def test_under_a_target_probes_accumulate(fit: Any, fake_meter: Any) -> None:
+def test_under_a_target_probes_accumulate(fit: Any, fake_device: Any) -> None:
     """Gradients are alive in the second micro-batch, which may be where the peak is."""
     seen: set[bool] = set()
 
@@ -108,8 +108,8 @@ def test_under_a_target_probes_accumulate(fit: Any, fake_meter: Any) -> None:
             seen.add(self.layer.weight.grad is not None and self.trainer.accumulate_grad_batches > 1)
             return super().training_step(batch, batch_idx)
 
-    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder(target_batch_size=64)
-    fit(Looks(meter, law), finder, meter)
+    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder(target_batch_size=64)
+    fit(Looks(device_memory, law), finder, device_memory)
     assert seen == {True, False}
 
 
@@ -120,21 +120,23 @@ def test_under_a_target_probes_accumulate(fit: Any, fake_meter: Any) -> None:
         ({"manual": True}, "target_batch_size must be None under manual optimization"),
     ],
 )
-def test_who_else_accumulates_is_said(fit: Any, fake_meter: Any, arguments: dict[str, bool], said: str) -> None:
-    meter = fake_meter(budget_bytes=500 * MIB)
-    module = Lawful(meter, law)
+def test_who_else_accumulates_is_said(fit: Any, fake_device: Any, arguments: dict[str, bool], said: str) -> None:
+    device_memory = fake_device(budget_bytes=500 * MIB)
+    module = Lawful(device_memory, law)
     module.automatic_optimization = "manual" not in arguments
     callbacks = [GradientAccumulationScheduler({0: 2})] if "accumulate" in arguments else []
     with pytest.raises(ValueError, match=said):
-        fit(module, BatchFinder(target_batch_size=64), meter, *callbacks)
+        fit(module, BatchFinder(target_batch_size=64), device_memory, *callbacks)
     assert module.sizes == []
 
 
 @pytest.mark.parametrize(("rule", "expected"), [("linear", 0.4), ("sqrt", 0.2)])
-def test_the_learning_rate_follows_the_samples_of_a_step(fit: Any, fake_meter: Any, rule: Any, expected: float) -> None:
-    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder(lr_scaling=rule, base_batch_size=100)
-    module = Rated(meter)
-    trainer = fit(module, finder, meter)
+def test_the_learning_rate_follows_the_samples_of_a_step(
+    fit: Any, fake_device: Any, rule: Any, expected: float
+) -> None:
+    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder(lr_scaling=rule, base_batch_size=100)
+    module = Rated(device_memory)
+    trainer = fit(module, finder, device_memory)
     assert finder.plan is not None
     assert finder.plan.learning_rate == module.lr == pytest.approx(expected)
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(expected)
@@ -142,46 +144,46 @@ def test_the_learning_rate_follows_the_samples_of_a_step(fit: Any, fake_meter: A
     assert finder.plan.notes == ()
 
 
-def test_the_size_before_the_search_is_the_base_by_default(fit: Any, fake_meter: Any) -> None:
-    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder(lr_scaling="linear")
-    module = Rated(meter, batch_size=40)
-    fit(module, finder, meter, accumulate_grad_batches=2)
+def test_the_size_before_the_search_is_the_base_by_default(fit: Any, fake_device: Any) -> None:
+    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder(lr_scaling="linear")
+    module = Rated(device_memory, batch_size=40)
+    fit(module, finder, device_memory, accumulate_grad_batches=2)
     assert module.lr == pytest.approx(1.0)  # 400 x 2 over 40 x 2
 
 
-def test_the_learning_rate_in_hparams(fit: Any, fake_meter: Any) -> None:
-    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder(lr_scaling="linear", base_batch_size=100)
-    module = RatedInHparams(meter)
-    trainer = fit(module, finder, meter)
+def test_the_learning_rate_in_hparams(fit: Any, fake_device: Any) -> None:
+    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder(lr_scaling="linear", base_batch_size=100)
+    module = RatedInHparams(device_memory)
+    trainer = fit(module, finder, device_memory)
     assert module.hparams.learning_rate == pytest.approx(0.4)
     assert module.hparams_initial["learning_rate"] == pytest.approx(0.4)  # what Lightning logs
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.4)
 
 
-def test_a_second_fit_does_not_scale_again(fit: Any, fake_meter: Any) -> None:
-    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder(lr_scaling="linear", base_batch_size=100)
-    module = Rated(meter)
-    fit(module, finder, meter)
-    meter.budget = 300 * MIB
-    fit(module, finder, meter)
+def test_a_second_fit_does_not_scale_again(fit: Any, fake_device: Any) -> None:
+    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder(lr_scaling="linear", base_batch_size=100)
+    module = Rated(device_memory)
+    fit(module, finder, device_memory)
+    device_memory.budget = 300 * MIB
+    fit(module, finder, device_memory)
     assert module.lr == pytest.approx(0.2)
 
 
-def test_a_learning_rate_that_is_not_used_is_said(fit: Any, fake_meter: Any) -> None:
+def test_a_learning_rate_that_is_not_used_is_said(fit: Any, fake_device: Any) -> None:
     class Ignores(Rated):
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    meter = fake_meter(budget_bytes=500 * MIB)
+    device_memory = fake_device(budget_bytes=500 * MIB)
     with pytest.warns(UserWarning, match="configure_optimizers does not use it"):
-        fit(Ignores(meter), BatchFinder(lr_scaling="linear"), meter)
+        fit(Ignores(device_memory), BatchFinder(lr_scaling="linear"), device_memory)
 
 
-def test_a_module_without_a_learning_rate_is_said_before_any_step(fit: Any, fake_meter: Any) -> None:
-    meter = fake_meter(budget_bytes=500 * MIB)
-    module = Lawful(meter, law)
+def test_a_module_without_a_learning_rate_is_said_before_any_step(fit: Any, fake_device: Any) -> None:
+    device_memory = fake_device(budget_bytes=500 * MIB)
+    module = Lawful(device_memory, law)
     with pytest.raises(ValueError, match=r"lr_scaling must be None for a module without `lr` .*, got 'linear'"):
-        fit(module, BatchFinder(lr_scaling="linear"), meter)
+        fit(module, BatchFinder(lr_scaling="linear"), device_memory)
     assert module.sizes == []
     assert module.batch_size == 3
 
@@ -195,12 +197,12 @@ def test_a_module_without_a_learning_rate_is_said_before_any_step(fit: Any, fake
     ],
 )
 def test_the_rule_for_the_optimizer_is_said_when_nobody_asked(
-    fit: Any, fake_meter: Any, optimizer: Any, said: str, capsys: pytest.CaptureFixture[str]
+    fit: Any, fake_device: Any, optimizer: Any, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder()
-    module = Rated(meter)
+    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder()
+    module = Rated(device_memory)
     module.optimizer = optimizer
-    fit(module, finder, meter)
+    fit(module, finder, device_memory)
     assert finder.plan is not None
     (note,) = finder.plan.notes
     assert re.search(said, note)
@@ -208,9 +210,9 @@ def test_the_rule_for_the_optimizer_is_said_when_nobody_asked(
     assert module.lr == 0.1
 
 
-def test_nothing_is_said_when_the_samples_of_a_step_stay(fit: Any, fake_meter: Any) -> None:
-    meter, finder = fake_meter(budget_bytes=500 * MIB), BatchFinder(target_batch_size=12)
-    fit(Rated(meter), finder, meter, Sizes(), accumulate_grad_batches=4)
+def test_nothing_is_said_when_the_samples_of_a_step_stay(fit: Any, fake_device: Any) -> None:
+    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder(target_batch_size=12)
+    fit(Rated(device_memory), finder, device_memory, Sizes(), accumulate_grad_batches=4)
     assert finder.plan is not None
     assert (finder.plan.batch_size, finder.plan.notes) == (12, ())
 

@@ -75,7 +75,7 @@ def test_finders_are_bounded_alike() -> None:
     ours, lightnings = finder_of("BatchFinder"), finder_of("binsearch")
     assert isinstance(ours, BatchFinder)
     assert isinstance(lightnings, BatchSizeFinder)
-    assert ours._wishes.max_batch_size == LARGEST
+    assert ours._options.max_batch_size == LARGEST
     assert lightnings._mode == "binsearch"
     if "max_val" in inspect.signature(BatchSizeFinder).parameters:
         assert lightnings._max_val == LARGEST

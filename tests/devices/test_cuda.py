@@ -9,8 +9,8 @@ import psutil
 import pytest
 import torch
 
-from lightning_batchmem.devices import Reading, meter_for
-from lightning_batchmem.devices.cuda import CudaMeter
+from lightning_batchmem.devices import MemoryStats, device_memory_for
+from lightning_batchmem.devices.cuda import CudaMemory
 
 GIB = 1 << 30
 DEVICE = torch.device("cuda", 1)
@@ -59,78 +59,80 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def test_readings_are_the_allocators_own_counters(driver: Driver) -> None:
-    meter = meter_for(DEVICE)
-    assert (meter.name, meter.has_peak, meter.repeatability) == ("cuda", True, 0.0)
-    assert meter.peak() == Reading(9 * GIB, 12 * GIB)
-    assert meter.current() == Reading(3 * GIB, 4 * GIB)
-    assert meter.counters() == {"num_ooms": 2, "num_alloc_retries": 5}
+    device_memory = device_memory_for(DEVICE)
+    assert (device_memory.name, device_memory.has_peak, device_memory.repeatability) == ("cuda", True, 0.0)
+    assert device_memory.peak() == MemoryStats(9 * GIB, 12 * GIB)
+    assert device_memory.current() == MemoryStats(3 * GIB, 4 * GIB)
+    assert device_memory.counters() == {"num_ooms": 2, "num_alloc_retries": 5}
 
 
 def test_only_synchronize_synchronizes(driver: Driver) -> None:
-    meter = CudaMeter(DEVICE)
-    meter.reset_peak()
-    meter.peak()
-    meter.current()
-    meter.counters()
-    meter.budget_bytes()
-    meter.outside_bytes()
+    device_memory = CudaMemory(DEVICE)
+    device_memory.reset_peak()
+    device_memory.peak()
+    device_memory.current()
+    device_memory.counters()
+    device_memory.budget_bytes()
+    device_memory.outside_bytes()
     assert driver.calls == ["reset cuda:1"]
-    meter.release_cached()
-    meter.synchronize()
+    device_memory.release_cached()
+    device_memory.synchronize()
     assert driver.calls == ["reset cuda:1", "empty", "synchronize cuda:1"]
 
 
 def test_budget_is_free_and_ours_never_the_total(driver: Driver) -> None:
-    assert CudaMeter(DEVICE).budget_bytes() == 24 * GIB
+    assert CudaMemory(DEVICE).budget_bytes() == 24 * GIB
 
 
 def test_memory_fraction_lowers_the_budget(driver: Driver) -> None:
     driver.fraction = 0.125
-    assert CudaMeter(DEVICE).budget_bytes() == 10 * GIB
+    assert CudaMemory(DEVICE).budget_bytes() == 10 * GIB
 
 
 def test_torch_without_the_fraction_works(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
-    assert CudaMeter(DEVICE).budget_bytes() == 24 * GIB
+    assert CudaMemory(DEVICE).budget_bytes() == 24 * GIB
 
 
 def test_integrated_gpu_is_bound_by_the_host_too(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=6 * GIB))
-    assert CudaMeter(DEVICE).budget_bytes() == 24 * GIB
+    assert CudaMemory(DEVICE).budget_bytes() == 24 * GIB
     driver.integrated = 1
-    assert CudaMeter(DEVICE).budget_bytes() == 10 * GIB
+    assert CudaMemory(DEVICE).budget_bytes() == 10 * GIB
 
 
 def test_outside_is_what_neither_is_free_nor_reserved_by_us(driver: Driver) -> None:
     driver.free_bytes, driver.total_bytes = 20 * GIB, 80 * GIB
-    assert CudaMeter(DEVICE).outside_bytes() == 56 * GIB  # 60 in use, 4 of them reserved; what is allocated is in those
+    assert (
+        CudaMemory(DEVICE).outside_bytes() == 56 * GIB
+    )  # 60 in use, 4 of them reserved; what is allocated is in those
     driver.free_bytes = 76 * GIB
-    assert CudaMeter(DEVICE).outside_bytes() == 0
+    assert CudaMemory(DEVICE).outside_bytes() == 0
 
 
 def test_outside_is_missing_where_reserved_memory_is_not_on_the_device(driver: Driver) -> None:
     driver.free_bytes = 77 * GIB
-    assert CudaMeter(DEVICE).outside_bytes() is None
+    assert CudaMemory(DEVICE).outside_bytes() is None
 
 
 def test_outside_does_not_start_cuda(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     driver.initialized = False
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: pytest.fail("started CUDA"))
-    assert CudaMeter(DEVICE).outside_bytes() is None
+    assert CudaMemory(DEVICE).outside_bytes() is None
 
 
 def test_before_cuda_starts_nothing_is_held_and_nothing_fails(driver: Driver) -> None:
     driver.initialized = False
-    meter = CudaMeter(DEVICE)
-    meter.reset_peak()
+    device_memory = CudaMemory(DEVICE)
+    device_memory.reset_peak()
     assert driver.calls == []
-    assert meter.peak() == Reading(0, 0)
-    assert meter.counters() == {}
+    assert device_memory.peak() == MemoryStats(0, 0)
+    assert device_memory.counters() == {}
 
 
 def test_other_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="device must be a cuda device, got cpu"):
-        CudaMeter(torch.device("cpu"))
+        CudaMemory(torch.device("cpu"))
 
 
 def test_import_starts_nothing() -> None:
@@ -139,7 +141,7 @@ def test_import_starts_nothing() -> None:
         import torch
         from lightning_batchmem.devices import cuda, host, mps, nvml, out_of_memory, timer_for
         timer_for(torch.device("cuda:0"))
-        meter = cuda.CudaMeter(torch.device("cuda:0"))
+        meter = cuda.CudaMemory(torch.device("cuda:0"))
         meter.peak()
         meter.outside_bytes()
         assert not torch.cuda.is_initialized()

@@ -7,31 +7,31 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_batchmem.devices import Meter, Reading
+from lightning_batchmem.devices import DeviceMemory, MemoryStats
 
 
-def test_peak_is_the_maximum_of_the_lines(fake_meter: Any) -> None:
-    fake = fake_meter(budget_bytes=1000, base_bytes=100)
-    meter: Meter = fake
+def test_peak_is_the_maximum_of_the_lines(fake_device: Any) -> None:
+    fake = fake_device(budget_bytes=1000, base_bytes=100)
+    device_memory: DeviceMemory = fake
     for fixed, per_sample in ((0, 50), (300, 5)):
         fake.use(fixed + per_sample * 4)
         fake.free()
-    assert meter.peak() == Reading(420)
-    assert meter.current() == Reading(100)
-    meter.reset_peak()
-    assert meter.peak() == Reading(100)
-    assert meter.budget_bytes() == 1000
-    assert meter.outside_bytes() is None
+    assert device_memory.peak() == MemoryStats(420)
+    assert device_memory.current() == MemoryStats(100)
+    device_memory.reset_peak()
+    assert device_memory.peak() == MemoryStats(100)
+    assert device_memory.budget_bytes() == 1000
+    assert device_memory.outside_bytes() is None
 
 
-def test_above_the_budget_it_runs_out_and_holds_what_it_held(fake_meter: Any) -> None:
-    fake = fake_meter(budget_bytes=1000, base_bytes=100)
+def test_above_the_budget_it_runs_out_and_holds_what_it_held(fake_device: Any) -> None:
+    fake = fake_device(budget_bytes=1000, base_bytes=100)
     fake.use(900)
     with pytest.raises(torch.cuda.OutOfMemoryError):
         fake.use(1)
     assert fake.current_bytes == 1000
     assert fake.counters() == {"num_ooms": 1, "num_alloc_retries": 0}
     fake.free(400)
-    assert fake.current() == Reading(600)
+    assert fake.current() == MemoryStats(600)
     fake.reserved_ratio = 1.5
-    assert fake.current() == Reading(600, 900)
+    assert fake.current() == MemoryStats(600, 900)

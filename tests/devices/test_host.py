@@ -15,8 +15,8 @@ import psutil
 import pytest
 import torch
 
-from lightning_batchmem.devices import cgroup, host, meter_for, utilization_for
-from lightning_batchmem.devices.host import CpuUtilization, HostMeter
+from lightning_batchmem.devices import cgroup, device_memory_for, host, utilization_for
+from lightning_batchmem.devices.host import CpuUtilization, HostMemory
 
 MIB = 1 << 20
 
@@ -48,108 +48,108 @@ def in_child(work: Callable[[], int]) -> int:
 
 
 def test_meter_for_cpu_is_the_host_meter() -> None:
-    meter = meter_for(torch.device("cpu"))
-    assert isinstance(meter, HostMeter)
-    assert meter.name == "host"
-    assert 0 < meter.repeatability < 1
-    assert meter.counters() == {}
-    meter.synchronize()
+    device_memory = device_memory_for(torch.device("cpu"))
+    assert isinstance(device_memory, HostMemory)
+    assert device_memory.name == "host"
+    assert 0 < device_memory.repeatability < 1
+    assert device_memory.counters() == {}
+    device_memory.synchronize()
 
 
 @needs_peak
 def test_the_quick_reading_is_that_of_the_kernels_mark() -> None:
-    meter, exact = HostMeter(quick=True), HostMeter()
-    if not meter._quick:
+    device_memory, exact = HostMemory(quick=True), HostMemory()
+    if not device_memory._quick:
         pytest.skip("what this process was before exec was larger")
     for size in (0, 64, 8):
-        meter.reset_peak()
+        device_memory.reset_peak()
         touch(size * MIB).close() if size else None
-        assert abs(meter.peak().allocated_bytes - exact.peak().allocated_bytes) <= MIB
+        assert abs(device_memory.peak().allocated_bytes - exact.peak().allocated_bytes) <= MIB
 
 
 @needs_peak
 def test_a_quick_reading_that_remembers_more_than_the_mark_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux carries the peak of the program before exec along in getrusage."""
     monkeypatch.setattr(host, "_rusage_peak_bytes", lambda: 1 << 40)
-    meter = HostMeter(quick=True)
-    assert meter.peak().allocated_bytes < 1 << 40
+    device_memory = HostMemory(quick=True)
+    assert device_memory.peak().allocated_bytes < 1 << 40
 
 
 @needs_peak
 def test_peak_rises_by_a_tensor_and_falls_after_reset() -> None:
-    meter = HostMeter()
-    assert meter.has_peak
-    meter.release_cached()
-    meter.reset_peak()
-    before = meter.peak().allocated_bytes
+    device_memory = HostMemory()
+    assert device_memory.has_peak
+    device_memory.release_cached()
+    device_memory.reset_peak()
+    before = device_memory.peak().allocated_bytes
     tensor = torch.ones(64 * MIB, dtype=torch.uint8)
-    held = meter.current().allocated_bytes
+    held = device_memory.current().allocated_bytes
     del tensor
-    meter.release_cached()
-    assert meter.peak().allocated_bytes - before == pytest.approx(64 * MIB, rel=0.1)  # freed, yet in the peak
+    device_memory.release_cached()
+    assert device_memory.peak().allocated_bytes - before == pytest.approx(64 * MIB, rel=0.1)  # freed, yet in the peak
     assert held - before == pytest.approx(64 * MIB, rel=0.1)
-    meter.reset_peak()
-    assert meter.peak().allocated_bytes - before < 8 * MIB
+    device_memory.reset_peak()
+    assert device_memory.peak().allocated_bytes - before < 8 * MIB
 
 
 def test_reserved_is_missing() -> None:
-    meter = HostMeter()
-    assert meter.peak().reserved_bytes is None
-    assert meter.current().reserved_bytes is None
+    device_memory = HostMemory()
+    assert device_memory.peak().reserved_bytes is None
+    assert device_memory.current().reserved_bytes is None
 
 
 def test_current_is_the_resident_set() -> None:
     resident_bytes = psutil.Process().memory_info().rss
-    assert HostMeter().current().allocated_bytes == pytest.approx(resident_bytes, rel=0.05)
+    assert HostMemory().current().allocated_bytes == pytest.approx(resident_bytes, rel=0.05)
 
 
 @needs_peak
 @pytest.mark.skipif(sys.platform != "linux", reason="malloc_trim is glibc's")
 def test_release_cached_gives_small_freed_blocks_back() -> None:
-    meter = HostMeter()
+    device_memory = HostMemory()
     blocks = [torch.ones(16 * 1024, dtype=torch.uint8) for _ in range(4096)]  # below glibc's mmap threshold
     pin = torch.ones(16 * 1024, dtype=torch.uint8)  # keeps the heap's top from being trimmed by free itself
     blocks.clear()
-    held = meter.current().allocated_bytes
-    meter.release_cached()
-    assert held - meter.current().allocated_bytes > 32 * MIB
+    held = device_memory.current().allocated_bytes
+    device_memory.release_cached()
+    assert held - device_memory.current().allocated_bytes > 32 * MIB
     assert pin.sum() == 16 * 1024
 
 
 @needs_peak
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 and later, torch has threads
 def test_forked_child_has_its_own_peak_and_leaves_the_parents() -> None:
-    meter = HostMeter()
-    meter.reset_peak()
+    device_memory = HostMemory()
+    device_memory.reset_peak()
     touch(64 * MIB).close()
-    parent_peak = meter.peak().allocated_bytes
+    parent_peak = device_memory.peak().allocated_bytes
 
     def work() -> int:
-        meter.reset_peak()
-        before = meter.peak().allocated_bytes
+        device_memory.reset_peak()
+        before = device_memory.peak().allocated_bytes
         touch(128 * MIB).close()
-        return meter.peak().allocated_bytes - before
+        return device_memory.peak().allocated_bytes - before
 
     # write() needs its 128 MiB of bytes too; had the child read the parent's file, it would see no growth at all.
     assert 128 * MIB <= in_child(work) <= 300 * MIB
-    assert meter.peak().allocated_bytes == pytest.approx(parent_peak, abs=MIB)  # not reset, not raised
+    assert device_memory.peak().allocated_bytes == pytest.approx(parent_peak, abs=MIB)  # not reset, not raised
 
 
 @needs_peak
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda meter: pickle.loads(pickle.dumps(meter))])
-def test_copy_has_files_of_its_own(duplicate: Callable[[HostMeter], HostMeter]) -> None:
-    meter = HostMeter()
-    twin = duplicate(meter)
-    del meter
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda device_memory: pickle.loads(pickle.dumps(device_memory))])
+def test_copy_has_files_of_its_own(duplicate: Callable[[HostMemory], HostMemory]) -> None:
+    device_memory = HostMemory()
+    twin = duplicate(device_memory)
+    del device_memory
     twin.reset_peak()
     assert twin.peak().allocated_bytes > 0
 
 
 def test_many_meters_leak_no_descriptors() -> None:
-    HostMeter()
+    HostMemory()
     before = psutil.Process().num_fds()
     for _ in range(20):
-        HostMeter().peak()
+        HostMemory().peak()
     assert psutil.Process().num_fds() == before
 
 
@@ -160,24 +160,24 @@ def test_without_clear_refs_one_warning_and_a_coarse_value(
     for name in missing:
         monkeypatch.setattr(host, name, str(tmp_path / "missing"))
     with pytest.warns(UserWarning, match="coarser") as caught:
-        meter = HostMeter()
+        device_memory = HostMemory()
     assert len(caught) == 1
-    meter.reset_peak()  # any further warning is an error
-    readings = [meter.peak(), meter.current()]
-    assert not meter.has_peak
+    device_memory.reset_peak()  # any further warning is an error
+    readings = [device_memory.peak(), device_memory.current()]
+    assert not device_memory.has_peak
     resident_bytes = psutil.Process().memory_info().rss
     for reading in readings:
         assert reading.allocated_bytes == pytest.approx(resident_bytes, rel=0.1)
-    assert meter.budget_bytes() > resident_bytes * 0.9
+    assert device_memory.budget_bytes() > resident_bytes * 0.9
 
 
 def test_refused_reset_is_no_peak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(host, "_CLEAR_REFS", "/dev/full")  # opens, and fails at the first write
     with pytest.warns(UserWarning, match="coarser"):
-        meter = HostMeter()
+        device_memory = HostMemory()
     block = touch(64 * MIB)
     block.close()
-    assert meter.peak().allocated_bytes == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
+    assert device_memory.peak().allocated_bytes == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
 
 
 @pytest.fixture
@@ -192,13 +192,13 @@ def test_budget_is_held_and_the_least_room(meminfo: Path, monkeypatch: pytest.Mo
     meminfo.write_text(f"MemTotal: {64 << 20} kB\nMemFree: {1 << 20} kB\nMemAvailable: {7 << 20} kB\nBuffers: 1 kB\n")
     group_bytes: int | None = None
     monkeypatch.setattr(cgroup, "memory_headroom_bytes", lambda: group_bytes)
-    meter = HostMeter()
-    held = meter.current().allocated_bytes
-    assert meter.budget_bytes() - held == pytest.approx(7 << 30, abs=4 * MIB)
+    device_memory = HostMemory()
+    held = device_memory.current().allocated_bytes
+    assert device_memory.budget_bytes() - held == pytest.approx(7 << 30, abs=4 * MIB)
     group_bytes = 3 << 30
-    assert meter.budget_bytes() - held == pytest.approx(3 << 30, abs=4 * MIB)
+    assert device_memory.budget_bytes() - held == pytest.approx(3 << 30, abs=4 * MIB)
     group_bytes = 0
-    assert meter.budget_bytes() - held == pytest.approx(0, abs=4 * MIB)
+    assert device_memory.budget_bytes() - held == pytest.approx(0, abs=4 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -217,25 +217,25 @@ def test_psutil_is_asked_where_the_kernels_line_is_missing_or_makes_no_sense(
     monkeypatch.setattr(cgroup, "memory_headroom_bytes", lambda: None)
     if lines is not None:
         meminfo.write_text(lines)
-    meter = HostMeter()
-    assert meter.budget_bytes() - meter.current().allocated_bytes == pytest.approx(5 << 30, abs=4 * MIB)
+    device_memory = HostMemory()
+    assert device_memory.budget_bytes() - device_memory.current().allocated_bytes == pytest.approx(5 << 30, abs=4 * MIB)
 
 
 def test_available_is_what_psutil_says() -> None:
-    assert HostMeter()._available_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.05)
+    assert HostMemory()._available_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.05)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="files of /proc")
 def test_a_budget_opens_no_file_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    meter = HostMeter(quick=True)
-    meter.budget_bytes()
+    device_memory = HostMemory(quick=True)
+    device_memory.budget_bytes()
     monkeypatch.setattr(os, "open", lambda *arguments: pytest.fail(f"opened {arguments[0]}"))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: pytest.fail("psutil opens one"))
-    assert meter.budget_bytes() > meter.current().allocated_bytes
+    assert device_memory.budget_bytes() > device_memory.current().allocated_bytes
 
 
 def test_nothing_is_outside_an_allocator() -> None:
-    assert HostMeter().outside_bytes() is None
+    assert HostMemory().outside_bytes() is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resource limits are read on Linux")
@@ -243,8 +243,8 @@ def test_nothing_is_outside_an_allocator() -> None:
 def test_resource_limit_bounds_the_budget_and_the_bound_is_true(limit: str, field: str) -> None:
     script = f"""
         import mmap, resource
-        from lightning_batchmem.devices.host import HostMeter
-        meter = HostMeter()
+        from lightning_batchmem.devices.host import HostMemory
+        meter = HostMemory()
         used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("{field}")) * 1024
         resource.setrlimit(resource.{limit}, (used + (300 << 20),) * 2)
         room = meter.budget_bytes() - meter.current().allocated_bytes

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_batchmem.devices import Reading, meter_for, utilization_for
+from lightning_batchmem.devices import MemoryStats, device_memory_for, utilization_for
 
 
 def test_mps_has_current_values_and_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -13,17 +13,17 @@ def test_mps_has_current_values_and_no_peak(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 100)
     monkeypatch.setattr(torch.mps, "empty_cache", lambda: calls.append("empty_cache"))
     monkeypatch.setattr(torch.mps, "synchronize", lambda: calls.append("synchronize"))
-    meter = meter_for(torch.device("mps"))
-    assert (meter.name, meter.has_peak) == ("mps", False)
-    meter.reset_peak()
-    assert meter.peak() == meter.current() == Reading(3, 5)
-    assert meter.budget_bytes() == 100
-    assert meter.outside_bytes() is None
+    device_memory = device_memory_for(torch.device("mps"))
+    assert (device_memory.name, device_memory.has_peak) == ("mps", False)
+    device_memory.reset_peak()
+    assert device_memory.peak() == device_memory.current() == MemoryStats(3, 5)
+    assert device_memory.budget_bytes() == 100
+    assert device_memory.outside_bytes() is None
     assert calls == []
-    meter.release_cached()
-    meter.synchronize()
+    device_memory.release_cached()
+    device_memory.synchronize()
     assert calls == ["empty_cache", "synchronize"]
-    assert meter.counters() == {}
+    assert device_memory.counters() == {}
 
 
 def test_mps_utilization_is_unknown() -> None:
@@ -32,4 +32,4 @@ def test_mps_utilization_is_unknown() -> None:
 
 def test_other_devices_have_no_meter() -> None:
     with pytest.raises(ValueError, match="device must be a cuda, cpu or mps device, got meta"):
-        meter_for(torch.device("meta"))
+        device_memory_for(torch.device("meta"))

@@ -46,18 +46,20 @@ def history(monkeypatch: pytest.MonkeyPatch) -> History:
 
 
 @pytest.fixture
-def meter(fake_meter: Any) -> Any:
-    return fake_meter(budget_bytes=1)
+def device_memory(fake_device: Any) -> Any:
+    return fake_device(budget_bytes=1)
 
 
-def started(directory: Path, meter: Any) -> OomSnapshot:
-    snapshot = OomSnapshot.start(directory, meter)
+def started(directory: Path, device_memory: Any) -> OomSnapshot:
+    snapshot = OomSnapshot.start(directory, device_memory)
     assert snapshot is not None
     return snapshot
 
 
-def test_it_records_a_bounded_history_of_allocations_and_stops(history: History, meter: Any, tmp_path: Path) -> None:
-    snapshot = started(tmp_path, meter)
+def test_it_records_a_bounded_history_of_allocations_and_stops(
+    history: History, device_memory: Any, tmp_path: Path
+) -> None:
+    snapshot = started(tmp_path, device_memory)
     (enabled, options), *others = history.calls
     assert enabled == "all"
     assert options == {"context": "alloc", "stacks": "python", "max_entries": 100_000}
@@ -73,9 +75,11 @@ def test_what_it_asks_torch_for_is_what_torch_takes() -> None:
     assert {"enabled", "context", "stacks", "max_entries"} <= set(names)
 
 
-def test_a_history_of_somebody_elses_goes_on_and_is_written(history: History, meter: Any, tmp_path: Path) -> None:
+def test_a_history_of_somebody_elses_goes_on_and_is_written(
+    history: History, device_memory: Any, tmp_path: Path
+) -> None:
     history.is_on = True
-    snapshot = started(tmp_path, meter)
+    snapshot = started(tmp_path, device_memory)
     snapshot.write(0)
     snapshot.stop()
     assert history.calls == []
@@ -84,10 +88,10 @@ def test_a_history_of_somebody_elses_goes_on_and_is_written(history: History, me
 
 
 def test_the_sentence_names_the_file_and_no_older_one_is_overwritten(
-    history: History, meter: Any, tmp_path: Path
+    history: History, device_memory: Any, tmp_path: Path
 ) -> None:
     directory = tmp_path / "made" / "when written"
-    snapshot = started(directory, meter)
+    snapshot = started(directory, device_memory)
     assert not directory.exists()
     sentences = [snapshot.write(rank) for rank in (3, 3, 3, 0)]
     names = [f"oom_snapshot_rank{name}.pickle" for name in ("3", "3_2", "3_3", "0")]
@@ -103,43 +107,43 @@ def test_the_sentence_names_the_file_and_no_older_one_is_overwritten(
     "error", [OSError(28, "No space left on device"), MemoryError("host"), RuntimeError("not meaningful\nmore")]
 )
 def test_a_failure_is_a_sentence_and_leaves_no_half_file(
-    history: History, meter: Any, tmp_path: Path, error: Exception
+    history: History, device_memory: Any, tmp_path: Path, error: Exception
 ) -> None:
     history.dump_error = error
-    sentence = started(tmp_path, meter).write(0)
+    sentence = started(tmp_path, device_memory).write(0)
     assert str(error).splitlines()[0] in sentence
     assert str(tmp_path) in sentence
     assert "\n" not in sentence
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_cannot_be_made_is_a_sentence(history: History, meter: Any, tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_is_a_sentence(history: History, device_memory: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    sentence = started(tmp_path / "file", meter).write(0)
+    sentence = started(tmp_path / "file", device_memory).write(0)
     assert "could be written" in sentence
     assert "FileExistsError" in sentence
 
 
-def test_what_has_nothing_to_do_with_writing_is_raised(history: History, meter: Any, tmp_path: Path) -> None:
+def test_what_has_nothing_to_do_with_writing_is_raised(history: History, device_memory: Any, tmp_path: Path) -> None:
     history.dump_error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        started(tmp_path, meter).write(0)
+        started(tmp_path, device_memory).write(0)
 
 
-def test_on_another_device_there_is_none(history: History, meter: Any, tmp_path: Path) -> None:
-    meter.name = "host"
+def test_on_another_device_there_is_none(history: History, device_memory: Any, tmp_path: Path) -> None:
+    device_memory.name = "host"
     with pytest.warns(UserWarning, match="No memory snapshot will be written .*CUDA devices only, and this is host"):
-        assert OomSnapshot.start(tmp_path, meter) is None
+        assert OomSnapshot.start(tmp_path, device_memory) is None
     assert history.calls == []
 
 
-def test_without_a_directory_there_is_none(history: History, meter: Any) -> None:
+def test_without_a_directory_there_is_none(history: History, device_memory: Any) -> None:
     with pytest.warns(UserWarning, match="no local log directory"):
-        assert OomSnapshot.start(None, meter) is None
+        assert OomSnapshot.start(None, device_memory) is None
     assert history.calls == []
 
 
-def test_an_allocator_without_a_history_has_none(history: History, meter: Any, tmp_path: Path) -> None:
+def test_an_allocator_without_a_history_has_none(history: History, device_memory: Any, tmp_path: Path) -> None:
     history.record_error = RuntimeError("cudaMallocAsync does not yet support recordHistory.\nException raised from")
     with pytest.warns(UserWarning, match=r"the allocator says .*cudaMallocAsync does not yet support recordHistory"):
-        assert OomSnapshot.start(tmp_path, meter) is None
+        assert OomSnapshot.start(tmp_path, device_memory) is None

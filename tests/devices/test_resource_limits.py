@@ -19,14 +19,14 @@ pytestmark = pytest.mark.skipif(
 BEGIN = """
 import gc, mmap, os, resource, sys, threading, time
 import torch
-from lightning_batchmem.devices.host import HostMeter
+from lightning_batchmem.devices.host import HostMemory
 
 MIB = 1 << 20
 
 def used(field="VmData"):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field + ":")) * 1024
 
-meter = HostMeter()
+meter = HostMemory()
 meter.release_cached()
 resource.setrlimit(resource.RLIMIT_DATA, (used() + ROOM * MIB,) * 2)
 """
@@ -76,7 +76,7 @@ def test_what_is_mapped_and_never_touched_is_in_the_peak() -> None:
         buffer.close()
         mapped = meter.peak().allocated_bytes - start
 
-        profiler = HostMeter(quick=True)
+        profiler = HostMemory(quick=True)
         profiler._quick = False  # as where getrusage remembers more
         profiler.budget_bytes()
         time.sleep(0.1)  # until the first meter's has ended

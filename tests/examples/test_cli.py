@@ -241,9 +241,9 @@ class Data(LightningDataModule):
         return loader(self.hparams["batch_size"])
 
 
-@pytest.mark.parametrize("home", ["model", "data", "linked"])
+@pytest.mark.parametrize("setting", ["model", "data", "linked"])
 def test_the_size_is_set_wherever_the_init_arguments_hold_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
@@ -264,11 +264,11 @@ def test_the_size_is_set_wherever_the_init_arguments_hold_it(
                 "init_args": {"min_batch_size": 8, "max_batch_size": 8},
             },
         },
-        "model" if home == "model" else "data": {"batch_size": 4},
+        "model" if setting == "model" else "data": {"batch_size": 4},
     }
     Path("asked.yaml").write_text(yaml.safe_dump(config))
-    make = Linked if home == "linked" else LightningCLI
-    classes = {"model": (WithLoader,), "data": (Unsized, Data), "linked": (Sized, Data)}[home]
+    make = Linked if setting == "linked" else LightningCLI
+    classes = {"model": (WithLoader,), "data": (Unsized, Data), "linked": (Sized, Data)}[setting]
     cli = make(*classes, args=["fit", "--config", "asked.yaml"])
 
     assert cli.trainer.train_dataloader.batch_size == 8
@@ -277,8 +277,8 @@ def test_the_size_is_set_wherever_the_init_arguments_hold_it(
     (checkpoint,) = (logs / "checkpoints").glob("*.ckpt")
     saved = torch.load(checkpoint, weights_only=True)
     holders = {"model": ["hyper_parameters"], "data": ["datamodule_hyper_parameters"]}
-    for key in holders.get(home, ["hyper_parameters", "datamodule_hyper_parameters"]):
+    for key in holders.get(setting, ["hyper_parameters", "datamodule_hyper_parameters"]):
         assert saved[key]["batch_size"] == 8
     assert yaml.safe_load((logs / "hparams.yaml").read_text())["batch_size"] == 8
     kept = yaml.safe_load((logs / "config.yaml").read_text())
-    assert kept["model" if home == "model" else "data"]["batch_size"] == 4
+    assert kept["model" if setting == "model" else "data"]["batch_size"] == 4

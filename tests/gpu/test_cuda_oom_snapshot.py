@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_batchmem import MemoryProfiler
-from lightning_batchmem.devices import meter_for
+from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 
 MIB = 1 << 20
@@ -18,12 +18,12 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def _a_gibibyte_for_us(device: torch.device) -> Iterator[None]:
-    meter_for(device).release_cached()  # with what an error before kept alive
+    device_memory_for(device).release_cached()  # with what an error before kept alive
     torch.cuda.set_per_process_memory_fraction(1024 * MIB / torch.cuda.mem_get_info(device)[1], device)
     yield
     torch.cuda.memory._record_memory_history(enabled=None)
     torch.cuda.set_per_process_memory_fraction(1.0, device)
-    meter_for(device).release_cached()
+    device_memory_for(device).release_cached()
 
 
 def run_out(device: torch.device) -> None:
@@ -33,7 +33,7 @@ def run_out(device: torch.device) -> None:
 
 
 def test_the_snapshot_shows_what_led_to_running_out(device: torch.device, tmp_path: Path) -> None:
-    snapshot = OomSnapshot.start(tmp_path, meter_for(device))
+    snapshot = OomSnapshot.start(tmp_path, device_memory_for(device))
     assert snapshot is not None
     with pytest.raises(torch.cuda.OutOfMemoryError):
         run_out(device)
@@ -51,7 +51,7 @@ def test_the_snapshot_shows_what_led_to_running_out(device: torch.device, tmp_pa
 
 
 def test_it_stops_and_lets_go(device: torch.device, tmp_path: Path) -> None:
-    snapshot = OomSnapshot.start(tmp_path, meter_for(device))
+    snapshot = OomSnapshot.start(tmp_path, device_memory_for(device))
     assert snapshot is not None
     torch.empty(MIB, device=device)
     assert torch.cuda.memory._snapshot(device)["device_traces"][device.index]
@@ -63,7 +63,7 @@ def test_it_stops_and_lets_go(device: torch.device, tmp_path: Path) -> None:
 def test_a_history_of_somebody_elses_goes_on(device: torch.device, tmp_path: Path) -> None:
     torch.cuda.memory._record_memory_history("all", max_entries=50)
     torch.empty(MIB, device=device)
-    snapshot = OomSnapshot.start(tmp_path, meter_for(device))
+    snapshot = OomSnapshot.start(tmp_path, device_memory_for(device))
     assert snapshot is not None
     snapshot.stop()
     assert torch._C._cuda_isHistoryEnabled()

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import nn
 
-from lightning_batchmem.measure.breakdown import Parts, measure_parts, samples_in, tensors_in
+from lightning_batchmem.measure.breakdown import MemoryBreakdown, measure_breakdown, samples_in, tensors_in
 
 CPU = torch.device("cpu")
 
@@ -36,50 +36,50 @@ def trained(module, optimizer, batch):
 def test_bytes_by_hand_with_tied_weights():
     module, batch = Tied(), torch.zeros(5, dtype=torch.int64)
     optimizer = torch.optim.Adam(p for p in module.parameters() if p.requires_grad)
-    before = measure_parts(module, [optimizer], batch, CPU, start_bytes=10_000)
+    before = measure_breakdown(module, [optimizer], batch, CPU, start_bytes=10_000)
     weight, bias, buffer, data = 10 * 4 * 4, 10 * 4, 3 * 8, 5 * 8
-    assert before == Parts(weight + bias + buffer, 0, 0, data, 0, 10_000 - weight - bias - buffer - data)
+    assert before == MemoryBreakdown(weight + bias + buffer, 0, 0, data, 0, 10_000 - weight - bias - buffer - data)
     trained(module, optimizer, batch)
     state = 2 * weight + 4  # two moments, and Adam's own count of steps: one float
-    after = measure_parts(module, [optimizer], batch, CPU, start_bytes=10_000, peak_bytes=12_345)
+    after = measure_breakdown(module, [optimizer], batch, CPU, start_bytes=10_000, peak_bytes=12_345)
     rest = 10_000 - weight - bias - buffer - weight - state - data
-    assert after == Parts(weight + bias + buffer, weight, state, data, 2_345, rest)
+    assert after == MemoryBreakdown(weight + bias + buffer, weight, state, data, 2_345, rest)
     assert (after.peak_bytes, after.start_bytes) == (12_345, 10_000)
 
 
 def test_a_storage_is_counted_in_the_first_part_that_holds_it():
     module = nn.Linear(8, 8, bias=False)
     batch = {"own": torch.ones(4), "view": module.weight[:2], "twice": [torch.ones(4)] * 2}
-    parts = measure_parts(module, [], batch, CPU, start_bytes=1000)
-    assert (parts.parameters_bytes, parts.batch_bytes) == (256, 32)
+    breakdown = measure_breakdown(module, [], batch, CPU, start_bytes=1000)
+    assert (breakdown.parameters_bytes, breakdown.batch_bytes) == (256, 32)
 
 
 def test_a_view_counts_with_the_whole_storage_that_it_keeps_alive():
-    assert measure_parts(nn.Identity(), [], torch.ones(100)[:1], CPU, start_bytes=0).batch_bytes == 400
+    assert measure_breakdown(nn.Identity(), [], torch.ones(100)[:1], CPU, start_bytes=0).batch_bytes == 400
 
 
 def test_master_copies_that_only_the_optimizer_knows_are_its_state():
     module = nn.Linear(4, 4, bias=False).half()
     master = module.weight.detach().float().requires_grad_()
     master.grad = torch.ones_like(master)
-    parts = measure_parts(module, [torch.optim.SGD([master], 0.1)], None, CPU, start_bytes=1000)
-    assert (parts.parameters_bytes, parts.gradients_bytes, parts.optimizer_state_bytes) == (32, 64, 64)
+    breakdown = measure_breakdown(module, [torch.optim.SGD([master], 0.1)], None, CPU, start_bytes=1000)
+    assert (breakdown.parameters_bytes, breakdown.gradients_bytes, breakdown.optimizer_state_bytes) == (32, 64, 64)
 
 
 def test_other_devices_are_not_counted():
     module = nn.Linear(4, 4, device="meta")
-    parts = measure_parts(module, [], torch.ones(4, device="meta"), CPU, start_bytes=7)
-    assert parts == Parts(0, 0, 0, 0, 0, 7)
+    breakdown = measure_breakdown(module, [], torch.ones(4, device="meta"), CPU, start_bytes=7)
+    assert breakdown == MemoryBreakdown(0, 0, 0, 0, 0, 7)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")  # torch says once a process that CSR is in beta and goes unchecked
 def test_lazy_sparse_and_wrapping_tensors():
     embedding = nn.Embedding(10, 4, sparse=True)
     embedding(torch.tensor([1, 2, 2])).sum().backward()
-    parts = measure_parts(nn.ModuleList([embedding, nn.LazyLinear(3)]), [], None, CPU, start_bytes=1000)
-    assert (parts.parameters_bytes, parts.gradients_bytes) == (160, 3 * 8 + 3 * 16)
+    breakdown = measure_breakdown(nn.ModuleList([embedding, nn.LazyLinear(3)]), [], None, CPU, start_bytes=1000)
+    assert (breakdown.parameters_bytes, breakdown.gradients_bytes) == (160, 3 * 8 + 3 * 16)
     csr = torch.sparse_csr_tensor(torch.arange(5), torch.arange(4), torch.ones(4))
-    assert measure_parts(nn.Identity(), [], csr, CPU, start_bytes=0).batch_bytes == 5 * 8 + 4 * 8 + 4 * 4
+    assert measure_breakdown(nn.Identity(), [], csr, CPU, start_bytes=0).batch_bytes == 5 * 8 + 4 * 8 + 4 * 4
 
 
 def test_a_dtensor_counts_with_its_local_shard(tmp_path):
@@ -94,21 +94,21 @@ def test_a_dtensor_counts_with_its_local_shard(tmp_path):
         shard = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], shape=torch.Size((8, 4)), stride=(4, 1))
         module = nn.Module()
         module.weight = nn.Parameter(shard)
-        parts = measure_parts(module, [], None, CPU, start_bytes=1000)
+        breakdown = measure_breakdown(module, [], None, CPU, start_bytes=1000)
     finally:
         torch.distributed.destroy_process_group()
-    assert parts.parameters_bytes == 2 * 4 * 4
+    assert breakdown.parameters_bytes == 2 * 4 * 4
 
 
 def test_a_peak_below_the_start_is_taken_off_the_rest():
-    parts = Parts(10, 20, 30, 40, 0, 500).at_peak(590)
-    assert parts == Parts(10, 20, 30, 40, 0, 490)
-    assert parts.peak_bytes == 590
+    breakdown = MemoryBreakdown(10, 20, 30, 40, 0, 500).at_peak(590)
+    assert breakdown == MemoryBreakdown(10, 20, 30, 40, 0, 490)
+    assert breakdown.peak_bytes == 590
 
 
 def test_a_start_below_the_known_parts_is_a_negative_rest_and_the_sum_stays_exact():
-    parts = measure_parts(nn.Linear(10, 10, bias=False), [], None, CPU, start_bytes=300, peak_bytes=350)
-    assert (parts.rest_bytes, parts.activations_bytes, parts.peak_bytes) == (-100, 50, 350)
+    breakdown = measure_breakdown(nn.Linear(10, 10, bias=False), [], None, CPU, start_bytes=300, peak_bytes=350)
+    assert (breakdown.other_bytes, breakdown.activations_bytes, breakdown.peak_bytes) == (-100, 50, 350)
 
 
 @dataclass
@@ -192,14 +192,14 @@ def test_the_state_of_an_optimizer_inside_another() -> None:
     module = nn.Linear(4, 10)
     optimizer = Lookahead(torch.optim.Adam(module.parameters()))
     trained(module, optimizer, torch.ones(2, 4))
-    parts = measure_parts(module, [optimizer], None, CPU, start_bytes=0)
-    assert parts.optimizer_state_bytes == 2 * (40 + 10) * 4 + 2 * 4
+    breakdown = measure_breakdown(module, [optimizer], None, CPU, start_bytes=0)
+    assert breakdown.optimizer_state_bytes == 2 * (40 + 10) * 4 + 2 * 4
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors is in prototype stage")
 def test_a_tensor_that_says_nothing_of_what_it_wraps() -> None:
     batch = torch.masked.MaskedTensor(torch.ones(8, 4), torch.ones(8, 4, dtype=torch.bool))
-    assert measure_parts(nn.Linear(1, 1), [], batch, CPU, start_bytes=0).batch_bytes == 8 * 4 * 5
+    assert measure_breakdown(nn.Linear(1, 1), [], batch, CPU, start_bytes=0).batch_bytes == 8 * 4 * 5
 
 
 @dataclass
@@ -210,5 +210,5 @@ class Later:
 
 @pytest.mark.parametrize("batch", [Later(torch.ones(3, 2)), deque([torch.ones(3, 2)]), UserList([torch.ones(3, 2)])])
 def test_batches_that_are_not_quite_plain(batch) -> None:
-    assert measure_parts(nn.Linear(1, 1), [], batch, CPU, start_bytes=0).batch_bytes == 24
+    assert measure_breakdown(nn.Linear(1, 1), [], batch, CPU, start_bytes=0).batch_bytes == 24
     assert samples_in(batch) == 3

@@ -28,8 +28,8 @@ class Programs:
 
 
 class Compiled(Lawful):
-    def __init__(self, meter: Any, programs: Programs, batch_size: int = 3) -> None:
-        super().__init__(meter, law, batch_size)
+    def __init__(self, device_memory: Any, programs: Programs, batch_size: int = 3) -> None:
+        super().__init__(device_memory, law, batch_size)
         compiled = torch.compile(nn.Linear(1, 1), backend=programs)
         self.compiled = lambda x: compiled(x)  # a function: the finder puts the insides of other attributes back
 
@@ -55,12 +55,12 @@ class Notes(Callback):
         self.before = len(self.programs.made)
 
 
-def test_each_size_is_static_and_training_is_compiled_as_if_hard_coded(fit: Any, fake_meter: Any) -> None:
+def test_each_size_is_static_and_training_is_compiled_as_if_hard_coded(fit: Any, fake_device: Any) -> None:
     def run(batch_size: int, *callbacks: Callback) -> tuple[list[int | str], list[int | str], Any]:
         torch.compiler.reset()
-        meter, programs = fake_meter(budget_bytes=500 * MIB), Programs()
+        device_memory, programs = fake_device(budget_bytes=500 * MIB), Programs()
         notes = Notes(programs)
-        fit(Compiled(meter, programs, batch_size), notes, meter, *callbacks, max_steps=-1, max_epochs=2)
+        fit(Compiled(device_memory, programs, batch_size), notes, device_memory, *callbacks, max_steps=-1, max_epochs=2)
         return programs.made[: notes.before], programs.made[notes.before :], notes
 
     finder = BatchFinder()
@@ -72,13 +72,13 @@ def test_each_size_is_static_and_training_is_compiled_as_if_hard_coded(fit: Any,
     assert searched == hard_coded == [400, "any"]  # the last batch of an epoch is short, and compiled for any size
 
 
-def test_many_sizes_do_not_exhaust_the_compiler(fit: Any, fake_meter: Any) -> None:
+def test_many_sizes_do_not_exhaust_the_compiler(fit: Any, fake_device: Any) -> None:
     """Beyond its limit of programs for one function torch.compile gives up, and a probe would run something else."""
     from torch._dynamo import config
 
-    meter, programs, finder = fake_meter(budget_bytes=500 * MIB), Programs(), BatchFinder()
+    device_memory, programs, finder = fake_device(budget_bytes=500 * MIB), Programs(), BatchFinder()
     with config.patch(cache_size_limit=2):
-        fit(Compiled(meter, programs), finder, meter, max_steps=1)
+        fit(Compiled(device_memory, programs), finder, device_memory, max_steps=1)
     assert finder.plan is not None
     assert len(finder.plan.trials) > 2
     assert programs.made == [*(trial.batch_size for trial in finder.plan.trials), 400]

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn, optim
 
-from lightning_batchmem.measure.breakdown import measure_parts
+from lightning_batchmem.measure.breakdown import measure_breakdown
 from lightning_batchmem.measure.estimate import _RULES, Estimate, estimate_parts
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -55,8 +55,10 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def measured(module: nn.Module, optimizers: list[Any], batch: object, device: torch.device = CPU) -> Estimate:
-    parts = measure_parts(module, optimizers, batch, device, start_bytes=0)
-    return Estimate(parts.parameters_bytes, parts.gradients_bytes, parts.optimizer_state_bytes, parts.batch_bytes)
+    breakdown = measure_breakdown(module, optimizers, batch, device, start_bytes=0)
+    return Estimate(
+        breakdown.parameters_bytes, breakdown.gradients_bytes, breakdown.optimizer_state_bytes, breakdown.batch_bytes
+    )
 
 
 def step(module: nn.Module, batch: Tensor, *optimizers: optim.Optimizer) -> None:
@@ -234,7 +236,7 @@ NO_CAPTURE, NO_ITEM, NO_FUSED = "capturable", "meta tensors", "fused"  # why a s
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "scalars_bytes", "beside", "refusal"),
+    ("kind", "options", "scalars_bytes", "beside", "failure"),
     [
         (optim.Adam, {}, 4, False, None),
         (optim.Adam, CAPTURABLE, 4, True, NO_CAPTURE),
@@ -259,16 +261,16 @@ NO_CAPTURE, NO_ITEM, NO_FUSED = "capturable", "meta tensors", "fused"  # why a s
     ],
 )
 def test_small_state_lies_on_the_cpu_or_beside_the_parameter(
-    kind: type[optim.Optimizer], options: dict[str, Any], scalars_bytes: int, beside: bool, refusal: str | None
+    kind: type[optim.Optimizer], options: dict[str, Any], scalars_bytes: int, beside: bool, failure: str | None
 ) -> None:
     """The meta device stands for a GPU: torch makes the state there, and some steps can then not go on."""
     module = nn.Linear(3, 5, bias=False, device=META)
     module.weight.grad = torch.zeros_like(module.weight)
     optimizer = kind(module.parameters(), **options)
-    if refusal is None:
+    if failure is None:
         optimizer.step()
     else:
-        with pytest.raises((AssertionError, RuntimeError), match=refusal):
+        with pytest.raises((AssertionError, RuntimeError), match=failure):
             optimizer.step()
     state = [value for value in optimizer.state[module.weight].values() if isinstance(value, Tensor)]
     assert sum(tensor.nbytes for tensor in state if tensor.dim() == 0) == scalars_bytes

@@ -20,8 +20,8 @@ import psutil
 import pytest
 import torch
 
-from lightning_batchmem.devices import Reading
-from lightning_batchmem.measure.ranks import _TELL_SECONDS, Ranks, agreed, own_budget_bytes
+from lightning_batchmem.devices import MemoryStats
+from lightning_batchmem.measure.ranks import _TELL_SECONDS, Ranks, own_budget_bytes, worst_of_all
 from lightning_batchmem.plan.records import Trial
 from tests.search_ranks import train_as_rank
 
@@ -114,8 +114,8 @@ class Device:
     def budget_bytes(self) -> int:
         return self._budget_bytes
 
-    def current(self) -> Reading:
-        return Reading(self._held_bytes, None)
+    def current(self) -> MemoryStats:
+        return MemoryStats(self._held_bytes, None)
 
 
 def trainer_of(**attributes: Any) -> Any:
@@ -133,7 +133,7 @@ def test_one_rank_exchanges_with_nobody():
 def test_one_rank_keeps_its_own_error():
     ranks = Ranks(trainer_of())
     error = ValueError("the user's own")
-    with pytest.raises(ValueError, match="the user's own") as caught, ranks.together(), ranks.step_together():
+    with pytest.raises(ValueError, match="the user's own") as caught, ranks.fail_together(), ranks.collective_step():
         raise error
     assert caught.value is error
     assert ranks.in_step  # it has failed in one
@@ -141,7 +141,7 @@ def test_one_rank_keeps_its_own_error():
 
 def test_a_step_that_went_well_is_over():
     ranks = Ranks(trainer_of())
-    with ranks.step_together():
+    with ranks.collective_step():
         assert ranks.in_step
     assert not ranks.in_step
 
@@ -167,7 +167,7 @@ TRIAL = Trial(8, "ok", {"forward": 50, "backward": 70}, noise_bytes=3, peak_rese
 
 
 def test_one_rank_agrees_with_itself():
-    assert agreed(TRIAL, Ranks(trainer_of())) is TRIAL
+    assert worst_of_all(TRIAL, Ranks(trainer_of())) is TRIAL
 
 
 def test_the_worst_of_all_ranks_is_what_they_agree_on():
@@ -175,7 +175,7 @@ def test_the_worst_of_all_ranks_is_what_they_agree_on():
     low = [8.0, 0.0, 1.0, -1.0, 4.0, 0.0, 2.0, 3.0, 16.0, -1.0, 0.25, 10.0, 20.0, -1.0, -1.0]
     high = [8.0, 0.0, 9.0, 0.25, 7.0, 5.0, 1.0, 2.0, 24.0, 200.0, -1.0, 60.0, 65.0, 40.0, -1.0]
     own = replace(TRIAL, measured_steps=4, full_steps=5, samples_run=40, worker_bytes=2, fixed_bytes=6)
-    assert agreed(own, Rows(low, high)) == Trial(  # type: ignore[arg-type]
+    assert worst_of_all(own, Rows(low, high)) == Trial(  # type: ignore[arg-type]
         8,
         "ok",
         {"forward": 60, "backward": 70, "optimizer_step": 40},
@@ -193,23 +193,23 @@ def test_the_worst_of_all_ranks_is_what_they_agree_on():
 
 def test_what_no_rank_has_stays_missing():
     nothing = [8.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0]
-    trial = agreed(Trial(8, "ok", {}), Rows(nothing, nothing))  # type: ignore[arg-type]
+    trial = worst_of_all(Trial(8, "ok", {}), Rows(nothing, nothing))  # type: ignore[arg-type]
     assert (trial.phase_peak_bytes, trial.peak_reserved_bytes, trial.step_seconds) == ({}, None, None)
     assert trial.loose_share is None
 
 
 def test_out_of_memory_on_one_rank_is_so_for_all_and_says_where():
     fine = [8.0, 0.0, 0.0, -1.0, 0.0, 0.0, 1.0, 1.0, 8.0, -1.0, 0.1, 10.0, 20.0, -1.0, -1.0]
-    trial = agreed(TRIAL, Rows(fine, [8.0, 1.0, *fine[2:]]))  # type: ignore[arg-type]
+    trial = worst_of_all(TRIAL, Rows(fine, [8.0, 1.0, *fine[2:]]))  # type: ignore[arg-type]
     assert (trial.outcome, trial.error) == ("out_of_memory", "on rank 2: what 2 says")
-    trial = agreed(replace(TRIAL, outcome="out_of_memory", error="its own"), Rows(fine, fine))  # type: ignore[arg-type]
+    trial = worst_of_all(replace(TRIAL, outcome="out_of_memory", error="its own"), Rows(fine, fine))  # type: ignore[arg-type]
     assert (trial.outcome, trial.error) == ("out_of_memory", "on rank 0: its own")
 
 
 def test_ranks_that_ran_different_sizes_are_a_mistake_of_ours():
     other = [4.0, *[0.0] * 14]
     with pytest.raises(RuntimeError, match=r"different sizes, \[4.0, 8.0\]; please report this"):
-        agreed(TRIAL, Rows(other, other))  # type: ignore[arg-type]
+        worst_of_all(TRIAL, Rows(other, other))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -217,13 +217,13 @@ def test_ranks_that_ran_different_sizes_are_a_mistake_of_ours():
     [("host", {}, 900), ("host", {"num_processes": 1}, 900), ("host", {"num_processes": 4}, 300), ("cuda", {}, 900)],
 )
 def test_ranks_share_what_is_left_of_the_host(name: str, processes: dict[str, int], own_bytes: int):
-    meter: Any = Device(name, budget_bytes=900, held_bytes=100)
-    assert own_budget_bytes(meter, trainer_of(**processes)) == own_bytes
+    device_memory: Any = Device(name, budget_bytes=900, held_bytes=100)
+    assert own_budget_bytes(device_memory, trainer_of(**processes)) == own_bytes
 
 
 def test_a_device_is_a_rank_s_own():
-    meter: Any = Device("cuda", budget_bytes=900, held_bytes=100)
-    assert own_budget_bytes(meter, trainer_of(num_processes=4)) == 900
+    device_memory: Any = Device("cuda", budget_bytes=900, held_bytes=100)
+    assert own_budget_bytes(device_memory, trainer_of(num_processes=4)) == 900
 
 
 def same_plan(ended: Ended, *, ranks: int = 2) -> dict[str, Any]:

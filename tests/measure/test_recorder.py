@@ -16,13 +16,13 @@ def notes_of(error):
 
 
 @pytest.mark.parametrize(("at_step", "state"), [(0, 0), (3, 48)])
-def test_where_memory_ran_out_and_what_it_was_made_of(tmp_path, meter, at_step, state):
+def test_where_memory_ran_out_and_what_it_was_made_of(tmp_path, device_memory, at_step, state):
     def work(step, where):
         if where == "backward":
-            meter.use(50 * MIB)
+            device_memory.use(50 * MIB)
             if step == at_step:
-                meter.use(2000 * MIB)
-            meter.free()
+                device_memory.use(2000 * MIB)
+            device_memory.free()
 
     with pytest.raises(torch.cuda.OutOfMemoryError) as error:
         trainer_for(tmp_path, MemoryProfiler()).fit(Net(work), data())
@@ -33,27 +33,27 @@ def test_where_memory_ran_out_and_what_it_was_made_of(tmp_path, meter, at_step, 
     assert "optimizer state" in note
 
 
-def test_an_evaluation_that_runs_out(tmp_path, meter):
+def test_an_evaluation_that_runs_out(tmp_path, device_memory):
     def work(step, where):
         if where == "validation":
-            meter.use(2000 * MIB)
+            device_memory.use(2000 * MIB)
 
     with pytest.raises(torch.cuda.OutOfMemoryError) as error:
         trainer_for(tmp_path, MemoryProfiler(), num_sanity_val_steps=0).fit(Validated(work), data(), data(samples=8))
     assert "memory ran out in validate step 0 with a batch of 4 samples" in notes_of(error)
 
 
-def test_memory_that_runs_out_between_two_steps(tmp_path, meter):
+def test_memory_that_runs_out_between_two_steps(tmp_path, device_memory):
     class Takes(Callback):
         def on_train_epoch_end(self, *_):
-            meter.use(2000 * MIB)
+            device_memory.use(2000 * MIB)
 
     with pytest.raises(torch.cuda.OutOfMemoryError) as error:
         trainer_for(tmp_path, MemoryProfiler(), Takes()).fit(Net(), data())
     assert "memory ran out between two steps" in notes_of(error)
 
 
-def test_another_error_gets_no_note(tmp_path, meter):
+def test_another_error_gets_no_note(tmp_path, device_memory):
     def work(step, where):
         raise KeyError("the user's own error")
 
@@ -62,13 +62,13 @@ def test_another_error_gets_no_note(tmp_path, meter):
     assert notes_of(error) == ""
 
 
-def test_a_device_that_answers_no_more_does_not_hide_the_users_error(tmp_path, meter, monkeypatch):
+def test_a_device_that_answers_no_more_does_not_hide_the_users_error(tmp_path, device_memory, monkeypatch):
     def broken():
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     def work(step, where):
         if step == 2:
-            monkeypatch.setattr(meter, "counters", broken)
+            monkeypatch.setattr(device_memory, "counters", broken)
             raise KeyError("the user's own error")
 
     with pytest.raises(KeyError) as error:
@@ -82,7 +82,7 @@ class FakeSnapshot:
     made: list[FakeSnapshot] = []  # noqa: RUF012 - one for each test, below
 
     @classmethod
-    def start(cls, directory, meter):
+    def start(cls, directory, device_memory):
         snapshot = cls()
         snapshot.directory, snapshot.written, snapshot.stopped = directory, [], 0
         cls.made.append(snapshot)
@@ -97,13 +97,13 @@ class FakeSnapshot:
 
 
 @pytest.mark.parametrize("runs_out", [True, False])
-def test_a_snapshot_is_written_when_memory_runs_out_and_only_then(tmp_path, meter, monkeypatch, runs_out):
+def test_a_snapshot_is_written_when_memory_runs_out_and_only_then(tmp_path, device_memory, monkeypatch, runs_out):
     monkeypatch.setattr(lightning_batchmem.memory_profiler, "OomSnapshot", FakeSnapshot)
     monkeypatch.setattr(FakeSnapshot, "made", [])
 
     def work(step, where):
         if step == 2 and runs_out:
-            meter.use(2000 * MIB)
+            device_memory.use(2000 * MIB)
 
     trainer = trainer_for(tmp_path, MemoryProfiler(snapshot="on_oom"))
     if runs_out:
@@ -128,7 +128,7 @@ def test_arguments_that_cannot_be(arguments):
         MemoryProfiler(**arguments)
 
 
-def test_manual_optimization_marks_every_forward_and_automatic_the_first(tmp_path, meter):
+def test_manual_optimization_marks_every_forward_and_automatic_the_first(tmp_path, device_memory):
     """After the only optimizer's step nothing of a step follows, which saves the device a question."""
     asked = []
 
@@ -136,12 +136,12 @@ def test_manual_optimization_marks_every_forward_and_automatic_the_first(tmp_pat
         def on_train_batch_start(self, *_):
             asked.append(0)
 
-    peak = meter.peak
+    peak = device_memory.peak
 
     def counted():
         asked[-1] += 1
         return peak()
 
-    meter.peak = counted
+    device_memory.peak = counted
     trainer_for(tmp_path, Count(), MemoryProfiler()).fit(Net(), data())
     assert asked == [3] * 6

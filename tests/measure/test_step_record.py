@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_batchmem.measure.phases import StepPeaks
-from lightning_batchmem.measure.step_record import Step, StepClock, Tally
+from lightning_batchmem.measure.step_record import StepRecord, StepTimer, StepTotals
 
 MIB = 2**20
 
@@ -20,7 +20,7 @@ def now(monkeypatch):
 
 
 def test_a_step_lasts_from_the_end_of_the_last_and_waits_until_its_batch_is_there(now):
-    clock = StepClock()
+    clock = StepTimer()
     now.seconds += 3
     clock.start()
     now.seconds += 4
@@ -34,7 +34,7 @@ def test_a_step_lasts_from_the_end_of_the_last_and_waits_until_its_batch_is_ther
 
 
 def test_evaluation_is_left_out(now):
-    clock = StepClock()
+    clock = StepTimer()
     clock.start()
     clock.stop()
     clock.leave()
@@ -48,7 +48,7 @@ def test_evaluation_is_left_out(now):
 
 
 def test_between_epochs_nothing_counts(now):
-    clock = StepClock()
+    clock = StepTimer()
     now.seconds += 50
     clock.restart()
     now.seconds += 2
@@ -57,7 +57,7 @@ def test_between_epochs_nothing_counts(now):
 
 
 def test_after_a_checkpoint_the_wait_is_missing_once(now):
-    clock = StepClock()
+    clock = StepTimer()
     clock.forget_wait()
     now.seconds += 50
     clock.start()
@@ -70,11 +70,11 @@ def test_after_a_checkpoint_the_wait_is_missing_once(now):
 
 
 def step(number, peak, *, size=4, seconds=2.0, wait=0.5, reserved=None):
-    return Step(number, size, StepPeaks({"forward": peak * MIB, "backward": MIB}, reserved), seconds, wait)
+    return StepRecord(number, size, StepPeaks({"forward": peak * MIB, "backward": MIB}, reserved), seconds, wait)
 
 
 def tally(*steps):
-    total = Tally()
+    total = StepTotals()
     for one in steps:
         total.add(one)
     return total

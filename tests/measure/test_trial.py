@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from lightning_batchmem.measure.phases import PhaseMarks
+from lightning_batchmem.measure.phases import PhasePeaks
 from lightning_batchmem.measure.steps import Steps
 from lightning_batchmem.measure.trial import Looseness, measure
 from lightning_batchmem.plan.records import MIB
-from tests.conftest import FakeMeter
+from tests.conftest import FakeDevice
 
 
-class Heap(FakeMeter):
+class Heap(FakeDevice):
     """Holds holes between its blocks, as the host's heap does."""
 
     def hold(self, *, in_use: int, loose: int) -> None:
@@ -91,7 +91,7 @@ def test_the_first_step_at_a_size_is_no_noise(heap: Heap, warmup: int, peaks: li
     trial = measure(
         steps,
         heap,
-        PhaseMarks(heap),
+        PhasePeaks(heap),
         Looseness(heap),
         4,
         warmup_steps=warmup,

@@ -65,9 +65,9 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_line_is_never_below_a_point_and_never_falls() -> None:
     for points in ({2: 100, 8: 400}, {2: 100, 4: 90, 8: 300}, {2: 100, 4: 250, 8: 260}, {2: 500, 8: 100}):
         memory = WorkerMemory(points, least_bytes_per_sample=3.5)
-        bounds = [memory.bytes_at(size) for size in range(1, 50)]
+        search_limits = [memory.bytes_at(size) for size in range(1, 50)]
         assert all(memory.bytes_at(size) >= held for size, held in points.items())
-        assert all(larger - smaller >= 3 for smaller, larger in pairwise(bounds[1:]))
+        assert all(larger - smaller >= 3 for smaller, larger in pairwise(search_limits[1:]))
     assert WorkerMemory({2: 100, 8: 400}, 3.5).bytes_at(14) == 700
     assert WorkerMemory({4: 100}, 3.5).bytes_at(8) == 200
 

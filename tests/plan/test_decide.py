@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 import lightning_batchmem.plan.decide as decide_module
 from lightning_batchmem.plan.decide import decide
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import PHASES, Bounds, Probe, Refusal, Trial
-from lightning_batchmem.plan.sizes import look, repeatability_of, surely_fits
+from lightning_batchmem.plan.records import PHASES, NextSize, SearchFailed, SearchLimits, Trial
+from lightning_batchmem.plan.sizes import guaranteed_size, repeatability_of, search_state
 
 GB = 10**9
 MANY = 4_000_000  # more samples than any law here has room for
 Law = list[list[tuple[float, float]]]  # for each phase the lines (a, b) whose maximum a + b * size is its peak
 
 
-def bounds(limit: float, cap: int = MANY, low: int = 1, **more: object) -> Bounds:
-    return Bounds(int(limit), low, cap, "dataset", **more)  # type: ignore[arg-type]
+def search_limits(limit: float, cap: int = MANY, low: int = 1, **more: object) -> SearchLimits:
+    return SearchLimits(int(limit), low, cap, "dataset", **more)  # type: ignore[arg-type]
 
 
 def peaks(law: Law, size: int) -> list[float]:
@@ -40,7 +40,7 @@ def oracle(law: Law, limit: int, cap: int = MANY) -> int:
 
 @dataclass
 class Driven:
-    step: Plan | Refusal
+    step: Plan | SearchFailed
     trials: list[Trial]
 
     @property
@@ -52,26 +52,29 @@ class Driven:
     def sizes(self) -> list[int]:
         return [trial.batch_size for trial in self.trials]
 
-    def over(self, limit: float) -> list[int]:
+    def too_large(self, limit: float) -> list[int]:
         return [t.batch_size for t in self.trials if t.outcome != "ok" or t.held_bytes > limit]
 
 
 def drive(
-    measure: Callable[[int], Trial], bounds: Bounds, repeatability: float = 0.0, start: list[Trial] | None = None
+    measure: Callable[[int], Trial],
+    search_limits: SearchLimits,
+    repeatability: float = 0.0,
+    start: list[Trial] | None = None,
 ) -> Driven:
     """What the finder does, and what must hold of every search whatever the device answers."""
     trials = list(start or [])
-    while isinstance(step := decide(trials, bounds, repeatability), Probe):
+    while isinstance(step := decide(trials, search_limits, repeatability), NextSize):
         assert step.batch_size not in [trial.batch_size for trial in trials]
-        assert 1 <= step.batch_size <= bounds.max_batch_size
-        assert step.batch_size >= bounds.min_batch_size
+        assert 1 <= step.batch_size <= search_limits.max_batch_size
+        assert step.batch_size >= search_limits.min_batch_size
         assert str(step.batch_size) in step.reason
         trials.append(measure(step.batch_size))
         assert len(trials) <= 10
     if isinstance(step, Plan):
         chosen = [t for t in trials if t.batch_size == step.batch_size]
-        assert chosen or bounds.max_batch_size == 1
-        assert all(t.outcome == "ok" and t.held_bytes <= bounds.limit_bytes for t in chosen)
+        assert chosen or search_limits.max_batch_size == 1
+        assert all(t.outcome == "ok" and t.held_bytes <= search_limits.limit_bytes for t in chosen)
         assert Plan.from_json(step.to_json()) == step
     assert step.trials == tuple(trials)
     return Driven(step, trials)
@@ -100,7 +103,7 @@ def line(a: float, b: float) -> Law:
 
 def test_a_straight_law_takes_four_sizes() -> None:
     limit = 10_000
-    driven = drive(device(line(1000, 30), limit), bounds(limit, multiple_of=1))
+    driven = drive(device(line(1000, 30), limit), search_limits(limit, multiple_of=1))
     # 2, and 4 times as many, which surely fits; 8 times as many; then (10000 - 1000) / 30
     assert driven.sizes == [2, 8, 64, 299]
     plan = driven.plan
@@ -115,32 +118,32 @@ def test_a_straight_law_takes_four_sizes() -> None:
 
 def test_an_unconfirmed_step_uses_an_eighth_of_the_room() -> None:
     law, limit = line(9000, 10), 10_040
-    driven = drive(device(law, limit), bounds(limit, multiple_of=1))
+    driven = drive(device(law, limit), search_limits(limit, multiple_of=1))
     # Twice as much might not fit (9020 of 10040), so 3. An eighth of the room is 126 bytes there; a sample takes
     # 10 bytes, and may take 11 by the rounding: 11 more.
     assert driven.sizes == [2, 3, 14, 103]  # 104 would be exactly the limit, without room for the rounding
 
 
 def test_confirmed_lines_are_followed_to_48_times_the_largest_size_at_most() -> None:
-    driven = drive(device(line(10**6, 1), 10**7), bounds(10**7, cap=10**6, multiple_of=1))
+    driven = drive(device(line(10**6, 1), 10**7), search_limits(10**7, cap=10**6, multiple_of=1))
     assert driven.sizes == [2, 8, 64, 3072, 147456, 10**6]
 
 
 def test_no_stop_is_made_just_before_the_end() -> None:
     """A stop at 32 of 35, which would surely fit, would push nearly as many samples through as the end itself."""
-    driven = drive(device(line(1000, 1000), 36_100), bounds(36_100, multiple_of=1))
+    driven = drive(device(line(1000, 1000), 36_100), search_limits(36_100, multiple_of=1))
     assert driven.sizes == [2, 8, 17, 35]
 
 
 def test_noise_that_makes_the_end_is_sharpened_half_way_there() -> None:
     """The noise lets 83 samples in, and without it there is room for 200: at half of 83 the lines are sharper."""
     trials = [Trial(size, "ok", {"forward": 1000 + 10 * size}, noise_bytes=200, full_steps=2) for size in (2, 4, 16)]
-    step = decide(trials, bounds(3000, multiple_of=1))
-    assert isinstance(step, Probe)
+    step = decide(trials, search_limits(3000, multiple_of=1))
+    assert isinstance(step, NextSize)
     assert step.batch_size == 41
     quiet = [dataclasses.replace(trial, noise_bytes=0) for trial in trials]
-    step = decide(quiet, bounds(3000, multiple_of=1))
-    assert isinstance(step, Probe)
+    step = decide(quiet, search_limits(3000, multiple_of=1))
+    assert isinstance(step, NextSize)
     assert step.batch_size == pytest.approx(200, abs=2)
 
 
@@ -150,14 +153,14 @@ def test_where_all_is_noise_half_steps_are_not_made() -> None:
         Trial(size, "ok", {"forward": peak}, noise_bytes=30_000, full_steps=2)
         for size, peak in ((2, 630_000), (3, 606_000), (4, 624_000))
     ]
-    step = decide(trials, bounds(800_000, multiple_of=1))
-    assert isinstance(step, Probe)
+    step = decide(trials, search_limits(800_000, multiple_of=1))
+    assert isinstance(step, NextSize)
     assert step.batch_size > 8
 
 
 def test_a_search_pushes_at_most_four_times_its_size_through_two_steps_at_each() -> None:
     for limit in range(1_200, 40_000, 97):
-        driven = drive(device(line(1000, 3), limit), bounds(limit, multiple_of=1))
+        driven = drive(device(line(1000, 3), limit), search_limits(limit, multiple_of=1))
         assert 2 * sum(driven.sizes[1:]) <= 4 * driven.plan.batch_size, driven.sizes
 
 
@@ -165,102 +168,104 @@ def test_a_search_pushes_at_most_four_times_its_size_through_two_steps_at_each()
 def test_a_small_gain_is_not_chased_where_the_search_has_become_dear(limit: int, goes_on: bool) -> None:
     """Sizes of 1304 in all lie behind: less than 20 % more than 800 is not worth another probe, 21 % is."""
     trials = [Trial(size, "ok", {"forward": 1000 + 10 * size}, full_steps=2) for size in (2, 4, 500, 800)]
-    step = decide(trials, bounds(limit, multiple_of=1))
-    assert isinstance(step, Probe if goes_on else Plan)
+    step = decide(trials, search_limits(limit, multiple_of=1))
+    assert isinstance(step, NextSize if goes_on else Plan)
 
 
 def test_sizes_from_64_on_are_multiples_of_8_by_default() -> None:
-    driven = drive(device(line(1000, 30), 10_000), bounds(10_000))
+    driven = drive(device(line(1000, 30), 10_000), search_limits(10_000))
     assert driven.plan.batch_size == 296
     assert all(size % 8 == 0 for size in driven.sizes if size >= 64)
 
 
 @pytest.mark.parametrize("multiple", [3, 32])
 def test_every_size_is_a_multiple_when_asked_for(multiple: int) -> None:
-    driven = drive(device(line(1000, 3), 10_000), bounds(10_000, multiple_of=multiple))
+    driven = drive(device(line(1000, 3), 10_000), search_limits(10_000, multiple_of=multiple))
     assert all(size % multiple == 0 for size in driven.sizes)
     assert driven.plan.batch_size >= 0.97 * 3000 - multiple
 
 
 def test_no_multiple_in_the_range_is_refused() -> None:
-    step = decide([], bounds(10_000, cap=20, multiple_of=32))
-    assert isinstance(step, Refusal)
+    step = decide([], search_limits(10_000, cap=20, multiple_of=32))
+    assert isinstance(step, SearchFailed)
     assert "no multiple of 32 lies within the bounds: min_batch_size is 1 and" in step.reason
 
 
 def test_a_range_without_a_multiple_of_8_takes_its_end() -> None:
-    driven = drive(device(line(0, 1), 10_000), bounds(10_000, low=65, cap=70))
+    driven = drive(device(line(0, 1), 10_000), search_limits(10_000, low=65, cap=70))
     assert driven.sizes == [70]
 
 
 def test_a_data_set_below_the_smallest_probe_needs_no_search() -> None:
-    plan = decide([], Bounds(10_000, 1, 1, "dataset"))
+    plan = decide([], SearchLimits(10_000, 1, 1, "dataset"))
     assert isinstance(plan, Plan)
     assert (plan.batch_size, plan.limited_by, plan.verified) == (1, "dataset", False)
     assert (plan.trials, plan.measured_peak_bytes) == ((), None)
-    assert isinstance(decide([], Bounds(10_000, 1, 1, "max_batch_size")), Probe)  # the user's word is no data set
+    assert isinstance(
+        decide([], SearchLimits(10_000, 1, 1, "max_batch_size")), NextSize
+    )  # the user's word is no data set
 
 
 @pytest.mark.parametrize("cap", [2, 3, 5, 50, 300])
 def test_the_cap_is_run_and_named(cap: int) -> None:
-    driven = drive(device(line(1000, 1), 10_000), bounds(10_000, cap=cap, multiple_of=1))
+    driven = drive(device(line(1000, 1), 10_000), search_limits(10_000, cap=cap, multiple_of=1))
     assert (driven.plan.batch_size, driven.plan.limited_by) == (cap, "dataset")
     assert f"no more than {cap} samples" in driven.plan.reason
     assert len(driven.sizes) <= 4
 
 
 def test_a_cap_of_the_user_is_named_so() -> None:
-    driven = drive(device(line(1000, 1), 10_000), Bounds(10_000, 2, 16, "max_batch_size"))
+    driven = drive(device(line(1000, 1), 10_000), SearchLimits(10_000, 2, 16, "max_batch_size"))
     assert driven.plan.limited_by == "max_batch_size"
     assert "max_batch_size is 16" in driven.plan.reason
 
 
 def test_a_flat_law_ends_at_the_cap() -> None:
-    driven = drive(device(line(9000, 0), 10_000), bounds(10_000, cap=50_000))
+    driven = drive(device(line(9000, 0), 10_000), search_limits(10_000, cap=50_000))
     assert driven.plan.batch_size == 50_000
     assert driven.plan.limited_by == "dataset"
 
 
 def test_the_smallest_size_is_respected() -> None:
-    driven = drive(device(line(1000, 1), 10_000), bounds(10_000, low=100, multiple_of=1))
+    driven = drive(device(line(1000, 1), 10_000), search_limits(10_000, low=100, multiple_of=1))
     assert driven.sizes[:2] == [100, 400]
 
 
 def test_nothing_fits() -> None:
-    step = drive(device(line(20 * 2**20, 0), 10 * 2**20), bounds(10 * 2**20, low=2)).step
-    assert isinstance(step, Refusal)
+    step = drive(device(line(20 * 2**20, 0), 10 * 2**20), search_limits(10 * 2**20, low=2)).step
+    assert isinstance(step, SearchFailed)
     assert step.reason.startswith(
         "nothing fits: 2 samples, the smallest size allowed, held 20.0 MiB under a limit of 10.0"
     )
-    step = drive(device(line(20, 0), 10, runs_out=True), bounds(10)).step
-    assert isinstance(step, Refusal)
+    step = drive(device(line(20, 0), 10, runs_out=True), search_limits(10)).step
+    assert isinstance(step, SearchFailed)
     assert step.reason.startswith("nothing fits: 1 samples, the smallest size allowed, ran out of memory")
 
 
 def test_one_sample_where_two_do_not_fit() -> None:
-    driven = drive(device(line(0, 10), 15), bounds(15))
+    driven = drive(device(line(0, 10), 15), search_limits(15))
     assert driven.sizes == [2, 1]
     assert (driven.plan.batch_size, driven.plan.predicted_peak_bytes) == (1, None)
 
 
 def test_the_second_size_is_smaller_than_twice_the_first_when_twice_might_not_fit() -> None:
-    driven = drive(device(line(0, 30), 100), bounds(100))
+    driven = drive(device(line(0, 30), 100), search_limits(100))
     assert driven.sizes == [2, 3]
     assert driven.plan.batch_size == 3
-    assert not driven.over(100)
+    assert not driven.too_large(100)
 
 
 def test_a_plan_of_one_measured_step_is_not_verified() -> None:
-    driven = drive(lambda size: Trial(size, "ok", {"forward": size}, measured_steps=1), bounds(100, cap=4))
+    driven = drive(lambda size: Trial(size, "ok", {"forward": size}, measured_steps=1), search_limits(100, cap=4))
     assert not driven.plan.verified
 
 
 @pytest.mark.parametrize(("limit", "more"), [(9140, 813), (9200, 819)])
 def test_two_percent_more_is_worth_another_probe_and_less_is_not(limit: int, more: int) -> None:
     trials = [Trial(size, "ok", {"forward": 1000 + 10 * size}) for size in (2, 4, 8, 800)]
-    step = decide(trials, bounds(limit, multiple_of=1))
+    step = decide(trials, search_limits(limit, multiple_of=1))
     if more > 1.02 * 800:
-        assert isinstance(step, Probe)
+        assert isinstance(step, NextSize)
         assert step.batch_size == more
     else:
         assert isinstance(step, Plan)
@@ -274,8 +279,8 @@ def test_reserved_bytes_are_held_against_the_limit() -> None:
             size, "ok", {"forward": allocated}, peak_reserved_bytes=allocated + 50_000, measured_steps=3, full_steps=3
         )
 
-    driven = drive(measure, bounds(1_000_000, multiple_of=1))
-    assert not driven.over(1_000_000)
+    driven = drive(measure, search_limits(1_000_000, multiple_of=1))
+    assert not driven.too_large(1_000_000)
     assert 830 <= driven.plan.batch_size <= 850
     assert driven.plan.measured_peak_bytes == 150_000 + 1000 * driven.plan.batch_size
 
@@ -287,10 +292,16 @@ def test_memory_that_lasts_from_step_to_step_lets_the_second_size_be_larger() ->
         return Trial(size, "ok", {"forward": 1000 + 5 * size}, measured_steps=3, full_steps=3, fixed_bytes=fixed_bytes)
 
     fixed_bytes = 0
-    assert drive(measure, bounds(1500, multiple_of=1)).sizes[:2] == [2, 3]  # twice as many might take twice as much
+    assert drive(measure, search_limits(1500, multiple_of=1)).sizes[:2] == [
+        2,
+        3,
+    ]  # twice as many might take twice as much
     fixed_bytes = 1000
-    assert drive(measure, bounds(1500, multiple_of=1)).sizes[:2] == [2, 8]
-    assert drive(measure, bounds(1036, multiple_of=1)).sizes[:2] == [2, 6]  # 6.5 times (10 and 1 for the rounding)
+    assert drive(measure, search_limits(1500, multiple_of=1)).sizes[:2] == [2, 8]
+    assert drive(measure, search_limits(1036, multiple_of=1)).sizes[:2] == [
+        2,
+        6,
+    ]  # 6.5 times (10 and 1 for the rounding)
 
 
 @given(st.integers(0, 10**6), st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**5)), min_size=1, max_size=6))
@@ -298,8 +309,8 @@ def test_what_surely_fits_does_so_under_any_law(fixed: int, moments: list[tuple[
     law = [[(fixed + more, per_sample) for more, per_sample in moments]]
     limit = 10**7
     first = Trial(2, "ok", {"forward": int(max(peaks(law, 2)))}, fixed_bytes=fixed)
-    search = look((first,), bounds(limit), 0.0, 1, MANY)
-    size = surely_fits(search)
+    search = search_state((first,), search_limits(limit), 0.0, 1, MANY)
+    size = guaranteed_size(search)
     assert size >= 2
     assert max(peaks(law, size)) <= limit
     assert size >= 4 or max(peaks([[(fixed, (max(peaks(law, 2)) - fixed) / 2)]], 4.5)) > limit - 3  # nor is it timid
@@ -326,13 +337,13 @@ def test_the_noise_of_what_comes_and_goes_is_no_contradiction() -> None:
         return Trial(size, "ok", peak, noise_bytes=1000, full_steps=3, fixed_bytes=fixed_bytes, loose_share=loose_share)
 
     fixed_bytes, loose_share = 400_000, 0.0  # lines may differ by little, and still nothing is contradicted
-    driven = drive(measure, bounds(10**6, cap=5000, multiple_of=1), repeatability=0.4)
+    driven = drive(measure, search_limits(10**6, cap=5000, multiple_of=1), repeatability=0.4)
     assert driven.plan.batch_size == 5000
     assert driven.plan.memory is not None
     fixed_bytes = 0
-    refusal = drive(measure, bounds(10**6, cap=5000, multiple_of=1), repeatability=0.4).step
-    assert isinstance(refusal, Refusal)
-    assert "the peak fell" in refusal.reason
+    failure = drive(measure, search_limits(10**6, cap=5000, multiple_of=1), repeatability=0.4).step
+    assert isinstance(failure, SearchFailed)
+    assert "the peak fell" in failure.reason
 
 
 def test_a_heap_without_holes_leaves_less_room() -> None:
@@ -341,7 +352,7 @@ def test_a_heap_without_holes_leaves_less_room() -> None:
             peak = {"forward": 1000 + 10 * size}
             return Trial(size, "ok", peak, measured_steps=3, full_steps=3, fixed_bytes=1000, loose_share=loose_share)
 
-        return drive(measure, bounds(11_000, multiple_of=1), repeatability=0.4).plan.batch_size
+        return drive(measure, search_limits(11_000, multiple_of=1), repeatability=0.4).plan.batch_size
 
     assert sized(0.0) > 900  # of 1000
     assert sized(0.0) > sized(0.4) > sized(None)
@@ -350,7 +361,7 @@ def test_a_heap_without_holes_leaves_less_room() -> None:
 def test_the_step_that_may_be_the_answer_is_named_and_a_stop_before_it_is_early_where_steps_differ() -> None:
     def way(repeatability: float) -> list[tuple[int, bool]]:
         trials: list[Trial] = []
-        while isinstance(step := decide(trials, bounds(10**6, multiple_of=1), repeatability), Probe):
+        while isinstance(step := decide(trials, search_limits(10**6, multiple_of=1), repeatability), NextSize):
             asked.append((step.batch_size, step.may_be_last))
             trials.append(Trial(step.batch_size, "ok", {"forward": 10_000 * step.batch_size}, full_steps=3))
         return asked
@@ -362,7 +373,7 @@ def test_the_step_that_may_be_the_answer_is_named_and_a_stop_before_it_is_early_
 
 
 def test_host_memory_keeps_room_for_what_is_not_repeatable() -> None:
-    driven = drive(device(line(0, 1000), 10**6), bounds(10**6, multiple_of=1), repeatability=0.2)
+    driven = drive(device(line(0, 1000), 10**6), search_limits(10**6, multiple_of=1), repeatability=0.2)
     assert 700 < driven.plan.batch_size < 900
 
 
@@ -371,9 +382,9 @@ def test_host_memory_keeps_room_for_what_is_not_repeatable() -> None:
 
 def test_gains_that_the_device_cannot_repeat_are_not_chased() -> None:
     """On the host a transformer was run at 44, 45, 46 and 47 samples, each a little below the bound of the last."""
-    bounds = Bounds(limit_bytes=800_000, min_batch_size=2, max_batch_size=10_000, max_reason="dataset")
+    search_limits = SearchLimits(limit_bytes=800_000, min_batch_size=2, max_batch_size=10_000, max_reason="dataset")
     trials: list[Trial] = []
-    while isinstance(step := decide(trials, bounds, repeatability=0.4), Probe):
+    while isinstance(step := decide(trials, search_limits, repeatability=0.4), NextSize):
         grown = 4_800 * step.batch_size
         off = 0.03 * grown * (-1) ** len(trials)
         peak = 440_000 + round(grown + off)
@@ -386,8 +397,8 @@ def test_gains_that_the_device_cannot_repeat_are_not_chased() -> None:
 def test_yolov5_9287_is_refused() -> None:
     rows = [(1, 2.798), (2, 2.749), (4, 2.718), (8, 2.720), (16, 5.207)]
     trials = [Trial(size, "ok", {"forward": round(peak * GB)}) for size, peak in rows]
-    step = decide(trials, bounds(16 * GB))
-    assert isinstance(step, Refusal)
+    step = decide(trials, search_limits(16 * GB))
+    assert isinstance(step, SearchFailed)
     assert "the peak fell from" in step.reason
     assert step.trials == tuple(trials)
 
@@ -398,11 +409,11 @@ def test_ultralytics_1451_goes_on_measuring_and_ends_with_a_size_that_fits(per_s
     limit = 16.87 * GB
     rows = [(1, 0.285), (2, 0.445), (4, 0.470), (8, 0.719), (16, 1.197)]
     trials = [Trial(size, "ok", {"forward": round(peak * GB)}, measured_steps=3, full_steps=3) for size, peak in rows]
-    step = decide(trials, bounds(limit))
-    assert isinstance(step, Probe)
+    step = decide(trials, search_limits(limit))
+    assert isinstance(step, NextSize)
     assert 16 < step.batch_size <= 128
     law = [[(0.241 * GB, 0.05975 * GB), ((1.197 - 16 * per_sample) * GB, per_sample * GB)]]  # bends above 16
-    driven = drive(device(law, limit, runs_out), bounds(limit), start=trials)
+    driven = drive(device(law, limit, runs_out), search_limits(limit), start=trials)
     best = oracle(law, int(limit))
     assert 0.95 * best - 8 <= driven.plan.batch_size <= best < 281
 
@@ -411,8 +422,8 @@ def test_ultralytics_1451_goes_on_measuring_and_ends_with_a_size_that_fits(per_s
 def test_a_law_that_is_nearly_flat_up_to_8_samples_and_steep_after(runs_out: bool) -> None:
     limit = 40 * GB
     law = [[(18.292 * GB, 0.001 * GB), (18.3 * GB - 8 * 0.245 * GB, 0.245 * GB)]]
-    driven = drive(device(law, limit, runs_out), bounds(limit, multiple_of=1))
-    assert not driven.over(limit)
+    driven = drive(device(law, limit, runs_out), search_limits(limit, multiple_of=1))
+    assert not driven.too_large(limit)
     assert 0.97 * oracle(law, limit) <= driven.plan.batch_size <= oracle(law, limit) == 96
 
 
@@ -422,23 +433,23 @@ def test_a_law_that_is_nearly_flat_up_to_8_samples_and_steep_after(runs_out: boo
 def test_a_measured_failure_is_interpolated() -> None:
     limit = 100_000
     law = [[(10_000, 1), (-410_000, 500)]]  # the hidden part is steeper than any proportion: nothing could foresee it
-    driven = drive(device(law, limit), bounds(limit, multiple_of=1))
-    assert driven.over(limit)
+    driven = drive(device(law, limit), search_limits(limit, multiple_of=1))
+    assert driven.too_large(limit)
     assert 0.97 * oracle(law, limit) <= driven.plan.batch_size <= oracle(law, limit) == 1020
 
 
 def test_the_secant_to_a_measured_failure_is_a_safe_step() -> None:
     trials = [Trial(size, "ok", {"forward": peak}) for size, peak in [(10, 1000), (20, 1100), (40, 5000)]]
-    step = decide(trials, bounds(4000))
-    assert isinstance(step, Probe)
+    step = decide(trials, search_limits(4000))
+    assert isinstance(step, NextSize)
     assert step.batch_size == 34  # 20 + 2900 / 195 = 34.9; the middle of 20 and 40 would be 28
 
 
 def test_out_of_memory_is_stepped_down_from_without_passing_it_again() -> None:
     limit = 100_000
     law = [[(10_000, 1), (-410_000, 500)]]
-    driven = drive(device(law, limit, runs_out=True), bounds(limit, multiple_of=1))
-    failed = driven.over(limit)
+    driven = drive(device(law, limit, runs_out=True), search_limits(limit, multiple_of=1))
+    failed = driven.too_large(limit)
     assert failed
     for index, size in enumerate(driven.sizes):
         assert all(size < earlier for earlier in driven.sizes[:index] if earlier in failed)
@@ -448,8 +459,8 @@ def test_out_of_memory_is_stepped_down_from_without_passing_it_again() -> None:
 
 def test_a_contradiction_after_good_sizes_is_refused() -> None:
     trials = [Trial(2, "ok", {"forward": 100}), Trial(4, "out_of_memory", {}), Trial(8, "ok", {"forward": 100})]
-    step = decide(trials, bounds(1000))
-    assert isinstance(step, Refusal)
+    step = decide(trials, search_limits(1000))
+    assert isinstance(step, SearchFailed)
     assert "although 4 had run out of memory" in step.reason
 
 
@@ -461,7 +472,7 @@ def timed(t0: float, c: float) -> Callable[[int], Trial]:
 
 
 def test_throughput_takes_the_smallest_size_near_the_best() -> None:
-    driven = drive(timed(0.1, 0.001), bounds(10_000, multiple_of=1, objective="throughput"))
+    driven = drive(timed(0.1, 0.001), search_limits(10_000, multiple_of=1, objective="throughput"))
     most = max(driven.sizes)
     assert most >= 8900
     wanted = 0.95 * 0.1 * most / (0.1 + 0.001 * most * 0.05)
@@ -478,30 +489,30 @@ def test_throughput_is_probed_once_even_when_the_probe_changes_the_time_line() -
         seconds = 0.1 + 0.001 * size if size < 100 or size > 8000 else 9.0  # slow just where the knee is expected
         return Trial(size, "ok", {"forward": 1000 + size}, 0, None, seconds, 3)
 
-    driven = drive(measure, bounds(10_000, multiple_of=1, objective="throughput"))
+    driven = drive(measure, search_limits(10_000, multiple_of=1, objective="throughput"))
     assert driven.sizes[-2] > driven.sizes[-1]
     assert sorted(driven.sizes[:-1]) == driven.sizes[:-1]
 
 
 def test_throughput_without_work_for_each_sample_wants_95_percent_of_the_size() -> None:
-    driven = drive(timed(0.1, 0.0), bounds(10_000, cap=1000, multiple_of=1, objective="throughput"))
+    driven = drive(timed(0.1, 0.0), search_limits(10_000, cap=1000, multiple_of=1, objective="throughput"))
     assert driven.plan.batch_size == 950
 
 
 def test_throughput_without_overhead_takes_the_first_size() -> None:
-    driven = drive(timed(0.0, 0.001), bounds(10_000, objective="throughput"))
+    driven = drive(timed(0.0, 0.001), search_limits(10_000, objective="throughput"))
     assert driven.plan.batch_size == 2
     assert driven.plan.limited_by == "throughput"
 
 
 def test_throughput_without_times_is_the_memory_answer() -> None:
-    driven = drive(device(line(1000, 1), 10_000), bounds(10_000, cap=500, objective="throughput"))
+    driven = drive(device(line(1000, 1), 10_000), search_limits(10_000, cap=500, objective="throughput"))
     assert (driven.plan.batch_size, driven.plan.limited_by) == (496, "dataset")
 
 
 @pytest.mark.parametrize("limit", [1, 10_000, 10**9])
 def test_throughput_with_no_time_at_all_ends(limit: int) -> None:
-    drive(timed(0.0, 0.0), bounds(limit, objective="throughput"))
+    drive(timed(0.0, 0.0), search_limits(limit, objective="throughput"))
 
 
 # --- properties -----------------------------------------------------------------------------------------------------
@@ -549,9 +560,9 @@ def test_any_convex_law_ends_with_a_size_that_fits(
 ) -> None:
     law, limit = law_and_limit
     cap = max(cap, 2, multiple or 1)
-    driven = drive(device(law, limit, runs_out), bounds(limit, cap=cap, low=low, multiple_of=multiple))
+    driven = drive(device(law, limit, runs_out), search_limits(limit, cap=cap, low=low, multiple_of=multiple))
     smallest = -(-low // (multiple or 1)) * (multiple or 1)
-    if isinstance(driven.step, Refusal):
+    if isinstance(driven.step, SearchFailed):
         assert "nothing fits" in driven.step.reason
         assert max(map(round, peaks(law, smallest))) > limit
     else:
@@ -570,8 +581,8 @@ def test_straight_laws_are_never_overrun_and_nearly_filled_in_six_sizes(
         seen = dict(zip(PHASES, map(rounding, peaks(law, size)), strict=False))
         return Trial(size, "ok", seen, measured_steps=3, full_steps=3)
 
-    driven = drive(measure, bounds(limit, cap=cap, multiple_of=1))
-    assert not driven.over(limit)
+    driven = drive(measure, search_limits(limit, cap=cap, multiple_of=1))
+    assert not driven.too_large(limit)
     assert len(driven.sizes) <= 6
     assert driven.plan.batch_size >= 0.97 * oracle(law, limit, cap) - 1
 
@@ -588,8 +599,8 @@ def test_noise_does_not_overrun_a_straight_law_once_there_is_a_line(
         seen = [max(0, round(value + error)) for value, error in zip(peaks(law, size), errors, strict=True)]
         return Trial(size, "ok", dict(zip(PHASES, seen, strict=False)), noise, measured_steps=3, full_steps=3)
 
-    driven = drive(measure, bounds(limit, multiple_of=1))
-    assert not [size for size in driven.over(limit) if size not in driven.sizes[:2]]
+    driven = drive(measure, search_limits(limit, multiple_of=1))
+    assert not [size for size in driven.too_large(limit) if size not in driven.sizes[:2]]
 
 
 @SEARCH
@@ -600,7 +611,7 @@ def test_noise_costs_sizes_but_the_answer_was_seen_to_fit(law_and_limit, runs_ou
     def noise(peak: int) -> tuple[int, float]:
         return int(share * peak) + fixed, random.uniform(-1, 1)
 
-    drive(device(law, limit, runs_out, noise), bounds(limit, multiple_of=1))  # its checks are the test
+    drive(device(law, limit, runs_out, noise), search_limits(limit, multiple_of=1))  # its checks are the test
 
 
 @settings(deadline=None, max_examples=200)
@@ -616,7 +627,7 @@ def test_no_answer_of_a_device_makes_it_go_on_for_ever(known, random, objective)
         seconds = random.choice([None, 0.0, random.random()])
         return Trial(size, "ok" if ran else "out_of_memory", seen, random.randint(0, 500), None, seconds, 3)
 
-    drive(measure, bounds(700, cap=10**6, objective=objective))
+    drive(measure, search_limits(700, cap=10**6, objective=objective))
 
 
 def test_the_examples_in_the_module_run() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_batchmem.plan.fit import find_contradiction, fit_memory, fit_time, worst_per_size
-from lightning_batchmem.plan.records import Line, MemoryModel, Refusal, Trial
+from lightning_batchmem.plan.records import Line, MemoryModel, SearchFailed, Trial
 
 GB = 10**9
 
@@ -27,10 +27,10 @@ def fitted(trials: list[Trial], repeatability: float = 0.0) -> MemoryModel:
 
 
 def refused(trials: list[Trial], repeatability: float = 0.0) -> str:
-    refusal = fit_memory(trials, repeatability)
-    assert isinstance(refusal, Refusal), refusal
-    assert refusal.trials == tuple(trials)
-    return refusal.reason
+    failure = fit_memory(trials, repeatability)
+    assert isinstance(failure, SearchFailed), failure
+    assert failure.trials == tuple(trials)
+    return failure.reason
 
 
 def test_a_line_for_each_phase_in_the_order_of_the_phases() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_batchmem.plan.memory_limit import check_positive, limit_bytes
+from lightning_batchmem.plan.memory_limit import check_positive, parse_memory_limit
 
 BUDGET = 100 * 2**30
 
@@ -30,7 +30,7 @@ BUDGET = 100 * 2**30
     ],
 )
 def test_limit(memory_limit: Any, expected: int) -> None:
-    assert limit_bytes(memory_limit, BUDGET) == expected
+    assert parse_memory_limit(memory_limit, BUDGET) == expected
 
 
 @pytest.mark.parametrize(
@@ -38,13 +38,13 @@ def test_limit(memory_limit: Any, expected: int) -> None:
 )
 def test_a_limit_that_makes_no_sense_names_the_argument_and_the_value(memory_limit: Any) -> None:
     with pytest.raises(ValueError, match="memory_limit must be") as error:
-        limit_bytes(memory_limit, BUDGET)
+        parse_memory_limit(memory_limit, BUDGET)
     assert repr(memory_limit) in str(error.value)
 
 
 @given(st.floats(0.001, 1.0), st.integers(1, 2**45))
 def test_a_fraction_is_never_more_than_the_budget(memory_limit: float, budget_bytes: int) -> None:
-    assert 0 <= limit_bytes(memory_limit, budget_bytes) <= budget_bytes
+    assert 0 <= parse_memory_limit(memory_limit, budget_bytes) <= budget_bytes
 
 
 def test_check_positive() -> None:

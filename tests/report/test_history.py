@@ -4,14 +4,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_batchmem.measure.phases import StepPeaks
-from lightning_batchmem.measure.step_record import Step
+from lightning_batchmem.measure.step_record import StepRecord
 from lightning_batchmem.report.history import MOST_ROWS, History
 
 
 def step(number, peak_bytes, stage="train", reserved_bytes=None, limit_bytes=None):
     phase = "forward" if stage == "train" else "evaluation"
     peaks = StepPeaks({phase: peak_bytes}, reserved_bytes)
-    return Step(number, 4, peaks, 0.1, None, stage, limit_bytes=limit_bytes)
+    return StepRecord(number, 4, peaks, 0.1, None, stage, limit_bytes=limit_bytes)
 
 
 def test_few_steps_are_kept_as_they_are():

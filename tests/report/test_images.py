@@ -184,4 +184,4 @@ def test_every_figure_for_which_there_is_something() -> None:
     ]
     assert figures([], None, None) == {}
     untimed = replace(PLAN, trials=tuple(replace(trial, step_seconds=None) for trial in PLAN.trials))
-    assert list(figures([row(0, None)], untimed, replace(SUMMARY, parts=None))) == ["memory_vs_batch_size"]
+    assert list(figures([row(0, None)], untimed, replace(SUMMARY, breakdown=None))) == ["memory_vs_batch_size"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from matplotlib.figure import Figure
 
-from lightning_batchmem.measure.breakdown import Parts
+from lightning_batchmem.measure.breakdown import MemoryBreakdown
 from lightning_batchmem.measure.estimate import Estimate
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.report.figures import plot_composition
@@ -36,7 +36,7 @@ def test_the_pile_adds_up_to_the_peak() -> None:
 
 
 def test_a_rest_below_0_hangs_below_the_pile() -> None:
-    figure = plot_composition(replace(PARTS, rest_bytes=-40 * MIB))
+    figure = plot_composition(replace(PARTS, other_bytes=-40 * MIB))
     bars = figure.axes[0].patches
     assert (bars[0].get_y(), bars[0].get_height()) == (0, -40)
     assert bars[1].get_y() == 0
@@ -99,7 +99,7 @@ def test_what_is_cached_and_what_is_outside_lies_above_the_pile() -> None:
     hatches = [bar.get_hatch() for bar in figure.axes[0].patches]
     assert hatches[:6] == [None] * 6
     assert len({*hatches}) == 3
-    below = plot_composition(replace(CUDA, parts=replace(PARTS, rest_bytes=-40 * MIB)))
+    below = plot_composition(replace(CUDA, breakdown=replace(PARTS, other_bytes=-40 * MIB)))
     assert piles(below)["measured"][-2] == (1940, 600)  # the rest hangs below 0
 
 
@@ -135,9 +135,9 @@ def test_the_title_says_which_step_it_was(change: dict[str, object], title: str)
 
 def test_the_formula_names_every_part_of_the_pile() -> None:
     figure = plot_composition(PARTS)
-    total, *parts = figure._supxlabel.get_text().replace(" = ", " + ").split(" + ")
+    total, *breakdown = figure._supxlabel.get_text().replace(" = ", " + ").split(" + ")
     assert total == "total"
-    assert sorted(parts) == sorted(label.split("\n")[0].split(" (")[0].split(",")[0] for label in labels(figure))
+    assert sorted(breakdown) == sorted(label.split("\n")[0].split(" (")[0].split(",")[0] for label in labels(figure))
 
 
 def test_a_share_that_is_not_0_is_not_called_0() -> None:
@@ -148,23 +148,25 @@ def test_a_share_that_is_not_0_is_not_called_0() -> None:
 
 def test_without_parts_it_is_an_error_with_a_sentence() -> None:
     with pytest.raises(ValueError, match=r"^parts must be known"):
-        plot_composition(replace(SUMMARY, parts=None))
+        plot_composition(replace(SUMMARY, breakdown=None))
 
 
-HUNDREDS = Parts(*[100 * GIB] * 5, -5 * GIB)
+HUNDREDS = MemoryBreakdown(*[100 * GIB] * 5, -5 * GIB)
 FIGURES = {
     "host": SUMMARY,
     "host, estimate": replace(SUMMARY, estimate=ESTIMATE),
     "all there is": replace(CUDA, estimate=ESTIMATE),
     "unknown optimizer": replace(CUDA, estimate=replace(ESTIMATE, optimizer_state_bytes=None)),
     "large cache": replace(CUDA, estimate=ESTIMATE, peak_reserved_bytes=5900 * MIB, limit_bytes=24 * GIB),
-    "tiny batch": replace(CUDA, estimate=replace(ESTIMATE, batch_bytes=3000), parts=replace(PARTS, batch_bytes=3000)),
+    "tiny batch": replace(
+        CUDA, estimate=replace(ESTIMATE, batch_bytes=3000), breakdown=replace(PARTS, batch_bytes=3000)
+    ),
     "many others": replace(CUDA, estimate=ESTIMATE, outside_bytes=60 * GIB),
-    "long": replace(SUMMARY, limit_bytes=1500 * GIB, parts=HUNDREDS),
+    "long": replace(SUMMARY, limit_bytes=1500 * GIB, breakdown=HUNDREDS),
     "long, all": replace(
         CUDA,
         limit_bytes=1500 * GIB,
-        parts=HUNDREDS,
+        breakdown=HUNDREDS,
         peak_bytes=HUNDREDS.peak_bytes,
         peak_reserved_bytes=700 * GIB,
         outside_bytes=100 * GIB,

@@ -7,7 +7,7 @@ import time
 from rich.console import Console
 
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import MIB, PHASES, Line, MemoryModel, Probe, TimeModel, Trial
+from lightning_batchmem.plan.records import MIB, PHASES, Line, MemoryModel, NextSize, TimeModel, Trial
 from lightning_batchmem.report.plan_table import SearchProgress, plan_table
 
 PLAN = Plan(
@@ -104,7 +104,7 @@ def test_the_plan_says_what_follows_from_it() -> None:
 def test_progress_says_what_is_tried() -> None:
     stream = io.StringIO()
     with SearchProgress(Console(file=stream, force_terminal=True, width=120), enabled=True) as progress:
-        progress.trying(Probe(8, "a reason"))
+        progress.trying(NextSize(8, "a reason"))
         time.sleep(0.3)  # the spinner draws itself 12.5 times a second
     assert "trying batch size 8: a reason" in stream.getvalue()
 
@@ -112,7 +112,7 @@ def test_progress_says_what_is_tried() -> None:
 def test_progress_is_silent_when_it_is_not_wanted() -> None:
     stream = io.StringIO()
     with SearchProgress(Console(file=stream, force_terminal=True), enabled=False) as progress:
-        progress.trying(Probe(8, "a reason"))
+        progress.trying(NextSize(8, "a reason"))
     assert stream.getvalue() == ""
 
 

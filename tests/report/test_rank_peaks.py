@@ -76,4 +76,4 @@ def test_fsdp2_holds_half_of_the_model_on_each_of_two_ranks(tmp_path):
     _, found = trained(tmp_path, "fsdp2")
     weights = (64 * 32 + 32 * 2) * 4
     for name in ("parameters_bytes", "gradients_bytes", "optimizer_state_bytes"):
-        assert found["parts"][name] == found["estimate"][name] == weights // 2, name
+        assert found["breakdown"][name] == found["estimate"][name] == weights // 2, name

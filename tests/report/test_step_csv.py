@@ -5,7 +5,7 @@ import csv
 import pytest
 
 from lightning_batchmem.measure.phases import StepPeaks
-from lightning_batchmem.measure.step_record import Step
+from lightning_batchmem.measure.step_record import StepRecord
 from lightning_batchmem.report.step_csv import BatchCsv, columns
 
 MIB = 2**20
@@ -14,7 +14,7 @@ HEADER = (
     "gpu_pct,cpu_pct,forward_peak_mib,backward_peak_mib,optimizer_step_peak_mib,evaluation_peak_mib"
 )
 PEAKS = StepPeaks({"forward": 3 * MIB, "backward": 2 * MIB + MIB // 2, "optimizer_step": MIB}, 4 * MIB)
-STEP = Step(7, 8, PEAKS, 0.5, 0.125)
+STEP = StepRecord(7, 8, PEAKS, 0.5, 0.125)
 
 
 def rows(path):
@@ -48,18 +48,18 @@ def test_the_devices_own_time_is_the_steps_and_the_wait_is_a_share_of_the_walls(
 
 
 def test_a_step_of_an_evaluation(tmp_path):
-    row = rows(written(tmp_path, Step(0, 4, StepPeaks({"evaluation": 3 * MIB}), 0.5, 0.1, "validate")))[0]
+    row = rows(written(tmp_path, StepRecord(0, 4, StepPeaks({"evaluation": 3 * MIB}), 0.5, 0.1, "validate")))[0]
     assert (row["stage"], row["peak_allocated_mib"], row["evaluation_peak_mib"]) == ("validate", "3.0", "3.0")
     assert row["forward_peak_mib"] == ""
 
 
 def test_what_is_not_known_is_empty_and_never_0(tmp_path):
-    row = rows(written(tmp_path, Step(0, None, StepPeaks({"forward": 0}), 0.5, None)))[0]
+    row = rows(written(tmp_path, StepRecord(0, None, StepPeaks({"forward": 0}), 0.5, None)))[0]
     present = {name: value for name, value in row.items() if value}
     assert present == {
         "step": "0", "stage": "train", "peak_allocated_mib": "0.0", "step_ms": "500.0", "forward_peak_mib": "0.0",
     }  # fmt: skip
-    assert rows(written(tmp_path / "2", Step(0, 1, StepPeaks({}), 0.0, 0.0)))[0]["peak_allocated_mib"] == ""
+    assert rows(written(tmp_path / "2", StepRecord(0, 1, StepPeaks({}), 0.0, 0.0)))[0]["peak_allocated_mib"] == ""
 
 
 def test_without_a_peak_counter_no_column_is_called_peak():

@@ -6,10 +6,10 @@ import io
 import pytest
 from rich.console import Console
 
-from lightning_batchmem.measure.breakdown import Parts
+from lightning_batchmem.measure.breakdown import MemoryBreakdown
 from lightning_batchmem.measure.estimate import Estimate
 from lightning_batchmem.report.summary import Summary
-from lightning_batchmem.report.tables import mib, parts_text, show_summary
+from lightning_batchmem.report.tables import breakdown_text, mib, show_summary
 
 MIB = 2**20
 SUMMARY = Summary(
@@ -21,7 +21,7 @@ SUMMARY = Summary(
     phase_peak_bytes={"forward": 1900 * MIB, "backward": 2000 * MIB},
     peak_reserved_bytes=None,
     limit_bytes=8192 * MIB,
-    parts=Parts(100 * MIB, 100 * MIB, 200 * MIB, 50 * MIB, 1500 * MIB, 50 * MIB),
+    breakdown=MemoryBreakdown(100 * MIB, 100 * MIB, 200 * MIB, 50 * MIB, 1500 * MIB, 50 * MIB),
     samples_per_second=1234.5,
     step_seconds=0.0125,
     data_wait_share=0.25,
@@ -70,9 +70,9 @@ def test_the_runs_other_numbers_stand_below():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"parts": None}, "too short"),
+        ({"breakdown": None}, "too short"),
         ({"peak_bytes": 2001 * MIB}, "before the first step after an optimizer step"),
-        ({"parts": Parts(2100 * MIB, 0, 0, 0, 0, -100 * MIB)}, "not all of the tensors are resident"),
+        ({"breakdown": MemoryBreakdown(2100 * MIB, 0, 0, 0, 0, -100 * MIB)}, "not all of the tensors are resident"),
         ({"has_peak": False}, "No peak could be read"),
         ({"has_peak": False}, "highest value seen"),
     ],
@@ -83,7 +83,7 @@ def test_what_a_reader_has_to_know_is_said(change, said):
 
 
 def test_missing_numbers_are_left_out():
-    bare = dataclasses.replace(SUMMARY, parts=None, samples_per_second=None, data_wait_share=None, batch_size=None)
+    bare = dataclasses.replace(SUMMARY, breakdown=None, samples_per_second=None, data_wait_share=None, batch_size=None)
     assert "samples" not in text(bare)
     assert "waiting" not in text(bare)
     assert cells(bare) == {"peak": ("2,000.0", "100.0%")}
@@ -95,7 +95,7 @@ def test_mib():
 
 
 def test_the_parts_in_a_sentence():
-    assert parts_text(Parts(100 * MIB, 0, 200 * MIB, 0, 1500 * MIB, 50 * MIB)) == (
+    assert breakdown_text(MemoryBreakdown(100 * MIB, 0, 200 * MIB, 0, 1500 * MIB, 50 * MIB)) == (
         "100.0 MiB parameters and buffers, 0.0 MiB gradients, 200.0 MiB optimizer state,"
         " 1,500.0 MiB activations and temporaries, 0.0 MiB batch data, 50.0 MiB the rest"
     )
@@ -128,7 +128,7 @@ def test_an_evaluation_alarms_ranks_and_items_are_said_below():
     summary = dataclasses.replace(
         SUMMARY,
         validation=validation,
-        alarms=("Something rises.",),
+        alerts=("Something rises.",),
         rank_peaks_bytes=(1900 * MIB, 2000 * MIB),
         items_per_second=99.5,
     )
@@ -142,7 +142,7 @@ def test_an_evaluation_alarms_ranks_and_items_are_said_below():
 
 def test_a_summary_survives_json():
     estimate = Estimate(1, 2, None, 3)
-    changes = {"estimate": estimate, "alarms": ("a", "b"), "rank_peaks_bytes": (1, 2)}
+    changes = {"estimate": estimate, "alerts": ("a", "b"), "rank_peaks_bytes": (1, 2)}
     summary = dataclasses.replace(SUMMARY, validation=dataclasses.replace(SUMMARY, stage="validate"), **changes)
     assert Summary.from_json(summary.to_json()) == summary
-    assert Summary.from_json(dataclasses.replace(SUMMARY, parts=None).to_json()).parts is None
+    assert Summary.from_json(dataclasses.replace(SUMMARY, breakdown=None).to_json()).breakdown is None
