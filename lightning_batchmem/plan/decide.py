@@ -1,294 +1,323 @@
-"""From everything run so far to the next size to try, or the plan.
+"""From everything run so far to the next size to run, or the plan.
 
-Pure: nothing here imports torch or Lightning. The caller's loop is::
+The caller's loop is::
 
-    while isinstance(step := decide(trials, bounds), Probe):
-        trials.append(measure(step.batch_size))
+    while isinstance(step := decide(trials, limits), NextSize):
+        trials.append(run(step.batch_size, step.kind))
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
-from lightning_batchmem.plan.fit import find_contradiction, fit_time, lines_through
+from lightning_batchmem.plan.fit import dropped_sizes, fit_memory, fit_time, ran_through
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import (
-    LimitedBy,
-    Line,
-    MemoryModel,
-    NextSize,
-    SearchFailed,
-    SearchLimits,
-    Trial,
-    mib,
-)
-from lightning_batchmem.plan.sizes import (
-    MIN_GAIN_WHEN_COSTLY,
-    NOTABLE,
-    NOTABLE_NOISE,
-    SearchState,
-    disagreement,
-    guaranteed_size,
-    largest_within,
-    min_gain_share,
-    repeatability_of,
-    rounded,
-    search_state,
-    size_range,
-    upper_held_bytes,
-    without_noise,
-    worth_probing,
-)
+from lightning_batchmem.plan.records import LimitedBy, MemoryModel, NextSize, SearchFailed, SearchLimits, Trial, mib
+from lightning_batchmem.plan.sizes import largest_where, rounded, size_range
 
-# Source of the figures below: simulated laws, straight and bent, with and without noise; tests/plan/test_decide.py
-# checks what they lead to. Larger growth or share overruns more bent laws, smaller ones take more sizes.
-FIRST_SIZE = 2  # a batch of one sample breaks BatchNorm and takes other code paths (field notes: Ultralytics PR26224)
-MAX_SIZES = 10  # a longer search is trial and error; each size may cost a compilation
-SECOND_GROWTH = 4  # at most so many times the first size, where that surely fits
-CAUTIOUS_GROWTH = 8  # at most so many times the largest size while no probe has confirmed the lines
-CAUTIOUS_SHARE = 1 / 8  # of the room left, likewise
-TRUSTED_GROWTH = 48  # lines confirmed over a small span may still bend; more overshoots further, less takes more sizes
-AGREEMENT = 0.02  # a probe confirms the lines when it is off by at most this share of its growth, noise aside
-HALF_WAY = 2  # where a stop on the way to the end is made: late enough to see a bend ...
-FIRST_QUARTER = 4  # ... but where steps repeat themselves badly early, to leave more of them for the end
-CLOSE = 0.03  # a good and a failed size this near to each other end the search
-THROUGHPUT_SHARE = 0.95  # of the best throughput: beyond, more memory buys next to no speed
+
+@dataclass(frozen=True)
+class SearchPolicy:
+    """Constants of the search.
+
+    Source: simulated CUDA allocators and memory cgroups; ``benchmarks/`` prints the results.
+    """
+
+    first_size: int = 2  # a batch of one sample is an error to BatchNorm and takes other code paths
+    second_growth: int = 4  # the second size as a multiple of the first: far enough apart to see the slope
+    large_probe_share: float = 0.25  # of the candidate, for a third probe that shows a bend while it is harmless
+    candidate_share: float = 0.90  # of the limit; the rest is for rounding and fragmentation
+    step_up_share: float = 0.94  # of the limit, tried once after a rehearsal has passed
+    collective_share: float = 0.85  # of the limit where ranks step together and no limit can be enforced
+    step_down: tuple[float, ...] = (0.05, 0.05, 0.1, 0.25, 0.5)  # by which a size shrinks after each failure
+    climb: tuple[float, ...] = (0.5, 0.75)  # of the candidate, rehearsed first where exceeding the limit kills
+    min_gain: float = 0.02  # a smaller gain is not worth another size ...
+    throughput_share: float = 0.95  # of the best throughput: beyond, more memory gains next to no speed
 
 
 def decide(
-    trials: Sequence[Trial], search_limits: SearchLimits, repeatability: float = 0.0
+    trials: Sequence[Trial], limits: SearchLimits, policy: SearchPolicy | None = None
 ) -> NextSize | Plan | SearchFailed:
-    """Say which batch size to run next, or which one to use.
+    """Choose the next batch size to run, or the plan.
 
-    Grows from two samples along the upper bound of the fitted lines, cautiously until a probe has confirmed them, and
-    steps down by itself from a size that did not fit. It asks for at most ten sizes, and the planned size has been
-    run with its peak within the limit.
+    Probes two or three small sizes, predicts the largest that fits, and rehearses it. After a failure the size steps
+    down. The planned size has passed a rehearsal, unless the data set leaves no choice.
 
     Args:
         trials: everything run so far, in the order in which it was run.
-        search_limits: limit in bytes, range of sizes in samples, rounding and objective.
-        repeatability: share of the growth by which peaks at one size differ between runs (0 on CUDA), where the
-            trials do not say it themselves.
+        limits: limit in bytes, range of sizes in samples, rounding and objective.
+        policy: constants of the search.
 
     Returns:
-        A probe with the next size, a plan, or a refusal: nothing fits, or the measurements follow no law.
+        The next size, a plan, or the reason why there is none.
 
     Example:
-        >>> bounds = Bounds(limit_bytes=1000, min_batch_size=1, max_batch_size=50, max_reason="dataset")
+        >>> limits = SearchLimits(limit_bytes=1000, min_batch_size=1, max_batch_size=50, max_reason="dataset")
         >>> trials = []
-        >>> while isinstance(step := decide(trials, bounds), Probe):
-        ...     peak = 100 + 10 * step.batch_size
-        ...     trials.append(Trial(step.batch_size, "ok", {"forward": peak}, measured_steps=3))
-        >>> step.batch_size, step.limited_by
-        (50, 'dataset')
+        >>> while isinstance(step := decide(trials, limits), NextSize):
+        ...     trials.append(Trial(step.batch_size, "ok", {"forward": 100 + 10 * step.batch_size}, step.kind))
+        >>> step.batch_size, step.limited_by, [trial.batch_size for trial in trials]
+        (50, 'dataset', [2, 8, 50])
     """
-    trials = tuple(trials)
-    lowest, highest = size_range(search_limits)
+    policy = policy or SearchPolicy()
+    lowest, highest = size_range(limits)
     if lowest > highest:
-        return SearchFailed(_empty_range(search_limits), trials)
+        return SearchFailed(_empty_range(limits), tuple(trials))
     if not trials:
-        if search_limits.max_reason == "dataset" and highest < FIRST_SIZE:
-            return _unsearched_plan(highest, search_limits)
-        first = min(max(lowest, rounded(FIRST_SIZE, search_limits, up=True)), highest)
-        return NextSize(first, f"{first} samples: the smallest size worth measuring.")
-    problem = find_contradiction(trials, repeatability)
-    if problem:
-        return SearchFailed(problem, trials)
-    search = search_state(trials, search_limits, repeatability_of(trials, repeatability), lowest, highest)
-    if not search.fitting:
-        return _smaller(search)
-    if search_limits.objective == "throughput" and trials[-1].batch_size < search.best.batch_size:
-        return _throughput_plan(search, trials[-1].batch_size)  # only a probe for throughput goes back below the best
-    step = _grow(search) if search.failed_size is None else _step_down(search)
-    may_probe = len({trial.batch_size for trial in trials}) < MAX_SIZES
-    if isinstance(step, NextSize) and may_probe:
+        if limits.max_reason == "dataset" and highest < policy.first_size:
+            reason = f"{highest} samples: {_REASONS['dataset'].format(size=highest)}. Nothing was run."
+            return Plan(highest, "dataset", False, limits.limit_bytes, None, None, (), None, None, reason)
+        first = min(max(lowest, rounded(policy.first_size, limits, up=True)), highest)
+        return NextSize(first, "probe", f"{first} samples: the smallest size to measure.")
+    state = _SearchState(tuple(trials), limits, policy, lowest, highest)
+    step = state.smaller() if not state.fitting else state.next_size()
+    if isinstance(step, NextSize):
+        tried = {trial.batch_size for trial in trials}
+        if step.batch_size in tried or len(tried) < limits.max_sizes:
+            return step
+        step = _MEMORY
+    if isinstance(step, SearchFailed):
         return step
-    settled = _out_of_sizes(search) if isinstance(step, NextSize) else step
-    if search_limits.objective == "throughput":
-        return _knee(search, settled, may_probe)
-    return _plan(search, search.best, *settled)
+    if not state.passed:
+        return SearchFailed(f"No size passed its rehearsal: {state.failures()}. {_REMEDY}", tuple(trials))
+    return state.knee() if limits.objective == "throughput" else state.plan(state.passed[-1], step)
 
 
-def _empty_range(search_limits: SearchLimits) -> str:
-    wanted = f"no multiple of {search_limits.multiple_of}" if search_limits.multiple_of else "no size"
-    smallest = search_limits.min_batch_size
-    return f"{wanted} lies within the bounds: min_batch_size is {smallest} and {_ceiling(search_limits)}."
+_MEMORY: LimitedBy = "memory"
+_REMEDY = "Use a smaller model, smaller samples, lower precision or activation checkpointing."
+
+_REASONS: dict[str, str] = {
+    "dataset": "the data set has no more than {size} samples for a full batch",
+    "host memory": "more than {size} samples in the DataLoader's workers would fill the host's memory",
+    "target_batch_size": "target_batch_size needs no more than {size} samples on a rank",
+    "max_batch_size": "max_batch_size is {size}",
+}
+_OUTCOMES = {
+    "out_of_memory": "ran out of memory",
+    "over_limit": "held {held}",
+    "allocator_retry": "fits only if the allocator releases its cache in every step",
+}
 
 
-def _ceiling(search_limits: SearchLimits) -> str:
-    size = search_limits.max_batch_size
-    if search_limits.max_reason == "dataset":
-        return f"the data set leaves room for no more than {size} samples"
-    if search_limits.max_reason == "host memory":
-        return f"with more than {size} samples the loader's workers would fill the host's memory"
-    if search_limits.max_reason == "target_batch_size":
-        return f"target_batch_size needs no more than {size} samples on a rank"
-    return f"max_batch_size is {size} samples"
+@dataclass(frozen=True)
+class _SearchState:
+    """Everything that is derived from the trials, computed once."""
+
+    trials: tuple[Trial, ...]
+    limits: SearchLimits
+    policy: SearchPolicy
+    lowest: int
+    highest: int
+
+    @cached_property
+    def failed(self) -> list[Trial]:
+        """Trials that did not fit, in their order."""
+        return [trial for trial in self.trials if trial.outcome != "ok"]
+
+    @cached_property
+    def failed_size(self) -> float:
+        return min((trial.batch_size for trial in self.failed), default=math.inf)
+
+    @cached_property
+    def fitting(self) -> list[Trial]:
+        """Sizes that ran within the limit, below any that did not, smallest first."""
+        ran = ran_through(trial for trial in self.trials if trial.outcome == "ok")
+        return [trial for trial in ran if trial.batch_size < self.failed_size]
+
+    @cached_property
+    def passed(self) -> list[Trial]:
+        """Rehearsals that passed, smallest size first."""
+        sizes = {trial.batch_size for trial in self.trials if trial.kind == "rehearsal" and trial.outcome == "ok"}
+        return [trial for trial in self.fitting if trial.batch_size in sizes]
+
+    @cached_property
+    def model(self) -> MemoryModel | None:
+        return fit_memory(self.trials)
+
+    @property
+    def largest(self) -> Trial:
+        return self.fitting[-1]
+
+    def next_size(self) -> NextSize | LimitedBy | SearchFailed:
+        """The next size to run, or what limits the size."""
+        if self.passed and self.passed[-1].batch_size >= self.highest:
+            return self.limits.max_reason
+        if self.model is None:
+            return self._second_size()
+        candidate = self._candidate()
+        probes_only = not self.passed and not self.failed and not self.limits.out_of_memory_kills
+        if probes_only and self.limits.max_sizes > 4:
+            large = self._rounded(int(self.policy.large_probe_share * candidate))
+            if large >= 2 * self.largest.batch_size and self._within(large, self.policy.candidate_share / 2):
+                return self._next(large, "probe", "a larger size, to check the lines")
+        if self.limits.out_of_memory_kills:
+            return self._climb(candidate)
+        if not self.passed:
+            return self._next(candidate, "rehearsal", "predicted to fit")
+        if self.failed or self.limits.steps_are_collective or len(self.passed) > 1:
+            return _MEMORY
+        higher = self._largest_within(self.policy.step_up_share)
+        return self._next(higher, "rehearsal", "a few per cent more") if self._is_gain(higher) else _MEMORY
+
+    def smaller(self) -> NextSize | SearchFailed:
+        """A smaller first size when the first one did not fit."""
+        if self.lowest < self.failed_size:
+            return NextSize(self.lowest, "probe", f"{self.lowest} samples: {self.failed_size} did not fit.")
+        failed = self.failed[-1]
+        hint = " Or pass min_batch_size=1." if self.lowest == self.policy.first_size else ""
+        return SearchFailed(
+            f"Nothing fits: {failed.batch_size} samples, the smallest size allowed, {self._what(failed)} under a limit"
+            f" of {mib(self.limits.limit_bytes)}. {_REMEDY}{hint}",
+            self.trials,
+        )
+
+    def failures(self) -> str:
+        return "; ".join(f"{trial.batch_size} samples {self._what(trial)}" for trial in self.failed)
+
+    def knee(self) -> NextSize | Plan:
+        """The smallest size within five per cent of the best throughput, once the largest size that fits is known.
+
+        Source: with ``T(B) = t0 + c * B`` the throughput ``B / T(B)`` never falls, so it is best at the largest size
+        ``M``; ``B / T(B) = s * M / T(M)`` gives ``B = s * t0 * M / (t0 + c * M * (1 - s))``.
+        """
+        best, time, share = self.passed[-1], fit_time(self.trials), self.policy.throughput_share
+        if time is None:
+            return self.plan(best, _MEMORY)
+        t0, c, size = time.line.intercept, time.line.slope, best.batch_size
+        divisor = t0 + c * size * (1 - share)
+        wanted = math.ceil(share * t0 * size / divisor) if divisor > 0 else size
+        target = min(size, max(self.lowest, rounded(max(self.policy.first_size, wanted), self.limits, up=True)))
+        chosen = next(trial for trial in self.passed if trial.batch_size >= target)
+        tried = {trial.batch_size for trial in self.trials if trial.kind == "rehearsal"}
+        if chosen.batch_size != target and target not in tried and len(tried) < self.limits.max_sizes:
+            return NextSize(target, "rehearsal", f"{target} samples: {share:.0%} of the throughput at {size}.")
+        return self.plan(chosen, "throughput" if chosen is not best else _MEMORY)
+
+    def plan(self, chosen: Trial, limited_by: LimitedBy) -> Plan:
+        size = chosen.batch_size
+        smaller = fit_memory([trial for trial in self.trials if trial.batch_size < size])
+        notes = tuple(
+            f"The peak at {dropped} samples is above that of a larger size and was left out of the fit."
+            for dropped in dropped_sizes(self.trials)
+        )
+        return Plan(
+            batch_size=size,
+            limited_by=limited_by,
+            verified=True,
+            limit_bytes=self.limits.limit_bytes,
+            predicted_peak_bytes=round(smaller.predict_bytes(size)) if smaller else None,
+            measured_peak_bytes=chosen.peak_bytes,
+            held_peak_bytes=chosen.peak_held_bytes,
+            trials=self.trials,
+            memory=self.model,
+            time=fit_time(self.trials),
+            reason=f"{size} samples: {self._why(chosen, limited_by)}.",
+            notes=notes,
+        )
+
+    def _why(self, chosen: Trial, limited_by: LimitedBy) -> str:
+        if limited_by == "throughput":
+            best = self.passed[-1].batch_size
+            return f"{self.policy.throughput_share:.0%} of the throughput at {best}, the largest size that fits"
+        if limited_by != "memory":
+            return _REASONS[limited_by].format(size=self.limits.max_batch_size)
+        above = [trial for trial in self.failed if trial.batch_size > chosen.batch_size]
+        if above:
+            smallest = min(above, key=lambda trial: trial.batch_size)
+            return f"{smallest.batch_size} samples {self._what(smallest)}"
+        return "the largest size that is predicted to fit"
+
+    def _second_size(self) -> NextSize | LimitedBy:
+        """A second size before there is a line; sizes that fit for certain, or the next one above."""
+        size, highest = self.largest.batch_size, min(self.highest, self.failed_size - 1)
+        following = rounded(size + 1, self.limits, up=True)
+        if following > highest:
+            return self._next(size, "rehearsal", "the largest size allowed") if not self.passed else _MEMORY
+        second = self._rounded(int(min(self.policy.second_growth * size, self._guaranteed(), highest)))
+        if self.failed:
+            second = min(second, self._rounded(math.isqrt(size * int(self.failed_size))))
+        if second > size:
+            kind = "rehearsal" if second == self.highest else "probe"
+            return self._next(second, kind, "a second size, to measure the growth with each sample")
+        if not self.passed:
+            return self._next(size, "rehearsal", "the next size may not fit")
+        return _MEMORY if self.limits.out_of_memory_kills else self._next(following, "rehearsal", "one size more")
+
+    def _guaranteed(self) -> int:
+        """The largest size that fits if all that does not last grows in proportion to the batch.
+
+        Source: the peak is a maximum of ``a + b * size`` with ``a >= fixed``, and for each of these
+        ``a + b * k * size <= fixed + k * (a - fixed + b * size)``.
+        """
+        trial = self.largest
+        fixed = min(trial.fixed_bytes, trial.needed_bytes)
+        grown = max(1, trial.needed_bytes - fixed)
+        return int(self.policy.candidate_share * self.limits.limit_bytes - fixed) * trial.batch_size // grown
+
+    def _candidate(self) -> int:
+        """The largest size that is predicted to fit, less a step for each failure."""
+        collective = self.limits.steps_are_collective
+        size = self._largest_within(self.policy.collective_share if collective else self.policy.candidate_share)
+        if self.failed:
+            steps = self.policy.step_down
+            shrink = steps[min(len(self.failed), len(steps)) - 1]
+            size = min(size, self._rounded(int(self.failed_size * (1 - shrink))))
+        return max(size, self.lowest)
+
+    def _climb(self, candidate: int) -> NextSize | LimitedBy:
+        """Rehearse in stages where exceeding the limit ends the process."""
+        stage = len(self.passed)
+        reached = self.passed[-1].batch_size if self.passed else 0
+        for share in self.policy.climb[stage:]:
+            part = int(share * largest_where(lambda size: self._within(size, self.policy.candidate_share), 0, 10**9))
+            target = max(self.lowest, self._rounded(part))
+            if max(reached, self.largest.batch_size) < target < candidate:
+                return self._next(target, "rehearsal", "a part of the predicted size, to measure what is held")
+        if not self._is_gain(candidate, 5 * self.policy.min_gain if reached else 0.0):
+            return _MEMORY if self.passed else self._next(self.largest.batch_size, "rehearsal", "predicted to fit")
+        return self._next(candidate, "rehearsal", "predicted to fit")
+
+    def _largest_within(self, share: float) -> int:
+        return self._rounded(largest_where(lambda size: self._within(size, share), 0, self.highest))
+
+    def _within(self, size: int, share: float) -> bool:
+        """Whether a size is predicted to need at most a share of the limit."""
+        assert self.model is not None
+        limit_bytes = self.limits.limit_bytes
+        predicted_bytes = self.model.predict_bytes(size)
+        if not self.limits.out_of_memory_kills:
+            return predicted_bytes <= share * limit_bytes
+        # What is held beyond live bytes grows with them: scale by the largest size that was rehearsed.
+        first, last = self.fitting[0], self.passed[-1] if self.passed else self.fitting[-1]
+        grown = last.peak_bytes - first.peak_bytes
+        ratio = max(1.0, (last.needed_bytes - first.held_bytes) / grown) if grown > 0 and self.passed else 1.0
+        needed_bytes = last.needed_bytes + ratio * (predicted_bytes - last.peak_bytes)
+        return needed_bytes <= (1.0 if self.passed else share) * limit_bytes
+
+    def _rounded(self, size: int) -> int:
+        return self.highest if size >= self.highest else rounded(size, self.limits)
+
+    def _is_gain(self, size: int, min_gain: float | None = None) -> bool:
+        gain = self.policy.min_gain if min_gain is None else min_gain
+        best = self.passed[-1].batch_size if self.passed else 0
+        return size > best and (size == self.highest or size >= (1 + gain) * best)
+
+    def _next(self, size: int, kind: str, why: str) -> NextSize:
+        expected = ""
+        if self.model is not None:
+            predicted = mib(self.model.predict_bytes(size))
+            expected = f"; predicted {predicted} of {mib(self.limits.limit_bytes)}"
+        return NextSize(size, "rehearsal" if kind == "rehearsal" else "probe", f"{size} samples: {why}{expected}.")
+
+    def _what(self, trial: Trial) -> str:
+        text = _OUTCOMES[trial.outcome].format(held=mib(trial.needed_bytes))
+        return f"{text} ({trial.error})" if trial.error else text
 
 
-def _unsearched_plan(size: int, search_limits: SearchLimits) -> Plan:
-    """A data set below the smallest probe leaves no choice, so that nothing has to be run."""
-    reason = f"{size} samples: {_ceiling(search_limits)}; nothing was run."
-    return Plan(size, "dataset", False, search_limits.limit_bytes, None, None, None, (), None, None, reason)
-
-
-def _smaller(search: SearchState) -> NextSize | SearchFailed:
-    failed, too_large, limit = search.failed_size, search.too_large, search.search_limits.limit_bytes
-    if failed is not None and search.lowest < failed:
-        return NextSize(search.lowest, f"{search.lowest} samples: {failed} did not fit.")
-    said = next((f" ({trial.error})" for trial in search.trials if trial.error), "") if too_large is None else ""
-    return SearchFailed(
-        f"nothing fits: {failed} samples, the smallest size allowed, {_held(too_large)}{said} under a limit of "
-        f"{mib(limit)}; a smaller model, smaller samples, lower precision or checkpointed activations would help"
-        + (", and min_batch_size=1 lets a single sample be tried." if search.lowest == FIRST_SIZE else "."),
-        search.trials,
-    )
-
-
-def _out_of_sizes(search: SearchState) -> tuple[LimitedBy, str]:
-    room = _room(search.best, search.search_limits)
-    return "memory", f"the largest that fits of the {MAX_SIZES} sizes that were run; {room}."
-
-
-def _grow(search: SearchState) -> NextSize | tuple[LimitedBy, str]:
-    """The next larger size when everything has fitted so far, or why there is none."""
-    best, search_limits = search.best, search.search_limits
-    size, limit, following = best.batch_size, search_limits.limit_bytes, search.following
-    if size >= search.highest:
-        return search_limits.max_reason, f"{_ceiling(search_limits)}; {_room(best, search_limits)}."
-    known = min(search.highest, guaranteed_size(search))
-    model = lines_through(search.fitting, search.repeatability)
-    if model is None:
-        target = max(following, rounded(min(SECOND_GROWTH * size, known), search_limits))
-        return _probe(target, "a second size, to see the growth with each sample", None, limit)
-    largest_fitting = rounded(largest_within(model, limit, known, search.highest), search_limits)
-    if not worth_probing(search, largest_fitting):
-        return "memory", _why_not_more(search, model)
-    off = disagreement(search)
-    if off <= AGREEMENT:
-        growth, share, why = TRUSTED_GROWTH, 1 - 2 * off, "the last probe agreed with the lines"
-    else:
-        growth, share, why = CAUTIOUS_GROWTH, CAUTIOUS_SHARE, "one step, to see whether the lines hold"
-    within = best.held_bytes + share * (limit - best.held_bytes)
-    careful = largest_within(model, within, known, search.highest)
-    # A step that is not notable would teach nothing, so take at least that.
-    target = min(
-        largest_fitting, growth * size, max(careful, math.ceil((1 + min_gain_share(search, largest_fitting)) * size))
-    )
-    # A stop just before the end costs nearly as much as the end, and says no more. Nor go to the end at once where the
-    # noise of what was measured so far is what makes it the end: on the way there the lines get sharper. Unless that
-    # is next to nothing: where all is noise, small steps lead nowhere.
-    hopeful = largest_within(without_noise(model), limit, known, search.highest)
-    sharpens = target < largest_fitting or hopeful >= (1 + MIN_GAIN_WHEN_COSTLY) * largest_fitting
-    stop = largest_fitting // (HALF_WAY if search.repeatability == 0 else FIRST_QUARTER)
-    if sharpens and 2 * size <= stop < target:
-        target = stop
-    size = max(following, rounded(target, search_limits))
-    return _probe(size, why, model, limit, may_be_last=size >= largest_fitting)
-
-
-def _step_down(search: SearchState) -> NextSize | tuple[LimitedBy, str]:
-    """A size between the largest that fitted and the smallest that did not, or why there is none."""
-    size, failed, limit = search.best.batch_size, search.failed_size or 0, search.search_limits.limit_bytes
-    if search.following >= failed or failed - size <= CLOSE * size:
-        return "memory", _why_not_more(search, None)
-    lines = lines_through(search.fitting, search.repeatability)
-    bold = largest_within(lines, limit, size, failed - 1) if lines else failed - 1
-    target = max(search.following, min(bold, math.isqrt(size * failed)))
-    # The law is convex: lines through the failed size, where it was measured, are an upper bound below it. Where the
-    # device does not repeat itself the next measurement may again lie somewhat higher.
-    across = _across(search, search.too_large) if search.too_large else None
-    spare = NOTABLE_NOISE * search.repeatability * (limit - search.fitting[0].held_bytes)
-    safe = largest_within(across, limit - spare, size, failed - 1) if across else size
-    model = across if safe >= target else lines
-    target = rounded(max(target, safe), search.search_limits)
-    if not worth_probing(search, target):
-        return "memory", _why_not_more(search, model)
-    why = f"between {size}, which fitted, and {failed}, which did not"
-    return _probe(max(search.following, target), why, model, limit, may_be_last=True)
-
-
-def _across(search: SearchState, too_large: Trial) -> MemoryModel | None:
-    """The lines through the sizes that fitted and the one that did not, as far as the latter was measured."""
-    if search.repeatability == 0:
-        return lines_through([*search.fitting, too_large], 0.0)
-    # both ends were measured, and what either may hold in another run is known: between them nothing is added to that
-    ends = [
-        (one.batch_size, upper_held_bytes(one, search.fitting[0], search.repeatability))
-        for one in (search.best, too_large)
-    ]
-    slope, intercept = statistics.linear_regression(*zip(*ends, strict=True))
-    return MemoryModel({"forward": Line(intercept, slope, 0.0, ends[0][0], ends[1][0])})
-
-
-def _knee(search: SearchState, settled: tuple[LimitedBy, str], may_probe: bool) -> NextSize | Plan:
-    """The smallest size within five percent of the best throughput, once the largest size that fits is known.
-
-    Source: with ``T(B) = t0 + c * B`` the throughput ``B / T(B)`` never falls, so it is best at the memory answer
-    ``M``; ``B / T(B) = s * M / T(M)`` gives ``B = s * t0 * M / (t0 + c * M * (1 - s))``.
-    """
-    size, search_limits, time = search.best.batch_size, search.search_limits, fit_time(search.trials)
-    if time is None:
-        return _plan(search, search.best, *settled)
-    t0, c, s = time.line.intercept, time.line.slope, THROUGHPUT_SHARE
-    divisor = t0 + c * size * (1 - s)
-    wanted = math.ceil(s * t0 * size / divisor) if divisor > 0 else size
-    target = min(size, max(search.lowest, rounded(max(FIRST_SIZE, wanted), search_limits, up=True)))
-    chosen = min(trial.batch_size for trial in search.fitting if trial.batch_size >= target)
-    if may_probe and chosen != target:
-        return NextSize(target, f"{target} samples: expected to reach {s:.0%} of the throughput at {size}.")
-    return _throughput_plan(search, chosen) if chosen < size else _plan(search, search.best, *settled)
-
-
-def _throughput_plan(search: SearchState, size: int) -> Plan:
-    chosen = next(trial for trial in search.fitting if trial.batch_size == size)
-    reached = f"{THROUGHPUT_SHARE:.0%} of the throughput at {search.best.batch_size}, the most that fits"
-    return _plan(search, chosen, "throughput", f"enough for {reached}; {_room(chosen, search.search_limits)}.")
-
-
-def _plan(search: SearchState, chosen: Trial, limited_by: LimitedBy, reason: str) -> Plan:
-    size = chosen.batch_size
-    smaller = lines_through([trial for trial in search.fitting if trial.batch_size < size], search.repeatability)
-    return Plan(
-        batch_size=size,
-        limited_by=limited_by,
-        verified=chosen.full_steps >= 2,
-        limit_bytes=search.search_limits.limit_bytes,
-        predicted_peak_bytes=round(smaller.predict_bytes(size)) if smaller else None,
-        upper_peak_bytes=math.ceil(smaller.upper_bytes(size)) if smaller else None,
-        measured_peak_bytes=chosen.held_bytes,
-        trials=search.trials,
-        memory=lines_through(search.trials, search.repeatability),
-        time=fit_time(search.trials),
-        reason=f"{size} samples: {reason}",
-    )
-
-
-def _probe(size: int, why: str, model: MemoryModel | None, limit: int, *, may_be_last: bool = False) -> NextSize:
-    expected = f"; predicted up to {mib(model.upper_bytes(size))} of {mib(limit)}" if model else ""
-    return NextSize(size, f"{size} samples: {why}{expected}.", may_be_last)
-
-
-def _held(too_large: Trial | None) -> str:
-    """What happened at a size that did not fit; ``over`` is its measurement, if it ran through."""
-    if too_large is None:
-        return "ran out of memory"
-    unsure = f" (measured to within {mib(too_large.noise_bytes)})" if too_large.noise_bytes else ""
-    return f"held {mib(too_large.held_bytes)}{unsure}"
-
-
-def _room(trial: Trial, search_limits: SearchLimits) -> str:
-    return f"it held {mib(trial.held_bytes)} of the {mib(search_limits.limit_bytes)} limit"
-
-
-def _why_not_more(search: SearchState, model: MemoryModel | None) -> str:
-    room, following = _room(search.best, search.search_limits), search.following
-    if model is None:
-        return f"{room}, and {search.failed_size} samples {_held(search.too_large)}."
-    upper = model.upper_bytes(following)
-    if upper > search.search_limits.limit_bytes:
-        return f"{room}; the next size, {following}, is predicted to take up to {mib(upper)}."
-    gain = min_gain_share(search, math.ceil((1 + NOTABLE) * search.best.batch_size))
-    return f"{room}; what would fit beyond is less than {gain:.0%} more, which is not worth another probe."
+def _empty_range(limits: SearchLimits) -> str:
+    wanted = f"No multiple of {limits.multiple_of}" if limits.multiple_of else "No size"
+    reason = _REASONS[limits.max_reason].format(size=limits.max_batch_size)
+    return f"{wanted} lies between min_batch_size={limits.min_batch_size} and the largest size: {reason}."

@@ -1,30 +1,29 @@
-"""The plan: the size that was chosen, what bounds it, and everything it was computed from.
-
-Plain data in bytes, seconds and samples. Nothing imports torch or Lightning.
-"""
+"""The plan: the batch size that was chosen, what limits it, and everything it was computed from."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
 
 from lightning_batchmem.plan.records import LimitedBy, Line, MemoryModel, TimeModel, Trial, mib
+
+_Record = TypeVar("_Record", Line, Trial)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The size that was chosen, what bounds it, and everything it was computed from.
+    """The batch size that was chosen, what limits it, and everything it was computed from.
 
     Args:
         batch_size: the chosen size, in samples for each rank.
         limited_by: what kept it from being larger.
-        verified: whether at least two full steps at this very size were run.
+        verified: whether a rehearsal passed at exactly this size: real steps from the state in which training starts.
         limit_bytes: what this process may hold.
-        predicted_peak_bytes: what the lines through the *smaller* sizes expect at ``batch_size``; ``None`` when fewer
-            than two of them were run.
-        upper_peak_bytes: the upper bound of the same prediction; ``None`` likewise.
-        measured_peak_bytes: what the verifying steps held at their peak; ``None`` when no step had to be run.
+        predicted_peak_bytes: live bytes that the lines through the *smaller* sizes predict at ``batch_size``; ``None``
+            when fewer than two of them were run.
+        measured_peak_bytes: live bytes at the peak of the rehearsal; ``None`` when no step had to be run.
         trials: every size that was run, in the order in which it was run.
         memory: the fitted memory lines; ``None`` when a single size was run.
         time: the fitted time line; ``None`` likewise.
@@ -32,11 +31,13 @@ class Plan:
         device: where it was measured, such as ``"NVIDIA H100 80GB HBM3"`` or ``"host"``.
         accumulate_grad_batches: batches to an optimizer step.
         effective_batch_size: samples to an optimizer step over all ranks; ``None`` for a plan of evaluation.
-        learning_rate: what the module's learning rate was set to; ``None`` when it was left alone.
-        learning_rate_before: what it was before that; ``None`` likewise.
+        learning_rate: the module's new learning rate; ``None`` when it was left alone.
+        learning_rate_before: the learning rate before that; ``None`` likewise.
         notes: what else a person should know, a sentence each.
-        evaluation: the plan of validation's own size, where it has one.
+        evaluation: the plan of validation's own size, if it has one.
         ranks: how many processes searched together; peaks are the highest of them, times the slowest's.
+        held_peak_bytes: what the rehearsal took from the device: reserved bytes (CUDA) or the resident set (host);
+            ``None`` when it is not known.
     """
 
     batch_size: int
@@ -44,7 +45,6 @@ class Plan:
     verified: bool
     limit_bytes: int
     predicted_peak_bytes: int | None
-    upper_peak_bytes: int | None
     measured_peak_bytes: int | None
     trials: tuple[Trial, ...]
     memory: MemoryModel | None
@@ -58,22 +58,22 @@ class Plan:
     notes: tuple[str, ...] = ()
     evaluation: Plan | None = None
     ranks: int = 1
-
-    @property
-    def margin_bytes(self) -> int | None:
-        """What the prediction may be off by, in bytes: its upper bound less the line; ``None`` without a prediction."""
-        if self.upper_peak_bytes is None or self.predicted_peak_bytes is None:
-            return None
-        return self.upper_peak_bytes - self.predicted_peak_bytes
+    held_peak_bytes: int | None = None
 
     def __str__(self) -> str:
+        each = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
+        verified = "verified by a rehearsal" if self.verified else "not verified"
+        head = f"batch size {self.batch_size}{each}, limited by {self.limited_by.replace('_', ' ')}, {verified}"
+        text = "\n".join([head, *(f"  {name:<10}{value}" for name, value in self._rows())])
+        return text if self.evaluation is None else f"{text}\nvalidation: {self.evaluation}"
+
+    def _rows(self) -> list[tuple[str, str]]:
         rows = [("limit", mib(self.limit_bytes))]
-        if self.predicted_peak_bytes is not None and self.margin_bytes is not None:
-            rows.append(("predicted", f"{mib(self.predicted_peak_bytes)} from the smaller sizes"))
-            rows.append(("margin", f"{mib(self.margin_bytes)} on top, for {self._margin_is_for()}"))
+        if self.predicted_peak_bytes is not None:
+            rows.append(("predicted", f"{mib(self.predicted_peak_bytes)}, from the smaller sizes"))
         if self.measured_peak_bytes is not None:
-            on_ranks, workers = self._of_all_ranks(), self._of_it_workers()
-            rows.append(("measured", f"{mib(self.measured_peak_bytes)} at its peak{on_ranks}{workers}"))
+            held = "" if self.held_peak_bytes is None else f", {mib(self.held_peak_bytes)} taken from the device"
+            rows.append(("measured", f"{mib(self.measured_peak_bytes)}{held}{self._on_all_ranks()}"))
         if self.memory is not None:
             phase = self.memory.phase_at(self.batch_size)
             line = self.memory.lines[phase]
@@ -84,35 +84,17 @@ class Plan:
         if self.trials:
             rows.append(("tried", ", ".join(str(trial.batch_size) for trial in self.trials)))
         if self.effective_batch_size is not None and (self.accumulate_grad_batches > 1 or self.ranks > 1):
-            shared = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
             batches = "a batch" if self.accumulate_grad_batches == 1 else f"{self.accumulate_grad_batches} batches"
-            rows.append(("step", f"{self.effective_batch_size} samples, in {batches}{shared}"))
+            each = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
+            rows.append(("step", f"{self.effective_batch_size} samples, in {batches}{each}"))
         if self.learning_rate is not None and self.learning_rate != self.learning_rate_before:
             rows.append(("lr", f"{self.learning_rate:.6g} instead of {self.learning_rate_before:.6g}"))
         rows += [("why", self.reason)] if self.reason else []
-        rows += [("note", note) for note in self.notes]
-        verified = "verified by real steps" if self.verified else "not verified"
-        on_each = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
-        head = f"batch size {self.batch_size}{on_each}, limited by {self.limited_by.replace('_', ' ')}, {verified}"
-        text = "\n".join([head, *(f"  {name:<10}{text}" for name, text in rows)])
-        return text if self.evaluation is None else f"{text}\nvalidation: {self.evaluation}"
+        return rows + [("note", note) for note in self.notes]
 
-    def _of_all_ranks(self) -> str:
-        if self.ranks == 1 or self.measured_peak_bytes is None:
-            return ""
-        return f" on the rank that held most, at most {mib(self.ranks * self.measured_peak_bytes)} on all"
-
-    def _of_it_workers(self) -> str:
-        held = max((t.worker_bytes for t in self.trials if t.batch_size == self.batch_size), default=0)
-        return f"; loader workers hold up to {mib(held)}" if held else ""
-
-    def _margin_is_for(self) -> str:
-        lines = self.memory.lines.values() if self.memory is not None else ()
-        repeatability = max((line.repeatability for line in lines), default=0.0)
-        text = "noise and residuals of the lines"
-        if repeatability:
-            text += f" and {repeatability:.0%} of the growth, by which the device differs from run to run"
-        return text
+    def _on_all_ranks(self) -> str:
+        held_bytes = max(self.held_peak_bytes or 0, self.measured_peak_bytes or 0)
+        return f"; at most {mib(self.ranks * held_bytes)} on all ranks" if self.ranks > 1 else ""
 
     def to_json(self) -> str:
         """The plan as JSON; :meth:`from_json` makes an equal plan of it."""
@@ -120,26 +102,31 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that :meth:`to_json` wrote.
+        """The plan that :meth:`to_json` wrote, also in version 0.1.0; fields that are no longer known are left out.
 
         Raises:
             ValueError: when ``text`` is not the JSON of a plan.
         """
         try:
             return cls._from_dict(json.loads(text))
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"text must be the JSON of a Plan, got {text[:80]!r}") from error
 
     @classmethod
     def _from_dict(cls, data: dict[str, Any]) -> Plan:
         memory, time, evaluation = data["memory"], data["time"], data["evaluation"]
         if memory is not None:
-            lines = {phase: Line(**line) for phase, line in memory["lines"].items()}
-            memory = MemoryModel(lines, memory["reserved_ratio"])
+            memory = MemoryModel({phase: _known(Line, line) for phase, line in memory["lines"].items()})
         if time is not None:
-            time = TimeModel(Line(**time["line"]))
+            time = TimeModel(_known(Line, time["line"]))
         if evaluation is not None:
             evaluation = cls._from_dict(evaluation)
-        trials, notes = tuple(Trial(**trial) for trial in data["trials"]), tuple(data["notes"])
-        made = {"memory": memory, "time": time, "evaluation": evaluation, "trials": trials, "notes": notes}
-        return cls(**{**data, **made})
+        trials = tuple(_known(Trial, trial) for trial in data["trials"])
+        made = {"memory": memory, "time": time, "evaluation": evaluation, "trials": trials}
+        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
+        return cls(**{**known, **made, "notes": tuple(data["notes"])})
+
+
+def _known(record: Callable[..., _Record], data: dict[str, Any]) -> _Record:
+    names = {field.name for field in fields(record)}  # type: ignore[arg-type]  # a dataclass
+    return record(**{name: value for name, value in data.items() if name in names})

@@ -1,14 +1,11 @@
-"""The vocabulary: what a probe measured, the lines fitted to it, and what bounds a search.
-
-Everything here is plain data in bytes, seconds and samples. Nothing imports torch or Lightning.
-"""
+"""What a trial measured, the lines fitted to it, and what limits a search. Plain data in bytes, seconds and samples."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
 MIB = 2**20
 """Bytes in a mebibyte, the unit in which memory is shown to people."""
@@ -16,10 +13,16 @@ MIB = 2**20
 PHASES = ("forward", "backward", "optimizer_step", "evaluation")
 """The parts of a step whose peaks are measured and fitted apart, in the order in which they run."""
 
-Outcome = Literal["ok", "out_of_memory"]
+Outcome = Literal["ok", "out_of_memory", "over_limit", "allocator_retry"]
+TrialKind = Literal["probe", "rehearsal"]
 SizeLimit = Literal["dataset", "max_batch_size", "target_batch_size", "host memory"]
 LimitedBy = Literal["memory", "throughput", "dataset", "max_batch_size", "target_batch_size", "host memory"]
 Objective = Literal["memory", "throughput"]
+
+_Number = TypeVar("_Number", int, float)
+
+# worst first: several ranks or repetitions agree on the first of these that occurred
+_OUTCOMES: tuple[Outcome, ...] = ("out_of_memory", "over_limit", "allocator_retry", "ok")
 
 
 def mib(count_bytes: float) -> str:
@@ -29,90 +32,101 @@ def mib(count_bytes: float) -> str:
 
 @dataclass(frozen=True)
 class Trial:
-    """What real training steps at one batch size used.
+    """What real steps at one batch size used.
 
     Args:
         batch_size: samples in each step, on this rank.
-        outcome: ``"ok"``, or ``"out_of_memory"`` when a step ran out of memory (the peaks are then incomplete).
-        phase_peak_bytes: highest allocated bytes in each phase that ran (keys from :data:`PHASES`), the worst of the
-            measured steps. On the host: the resident set.
-        noise_bytes: by how much the peak of one and the same phase differed between the measured steps, without one
-            that found nothing cached.
-        peak_reserved_bytes: highest bytes that the allocator held from the device; ``None`` where it reserves none.
-        step_seconds: median wall time of a measured step (of a micro-batch under gradient accumulation), with the
-            making of the batch from samples that are at hand; ``None`` when none was completed.
-        measured_steps: how many full steps the peaks are taken from (a warm-up is not counted).
-        full_steps: how many full steps ran through at this size, the warm-up too.
-        samples_run: samples that went through training steps, warm-up included.
-        worker_bytes: what the loader's workers hold at this size; on the host the peaks include it.
-        fixed_bytes: what is in use at every moment of a step, whatever its size: what lasts from one step to the next,
-            but for gradients. 0 where it is not known.
-        loose_share: share of what the steps added to the memory that was in no block when forward ended, as holes in
-            the host's heap: that part differs from run to run. ``None`` where it is not known, or nothing is loose.
-        error: first line of the error that was taken for out of memory; empty otherwise.
+        outcome: ``"ok"``; ``"out_of_memory"`` (the peaks are then incomplete); ``"over_limit"`` when more was held than
+            the limit; ``"allocator_retry"`` when the allocator had to release its cache in a steady step.
+        phase_peak_bytes: highest live bytes in each phase that ran (keys from :data:`PHASES`). CUDA: bytes requested
+            from the allocator. Host: bytes of live tensors, plus what the process held before its first step.
+        kind: ``"probe"`` for a few steps that are only measured, ``"rehearsal"`` for steps from the state in which
+            training starts.
+        is_exact: whether the peaks count live bytes. ``False`` where only the resident set could be measured.
+        peak_held_bytes: highest bytes that were taken from the device. CUDA: reserved by the allocator. Host: the
+            resident set. ``None`` where it is not known.
+        reserve_bytes: bytes to keep free on top, for what a few steps cannot show (host only).
+        fixed_bytes: live bytes that last from one step to the next, without gradients; 0 where it is not known.
+        step_seconds: median wall time of a measured step (of a micro-batch under gradient accumulation); ``None``
+            when none was completed.
+        full_steps: full steps that ran at this size, warm-up included.
+        samples_run: samples that went through these steps.
+        worker_bytes: what loader workers hold at this size, by arithmetic.
+        error: first line of the out-of-memory error; empty otherwise.
     """
 
     batch_size: int
     outcome: Outcome
     phase_peak_bytes: Mapping[str, int]
-    noise_bytes: int = 0
-    peak_reserved_bytes: int | None = None
+    kind: TrialKind = "probe"
+    is_exact: bool = True
+    peak_held_bytes: int | None = None
+    reserve_bytes: int = 0
+    fixed_bytes: int = 0
     step_seconds: float | None = None
-    measured_steps: int = 0
     full_steps: int = 0
     samples_run: int = 0
     worker_bytes: int = 0
-    fixed_bytes: int = 0
-    loose_share: float | None = None
     error: str = ""
 
     @property
     def peak_bytes(self) -> int:
-        """Highest allocated bytes inside a step, over all phases; 0 when nothing was measured."""
+        """Highest live bytes inside a step, over all phases; 0 when nothing was measured."""
         return max(self.phase_peak_bytes.values(), default=0)
 
     @property
     def held_bytes(self) -> int:
-        """What the device had to give: reserved bytes where the allocator reserves, else allocated bytes."""
-        return max(self.peak_bytes, self.peak_reserved_bytes or 0)
+        """Bytes that were taken from the device, as far as it is known."""
+        return max(self.peak_bytes, self.peak_held_bytes or 0)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that a training at this size may take."""
+        return self.held_bytes + self.reserve_bytes
+
+    @classmethod
+    def worst_of(cls, trials: Iterable[Trial]) -> Trial:
+        """Combine trials of one batch size: the worst outcome, the highest peaks, the slowest step."""
+        trials = list(trials)
+        worst = min(trials, key=lambda trial: _OUTCOMES.index(trial.outcome))
+        phases = [phase for phase in PHASES if any(phase in trial.phase_peak_bytes for trial in trials)]
+        return replace(
+            worst,
+            phase_peak_bytes={p: max(trial.phase_peak_bytes.get(p, 0) for trial in trials) for p in phases},
+            is_exact=all(trial.is_exact for trial in trials),
+            peak_held_bytes=_largest(trial.peak_held_bytes for trial in trials),
+            reserve_bytes=max(trial.reserve_bytes for trial in trials),
+            fixed_bytes=min(trial.fixed_bytes for trial in trials),
+            step_seconds=_largest(trial.step_seconds for trial in trials),
+            full_steps=min(trial.full_steps for trial in trials),
+            samples_run=max(trial.samples_run for trial in trials),
+            worker_bytes=max(trial.worker_bytes for trial in trials),
+        )
+
+
+def _largest(values: Iterable[_Number | None]) -> _Number | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 @dataclass(frozen=True)
 class Line:
-    """A straight line over the batch size, with what is known of its error.
+    """A straight line over the batch size.
 
     Args:
         intercept: value at batch size 0 (bytes or seconds).
         slope: growth with each sample (bytes or seconds).
-        noise: largest distance by which a measurement may be off the line (same unit as ``intercept``): the larger of
-            the residuals and the noise of the measurement itself.
         first_batch_size: smallest batch size that the line was fitted to.
         last_batch_size: largest batch size that the line was fitted to.
-        repeatability: share of the growth since ``first_batch_size`` by which another run may differ (0.0 where the
-            device repeats itself exactly).
     """
 
     intercept: float
     slope: float
-    noise: float
     first_batch_size: int
     last_batch_size: int
-    repeatability: float = 0.0
 
     def at(self, batch_size: float) -> float:
         """The value that the line expects at ``batch_size`` samples."""
         return self.intercept + self.slope * batch_size
-
-    def upper(self, batch_size: float) -> float:
-        """The value not exceeded at ``batch_size`` if every measurement was off by at most ``noise``.
-
-        Inside the measured range that is the line plus the noise; beyond it the slope too may be off by
-        ``noise / (last_batch_size - first_batch_size)``. What the device cannot repeat comes on top.
-        """
-        span = self.last_batch_size - self.first_batch_size
-        beyond = max(0.0, batch_size - self.last_batch_size)
-        grown = self.slope * max(0.0, batch_size - self.first_batch_size)
-        return self.at(batch_size) + self.noise * (1.0 + (beyond / span if span else 0.0)) + self.repeatability * grown
 
 
 @dataclass(frozen=True)
@@ -120,20 +134,14 @@ class MemoryModel:
     """Peak memory of a step as a function of the batch size: the highest of one line per phase.
 
     Args:
-        lines: phase -> line in allocated bytes over samples.
-        reserved_ratio: reserved over allocated bytes as measured at the largest size (1.0 where nothing is reserved).
+        lines: phase -> line in live bytes over samples; see :class:`Trial`.
     """
 
     lines: Mapping[str, Line]
-    reserved_ratio: float = 1.0
 
     def predict_bytes(self, batch_size: float) -> float:
-        """Expected peak, in bytes of the kind that the limit counts (reserved where there is such a thing)."""
-        return self.reserved_ratio * max(line.at(batch_size) for line in self.lines.values())
-
-    def upper_bytes(self, batch_size: float) -> float:
-        """Upper bound of the peak, in the same bytes as :meth:`predict_bytes`."""
-        return self.reserved_ratio * max(line.upper(batch_size) for line in self.lines.values())
+        """Expected peak in live bytes; a lower bound beyond the sizes that were run, where the peak may bend upward."""
+        return max(line.at(batch_size) for line in self.lines.values())
 
     def phase_at(self, batch_size: float) -> str:
         """The phase in which the peak is expected at ``batch_size`` samples."""
@@ -145,8 +153,8 @@ class TimeModel:
     """Wall time of a step as a function of the batch size: ``step_seconds = t0 + c * batch_size``.
 
     Args:
-        line: seconds over samples; the intercept ``t0`` is what a step costs whatever its size, the slope ``c`` the
-            work for each sample.
+        line: seconds over samples; the intercept ``t0`` is the cost of a step of any size, the slope ``c`` the work
+            for each sample.
     """
 
     line: Line
@@ -156,27 +164,30 @@ class TimeModel:
         return self.line.at(batch_size)
 
     def samples_per_second(self, batch_size: float) -> float:
-        """Expected throughput; ``inf`` where the line says that a step takes no time."""
+        """Expected throughput; ``inf`` where the line gives a step no time."""
         seconds = self.step_seconds(batch_size)
         return batch_size / seconds if seconds > 0 else math.inf
 
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """What a search has to respect.
+    """What limits a search.
 
     Args:
         limit_bytes: what this process may hold.
-        min_batch_size: smallest size worth trying, in samples.
-        max_batch_size: largest size worth trying, in samples.
-        max_reason: what set ``max_batch_size``: the data set, the user, the samples wanted for each optimizer step, or
-            what loader workers may hold beside a device.
-        multiple_of: sizes are rounded down to a multiple of it; ``None``: sizes of 64 and more to a multiple of 8.
-        objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest that is as good as
-            the fastest.
-        target_batch_size: samples wanted for each optimizer step over all ranks; sizes are then those of which a whole
-            number makes the target. ``None``: not wanted.
+        min_batch_size: smallest size to try, in samples.
+        max_batch_size: largest size to try, in samples.
+        max_reason: what set ``max_batch_size``.
+        multiple_of: sizes are rounded down to a multiple of it; ``None``: to the largest power of two that is at most
+            a 64th of the size.
+        objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest that is nearly as
+            fast as the fastest.
+        target_batch_size: samples for each optimizer step over all ranks; sizes are then those of which a whole
+            number makes the target. ``None``: any size.
         ranks: processes that train together.
+        out_of_memory_kills: whether exceeding the limit ends the process, as on the host.
+        steps_are_collective: whether ranks take every step together.
+        max_sizes: how many distinct sizes a search may run.
     """
 
     limit_bytes: int
@@ -187,29 +198,32 @@ class SearchLimits:
     objective: Objective = "memory"
     target_batch_size: int | None = None
     ranks: int = 1
+    out_of_memory_kills: bool = False
+    steps_are_collective: bool = False
+    max_sizes: int = 8
 
 
 @dataclass(frozen=True)
 class NextSize:
-    """The next size to try, and why.
+    """The next size to run.
 
     Args:
         batch_size: samples to run.
+        kind: how to run it; see :class:`Trial`.
         reason: one sentence for the person who watches.
-        may_be_last: whether this is the answer if it fits as predicted, so that steps at it are worth most.
     """
 
     batch_size: int
+    kind: TrialKind
     reason: str
-    may_be_last: bool = False
 
 
 @dataclass(frozen=True)
 class SearchFailed:
-    """No size can be named, and why.
+    """No size can be named.
 
     Args:
-        reason: one sentence: what was seen, and what would help.
+        reason: one sentence: what was measured, and what would help.
         trials: what had been run by then.
     """
 

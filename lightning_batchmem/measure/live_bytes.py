@@ -1,0 +1,109 @@
+"""Exact bytes of the memory that a step asks for: live storages on the host, requested bytes on CUDA."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode  # private in torch 2.5 to 2.13
+from torch.utils._pytree import tree_leaves
+
+from lightning_batchmem.devices import DeviceMemory, MemoryStats
+
+
+class PeakCounter(Protocol):
+    """Anything with a peak that can be reset."""
+
+    def reset_peak(self) -> None:
+        """Start the peak again from what is in use now."""
+
+    def peak(self) -> MemoryStats:
+        """Highest use since :meth:`reset_peak`."""
+
+
+class LiveStorages(TorchDispatchMode):
+    """Bytes of the tensor storages that operators create, from their first use until they are freed.
+
+    Storages that exist before are counted from the first operator that reads them, so the second of two equal steps is
+    complete. What an operator allocates and frees inside itself is not seen.
+
+    Args:
+        other_bytes: what the process holds besides tensors; it is part of every reading.
+    """
+
+    def __init__(self, other_bytes: int = 0) -> None:
+        super().__init__()
+        self._live: dict[int, weakref.ref[Any]] = {}
+        self._bytes = self._peak_bytes = other_bytes
+
+    @staticmethod
+    def is_possible() -> bool:
+        """Whether no other dispatch mode is active, which might hide operators."""
+        return _get_current_dispatch_mode() is None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.track(tree_leaves((args, kwargs)))
+        result = func(*args, **(kwargs or {}))
+        self.track(tree_leaves(result))
+        return result
+
+    def track(self, values: Iterable[object]) -> None:
+        """Count the storages of these tensors from now on."""
+        for value in values:
+            if isinstance(value, Tensor) and value.device.type == "cpu":
+                storage = value.untyped_storage()
+                if (key := storage._cdata) not in self._live:
+                    self._count(key, storage, storage.nbytes())
+
+    def reset_peak(self) -> None:
+        """Start the peak again from the live bytes."""
+        self._peak_bytes = self._bytes
+
+    def peak(self) -> MemoryStats:
+        """Highest live bytes since :meth:`reset_peak`."""
+        return MemoryStats(self._peak_bytes)
+
+    def current(self) -> MemoryStats:
+        """Live bytes at this moment."""
+        return MemoryStats(self._bytes)
+
+    def _count(self, key: int, storage: Any, size_bytes: int) -> None:
+        def freed(_: object) -> None:
+            del self._live[key]
+            self._bytes -= size_bytes
+
+        self._live[key] = weakref.ref(storage, freed)
+        self._bytes += size_bytes
+        self._peak_bytes = max(self._peak_bytes, self._bytes)
+
+
+class RequestedBytes:
+    """The bytes that were requested from a device's allocator, without its rounding.
+
+    Args:
+        device: whose counters are read; allocated bytes stand in where requested bytes are not counted.
+    """
+
+    def __init__(self, device: DeviceMemory) -> None:
+        self._device = device
+
+    def reset_peak(self) -> None:
+        """Start the peak again from what is in use now."""
+        self._device.reset_peak()
+
+    def peak(self) -> MemoryStats:
+        """Highest requested bytes since :meth:`reset_peak`."""
+        return _requested(self._device.peak())
+
+    def current(self) -> MemoryStats:
+        """Requested bytes at this moment."""
+        return _requested(self._device.current())
+
+
+def _requested(stats: MemoryStats) -> MemoryStats:
+    requested_bytes = getattr(stats, "requested_bytes", None)
+    return stats if requested_bytes is None else stats._replace(allocated_bytes=requested_bytes)
