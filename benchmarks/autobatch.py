@@ -20,8 +20,9 @@ import torch
 
 from benchmarks.caps import Cap
 from benchmarks.watched import Watched, watched
-from lightning_batchmem.devices import DeviceMemory, device_memory_for
+from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
+from lightning_batchmem.devices.select import device_memory_for
 
 SIZES = (1, 2, 4, 8, 16)
 SHARE = 0.6

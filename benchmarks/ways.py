@@ -27,7 +27,7 @@ from benchmarks.common import answer, described, trainer_for
 from benchmarks.watched import Watched, watched
 from benchmarks.workloads import WORKLOADS
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.devices import device_memory_for
+from lightning_batchmem.devices.select import device_memory_for
 
 STEPS_PER_ATTEMPT = 3
 """What accelerate and toma train at each size: as many steps as Lightning's finder runs by default."""

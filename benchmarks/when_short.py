@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.common import DEVICE_SHARE, answer, in_fresh_process, machine, report
 from benchmarks.workloads import WORKLOADS, Training, Workload
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.devices import device_memory_for
+from lightning_batchmem.devices.select import device_memory_for
 from lightning_batchmem.plan.records import MIB
 
 MODULE = "benchmarks.when_short"

@@ -12,9 +12,10 @@ from rich.console import Console
 from torch import Tensor
 
 from lightning_batchmem._lightning.trainer_state import is_fast_dev_run, logging_step, logs_at_all
-from lightning_batchmem.devices import DeviceMemory, device_memory_for
+from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
+from lightning_batchmem.devices.select import device_memory_for
 from lightning_batchmem.measure.recorder import StepRecorder
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.report.files import PLAN_NAME, check_writable, write_beside

@@ -26,7 +26,7 @@ from lightning_batchmem._lightning.termination import sigterm_raises
 from lightning_batchmem.apply.batch_size import BatchSizeSetting, ProbeBatches
 from lightning_batchmem.apply.loaders import StageLoaders, limited_batches
 from lightning_batchmem.apply.training import restoring
-from lightning_batchmem.devices import DeviceMemory
+from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.measure.breakdown import measure_breakdown, tensors_in
 from lightning_batchmem.measure.compiled import each_size_static
 from lightning_batchmem.measure.phases import PhasePeaks

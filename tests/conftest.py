@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 import lightning_batchmem.batch_finder
 import lightning_batchmem.memory_profiler
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.devices import MemoryStats
+from lightning_batchmem.devices.base import MemoryStats
 
 
 class FakeDevice:

@@ -21,7 +21,7 @@ from torchmetrics import CatMetric
 
 import lightning_batchmem.measure.stage_workers
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.devices import MemoryStats
+from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.measure.worker_memory import WorkerMemory
 from tests.lawful import MIB, SAMPLES, Lawful, Sizes, law
 

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import torch
 
-from lightning_batchmem.devices import MemoryStats
+from lightning_batchmem.devices.base import MemoryStats
 
 # Running totals worth an alarm: allocations that failed for good, and those that succeeded only after the allocator
 # threw its cache away (each one costs a device synchronisation). Source: torch.cuda.memory_stats

@@ -11,7 +11,8 @@ import time
 import psutil
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem.devices import MemoryStats, cgroup, heap
+from lightning_batchmem.devices import cgroup, heap
+from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.devices.kept_open import KeptOpen
 from lightning_batchmem.devices.resource_limits import KIB, ResourceLimits, field_bytes
 

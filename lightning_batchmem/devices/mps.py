@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from lightning_batchmem.devices import MemoryStats
+from lightning_batchmem.devices.base import MemoryStats
 
 
 class MpsMemory:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem.devices import Utilization
+from lightning_batchmem.devices.base import Utilization
 
 
 def nvml_utilization(device: torch.device) -> Utilization | None:

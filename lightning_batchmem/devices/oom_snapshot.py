@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem.devices import DeviceMemory
+from lightning_batchmem.devices.base import DeviceMemory
 
 # How many of the last events are kept. An allocation makes three of them (allocated, free requested, freed), so that
 # this is some 33 000 allocations: a step of a large model and what led to it. Only the first of the three has a stack,

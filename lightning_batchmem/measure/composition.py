@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
-from lightning_batchmem.devices import DeviceMemory
+from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.measure.breakdown import MemoryBreakdown, measure_breakdown
 from lightning_batchmem.measure.estimate import Estimate, estimate_parts
 

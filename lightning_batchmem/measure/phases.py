@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_batchmem.devices import DeviceMemory
+from lightning_batchmem.devices.base import DeviceMemory
 
 
 class StepPeaks(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_batchmem._lightning.strategies import processes_on_node
-from lightning_batchmem.devices import DeviceMemory
+from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.plan.records import Trial
 
 _Value = TypeVar("_Value")

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_batchmem._lightning.trainer_state import logging_step, logs_at_all, logs_now
-from lightning_batchmem.devices import DeviceMemory, timer_for
+from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.select import timer_for
 from lightning_batchmem.measure.breakdown import samples_in
 from lightning_batchmem.measure.composition import Composition
 from lightning_batchmem.measure.phases import PhasePeaks, StepPeaks

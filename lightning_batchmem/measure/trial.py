@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_batchmem.devices import DeviceMemory
+from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.measure.compiled import forget_compiled
 from lightning_batchmem.measure.phases import PhasePeaks, StepPeaks

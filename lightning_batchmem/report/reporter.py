@@ -10,7 +10,8 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_batchmem.devices import DeviceMemory, Timer, Utilization, utilization_for
+from lightning_batchmem.devices.base import DeviceMemory, Timer, Utilization
+from lightning_batchmem.devices.select import utilization_for
 from lightning_batchmem.measure.composition import Composition
 from lightning_batchmem.measure.step_record import StepRecord, StepTotals
 from lightning_batchmem.plan.plan import Plan

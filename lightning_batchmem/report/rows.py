@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from lightning_batchmem.devices import Timer
+from lightning_batchmem.devices.base import Timer
 from lightning_batchmem.measure.step_record import StepRecord
 from lightning_batchmem.report.step_csv import BatchCsv
 

@@ -9,8 +9,9 @@ import psutil
 import pytest
 import torch
 
-from lightning_batchmem.devices import MemoryStats, device_memory_for
+from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.devices.cuda import CudaMemory
+from lightning_batchmem.devices.select import device_memory_for
 
 GIB = 1 << 30
 DEVICE = torch.device("cuda", 1)
@@ -139,7 +140,8 @@ def test_import_starts_nothing() -> None:
     script = """if True:
         import sys
         import torch
-        from lightning_batchmem.devices import cuda, host, mps, nvml, out_of_memory, timer_for
+        from lightning_batchmem.devices import cuda, host, mps, nvml, out_of_memory
+        from lightning_batchmem.devices.select import timer_for
         timer_for(torch.device("cuda:0"))
         meter = cuda.CudaMemory(torch.device("cuda:0"))
         meter.peak()

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from lightning_batchmem.devices import timer_for
 from lightning_batchmem.devices.cuda_timer import CudaTimer
+from lightning_batchmem.devices.select import timer_for
 
 DEVICE = torch.device("cuda", 1)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_batchmem.devices import DeviceMemory, MemoryStats
+from lightning_batchmem.devices.base import DeviceMemory, MemoryStats
 
 
 def test_peak_is_the_maximum_of_the_lines(fake_device: Any) -> None:

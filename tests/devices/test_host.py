@@ -15,8 +15,9 @@ import psutil
 import pytest
 import torch
 
-from lightning_batchmem.devices import cgroup, device_memory_for, host, utilization_for
+from lightning_batchmem.devices import cgroup, host
 from lightning_batchmem.devices.host import CpuUtilization, HostMemory
+from lightning_batchmem.devices.select import device_memory_for, utilization_for
 
 MIB = 1 << 20
 

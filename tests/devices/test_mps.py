@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_batchmem.devices import MemoryStats, device_memory_for, utilization_for
+from lightning_batchmem.devices.base import MemoryStats
+from lightning_batchmem.devices.select import device_memory_for, utilization_for
 
 
 def test_mps_has_current_values_and_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:

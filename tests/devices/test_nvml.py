@@ -8,8 +8,8 @@ import pynvml
 import pytest
 import torch
 
-from lightning_batchmem.devices import utilization_for
 from lightning_batchmem.devices.nvml import nvml_utilization
+from lightning_batchmem.devices.select import utilization_for
 
 DEVICE = torch.device("cuda", 0)
 UUID = "8932f937-d72c-4106-c12f-20bd9faed9f6"

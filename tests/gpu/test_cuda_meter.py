@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.cuda import CudaMemory
 from lightning_batchmem.devices.nvml import nvml_utilization
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
+from lightning_batchmem.devices.select import device_memory_for
 
 MIB = 1 << 20
 
@@ -126,7 +126,7 @@ def test_readings_wait_for_nothing(device_memory: CudaMemory, device: torch.devi
 def test_construction_starts_no_context() -> None:
     script = """if True:
         import torch
-        from lightning_batchmem.devices import device_memory_for
+        from lightning_batchmem.devices.select import device_memory_for
         meter = device_memory_for(torch.device("cuda:0"))
         meter.reset_peak()
         assert meter.peak().allocated_bytes == 0

@@ -10,8 +10,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_batchmem import MemoryProfiler
-from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
+from lightning_batchmem.devices.select import device_memory_for
 
 MIB = 1 << 20
 

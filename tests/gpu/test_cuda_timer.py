@@ -5,7 +5,8 @@ import time
 import pytest
 import torch
 
-from lightning_batchmem.devices import Timer, timer_for
+from lightning_batchmem.devices.base import Timer
+from lightning_batchmem.devices.select import timer_for
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 
-from lightning_batchmem.devices import MemoryStats
+from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.measure.ranks import _TELL_SECONDS, Ranks, own_budget_bytes, worst_of_all
 from lightning_batchmem.plan.records import Trial
 from tests.search_ranks import train_as_rank
