@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
-# The walk meets lists of thousands of these in text batches; a set lookup keeps that cheap.
-_LEAVES = frozenset({str, bytes, int, float, bool, complex, type(None)})
+# The names with "as" are imported from here by modules that do not use devices.tensors yet.
+from lightning_batchmem.devices.tensors import copied as copied
+from lightning_batchmem.devices.tensors import is_on as is_on
+from lightning_batchmem.devices.tensors import list_state_bytes as list_state_bytes
+from lightning_batchmem.devices.tensors import plain_tensors as plain_tensors
+from lightning_batchmem.devices.tensors import samples_in as samples_in
+from lightning_batchmem.devices.tensors import tensors_in as tensors_in
 
 
 @dataclass(frozen=True)
@@ -120,107 +122,6 @@ def measure_breakdown(
     return breakdown if peak_bytes is None else breakdown.at_peak(peak_bytes)
 
 
-def tensors_in(data: object) -> list[Tensor]:
-    """The tensors of a nested collection, in order: mappings, lists, tuples, sets, data classes and own batch types.
-
-    An own batch type is what Lightning moves between devices: an object with a method ``to``. Iterators are not
-    touched, for looking into them would use them up.
-
-    Args:
-        data: a batch or any other nested collection.
-
-    Example:
-        >>> [tuple(tensor.shape) for tensor in tensors_in({"image": torch.ones(2, 3), "labels": [torch.ones(2), "a"]})]
-        [(2, 3), (2,)]
-    """
-    found: list[Tensor] = []
-    _collect(data, found, set())
-    return found
-
-
-def copied(sample: Any, *, share_tensors: bool = False) -> Any:
-    """A copy of a sample in which tensors hold no more than themselves: not the storage that they are a view of.
-
-    Args:
-        sample: however nested.
-        share_tensors: whether the tensors are those of the sample itself, and all else is new.
-    """
-    tensors = tensors_in(sample)
-    memo = {id(tensor): tensor if share_tensors else tensor.clone() for tensor in tensors}
-    return copy.deepcopy(sample, memo)
-
-
-def samples_in(batch: object) -> int | None:
-    """How many samples a batch holds: the common first dimension of its tensors.
-
-    Lightning's own ``extract_batch_size`` gives the same number where it is sure. In doubt it returns the first size it
-    met, and warns once a process (2.6.6), so a caller cannot tell a guess from a reading.
-
-    Args:
-        batch: the batch, however nested; tensors without dimensions and everything that is no tensor are passed over.
-
-    Returns:
-        The number of samples, or ``None`` where the tensors disagree or there are none.
-
-    Example:
-        >>> samples_in({"image": torch.ones(8, 3), "label": torch.ones(8), "names": ["a"] * 8})
-        8
-    """
-    sizes = set()
-    if type(batch) in (list, tuple):  # most batches are plain, and this is asked of every one
-        for item in batch:  # type: ignore[attr-defined]
-            if type(item) is not Tensor:
-                break
-            if item.dim():
-                sizes.add(item.size(0))
-        else:
-            return sizes.pop() if len(sizes) == 1 else None
-    sizes = {tensor.size(0) for tensor in tensors_in(batch) if tensor.dim()}
-    return sizes.pop() if len(sizes) == 1 else None
-
-
-def list_state_bytes(module: Module) -> dict[str, int]:
-    """What torchmetrics' list states hold: they keep what every update gives them until they are reset.
-
-    Args:
-        module: whose submodules are looked through.
-
-    Returns:
-        Name of each metric that has list states -> their bytes now.
-    """
-    sizes = {}
-    for name, metric in module.named_modules():
-        if isinstance(metric, Metric):
-            lists = [state for state in metric.metric_state.values() if isinstance(state, list)]
-            if lists:
-                sizes[name] = sum(tensor.nbytes for state in lists for tensor in state)
-    return sizes
-
-
-def _collect(data: Any, found: list[Tensor], on_the_way: set[int]) -> None:
-    if isinstance(data, Tensor):
-        found.append(data)
-        return
-    if id(data) in on_the_way or isinstance(data, Module):  # a batch that refers to itself, or to its model
-        return
-    items: Iterable[Any]
-    if isinstance(data, Mapping):
-        items = data.values()
-    elif isinstance(data, (Sequence, Set)) and not isinstance(data, (str, bytes, bytearray, memoryview, range)):
-        items = data
-    elif is_dataclass(data) and not isinstance(data, type):
-        items = [getattr(data, field.name, None) for field in fields(data)]  # a field may not be set yet
-    elif callable(getattr(data, "to", None)) and hasattr(data, "__dict__"):
-        items = vars(data).values()
-    else:
-        return
-    on_the_way.add(id(data))
-    for item in items:
-        if type(item) not in _LEAVES:
-            _collect(item, found, on_the_way)
-    on_the_way.discard(id(data))
-
-
 def _held_bytes(tensor: Tensor, device: torch.device, seen: set[tuple[torch.device, int]]) -> int:
     """Bytes of the storages behind a tensor that lie on ``device`` and were not ``seen``."""
     held_bytes = 0
@@ -232,39 +133,3 @@ def _held_bytes(tensor: Tensor, device: torch.device, seen: set[tuple[torch.devi
                 seen.add(key)
                 held_bytes += storage.nbytes()
     return held_bytes
-
-
-def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The ordinary tensors behind one: the local shard of a DTensor, indices and values of a sparse one.
-
-    Args:
-        tensor: any but a lazy parameter, which has nothing behind it.
-    """
-    if hasattr(tensor, "__tensor_flatten__"):  # DTensor, jagged and quantised tensors wrap others
-        names, _ = tensor.__tensor_flatten__()
-        inner = [getattr(tensor, name) for name in names]  # in torch 2.13 a DTensor names its device mesh as well
-    elif type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and (wrapped := tensors_in(vars(tensor))):
-        inner = wrapped  # such as torch.masked.MaskedTensor, which says nothing of what it wraps
-    elif tensor.layout is not torch.strided:
-        inner = list(_sparse_parts(tensor))
-    else:
-        yield tensor
-        return
-    for part in inner:
-        if isinstance(part, Tensor):
-            yield from plain_tensors(part)
-
-
-def is_on(place: torch.device, device: torch.device) -> bool:
-    """Whether what lies in ``place`` counts for ``device``; a device without an index is any of its kind."""
-    return place.type == device.type and device.index in (None, place.index)
-
-
-def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    if tensor.layout is torch.sparse_coo:  # gradients of Embedding(sparse=True); indices() refuses uncoalesced ones
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return ()  # no storage to ask (oneDNN's own layout)

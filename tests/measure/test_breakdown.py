@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-from collections import UserDict, UserList, deque, namedtuple
-from dataclasses import dataclass, field
-
 import pytest
 import torch
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import nn
 
-from lightning_batchmem.measure.breakdown import MemoryBreakdown, measure_breakdown, samples_in, tensors_in
+from lightning_batchmem.measure.breakdown import MemoryBreakdown, measure_breakdown
 
 CPU = torch.device("cpu")
 
@@ -111,72 +107,6 @@ def test_a_start_below_the_known_parts_is_a_negative_rest_and_the_sum_stays_exac
     assert (breakdown.other_bytes, breakdown.activations_bytes, breakdown.peak_bytes) == (-100, 50, 350)
 
 
-@dataclass
-class Sample:
-    image: torch.Tensor
-    name: str
-
-
-class OwnBatch:
-    def __init__(self, image):
-        self.image = image
-
-    def to(self, device, **_):
-        return self
-
-
-Pair = namedtuple("Pair", "image label")
-ones = torch.ones(3, 2)
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        ones,
-        [ones, ones],
-        Pair(ones, torch.ones(3)),
-        {"image": ones, "meta": {"label": (ones,)}},
-        UserDict(image=ones),
-        Sample(ones, "name"),
-        OwnBatch(ones),
-    ],
-)
-def test_the_samples_of_nested_batches(batch):
-    assert samples_in(batch) == 3
-    if not isinstance(batch, (OwnBatch, Sample)):  # Lightning looks into neither, or trips over the name
-        assert extract_batch_size(batch) == 3
-
-
-@pytest.mark.parametrize("batch", [{"x": ones, "names": ["a", "b", "c"]}, (ones, torch.tensor(0.5)), [ones, 7, None]])
-def test_what_is_no_batch_tensor_does_not_make_the_samples_unknown(batch):
-    assert samples_in(batch) == 3
-
-
-@pytest.mark.parametrize("batch", [None, "text", ["a", "b"], torch.tensor(1.0), (ones, torch.ones(4)), {}, Sample])
-def test_samples_that_cannot_be_told_are_missing(batch):
-    assert samples_in(batch) is None
-
-
-def test_iterators_are_not_used_up():
-    batch = iter([ones])
-    assert tensors_in(batch) == []
-    assert next(batch) is ones
-
-
-def test_a_batch_that_refers_to_itself_or_to_its_model_is_no_trap() -> None:
-    class Own:
-        def __init__(self) -> None:
-            self.x = torch.ones(4, 2)
-            self.me = self
-            self.model = torch.nn.Linear(3, 3)
-
-        def to(self, device: torch.device) -> None: ...
-
-    assert [tuple(tensor.shape) for tensor in tensors_in(Own())] == [(4, 2)]
-    shared = [torch.ones(2)]
-    assert [tuple(tensor.shape) for tensor in tensors_in([torch.ones(1), [shared, shared]])] == [(1,), (2,), (2,)]
-
-
 class Lookahead(torch.optim.Optimizer):
     """An optimizer around another, which has the state."""
 
@@ -200,15 +130,3 @@ def test_the_state_of_an_optimizer_inside_another() -> None:
 def test_a_tensor_that_says_nothing_of_what_it_wraps() -> None:
     batch = torch.masked.MaskedTensor(torch.ones(8, 4), torch.ones(8, 4, dtype=torch.bool))
     assert measure_breakdown(nn.Linear(1, 1), [], batch, CPU, start_bytes=0).batch_bytes == 8 * 4 * 5
-
-
-@dataclass
-class Later:
-    image: torch.Tensor
-    mask: torch.Tensor = field(init=False)
-
-
-@pytest.mark.parametrize("batch", [Later(torch.ones(3, 2)), deque([torch.ones(3, 2)]), UserList([torch.ones(3, 2)])])
-def test_batches_that_are_not_quite_plain(batch) -> None:
-    assert measure_breakdown(nn.Linear(1, 1), [], batch, CPU, start_bytes=0).batch_bytes == 24
-    assert samples_in(batch) == 3

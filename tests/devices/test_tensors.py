@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from collections import UserDict, UserList, deque, namedtuple
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import nn
+from torchmetrics import CatMetric, MeanMetric
+
+from lightning_batchmem.devices.tensors import copied, is_on, list_state_bytes, samples_in, tensors_in
+
+
+@dataclass
+class Sample:
+    image: torch.Tensor
+    name: str
+
+
+class OwnBatch:
+    def __init__(self, image):
+        self.image = image
+
+    def to(self, device, **_):
+        return self
+
+
+Pair = namedtuple("Pair", "image label")
+ones = torch.ones(3, 2)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        ones,
+        [ones, ones],
+        Pair(ones, torch.ones(3)),
+        {"image": ones, "meta": {"label": (ones,)}},
+        UserDict(image=ones),
+        Sample(ones, "name"),
+        OwnBatch(ones),
+    ],
+)
+def test_samples_of_nested_batches(batch):
+    assert samples_in(batch) == 3
+    if not isinstance(batch, (OwnBatch, Sample)):  # Lightning looks into neither, or trips over the name
+        assert extract_batch_size(batch) == 3
+
+
+@pytest.mark.parametrize("batch", [{"x": ones, "names": ["a", "b", "c"]}, (ones, torch.tensor(0.5)), [ones, 7, None]])
+def test_other_values_do_not_make_the_samples_unknown(batch):
+    assert samples_in(batch) == 3
+
+
+@pytest.mark.parametrize("batch", [None, "text", ["a", "b"], torch.tensor(1.0), (ones, torch.ones(4)), {}, Sample])
+def test_unknown_samples_are_none(batch):
+    assert samples_in(batch) is None
+
+
+def test_iterators_are_not_consumed():
+    batch = iter([ones])
+    assert tensors_in(batch) == []
+    assert next(batch) is ones
+
+
+def test_a_batch_may_refer_to_itself_and_to_its_model() -> None:
+    class Own:
+        def __init__(self) -> None:
+            self.x = torch.ones(4, 2)
+            self.me = self
+            self.model = torch.nn.Linear(3, 3)
+
+        def to(self, device: torch.device) -> None: ...
+
+    assert [tuple(tensor.shape) for tensor in tensors_in(Own())] == [(4, 2)]
+    shared = [torch.ones(2)]
+    assert [tuple(tensor.shape) for tensor in tensors_in([torch.ones(1), [shared, shared]])] == [(1,), (2,), (2,)]
+
+
+@dataclass
+class Later:
+    image: torch.Tensor
+    mask: torch.Tensor = field(init=False)
+
+
+@pytest.mark.parametrize("batch", [Later(torch.ones(3, 2)), deque([torch.ones(3, 2)]), UserList([torch.ones(3, 2)])])
+def test_samples_of_unusual_collections(batch) -> None:
+    assert len(tensors_in(batch)) == 1
+    assert samples_in(batch) == 3
+
+
+def test_a_copy_does_not_keep_the_storage_of_a_view() -> None:
+    sample = {"image": torch.ones(1000)[:2], "names": ["a"]}
+    copy = copied(sample)
+    assert copy["image"].untyped_storage().nbytes() == 8
+    shared = copied(sample, share_tensors=True)
+    assert shared["image"] is sample["image"]
+    assert shared["names"] == ["a"]
+    assert shared["names"] is not sample["names"]
+
+
+def test_a_device_without_an_index_is_any_of_its_type() -> None:
+    assert is_on(torch.device("cuda:1"), torch.device("cuda"))
+    assert not is_on(torch.device("cuda:1"), torch.device("cuda:0"))
+    assert not is_on(torch.device("cpu"), torch.device("cuda"))
+
+
+def test_only_metrics_with_list_states_are_listed() -> None:
+    module = nn.ModuleDict({"mean": MeanMetric(), "cat": CatMetric()})
+    module["cat"].update(torch.ones(4))
+    assert list_state_bytes(module) == {"cat": 16}
