@@ -171,7 +171,7 @@ class BatchFinder(Callback):
         self._take_away()
         if self._kept is not None:  # the other ranks may be waiting in a search that this one has not reached
             self._kept = None
-            Ranks(trainer).leave(exception)
+            Ranks(trainer).report(exception)
 
     def state_dict(self) -> dict[str, Any]:
         """The plan that a checkpoint carries, as plain JSON types."""

@@ -1,41 +1,46 @@
-"""The searches: real steps at the sizes that :func:`.decide.decide` asks for, and nothing of them left afterwards."""
+"""The search: measure a size, fit, decide, until there is a plan; nothing of it is left afterwards."""
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 
 from lightning_batchmem._lightning.data_source import attach_loaders, validation_source
-from lightning_batchmem._lightning.evaluation import EvaluationLoop
-from lightning_batchmem._lightning.module_state import Loop, ModuleState, RandomStates, TrainerState
+from lightning_batchmem._lightning.evaluation import EvaluationLoop, validation_loop
+from lightning_batchmem._lightning.module_state import (
+    Loop,
+    ModuleState,
+    RandomStates,
+    configure_optimizers_again,
+    freeze_schedulers,
+)
 from lightning_batchmem._lightning.run_step import begin_training
 from lightning_batchmem._lightning.strategies import (
     is_synchronised,
     processes_on_node,
     steps_are_collective,
-    without_synchronisation,
     wrap_again,
 )
-from lightning_batchmem._lightning.termination import sigterm_raises
 from lightning_batchmem.apply.batch_size import BatchSizeSetting, ProbeBatches
 from lightning_batchmem.apply.loaders import StageLoaders, limited_batches
 from lightning_batchmem.apply.training import restoring
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.measure.breakdown import measure_breakdown, tensors_in
-from lightning_batchmem.measure.compiled import each_size_static
-from lightning_batchmem.measure.phases import PhasePeaks
-from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes, worst_of_all
+from lightning_batchmem.devices.tensors import tensors_in
+from lightning_batchmem.measure.breakdown import measure_breakdown
+from lightning_batchmem.measure.compiled import each_size_static, was_compiled
+from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes
 from lightning_batchmem.measure.stage_workers import UNBOUNDED_MAX_BATCH_SIZE, StageWorkers
-from lightning_batchmem.measure.steps import EvaluationSteps, Steps, TrainingSteps
-from lightning_batchmem.measure.trial import Looseness, PhaseCallback, measure
-from lightning_batchmem.measure.validation import Validation
-from lightning_batchmem.plan.decide import FIRST_SIZE, decide
+from lightning_batchmem.measure.steps import EvaluationSteps, TrainingSteps
+from lightning_batchmem.measure.trial import PhaseCallback, TrialRunner
+from lightning_batchmem.plan.decide import SearchPolicy, decide
 from lightning_batchmem.plan.memory_limit import parse_memory_limit
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
@@ -43,320 +48,330 @@ from lightning_batchmem.plan.records import NextSize, SearchFailed, SearchLimits
 from lightning_batchmem.report.plan_table import SearchProgress
 from lightning_batchmem.report.tables import breakdown_text
 
+_LIMIT_SHARE = 0.95  # of what the device can provide; the rest is for libraries, fragmentation and other processes
+
 
 class BatchSizeSearch:
-    """One search over real steps, in a trainer that is lent for it.
+    """A search over real steps, in a trainer whose loop has not started.
 
     Args:
         trainer: before its loop runs.
-        device_memory: of the device.
-        options: the user's.
-        random: the generators' states to rewind to.
-        module_state: the module as it is to be again.
+        device: whose memory is limited.
+        options: of the user.
+        random: the state of the random generators to restore.
+        module_state: the state of the module to restore.
 
     Attributes:
         epoch_batches: batches of an epoch at the size that was found; ``inf`` when unknown.
+        start_bytes: live bytes when the last rehearsal started; 0 without one.
     """
 
     def __init__(
         self,
         trainer: Trainer,
-        device_memory: DeviceMemory,
+        device: DeviceMemory,
         options: SearchOptions,
         random: RandomStates,
         module_state: ModuleState,
     ) -> None:
-        self._trainer = trainer
-        self._module_state = module_state
-        self._device_memory = device_memory
-        self._options = options
-        self._random = random
-        self._phase_peaks, self._looseness = PhasePeaks(device_memory), Looseness(device_memory)
+        self._trainer, self._device, self._options = trainer, device, options
+        self._random, self._module_state = random, module_state
+        self._callback = PhaseCallback(device)
         self._ranks = Ranks(trainer)
-        self._together = steps_are_collective(trainer)
+        self._first = options.min_batch_size or SearchPolicy.first_size
+        self._callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]  # set where mypy does not look
+        self._attempt = ExitStack()
         shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
         self._progress = SearchProgress(Console(), enabled=shown)
-        self._first = options.min_batch_size or FIRST_SIZE
         self.epoch_batches = math.inf
+        self.start_bytes = 0
+        if module_state.not_restorable:
+            what = "; ".join(module_state.not_restorable[:10])
+            rank_zero_warn(f"BatchFinder cannot restore these if a training step changes them: {what}")
 
     def training(self, setting: BatchSizeSetting) -> Plan | SearchFailed:
-        """Search with training steps, and validation as a phase of them where there is one.
+        """Search with training steps; validation is a phase of them.
 
         Args:
-            setting: where the training batch size lives.
+            setting: the batch size of training.
         """
         with self._ranks.fail_together():
             outcome = self._training(setting)
             wrap_again(self._trainer)
         return outcome
 
-    def _training(self, setting: BatchSizeSetting) -> Plan | SearchFailed:
-        trainer, options = self._trainer, self._options
-        setting.check()
-        with self._lent([setting, replace(setting, source=validation_source(trainer))], trainer.fit_loop) as lent:
-            loaders = setting.loaders_for(self._first)
-            validation = self._validation(setting)
-            val_loaders, val_batches = (validation.combined, validation.batches) if validation else (None, [])
-            attach_loaders(trainer, loaders.combined, loaders.batches(self._first), val_loaders, val_batches)
-            if options.target_batch_size is not None:
-                trainer.accumulate_grad_batches = 2  # gradients are then alive in backward too
-            begin_training(trainer)
-            samples = ProbeBatches(loaders, options.worst_case)
-            steps = TrainingSteps(trainer, samples, loaders.batches)
-            workers = StageWorkers([*loaders.sized, *(validation.sized if validation else ())])
-            largest = loaders.largest_batch_size(trainer.limit_train_batches)
-            search_limits = self._search_limits(largest, workers, target_batch_size=options.target_batch_size)
-
-            def probe(batch_size: int, warmup_steps: int, measured_steps: int) -> Trial:
-                setting.write(batch_size)
-                trial = self.measure(steps, batch_size, search_limits, warmup_steps, measured_steps)
-                trial = validation.beside(trial, search_limits) if validation else trial
-                if trial.outcome == "out_of_memory":
-                    lent.lend_scaler()
-                return self._with_workers(trial, workers)
-
-            outcome = self._run(probe, search_limits)
-            if isinstance(outcome, SearchFailed):
-                return self._explained(outcome, samples)
-            if is_synchronised(trainer):
-
-                def check(batch_size: int) -> Trial:
-                    setting.write(batch_size)
-                    return self._with_workers(
-                        self.measure(steps, batch_size, search_limits, 1, 1, together=True), workers
-                    )
-
-                outcome = self._synchronised(outcome, search_limits, probe, check)
-                if isinstance(outcome, SearchFailed):
-                    return self._explained(outcome, samples)
-            batches = limited_batches(loaders.batches(outcome.batch_size), trainer.limit_train_batches)
-            self.epoch_batches = min(on_rank for (on_rank,) in self._ranks.exchange(batches))
-            outcome = replace(outcome, notes=steps.growth_notes(outcome.batch_size))
-            return validation.completed(outcome) if validation else outcome
-
     def evaluation(self, setting: BatchSizeSetting, loop: EvaluationLoop) -> Plan | SearchFailed | None:
         """Search with forward passes only.
 
         Args:
-            setting: where the stage's batch size lives.
+            setting: the batch size of the stage.
             loop: of the stage.
 
         Returns:
-            A plan or a refusal; ``None`` when the stage's loaders do not follow the size: it is the user's own.
+            A plan, or why there is none; ``None`` when the stage's loaders do not follow the batch size.
         """
-        with self._ranks.fail_together(), self._lent([setting], loop):
+
+        def start() -> ExitStack:
+            return self._restoring([setting], loop)
+
+        with self._ranks.fail_together(), self._attempts(start):
             try:
                 loaders = setting.loaders_for(self._first, may_be_fixed=True)
-            except ValueError as error:  # for training that is an error; this stage may not be what the finder is for
+            except ValueError as error:  # an error in training; here the stage may not be meant for the finder
                 rank_zero_warn(str(error))
                 return None
-            return self.over(setting, loaders, self.evaluation_steps(loaders, loop)) if loaders.follows else None
+            return self._over(setting, self._evaluation_steps(loaders, loop), start) if loaders.follows else None
 
-    def over(self, setting: BatchSizeSetting, loaders: StageLoaders, steps: EvaluationSteps) -> Plan | SearchFailed:
-        """Search with evaluation steps, in a trainer that has been lent."""
-        workers = StageWorkers(loaders.sized)
+    def _training(self, setting: BatchSizeSetting) -> Plan | SearchFailed:
+        trainer, options = self._trainer, self._options
+        setting.check()
+        own_name = options.eval_batch_arg_name
+        validation = replace(setting, source=validation_source(trainer), name=own_name or setting.name)
+        loaders: StageLoaders | None = None
+        evaluation: EvaluationSteps | None = None
+
+        def start() -> ExitStack:
+            """Enter the state in which training starts, with the loaders attached."""
+            attempt = self._restoring([setting, validation], trainer.fit_loop)
+            if loaders is not None:
+                val = evaluation.loaders if evaluation is not None else None
+                counts = [one.batches(self._first) for one in val.sized] if val is not None else []
+                attach_loaders(
+                    trainer, loaders.combined, loaders.batches(self._first), val.combined if val else None, counts
+                )
+                if options.target_batch_size is not None:
+                    trainer.accumulate_grad_batches = 2  # gradients are then alive in backward too
+                begin_training(trainer)
+            return attempt
+
+        with self._attempts(start):
+            loaders = setting.loaders_for(self._first)
+            evaluation = self._validation(validation, is_own=own_name is not None)
+            steps = TrainingSteps(trainer, ProbeBatches(loaders, options.worst_case), loaders.batches)
+            self._restart(start)
+            phase = None if own_name is not None else evaluation
+            runner = self._runner(steps, phase)
+            workers = StageWorkers([*loaders.sized, *(evaluation.loaders.sized if evaluation else ())])
+            limits = self._limits(
+                loaders.largest_batch_size(trainer.limit_train_batches), workers, options.target_batch_size
+            )
+            outcome = self._search(setting, runner, limits, workers, start, loaders)
+            if isinstance(outcome, Plan) and outcome.trials and is_synchronised(trainer):
+                outcome = self._synchronized(outcome, setting, runner, limits, workers, start, loaders)
+            if isinstance(outcome, SearchFailed):
+                return self._explained(outcome, steps)
+            batches = limited_batches(loaders.batches(outcome.batch_size), trainer.limit_train_batches)
+            self.epoch_batches = min(self._ranks.exchange(batches))
+            notes = (*outcome.notes, *steps.growth_notes(outcome.batch_size))
+            if phase is not None:
+                notes += phase.growth_notes(outcome.batch_size)
+            outcome = replace(outcome, notes=notes)
+            if own_name is not None and evaluation is not None:
+                own = self._over(validation, evaluation, start)
+                if isinstance(own, SearchFailed):
+                    return replace(own, reason=f"validation: {own.reason}")
+                outcome = replace(outcome, evaluation=own)
+            return outcome
+
+    def _over(
+        self, setting: BatchSizeSetting, steps: EvaluationSteps, start: Callable[[], ExitStack]
+    ) -> Plan | SearchFailed:
+        """Search over the steps of an evaluation."""
+        workers = StageWorkers(steps.loaders.sized)
         limit_batches = getattr(self._trainer, f"limit_{setting.source.stage}_batches")
-        search_limits = self._search_limits(loaders.largest_batch_size(limit_batches), workers)
-
-        def probe(batch_size: int, warmup_steps: int, measured_steps: int) -> Trial:
-            setting.write(batch_size)
-            trial = self.measure(steps, batch_size, search_limits, warmup_steps, measured_steps)
-            return self._with_workers(trial, workers)
-
-        outcome = self._run(probe, search_limits)
+        limits = self._limits(steps.loaders.largest_batch_size(limit_batches), workers, None)
+        outcome = self._search(setting, self._runner(None, steps), limits, workers, start, steps.loaders)
         if isinstance(outcome, SearchFailed):
             return outcome
-        return replace(outcome, notes=steps.growth_notes(outcome.batch_size))
+        return replace(outcome, notes=(*outcome.notes, *steps.growth_notes(outcome.batch_size)))
 
-    def evaluation_steps(self, loaders: StageLoaders, loop: EvaluationLoop) -> EvaluationSteps:
-        """Steps of an evaluation, on samples of its own loaders."""
-        return EvaluationSteps(self._trainer, loop, loaders, ProbeBatches(loaders, self._options.worst_case))
-
-    def measure(
+    def _search(
         self,
-        steps: Steps,
-        batch_size: int,
-        search_limits: SearchLimits,
-        warmup_steps: int,
-        measured_steps: int,
-        *,
-        together: bool = False,
-    ) -> Trial:
-        """Run steps at one size; see :func:`.measure.measure`."""
-        together = together or self._together
-        with self._ranks.collective_step() if together else without_synchronisation(self._trainer):
-            trial = measure(
-                steps,
-                self._device_memory,
-                self._phase_peaks,
-                self._looseness,
-                batch_size,
-                warmup_steps=warmup_steps,
-                measured_steps=measured_steps,
-                # several ranks take as many steps each, in case these have collectives that nobody sees
-                enough_bytes=search_limits.limit_bytes if self._ranks.size == 1 else math.inf,
-                together=together,
-            )
-        return replace(trial, fixed_bytes=self._fixed_bytes())
-
-    def _fixed_bytes(self) -> int:
-        """What a step finds in use and leaves so, but for gradients, which Lightning frees before backward."""
-        trainer, device_memory = self._trainer, self._device_memory
-        device_memory.release_cached()
-        device = trainer.strategy.root_device
-        gradients_bytes = measure_breakdown(trainer.lightning_module, [], None, device, start_bytes=0).gradients_bytes
-        return max(0, device_memory.current().allocated_bytes - gradients_bytes)
-
-    @contextmanager
-    def _lent(self, settings: Sequence[BatchSizeSetting], loop: Loop) -> Iterator[TrainerState]:
-        with ExitStack() as stack:
-            watcher = PhaseCallback(self._phase_peaks, self._looseness)
-            kept = stack.enter_context(
-                restoring(self._trainer, settings, self._random, self._module_state, watcher, loop)
-            )
-            stack.enter_context(self._progress)
-            stack.enter_context(each_size_static())
-            stack.enter_context(sigterm_raises())  # gone before anything is put back
-            for handle in self._phase_peaks.watch(self._trainer.optimizers):
-                stack.callback(handle.remove)
-            yield kept
-        self._device_memory.release_cached()  # training starts as if nothing had been allocated before
-
-    def _run(
-        self, probe: Callable[[int, int, int], Trial], search_limits: SearchLimits, trials_run: Sequence[Trial] = ()
+        setting: BatchSizeSetting,
+        runner: TrialRunner,
+        limits: SearchLimits,
+        workers: StageWorkers,
+        start: Callable[[], ExitStack],
+        loaders: StageLoaders,
+        trials_run: Sequence[Trial] = (),
     ) -> Plan | SearchFailed:
+        """Measure, fit, decide."""
         trials = list(trials_run)
-        while isinstance(step := decide(trials, search_limits, self._device_memory.repeatability), NextSize):
+        while isinstance(step := decide(trials, limits), NextSize):
             self._progress.trying(step)
-            trials.append(worst_of_all(probe(step.batch_size, *self._step_counts(step, trials)), self._ranks))
-            # somebody else may have filled the device meanwhile
-            budgets = self._ranks.exchange(own_budget_bytes(self._device_memory, self._trainer))
-            search_limits = replace(
-                search_limits, limit_bytes=min(search_limits.limit_bytes, *(int(budget) for (budget,) in budgets))
+            if step.kind == "rehearsal":
+                self._restart(start)
+                if runner.has_training:
+                    configure_optimizers_again(self._trainer)
+                    freeze_schedulers(self._trainer)
+                self.start_bytes = runner.current_bytes()
+            setting.write(step.batch_size)
+            collectives = self._ranks.collective_count()
+            if step.kind == "rehearsal":
+                trial = runner.rehearse(step.batch_size, loaders.last_batch_size(step.batch_size), limits.limit_bytes)
+            else:
+                trial = runner.probe(step.batch_size)
+            if not runner.is_collective and self._ranks.collective_count() != collectives:
+                runner.is_collective = True  # the user's own steps exchange data
+            trials.append(self._ranks.worst_of_all(self._with_workers(trial, workers, limits.limit_bytes)))
+            budgets = self._ranks.exchange(own_budget_bytes(self._device, self._trainer))
+            limits = replace(
+                limits,
+                limit_bytes=min(limits.limit_bytes, *budgets),  # other processes may have filled the device meanwhile
+                steps_are_collective=runner.is_collective,
+                max_sizes=4 if was_compiled() else limits.max_sizes,
             )
         return step
 
-    def _step_counts(self, step: NextSize, trials: Sequence[Trial]) -> tuple[int, int]:
-        """How many steps warm up and how many are counted; two in all at each size but the smallest.
+    def _synchronized(
+        self,
+        plan: Plan,
+        setting: BatchSizeSetting,
+        runner: TrialRunner,
+        limits: SearchLimits,
+        workers: StageWorkers,
+        start: Callable[[], ExitStack],
+        loaders: StageLoaders,
+    ) -> Plan | SearchFailed:
+        """The plan after a step in which the ranks exchange gradients; room is left for the buffers of the exchange."""
+        room = limits
+        while True:
+            setting.write(plan.batch_size)
+            held_bytes = max(self._ranks.exchange(runner.synchronized_step(plan.batch_size)))
+            if held_bytes <= limits.limit_bytes:
+                return replace(plan, limit_bytes=limits.limit_bytes)
+            alone_bytes = plan.held_peak_bytes or plan.measured_peak_bytes or 0
+            room = replace(room, limit_bytes=room.limit_bytes - max(1, held_bytes - alone_bytes))
+            kept = [trial for trial in plan.trials if trial.kind == "probe" or trial.needed_bytes <= room.limit_bytes]
+            outcome = self._search(setting, runner, room, workers, start, loaders, kept)
+            if isinstance(outcome, SearchFailed):
+                return outcome
+            plan = outcome
 
-        The first step of all creates the optimizer's state, the second is the first with gradients alive in forward.
-        Where the device does not repeat itself, a first step at a size says as much of the peak as any, the worst of
-        more steps is worse, and what may be the answer gets three where all samples that were pushed through are then
-        no more than four times as many.
-        """
-        if self._device_memory.repeatability == 0:
-            return (1, 1) if trials else (3, 5)
-        if not trials:
-            return 3, 2
-        if not step.may_be_last:
-            return 0, 2
-        pushed, last = sum(trial.samples_run for trial in trials), trials[-1]
-        micro_batches = last.samples_run // (last.full_steps * last.batch_size) if last.full_steps else 1
-        return 0, max(2, (4 * step.batch_size - pushed) // (micro_batches * step.batch_size))
+    def _runner(self, training: TrainingSteps | None, evaluation: EvaluationSteps | None) -> TrialRunner:
+        checkpoints = any(isinstance(callback, Checkpoint) for callback in self._callbacks)
+        return TrialRunner(
+            self._trainer,
+            self._device,
+            self._callback,
+            self._ranks,
+            training=training,
+            evaluation=evaluation,
+            is_collective=steps_are_collective(self._trainer),
+            samples_bytes=sum(
+                getattr(one.probe_batches, "held_bytes", 0) for one in (training, evaluation) if one is not None
+            ),
+            saves_checkpoints=checkpoints and training is not None,
+        )
 
-    def _with_workers(self, trial: Trial, workers: StageWorkers) -> Trial:
-        trial = replace(trial, worker_bytes=workers.bytes_at(trial.batch_size))
-        peaks = {phase: peak + self._shared(trial) for phase, peak in trial.phase_peak_bytes.items()}
-        return replace(trial, phase_peak_bytes=peaks)
-
-    def _shared(self, trial: Trial) -> int:
-        """What loader workers hold of the memory that is measured; on a device they bound the size, and no peak."""
-        return trial.worker_bytes if self._device_memory.name == "host" else 0
-
-    def _search_limits(
-        self, largest_in_data: int | None, workers: StageWorkers, *, target_batch_size: int | None = None
+    def _limits(
+        self, largest_in_data: int | None, workers: StageWorkers, target_batch_size: int | None
     ) -> SearchLimits:
-        options, budget = self._options, own_budget_bytes(self._device_memory, self._trainer)
-        wanted = parse_memory_limit(options.memory_limit, budget)
-        if wanted > budget:
-            rank_zero_warn(f"memory_limit={options.memory_limit!r} is more than the device can give, {mib(budget)}")
+        options, budget_bytes = self._options, own_budget_bytes(self._device, self._trainer)
+        wanted_bytes = parse_memory_limit(options.memory_limit, budget_bytes)
+        if wanted_bytes > budget_bytes:
+            rank_zero_warn(
+                f"memory_limit={options.memory_limit!r} is more than the device can provide, {mib(budget_bytes)}."
+            )
+        limit_bytes = min(wanted_bytes, int(_LIMIT_SHARE * budget_bytes))
+        if any(isinstance(callback, StochasticWeightAveraging) for callback in self._callbacks):
+            limit_bytes -= sum(parameter.nbytes for parameter in self._trainer.lightning_module.parameters())
         ceilings: list[tuple[int, SizeLimit]] = [(options.max_batch_size or UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size")]
         if largest_in_data is not None:
             ceilings.append((largest_in_data, "dataset"))
         if target_batch_size is not None:
             ceilings.append((target_batch_size, "target_batch_size"))
-        if self._device_memory.name != "host":
-            processes = processes_on_node(self._trainer)
-            ceilings.append((workers.largest_in_host_memory(processes), "host memory"))
-        own = min(range(len(ceilings)), key=lambda index: ceilings[index][0])
-        told = self._ranks.exchange(min(wanted, budget), ceilings[own][0], own)
-        limits, largest_sizes, reasons = zip(*told, strict=True)  # the rank with the least of each decides
-        largest = int(min(largest_sizes))
-        reason = ceilings[int(reasons[largest_sizes.index(largest)])][1]
+        if self._device.name != "host":
+            ceilings.append((workers.largest_in_host_memory(processes_on_node(self._trainer)), "host memory"))
+        own = min(ceilings, key=lambda ceiling: ceiling[0])
+        of_all = self._ranks.exchange((limit_bytes, own))  # the rank with the least of each decides
+        largest, reason = min((ceiling for _, ceiling in of_all), key=lambda ceiling: ceiling[0])
         return SearchLimits(
-            limit_bytes=int(min(limits)),
-            min_batch_size=options.min_batch_size or min(FIRST_SIZE, largest),
+            limit_bytes=min(limit for limit, _ in of_all),
+            min_batch_size=options.min_batch_size or min(SearchPolicy.first_size, largest),
             max_batch_size=largest,
             max_reason=reason,
             multiple_of=options.multiple_of,
             objective=options.objective,
             target_batch_size=target_batch_size,
             ranks=self._ranks.size,
+            out_of_memory_kills=self._device.name == "host",
+            steps_are_collective=steps_are_collective(self._trainer),
         )
 
-    def _synchronised(
-        self,
-        plan: Plan,
-        search_limits: SearchLimits,
-        probe: Callable[[int, int, int], Trial],
-        check: Callable[[int], Trial],
-    ) -> Plan | SearchFailed:
-        """The plan, checked with steps in which the ranks exchange gradients; what these take is kept free for them.
+    def _with_workers(self, trial: Trial, workers: StageWorkers, limit_bytes: int) -> Trial:
+        """The trial with the memory of loader workers, which counts on the host."""
+        trial = replace(trial, worker_bytes=workers.bytes_at(trial.batch_size))
+        if self._device.name != "host":
+            return trial
+        trial = replace(trial, reserve_bytes=trial.reserve_bytes + trial.worker_bytes)
+        is_over = trial.outcome == "ok" and trial.needed_bytes > limit_bytes
+        return replace(trial, outcome="over_limit") if is_over else trial
 
-        Args:
-            plan: of steps that stay on their rank.
-            search_limits: of the search.
-            probe: runs such steps.
-            check: runs steps that are synchronised, at a size.
-        """
-        room = search_limits
-        while True:
-            checked = worst_of_all(check(plan.batch_size), self._ranks)
-            if checked.held_bytes <= plan.limit_bytes:
-                measured_bytes = max(checked.held_bytes, plan.measured_peak_bytes or 0)
-                return replace(plan, limit_bytes=search_limits.limit_bytes, measured_peak_bytes=measured_bytes)
-            alone = next(trial for trial in reversed(plan.trials) if trial.batch_size == plan.batch_size)
-            room = replace(room, limit_bytes=room.limit_bytes - max(1, checked.held_bytes - alone.held_bytes))
-            outcome = self._run(probe, room, plan.trials)
-            if isinstance(outcome, SearchFailed):
-                return outcome
-            plan = replace(outcome, limit_bytes=search_limits.limit_bytes)
-
-    def _validation(self, setting: BatchSizeSetting) -> Validation | None:
-        """Validation beside training; ``None`` where there is none, or its loaders cannot be probed."""
+    def _validation(self, setting: BatchSizeSetting, *, is_own: bool) -> EvaluationSteps | None:
+        """The steps of validation; ``None`` where there is none, or its loaders cannot be probed."""
         if not self._trainer.enable_validation:
             return None
-        name = self._options.eval_batch_arg_name
-        own_setting = replace(setting, source=validation_source(self._trainer), name=name or setting.name)
-        if name is not None:
-            own_setting.check()
-            return Validation(self, own_setting, self._first, own=True)
+        if is_own:
+            setting.check()
         try:
-            return Validation(self, own_setting, self._first, own=False)
+            loaders = setting.loaders_for(self._first, may_be_fixed=not is_own)
+            return self._evaluation_steps(loaders, validation_loop(self._trainer))
         except ValueError as error:
-            rank_zero_warn(f"validation is no part of the search: {error}")
+            if is_own:
+                raise
+            rank_zero_warn(f"BatchFinder leaves validation out of the search: {error}")
             return None
 
-    def _explained(self, failure: SearchFailed, samples: ProbeBatches) -> SearchFailed:
-        """The refusal with what the memory is made of, where something was run."""
+    def _evaluation_steps(self, loaders: StageLoaders, loop: EvaluationLoop) -> EvaluationSteps:
+        return EvaluationSteps(self._trainer, loop, loaders, ProbeBatches(loaders, self._options.worst_case))
+
+    @contextmanager
+    def _attempts(self, start: Callable[[], ExitStack]) -> Iterator[None]:
+        """Run the body in a trainer that is restored afterwards, also when it is restarted in between."""
+        with self._progress, each_size_static():
+            self._attempt = start()
+            try:
+                yield
+            finally:
+                self._attempt.close()
+        self._device.release_cached()  # training starts as if nothing had been allocated before
+
+    def _restart(self, start: Callable[[], ExitStack]) -> None:
+        """Restore everything, drop optimizer states and gradients, and release caches: where training starts."""
+        self._attempt.close()
+        for optimizer in self._trainer.optimizers:
+            optimizer.state.clear()
+        self._trainer.lightning_module.zero_grad(set_to_none=True)
+        gc.collect()
+        self._device.release_cached()
+        self._attempt = start()
+
+    def _restoring(self, settings: Sequence[BatchSizeSetting], loop: Loop) -> ExitStack:
+        with ExitStack() as stack:
+            stack.enter_context(
+                restoring(self._trainer, settings, self._random, self._module_state, self._callback, loop)
+            )
+            return stack.pop_all()
+
+    def _explained(self, failure: SearchFailed, steps: TrainingSteps) -> SearchFailed:
+        """The failure with the memory breakdown of the last size."""
         if not failure.trials:
             return failure
-        trial, trainer, device_memory = failure.trials[-1], self._trainer, self._device_memory
-        device_memory.release_cached()  # what the host's heap keeps of the steps is activations, not the rest
+        trial, trainer, device = failure.trials[-1], self._trainer, self._device
+        device.release_cached()
         breakdown = measure_breakdown(
             trainer.lightning_module,
             trainer.optimizers,
-            None,  # counted as it is on the host: to move it could run out of memory once more
+            None,  # to move a batch to the device could run out of memory once more
             trainer.strategy.root_device,
-            start_bytes=device_memory.current().allocated_bytes,
-            peak_bytes=trial.peak_bytes - self._shared(trial),
+            start_bytes=device.current().allocated_bytes,
+            peak_bytes=trial.peak_bytes,
         )
-        batch_bytes = sum(tensor.nbytes for tensor in tensors_in(samples.batch(trial.batch_size)[0]))
+        batch_bytes = sum(tensor.nbytes for tensor in tensors_in(steps.probe_batches.batch(trial.batch_size)[0]))
         activations_bytes = max(0, breakdown.activations_bytes - batch_bytes)
         breakdown = replace(breakdown, batch_bytes=batch_bytes, activations_bytes=activations_bytes)
-        held = f"At {trial.batch_size} samples the memory held {breakdown_text(breakdown)}"
-        if shared := self._shared(trial):
-            held += (
-                f", and up to {mib(shared)} in loader workers: fewer of them, or a smaller prefetch_factor, hold less"
-            )
-        return replace(failure, reason=f"{failure.reason} {held}.")
+        text = f"At {trial.batch_size} samples the memory held {breakdown_text(breakdown)}"
+        if trial.worker_bytes and device.name == "host":
+            text += f"; DataLoader workers hold {mib(trial.worker_bytes)} more"
+        return replace(failure, reason=f"{failure.reason} {text}.")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -83,6 +84,9 @@ class FakeDevice:
 
     def release_cached(self) -> None:
         self.num_releases += 1
+
+    def limit_enforced(self, limit_bytes: int) -> Any:
+        return nullcontext(False)
 
     def synchronize(self) -> None:
         pass

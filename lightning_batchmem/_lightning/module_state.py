@@ -69,6 +69,12 @@ def record_before_optimizers(trainer: Trainer, keep: Callable[[], None]) -> Call
     return stop_recording
 
 
+def freeze_schedulers(trainer: Trainer) -> None:
+    """Keep the learning rate as it is in steps of a search; these schedulers are configured again afterwards."""
+    for config in trainer.strategy.lr_scheduler_configs:
+        vars(config.scheduler)["step"] = _stand_still
+
+
 def configure_optimizers_again(trainer: Trainer) -> None:
     """Build optimizers and schedulers anew, as ``Strategy.setup`` does, so that they see the new batch size."""
     strategy = trainer.strategy
@@ -106,15 +112,12 @@ class SavedStorages:
                 self._on_device.append((flat, flat.cpu()))
 
     def write_back(self) -> None:
-        """Give every storage the bytes it had, and forget them."""
+        """Give every storage its bytes again; may be called repeatedly."""
         for flat, copied in self._on_device:
             flat.copy_(copied)
-        with self._file as file:
-            file.seek(0)
-            for flat in self._on_host:
-                _read_all(file, flat)
-        self._on_device.clear()
-        self._on_host.clear()
+        self._file.seek(0)
+        for flat in self._on_host:
+            _read_all(self._file, flat)
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:

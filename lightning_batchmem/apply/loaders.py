@@ -130,6 +130,11 @@ class StageLoaders:
         combine: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}
         return combine.get(combined_mode(self.combined), max)([one.batches(batch_size) for one in self.sized])
 
+    def last_batch_size(self, batch_size: int) -> int:
+        """Samples in the last batch of an epoch at ``batch_size``; half of it where that is a full batch or unknown."""
+        samples = next((one.samples for one in self.sized if one.requested_at is not None), None)
+        return (samples % batch_size if samples else 0) or max(1, batch_size // 2)
+
     def largest_batch_size(self, limit_batches: int | float) -> int | None:
         """The largest batch size that the data leave a full batch of, in every loader that follows.
 

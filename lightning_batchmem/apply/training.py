@@ -57,9 +57,6 @@ def restoring(
         undo.callback(module_state.restore)  # with the batch size, where an attribute holds it
         trainer_state = TrainerState(trainer, loop, module_state.schedulers)
         undo.callback(trainer_state.restore)
-        if module_state.not_restorable:
-            what = "; ".join(module_state.not_restorable[:10])
-            rank_zero_warn(f"should a training step change it, BatchFinder does not put it back: {what}")
         mute_callbacks_and_loggers(trainer, watcher)
         yield trainer_state
 

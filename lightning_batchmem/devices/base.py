@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 
@@ -64,6 +65,10 @@ class DeviceMemory(Protocol):
 
     def release_cached(self) -> None:
         """Give back what is cached but unused, so that the next peak does not depend on what ran before."""
+        ...
+
+    def limit_enforced(self, limit_bytes: int) -> AbstractContextManager[bool]:
+        """Enforce a limit on what the allocator may take; yields whether it is enforced."""
         ...
 
     def synchronize(self) -> None:

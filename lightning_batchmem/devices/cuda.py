@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import psutil
@@ -104,6 +105,10 @@ class CudaMemory:
         """Collect garbage, and give the allocator's free blocks back to the driver."""
         gc.collect()
         torch.cuda.empty_cache()
+
+    def limit_enforced(self, limit_bytes: int) -> AbstractContextManager[bool]:
+        """Not yet."""
+        return nullcontext(False)
 
     def synchronize(self) -> None:
         """Wait until the device has done all its work."""

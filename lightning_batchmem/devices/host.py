@@ -7,6 +7,7 @@ import mmap
 import os
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 import psutil
 from lightning.pytorch.utilities import rank_zero_warn
@@ -143,6 +144,10 @@ class HostMemory:
         """Collect garbage, and have glibc hand its free blocks back to the kernel."""
         gc.collect()
         heap.trim()
+
+    def limit_enforced(self, limit_bytes: int) -> AbstractContextManager[bool]:
+        """No limit can be enforced on the host: whether it is."""
+        return nullcontext(False)
 
     def synchronize(self) -> None:
         """Nothing to wait for."""

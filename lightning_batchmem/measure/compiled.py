@@ -1,4 +1,4 @@
-"""What ``torch.compile`` has made so far, and how it treats another batch size."""
+"""Modules compiled with ``torch.compile``, and their treatment of another batch size."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ from contextlib import contextmanager
 import torch
 
 
-def forget_compiled() -> None:
-    """Have every compiled function compiled again when it is next called, as it is in the first step of training.
+def was_compiled() -> bool:
+    """Whether ``torch.compile`` has compiled anything in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    # counters: private in torch 2.5 to 2.13
+    return utils is not None and utils.counters["frames"]["total"] > 0
 
-    Without that the second size that a search runs would be compiled for dynamic shapes, as another program than that
-    of the training; and after a few sizes the compiler would give up (its limit of recompilations).
+
+def forget_compiled() -> None:
+    """Compile every function again at its next call, as in the first step of training.
+
+    Without this the second size would be compiled for dynamic shapes, as another program than that of the training, and
+    after a few sizes the compiler would stop (its limit of recompilations).
     """
-    if "torch._dynamo" in sys.modules:  # else nothing has been compiled, and it need not be imported
+    if was_compiled():
         torch.compiler.reset()
 
 
 @contextmanager
 def each_size_static() -> Iterator[None]:
-    """Let each size be compiled for itself, and training begin as if nothing had been compiled before it."""
+    """Compile each size for itself, and let training begin as if nothing had been compiled before it."""
     if "torch._dynamo" not in sys.modules:
         yield
         return

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode  # private in torch 2.5 to 2.13
 from torch.utils._pytree import tree_leaves
 
-from lightning_batchmem.devices import DeviceMemory, MemoryStats
+from lightning_batchmem.devices.base import DeviceMemory, MemoryStats
 
 
-class PeakCounter(Protocol):
-    """Anything with a peak that can be reset."""
-
-    def reset_peak(self) -> None:
-        """Start the peak again from what is in use now."""
-
-    def peak(self) -> MemoryStats:
-        """Highest use since :meth:`reset_peak`."""
-
-
-class LiveStorages(TorchDispatchMode):
+class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of the tensor storages that operators create, from their first use until they are freed.
 
     Storages that exist before are counted from the first operator that reads them, so the second of two equal steps is
@@ -34,7 +24,7 @@ class LiveStorages(TorchDispatchMode):
     """
 
     def __init__(self, other_bytes: int = 0) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._live: dict[int, weakref.ref[Any]] = {}
         self._bytes = self._peak_bytes = other_bytes
 

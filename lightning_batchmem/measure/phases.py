@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.measure.live_bytes import LiveStorages, RequestedBytes
 
 
 class StepPeaks(NamedTuple):
@@ -38,7 +39,7 @@ class PhasePeaks:
         device_memory: the device that is asked.
     """
 
-    def __init__(self, device_memory: DeviceMemory) -> None:
+    def __init__(self, device_memory: DeviceMemory | LiveStorages | RequestedBytes) -> None:
         self._device_memory = device_memory
         self._phase: str | None = None
         self._peaks: dict[str, int] = {}

@@ -87,8 +87,8 @@ class Ranks:
 
     def collective_count(self) -> int:
         """How many collectives the process group has run, to detect those of the user's own steps."""
-        # private in torch 2.5 to 2.13
-        return int(torch.distributed.group.WORLD._get_sequence_number_for_group()) if self.size > 1 else 0
+        group: Any = torch.distributed.group.WORLD if self.size > 1 else None
+        return 0 if group is None else int(group._get_sequence_number_for_group())  # private in torch 2.5 to 2.13
 
     def _gather(self, failure: str | None, value: Any) -> list[Any]:
         rows: list[Any] = [None] * self.size

@@ -17,7 +17,7 @@ from lightning_batchmem._lightning.evaluation import (
 )
 from lightning_batchmem._lightning.run_step import begin_epoch, drop_batch, run_step
 from lightning_batchmem.apply.batch_size import ProbeBatches, StageLoaders
-from lightning_batchmem.measure.breakdown import list_state_bytes
+from lightning_batchmem.devices.tensors import list_state_bytes
 from lightning_batchmem.plan.records import mib
 
 

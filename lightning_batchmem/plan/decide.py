@@ -285,7 +285,8 @@ class _SearchState:
 
     def _within(self, size: int, share: float) -> bool:
         """Whether a size is predicted to need at most a share of the limit."""
-        assert self.model is not None
+        if self.model is None:
+            return False
         limit_bytes = self.limits.limit_bytes
         predicted_bytes = self.model.predict_bytes(size)
         if not self.limits.out_of_memory_kills:

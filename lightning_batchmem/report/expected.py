@@ -38,7 +38,7 @@ class Expected:
         if batch_size is None or batch_size > self._most_samples or not self._lines:
             return None
         sizes = [(line, max(batch_size, line.first_batch_size)) for line in self._lines.values()]
-        return max(line.upper(size) - self._worker_bytes(size) for line, size in sizes)
+        return 1.3 * max(line.at(size) for line, size in sizes)
 
     def _worker_bytes(self, batch_size: int) -> float:
         slope, intercept = self._worker_line

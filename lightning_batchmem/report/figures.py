@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_batchmem.plan.decide import THROUGHPUT_SHARE
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import PHASES
 from lightning_batchmem.report.figure import (
@@ -141,7 +140,7 @@ def plot_memory_vs_batch_size(plan: Plan) -> Figure:
     memory = plan.memory
     shown = [trial.held_bytes for trial in done]
     if memory is not None:
-        shown += [round(memory.upper_bytes(plan.batch_size))]
+        shown += [round(memory.predict_bytes(plan.batch_size))]
     levels = Levels(max(shown), [plan.limit_bytes], need_limit=bool(failed))
     figure, axes = new_figure("Memory of a step by batch size", "batch size (samples)", levels)
     for phase in PHASES:
@@ -168,7 +167,7 @@ def plot_memory_vs_batch_size(plan: Plan) -> Figure:
     if memory is not None:
         fitted = [size for size in grid if size >= memory.lines[memory.phase_at(size)].first_batch_size]
         expected = levels.scaled([memory.predict_bytes(size) for size in fitted])
-        upper = levels.scaled([memory.upper_bytes(size) for size in fitted])
+        upper = levels.scaled([memory.predict_bytes(size) for size in fitted])
         axes.plot(fitted, expected, label="fitted line", color=BLACK, linewidth=1.2)
         axes.fill_between(fitted, expected, upper, label="up to its upper bound", color=GREY, alpha=0.3, linewidth=0)
     levels.draw_limit(axes, [(grid[0], plan.limit_bytes)])
@@ -211,7 +210,7 @@ def plot_throughput_vs_batch_size(plan: Plan) -> Figure:
             top = max(top, 1 / c) if near else top
             draw_level(axes, 1 / c, f"tends to {digits(1 / c)} samples/s", near=near, color=GREEN, linestyle="--")
             if t0 > 0:
-                share = THROUGHPUT_SHARE
+                share = 0.95
                 label = f"{share:.0%} of that, from {math.ceil(share / (1 - share) * t0 / c):,}"
                 draw_level(axes, share / c, label, near=near, color=ORANGE, linestyle=":", linewidth=2.2)
     axes.set_ylim(0, 1.08 * top)
