@@ -150,7 +150,7 @@ def measure(
         batch_size=batch_size,
         outcome="out_of_memory" if error_text else "ok",
         phase_peak_bytes={phase: max(step.phase_peak_bytes.get(phase, 0) for step in counted) for phase in phases},
-        noise_bytes=max(device_memory.resolution_bytes, _spread(settled, calls_per_step)),
+        noise_bytes=max(device_memory.granularity_bytes, _spread(settled, calls_per_step)),
         loose_share=looseness.share,
         peak_reserved_bytes=max(reserved, default=None),
         step_seconds=statistics.median(timed) if timed else None,
