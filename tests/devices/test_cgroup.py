@@ -8,13 +8,14 @@ import pytest
 from lightning_batchmem.devices import cgroup
 
 MIB = 1 << 20
-UNLIMITED_V1 = 0x7FFFFFFFFFFFF000
+UNLIMITED_V1 = str(0x7FFFFFFFFFFFF000)
 
 
-def write_group(directory: Path, files: dict[str, object]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
+def write_files(root: Path, files: dict[str, object]) -> None:
+    """Write files of groups; integers are in MiB."""
     for name, content in files.items():
-        (directory / name).write_text(f"{content * MIB if isinstance(content, int) else content}\n")
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{content * MIB if isinstance(content, int) else content}\n")
 
 
 @pytest.fixture
@@ -22,99 +23,92 @@ def membership(tmp_path: Path) -> Path:
     return tmp_path / "self_cgroup"
 
 
-# membership, files of each group (integers in MiB), headroom in MiB
-CASES: dict[str, tuple[str, dict[str, dict[str, object]], int | None]] = {
-    "page cache is not use": (
-        "0::/app",
-        {
-            "app": {
-                "memory.max": 100,
-                "memory.current": 90,
-                "memory.stat": f"anon {50 * MIB}\ninactive_file {30 * MIB}\nactive_file {5 * MIB}",
-            }
-        },
-        40,
-    ),
-    "the tightest ancestor": (
-        "0::/a/b/c",
-        {
-            "a": {"memory.max": 100, "memory.current": 80},
-            "a/b": {"memory.max": "max", "memory.current": 60},
-            "a/b/c": {"memory.max": 90, "memory.current": 10},
-        },
-        20,
-    ),
-    "the throttling limit": (
-        "0::/app",
-        {"app": {"memory.max": 100, "memory.high": 70, "memory.current": 10}},
-        60,
-    ),
-    "version 1, with the cache of the children": (
-        "9:name=systemd:/x\n4:memory:/docker/abc\n1:cpu,cpuacct:/docker/abc\n0::/",
-        {
-            "memory": {"memory.limit_in_bytes": str(UNLIMITED_V1), "memory.usage_in_bytes": 500},
-            "memory/docker": {"memory.limit_in_bytes": 300, "memory.usage_in_bytes": 290},
-            "memory/docker/abc": {
-                "memory.limit_in_bytes": 200,
-                "memory.usage_in_bytes": 235,
-                "memory.stat": f"inactive_file 1\ntotal_inactive_file {40 * MIB}",
-            },
-        },
-        5,
-    ),
-    "a container without a namespace: its limit is at the mount": (
-        "4:memory:/docker/abc",
-        {"memory": {"memory.limit_in_bytes": 200, "memory.usage_in_bytes": 150}},
-        50,
-    ),
-    "outside the namespace: the mount only": (
-        "0::/../other",
-        {"../other": {"memory.max": 1, "memory.current": 1}, ".": {"memory.max": 200, "memory.current": 150}},
-        50,
-    ),
-    "a hybrid mount": (
-        "1:name=systemd:/x\n0::/app",
-        {"unified/app": {"memory.max": 100, "memory.current": 90}},
-        10,
-    ),
-    "use above the limit": ("0::/app", {"app": {"memory.max": 100, "memory.current": 120}}, 0),
-    "no limit": ("0::/app", {"app": {"memory.max": "max", "memory.current": 120}}, None),
-    "no limit file": ("0::/app", {"app": {"memory.current": 120}}, None),
-    "no limit in version 1": (
-        "4:memory:/",
-        {"memory": {"memory.limit_in_bytes": str(UNLIMITED_V1), "memory.usage_in_bytes": 5}},
-        None,
-    ),
-    "no control groups": ("", {}, None),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_headroom(tmp_path: Path, membership: Path, case: str) -> None:
-    line, groups, headroom_mib = CASES[case]
-    root = tmp_path / "root"
-    root.mkdir()
-    membership.write_text(f"{line}\n" if line else "")
-    for name, files in groups.items():
-        write_group(root / name, files)
+def headroom_mib(root: Path, membership: Path) -> float | None:
     headroom_bytes = cgroup.memory_headroom_bytes(root=root, membership=membership)
-    assert headroom_bytes == (None if headroom_mib is None else headroom_mib * MIB)
+    return None if headroom_bytes is None else headroom_bytes / MIB
+
+
+STATISTICS = f"anon {50 * MIB}\ninactive_file {30 * MIB}\nactive_file {5 * MIB}"
+STATISTICS_V1 = f"inactive_file 1\ntotal_inactive_file {40 * MIB}"
+PARENTS_V1 = {"memory/memory.limit_in_bytes": UNLIMITED_V1, "memory/memory.usage_in_bytes": 500}
+GROUP_V1 = {"memory/abc/memory.limit_in_bytes": 200, "memory/abc/memory.usage_in_bytes": 235}
+ANCESTORS = {"a/memory.max": 100, "a/memory.current": 80, "a/b/memory.max": "max", "a/b/memory.current": 60}
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "expected_mib"),
+    [
+        pytest.param(
+            "0::/app",
+            {"app/memory.max": 100, "app/memory.current": 90, "app/memory.stat": STATISTICS},
+            40,
+            id="page cache is not use",
+        ),
+        pytest.param(
+            "0::/a/b/c",
+            {**ANCESTORS, "a/b/c/memory.max": 90, "a/b/c/memory.current": 10},
+            20,
+            id="tightest ancestor",
+        ),
+        pytest.param(
+            "0::/app",
+            {"app/memory.max": 100, "app/memory.high": 70, "app/memory.current": 10},
+            60,
+            id="throttling limit",
+        ),
+        pytest.param(
+            "9:name=systemd:/x\n4:memory:/abc\n1:cpu,cpuacct:/abc\n0::/",
+            {**PARENTS_V1, **GROUP_V1, "memory/abc/memory.stat": STATISTICS_V1},
+            5,
+            id="version 1, with the cache of the children",
+        ),
+        pytest.param(
+            "4:memory:/docker/abc",
+            {"memory/memory.limit_in_bytes": 200, "memory/memory.usage_in_bytes": 150},
+            50,
+            id="container without a namespace: the mount",
+        ),
+        pytest.param(
+            "0::/../other",
+            {"../other/memory.max": 1, "../other/memory.current": 1, "memory.max": 200, "memory.current": 150},
+            50,
+            id="outside the namespace: the mount only",
+        ),
+        pytest.param(
+            "1:name=systemd:/x\n0::/app",
+            {"unified/app/memory.max": 100, "unified/app/memory.current": 90},
+            10,
+            id="hybrid",
+        ),
+        pytest.param("0::/app", {"app/memory.max": 100, "app/memory.current": 120}, 0, id="use above the limit"),
+        pytest.param("0::/app", {"app/memory.max": "max", "app/memory.current": 120}, None, id="no limit"),
+        pytest.param("0::/app", {"app/memory.current": 120}, None, id="no limit file"),
+        pytest.param("4:memory:/", PARENTS_V1, None, id="no limit in version 1"),
+    ],
+)
+def test_headroom(
+    tmp_path: Path, membership: Path, line: str, files: dict[str, object], expected_mib: int | None
+) -> None:
+    membership.write_text(f"{line}\n")
+    write_files(tmp_path / "root", files)
+    assert headroom_mib(tmp_path / "root", membership) == expected_mib
+
+
+def test_without_control_groups_there_is_no_limit(tmp_path: Path, membership: Path) -> None:
+    assert headroom_mib(tmp_path, membership) is None
+    assert cgroup.cpu_quota_cores(root=tmp_path, membership=membership) is None
 
 
 def test_a_change_of_limit_use_or_group_is_seen(tmp_path: Path, membership: Path) -> None:
     membership.write_text("0::/a\n")
-    write_group(tmp_path / "b", {"memory.max": 30, "memory.current": 10})
-    for files, headroom_mib in (
-        ({"memory.max": "max", "memory.current": 10}, None),
-        ({"memory.max": 100}, 90),
-        ({"memory.current": 20}, 80),
-        ({"memory.stat": f"inactive_file {15 * MIB}"}, 95),
-    ):
-        write_group(tmp_path / "a", files)
-        headroom_bytes = cgroup.memory_headroom_bytes(root=tmp_path, membership=membership)
-        assert headroom_bytes == (None if headroom_mib is None else headroom_mib * MIB)
+    write_files(tmp_path, {"b/memory.max": 30, "b/memory.current": 10, "a/memory.max": "max", "a/memory.current": 10})
+    assert headroom_mib(tmp_path, membership) is None
+    changes = [("max", 100, 90), ("current", 20, 80), ("stat", STATISTICS, 100), ("max", 60, 60)]
+    for name, content, expected_mib in changes:
+        write_files(tmp_path, {f"a/memory.{name}": content})
+        assert headroom_mib(tmp_path, membership) == expected_mib
     membership.write_text("0::/b\n")
-    assert cgroup.memory_headroom_bytes(root=tmp_path, membership=membership) == 20 * MIB
+    assert headroom_mib(tmp_path, membership) == 20
 
 
 @pytest.mark.parametrize(("number", "is_raised"), [(errno.ENODEV, False), (errno.ENOENT, False), (errno.EMFILE, True)])
@@ -122,8 +116,7 @@ def test_a_group_removed_while_it_is_read_has_no_limit_but_too_many_open_files_a
     tmp_path: Path, membership: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_raised: bool
 ) -> None:
     membership.write_text("0::/a/b\n")
-    write_group(tmp_path / "a", {"memory.max": 100, "memory.current": 10})
-    write_group(tmp_path / "a/b", {"memory.max": 50, "memory.current": 10})
+    write_files(tmp_path, {"a/memory.max": 100, "a/memory.current": 10, "a/b/memory.max": 50, "a/b/memory.current": 10})
     read_text = Path.read_text
 
     def read(path: Path) -> str:
@@ -134,32 +127,24 @@ def test_a_group_removed_while_it_is_read_has_no_limit_but_too_many_open_files_a
     monkeypatch.setattr(Path, "read_text", read)
     if is_raised:
         with pytest.raises(OSError, match="cannot be read"):
-            cgroup.memory_headroom_bytes(root=tmp_path, membership=membership)
+            headroom_mib(tmp_path, membership)
     else:
-        assert cgroup.memory_headroom_bytes(root=tmp_path, membership=membership) == 90 * MIB
+        assert headroom_mib(tmp_path, membership) == 90
+
+
+QUOTAS = {"a/cpu.max": "150000 100000", "a/b/cpu.max": "400000 100000", "a/b/c/cpu.max": "max 100000"}
+PERIOD_V1 = {"cpu,cpuacct/x/cpu.cfs_period_us": "100000"}
 
 
 @pytest.mark.parametrize(
-    ("line", "groups", "cores"),
+    ("line", "files", "cores"),
     [
-        (
-            "0::/a/b/c",
-            {
-                "a": {"cpu.max": "150000 100000"},
-                "a/b": {"cpu.max": "400000 100000"},
-                "a/b/c": {"cpu.max": "max 100000"},
-            },
-            1.5,
-        ),
-        ("1:cpu,cpuacct:/x", {"cpu,cpuacct/x": {"cpu.cfs_quota_us": "50000", "cpu.cfs_period_us": "100000"}}, 0.5),
-        ("1:cpu,cpuacct:/x", {"cpu,cpuacct/x": {"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}}, None),
-        ("0::/", {}, None),
+        ("0::/a/b/c", QUOTAS, 1.5),
+        ("1:cpu,cpuacct:/x", {**PERIOD_V1, "cpu,cpuacct/x/cpu.cfs_quota_us": "50000"}, 0.5),
+        ("1:cpu,cpuacct:/x", {**PERIOD_V1, "cpu,cpuacct/x/cpu.cfs_quota_us": "-1"}, None),
     ],
 )
-def test_cpu_quota(
-    tmp_path: Path, membership: Path, line: str, groups: dict[str, dict[str, object]], cores: float | None
-) -> None:
+def test_cpu_quota(tmp_path: Path, membership: Path, line: str, files: dict[str, object], cores: float | None) -> None:
     membership.write_text(f"{line}\n")
-    for name, files in groups.items():
-        write_group(tmp_path / name, files)
+    write_files(tmp_path, files)
     assert cgroup.cpu_quota_cores(root=tmp_path, membership=membership) == cores
