@@ -42,6 +42,7 @@ def autobatch(name: str, cap: Cap) -> tuple[int, dict[str, Any]]:
     module.to(device).train()
     cap.close(device)
     device_memory = device_memory_for(device)
+    assert device_memory is not None
     start_bytes = device_memory.current().allocated_bytes
     held_bytes: list[int] = []
     ran_out = False

@@ -147,13 +147,15 @@ def search(name: str, way: str, kind: str) -> dict[str, Any]:
         error_text = described(error)
     if cap.seconds is None:
         cap.stop_watch()
+    device_memory = device_memory_for(torch.device("cuda" if kind == "device" else "cpu"))
+    assert device_memory is not None
     return {
         "batch_size": size,
         "error": error_text,
         "out_of_memory": Watched.out_of_memory,
         "samples_by_size": dict(Watched.samples_by_size),
         "search_seconds": cap.seconds,
-        "device_counters": device_memory_for(torch.device("cuda" if kind == "device" else "cpu")).counters(),
+        "device_counters": device_memory.counters(),
         **details,
     }
 

@@ -126,7 +126,9 @@ def search(name: str) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    before_bytes = device_memory_for(trainer.strategy.root_device).current().allocated_bytes
+    device_memory = device_memory_for(trainer.strategy.root_device)
+    assert device_memory is not None
+    before_bytes = device_memory.current().allocated_bytes
     trainer.fit(module)
     plan = finder.plan
     assert plan is not None

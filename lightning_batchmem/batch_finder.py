@@ -321,10 +321,10 @@ def _check_step(step: Callable[..., object], name: str) -> None:
 
 def _device_memory_of(trainer: Trainer) -> DeviceMemory:
     device_memory = device_memory_for(trainer.strategy.root_device)
-    if not device_memory.has_peak:
+    if device_memory is None:
         raise ValueError(
-            f"the device must have a peak counter for BatchFinder, got {device_memory.name}, which has only the current"
-            " use; set the batch size by hand"
+            f"the device must have a peak memory counter for BatchFinder, got {trainer.strategy.root_device}. Set the"
+            " batch size by hand."
         )
     return device_memory
 

@@ -113,6 +113,8 @@ class MemoryProfiler(Callback):
         """Choose the meter of the device, and make sure that the log directory can be written."""
         self.summary, self._run_peak_bytes, self._table_due = None, None, False
         self._device_memory = device_memory_for(trainer.strategy.root_device, quick=True)
+        if self._device_memory is None:
+            rank_zero_warn(f"MemoryProfiler measures nothing: {trainer.strategy.root_device} has no peak counter.")
         log_dir = trainer.log_dir or trainer.default_root_dir  # broadcasts: every rank has to ask
         self._log_dir = None if "://" in log_dir or is_fast_dev_run(trainer) else Path(log_dir)
         if self._csv_wanted and trainer.is_global_zero:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,27 +15,27 @@ from lightning_batchmem.devices.base import MemoryStats
 
 
 class FakeDevice:
-    """A device behind the ``DeviceMemory`` protocol whose use a test sets, in bytes, exactly repeatable.
+    """A ``DeviceMemory`` whose use is set by the test, in bytes.
 
-    A module's ``training_step`` takes ``meter.use(fixed + per_sample * batch_size)`` and gives it back with
-    ``meter.free()``; the peak is the highest use since ``reset_peak``, so several ``use``/``free`` pairs in one step
-    make a peak that is the maximum of several lines. Use above the budget raises torch's out-of-memory error and, as
-    with a real allocator, leaves the use as it was.
+    A ``training_step`` calls ``use(fixed + per_sample * batch_size)`` and ``free()``. Several such pairs in one step
+    make a peak that is the maximum of several lines. Use above the budget raises torch's out-of-memory error and
+    changes nothing.
 
     Args:
-        budget_bytes: what the process may hold; may be changed at any time.
-        base_bytes: in use from the start, and what ``free()`` returns to (the model, say).
+        budget_bytes: the most that can be in use; may be changed at any time.
+        base_bytes: in use from the start and after ``free()``.
     """
 
     def __init__(self, budget_bytes: int, base_bytes: int = 0) -> None:
         self.name = "cuda"
         self.has_peak = True
+        self.enforces_limits = False
         self.repeatability = 0.0
-        self.resolution_bytes = 0
+        self.granularity_bytes = 0
         self.budget = budget_bytes
-        self.reserved_ratio: float | None = None  # set it to have reserved bytes: ratio x allocated
+        self.reserved_ratio: float | None = None  # if set, reserved bytes are this multiple of allocated bytes
         self.outside: int | None = None
-        self.loose: int | None = None  # of the bytes in use, those in no block
+        self.loose: int | None = None  # of the bytes in use, those outside the heap's blocks
         self.num_ooms = 0
         self.num_alloc_retries = 0
         self.num_releases = 0
@@ -54,11 +54,11 @@ class FakeDevice:
         self._peak_bytes = max(self._peak_bytes, value)
 
     def use(self, size_bytes: int) -> None:
-        """Take ``size_bytes`` more; raises ``torch.cuda.OutOfMemoryError`` above the budget."""
+        """Use ``size_bytes`` more; raises ``torch.cuda.OutOfMemoryError`` above the budget."""
         self.current_bytes += size_bytes
 
     def free(self, size_bytes: int | None = None) -> None:
-        """Give ``size_bytes`` back; without a number all but ``base_bytes``."""
+        """Free ``size_bytes``, by default all but ``base_bytes``."""
         self._current_bytes = self._base_bytes if size_bytes is None else self._current_bytes - size_bytes
 
     def reset_peak(self) -> None:
@@ -70,7 +70,7 @@ class FakeDevice:
     def current(self) -> MemoryStats:
         return self._reading(self._current_bytes)
 
-    def own_bytes(self) -> int:
+    def private_bytes(self) -> int:
         return self._current_bytes
 
     def in_use_bytes(self) -> int | None:
@@ -79,14 +79,21 @@ class FakeDevice:
     def budget_bytes(self) -> int:
         return self.budget
 
-    def outside_bytes(self) -> int | None:
+    def non_torch_bytes(self) -> int | None:
         return self.outside
+
+    @contextmanager
+    def limit_enforced(self, limit_bytes: int) -> Iterator[bool]:
+        previous = self.budget
+        if self.enforces_limits:
+            self.budget = min(previous, limit_bytes)
+        try:
+            yield self.enforces_limits
+        finally:
+            self.budget = previous
 
     def release_cached(self) -> None:
         self.num_releases += 1
-
-    def limit_enforced(self, limit_bytes: int) -> Any:
-        return nullcontext(False)
 
     def synchronize(self) -> None:
         pass
@@ -106,7 +113,7 @@ def fake_device() -> type[FakeDevice]:
 
 @pytest.fixture
 def fit(monkeypatch: pytest.MonkeyPatch, fake_device: Any) -> Callable[..., Trainer]:
-    """Train for a few steps with the fake meter in the place of the real one."""
+    """Train for a few steps on the fake device."""
 
     def run(
         module: LightningModule, finder: BatchFinder, device_memory: Any, *callbacks: Callback, **arguments: Any
@@ -133,7 +140,7 @@ def fit(monkeypatch: pytest.MonkeyPatch, fake_device: Any) -> Callable[..., Trai
 
 @pytest.fixture
 def device_memory(fake_device: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The meter that every profiler of the test gets: 1 MiB in use, a limit of 1 GiB."""
+    """The fake device of every profiler in the test: 1 MiB in use, a budget of 1 GiB."""
     device_memory = fake_device(budget_bytes=2**30, base_bytes=2**20)
     monkeypatch.setattr(lightning_batchmem.memory_profiler, "device_memory_for", lambda device, quick: device_memory)
     return device_memory

@@ -462,10 +462,9 @@ def test_what_cannot_work_is_said_before_any_step(
 
 
 def test_a_device_without_a_peak_counter_is_refused(fit: Any, fake_device: Any) -> None:
-    device_memory = fake_device(budget_bytes=500 * MIB)
-    device_memory.has_peak = False
-    with pytest.raises(ValueError, match="must tell its peak memory"):
-        fit(Lawful(device_memory, law), BatchFinder(), device_memory)
+    module = Lawful(fake_device(budget_bytes=500 * MIB), law)
+    with pytest.raises(ValueError, match="must have a peak memory counter"):
+        fit(module, BatchFinder(), None)
 
 
 @pytest.mark.parametrize(

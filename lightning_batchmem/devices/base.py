@@ -2,105 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 
 class MemoryStats(NamedTuple):
-    """Memory of this process on one device.
+    """Memory of this process on one device, now or at its peak.
 
-    Args:
-        allocated_bytes: bytes that hold something (host: the resident set).
-        reserved_bytes: bytes that the allocator took from the device; ``None`` where there is no such thing.
+    Attributes:
+        allocated_bytes: blocks in use (host: the resident set).
+        reserved_bytes: memory that the allocator holds, its cache included; ``None`` on the host.
+        requested_bytes: sizes that were requested, before rounding to blocks; ``None`` where not counted (host).
     """
 
     allocated_bytes: int
     reserved_bytes: int | None = None
+    requested_bytes: int | None = None
+
+
+class Utilization(NamedTuple):
+    """Utilization of a device: the metric's name, and a function that returns a percentage or ``None``."""
+
+    key: str
+    percent: Callable[[], float | None]
 
 
 class DeviceMemory(Protocol):
-    """One device's memory, as this process sees it.
+    """Memory of this process on one device.
 
     Attributes:
-        name: ``"cuda"``, ``"host"`` or ``"mps"``; for people and for metric names.
-        has_peak: whether :meth:`peak` is a true peak since :meth:`reset_peak`, not just the value at the moment.
-        repeatability: by what share of its growth with the batch the peak at one size may differ from one process to
-            the next (0.0 where the allocator is deterministic).
-        resolution_bytes: what two peaks may differ by although the step needed the same: the allocator hands out
-            whole blocks, the kernel whole pages.
+        name: ``"cuda"`` or ``"host"``, for messages and metric names.
+        granularity_bytes: largest difference between two peaks of the same step, due to whole blocks or pages.
+        repeatability: share of its growth with the batch by which a peak may differ between two processes.
     """
 
     name: str
-    has_peak: bool
+    granularity_bytes: int
     repeatability: float
-    resolution_bytes: int
 
     def reset_peak(self) -> None:
-        """Let the peak start again from what is in use now. Seen by everybody in the process."""
-        ...
+        """Restart the peak from the memory in use now, for the whole process."""
 
     def peak(self) -> MemoryStats:
-        """Highest use since :meth:`reset_peak`. Neither synchronises the device nor waits for it."""
-        ...
+        """Return the peak since :meth:`reset_peak`, without waiting for the device."""
 
     def current(self) -> MemoryStats:
-        """Use at this moment."""
-        ...
+        """Return the memory in use now."""
 
-    def own_bytes(self) -> int:
-        """What nobody else could take back, at this moment: the host's file pages, which the kernel drops, left out."""
-        ...
+    def private_bytes(self) -> int:
+        """Return the memory in use now that is not shared with files or other processes."""
 
     def in_use_bytes(self) -> int | None:
-        """What was asked of an allocator and not freed; ``None`` where allocated bytes are just that, or unknown."""
-        ...
+        """Return the bytes in blocks of the heap; ``None`` where allocated bytes are the same, or unknown."""
 
     def budget_bytes(self) -> int:
-        """The most that this process may hold: what it holds now and what it could still get."""
-        ...
+        """Return the most that this process can hold: what it holds now, and what it can still get."""
 
-    def outside_bytes(self) -> int | None:
-        """What the device holds outside this process's allocator; ``None`` where there is none, or nobody knows."""
-        ...
-
-    def release_cached(self) -> None:
-        """Give back what is cached but unused, so that the next peak does not depend on what ran before."""
-        ...
+    def non_torch_bytes(self) -> int | None:
+        """Return the device memory in use outside this process's allocator; ``None`` if unknown."""
 
     def limit_enforced(self, limit_bytes: int) -> AbstractContextManager[bool]:
-        """Enforce a limit on what the allocator may take; yields whether it is enforced."""
-        ...
+        """Make allocations above ``limit_bytes`` fail inside the context; it yields ``False`` if that is impossible."""
+
+    def release_cached(self) -> None:
+        """Return unused cached memory to the device, so that the next peak does not depend on earlier work."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done all its work (for timing probes; never called during training)."""
-        ...
+        """Wait for all work of the device."""
 
     def counters(self) -> dict[str, int]:
-        """Running totals of events worth an alarm (CUDA: ``num_ooms``, ``num_alloc_retries``); empty elsewhere."""
-        ...
-
-
-class Utilization(Protocol):
-    """How busy a device is.
-
-    Attributes:
-        key: the metric's name, ``"gpu_pct"`` or ``"cpu_pct"``.
-    """
-
-    key: str
-
-    def percent_since_last_call(self) -> float | None:
-        """Busy share since the previous call, 0 to 100 (since construction at the first); ``None`` when unknown."""
-        ...
-
-
-class Timer(Protocol):
-    """Times of work that a device does on its own, read later: neither method waits for it."""
-
-    def mark(self) -> Any:
-        """A moment of the device's: when it has done what it was given so far on the current stream."""
-        ...
-
-    def seconds_between(self, earlier: Any, later: Any) -> float | None:
-        """Seconds from one mark to another; ``None`` as long as the device has not reached both."""
-        ...
+        """Return event totals (CUDA: ``num_ooms``, ``num_alloc_retries``, ``num_device_free``); empty on the host."""

@@ -1,130 +1,173 @@
-"""A CUDA device: the caching allocator's own counters, and what the driver still has to give."""
+"""Memory, work time and utilization of a CUDA device."""
 
 from __future__ import annotations
 
 import gc
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem.devices.base import MemoryStats
+from lightning_batchmem.devices.base import MemoryStats, Utilization
 
-# Running totals worth an alarm: allocations that failed for good, and those that succeeded only after the allocator
-# threw its cache away (each one costs a device synchronisation). Source: torch.cuda.memory_stats
-_COUNTERS = ("num_ooms", "num_alloc_retries")
+# Failed allocations, allocations that succeeded only after the cache was released (a device synchronization each), and
+# segments given back to the driver. Source: torch.cuda.memory_stats
+_COUNTERS = ("num_ooms", "num_alloc_retries", "num_device_free")
 
-# A tensor of more than 1 MiB may sit in a block with up to 1 MiB to spare, so that the same need may count as a little
-# less at a larger batch. Source: kSmallSize and should_split in c10/core/CachingDeviceAllocator.h, torch 2.13
-_RESOLUTION_BYTES = 2 * 2**20
+_BYTES = ("allocated_bytes", "reserved_bytes", "requested_bytes")
 
 
 class CudaMemory:
-    """What PyTorch's caching allocator says of one CUDA device.
+    """Counters of PyTorch's caching allocator for one CUDA device, and free memory of the driver.
 
-    The counters live on the host: no method but :meth:`synchronize` waits for the device, and none before
-    :meth:`budget_bytes` starts a CUDA context. A process that has not started CUDA holds 0 bytes.
-
-    Args:
-        device: the CUDA device; without an index the current one at each call.
-
-    Raises:
-        ValueError: for another kind of device.
+    No method but :meth:`synchronize` waits for the device, and only :meth:`budget_bytes` and :meth:`limit_enforced`
+    start CUDA. Before that this process holds 0 bytes.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
     """
 
     name = "cuda"
-    has_peak = True
-    repeatability = 0.0  # the counters are exact, and the allocator rounds the same sizes the same way
-    resolution_bytes = _RESOLUTION_BYTES
+    repeatability = 0.0  # the counters are exact
+    # A block for more than 1 MiB may keep up to 1 MiB unsplit, so the same need may count less at a larger batch.
+    # Source: kSmallSize in c10/core/AllocatorConfig.h, should_split in c10/cuda/CUDACachingAllocator.cpp, torch 2.13
+    granularity_bytes = 2 * 2**20
 
     def __init__(self, device: torch.device) -> None:
-        if device.type != "cuda":
-            raise ValueError(f"device must be a cuda device, got {device}")
         self._device = device
 
     def reset_peak(self) -> None:
-        """Let both peaks start again from what is in use now."""
-        # Before CUDA starts torch raises (2.5.1, 2.13) instead of having nothing to reset.
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        """Restart the peaks from the memory in use now."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # else torch raises (2.5.1 to 2.13)
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> MemoryStats:
-        """Highest allocated and reserved bytes since :meth:`reset_peak`."""
-        return self._reading("peak")
+        """Return the highest allocated, reserved and requested bytes since :meth:`reset_peak`."""
+        return self._read("peak")
 
     def current(self) -> MemoryStats:
-        """Allocated and reserved bytes at this moment."""
-        return self._reading("current")
+        """Return the allocated, reserved and requested bytes now."""
+        return self._read("current")
 
-    def own_bytes(self) -> int:
-        """Allocated bytes at this moment."""
+    def private_bytes(self) -> int:
+        """Return the allocated bytes now."""
         return self.current().allocated_bytes
 
     def in_use_bytes(self) -> None:
-        """Not asked: allocated bytes are just that."""
-        return
+        """Return ``None``: allocated bytes are the same."""
 
     def budget_bytes(self) -> int:
-        """What the driver has free, and what this process has reserved; never the device's total.
-
-        A per-process memory fraction lowers it (told by newer releases of torch only), and so does the available
-        host memory on an integrated GPU, which has none of its own.
-        """
+        """Return the free memory of the driver and the reserved memory of this process, never the device's total."""
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
-        if torch.cuda.get_device_properties(self._device).is_integrated:
+        if torch.cuda.get_device_properties(self._device).is_integrated:  # it uses the host's memory
             free_bytes = min(free_bytes, psutil.virtual_memory().available)
-        budget_bytes = free_bytes + (self._reading("current").reserved_bytes or 0)
-        # Not in torch 2.5.1. The allocator holds it against reserved bytes, as a share of the device's total.
-        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-        if fraction is not None:
-            budget_bytes = min(budget_bytes, int(fraction(self._device) * total_bytes))
+        budget_bytes = free_bytes + (self.current().reserved_bytes or 0)
+        if (fraction := self._memory_fraction()) is not None:
+            budget_bytes = min(budget_bytes, int(fraction * total_bytes))
         return int(budget_bytes)
 
-    def outside_bytes(self) -> int | None:
-        """What the device holds beside this process's allocator: contexts, libraries (NCCL), other processes.
-
-        The driver's total less what it has free, less what the allocator has reserved. On an integrated GPU that is
-        all that the host uses.
-
-        Returns:
-            Bytes; ``None`` before CUDA starts, which asking would do, and where the driver moved some of what is
-            reserved to the host's memory (Windows), so that the difference is negative.
-
-        Source: cudaMemGetInfo in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
-        """
+    def non_torch_bytes(self) -> int | None:
+        """Return the device memory outside this process's allocator: contexts, libraries (NCCL), other processes."""
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return None
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
-        outside_bytes = int(total_bytes - free_bytes) - (self._reading("current").reserved_bytes or 0)
-        return outside_bytes if outside_bytes >= 0 else None
+        other_bytes = int(total_bytes - free_bytes) - (self.current().reserved_bytes or 0)
+        return other_bytes if other_bytes >= 0 else None  # Windows may move reserved memory to the host
+
+    @contextmanager
+    def limit_enforced(self, limit_bytes: int) -> Iterator[bool]:
+        """Make the allocator fail above ``limit_bytes`` of reserved memory, and restore the previous limit at the end.
+
+        It yields ``False`` and changes nothing where torch cannot report the previous limit, with another allocator
+        than the native one, and with expandable segments, which the limit stops too early.
+
+        Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html
+        """
+        previous = self._memory_fraction()
+        if previous is None or torch.cuda.get_allocator_backend() != "native" or _expandable_segments():
+            yield False
+            return
+        total_bytes = torch.cuda.mem_get_info(self._device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(previous, limit_bytes / total_bytes), self._device)
+        try:
+            yield True
+        finally:
+            torch.cuda.set_per_process_memory_fraction(previous, self._device)
 
     def release_cached(self) -> None:
-        """Collect garbage, and give the allocator's free blocks back to the driver."""
+        """Collect garbage, and return the allocator's free segments to the driver."""
         gc.collect()
         torch.cuda.empty_cache()
 
-    def limit_enforced(self, limit_bytes: int) -> AbstractContextManager[bool]:
-        """Not yet."""
-        return nullcontext(False)
-
     def synchronize(self) -> None:
-        """Wait until the device has done all its work."""
+        """Wait for all work of the device."""
         torch.cuda.synchronize(self._device)
 
     def counters(self) -> dict[str, int]:
-        """``num_ooms`` and ``num_alloc_retries`` since the process started; empty before CUDA did."""
+        """Return the event totals since the process started; empty before CUDA starts."""
         stats = self._stats()
         return {name: int(stats[name]) for name in _COUNTERS if name in stats}
 
-    def _reading(self, when: str) -> MemoryStats:
-        stats = self._stats()
-        if not stats:
-            return MemoryStats(0, 0)
-        return MemoryStats(int(stats["allocated_bytes"]["all"][when]), int(stats["reserved_bytes"]["all"][when]))
+    def _memory_fraction(self) -> float | None:
+        get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in torch 2.5.1
+        return None if get_fraction is None else float(get_fraction(self._device))
+
+    def _read(self, when: str) -> MemoryStats:
+        if not (stats := self._stats()):
+            return MemoryStats(0, 0, 0)
+        allocated_bytes, reserved_bytes, requested_bytes = (int(stats[kind]["all"][when]) for kind in _BYTES)
+        if requested_bytes == 0 < allocated_bytes:  # cudaMallocAsync does not count them
+            return MemoryStats(allocated_bytes, reserved_bytes)
+        return MemoryStats(allocated_bytes, reserved_bytes, requested_bytes)
 
     def _stats(self) -> dict[str, Any]:
-        # Nested: torch.cuda.max_memory_allocated and memory_stats flatten and sort some 100 counters at every call.
+        # nested, because torch.cuda.memory_stats and max_memory_allocated flatten and sort some 100 counters per call
         return torch.cuda.memory_stats_as_nested_dict(self._device)
+
+
+class CudaTimer:
+    """Seconds of a CUDA device's work between two events, read later without waiting for the device.
+
+    Source: https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__EVENT.html
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event:
+        """Record an event after all work submitted so far to the device's current stream; the first starts CUDA."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        # without a stream it would be recorded on the current device, which may be another one
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds_between(self, earlier: Any, later: Any) -> float | None:
+        """Return the seconds from one event to a later one; ``None`` until the device has reached both."""
+        # elapsed_time raises if one event is not reached, on whichever stream
+        if not (later.query() and earlier.query()):
+            return None
+        return float(earlier.elapsed_time(later)) / 1000
+
+
+def cuda_utilization(device: torch.device) -> Utilization | None:
+    """Return the utilization over the driver's last sample period; ``None``, with a warning, if it cannot be read."""
+
+    def percent() -> float | None:
+        try:
+            return float(torch.cuda.utilization(device))
+        except Exception:  # noqa: BLE001  # NVML, amdsmi, a missing module: unrelated types, never worth a run
+            return None
+
+    if percent() is None:
+        rank_zero_warn("GPU utilization cannot be read and is not logged. Check nvidia-ml-py and nvidia-smi.")
+        return None
+    return Utilization("gpu_pct", percent)
+
+
+def _expandable_segments() -> bool:
+    # The settings in force, including changes at run time; True if unknown, so that nothing is enforced.
+    # Source: torch/csrc/cuda/Module.cpp, torch 2.13
+    settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
+    return bool(settings.get("expandable_segments", True))

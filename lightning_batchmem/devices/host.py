@@ -1,134 +1,110 @@
-"""The host: peak resident set of this process, what it could still get, and how busy its CPU cores are."""
+"""Memory of this process on the host, and utilization of its CPU cores."""
 
 from __future__ import annotations
 
+import functools
 import gc
-import mmap
 import os
 import sys
 import time
+import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import psutil
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem.devices import cgroup, heap
-from lightning_batchmem.devices.base import MemoryStats
-from lightning_batchmem.devices.kept_open import KeptOpen
+from lightning_batchmem.devices.base import MemoryStats, Utilization
 from lightning_batchmem.devices.resource_limits import KIB, ResourceLimits, field_bytes
 
 if sys.platform != "win32":
     import resource
 
-_CLEAR_REFS = "/proc/self/clear_refs"
-_MEMINFO = "/proc/meminfo"
-_STATM = "/proc/self/statm"
-_STATUS = "/proc/self/status"
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_STATM = Path("/proc/self/statm")
+_STATUS = Path("/proc/self/status")
 
-# glibc keeps freed blocks, so that the peak at one batch size differs from run to run, and over many steps exceeds that
-# of a few: by up to 36 % of its growth where tensors are smaller than 32 MiB and so come from the heap. This is for
-# where the heap does not tell how much of it lies loose; see search.LOOSE_REPEATABILITY for where it does.
-# Source: measured, torch 2.13 (CPU), the worst of three to five steps of a probe against that of forty steps of the
-# training after it, examples/quickstart.py and a chain of tanh, eight runs by hand on a busy machine. From one run to
-# the next the design has 20 %.
+# glibc keeps freed blocks, so that the peak at one batch size differs from run to run by up to 36 % of its growth.
+# Source: measured, torch 2.13 (CPU), tensors below 32 MiB, 3 to 5 steps of a probe against 40 steps of training.
 HOST_REPEATABILITY = 0.4
 
-# By how much the two readings of the peak may differ where they speak of the same memory: on kernels since 6.2 each
-# core may hold some pages back from the quick one.
+# Since Linux 6.2 each core may hold some pages back from getrusage.
 _READINGS_AGREE_BYTES = 2**20
-
-# What is left of the heap after a trim differs by some pages and arenas even where the step is the same.
-# Source: measured, a linear layer of a few KiB at 2 and 4 samples: the peaks differed by less than 0.3 MiB.
-_RESOLUTION_BYTES = 2**20
 
 
 class HostMemory:
-    """The resident set of this process.
+    """Resident set of this process.
 
-    On Linux the peak is the kernel's own high-water mark, which construction and :meth:`reset_peak` start again
-    (about 1 µs) and :meth:`peak` reads (about 10 µs). Elsewhere, and where the mark cannot be reset, the value at the
-    moment stands in for the peak, ``has_peak`` is false and a warning says so. With very many cores the kernel's own
-    count is approximate: each core may hold some pages back.
+    The peak is the kernel's high-water mark (``VmHWM``), restarted by a write to ``/proc/self/clear_refs``; where that
+    file cannot be written, the current value. Create one per process: a forked child would restart its parent's peak.
 
     Args:
-        quick: read the peak with ``getrusage`` (1 µs instead of about 10) where it agrees with the kernel's mark after
-            a reset. It does not where the program that became this process (``exec``) was larger.
+        quick: read the peak with ``getrusage`` (1 µs) instead of ``VmHWM`` (about 20 µs) if both agree after a reset.
+            They differ if the program that ran before ``exec`` in this process was larger.
 
     Example:
-        >>> meter = HostMemory()
-        >>> meter.reset_peak()
-        >>> meter.peak().allocated_bytes > 0
+        >>> memory = HostMemory()
+        >>> memory.reset_peak()
+        >>> memory.peak().allocated_bytes > 0
         True
 
-    Source: VmHWM and clear_refs (value 5) in proc_pid_status(5) and
-    https://docs.kernel.org/filesystems/proc.html; ru_maxrss in getrusage(2); the approximation:
-    https://lkml.iu.edu/hypermail/linux/kernel/2601.1/11412.html
+    Source: https://docs.kernel.org/filesystems/proc.html (clear_refs, VmHWM); ru_maxrss in getrusage(2)
     """
 
     name = "host"
     repeatability = HOST_REPEATABILITY
-    resolution_bytes = _RESOLUTION_BYTES
+    # Heap pages left after a trim. Source: measured, a linear layer of a few KiB: peaks differed by less than 0.3 MiB.
+    granularity_bytes = 2**20
 
     def __init__(self, *, quick: bool = False) -> None:
-        self._unobtrusive = quick
-        self._clear_refs = KeptOpen.or_none(_CLEAR_REFS, os.O_WRONLY)
-        self._meminfo, self._statm = KeptOpen.or_none(_MEMINFO), KeptOpen.or_none(_STATM)
-        self._status = KeptOpen.or_none(_STATUS)
-        self.has_peak = self._can_reset()
-        if not self.has_peak:
-            rank_zero_warn(
-                f"{_CLEAR_REFS} cannot be written: the host's memory is sampled at the moment it is asked for, which is"
-                " coarser than a true peak and misses what was freed before."
-            )
-        self._limits = ResourceLimits(self._status, self._statm)
-        self._quick = quick and self.has_peak and self._readings_agree()
+        self._is_quick_wanted = quick
+        self._process = psutil.Process()
+        self._clear_refs = _open_clear_refs()
+        if self._clear_refs is not None:
+            weakref.finalize(self, os.close, self._clear_refs)
+        self._limits = ResourceLimits(_STATUS, _STATM)
+        self._quick = quick and self._clear_refs is not None and self._readings_agree()
+
+    def __reduce__(self) -> tuple[Callable[[], HostMemory], tuple[Any, ...]]:
+        # a copied descriptor could name another file in a spawned process
+        return functools.partial(HostMemory, quick=self._is_quick_wanted), ()
 
     def reset_peak(self) -> None:
-        """Let the peak start again from the resident set; nothing where the kernel keeps no peak to reset."""
-        if self.has_peak and self._clear_refs is not None:
-            os.write(self._clear_refs.descriptor, b"5")
-        if not self._unobtrusive:
+        """Restart the peak from the resident set."""
+        if self._clear_refs is not None:
+            os.write(self._clear_refs, b"5")
+        if not self._is_quick_wanted:
             self._limits.watch()
 
     def peak(self) -> MemoryStats:
-        """Largest resident set since :meth:`reset_peak`; the one at the moment where ``has_peak`` is false."""
-        if self._quick and sys.platform != "win32":  # without a call in between: this is asked three times a step
+        """Return the largest resident set since :meth:`reset_peak`."""
+        if self._quick:  # inline, because every step reads it three times
             return MemoryStats(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB)
-        status = self._status.read() if self._status is not None and self.has_peak else b""
+        status = _STATUS.read_bytes() if self._clear_refs is not None else b""
         peak_bytes = field_bytes(status, "VmHWM")
         return self.current() if peak_bytes is None else MemoryStats(self._limits.counted_bytes(status, peak_bytes))
 
     def current(self) -> MemoryStats:
-        """Resident set at this moment, as the peak counts it."""
-        if self._statm is None:
-            return MemoryStats(psutil.Process().memory_info().rss)
-        # Its second number, in pages. The same count as VmRSS, which comes with 40 lines. Source: proc_pid_statm(5)
-        _, resident, shared, *_ = self._statm.read().split(maxsplit=3)
-        uncounted_bytes = 0 if self._unobtrusive else self._limits.uncounted_bytes(int(shared) * mmap.PAGESIZE)
-        return MemoryStats(int(resident) * mmap.PAGESIZE - uncounted_bytes)
+        """Return the resident set now."""
+        resident_bytes, shared_bytes = self._resident_and_shared_bytes()
+        uncounted_bytes = 0 if self._is_quick_wanted else self._limits.uncounted_bytes(shared_bytes)
+        return MemoryStats(resident_bytes - uncounted_bytes)
 
-    def own_bytes(self) -> int:
-        """Resident set at this moment less what it shares with files and other processes, as a memory map does.
-
-        Source: the second and third number of proc_pid_statm(5).
-        """
-        if self._statm is None:
-            return self.current().allocated_bytes
-        _, resident, shared, *_ = self._statm.read().split()
-        return (int(resident) - int(shared)) * mmap.PAGESIZE
+    def private_bytes(self) -> int:
+        """Return the resident set now without the pages of files and of shared memory."""
+        resident_bytes, shared_bytes = self._resident_and_shared_bytes()
+        return resident_bytes - shared_bytes
 
     def in_use_bytes(self) -> int | None:
-        """Bytes in blocks of glibc's heap; what is resident beyond them lies free between them."""
+        """Return the bytes in blocks of glibc's heap."""
         return heap.in_use_bytes()
 
     def budget_bytes(self) -> int:
-        """Resident set and the least that the kernel, a control group or a resource limit would still add to it.
-
-        Loader workers need no term of their own: what they hold is in the group's use and missing from the available
-        memory, and the resource limits are a process's own.
-        """
+        """Return the resident set plus the least of available memory, control group and resource limits."""
         resident_bytes = self.current().allocated_bytes
-        rooms = {"available": self._available_bytes(), **self._limits.rooms(resident_bytes)}
+        rooms = {"available": psutil.virtual_memory().available, **self._limits.rooms(resident_bytes)}
         if (group_bytes := cgroup.memory_headroom_bytes()) is not None:
             rooms["group"] = group_bytes
         least = min(rooms, key=rooms.__getitem__)
@@ -136,83 +112,76 @@ class HostMemory:
             self._limits.data_is_least()
         return resident_bytes + max(0, rooms[least])
 
-    def outside_bytes(self) -> None:
-        """Unknown: here no allocator stands between a process and the rest."""
-        return
+    def non_torch_bytes(self) -> None:
+        """Return ``None``: not known on the host."""
+
+    def limit_enforced(self, limit_bytes: int) -> AbstractContextManager[bool]:
+        """Enforce nothing: the kernel would kill the process."""
+        return nullcontext(False)
 
     def release_cached(self) -> None:
-        """Collect garbage, and have glibc hand its free blocks back to the kernel."""
+        """Collect garbage, and return free heap blocks to the kernel."""
         gc.collect()
         heap.trim()
 
-    def limit_enforced(self, limit_bytes: int) -> AbstractContextManager[bool]:
-        """No limit can be enforced on the host: whether it is."""
-        return nullcontext(False)
-
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: the host has no pending work."""
 
     def counters(self) -> dict[str, int]:
-        """Nothing is counted on the host: the kernel kills a process that runs out, it does not tell it."""
+        """Return nothing: the kernel kills a process that runs out of memory."""
         return {}
 
-    def _available_bytes(self) -> int:
-        # The line that psutil looks for too, in a fifth of the time that it takes over all of them. Where there is
-        # none (Linux before 3.14) or it makes no sense (psutil#1915, LXC), psutil knows what "free" makes of the rest.
-        meminfo = b"" if self._meminfo is None else self._meminfo.read()
-        available_bytes, total_bytes = field_bytes(meminfo, "MemAvailable"), field_bytes(meminfo, "MemTotal")
-        if available_bytes is not None and total_bytes is not None and 0 < available_bytes <= total_bytes:
-            return available_bytes
-        return psutil.virtual_memory().available
-
-    def _can_reset(self) -> bool:
-        # Tried, not guessed: kernels before 4.0 refuse the 5, and some sandboxes have the file or VmHWM but not both.
-        if self._clear_refs is None or self._status_bytes("VmHWM") is None:
-            return False
-        try:
-            os.write(self._clear_refs.descriptor, b"5")
-        except OSError:
-            return False
-        return True
+    def _resident_and_shared_bytes(self) -> tuple[int, int]:
+        memory = self._process.memory_info()
+        return memory.rss, getattr(memory, "shared", 0)  # shared: Linux only
 
     def _readings_agree(self) -> bool:
         self.reset_peak()
-        marked_bytes = self._status_bytes("VmHWM")
-        return marked_bytes is not None and abs(marked_bytes - _rusage_peak_bytes()) <= _READINGS_AGREE_BYTES
-
-    def _status_bytes(self, field: str) -> int | None:
-        return None if self._status is None else field_bytes(self._status.read(), field)
+        peak_bytes = field_bytes(_STATUS.read_bytes(), "VmHWM")
+        rusage_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+        return peak_bytes is not None and abs(peak_bytes - rusage_bytes) <= _READINGS_AGREE_BYTES
 
 
-class CpuUtilization:
-    """Busy share of the cores that this process may use: its own threads, loader workers and other programs left out.
+def peak_can_be_reset() -> bool:
+    """Whether the kernel has a peak of this process that can be restarted."""
+    clear_refs = _open_clear_refs()
+    if clear_refs is None:
+        return False
+    os.close(clear_refs)
+    return True
 
-    Source: getrusage-style process time over wall time and cores (affinity and control-group quota at construction).
+
+def cpu_utilization() -> Utilization:
+    """Return the busy share of the cores that this process may use, since the previous call.
+
+    ``time.process_time`` counts nanoseconds. psutil counts ticks of 10 ms: 0 % or 100 % for steps shorter than that.
     """
+    cores = float(len(psutil.Process().cpu_affinity() or ())) if hasattr(psutil.Process, "cpu_affinity") else 0.0
+    cores = min(cores or os.cpu_count() or 1, cgroup.cpu_quota_cores() or float("inf"))
+    last_wall, last_busy = time.monotonic(), time.process_time()
 
-    key = "cpu_pct"
-
-    def __init__(self) -> None:
-        self._cores = _usable_cores()
-        self._wall_seconds, self._busy_seconds = time.monotonic(), time.process_time()
-
-    def percent_since_last_call(self) -> float | None:
-        """Busy share since the previous call, 0 to 100; ``None`` when no time passed, or in another process."""
-        wall_seconds, busy_seconds = time.monotonic(), time.process_time()
-        wall, busy = wall_seconds - self._wall_seconds, busy_seconds - self._busy_seconds
-        self._wall_seconds, self._busy_seconds = wall_seconds, busy_seconds
-        if wall <= 0 or busy < 0:  # a forked child's process time starts again at 0
+    def percent() -> float | None:
+        nonlocal last_wall, last_busy
+        wall, busy = time.monotonic() - last_wall, time.process_time() - last_busy
+        last_wall, last_busy = last_wall + wall, last_busy + busy
+        if wall <= 0 or busy < 0:  # the process time of a forked child restarts at 0
             return None
-        return min(100.0, 100 * busy / (wall * self._cores))
+        return min(100.0, 100 * busy / (wall * cores))
+
+    return Utilization("cpu_pct", percent)
 
 
-def _rusage_peak_bytes() -> int:
-    if sys.platform == "win32":
-        raise NotImplementedError  # there is no mark to reset either, so that nobody asks
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
-
-
-def _usable_cores() -> float:
-    cores = float(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
-    quota = cgroup.cpu_quota_cores()
-    return cores if quota is None else min(cores, quota)
+def _open_clear_refs() -> int | None:
+    """Open the file if it can be written and the kernel counts VmHWM; some sandboxes have one of both."""
+    try:
+        if field_bytes(_STATUS.read_bytes(), "VmHWM") is None:
+            return None
+        clear_refs = os.open(_CLEAR_REFS, os.O_WRONLY)
+    except OSError:
+        return None
+    try:
+        os.write(clear_refs, b"5")
+    except OSError:
+        os.close(clear_refs)
+        return None
+    return clear_refs

@@ -6,8 +6,7 @@ import mmap
 import sys
 import threading
 import weakref
-
-from lightning_batchmem.devices.kept_open import KeptOpen
+from pathlib import Path
 
 if sys.platform != "win32":
     import resource
@@ -32,7 +31,7 @@ class ResourceLimits:
     Source: getrlimit(2): RLIMIT_AS is held against VmSize, RLIMIT_DATA against VmData since Linux 4.7.
     """
 
-    def __init__(self, status: KeptOpen | None, statm: KeptOpen | None) -> None:
+    def __init__(self, status: Path | None, statm: Path | None) -> None:
         self._status, self._statm = status, statm
         self._mapped: _MappedPeak | None = None
         self._untouched_bytes: int | None = None  # mapped and not resident, where there is an RLIMIT_DATA
@@ -51,7 +50,7 @@ class ResourceLimits:
             soft_limit_bytes = resource.getrlimit(limit)[0]
             if soft_limit_bytes == resource.RLIM_INFINITY:
                 continue
-            if (used_bytes := field_bytes(self._status.read(), field)) is None:
+            if (used_bytes := field_bytes(self._status.read_bytes(), field)) is None:
                 continue
             if name == "data":
                 if self._untouched_bytes is None:
@@ -64,7 +63,7 @@ class ResourceLimits:
     def data_is_least(self) -> None:
         """RLIMIT_DATA bounds this process more than all else: pages of files that come later are not counted."""
         if self._shared_bytes is None and self._status is not None:
-            self._shared_bytes = _shared_bytes(self._status.read())
+            self._shared_bytes = _shared_bytes(self._status.read_bytes())
 
     def watch(self) -> None:
         """Watch for the most that is mapped until :meth:`counted_bytes`, where there is an RLIMIT_DATA."""
@@ -102,7 +101,7 @@ class _MappedPeak:
     140 samples: a step mapped 446 MiB more, of which 259 became resident.
     """
 
-    def __init__(self, statm: KeptOpen) -> None:
+    def __init__(self, statm: Path) -> None:
         self._statm = statm
         self._peak_bytes = 0
         self._over = threading.Event()
@@ -117,7 +116,7 @@ class _MappedPeak:
 
     def look(self) -> None:
         """Its sixth number, in pages: VmData, and the stack. Source: proc_pid_statm(5)."""
-        self._peak_bytes = max(self._peak_bytes, int(self._statm.read().split()[5]) * mmap.PAGESIZE)
+        self._peak_bytes = max(self._peak_bytes, int(self._statm.read_bytes().split()[5]) * mmap.PAGESIZE)
 
 
 def _sample(peak: weakref.ref[_MappedPeak], over: threading.Event) -> None:

@@ -4,58 +4,48 @@ from __future__ import annotations
 
 import torch
 
-from lightning_batchmem.devices.base import DeviceMemory, Timer, Utilization
+from lightning_batchmem.devices.base import DeviceMemory, Utilization
+from lightning_batchmem.devices.cuda import CudaMemory, CudaTimer, cuda_utilization
+from lightning_batchmem.devices.host import HostMemory, cpu_utilization, peak_can_be_reset
 
 
-def device_memory_for(device: torch.device, *, quick: bool = False) -> DeviceMemory:
-    """The meter of ``device``.
+def device_memory_for(device: torch.device, *, quick: bool = False) -> DeviceMemory | None:
+    """Return the memory reader of a device.
 
     Args:
         device: where the model is trained, e.g. ``trainer.strategy.root_device``.
-        quick: prefer a cheap reading to the most exact one, for use in every step; see :class:`.host.HostMemory`.
+        quick: prefer a cheap reading for every step to the most exact one; see :class:`.host.HostMemory`.
+
+    Returns:
+        The reader; ``None`` without a peak counter: on MPS, and on a host whose ``/proc/self/clear_refs`` cannot be
+        written (not Linux, some sandboxes).
 
     Raises:
-        ValueError: for a kind of device that no meter knows.
+        ValueError: for another kind of device.
     """
     if device.type == "cuda":
-        from lightning_batchmem.devices.cuda import CudaMemory
-
         return CudaMemory(device)
     if device.type == "cpu":
-        from lightning_batchmem.devices.host import HostMemory
-
-        return HostMemory(quick=quick)
+        return HostMemory(quick=quick) if peak_can_be_reset() else None
     if device.type == "mps":
-        from lightning_batchmem.devices.mps import MpsMemory
-
-        return MpsMemory()
+        return None
     raise ValueError(f"device must be a cuda, cpu or mps device, got {device}")
 
 
 def device_name(device: torch.device) -> str:
-    """How people call ``device``, e.g. ``"NVIDIA H100 80GB HBM3"``; the host is ``"host"``."""
+    """Return the product name of a GPU, e.g. ``"NVIDIA H100 80GB HBM3"``; otherwise ``"host"`` or the device type."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return "host" if device.type == "cpu" else device.type
 
 
 def utilization_for(device: torch.device) -> Utilization | None:
-    """Who knows how busy ``device`` is; ``None`` when nobody does (MPS, or CUDA without NVML)."""
+    """Return the utilization of a device; ``None`` on MPS, and with a warning where NVML cannot read a GPU."""
     if device.type == "cuda":
-        from lightning_batchmem.devices.nvml import nvml_utilization
-
-        return nvml_utilization(device)
-    if device.type == "cpu":
-        from lightning_batchmem.devices.host import CpuUtilization
-
-        return CpuUtilization()
-    return None
+        return cuda_utilization(device)
+    return cpu_utilization() if device.type == "cpu" else None
 
 
-def timer_for(device: torch.device) -> Timer | None:
-    """Who times the work of ``device``; ``None`` where wall time has to do: on the host, which waits, and on MPS."""
-    if device.type == "cuda":
-        from lightning_batchmem.devices.cuda_timer import CudaTimer
-
-        return CudaTimer(device)
-    return None
+def timer_for(device: torch.device) -> CudaTimer | None:
+    """Return the event timer of a CUDA device; ``None`` elsewhere, where wall time is used."""
+    return CudaTimer(device) if device.type == "cuda" else None

@@ -62,7 +62,7 @@ class Composition:
         self.estimate = estimate_parts(module, optimizers, batch, self._device)
         if not optimizers:  # an evaluation has no gradients
             self.estimate = replace(self.estimate, gradients_bytes=0)
-        self.outside_bytes = self._device_memory.outside_bytes()
+        self.outside_bytes = self._device_memory.non_torch_bytes()
         self._looks = _LOOKS if breakdown.gradients_bytes or not optimizers else self._looks + 1
 
     def saw(self, peak_bytes: int) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_batchmem.devices.base import DeviceMemory, Timer, Utilization
+from lightning_batchmem.devices.base import DeviceMemory, Utilization
+from lightning_batchmem.devices.cuda import CudaTimer
 from lightning_batchmem.devices.select import utilization_for
 from lightning_batchmem.measure.composition import Composition
 from lightning_batchmem.measure.step_record import StepRecord, StepTotals
@@ -69,16 +70,14 @@ class StepReporter:
         self,
         trainer: Trainer,
         device_memory: DeviceMemory,
-        timer: Timer | None,
+        timer: CudaTimer | None,
         plan: Plan | None,
         *,
         stage: str,
         composition: Composition,
     ) -> None:
-        self.history = History(has_peak=device_memory.has_peak)
-        self.alerts = Alerts(
-            resolution_bytes=device_memory.resolution_bytes, plan=plan, has_peak=device_memory.has_peak
-        )
+        self.history = History()
+        self.alerts = Alerts(resolution_bytes=device_memory.granularity_bytes, plan=plan)
         self._device_memory, self._timer, self._plan = device_memory, timer, plan
         self.limit_bytes, self._limit_asked = self._limit(), time.monotonic()
         self._stage, self._composition = stage, composition
@@ -97,7 +96,7 @@ class StepReporter:
     @property
     def peak_name(self) -> str:
         """What the progress bar calls the highest bytes."""
-        return "peak_gib" if self._device_memory.has_peak else "allocated_gib"
+        return "peak_gib"
 
     def open_csv(self, log_dir: Path, *, resume: bool, own_path: Path | None = None) -> Path:
         """Open the CSV of this run; a directory that cannot be written is an error here.
@@ -107,7 +106,7 @@ class StepReporter:
             resume: whether the run goes on, in the file that it wrote before.
             own_path: that file; ``None``: the newest.
         """
-        self._csv = BatchCsv(log_dir, resume=resume, own_path=own_path, has_peak=self._device_memory.has_peak)
+        self._csv = BatchCsv(log_dir, resume=resume, own_path=own_path)
         self._rows = RowQueue(self._timer, self._csv, self._world_size)
         return self._csv.path
 
@@ -163,7 +162,7 @@ class StepReporter:
     def forget_utilization(self) -> None:
         """What the device did since it was last asked belongs to no step."""
         if self._utilization is not None:
-            self._utilization.percent_since_last_call()
+            self._utilization.percent()
 
     def floor(self, number: int) -> float:
         """A step of training begins: look whether what is in use by then rises from step to step.
@@ -171,7 +170,7 @@ class StepReporter:
         Returns:
             The step from which on to look again; ``inf`` once a rise was said.
         """
-        _warn_once(self.alerts.floor(number, self._device_memory.own_bytes(), limit_bytes=self.limit_bytes))
+        _warn_once(self.alerts.floor(number, self._device_memory.private_bytes(), limit_bytes=self.limit_bytes))
         return self.alerts.next_floor
 
     def log(self, stage: str, step: int | None) -> None:
@@ -195,9 +194,7 @@ class StepReporter:
         totals.logged.merge(tally)
         if not tally.steps:
             return
-        metrics = tally.metrics(
-            limit_bytes=self.limit_bytes, world_size=self._world_size, has_peak=self._device_memory.has_peak
-        )
+        metrics = tally.metrics(limit_bytes=self.limit_bytes, world_size=self._world_size)
         if busy is not None:
             metrics[f"utilization/{busy[0]}"] = busy[1]
         if stage == "train":
@@ -231,7 +228,7 @@ class StepReporter:
 
     def log_ranks(self, joined: RankPeaks, step: int) -> None:
         """Send what the ranks have measured to the loggers."""
-        self._loggers.log_metrics(joined.metrics(has_peak=self._device_memory.has_peak), step)
+        self._loggers.log_metrics(joined.metrics(), step)
 
     def log_figures(self, summary: Summary, step: int) -> None:
         """Give the loggers that take images the figures of this run; without matplotlib a word instead."""
@@ -270,7 +267,6 @@ class StepReporter:
             samples_per_second=total.samples_per_second(self._world_size),
             step_seconds=total.step_seconds,
             data_wait_share=total.data_wait_share,
-            has_peak=self._device_memory.has_peak,
             stage=stage,
             items_per_second=total.items_per_second(self._world_size),
             estimate=None if composition is None else composition.estimate,
@@ -287,7 +283,7 @@ class StepReporter:
         return budget_bytes if self._plan is None else min(budget_bytes, self._plan.limit_bytes)
 
     def _busy(self) -> tuple[str, float] | None:
-        if self._utilization is None or (percent := self._utilization.percent_since_last_call()) is None:
+        if self._utilization is None or (percent := self._utilization.percent()) is None:
             return None
         return self._utilization.key, percent
 

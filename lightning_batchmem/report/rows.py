@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from lightning_batchmem.devices.base import Timer
+from lightning_batchmem.devices.cuda import CudaTimer
 from lightning_batchmem.measure.step_record import StepRecord
 from lightning_batchmem.report.step_csv import BatchCsv
 
@@ -18,7 +18,7 @@ class RowQueue:
         world_size: the number of ranks.
     """
 
-    def __init__(self, timer: Timer | None, csv: BatchCsv | None, world_size: int) -> None:
+    def __init__(self, timer: CudaTimer | None, csv: BatchCsv | None, world_size: int) -> None:
         self._timer, self._csv, self._world_size = timer, csv, world_size
         self._waiting: deque[tuple[StepRecord, object, object]] = deque()
 

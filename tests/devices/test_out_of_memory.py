@@ -22,6 +22,8 @@ OUT_OF_MEMORY = [
     "cuSOLVER error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
     "cuFFT error: CUFFT_ALLOC_FAILED",
     "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
     "Unable to find a valid cuDNN algorithm to run convolution",
     "GET was unable to find an engine to execute this computation",
@@ -47,6 +49,7 @@ SOMETHING_ELSE = [
     " number: 18446744073709551615",
     "could not create a primitive descriptor for a matmul primitive",
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_COMPILATION_FAILED",
     "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
     "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
     "CUDA error: an illegal memory access was encountered",
@@ -63,22 +66,28 @@ SOMETHING_ELSE = [
 
 
 @pytest.mark.parametrize("message", OUT_OF_MEMORY)
-def test_message_of_a_runtime_error(message: str) -> None:
+def test_a_runtime_error_with_a_known_message_counts(message: str) -> None:
     assert is_out_of_memory(RuntimeError(message))
 
 
 @pytest.mark.parametrize("message", SOMETHING_ELSE)
-def test_other_runtime_error(message: str) -> None:
+def test_another_runtime_error_does_not_count(message: str) -> None:
     assert not is_out_of_memory(RuntimeError(message))
 
 
-@pytest.mark.parametrize("kind", [ValueError, KeyError, TypeError, AssertionError])
-def test_other_kinds_of_error_may_speak_of_memory(kind: type[Exception]) -> None:
-    assert not is_out_of_memory(kind("CUDA out of memory is what this argument is about"))
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(kind("CUDA out of memory is only mentioned") for kind in (ValueError, KeyError, TypeError, AssertionError)),
+        OSError(errno.ENOSPC, "No space left on device"),
+    ],
+)
+def test_another_kind_of_error_does_not_count(error: Exception) -> None:
+    assert not is_out_of_memory(error)
 
 
-class ParticularError(RuntimeError):
-    """As torch.AcceleratorError (2.8 and later), DistBackendError, TorchDynamo's errors: a RuntimeError of a kind."""
+class DerivedError(RuntimeError):
+    """Like torch.AcceleratorError (2.8 and later), DistBackendError and the errors of TorchDynamo."""
 
 
 @pytest.mark.parametrize(
@@ -88,15 +97,11 @@ class ParticularError(RuntimeError):
         MemoryError(),
         OSError(errno.ENOMEM, "Cannot allocate memory"),
         OSError("Caught OSError in DataLoader worker process 0.\nOSError: [Errno 12] Cannot allocate memory"),
-        ParticularError("CUDA error: out of memory"),
+        DerivedError("CUDA error: out of memory"),
     ],
 )
-def test_kinds_of_error(error: Exception) -> None:
+def test_other_kinds_of_error_count(error: Exception) -> None:
     assert is_out_of_memory(error)
-
-
-def test_other_operating_system_error() -> None:
-    assert not is_out_of_memory(OSError(errno.ENOSPC, "No space left on device"))
 
 
 def test_real_errors() -> None:
@@ -111,7 +116,7 @@ def test_real_errors() -> None:
     assert not is_out_of_memory(shape_error.value)
 
 
-def test_cause_counts() -> None:
+def test_a_cause_counts() -> None:
     def wrap() -> None:
         try:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
@@ -124,7 +129,7 @@ def test_cause_counts() -> None:
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_context_counts_unless_the_author_cut_it_off(hidden: bool) -> None:
+def test_a_context_counts_unless_it_is_suppressed(hidden: bool) -> None:
     error = ValueError("clean-up failed")
     error.__context__ = KeyError("between")
     error.__context__.__context__ = MemoryError()
@@ -132,12 +137,12 @@ def test_context_counts_unless_the_author_cut_it_off(hidden: bool) -> None:
     assert is_out_of_memory(error) is not hidden
 
 
-def test_group_members_count() -> None:
+def test_members_of_a_group_count() -> None:
     assert is_out_of_memory(ExceptionGroup("tasks", [ValueError(), ExceptionGroup("inner", [MemoryError()])]))
     assert not is_out_of_memory(ExceptionGroup("CUDA out of memory", [ValueError()]))
 
 
-def test_cycle_ends() -> None:
+def test_a_cycle_of_causes_ends() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
     assert not is_out_of_memory(first)
@@ -147,7 +152,7 @@ def test_cycle_ends() -> None:
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_an_interrupt_is_never_memory(kind: type[BaseException]) -> None:
+def test_an_interrupt_never_counts(kind: type[BaseException]) -> None:
     stop = kind()
     stop.__context__ = MemoryError()
     assert not is_out_of_memory(stop)

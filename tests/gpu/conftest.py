@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
+
+from lightning_batchmem.devices.cuda import CudaMemory
+
+MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
 def _cuda() -> None:
-    """Everything in this folder needs a real device."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
 
@@ -14,3 +19,16 @@ def _cuda() -> None:
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda", 0)
+
+
+@pytest.fixture
+def limit_to(device: torch.device) -> Iterator[Callable[[int], None]]:
+    """Limit the memory of this process for one test, in bytes."""
+
+    def limit(limit_bytes: int) -> None:
+        torch.cuda.set_per_process_memory_fraction(limit_bytes / torch.cuda.mem_get_info(device)[1], device)
+
+    CudaMemory(device).release_cached()
+    yield limit
+    torch.cuda.set_per_process_memory_fraction(1.0, device)
+    CudaMemory(device).release_cached()

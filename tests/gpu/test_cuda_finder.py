@@ -1,4 +1,4 @@
-"""The finder on a CUDA device: a limit that is kept, nothing that the allocator had to try twice, no trace."""
+"""BatchFinder on a CUDA device: within the limit, without allocator retries, and without a trace."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MIB = 1 << 20
 SAMPLES = 4000
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),  # Python 3.12 and later: the worker that draws
-    pytest.mark.filterwarnings("ignore:GPU utilization is left out"),  # MIG, a sandbox without NVML
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),  # Python 3.12 and later
+    pytest.mark.filterwarnings("ignore:GPU utilization cannot be read"),  # MIG, a sandbox without NVML
 ]
 
 
@@ -71,7 +71,7 @@ def trained(folder: Path, batch_size: int, *callbacks: Any) -> Deep:
     return module
 
 
-def test_the_limit_is_kept_without_running_out(device: torch.device, tmp_path: Path) -> None:
+def test_the_search_and_the_training_stay_within_the_limit(device: torch.device, tmp_path: Path) -> None:
     before = torch.cuda.memory_stats(device)
     finder, profiler = BatchFinder(memory_limit="1GiB"), MemoryProfiler(csv=False)
     trained(tmp_path, 2, profiler, finder)
@@ -92,7 +92,7 @@ def test_the_limit_is_kept_without_running_out(device: torch.device, tmp_path: P
     assert pushed <= 4 * plan.batch_size
 
 
-def test_no_trace_on_a_device(device: torch.device, tmp_path: Path) -> None:
+def test_a_training_after_a_search_is_that_of_the_hard_coded_size(device: torch.device, tmp_path: Path) -> None:
     finder = BatchFinder(max_batch_size=64)
     searched = trained(tmp_path, 2, finder)
     searched_random = torch.cuda.get_rng_state(device)

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_batchmem.devices import select
+from lightning_batchmem.devices.cuda import CudaMemory, CudaTimer
+from lightning_batchmem.devices.host import HostMemory
+from lightning_batchmem.devices.select import device_memory_for, device_name, timer_for, utilization_for
+
+CUDA, CPU, MPS = torch.device("cuda", 1), torch.device("cpu"), torch.device("mps")
+
+
+@pytest.mark.parametrize("is_resettable", [True, False])
+def test_the_host_has_a_reader_if_its_peak_can_be_reset(is_resettable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "peak_can_be_reset", lambda: is_resettable)
+    assert isinstance(device_memory_for(CPU), HostMemory) is is_resettable
+
+
+def test_mps_has_no_reader() -> None:
+    assert device_memory_for(MPS) is None
+    assert utilization_for(MPS) is None
+    assert timer_for(MPS) is timer_for(CPU) is None
+
+
+def test_cuda_has_all_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(device_memory_for(CUDA), CudaMemory)
+    assert isinstance(timer_for(CUDA), CudaTimer)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    assert [device_name(device) for device in (CUDA, CPU, MPS)] == ["GPU 1", "host", "mps"]
+
+
+def test_another_device_is_an_error() -> None:
+    with pytest.raises(ValueError, match="device must be a cuda, cpu or mps device, got meta"):
+        device_memory_for(torch.device("meta"))
+
+
+def test_creating_the_readers_starts_no_cuda_context() -> None:
+    script = """if True:
+        import torch
+        from lightning_batchmem.devices.select import device_memory_for, timer_for
+        device_memory = device_memory_for(torch.device("cuda:0"))
+        timer_for(torch.device("cuda:0"))
+        device_memory.reset_peak()
+        assert device_memory.peak() == (0, 0, 0)
+        assert device_memory.non_torch_bytes() is None
+        assert not torch.cuda.is_initialized()
+    """
+    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], check=True)

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_batchmem.devices.cuda import CudaMemory, CudaTimer, cuda_utilization
+from lightning_batchmem.devices.out_of_memory import is_out_of_memory
+
+MIB = 1 << 20
+
+needs_fraction = pytest.mark.skipif(
+    not hasattr(torch.cuda, "get_per_process_memory_fraction"), reason="this torch cannot report the memory fraction"
+)
+
+
+@pytest.fixture
+def device_memory(device: torch.device) -> Iterator[CudaMemory]:
+    torch.empty(1, device=device)
+    device_memory = CudaMemory(device)
+    device_memory.release_cached()
+    device_memory.reset_peak()
+    yield device_memory
+    device_memory.release_cached()
+
+
+def block(size_mib: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(size_mib * MIB, dtype=torch.uint8, device=device)
+
+
+def multiply(matrix: torch.Tensor) -> None:
+    for _ in range(200):
+        matrix @ matrix
+
+
+def test_peak_is_exact_and_restarts_after_a_reset(device_memory: CudaMemory, device: torch.device) -> None:
+    before = device_memory.current()
+    tensor = block(256, device)
+    assert device_memory.current().allocated_bytes - before.allocated_bytes == 256 * MIB
+    del tensor
+    assert device_memory.peak().allocated_bytes - before.allocated_bytes == 256 * MIB
+    device_memory.reset_peak()
+    assert device_memory.peak().allocated_bytes == before.allocated_bytes
+    assert (device_memory.peak().reserved_bytes or 0) >= 256 * MIB  # still cached
+    device_memory.release_cached()
+    device_memory.reset_peak()
+    assert (device_memory.peak().reserved_bytes or 0) < 256 * MIB
+
+
+def test_requested_is_at_most_allocated_and_that_at_most_reserved(
+    device_memory: CudaMemory, device: torch.device
+) -> None:
+    tensors = [torch.empty(size, dtype=torch.uint8, device=device) for size in (1, 513, MIB + 1, 11 * MIB + 7)]
+    for stats in (device_memory.peak(), device_memory.current()):
+        assert stats.reserved_bytes is not None
+        assert stats.allocated_bytes <= stats.reserved_bytes
+        if torch.cuda.get_allocator_backend() == "native":
+            assert stats.requested_bytes is not None
+            assert sum(tensor.nbytes for tensor in tensors) <= stats.requested_bytes <= stats.allocated_bytes
+
+
+def test_peak_repeats_to_the_byte(device_memory: CudaMemory, device: torch.device) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)).to(device)
+    peaks = []
+    for _ in range(4):
+        device_memory.release_cached()
+        device_memory.reset_peak()
+        model(torch.ones(256, 512, device=device)).sum().backward()
+        model.zero_grad()
+        peaks.append(device_memory.peak().allocated_bytes)
+    assert len(set(peaks[1:])) == 1  # the first includes the workspace of cuBLAS
+
+
+def test_budget_and_memory_outside_do_not_depend_on_what_is_held(
+    device_memory: CudaMemory, device: torch.device
+) -> None:
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    budget_bytes, other_bytes = device_memory.budget_bytes(), device_memory.non_torch_bytes()
+    assert free_bytes <= budget_bytes <= total_bytes
+    assert other_bytes is not None
+    assert 0 < other_bytes <= total_bytes - free_bytes  # at least the context of this process
+    held = [block(1024, device)]
+    for _ in range(2):
+        assert device_memory.budget_bytes() == pytest.approx(budget_bytes, abs=64 * MIB)
+        assert device_memory.non_torch_bytes() == pytest.approx(other_bytes, abs=64 * MIB)
+        held.clear()  # then cached
+
+
+@needs_fraction
+def test_the_budget_is_true_and_the_error_above_it_is_recognized(
+    device_memory: CudaMemory, device: torch.device, limit_to: Callable[[int], None]
+) -> None:
+    limit_to(1024 * MIB)
+    budget_bytes = device_memory.budget_bytes()
+    assert budget_bytes == pytest.approx(1024 * MIB, abs=MIB)
+    ooms = device_memory.counters()["num_ooms"]
+    room_mib = (budget_bytes - (device_memory.current().reserved_bytes or 0)) // MIB
+    tensor = block(room_mib - 32, device)
+    with pytest.raises(torch.cuda.OutOfMemoryError) as caught:
+        block(64, device)
+    assert is_out_of_memory(caught.value)
+    assert device_memory.counters()["num_ooms"] == ooms + 1
+    assert device_memory.peak().allocated_bytes <= budget_bytes
+    del tensor
+
+
+@needs_fraction
+@pytest.mark.parametrize("previous_mib", [None, 2048])
+def test_an_enforced_limit_fails_above_it_and_is_lifted_afterwards(
+    device_memory: CudaMemory, device: torch.device, limit_to: Callable[[int], None], previous_mib: int | None
+) -> None:
+    if previous_mib is not None:
+        limit_to(previous_mib * MIB)
+    previous = torch.cuda.get_per_process_memory_fraction(device)
+    held_bytes = device_memory.current().reserved_bytes or 0
+    with device_memory.limit_enforced(held_bytes + 256 * MIB) as is_enforced:
+        settings = torch.cuda.memory._snapshot()["allocator_settings"] if is_enforced else {}
+        if not is_enforced:
+            pytest.skip("this allocator configuration does not enforce limits")
+        assert not settings["expandable_segments"]
+        block(128, device)
+        with pytest.raises(torch.cuda.OutOfMemoryError) as caught:
+            block(512, device)
+        assert is_out_of_memory(caught.value)
+    assert torch.cuda.get_per_process_memory_fraction(device) == pytest.approx(previous, abs=1e-6)
+    block(512, device)
+
+
+def test_an_allocator_that_cannot_enforce_a_limit_is_left_unchanged() -> None:
+    script = """if True:
+        import torch
+        from lightning_batchmem.devices.cuda import CudaMemory
+        device = torch.device("cuda:0")
+        with CudaMemory(device).limit_enforced(64 << 20) as is_enforced:
+            assert not is_enforced
+            torch.empty(256 << 20, dtype=torch.uint8, device=device)
+    """
+    for setting in ("expandable_segments:True", "backend:cudaMallocAsync"):
+        environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": setting}
+        subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], env=environment, check=True)
+
+
+def test_no_reading_waits_for_the_device(device_memory: CudaMemory, device: torch.device) -> None:
+    matrix = torch.ones(4096, 4096, device=device)
+    timer = CudaTimer(device)
+    matrix @ matrix
+    device_memory.synchronize()
+    earlier = timer.mark()
+    multiply(matrix)
+    later = timer.mark()
+    device_memory.reset_peak()
+    device_memory.peak()
+    device_memory.current()
+    device_memory.counters()
+    device_memory.budget_bytes()
+    device_memory.non_torch_bytes()
+    assert timer.seconds_between(earlier, later) is None
+    assert not later.query(), "a reading waited until the device was idle"
+    device_memory.synchronize()
+    assert later.query()
+
+
+def test_utilization_of_a_busy_device(device: torch.device) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        utilization = cuda_utilization(device)
+    if utilization is None:
+        assert len(caught) == 1
+        pytest.skip(str(caught[0].message))
+    matrix = torch.ones(4096, 4096, device=device)
+    end = time.monotonic() + 4
+    while time.monotonic() < end:
+        multiply(matrix)
+        torch.cuda.synchronize(device)
+    percent = utilization.percent()
+    assert percent is not None
+    assert 50 < percent <= 100
+
+
+def test_the_timer_agrees_with_the_wall_clock(device: torch.device) -> None:
+    timer, matrix = CudaTimer(device), torch.ones(4096, 4096, device=device)
+    multiply(matrix)
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    earlier = timer.mark()
+    multiply(matrix)
+    later = timer.mark()
+    torch.cuda.synchronize(device)
+    wall_seconds = time.perf_counter() - start
+    assert timer.seconds_between(earlier, later) == pytest.approx(wall_seconds, rel=0.1, abs=2e-3)
+
+
+def test_the_timer_follows_the_current_stream(device: torch.device) -> None:
+    timer, matrix = CudaTimer(device), torch.ones(4096, 4096, device=device)
+    torch.cuda.synchronize(device)
+    side = torch.cuda.Stream(device)
+    with torch.cuda.stream(side):
+        multiply(matrix)
+        busy = timer.mark()
+    idle = timer.mark()  # the default stream has no work
+    assert timer.seconds_between(busy, idle) is None
+    torch.cuda.synchronize(device)
+    assert timer.seconds_between(busy, idle) is not None
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_timer_works_while_another_device_is_current(device: torch.device) -> None:
+    other = torch.device("cuda", 1)
+    timer = CudaTimer(other)
+    with torch.cuda.device(device):
+        earlier = timer.mark()
+        multiply(torch.ones(4096, 4096, device=other))
+        later = timer.mark()
+        assert later.device == other
+        torch.cuda.synchronize(other)
+        seconds = timer.seconds_between(earlier, later)
+    assert seconds is not None
+    assert seconds > 1e-3
