@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.simulated_cuda.allocator import MIB, CachingAllocator
+
+
+@pytest.mark.parametrize(
+    ("requested", "allocated", "reserved"),
+    [
+        (1, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        (10 * MIB + 1, 10 * MIB + 512, 12 * MIB),
+        (11 * MIB, 12 * MIB, 12 * MIB),  # 1 MiB is not split from a block of the large pool
+        (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),
+    ],
+)
+def test_sizes_of_one_allocation(requested: int, allocated: int, reserved: int) -> None:
+    allocator = CachingAllocator(100 * MIB)
+    allocator.malloc(requested)
+    assert (allocator.requested, allocator.allocated, allocator.reserved) == (requested, allocated, reserved)
+
+
+def test_small_and_large_requests_never_share_a_segment() -> None:
+    allocator = CachingAllocator(100 * MIB)
+    allocator.free(allocator.malloc(20 * MIB))
+    allocator.malloc(MIB)
+    assert allocator.reserved == 22 * MIB
+    allocator.malloc(2 * MIB)
+    assert allocator.reserved == 22 * MIB
+
+
+def test_smallest_sufficient_free_block_is_used() -> None:
+    allocator = CachingAllocator(100 * MIB)
+    for block in [allocator.malloc(size * MIB) for size in (30, 12, 16)]:
+        allocator.free(block)
+    assert allocator.malloc(11 * MIB).size == 12 * MIB
+    first = allocator.malloc(13 * MIB)
+    assert first.next is not None
+    assert (first.size, first.next.size) == (13 * MIB, 3 * MIB)
+
+
+def test_free_neighbours_merge_into_the_whole_segment() -> None:
+    allocator = CachingAllocator(100 * MIB)
+    first, second, third = (allocator.malloc(4 * MIB) for _ in range(3))
+    for block in (first, third):
+        allocator.free(block)
+    allocator.empty_cache()
+    assert allocator.reserved == 20 * MIB
+    assert sorted(block.size for block in allocator.large.blocks.values()) == [4 * MIB, 12 * MIB]
+    allocator.free(second)
+    assert [block.size for block in allocator.large.blocks.values()] == [20 * MIB]
+    allocator.empty_cache()
+    assert (allocator.reserved, allocator.num_device_free) == (0, 1)
+
+
+@pytest.mark.parametrize(("capacity", "limit"), [(40 * MIB, None), (100 * MIB, 40 * MIB)])
+def test_cached_segments_are_released_before_an_allocation_fails(capacity: int, limit: int | None) -> None:
+    allocator = CachingAllocator(capacity, limit_bytes=limit)
+    allocator.free(allocator.malloc(20 * MIB))
+    allocator.malloc(30 * MIB)
+    assert (allocator.reserved, allocator.num_alloc_retries, allocator.num_ooms) == (30 * MIB, 1, 0)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        allocator.malloc(11 * MIB)
+    assert (allocator.reserved, allocator.num_alloc_retries, allocator.num_ooms) == (30 * MIB, 2, 1)
+
+
+def test_state_created_after_a_large_step_pins_its_segment() -> None:
+    # https://github.com/pytorch/pytorch/issues/35901
+    state_last, state_first = CachingAllocator(60 * MIB), CachingAllocator(60 * MIB)
+    state_last.free(state_last.malloc(40 * MIB))
+    state_last.malloc(12 * MIB)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        state_last.malloc(40 * MIB)
+    state_first.malloc(12 * MIB)
+    state_first.malloc(40 * MIB)
+    assert state_first.num_alloc_retries == 0
+
+
+def test_peaks_start_again_from_the_current_use() -> None:
+    allocator = CachingAllocator(100 * MIB)
+    kept, freed = allocator.malloc(10 * MIB), allocator.malloc(20 * MIB)
+    allocator.free(freed)
+    assert (allocator.allocated_peak, allocator.requested_peak) == (30 * MIB, 30 * MIB)
+    allocator.reset_peak()
+    assert (allocator.allocated_peak, allocator.reserved_peak) == (kept.size, 30 * MIB)
+
+
+def test_expandable_segments_grow_by_pages() -> None:
+    allocator = CachingAllocator(200 * MIB, expandable=True)
+    allocator.malloc(MIB)
+    assert allocator.reserved == 2 * MIB
+    first = allocator.malloc(25 * MIB)
+    assert allocator.reserved == 42 * MIB
+    second = allocator.malloc(10 * MIB)
+    assert allocator.reserved == 42 * MIB
+    third = allocator.malloc(10 * MIB)  # 5 MiB are free, so it takes one page more
+    assert (allocator.reserved, third.address) == (62 * MIB, 35 * MIB)
+    allocator.free(first)
+    allocator.free(third)
+    allocator.empty_cache()  # 0..25 has one whole page, 35..60 another one
+    assert (allocator.reserved, second.address) == (22 * MIB, 25 * MIB)
+    assert allocator.malloc(15 * MIB).address == 0  # the lowest address: page 0..20 again, with 20..25
+    assert allocator.malloc(30 * MIB).address == 35 * MIB
+    assert allocator.reserved == 82 * MIB  # 35..40 was mapped, 25 MiB take two pages
+
+
+def test_expandable_segments_check_the_limit_against_the_whole_request() -> None:
+    allocator = CachingAllocator(100 * MIB, limit_bytes=60 * MIB, expandable=True)
+    allocator.malloc(25 * MIB)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        allocator.malloc(22 * MIB)  # one page of 20 MiB is missing, but 40 + 22 MiB exceed the limit
+    allocator.malloc(20 * MIB)
+    assert allocator.reserved == 60 * MIB
+
+
+def test_expandable_segments_fail_where_the_device_has_no_page_left() -> None:
+    allocator = CachingAllocator(50 * MIB, expandable=True)
+    allocator.malloc(25 * MIB)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        allocator.malloc(16 * MIB)
+    assert (allocator.reserved, allocator.num_alloc_retries) == (40 * MIB, 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 30 * MIB), st.integers(0, 3)), min_size=1, max_size=60),
+    expandable=st.booleans(),
+)
+def test_bytes_are_conserved(requests: list[tuple[int, int]], expandable: bool) -> None:
+    allocator = CachingAllocator(120 * MIB, limit_bytes=100 * MIB, expandable=expandable)
+    live = []
+    for size, num_freed in requests:
+        try:
+            live.append(allocator.malloc(size))
+        except torch.cuda.OutOfMemoryError:
+            assert allocator.reserved + size > 60 * MIB
+        for _ in range(min(num_freed, len(live))):
+            allocator.free(live.pop(size % len(live)))
+        free_bytes = sum(block.size for pool in (allocator.small, allocator.large) for block in pool.blocks.values())
+        assert allocator.requested == sum(block.requested for block in live) <= allocator.allocated
+        assert allocator.allocated == sum(block.size for block in live) == allocator.reserved - free_bytes
+        assert allocator.reserved <= (120 if expandable else 100) * MIB
+        spans = sorted((block.address, block.size) for block in live if block.pool is allocator.large)
+        assert all(a + size <= b for (a, size), (b, _) in pairwise(spans))
+    for block in live:
+        allocator.free(block)
+    blocks = [block for pool in (allocator.small, allocator.large) for block in pool.blocks.values()]
+    assert all(block.previous is None or not block.previous.mapped for block in blocks)
+    assert all(block.next is None or not block.next.mapped for block in blocks)
+    allocator.empty_cache()
+    assert (allocator.allocated, allocator.requested, allocator.reserved) == (0, 0, 0)
