@@ -177,6 +177,7 @@ class TrialRunner:
                 warm, retries = self._in_steps(main, batch_size, record, self._steady_steps)
                 if evaluation is not None:
                     self._in_steps(evaluation, batch_size, record, self._two_steps)
+                    self._in_steps(evaluation, smaller_size, record, self._one_step)
                 self._in_steps(main, smaller_size, record, self._one_step)
                 self._in_steps(main, batch_size, record, self._two_steps)
                 retries = self._retries() - retries
