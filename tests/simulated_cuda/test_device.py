@@ -82,11 +82,14 @@ def test_out_of_memory_error_releases_the_step_and_keeps_part_of_adams_state() -
 
 def test_limit_is_enforced_and_restored() -> None:
     device = with_model(RESNET, 8 * GB)
+    model_bytes = device.current().requested_bytes
     with device.limit_enforced(1 * GB) as enforced:
         assert enforced
         assert device.budget_bytes() == 1 * GB
         with pytest.raises(torch.cuda.OutOfMemoryError):
             device.train_step(64)
+    device.drop_gradients()
+    assert device.current().requested_bytes == model_bytes
     assert device.budget_bytes() == 8 * GB
     assert device.train_steps(64, 2) == 0
     with SimulatedCuda(trace_of(RESNET), 8 * GB, expandable=True).limit_enforced(1 * GB) as enforced:
