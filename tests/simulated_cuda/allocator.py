@@ -139,10 +139,6 @@ class CachingAllocator:
                     self.reserved -= block.size
                     self.num_device_free += 1
 
-    def state(self) -> tuple[object, ...]:
-        """Everything free: equal states with equal live blocks have equal futures, as addresses are not reused."""
-        return (self.reserved, self.limit_bytes, tuple(self.small.keys), tuple(self.large.keys))
-
     def _grow(self, pool: Pool, size: int) -> Block:
         segment = size if size >= MIN_LARGE_ALLOC else pool.page
         segment = -(-segment // ROUND_LARGE) * ROUND_LARGE

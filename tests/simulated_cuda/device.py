@@ -81,25 +81,20 @@ class SimulatedCuda:
             self.drop_gradients()  # zero_grad(set_to_none=True)
         if phase == "optimizer_step" and not self._steady and any(slot in self._live for slot in self.trace.states):
             raise KeyError("exp_avg_sq")
-        self._replay(self.trace.events(size, steady=self._steady)[phase])
+        self._replay(self.trace.events(size, "steady" if self._steady else "first")[phase])
 
     def train_steps(self, size: int, count: int, *, stop_at_retry: bool = False) -> int:
-        """Replay ``count`` training steps; return the allocator's retries in them.
-
-        It stops early once a step changes nothing, as all later ones are equal, and on demand after a retry.
-        """
-        retries = self.allocator.num_alloc_retries
+        """Replay ``count`` training steps, on demand until one has a retry; return the allocator's retries in them."""
+        before = self.allocator.num_alloc_retries
         for _ in range(count):
-            before = self._state()
             self.train_step(size)
-            new_retries = self.allocator.num_alloc_retries - retries
-            if before == self._state() or (stop_at_retry and new_retries):
+            if stop_at_retry and self.allocator.num_alloc_retries > before:
                 break
-        return self.allocator.num_alloc_retries - retries
+        return self.allocator.num_alloc_retries - before
 
     def evaluation_step(self, size: int) -> None:
         """Replay one validation step without gradients."""
-        self._replay(self.trace.events(size, evaluation=True)["evaluation"])
+        self._replay(self.trace.events(size, "evaluation")["evaluation"])
 
     def has_optimizer_state(self) -> bool:
         return all(slot in self._live for slot in self.trace.states)
@@ -179,8 +174,3 @@ class SimulatedCuda:
         for slot in slots:
             if slot in self._live:
                 self.allocator.free(self._live.pop(slot))
-
-    def _state(self) -> tuple[object, ...]:
-        live = tuple(block.address for _, block in sorted(self._live.items()))
-        allocator = self.allocator
-        return (live, len(live), allocator.num_alloc_retries, allocator.state())

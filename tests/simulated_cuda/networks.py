@@ -22,9 +22,6 @@ class Network(NamedTuple):
     criterion: Callable[[Tensor, Tensor], Tensor]
     workspaces: bool = False
 
-    def loss(self, module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return self.criterion(module(batch[0]), batch[1])
-
 
 class BasicBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
