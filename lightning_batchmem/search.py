@@ -6,7 +6,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging
@@ -25,7 +25,6 @@ from lightning_batchmem._lightning.module_state import (
 from lightning_batchmem._lightning.run_step import begin_training
 from lightning_batchmem._lightning.strategies import (
     is_synchronised,
-    processes_on_node,
     steps_are_collective,
     wrap_again,
 )
@@ -36,19 +35,29 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.tensors import tensors_in
 from lightning_batchmem.measure.breakdown import measure_breakdown
 from lightning_batchmem.measure.compiled import each_size_static, was_compiled
+from lightning_batchmem.measure.limits import search_limits, with_workers
 from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes
-from lightning_batchmem.measure.stage_workers import UNBOUNDED_MAX_BATCH_SIZE, StageWorkers
+from lightning_batchmem.measure.stage_workers import StageWorkers
+from lightning_batchmem.measure.step_runner import PhaseCallback
 from lightning_batchmem.measure.steps import EvaluationSteps, TrainingSteps
-from lightning_batchmem.measure.trial import PhaseCallback, TrialRunner
+from lightning_batchmem.measure.trial import TrialRunner
 from lightning_batchmem.plan.decide import SearchPolicy, decide
-from lightning_batchmem.plan.memory_limit import parse_memory_limit
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import NextSize, SearchFailed, SearchLimits, SizeLimit, Trial, mib
+from lightning_batchmem.plan.records import NextSize, SearchFailed, SearchLimits, Trial, mib
 from lightning_batchmem.report.plan_table import SearchProgress
 from lightning_batchmem.report.tables import breakdown_text
 
-_LIMIT_SHARE = 0.95  # of what the device can provide; the rest is for libraries, fragmentation and other processes
+
+@dataclass
+class _Stage:
+    """One stage of a run: training with its validation, or an evaluation."""
+
+    setting: BatchSizeSetting
+    loaders: StageLoaders
+    runner: TrialRunner
+    workers: StageWorkers
+    start: Callable[[], ExitStack]  # enters the state in which the stage starts
 
 
 class BatchSizeSearch:
@@ -150,14 +159,14 @@ class BatchSizeSearch:
             steps = TrainingSteps(trainer, ProbeBatches(loaders, options.worst_case), loaders.batches)
             self._restart(start)
             phase = None if own_name is not None else evaluation
-            runner = self._runner(steps, phase)
             workers = StageWorkers([*loaders.sized, *(evaluation.loaders.sized if evaluation else ())])
             limits = self._limits(
-                loaders.largest_batch_size(trainer.limit_train_batches), workers, options.target_batch_size
+                workers, loaders.largest_batch_size(trainer.limit_train_batches), options.target_batch_size
             )
-            outcome = self._search(setting, runner, limits, workers, start, loaders)
+            stage = _Stage(setting, loaders, self._runner(steps, phase), workers, start)
+            outcome = self._search(stage, limits)
             if isinstance(outcome, Plan) and outcome.trials and is_synchronised(trainer):
-                outcome = self._synchronized(outcome, setting, runner, limits, workers, start, loaders)
+                outcome = self._synchronized(outcome, stage, limits)
             if isinstance(outcome, SearchFailed):
                 return self._explained(outcome, steps)
             batches = limited_batches(loaders.batches(outcome.batch_size), trainer.limit_train_batches)
@@ -179,41 +188,34 @@ class BatchSizeSearch:
         """Search over the steps of an evaluation."""
         workers = StageWorkers(steps.loaders.sized)
         limit_batches = getattr(self._trainer, f"limit_{setting.source.stage}_batches")
-        limits = self._limits(steps.loaders.largest_batch_size(limit_batches), workers, None)
-        outcome = self._search(setting, self._runner(None, steps), limits, workers, start, steps.loaders)
+        limits = self._limits(workers, steps.loaders.largest_batch_size(limit_batches), None)
+        outcome = self._search(_Stage(setting, steps.loaders, self._runner(None, steps), workers, start), limits)
         if isinstance(outcome, SearchFailed):
             return outcome
         return replace(outcome, notes=(*outcome.notes, *steps.growth_notes(outcome.batch_size)))
 
-    def _search(
-        self,
-        setting: BatchSizeSetting,
-        runner: TrialRunner,
-        limits: SearchLimits,
-        workers: StageWorkers,
-        start: Callable[[], ExitStack],
-        loaders: StageLoaders,
-        trials_run: Sequence[Trial] = (),
-    ) -> Plan | SearchFailed:
+    def _search(self, stage: _Stage, limits: SearchLimits, trials_run: Sequence[Trial] = ()) -> Plan | SearchFailed:
         """Measure, fit, decide."""
-        trials = list(trials_run)
+        trials, runner = list(trials_run), stage.runner
         while isinstance(step := decide(trials, limits), NextSize):
             self._progress.trying(step)
             if step.kind == "rehearsal":
-                self._restart(start)
+                self._restart(stage.start)
                 if runner.has_training:
                     configure_optimizers_again(self._trainer)
                     freeze_schedulers(self._trainer)
                 self.start_bytes = runner.current_bytes()
-            setting.write(step.batch_size)
+            stage.setting.write(step.batch_size)
             collectives = self._ranks.collective_count()
-            if step.kind == "rehearsal":
-                trial = runner.rehearse(step.batch_size, loaders.last_batch_size(step.batch_size), limits.limit_bytes)
-            else:
+            if step.kind == "probe":
                 trial = runner.probe(step.batch_size)
-            if not runner.is_collective and self._ranks.collective_count() != collectives:
+            else:
+                smaller = stage.loaders.last_batch_size(step.batch_size)
+                trial = runner.rehearse(step.batch_size, smaller, limits.limit_bytes)
+            if self._ranks.collective_count() != collectives:
                 runner.is_collective = True  # the user's own steps exchange data
-            trials.append(self._ranks.worst_of_all(self._with_workers(trial, workers, limits.limit_bytes)))
+            trial = with_workers(trial, stage.workers, self._device, limits.limit_bytes)
+            trials.append(self._ranks.worst_of_all(trial))
             budgets = self._ranks.exchange(own_budget_bytes(self._device, self._trainer))
             limits = replace(
                 limits,
@@ -223,27 +225,18 @@ class BatchSizeSearch:
             )
         return step
 
-    def _synchronized(
-        self,
-        plan: Plan,
-        setting: BatchSizeSetting,
-        runner: TrialRunner,
-        limits: SearchLimits,
-        workers: StageWorkers,
-        start: Callable[[], ExitStack],
-        loaders: StageLoaders,
-    ) -> Plan | SearchFailed:
+    def _synchronized(self, plan: Plan, stage: _Stage, limits: SearchLimits) -> Plan | SearchFailed:
         """The plan after a step in which the ranks exchange gradients; room is left for the buffers of the exchange."""
         room = limits
         while True:
-            setting.write(plan.batch_size)
-            held_bytes = max(self._ranks.exchange(runner.synchronized_step(plan.batch_size)))
+            stage.setting.write(plan.batch_size)
+            held_bytes = max(self._ranks.exchange(stage.runner.synchronized_step(plan.batch_size)))
             if held_bytes <= limits.limit_bytes:
                 return replace(plan, limit_bytes=limits.limit_bytes)
             alone_bytes = plan.held_peak_bytes or plan.measured_peak_bytes or 0
             room = replace(room, limit_bytes=room.limit_bytes - max(1, held_bytes - alone_bytes))
             kept = [trial for trial in plan.trials if trial.kind == "probe" or trial.needed_bytes <= room.limit_bytes]
-            outcome = self._search(setting, runner, room, workers, start, loaders, kept)
+            outcome = self._search(stage, room, kept)
             if isinstance(outcome, SearchFailed):
                 return outcome
             plan = outcome
@@ -264,49 +257,17 @@ class BatchSizeSearch:
             saves_checkpoints=checkpoints and training is not None,
         )
 
-    def _limits(
-        self, largest_in_data: int | None, workers: StageWorkers, target_batch_size: int | None
-    ) -> SearchLimits:
-        options, budget_bytes = self._options, own_budget_bytes(self._device, self._trainer)
-        wanted_bytes = parse_memory_limit(options.memory_limit, budget_bytes)
-        if wanted_bytes > budget_bytes:
-            rank_zero_warn(
-                f"memory_limit={options.memory_limit!r} is more than the device can provide, {mib(budget_bytes)}."
-            )
-        limit_bytes = min(wanted_bytes, int(_LIMIT_SHARE * budget_bytes))
-        if any(isinstance(callback, StochasticWeightAveraging) for callback in self._callbacks):
-            limit_bytes -= sum(parameter.nbytes for parameter in self._trainer.lightning_module.parameters())
-        ceilings: list[tuple[int, SizeLimit]] = [(options.max_batch_size or UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size")]
-        if largest_in_data is not None:
-            ceilings.append((largest_in_data, "dataset"))
-        if target_batch_size is not None:
-            ceilings.append((target_batch_size, "target_batch_size"))
-        if self._device.name != "host":
-            ceilings.append((workers.largest_in_host_memory(processes_on_node(self._trainer)), "host memory"))
-        own = min(ceilings, key=lambda ceiling: ceiling[0])
-        of_all = self._ranks.exchange((limit_bytes, own))  # the rank with the least of each decides
-        largest, reason = min((ceiling for _, ceiling in of_all), key=lambda ceiling: ceiling[0])
-        return SearchLimits(
-            limit_bytes=min(limit for limit, _ in of_all),
-            min_batch_size=options.min_batch_size or min(SearchPolicy.first_size, largest),
-            max_batch_size=largest,
-            max_reason=reason,
-            multiple_of=options.multiple_of,
-            objective=options.objective,
-            target_batch_size=target_batch_size,
-            ranks=self._ranks.size,
-            out_of_memory_kills=self._device.name == "host",
-            steps_are_collective=steps_are_collective(self._trainer),
+    def _limits(self, workers: StageWorkers, largest_in_data: int | None, target: int | None) -> SearchLimits:
+        return search_limits(
+            self._trainer,
+            self._device,
+            self._ranks,
+            self._options,
+            workers,
+            largest_in_data=largest_in_data,
+            target_batch_size=target,
+            averages_weights=any(isinstance(callback, StochasticWeightAveraging) for callback in self._callbacks),
         )
-
-    def _with_workers(self, trial: Trial, workers: StageWorkers, limit_bytes: int) -> Trial:
-        """The trial with the memory of loader workers, which counts on the host."""
-        trial = replace(trial, worker_bytes=workers.bytes_at(trial.batch_size))
-        if self._device.name != "host":
-            return trial
-        trial = replace(trial, reserve_bytes=trial.reserve_bytes + trial.worker_bytes)
-        is_over = trial.outcome == "ok" and trial.needed_bytes > limit_bytes
-        return replace(trial, outcome="over_limit") if is_over else trial
 
     def _validation(self, setting: BatchSizeSetting, *, is_own: bool) -> EvaluationSteps | None:
         """The steps of validation; ``None`` where there is none, or its loaders cannot be probed."""

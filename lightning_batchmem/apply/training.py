@@ -21,7 +21,7 @@ from lightning_batchmem._lightning.module_state import (
 from lightning_batchmem._lightning.run_step import mute_callbacks_and_loggers
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
 from lightning_batchmem.devices.select import device_name
-from lightning_batchmem.measure.trial import PhaseCallback
+from lightning_batchmem.measure.step_runner import PhaseCallback
 from lightning_batchmem.plan.learning_rate import advice, scaled_learning_rate
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan

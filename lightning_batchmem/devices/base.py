@@ -34,12 +34,10 @@ class DeviceMemory(Protocol):
     Attributes:
         name: ``"cuda"`` or ``"host"``, for messages and metric names.
         granularity_bytes: largest difference between two peaks of the same step, due to whole blocks or pages.
-        repeatability: share of its growth with the batch by which a peak may differ between two processes.
     """
 
     name: str
     granularity_bytes: int
-    repeatability: float
 
     def reset_peak(self) -> None:
         """Restart the peak from the memory in use now, for the whole process."""
@@ -52,9 +50,6 @@ class DeviceMemory(Protocol):
 
     def private_bytes(self) -> int:
         """Return the memory in use now that is not shared with files or other processes."""
-
-    def in_use_bytes(self) -> int | None:
-        """Return the bytes in blocks of the heap; ``None`` where allocated bytes are the same, or unknown."""
 
     def budget_bytes(self) -> int:
         """Return the most that this process can hold: what it holds now, and what it can still get."""

@@ -30,7 +30,6 @@ class CudaMemory:
     """
 
     name = "cuda"
-    repeatability = 0.0  # the counters are exact
     # A block for more than 1 MiB may keep up to 1 MiB unsplit, so the same need may count less at a larger batch.
     # Source: kSmallSize in c10/core/AllocatorConfig.h, should_split in c10/cuda/CUDACachingAllocator.cpp, torch 2.13
     granularity_bytes = 2 * 2**20
@@ -54,9 +53,6 @@ class CudaMemory:
     def private_bytes(self) -> int:
         """Return the allocated bytes now."""
         return self.current().allocated_bytes
-
-    def in_use_bytes(self) -> None:
-        """Return ``None``: allocated bytes are the same."""
 
     def budget_bytes(self) -> int:
         """Return the free memory of the driver and the reserved memory of this process, never the device's total."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import os
@@ -15,20 +16,16 @@ from typing import Any
 
 import psutil
 
-from lightning_batchmem.devices import cgroup, heap
+from lightning_batchmem.devices import cgroup
 from lightning_batchmem.devices.base import MemoryStats, Utilization
-from lightning_batchmem.devices.resource_limits import KIB, ResourceLimits, field_bytes
 
 if sys.platform != "win32":
     import resource
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_STATM = Path("/proc/self/statm")
 _STATUS = Path("/proc/self/status")
 
-# glibc keeps freed blocks, so that the peak at one batch size differs from run to run by up to 36 % of its growth.
-# Source: measured, torch 2.13 (CPU), tensors below 32 MiB, 3 to 5 steps of a probe against 40 steps of training.
-HOST_REPEATABILITY = 0.4
+_KIB = 1024  # "kB" in /proc. Source: proc_pid_status(5)
 
 # Since Linux 6.2 each core may hold some pages back from getrusage.
 _READINGS_AGREE_BYTES = 2**20
@@ -54,7 +51,6 @@ class HostMemory:
     """
 
     name = "host"
-    repeatability = HOST_REPEATABILITY
     # Heap pages left after a trim. Source: measured, a linear layer of a few KiB: peaks differed by less than 0.3 MiB.
     granularity_bytes = 2**20
 
@@ -64,7 +60,6 @@ class HostMemory:
         self._clear_refs = _open_clear_refs()
         if self._clear_refs is not None:
             weakref.finalize(self, os.close, self._clear_refs)
-        self._limits = ResourceLimits(_STATUS, _STATM)
         self._quick = quick and self._clear_refs is not None and self._readings_agree()
 
     def __reduce__(self) -> tuple[Callable[[], HostMemory], tuple[Any, ...]]:
@@ -75,42 +70,28 @@ class HostMemory:
         """Restart the peak from the resident set."""
         if self._clear_refs is not None:
             os.write(self._clear_refs, b"5")
-        if not self._is_quick_wanted:
-            self._limits.watch()
 
     def peak(self) -> MemoryStats:
         """Return the largest resident set since :meth:`reset_peak`."""
         if self._quick:  # inline, because every step reads it three times
-            return MemoryStats(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB)
-        status = _STATUS.read_bytes() if self._clear_refs is not None else b""
-        peak_bytes = field_bytes(status, "VmHWM")
-        return self.current() if peak_bytes is None else MemoryStats(self._limits.counted_bytes(status, peak_bytes))
+            return MemoryStats(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB)
+        peak_bytes = _peak_resident_bytes() if self._clear_refs is not None else None
+        return self.current() if peak_bytes is None else MemoryStats(peak_bytes)
 
     def current(self) -> MemoryStats:
         """Return the resident set now."""
-        resident_bytes, shared_bytes = self._resident_and_shared_bytes()
-        uncounted_bytes = 0 if self._is_quick_wanted else self._limits.uncounted_bytes(shared_bytes)
-        return MemoryStats(resident_bytes - uncounted_bytes)
+        return MemoryStats(self._process.memory_info().rss)
 
     def private_bytes(self) -> int:
         """Return the resident set now without the pages of files and of shared memory."""
-        resident_bytes, shared_bytes = self._resident_and_shared_bytes()
-        return resident_bytes - shared_bytes
-
-    def in_use_bytes(self) -> int | None:
-        """Return the bytes in blocks of glibc's heap."""
-        return heap.in_use_bytes()
+        memory = self._process.memory_info()
+        return int(memory.rss - getattr(memory, "shared", 0))  # shared: Linux only
 
     def budget_bytes(self) -> int:
         """Return the resident set plus the least of available memory, control group and resource limits."""
-        resident_bytes = self.current().allocated_bytes
-        rooms = {"available": psutil.virtual_memory().available, **self._limits.rooms(resident_bytes)}
-        if (group_bytes := cgroup.memory_headroom_bytes()) is not None:
-            rooms["group"] = group_bytes
-        least = min(rooms, key=rooms.__getitem__)
-        if least == "data":
-            self._limits.data_is_least()
-        return resident_bytes + max(0, rooms[least])
+        memory = self._process.memory_info()
+        rooms = [psutil.virtual_memory().available, cgroup.memory_headroom_bytes(), *_resource_limit_rooms(memory)]
+        return memory.rss + max(0, min(room for room in rooms if room is not None))
 
     def non_torch_bytes(self) -> None:
         """Return ``None``: not known on the host."""
@@ -122,7 +103,8 @@ class HostMemory:
     def release_cached(self) -> None:
         """Collect garbage, and return free heap blocks to the kernel."""
         gc.collect()
-        heap.trim()
+        if (malloc_trim := _malloc_trim()) is not None:
+            malloc_trim(0)
 
     def synchronize(self) -> None:
         """Return at once: the host has no pending work."""
@@ -131,14 +113,10 @@ class HostMemory:
         """Return nothing: the kernel kills a process that runs out of memory."""
         return {}
 
-    def _resident_and_shared_bytes(self) -> tuple[int, int]:
-        memory = self._process.memory_info()
-        return memory.rss, getattr(memory, "shared", 0)  # shared: Linux only
-
     def _readings_agree(self) -> bool:
         self.reset_peak()
-        peak_bytes = field_bytes(_STATUS.read_bytes(), "VmHWM")
-        rusage_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+        peak_bytes = _peak_resident_bytes()
+        rusage_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
         return peak_bytes is not None and abs(peak_bytes - rusage_bytes) <= _READINGS_AGREE_BYTES
 
 
@@ -171,10 +149,31 @@ def cpu_utilization() -> Utilization:
     return Utilization("cpu_pct", percent)
 
 
+def _peak_resident_bytes() -> int | None:
+    """The kernel's high-water mark of the resident set; ``None`` where it has none."""
+    _, found, rest = _STATUS.read_bytes().partition(b"\nVmHWM:")
+    return int(rest.split(maxsplit=1)[0]) * _KIB if found else None
+
+
+def _resource_limit_rooms(memory: Any) -> list[int]:
+    """What RLIMIT_AS and RLIMIT_DATA still admit. Source: getrlimit(2)."""
+    if sys.platform != "linux":
+        return []
+    used = ((resource.RLIMIT_AS, memory.vms), (resource.RLIMIT_DATA, memory.data))
+    limits = [(resource.getrlimit(kind)[0], used_bytes) for kind, used_bytes in used]
+    return [limit - used_bytes for limit, used_bytes in limits if limit != resource.RLIM_INFINITY]
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """Glibc's function that returns free heap blocks to the kernel; see malloc_trim(3)."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+
+
 def _open_clear_refs() -> int | None:
     """Open the file if it can be written and the kernel counts VmHWM; some sandboxes have one of both."""
     try:
-        if field_bytes(_STATUS.read_bytes(), "VmHWM") is None:
+        if _peak_resident_bytes() is None:
             return None
         clear_refs = os.open(_CLEAR_REFS, os.O_WRONLY)
     except OSError:

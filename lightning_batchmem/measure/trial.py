@@ -4,85 +4,29 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
+from lightning.pytorch import Trainer
 
 from lightning_batchmem._lightning.strategies import without_synchronisation
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
-from lightning_batchmem.devices.tensors import tensors_in
 from lightning_batchmem.measure.compiled import forget_compiled, was_compiled
-from lightning_batchmem.measure.live_bytes import LiveStorages, RequestedBytes
-from lightning_batchmem.measure.phases import PhasePeaks, StepPeaks
+from lightning_batchmem.measure.live_bytes import LiveStorages
+from lightning_batchmem.measure.phases import StepPeaks
 from lightning_batchmem.measure.ranks import Ranks
+from lightning_batchmem.measure.step_runner import PhaseCallback, StepRecords, StepRunner
 from lightning_batchmem.measure.steps import EvaluationSteps, Steps, TrainingSteps
 from lightning_batchmem.plan.records import Outcome, Trial, TrialKind
 
-_MAX_WARMUP_STEPS = 20  # until every optimizer has stepped; fp16 skips the first steps while it finds its loss scale
 _GRAPH_WARMUP_STEPS = 3  # CUDA graphs: warm up, record, replay
 _STEADY_STEPS = 5  # with fewer, simulated trainings ran out of memory in later steps
 _MORE_STEPS = 15  # while steps differ, as with random depth or image size
 _DIFFERENCE = 0.1  # of the highest: more is no noise
 _RESERVE_SHARE = 0.1  # of the growth of the resident set, by which later steps exceed the first ones
-
-
-class PhaseCallback(Callback):
-    """Mark where the phases of a step begin; the only callback that steps of a search reach.
-
-    Attributes:
-        peaks: of the step that runs.
-        stepped: ids of the optimizers that have stepped since :meth:`watch`.
-    """
-
-    def __init__(self, device: DeviceMemory) -> None:
-        self.peaks = PhasePeaks(device)
-        self.stepped: set[int] = set()
-
-    def watch(self, optimizers: Iterable[Optimizer]) -> list[RemovableHandle]:
-        """Mark the end of each optimizer's step, which Lightning has no hook for."""
-        self.stepped.clear()
-
-        def after_step(optimizer: Optimizer, *_: Any) -> None:
-            self.stepped.add(id(optimizer))
-            self.peaks.enter("forward")  # a second forward pass follows under manual optimization
-
-        return [optimizer.register_step_post_hook(after_step) for optimizer in optimizers]
-
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Mark the end of the forward pass."""
-        self.peaks.enter("backward")
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Mark the end of the backward pass."""
-        self.peaks.enter("optimizer_step")
-
-
-@dataclass
-class _Record:
-    """What the steps of one trial used."""
-
-    exact: list[StepPeaks] = field(default_factory=list)  # live bytes of each counted step
-    held_bytes: list[int] = field(default_factory=list)  # of each step
-    seconds: list[float] = field(default_factory=list)  # of each counted call
-    calls: int = 0
-    full_steps: int = 0
-    samples: int = 0
-    fixed_bytes: int = 0
-    reserve_bytes: int = 0
-    error: str = ""
-
-    def phase_peaks(self) -> dict[str, int]:
-        phases = dict.fromkeys(phase for step in self.exact for phase in step.phase_peak_bytes)
-        return {phase: max(step.phase_peak_bytes.get(phase, 0) for step in self.exact) for phase in phases}
 
 
 class TrialRunner:
@@ -117,10 +61,8 @@ class TrialRunner:
         self._training, self._evaluation = training, evaluation
         self._main: Any = training or evaluation
         self.is_collective = is_collective
-        self._is_host = device.name == "host"
-        self._samples_bytes = samples_bytes if self._is_host else 0
         self._saves_checkpoints = saves_checkpoints
-        self._live: LiveStorages | RequestedBytes | None = self._live_counter()
+        self._runner = StepRunner(trainer, device, callback, samples_bytes=samples_bytes, counts_live=not is_collective)
         self._is_first = True
         self._fixed_evaluation: list[StepPeaks] = []  # of loaders that do not follow the batch size
 
@@ -129,26 +71,21 @@ class TrialRunner:
         """Whether the steps train."""
         return self._training is not None
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether live bytes can be counted."""
-        return self._live is not None
-
     def current_bytes(self) -> int:
-        """Live bytes at this moment; the resident set where they cannot be counted."""
-        return (self._live or self._device).current().allocated_bytes
+        """Live bytes at this moment."""
+        return self._runner.current_bytes()
 
     def probe(self, batch_size: int) -> Trial:
         """Run a few steps and measure the peak of each phase."""
 
-        def run(record: _Record) -> Outcome:
+        def run(record: StepRecords) -> Outcome:
             if self._training is not None:
-                self._in_steps(self._training, batch_size, record, self._probe_steps)
-                record.fixed_bytes = max(0, self.current_bytes() - self._gradient_bytes())
+                self._runner.series(self._training, batch_size, record, self._probe_steps)
+                record.fixed_bytes = max(0, self._runner.current_bytes() - self._runner.gradient_bytes())
             if self._evaluation is not None:
                 if self._training is None or self._evaluation.loaders.follows or not self._fixed_evaluation:
                     before = len(record.exact)
-                    self._in_steps(self._evaluation, batch_size, record, self._probe_steps)
+                    self._runner.series(self._evaluation, batch_size, record, self._probe_steps)
                     self._fixed_evaluation = record.exact[before:]
                 else:
                     record.exact += self._fixed_evaluation
@@ -168,24 +105,24 @@ class TrialRunner:
         main = self._main
         evaluation = self._evaluation if self._training is not None else None
 
-        def run(record: _Record) -> Outcome:
+        def run(record: StepRecords) -> Outcome:
             enforcing = nullcontext(False) if self.is_collective else self._device.limit_enforced(limit_bytes)
-            start_bytes = self._held()
+            start_bytes = self._runner.held_bytes()
             with enforcing as is_enforced:
                 if evaluation is not None and self._trainer.num_sanity_val_steps:
-                    self._in_steps(evaluation, batch_size, record, self._two_steps)
-                warm, retries = self._in_steps(main, batch_size, record, self._steady_steps)
+                    self._runner.series(evaluation, batch_size, record, self._two_steps)
+                warm, retries = self._runner.series(main, batch_size, record, self._steady_steps)
                 if evaluation is not None:
-                    self._in_steps(evaluation, batch_size, record, self._two_steps)
-                    self._in_steps(evaluation, smaller_size, record, self._one_step)
-                self._in_steps(main, smaller_size, record, self._one_step)
-                self._in_steps(main, batch_size, record, self._two_steps)
+                    self._runner.series(evaluation, batch_size, record, self._two_steps)
+                    self._runner.series(evaluation, smaller_size, record, self._one_step)
+                self._runner.series(main, smaller_size, record, self._one_step)
+                self._runner.series(main, batch_size, record, self._two_steps)
                 retries = self._retries() - retries
-            if self._is_host:
+            if self._runner.is_host:
                 record.reserve_bytes = self._reserve(record, start_bytes)
                 for steps in (main, evaluation):
                     if steps is not None:
-                        self._in_steps(steps, batch_size, record, self._live_steps)
+                        self._runner.series(steps, batch_size, record, self._live_steps)
             if retries > 0:
                 return "allocator_retry"
             needed_bytes = max(record.held_bytes[warm:]) + record.reserve_bytes
@@ -195,15 +132,15 @@ class TrialRunner:
 
     def synchronized_step(self, batch_size: int) -> int:
         """Run a step in which the ranks exchange gradients, and return what was held at its peak."""
-        record = _Record()
+        record = StepRecords(self._main)
         with self._ranks.collective_step():
-            self._in_steps(self._main, batch_size, record, self._two_steps)
+            self._runner.series(self._main, batch_size, record, self._two_steps)
         return max(record.held_bytes)
 
-    def _trial(self, kind: TrialKind, batch_size: int, run: Callable[[_Record], Outcome]) -> Trial:
+    def _trial(self, kind: TrialKind, batch_size: int, run: Callable[[StepRecords], Outcome]) -> Trial:
         forget_compiled()
         self._device.release_cached()
-        record, outcome = _Record(), "out_of_memory"
+        record, outcome = StepRecords(self._main), "out_of_memory"
         alone: AbstractContextManager[None] = without_synchronisation(self._trainer)
         handles = self._callback.watch(self._trainer.optimizers)
         try:
@@ -229,7 +166,7 @@ class TrialRunner:
             outcome=outcome,  # type: ignore[arg-type]  # a literal
             kind=kind,
             phase_peak_bytes=record.phase_peaks(),
-            is_exact=self.is_exact,
+            is_exact=self._runner.live is not None,
             peak_held_bytes=max(record.held_bytes, default=None),
             reserve_bytes=record.reserve_bytes,
             fixed_bytes=record.fixed_bytes,
@@ -239,143 +176,44 @@ class TrialRunner:
             error=record.error,
         )
 
-    def _in_steps(
-        self, steps: Steps, batch_size: int, record: _Record, body: Callable[[Steps, int, _Record], Any]
-    ) -> Any:
-        record.calls = steps.begin(batch_size)
-        try:
-            return body(steps, batch_size, record)
-        finally:
-            steps.end()
-
-    def _probe_steps(self, steps: Steps, batch_size: int, record: _Record) -> None:
+    def _probe_steps(self, steps: Steps, batch_size: int, record: StepRecords) -> None:
         if self._is_first:
-            self._warm_up(steps, batch_size, record, at_least=2)
+            self._runner.warm_up(steps, batch_size, record, at_least=2)
         else:
-            self._run(steps, batch_size, record, _GRAPH_WARMUP_STEPS if was_compiled() else 1, counted=False)
-        if self._is_host and was_compiled():
-            self._live = None  # a compiled module allocates without operators that could be counted
-        self._run(steps, batch_size, record, 2, timed=True)
+            self._runner.run(steps, batch_size, record, _GRAPH_WARMUP_STEPS if was_compiled() else 1, counted=False)
+        self._runner.run(steps, batch_size, record, 2, timed=True)
         self._live_steps(steps, batch_size, record)
 
-    def _one_step(self, steps: Steps, batch_size: int, record: _Record) -> None:
-        self._run(steps, batch_size, record, 1)
+    def _one_step(self, steps: Steps, batch_size: int, record: StepRecords) -> None:
+        self._runner.run(steps, batch_size, record, 1)
 
-    def _two_steps(self, steps: Steps, batch_size: int, record: _Record) -> None:
-        self._run(steps, batch_size, record, 2)
+    def _two_steps(self, steps: Steps, batch_size: int, record: StepRecords) -> None:
+        self._runner.run(steps, batch_size, record, 2)
 
-    def _live_steps(self, steps: Steps, batch_size: int, record: _Record) -> None:
+    def _live_steps(self, steps: Steps, batch_size: int, record: StepRecords) -> None:
         """Count live bytes on the host, in steps of their own: counting uses memory itself."""
-        if isinstance(self._live, LiveStorages):
-            self._run(steps, batch_size, record, 1, live=True, counted=False)  # finds the storages that exist before
-            self._run(steps, batch_size, record, 1, live=True)
+        if isinstance(self._runner.live, LiveStorages):
+            self._runner.run(steps, batch_size, record, 1, live=True, counted=False)  # finds older storages
+            self._runner.run(steps, batch_size, record, 1, live=True)
 
-    def _steady_steps(self, steps: Steps, batch_size: int, record: _Record) -> tuple[int, int]:
+    def _steady_steps(self, steps: Steps, batch_size: int, record: StepRecords) -> tuple[int, int]:
         """Warm up and run the steady steps; returns the measured calls and the retries before these."""
-        self._warm_up(steps, batch_size, record, at_least=1)
+        self._runner.warm_up(steps, batch_size, record, at_least=1)
         warm, retries = len(record.held_bytes), self._retries()
-        self._run(steps, batch_size, record, _STEADY_STEPS, timed=True, varied=True)
+        self._runner.run(steps, batch_size, record, _STEADY_STEPS, timed=True, varied=True)
         if _differ(record.held_bytes[warm:]):
-            self._run(steps, batch_size, record, _MORE_STEPS, varied=True)
+            self._runner.run(steps, batch_size, record, _MORE_STEPS, varied=True)
         return warm, retries
-
-    def _warm_up(self, steps: Steps, batch_size: int, record: _Record, *, at_least: int) -> None:
-        """Run until every optimizer has stepped, so that its state exists."""
-        optimizers = {id(optimizer) for optimizer in self._trainer.optimizers} if steps is self._training else set()
-        for step in range(_MAX_WARMUP_STEPS):
-            if step >= at_least and optimizers <= self._callback.stepped:
-                return
-            self._run(steps, batch_size, record, 1, counted=False)
-
-    def _run(
-        self,
-        steps: Steps,
-        batch_size: int,
-        record: _Record,
-        count: int,
-        *,
-        live: bool = False,
-        counted: bool = True,
-        timed: bool = False,
-        varied: bool = False,
-    ) -> None:
-        """Run full steps and record what they used.
-
-        Args:
-            steps: what runs.
-            batch_size: samples in each call.
-            record: gets the peaks, times and counts.
-            count: full steps.
-            live: whether to count live storages (host); the resident set is not recorded then.
-            counted: whether the peaks of the phases count.
-            timed: whether the times count.
-            varied: whether every other step gets a batch of other lengths.
-        """
-        counter: DeviceMemory | LiveStorages | RequestedBytes = self._device
-        if self._live is not None and (live or not self._is_host):
-            counter = self._live
-        elif self._live is not None:
-            counted = False  # the resident set is no live bytes
-        with counter if isinstance(counter, LiveStorages) else nullcontext():
-            for step in range(count):
-                self._callback.peaks = peaks = PhasePeaks(counter)
-                for call in range(record.calls):
-                    begin = time.perf_counter()
-                    peaks.start(steps.first_phase)
-                    steps.run(batch_size, step * record.calls + call, varied=varied and step % 2 == 1)
-                    self._device.synchronize()
-                    seconds = time.perf_counter() - begin
-                    found = peaks.stop()
-                    record.exact += [found] if counted else []
-                    record.seconds += [seconds] if timed else []
-                    if not live:
-                        held_bytes = (
-                            found.peak_bytes if self._is_host else found.peak_reserved_bytes or found.peak_bytes
-                        )
-                        record.held_bytes.append(held_bytes - self._samples_bytes)
-                    record.samples += batch_size
-                record.full_steps += steps is self._training or self._training is None
 
     def _retries(self) -> int:
         return self._device.counters().get("num_alloc_retries", 0)
 
-    def _live_counter(self) -> LiveStorages | RequestedBytes | None:
-        if not self._is_host:
-            return RequestedBytes(self._device)
-        if self.is_collective or not LiveStorages.is_possible():
-            return None
-        self._device.release_cached()
-        module = self._trainer.lightning_module
-        tensors = [*module.parameters(), *module.buffers()]
-        counter = LiveStorages()
-        counter.track(tensors)
-        tensor_bytes = counter.current().allocated_bytes
-        other_bytes = self._device.current().allocated_bytes - self._samples_bytes - tensor_bytes
-        counter = LiveStorages(max(0, other_bytes))
-        counter.track(tensors)
-        return counter
-
-    def _held(self) -> int:
-        stats = self._device.current()
-        held_bytes = stats.allocated_bytes if stats.reserved_bytes is None else stats.reserved_bytes
-        return held_bytes - self._samples_bytes
-
-    def _reserve(self, record: _Record, start_bytes: int) -> int:
+    def _reserve(self, record: StepRecords, start_bytes: int) -> int:
         """Bytes to keep free for later steps and checkpoints, on top of the highest resident set."""
         peak_bytes = max(record.held_bytes)
         grown_bytes = max(0, peak_bytes - start_bytes)
-        saving_bytes = self._held() + self._state_bytes() if self._saves_checkpoints else 0
+        saving_bytes = self._runner.held_bytes() + self._runner.state_bytes() if self._saves_checkpoints else 0
         return max(int(_RESERVE_SHARE * grown_bytes), saving_bytes - peak_bytes)
-
-    def _state_bytes(self) -> int:
-        """Bytes of the weights and the optimizer state, which saving a checkpoint copies in host memory."""
-        states = [optimizer.state for optimizer in self._trainer.optimizers]
-        tensors = tensors_in([self._trainer.lightning_module.state_dict(), *states])
-        return sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu")
-
-    def _gradient_bytes(self) -> int:
-        gradients = (parameter.grad for parameter in self._trainer.lightning_module.parameters())
-        return sum(gradient.nbytes for gradient in gradients if gradient is not None)
 
 
 def _differ(peaks_bytes: list[int]) -> bool:

@@ -1,0 +1,74 @@
+"""What limits the size in a search: memory, data, the user, and the other ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_batchmem._lightning.strategies import processes_on_node, steps_are_collective
+from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes
+from lightning_batchmem.measure.stage_workers import UNBOUNDED_MAX_BATCH_SIZE, StageWorkers
+from lightning_batchmem.plan.decide import SearchPolicy
+from lightning_batchmem.plan.memory_limit import parse_memory_limit
+from lightning_batchmem.plan.options import SearchOptions
+from lightning_batchmem.plan.records import SearchLimits, SizeLimit, Trial, mib
+
+_LIMIT_SHARE = 0.95  # of what the device can provide; the rest is for libraries, fragmentation and other processes
+
+
+def search_limits(
+    trainer: Trainer,
+    device: DeviceMemory,
+    ranks: Ranks,
+    options: SearchOptions,
+    workers: StageWorkers,
+    *,
+    largest_in_data: int | None,
+    target_batch_size: int | None = None,
+    averages_weights: bool = False,
+) -> SearchLimits:
+    """The limits of a search, the same on every rank."""
+    budget_bytes = own_budget_bytes(device, trainer)
+    wanted_bytes = parse_memory_limit(options.memory_limit, budget_bytes)
+    if wanted_bytes > budget_bytes:
+        rank_zero_warn(
+            f"memory_limit={options.memory_limit!r} is more than the device can provide, {mib(budget_bytes)}."
+        )
+    limit_bytes = min(wanted_bytes, int(_LIMIT_SHARE * budget_bytes))
+    if averages_weights:  # one more copy of the parameters
+        limit_bytes -= sum(parameter.nbytes for parameter in trainer.lightning_module.parameters())
+    ceilings: list[tuple[int, SizeLimit]] = [(options.max_batch_size or UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size")]
+    if largest_in_data is not None:
+        ceilings.append((largest_in_data, "dataset"))
+    if target_batch_size is not None:
+        ceilings.append((target_batch_size, "target_batch_size"))
+    if device.name != "host":
+        ceilings.append((workers.largest_in_host_memory(processes_on_node(trainer)), "host memory"))
+    own = min(ceilings, key=lambda ceiling: ceiling[0])
+    of_all = ranks.exchange((limit_bytes, own))  # the rank with the least of each decides
+    largest, reason = min((ceiling for _, ceiling in of_all), key=lambda ceiling: ceiling[0])
+    return SearchLimits(
+        limit_bytes=min(limit for limit, _ in of_all),
+        min_batch_size=options.min_batch_size or min(SearchPolicy.first_size, largest),
+        max_batch_size=largest,
+        max_reason=reason,
+        multiple_of=options.multiple_of,
+        objective=options.objective,
+        target_batch_size=target_batch_size,
+        ranks=ranks.size,
+        out_of_memory_kills=device.name == "host",
+        steps_are_collective=steps_are_collective(trainer),
+    )
+
+
+def with_workers(trial: Trial, workers: StageWorkers, device: DeviceMemory, limit_bytes: int) -> Trial:
+    """The trial with the memory of DataLoader workers, which counts on the host."""
+    trial = replace(trial, worker_bytes=workers.bytes_at(trial.batch_size))
+    if device.name != "host":
+        return trial
+    trial = replace(trial, reserve_bytes=trial.reserve_bytes + trial.worker_bytes)
+    is_over = trial.outcome == "ok" and trial.needed_bytes > limit_bytes
+    return replace(trial, outcome="over_limit") if is_over else trial

@@ -1,0 +1,208 @@
+"""Steps of a search: run them, and record what they use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.tensors import tensors_in
+from lightning_batchmem.measure.compiled import was_compiled
+from lightning_batchmem.measure.live_bytes import LiveStorages, RequestedBytes
+from lightning_batchmem.measure.phases import PhasePeaks, StepPeaks
+from lightning_batchmem.measure.steps import Steps
+
+_MAX_WARMUP_STEPS = 20  # until every optimizer has stepped; fp16 skips the first steps while it finds its loss scale
+
+
+class PhaseCallback(Callback):
+    """Mark where the phases of a step begin; the only callback that steps of a search reach.
+
+    Attributes:
+        peaks: of the step that runs.
+        stepped: ids of the optimizers that have stepped since :meth:`watch`.
+    """
+
+    def __init__(self, device: DeviceMemory) -> None:
+        self.peaks = PhasePeaks(device)
+        self.stepped: set[int] = set()
+
+    def watch(self, optimizers: Iterable[Optimizer]) -> list[RemovableHandle]:
+        """Mark the end of each optimizer's step, which Lightning has no hook for."""
+        self.stepped.clear()
+
+        def after_step(optimizer: Optimizer, *_: Any) -> None:
+            self.stepped.add(id(optimizer))
+            self.peaks.enter("forward")  # a second forward pass follows under manual optimization
+
+        return [optimizer.register_step_post_hook(after_step) for optimizer in optimizers]
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Mark the end of the forward pass."""
+        self.peaks.enter("backward")
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Mark the end of the backward pass."""
+        self.peaks.enter("optimizer_step")
+
+
+@dataclass
+class StepRecords:
+    """What the steps of one trial used."""
+
+    main: Steps  # whose times and full steps count
+    exact: list[StepPeaks] = field(default_factory=list)  # live bytes of each counted step
+    held_bytes: list[int] = field(default_factory=list)  # of each step
+    seconds: list[float] = field(default_factory=list)  # of each counted call
+    calls: int = 0
+    full_steps: int = 0
+    samples: int = 0
+    fixed_bytes: int = 0
+    reserve_bytes: int = 0
+    error: str = ""
+
+    def phase_peaks(self) -> dict[str, int]:
+        """The highest peak of each phase."""
+        phases = dict.fromkeys(phase for step in self.exact for phase in step.phase_peak_bytes)
+        return {phase: max(step.phase_peak_bytes.get(phase, 0) for step in self.exact) for phase in phases}
+
+
+class StepRunner:
+    """Run the user's steps at any batch size and record what they use.
+
+    Args:
+        trainer: during a search.
+        device: whose memory is limited.
+        callback: reached by the steps.
+        samples_bytes: what the search's own samples hold in host memory; not part of any peak.
+        counts_live: whether live bytes can be counted; steps that ranks take together may hold sharded tensors.
+
+    Attributes:
+        live: the counter of live bytes; ``None`` where only the resident set can be measured.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        device: DeviceMemory,
+        callback: PhaseCallback,
+        *,
+        samples_bytes: int = 0,
+        counts_live: bool = True,
+    ) -> None:
+        self.trainer, self.device, self.callback = trainer, device, callback
+        self.is_host = device.name == "host"
+        self._samples_bytes = samples_bytes if self.is_host else 0
+        self.live = self._live_counter(counts_live)
+
+    def current_bytes(self) -> int:
+        """Live bytes at this moment; the resident set where they cannot be counted."""
+        return (self.live or self.device).current().allocated_bytes
+
+    def series(
+        self, steps: Steps, batch_size: int, record: StepRecords, body: Callable[[Steps, int, StepRecords], Any]
+    ) -> Any:
+        """Run steps of one kind that follow each other."""
+        record.calls = steps.begin(batch_size)
+        try:
+            return body(steps, batch_size, record)
+        finally:
+            steps.end()
+
+    def warm_up(self, steps: Steps, batch_size: int, record: StepRecords, *, at_least: int) -> None:
+        """Run until every optimizer has stepped, so that its state exists."""
+        optimizers = {id(optimizer) for optimizer in self.trainer.optimizers} if steps.first_phase == "forward" else ()
+        for step in range(_MAX_WARMUP_STEPS):
+            if step >= at_least and self.callback.stepped.issuperset(optimizers):
+                break
+            self.run(steps, batch_size, record, 1, counted=False)
+        if self.is_host and was_compiled():
+            self.live = None  # a compiled module allocates without operators that could be counted
+
+    def run(
+        self,
+        steps: Steps,
+        batch_size: int,
+        record: StepRecords,
+        count: int,
+        *,
+        live: bool = False,
+        counted: bool = True,
+        timed: bool = False,
+        varied: bool = False,
+    ) -> None:
+        """Run full steps and record what they used.
+
+        Args:
+            steps: what runs.
+            batch_size: samples in each call.
+            record: gets the peaks, times and counts.
+            count: full steps.
+            live: whether to count live storages (host); the resident set is not recorded then.
+            counted: whether the peaks of the phases count.
+            timed: whether the times count.
+            varied: whether every other step gets a batch of other lengths.
+        """
+        counter: DeviceMemory | LiveStorages | RequestedBytes = self.device
+        if self.live is not None and (live or not self.is_host):
+            counter = self.live
+        elif self.live is not None:
+            counted = False  # the resident set is no live bytes
+        with counter if isinstance(counter, LiveStorages) else nullcontext():
+            for step in range(count):
+                self.callback.peaks = peaks = PhasePeaks(counter)
+                for call in range(record.calls):
+                    begin = time.perf_counter()
+                    peaks.start(steps.first_phase)
+                    steps.run(batch_size, step * record.calls + call, varied=varied and step % 2 == 1)
+                    self.device.synchronize()
+                    seconds = time.perf_counter() - begin
+                    found = peaks.stop()
+                    record.exact += [found] if counted else []
+                    record.seconds += [seconds] if timed and steps is record.main else []
+                    if not live:
+                        held_bytes = found.peak_bytes if self.is_host else found.peak_reserved_bytes or found.peak_bytes
+                        record.held_bytes.append(held_bytes - self._samples_bytes)
+                    record.samples += batch_size
+                record.full_steps += steps is record.main
+
+    def held_bytes(self) -> int:
+        """What this process has taken from the device at this moment."""
+        stats = self.device.current()
+        held_bytes = stats.allocated_bytes if stats.reserved_bytes is None else stats.reserved_bytes
+        return held_bytes - self._samples_bytes
+
+    def state_bytes(self) -> int:
+        """Bytes of the weights and the optimizer state, which saving a checkpoint copies in host memory."""
+        states = [optimizer.state for optimizer in self.trainer.optimizers]
+        tensors = tensors_in([self.trainer.lightning_module.state_dict(), *states])
+        return sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu")
+
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients."""
+        gradients = (parameter.grad for parameter in self.trainer.lightning_module.parameters())
+        return sum(gradient.nbytes for gradient in gradients if gradient is not None)
+
+    def _live_counter(self, counts_live: bool) -> LiveStorages | RequestedBytes | None:
+        if not self.is_host:
+            return RequestedBytes(self.device)
+        if not counts_live or not LiveStorages.is_possible():
+            return None
+        self.device.release_cached()
+        module = self.trainer.lightning_module
+        tensors = [*module.parameters(), *module.buffers()]
+        counter = LiveStorages()
+        counter.track(tensors)
+        tensor_bytes = counter.current().allocated_bytes
+        other_bytes = self.device.current().allocated_bytes - self._samples_bytes - tensor_bytes
+        counter = LiveStorages(max(0, other_bytes))
+        counter.track(tensors)
+        return counter
