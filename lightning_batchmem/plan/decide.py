@@ -15,6 +15,7 @@ from functools import cached_property
 
 from lightning_batchmem.plan.fit import dropped_sizes, fit_memory, fit_time, ran_through
 from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.reasons import REMEDY, empty_range_text, outcome_text, size_limit_text
 from lightning_batchmem.plan.records import LimitedBy, MemoryModel, NextSize, SearchFailed, SearchLimits, Trial, mib
 from lightning_batchmem.plan.sizes import largest_where, rounded, size_range
 
@@ -65,10 +66,10 @@ def decide(
     policy = policy or SearchPolicy()
     lowest, highest = size_range(limits)
     if lowest > highest:
-        return SearchFailed(_empty_range(limits), tuple(trials))
+        return SearchFailed(empty_range_text(limits), tuple(trials))
     if not trials:
         if limits.max_reason == "dataset" and highest < policy.first_size:
-            reason = f"{highest} samples: {_REASONS['dataset'].format(size=highest)}. Nothing was run."
+            reason = f"{highest} samples: {size_limit_text(limits)}. Nothing was run."
             return Plan(highest, "dataset", False, limits.limit_bytes, None, None, (), None, None, reason)
         first = min(max(lowest, rounded(policy.first_size, limits, up=True)), highest)
         return NextSize(first, "probe", f"{first} samples: the smallest size to measure.")
@@ -82,24 +83,11 @@ def decide(
     if isinstance(step, SearchFailed):
         return step
     if not state.passed:
-        return SearchFailed(f"No size passed its rehearsal: {state.failures()}. {_REMEDY}", tuple(trials))
+        return SearchFailed(f"No size passed its rehearsal: {state.failures()}. {REMEDY}", tuple(trials))
     return state.knee() if limits.objective == "throughput" else state.plan(state.passed[-1], step)
 
 
 _MEMORY: LimitedBy = "memory"
-_REMEDY = "Use a smaller model, smaller samples, lower precision or activation checkpointing."
-
-_REASONS: dict[str, str] = {
-    "dataset": "the data set has no more than {size} samples for a full batch",
-    "host memory": "more than {size} samples in the DataLoader's workers would fill the host's memory",
-    "target_batch_size": "target_batch_size needs no more than {size} samples on a rank",
-    "max_batch_size": "max_batch_size is {size}",
-}
-_OUTCOMES = {
-    "out_of_memory": "ran out of memory",
-    "over_limit": "held {held}",
-    "allocator_retry": "fits only if the allocator releases its cache in every step",
-}
 
 
 @dataclass(frozen=True)
@@ -169,13 +157,13 @@ class _SearchState:
         failed = self.failed[-1]
         hint = " Or pass min_batch_size=1." if self.lowest == self.policy.first_size else ""
         return SearchFailed(
-            f"Nothing fits: {failed.batch_size} samples, the smallest size allowed, {self._what(failed)} under a limit"
-            f" of {mib(self.limits.limit_bytes)}. {_REMEDY}{hint}",
+            f"Nothing fits: {failed.batch_size} samples, the smallest size allowed, {outcome_text(failed)} under a limit"
+            f" of {mib(self.limits.limit_bytes)}. {REMEDY}{hint}",
             self.trials,
         )
 
     def failures(self) -> str:
-        return "; ".join(f"{trial.batch_size} samples {self._what(trial)}" for trial in self.failed)
+        return "; ".join(f"{trial.batch_size} samples {outcome_text(trial)}" for trial in self.failed)
 
     def knee(self) -> NextSize | Plan:
         """The smallest size within five per cent of the best throughput, once the largest size that fits is known.
@@ -223,11 +211,11 @@ class _SearchState:
             best = self.passed[-1].batch_size
             return f"{self.policy.throughput_share:.0%} of the throughput at {best}, the largest size that fits"
         if limited_by != "memory":
-            return _REASONS[limited_by].format(size=self.limits.max_batch_size)
+            return size_limit_text(self.limits)
         above = [trial for trial in self.failed if trial.batch_size > chosen.batch_size]
         if above:
             smallest = min(above, key=lambda trial: trial.batch_size)
-            return f"{smallest.batch_size} samples {self._what(smallest)}"
+            return f"{smallest.batch_size} samples {outcome_text(smallest)}"
         return "the largest size that is predicted to fit"
 
     def _second_size(self) -> NextSize | LimitedBy:
@@ -312,13 +300,3 @@ class _SearchState:
             predicted = mib(self.model.predict_bytes(size))
             expected = f"; predicted {predicted} of {mib(self.limits.limit_bytes)}"
         return NextSize(size, "rehearsal" if kind == "rehearsal" else "probe", f"{size} samples: {why}{expected}.")
-
-    def _what(self, trial: Trial) -> str:
-        text = _OUTCOMES[trial.outcome].format(held=mib(trial.needed_bytes))
-        return f"{text} ({trial.error})" if trial.error else text
-
-
-def _empty_range(limits: SearchLimits) -> str:
-    wanted = f"No multiple of {limits.multiple_of}" if limits.multiple_of else "No size"
-    reason = _REASONS[limits.max_reason].format(size=limits.max_batch_size)
-    return f"{wanted} lies between min_batch_size={limits.min_batch_size} and the largest size: {reason}."
