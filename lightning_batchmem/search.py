@@ -23,21 +23,22 @@ from lightning_batchmem._lightning.strategies import (
     wrap_again,
 )
 from lightning_batchmem._lightning.termination import sigterm_raises
-from lightning_batchmem.apply.batch_size import BatchSizeSetting, ProbeBatches
+from lightning_batchmem.apply.batch_size import BatchSizeSetting
 from lightning_batchmem.apply.loaders import StageLoaders, limited_batches
 from lightning_batchmem.apply.training import restoring
 from lightning_batchmem.devices import DeviceMemory
+from lightning_batchmem.measure.batches import ProbeBatches
 from lightning_batchmem.measure.breakdown import measure_breakdown, tensors_in
 from lightning_batchmem.measure.compiled import each_size_static
 from lightning_batchmem.measure.phases import PhasePeaks
 from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes, worst_of_all
-from lightning_batchmem.measure.stage_workers import UNBOUNDED_MAX_BATCH_SIZE, StageWorkers
 from lightning_batchmem.measure.steps import EvaluationSteps, Steps, TrainingSteps
 from lightning_batchmem.measure.trial import Looseness, PhaseCallback, measure
 from lightning_batchmem.measure.validation import Validation
+from lightning_batchmem.measure.worker_memory import WorkerMemory
 from lightning_batchmem.plan.decide import FIRST_SIZE, decide
 from lightning_batchmem.plan.memory_limit import parse_memory_limit
-from lightning_batchmem.plan.options import SearchOptions
+from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import NextSize, SearchFailed, SearchLimits, SizeLimit, Trial, mib
 from lightning_batchmem.report.plan_table import SearchProgress
@@ -103,7 +104,7 @@ class BatchSizeSearch:
             begin_training(trainer)
             samples = ProbeBatches(loaders, options.worst_case)
             steps = TrainingSteps(trainer, samples, loaders.batches)
-            workers = StageWorkers([*loaders.sized, *(validation.sized if validation else ())])
+            workers = WorkerMemory([samples, *([validation.samples] if validation else ())])
             largest = loaders.largest_batch_size(trainer.limit_train_batches)
             search_limits = self._search_limits(largest, workers, target_batch_size=options.target_batch_size)
 
@@ -131,7 +132,7 @@ class BatchSizeSearch:
                     return self._explained(outcome, samples)
             batches = limited_batches(loaders.batches(outcome.batch_size), trainer.limit_train_batches)
             self.epoch_batches = min(on_rank for (on_rank,) in self._ranks.exchange(batches))
-            outcome = replace(outcome, notes=steps.growth_notes(outcome.batch_size))
+            outcome = replace(outcome, notes=(*samples.notes, *steps.growth_notes(outcome.batch_size)))
             return validation.completed(outcome) if validation else outcome
 
     def evaluation(self, setting: BatchSizeSetting, loop: EvaluationLoop) -> Plan | SearchFailed | None:
@@ -154,7 +155,7 @@ class BatchSizeSearch:
 
     def over(self, setting: BatchSizeSetting, loaders: StageLoaders, steps: EvaluationSteps) -> Plan | SearchFailed:
         """Search with evaluation steps, in a trainer that has been lent."""
-        workers = StageWorkers(loaders.sized)
+        workers = WorkerMemory([steps.samples])
         limit_batches = getattr(self._trainer, f"limit_{setting.source.stage}_batches")
         search_limits = self._search_limits(loaders.largest_batch_size(limit_batches), workers)
 
@@ -254,7 +255,7 @@ class BatchSizeSearch:
         micro_batches = last.samples_run // (last.full_steps * last.batch_size) if last.full_steps else 1
         return 0, max(2, (4 * step.batch_size - pushed) // (micro_batches * step.batch_size))
 
-    def _with_workers(self, trial: Trial, workers: StageWorkers) -> Trial:
+    def _with_workers(self, trial: Trial, workers: WorkerMemory) -> Trial:
         trial = replace(trial, worker_bytes=workers.bytes_at(trial.batch_size))
         peaks = {phase: peak + self._shared(trial) for phase, peak in trial.phase_peak_bytes.items()}
         return replace(trial, phase_peak_bytes=peaks)
@@ -264,7 +265,7 @@ class BatchSizeSearch:
         return trial.worker_bytes if self._device_memory.name == "host" else 0
 
     def _search_limits(
-        self, largest_in_data: int | None, workers: StageWorkers, *, target_batch_size: int | None = None
+        self, largest_in_data: int | None, workers: WorkerMemory, *, target_batch_size: int | None = None
     ) -> SearchLimits:
         options, budget = self._options, own_budget_bytes(self._device_memory, self._trainer)
         wanted = parse_memory_limit(options.memory_limit, budget)

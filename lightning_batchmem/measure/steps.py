@@ -16,7 +16,8 @@ from lightning_batchmem._lightning.evaluation import (
     run_evaluation_step,
 )
 from lightning_batchmem._lightning.run_step import begin_epoch, drop_batch, run_step
-from lightning_batchmem.apply.batch_size import ProbeBatches, StageLoaders
+from lightning_batchmem.apply.loaders import StageLoaders
+from lightning_batchmem.measure.batches import ProbeBatches
 from lightning_batchmem.measure.breakdown import list_state_bytes
 from lightning_batchmem.plan.records import mib
 
@@ -67,7 +68,7 @@ class TrainingSteps:
     def begin(self, batch_size: int) -> int:
         """Let the next step be the first of an epoch."""
         self._growth.begin(batch_size)
-        return begin_epoch(self._trainer, self._batches(batch_size)) * self._samples.round
+        return begin_epoch(self._trainer, self._batches(batch_size)) * self._samples.loaders_in_turn
 
     def run(self, batch_size: int, index: int) -> None:
         """Run a training step; under gradient accumulation, a micro batch."""
@@ -104,18 +105,18 @@ class EvaluationSteps:
         self._trainer = trainer
         self._loop = loop
         self._loaders = loaders
-        self._samples = samples
+        self.samples = samples
         self._growth = MetricGrowth(trainer.lightning_module)
 
     def begin(self, batch_size: int) -> int:
         """Enter the evaluation, with the module's own hooks."""
         begin_evaluation(self._trainer, self._loop, self._loaders.combined, self._loaders.batches(batch_size))
         self._growth.begin(batch_size)
-        return self._samples.round
+        return self.samples.loaders_in_turn
 
     def run(self, batch_size: int, index: int) -> None:
         """Run an evaluation step."""
-        run_evaluation_step(self._loop, lambda: self._samples.batch(batch_size, index))
+        run_evaluation_step(self._loop, lambda: self.samples.batch(batch_size, index))
         self._growth.count()
 
     def end(self) -> None:

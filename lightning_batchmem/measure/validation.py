@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_batchmem._lightning.evaluation import validation_loop
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
-from lightning_batchmem.apply.loaders import LoaderInfo
+from lightning_batchmem.measure.batches import ProbeBatches
 from lightning_batchmem.measure.trial import with_evaluation
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import SearchFailed, SearchLimits, Trial
@@ -49,9 +48,9 @@ class Validation:
         return [one.batches(self._first) for one in self._loaders.sized]
 
     @property
-    def sized(self) -> Sequence[LoaderInfo]:
-        """The validation loaders."""
-        return self._loaders.sized
+    def samples(self) -> ProbeBatches:
+        """Batches of the validation loaders."""
+        return self._steps.samples
 
     def beside(self, trial: Trial, search_limits: SearchLimits) -> Trial:
         """The training trial with validation as a phase, as it is at that batch size."""
