@@ -176,8 +176,9 @@ class _LoaderBatches:
         small, large = (self._samples[i] for i in (self._by_bytes[0], self._by_bytes[-1]))
         small_bytes, large_bytes = self._bytes[self._by_bytes[0]], self._bytes[self._by_bytes[-1]]
         try:
-            _, tensor_count = batched_bytes(self._collate, [large])
-            both_bytes, both_count = batched_bytes(self._collate, [large, small])
+            # copies, since a collate function may write to its samples
+            _, tensor_count = batched_bytes(self._collate, [copied(large)])
+            both_bytes, both_count = batched_bytes(self._collate, [copied(large), copied(small)])
         except Exception:  # noqa: BLE001 - a user's function may need samples of one length, of which the longest are safe
             return False
         # More tensors, or none, are combined by the model, which may pad them.
