@@ -32,10 +32,10 @@ from lightning_batchmem.apply.batch_size import BatchSizeSetting
 from lightning_batchmem.apply.training import apply_to_training, complete_plan, record_training_setup
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.select import device_memory_for, device_name
+from lightning_batchmem.measure.batches import check_worst_case
 from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes
-from lightning_batchmem.measure.worst_case import WorstCase, check_worst_case
 from lightning_batchmem.plan.memory_limit import check_positive, parse_memory_limit
-from lightning_batchmem.plan.options import SearchOptions
+from lightning_batchmem.plan.options import SearchOptions, WorstCase
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import Objective, SearchFailed, mib
 from lightning_batchmem.report.plan_table import plan_table
@@ -65,8 +65,10 @@ class BatchFinder(Callback):
         eval_batch_arg_name: the attribute that holds the size of validation (and of ``validate``, ``test`` and
             ``predict``), which then is searched for on its own. ``None``: validation is a phase of the search for
             training, at the size that its loaders have there.
-        worst_case: ``"longest"`` to probe with the largest sample of the data (the first 10,000, or as many spread
-            over a larger set), or a callable that measures a sample. ``None``: samples spread over the data set.
+        worst_case: which samples the search uses if they differ in size. ``None``: the largest one repeated if the
+            collate function pads, samples as large as in the largest of 1,000 random batches if it concatenates.
+            ``"longest"``: always the largest one. A callable that measures a sample: the largest by it. ``"typical"``:
+            32 samples from all over the data set. Up to 10,000 samples are measured, for at most 20 s.
         target_batch_size: samples for each optimizer step over all ranks: ``accumulate_grad_batches`` is set, and the
             batch size made to divide it. ``None``: accumulation stays as the Trainer has it.
         lr_scaling: ``"linear"`` or ``"sqrt"``: multiply the module's ``lr`` or ``learning_rate`` by the ratio of the

@@ -28,19 +28,20 @@ from lightning_batchmem._lightning.strategies import (
     steps_are_collective,
     wrap_again,
 )
-from lightning_batchmem.apply.batch_size import BatchSizeSetting, ProbeBatches
+from lightning_batchmem.apply.batch_size import BatchSizeSetting
 from lightning_batchmem.apply.loaders import StageLoaders, limited_batches
 from lightning_batchmem.apply.training import restoring
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.tensors import tensors_in
+from lightning_batchmem.measure.batches import ProbeBatches
 from lightning_batchmem.measure.breakdown import measure_breakdown
 from lightning_batchmem.measure.compiled import each_size_static, was_compiled
 from lightning_batchmem.measure.limits import search_limits, with_workers
 from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes
-from lightning_batchmem.measure.stage_workers import StageWorkers
 from lightning_batchmem.measure.step_runner import PhaseCallback
 from lightning_batchmem.measure.steps import EvaluationSteps, TrainingSteps
 from lightning_batchmem.measure.trial import TrialRunner
+from lightning_batchmem.measure.worker_memory import WorkerMemory
 from lightning_batchmem.plan.decide import SearchPolicy, decide
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
@@ -56,7 +57,7 @@ class _Stage:
     setting: BatchSizeSetting
     loaders: StageLoaders
     runner: TrialRunner
-    workers: StageWorkers
+    workers: WorkerMemory
     start: Callable[[], ExitStack]  # enters the state in which the stage starts
 
 
@@ -156,10 +157,10 @@ class BatchSizeSearch:
         with self._attempts(start):
             loaders = setting.loaders_for(self._first)
             evaluation = self._validation(validation, is_own=own_name is not None)
-            steps = TrainingSteps(trainer, ProbeBatches(loaders, options.worst_case), loaders.batches)
+            steps = TrainingSteps(trainer, self._probe_batches(loaders), loaders.batches)
             self._restart(start)
             phase = None if own_name is not None else evaluation
-            workers = StageWorkers([*loaders.sized, *(evaluation.loaders.sized if evaluation else ())])
+            workers = WorkerMemory([one.probe_batches for one in (steps, evaluation) if one is not None])
             limits = self._limits(
                 workers, loaders.largest_batch_size(trainer.limit_train_batches), options.target_batch_size
             )
@@ -171,7 +172,7 @@ class BatchSizeSearch:
                 return self._explained(outcome, steps)
             batches = limited_batches(loaders.batches(outcome.batch_size), trainer.limit_train_batches)
             self.epoch_batches = min(self._ranks.exchange(batches))
-            notes = (*outcome.notes, *steps.growth_notes(outcome.batch_size))
+            notes = (*outcome.notes, *steps.probe_batches.notes, *steps.growth_notes(outcome.batch_size))
             if phase is not None:
                 notes += phase.growth_notes(outcome.batch_size)
             outcome = replace(outcome, notes=notes)
@@ -186,13 +187,14 @@ class BatchSizeSearch:
         self, setting: BatchSizeSetting, steps: EvaluationSteps, start: Callable[[], ExitStack]
     ) -> Plan | SearchFailed:
         """Search over the steps of an evaluation."""
-        workers = StageWorkers(steps.loaders.sized)
+        workers = WorkerMemory([steps.probe_batches])
         limit_batches = getattr(self._trainer, f"limit_{setting.source.stage}_batches")
         limits = self._limits(workers, steps.loaders.largest_batch_size(limit_batches), None)
         outcome = self._search(_Stage(setting, steps.loaders, self._runner(None, steps), workers, start), limits)
         if isinstance(outcome, SearchFailed):
             return outcome
-        return replace(outcome, notes=(*outcome.notes, *steps.growth_notes(outcome.batch_size)))
+        notes = (*outcome.notes, *steps.probe_batches.notes, *steps.growth_notes(outcome.batch_size))
+        return replace(outcome, notes=notes)
 
     def _search(self, stage: _Stage, limits: SearchLimits, trials_run: Sequence[Trial] = ()) -> Plan | SearchFailed:
         """Measure, fit, decide."""
@@ -251,13 +253,11 @@ class BatchSizeSearch:
             training=training,
             evaluation=evaluation,
             is_collective=steps_are_collective(self._trainer),
-            samples_bytes=sum(
-                getattr(one.probe_batches, "held_bytes", 0) for one in (training, evaluation) if one is not None
-            ),
+            samples_bytes=sum(one.probe_batches.held_bytes for one in (training, evaluation) if one is not None),
             saves_checkpoints=checkpoints and training is not None,
         )
 
-    def _limits(self, workers: StageWorkers, largest_in_data: int | None, target: int | None) -> SearchLimits:
+    def _limits(self, workers: WorkerMemory, largest_in_data: int | None, target: int | None) -> SearchLimits:
         return search_limits(
             self._trainer,
             self._device,
@@ -285,7 +285,11 @@ class BatchSizeSearch:
             return None
 
     def _evaluation_steps(self, loaders: StageLoaders, loop: EvaluationLoop) -> EvaluationSteps:
-        return EvaluationSteps(self._trainer, loop, loaders, ProbeBatches(loaders, self._options.worst_case))
+        return EvaluationSteps(self._trainer, loop, loaders, self._probe_batches(loaders))
+
+    def _probe_batches(self, loaders: StageLoaders) -> ProbeBatches:
+        room_bytes = own_budget_bytes(self._device, self._trainer) - self._device.current().allocated_bytes
+        return ProbeBatches(loaders, self._options.worst_case, room_bytes=max(0, room_bytes))
 
     @contextmanager
     def _attempts(self, start: Callable[[], ExitStack]) -> Iterator[None]:

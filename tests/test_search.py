@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric
 
-import lightning_batchmem.measure.stage_workers
+import lightning_batchmem.measure.worker_memory
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.measure.worker_memory import WorkerMemory
@@ -356,23 +356,26 @@ def pad(samples: list[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
 
 
-@pytest.mark.parametrize("worst_case", ["longest", len])
+@pytest.mark.parametrize("worst_case", [None, "longest", len])
 def test_a_ragged_set_trains_an_epoch_without_running_out(fit: Any, fake_device: Any, worst_case: Any) -> None:
     device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder(multiple_of=1, worst_case=worst_case)
     fit(Reader(device_memory), finder, device_memory, max_steps=-1, max_epochs=1)
     assert finder.plan is not None
     assert finder.plan.batch_size == 100  # of 40 elements each
     assert device_memory.num_ooms == 0
+    assert any("Samples differ in size" in note for note in finder.plan.notes) == (worst_case is None)
 
 
-def test_a_ragged_set_is_said_where_nobody_asked_for_the_worst(fit: Any, fake_device: Any) -> None:
+def test_typical_samples_are_used_on_request(fit: Any, fake_device: Any) -> None:
     device_memory = fake_device(budget_bytes=500 * MIB)
-    module = Reader(device_memory)
     with pytest.raises(torch.cuda.OutOfMemoryError):  # every 20th sample is drawn, and no long one is among them
-        fit(module, BatchFinder(multiple_of=1), device_memory, max_steps=-1, max_epochs=1)
-    dataloader = DataLoader(Ragged(long=20), batch_size=3, collate_fn=pad)
-    with pytest.warns(UserWarning, match=r'worst_case="longest"'):
-        fit(Reader(device_memory), BatchFinder(multiple_of=1), device_memory, train_dataloaders=dataloader)
+        fit(
+            Reader(device_memory),
+            BatchFinder(multiple_of=1, worst_case="typical"),
+            device_memory,
+            max_steps=-1,
+            max_epochs=1,
+        )
 
 
 def test_after_running_out_the_memory_is_free(fit: Any, fake_device: Any) -> None:
@@ -446,8 +449,6 @@ def workers_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     """Let loader workers hold ``fixed + per_sample * batch_size`` MiB."""
 
     def hold(fixed: int, per_sample: int) -> None:
-        memory = WorkerMemory({2: (fixed + 2 * per_sample) * MIB}, per_sample * MIB)
-        monkeypatch.setattr(lightning_batchmem.measure.stage_workers, "measure_workers", lambda loaders, sizes: memory)
         monkeypatch.setattr(WorkerMemory, "bytes_at", lambda self, size: (fixed + per_sample * size) * MIB)
 
     return hold
@@ -465,7 +466,7 @@ def test_on_a_device_host_memory_is_a_second_bound(
     fit: Any, fake_device: Any, workers_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder(multiple_of=1)
-    monkeypatch.setattr(lightning_batchmem.measure.stage_workers, "HostMemory", FakeHost)
+    monkeypatch.setattr(lightning_batchmem.measure.worker_memory, "HostMemory", FakeHost)
     workers_of(100, 5)
     fit(Lawful(device_memory, law), finder, device_memory)
     assert finder.plan is not None
@@ -494,7 +495,7 @@ class Heavy(TensorDataset):
         return (torch.zeros(2**18),)
 
 
-def test_real_workers_are_measured(fit: Any, fake_device: Any) -> None:
+def test_batches_in_workers_are_counted(fit: Any, fake_device: Any) -> None:
     class WithWorkers(Lawful):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return super().training_step([batch[0][:, :1]], batch_idx)
@@ -508,7 +509,7 @@ def test_real_workers_are_measured(fit: Any, fake_device: Any) -> None:
     chosen = finder.plan.trials[-1]
     assert chosen.batch_size == 8
     # two workers, three batches each, and one that is being fetched
-    assert chosen.worker_bytes >= 7 * 8 * MIB
+    assert chosen.worker_bytes == 7 * 8 * MIB
 
 
 def test_trainer_without_a_progress_bar_or_logger_is_enough(fake_device: Any, monkeypatch: pytest.MonkeyPatch) -> None:

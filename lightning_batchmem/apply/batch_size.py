@@ -1,10 +1,9 @@
-"""Where the batch size lives, and batches of any size."""
+"""Where the batch size is stored."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
@@ -13,17 +12,12 @@ from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_has
 from lightning_batchmem._lightning.data_source import (
     DataSource,
     combined_mode,
-    in_structure,
     loader_batch_size,
     replicas_of,
     set_initial_hparam,
     set_loader_batch_size,
 )
 from lightning_batchmem.apply.loaders import LoaderInfo, StageLoaders
-from lightning_batchmem.measure.samples import LoaderSamples
-from lightning_batchmem.measure.worst_case import WorstCase, warn_if_ragged
-
-__all__ = ["BatchSizeSetting", "ProbeBatches", "StageLoaders"]
 
 
 @dataclass(frozen=True)
@@ -191,53 +185,3 @@ class BatchSizeSetting:
 
 def _listed(sizes: Sequence[int]) -> str:
     return ", ".join(map(str, sizes))
-
-
-class ProbeBatches:
-    """A few real samples of each loader, drawn once, that make batches of any size.
-
-    Nothing of the data sets' own moves in this process: see :class:`~lightning_batchmem.measure.samples.LoaderSamples`.
-
-    Args:
-        loaders: of one stage.
-        worst_case: ``None`` for 32 samples from all over each set, and a warning where some of them are much larger
-            than most. ``"longest"``, or a callable that measures a sample as the data set gives it, for the largest
-            sample only: each batch of a probe repeats it, which no batch can exceed. Where batches are padded one
-            long sample makes as large a batch; where they are not (packed, nested) this is the bound. ``"longest"``
-            goes by :func:`.measure.worst_case.element_count`. Up to 10,000 samples are looked at for at
-            most 60 seconds: of a larger set some from all over it, of a stream the first.
-
-    Raises:
-        ValueError: when a data set has no sample, or ``"longest"`` finds nothing to count in them.
-        Exception: what a ``worst_case`` of the user's raises.
-    """
-
-    def __init__(self, loaders: StageLoaders, worst_case: WorstCase = None) -> None:
-        self._loaders = loaders
-        self._drawn = [LoaderSamples(one.loader, worst_case) for one in loaders.sized]
-        if worst_case is None:
-            any(warn_if_ragged(drawn.samples) for drawn in self._drawn)  # once, for the first of them
-
-    @property
-    def round(self) -> int:
-        """How many consecutive batches show every loader."""
-        return len(self._drawn) if combined_mode(self._loaders.combined) == "sequential" else 1
-
-    def batch(self, batch_size: int, index: int = 0) -> tuple[Any, int]:
-        """The ``index``-th batch at ``batch_size``, on the host; those that come from the same loaders are alike.
-
-        Returns:
-            The batch as the mode of the loaders makes it (of a sequence of loaders one's after the other's, else one
-            of each in the collection that the loaders came in), and the ``dataloader_idx`` that goes with it.
-        """
-        if combined_mode(self._loaders.combined) == "sequential":
-            loader_index = index % len(self._drawn)
-            return self._batch_of(loader_index, batch_size), loader_index
-        batches = [self._batch_of(loader_index, batch_size) for loader_index in range(len(self._drawn))]
-        return in_structure(self._loaders.combined, batches), 0
-
-    def _batch_of(self, loader_index: int, batch_size: int) -> Any:
-        one = self._loaders.sized[loader_index]
-        size, samples = one.size_at(batch_size), one.samples
-        # a set with fewer samples, for validation say, never gives a full batch
-        return self._drawn[loader_index].batch(size if samples is None else max(1, min(size, samples)))

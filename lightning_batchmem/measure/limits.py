@@ -10,10 +10,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_batchmem._lightning.strategies import processes_on_node, steps_are_collective
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes
-from lightning_batchmem.measure.stage_workers import UNBOUNDED_MAX_BATCH_SIZE, StageWorkers
+from lightning_batchmem.measure.worker_memory import WorkerMemory
 from lightning_batchmem.plan.decide import SearchPolicy
 from lightning_batchmem.plan.memory_limit import parse_memory_limit
-from lightning_batchmem.plan.options import SearchOptions
+from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions
 from lightning_batchmem.plan.records import SearchLimits, SizeLimit, Trial, mib
 
 _LIMIT_SHARE = 0.95  # of what the device can provide; the rest is for libraries, fragmentation and other processes
@@ -24,7 +24,7 @@ def search_limits(
     device: DeviceMemory,
     ranks: Ranks,
     options: SearchOptions,
-    workers: StageWorkers,
+    workers: WorkerMemory,
     *,
     largest_in_data: int | None,
     target_batch_size: int | None = None,
@@ -64,7 +64,7 @@ def search_limits(
     )
 
 
-def with_workers(trial: Trial, workers: StageWorkers, device: DeviceMemory, limit_bytes: int) -> Trial:
+def with_workers(trial: Trial, workers: WorkerMemory, device: DeviceMemory, limit_bytes: int) -> Trial:
     """The trial with the memory of DataLoader workers, which counts on the host."""
     trial = replace(trial, worker_bytes=workers.bytes_at(trial.batch_size))
     if device.name != "host":

@@ -16,8 +16,9 @@ from lightning_batchmem._lightning.evaluation import (
     run_evaluation_step,
 )
 from lightning_batchmem._lightning.run_step import begin_epoch, drop_batch, run_step
-from lightning_batchmem.apply.batch_size import ProbeBatches, StageLoaders
+from lightning_batchmem.apply.loaders import StageLoaders
 from lightning_batchmem.devices.tensors import list_state_bytes
+from lightning_batchmem.measure.batches import ProbeBatches
 from lightning_batchmem.plan.records import mib
 
 
@@ -41,7 +42,7 @@ class TrainingSteps:
     def begin(self, batch_size: int) -> int:
         """Make the next step the first of an epoch, and return the calls of :meth:`run` to a full step."""
         self._growth.begin(batch_size)
-        return begin_epoch(self._trainer, self._batches(batch_size)) * self.probe_batches.round
+        return begin_epoch(self._trainer, self._batches(batch_size)) * self.probe_batches.loaders_in_turn
 
     def run(self, batch_size: int, index: int, *, varied: bool = False) -> None:
         """Run a training step; under gradient accumulation, a micro batch."""
@@ -89,7 +90,7 @@ class EvaluationSteps:
         """Enter the evaluation with the module's hooks, and return the calls of :meth:`run` to a full step."""
         begin_evaluation(self._trainer, self._loop, self.loaders.combined, self.loaders.batches(batch_size))
         self._growth.begin(batch_size)
-        return self.probe_batches.round
+        return self.probe_batches.loaders_in_turn
 
     def run(self, batch_size: int, index: int, *, varied: bool = False) -> None:
         """Run an evaluation step."""
@@ -112,9 +113,7 @@ Steps = TrainingSteps | EvaluationSteps
 
 
 def _batch(probe_batches: ProbeBatches, batch_size: int, index: int, varied: bool) -> tuple[Any, int]:
-    make = getattr(probe_batches, "varied_batch", probe_batches.batch) if varied else probe_batches.batch
-    batch: tuple[Any, int] = make(batch_size, index)
-    return batch
+    return (probe_batches.varied_batch if varied else probe_batches.batch)(batch_size, index)
 
 
 class MetricGrowth:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from lightning_batchmem.measure.worst_case import WorstCase
 from lightning_batchmem.plan.records import Objective
+
+WorstCase = Literal["typical", "longest"] | Callable[[Any], float] | None
+
+UNBOUNDED_MAX_BATCH_SIZE = 2**20
+"""Largest size to try if neither the data nor the user sets a maximum, as for a stream without a length."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -17,7 +16,9 @@ from lightning_batchmem._lightning.data_source import (
     train_source,
     validation_source,
 )
-from lightning_batchmem.apply.batch_size import BatchSizeSetting, ProbeBatches, StageLoaders
+from lightning_batchmem.apply.batch_size import BatchSizeSetting
+from lightning_batchmem.apply.loaders import StageLoaders
+from lightning_batchmem.measure.batches import ProbeBatches
 
 
 class Numbers(Dataset):
@@ -372,80 +373,6 @@ def test_all_else_of_a_loader_that_is_passed_survives() -> None:
     assert len(passed) == 2
     assert len(trained.trained[0]) == 3
     passed._iterator = None  # its worker ends
-
-
-# Batches of any size
-
-
-def both(size: int) -> Any:
-    return {"a": loader(size, tag=1), "b": [loader(3, tag=2), loader(2 * size, tag=3)]}
-
-
-@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
-def test_a_batch_has_the_collection_of_the_loaders(mode: Any) -> None:
-    samples = ProbeBatches(train_loaders(WithHooks(lambda size: CombinedLoader(both(size), mode)), 2))
-    assert samples.round == 1
-    batch, loader_index = samples.batch(5, 1)
-    assert loader_index == 0
-    assert batch["a"].flatten().tolist() == [1] * 5
-    assert [one.flatten().tolist() for one in batch["b"]] == [[2] * 3, [3] * 10]
-
-
-def test_in_a_sequence_the_loaders_come_in_turn() -> None:
-    samples = ProbeBatches(val_loaders(WithHooks(loader, both), 2))
-    assert samples.round == 3
-    batches = [samples.batch(5, index) for index in range(4)]
-    assert [loader_index for _, loader_index in batches] == [0, 1, 2, 0]
-    assert [batch.flatten().tolist() for batch, _ in batches] == [[1] * 5, [2] * 3, [3] * 10, [1] * 5]
-
-
-def test_a_single_loader_gives_plain_batches() -> None:
-    samples = ProbeBatches(train_loaders(WithHooks(loader), 2))
-    assert samples.round == 1
-    batch, loader_index = samples.batch(40, 7)
-    assert batch.shape == (40, 1)
-    assert loader_index == 0
-    assert len(samples.batch(100)[0]) == 60  # all that there are
-
-
-def test_batches_are_what_the_run_itself_gets() -> None:
-    module = WithHooks(both)
-    batch, _ = ProbeBatches(train_loaders(module, 2)).batch(2)
-    real = module.trained[0]
-    assert batch["a"].shape == real["a"].shape
-    assert [one.shape for one in batch["b"]] == [one.shape for one in real["b"]]
-
-
-class Ragged(Numbers):
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.full((self.elements if index else 4 * self.elements,), self.tag)
-
-
-def ragged(tag: int, elements: int) -> DataLoader[Any]:
-    return DataLoader(Ragged(tag, 60, elements), batch_size=2, collate_fn=torch.nn.utils.rnn.pad_sequence)
-
-
-def passed_loaders(*loaders: DataLoader[Any]) -> StageLoaders:
-    return train_loaders(Nameless(), 2, train_dataloaders=list(loaders))
-
-
-def test_each_loader_has_a_largest_sample_of_its_own() -> None:
-    loaders = passed_loaders(ragged(1, 5), ragged(2, 3))
-    for worst_case in ("longest", len):
-        batch, _ = ProbeBatches(loaders, worst_case).batch(3)  # type: ignore[arg-type]
-        assert [one.shape for one in batch] == [(20, 3), (12, 3)]
-        assert (batch[0] == 1).all()  # not padded: each of them is the largest
-    shortest, _ = ProbeBatches(loaders, lambda sample: -len(sample)).batch(3)
-    assert [one.shape for one in shortest] == [(5, 3), (3, 3)]
-
-
-def test_samples_of_many_sizes_are_said_once() -> None:
-    loaders = passed_loaders(ragged(1, 5), ragged(2, 3))
-    with pytest.warns(UserWarning, match=r"the largest of 32 .* has 20 elements, the median 5, ") as caught:
-        ProbeBatches(loaders)
-    assert len(caught) == 1
-    ProbeBatches(loaders, "longest")  # no word: warnings are errors here
-    ProbeBatches(passed_loaders(loader(2), loader(2)))
 
 
 class MadeBefore:

@@ -224,7 +224,10 @@ def test_nothing_is_said_when_the_samples_of_a_step_stay(fit: Any, fake_device: 
         ({"lr_scaling": "cubic"}, r'lr_scaling must be None, "linear" or "sqrt", got \'cubic\''),
         ({"base_batch_size": 32}, r"base_batch_size must come with lr_scaling, got 32 without it"),
         ({"lr_scaling": "sqrt", "base_batch_size": 1.5}, r"base_batch_size must be .* got 1.5"),
-        ({"worst_case": "largest"}, r"worst_case must be None, \"longest\" or a callable .* got 'largest'"),
+        (
+            {"worst_case": "largest"},
+            r"worst_case must be None, .* or a callable .* got 'largest'",
+        ),
         ({"eval_batch_arg_name": "a b"}, r"eval_batch_arg_name must be the name of an attribute, got 'a b'"),
         ({"eval_batch_arg_name": "batch_size"}, r"eval_batch_arg_name must differ from batch_arg_name"),
     ],

@@ -1,0 +1,193 @@
+"""Batches of any size for the search, made of a few real samples."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import types
+from bisect import bisect_left
+from typing import Any
+
+import numpy as np
+
+from lightning_batchmem._lightning.data_source import combined_mode, in_structure
+from lightning_batchmem.apply.loaders import LoaderInfo, StageLoaders
+from lightning_batchmem.measure.breakdown import copied
+from lightning_batchmem.measure.sample_sizes import batched_bytes, copy_or_warn, draw_samples, held_bytes
+from lightning_batchmem.plan.options import WorstCase
+
+_SHARE_OF_ROOM = 0.25
+"""Share of the free memory that the samples of all loaders may hold together."""
+
+_MAX_DRAWS = 1_000
+_MAX_DRAWN_SIZES = 1_000_000
+"""Large batches are drawn less often: the sums of many sizes hardly differ."""
+
+
+def check_worst_case(value: object) -> None:
+    """Check an argument ``worst_case``.
+
+    Raises:
+        ValueError: if it is not ``None``, ``"typical"``, ``"longest"`` or a callable.
+    """
+    is_name = isinstance(value, str) and value in ("typical", "longest")
+    if not (value is None or is_name or callable(value)):
+        raise ValueError(
+            f'worst_case must be None, "typical", "longest" or a callable that measures a sample, got {value!r}'
+        )
+
+
+class ProbeBatches:
+    """Batches of any size from the loaders of a stage, made of real samples that are read once.
+
+    Args:
+        loaders: of one stage.
+        worst_case: what a batch is made of. ``None``: if samples differ in size, the largest sample repeated where the
+            collate function pads, or samples as large as the largest of 1,000 random batches where it concatenates.
+            ``"typical"``: samples from all over the data set. ``"longest"`` or a callable that measures a sample: the
+            largest sample repeated.
+        room_bytes: free memory; the samples of all loaders hold at most a quarter of it, but at least one sample each.
+
+    Attributes:
+        held_bytes: what the samples hold in this process.
+        longest_bytes: of the largest sample in a batch, over all loaders.
+        is_ragged: whether samples differ in size.
+        notes: for the plan.
+
+    Raises:
+        ValueError: if a data set is empty.
+        RuntimeError: if memory does not suffice for one sample, or a sample ended its worker.
+    """
+
+    def __init__(self, loaders: StageLoaders, worst_case: WorstCase = None, *, room_bytes: int | None = None) -> None:
+        share = math.inf if room_bytes is None else room_bytes * _SHARE_OF_ROOM / len(loaders.sized)
+        self._loaders = loaders
+        self._each = [_LoaderBatches(one, worst_case, share) for one in loaders.sized]
+        self.held_bytes = sum(one.held_bytes for one in self._each)
+        self.longest_bytes = max(one.longest_bytes for one in self._each)
+        self.is_ragged = any(one.is_ragged for one in self._each)
+        self.notes = tuple(dict.fromkeys(note for one in self._each for note in one.notes))
+
+    @property
+    def loaders_in_turn(self) -> int:
+        """Number of loaders that follow each other; 1 if each batch has samples of all of them."""
+        return len(self._each) if combined_mode(self._loaders.combined) == "sequential" else 1
+
+    def batch(self, batch_size: int, index: int = 0) -> tuple[Any, int]:
+        """The ``index``-th batch on the host, and its ``dataloader_idx``; batches of one loader are alike."""
+        return self._combined(batch_size, index, varied=False)
+
+    def varied_batch(self, batch_size: int, index: int) -> tuple[Any, int]:
+        """A batch like :meth:`batch`, but no larger and with samples of other sizes if they differ."""
+        return self._combined(batch_size, index, varied=True)
+
+    def batch_bytes(self, batch_size: int) -> list[tuple[LoaderInfo, int]]:
+        """Bytes of the largest batch of each loader."""
+        return [(one.info, one.batch_bytes(batch_size)) for one in self._each]
+
+    def _combined(self, batch_size: int, index: int, *, varied: bool) -> tuple[Any, int]:
+        if combined_mode(self._loaders.combined) == "sequential":
+            loader_index = index % len(self._each)
+            turn = index // len(self._each) if varied else None
+            return self._each[loader_index].batch(batch_size, turn), loader_index
+        batches = [one.batch(batch_size, index if varied else None) for one in self._each]
+        return in_structure(self._loaders.combined, batches), 0
+
+
+class _LoaderBatches:
+    """Batches of one loader."""
+
+    def __init__(self, info: LoaderInfo, worst_case: WorstCase, share_bytes: float) -> None:
+        loader = self._loader = info.loader
+        self.info = info
+        # A method is not copied, since its owner would be too: a module, whose state is restored anyway, or a data set.
+        is_method = isinstance(loader.collate_fn, types.MethodType)
+        self._collate = loader.collate_fn if is_method else copy_or_warn(loader.collate_fn, "collate_fn")
+        drawn = draw_samples(loader, self._collate, worst_case, share_bytes)
+        self._sizes, self._all_sizes_known = drawn.sizes, drawn.is_complete
+        self._typical = range(len(drawn.samples))
+        self._samples, self._bytes = drawn.samples, drawn.sample_bytes
+        if worst_case != "typical" and all(one is not drawn.largest for one in drawn.samples):
+            self._samples, self._bytes = [*drawn.samples, drawn.largest], [*drawn.sample_bytes, drawn.largest_bytes]
+        self._by_bytes = sorted(range(len(self._bytes)), key=self._bytes.__getitem__)
+        self.held_bytes = sum(held_bytes(sample) for sample in self._samples)
+        self.is_ragged = max(drawn.sizes) > min(drawn.sizes)
+        self._is_typical = worst_case == "typical" or (worst_case is None and not self.is_ragged)
+        self._is_sum = worst_case is None and self.is_ragged and self._concatenates()
+        self._largest = next((i for i, one in enumerate(self._samples) if one is drawn.largest), 0)
+        self.longest_bytes = max(self._bytes) if self._is_typical else drawn.largest_bytes
+        self._draws: dict[int, int] = {}
+        self.notes = () if worst_case == "typical" else drawn.notes
+        if worst_case is None and self.is_ragged:
+            self.notes = (self._ragged_note(), *self.notes)
+
+    def batch(self, batch_size: int, turn: int | None) -> Any:
+        """A batch of the largest samples, or with a ``turn`` of others."""
+        count = self._count(batch_size)
+        chosen = self._worst(count)
+        if turn is not None and not self._is_typical:
+            chosen = self._varied(count, turn, chosen)
+        # Without workers a fetch holds the samples of the batch in this process too. With workers only the containers
+        # are new, since a collate function may take samples apart.
+        share = self._loader.num_workers > 0
+        return self._collate([copied(self._samples[i], share_tensors=share) for i in chosen])
+
+    def batch_bytes(self, batch_size: int) -> int:
+        """Bytes of the largest batch."""
+        count = self._count(batch_size)
+        return self._largest_draw(count) if self._is_sum else count * self.longest_bytes
+
+    def _count(self, batch_size: int) -> int:
+        size, samples = self.info.size_at(batch_size), self.info.samples
+        return size if samples is None else max(1, min(size, samples))  # a small data set never makes a full batch
+
+    def _worst(self, count: int) -> list[int]:
+        if self._is_typical:
+            return [self._typical[i % len(self._typical)] for i in range(count)]
+        if not self._is_sum:
+            return [self._largest] * count
+        chosen, remaining = [], self._largest_draw(count)
+        for left in range(count, 0, -1):  # the smallest sample that is at least as large as the mean of what is missing
+            position = bisect_left(self._by_bytes, remaining / left, key=self._bytes.__getitem__)
+            chosen.append(self._by_bytes[min(position, len(self._by_bytes) - 1)])
+            remaining -= self._bytes[chosen[-1]]
+        return chosen
+
+    def _varied(self, count: int, turn: int, worst: list[int]) -> list[int]:
+        if not self._is_sum:
+            return [turn % len(self._samples)] * count
+        chosen = random.Random(turn).choices(self._typical, k=count)  # noqa: S311 - no secret
+        total = sum(self._bytes[i] for i in chosen)
+        return chosen if total <= sum(self._bytes[i] for i in worst) else worst
+
+    def _largest_draw(self, count: int) -> int:
+        """Bytes of the largest of 1,000 random batches, as the sum of the sizes of its samples."""
+        if count not in self._draws:
+            generator, sizes = np.random.default_rng(0), np.asarray(self._sizes)
+            is_repeated = count > len(sizes) or not self._all_sizes_known
+            draws = max(1, min(_MAX_DRAWS, _MAX_DRAWN_SIZES // count))
+            sums = [generator.choice(sizes, count, replace=is_repeated).sum() for _ in range(draws)]
+            self._draws[count] = int(max(sums))
+        return self._draws[count]
+
+    def _concatenates(self) -> bool:
+        """Whether a batch of two samples is about as large as the sum of both, in the same number of tensors."""
+        small, large = (self._samples[i] for i in (self._by_bytes[0], self._by_bytes[-1]))
+        small_bytes, large_bytes = self._bytes[self._by_bytes[0]], self._bytes[self._by_bytes[-1]]
+        try:
+            # copies, since a collate function may write to its samples
+            _, tensor_count = batched_bytes(self._collate, [copied(large)])
+            both_bytes, both_count = batched_bytes(self._collate, [copied(large), copied(small)])
+        except Exception:  # noqa: BLE001 - a user's function may need samples of one length, of which the longest are safe
+            return False
+        # More tensors, or none, are combined by the model, which may pad them.
+        return both_count == tensor_count > 0 and both_bytes < 1.5 * large_bytes + 0.5 * small_bytes
+
+    def _ragged_note(self) -> str:
+        batches = "as large as the largest of 1,000 random ones" if self._is_sum else "of the largest sample only"
+        return (
+            f"Samples differ in size: of {len(self._sizes):,} the largest has {max(self._sizes):,.0f} bytes in a batch"
+            f" and the median {statistics.median(self._sizes):,.0f}. The search used batches {batches};"
+            ' worst_case="typical" uses average ones.'
+        )

@@ -1,0 +1,277 @@
+"""Draw samples and their sizes in a worker process, so that the data set does not change in this process."""
+
+from __future__ import annotations
+
+import copy
+import math
+import multiprocessing
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_batchmem.apply.loaders import indices_to_draw
+from lightning_batchmem.devices.out_of_memory import is_out_of_memory
+from lightning_batchmem.measure.breakdown import copied, plain_tensors, tensors_in
+from lightning_batchmem.plan.options import WorstCase
+
+MAX_SAMPLES = 32
+"""Samples that are kept for batches: enough for several lengths, few enough to be read quickly."""
+
+MAX_SIZES = 10_000
+"""Samples that are measured at most."""
+
+_EQUAL_SIZES = 64
+"""So many samples of one size count as a data set of one size."""
+
+_EQUAL_SECONDS, _EQUAL_SIZES_QUICK = 1.0, 512
+"""Within this time more samples are measured first, since one long sample in 64 is missed in a third of the cases."""
+
+_SCAN_SECONDS = 20.0
+_SAMPLE_SECONDS = 60.0
+"""A worker that waits for a thread of its parent process waits forever."""
+
+_WORKER_ENDED = "DataLoader worker (pid"
+"""In the message of an error when a worker process ended. Source: torch/utils/data/dataloader.py, 2.5.1 to 2.13."""
+
+_UNGUARDED_SCRIPT = "bootstrapping phase"
+"""In the message of an error when a spawned worker runs the user's script again. Source: multiprocessing/spawn.py."""
+
+
+@dataclass
+class DrawnSamples:
+    """Samples of one data set.
+
+    Args:
+        samples: up to 32, spread over the data set.
+        sample_bytes: of each of them in a batch.
+        sizes: bytes in a batch, or what the user's callable returned, of all measured samples.
+        largest: the largest of them.
+        largest_bytes: of it in a batch.
+        is_complete: whether all samples of the data set were measured.
+        notes: why not, unless no more were needed.
+    """
+
+    samples: list[Any] = field(default_factory=list)
+    sample_bytes: list[int] = field(default_factory=list)
+    sizes: list[float] = field(default_factory=list)
+    largest: Any = None
+    largest_bytes: int = 0
+    is_complete: bool = False
+    notes: tuple[str, ...] = ()
+
+
+class _ByteCounter(pickle.Pickler):
+    """Pickler that counts bytes and writes nothing; tensors count separately."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__(self, protocol=pickle.HIGHEST_PROTOCOL)  # which only calls `write`
+        self.tensor_bytes = self.tensor_count = self.other_bytes = 0
+        self.dump(value)
+
+    def write(self, pickled: Any) -> None:
+        self.other_bytes += memoryview(pickled).nbytes
+
+    def persistent_id(self, found: Any) -> str | None:
+        if isinstance(found, Tensor) and found.layout is torch.strided:  # other layouts contain strided tensors
+            self.tensor_bytes += found.nbytes
+            self.tensor_count += 1
+            return "tensor"
+        return None
+
+
+def held_bytes(samples: object) -> int:
+    """Bytes that samples hold, pickled where they are no tensors."""
+    try:
+        counter = _ByteCounter(samples)
+    except Exception:  # noqa: BLE001 - a user's object may refuse to be pickled in any way
+        return sum(tensor.nbytes for tensor in tensors_in(samples))
+    return counter.tensor_bytes + counter.other_bytes
+
+
+def batched_bytes(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[int, int]:
+    """Bytes of a batch and the number of its tensors; names and paths count only in a batch without tensors."""
+    # new containers: a collate function may take its samples apart
+    counter = _ByteCounter(collate([copied(sample, share_tensors=True) for sample in samples]))
+    return counter.tensor_bytes or counter.other_bytes, counter.tensor_count
+
+
+class _Measured(NamedTuple):
+    size: float
+    batch_bytes: int
+    is_kept: bool
+    samples: list[Any]  # empty if it is not needed
+
+
+class _Measure:
+    """Collate function of the reading worker: the size of one sample, and the sample itself where it is needed."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], worst_case: WorstCase, share_bytes: float) -> None:
+        self._collate = collate
+        self._size_of = worst_case if callable(worst_case) else None
+        self._share_bytes = share_bytes
+        self._kept = 0
+        self._largest = -math.inf
+
+    def __call__(self, samples: list[Any]) -> _Measured:
+        sample = samples[0]
+        try:
+            batch_bytes, _ = batched_bytes(self._collate, samples)
+        except Exception:  # noqa: BLE001 - a user's function may need more samples than one
+            batch_bytes = held_bytes(sample)
+        size = float(batch_bytes) if self._size_of is None else _as_number(self._size_of(sample))
+        is_kept = self._kept < MAX_SAMPLES and self._fits(sample)
+        is_needed = is_kept or size > self._largest
+        self._kept += is_kept
+        self._largest = max(size, self._largest)
+        return _Measured(size, batch_bytes, is_kept, [_without_views(sample)] if is_needed else [])
+
+    def _fits(self, sample: Any) -> bool:
+        if self._share_bytes >= 0:
+            self._share_bytes -= held_bytes(sample)
+        return self._share_bytes >= 0 or self._kept == 0
+
+
+def draw_samples(
+    loader: DataLoader[Any], collate: Callable[[list[Any]], Any], worst_case: WorstCase, share_bytes: float
+) -> DrawnSamples:
+    """Read samples one at a time, in a worker where possible, else from a copy of the data set.
+
+    Args:
+        loader: makes its own batches.
+        collate: of the loader; may be called in this process.
+        worst_case: as in :class:`~lightning_batchmem.BatchFinder`.
+        share_bytes: bytes that the samples may hold in this process; one is drawn anyway.
+
+    Raises:
+        ValueError: if the data set is empty.
+        RuntimeError: if memory does not suffice for one sample, or a sample ended its worker.
+    """
+    try:
+        drawn = _draw(loader, collate, worst_case, share_bytes)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise RuntimeError(
+                f"Memory ran out while BatchFinder read a single sample of {type(loader.dataset).__name__}. Free memory"
+                " or make the samples smaller."
+            ) from error
+        raise
+    if not drawn.sizes:
+        raise ValueError("the data set must have at least one sample, got none")
+    return drawn
+
+
+def _draw(
+    loader: DataLoader[Any], collate: Callable[[list[Any]], Any], worst_case: WorstCase, share_bytes: float
+) -> DrawnSamples:
+    # A spawned worker runs the user's script again unless it is guarded: only if the loader does the same. The first
+    # of all methods is the default; asking for it with `allow_none` does not fix it.
+    start_method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if loader.num_workers or start_method == "fork":
+        try:
+            measure = _Measure(loader.collate_fn, worst_case, share_bytes)
+            return _scan(_reader(loader, loader.dataset, measure, num_workers=1), worst_case)
+        except Exception as error:
+            # the same sample would end this process, or memory would run out here too
+            if _WORKER_ENDED in str(error) or _UNGUARDED_SCRIPT in str(error) or is_out_of_memory(error):
+                raise
+            rank_zero_info(f"BatchFinder reads a copy of the data set, since a worker could not read it: {error}")
+    measure = _Measure(collate, worst_case, share_bytes)
+    return _scan(_reader(loader, copy_or_warn(loader.dataset, "data set"), measure, num_workers=0), worst_case)
+
+
+def copy_or_warn(value: Any, name: str) -> Any:
+    """A deep copy, or with a warning the value itself."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # noqa: BLE001 - a user's object may refuse to be copied in any way
+        rank_zero_warn(f"The {name} cannot be copied. Changes that the search makes in it are not undone.")
+        return value
+
+
+def _reader(loader: DataLoader[Any], dataset: Any, measure: _Measure, *, num_workers: int) -> DataLoader[Any]:
+    arguments: dict[str, Any] = {}
+    if not isinstance(dataset, IterableDataset):
+        # Several passes over the whole data set: wherever the scan ends, it has seen samples from everywhere.
+        indices = indices_to_draw(loader, MAX_SIZES)
+        passes = max(1, len(indices) // MAX_SAMPLES)
+        arguments["sampler"] = [index for start in range(passes) for index in indices[start::passes]]
+    if num_workers:
+        arguments["multiprocessing_context"] = loader.multiprocessing_context
+        arguments["worker_init_fn"] = loader.worker_init_fn
+        arguments["timeout"] = _SAMPLE_SECONDS
+        arguments["persistent_workers"] = True  # only such workers can be ended with a public function
+        arguments["prefetch_factor"] = 1  # at most one sample waits in shared memory
+    return DataLoader(
+        dataset,
+        batch_size=1,
+        num_workers=num_workers,
+        collate_fn=measure,
+        generator=torch.Generator(),  # the worker's seed must not be drawn from the generator of the process
+        **arguments,
+    )
+
+
+def _scan(reader: DataLoader[Any], worst_case: WorstCase) -> DrawnSamples:
+    drawn, start = DrawnSamples(), time.monotonic()
+    smallest, largest = math.inf, -math.inf
+    try:
+        for measured in reader:
+            for shared in measured.samples:
+                sample = copied(shared)  # out of shared memory, which takes a file descriptor for each tensor
+                if measured.is_kept:
+                    drawn.samples.append(sample)
+                    drawn.sample_bytes.append(measured.batch_bytes)
+                if measured.size > largest:
+                    largest, drawn.largest, drawn.largest_bytes = measured.size, sample, measured.batch_bytes
+            drawn.sizes.append(measured.size)
+            smallest = min(smallest, measured.size)
+            seconds = time.monotonic() - start
+            if seconds > _SCAN_SECONDS:
+                drawn.notes = (_measured_note(drawn, seconds),)
+                return drawn
+            if _is_enough(len(drawn.sizes), worst_case, seconds, is_ragged=largest > smallest):
+                return drawn
+    except RuntimeError as error:
+        if not drawn.sizes or "DataLoader timed out" not in str(error):
+            raise
+        drawn.notes = (_measured_note(drawn, time.monotonic() - start),)
+        return drawn
+    finally:
+        CombinedLoader(reader).reset()  # ends the worker now; the traceback of an error would keep it
+    drawn.is_complete = True
+    return drawn
+
+
+def _is_enough(count: int, worst_case: WorstCase, seconds: float, *, is_ragged: bool) -> bool:
+    if worst_case == "typical":
+        return count >= MAX_SAMPLES
+    if worst_case is not None or is_ragged or count < _EQUAL_SIZES:
+        return count >= MAX_SIZES
+    return seconds > _EQUAL_SECONDS or count >= _EQUAL_SIZES_QUICK
+
+
+def _measured_note(drawn: DrawnSamples, seconds: float) -> str:
+    return f"Only {len(drawn.sizes):,} samples were read in {seconds:.0f} s; larger ones may exist."
+
+
+def _without_views(sample: Any) -> Any:
+    """The sample, copied if a tensor in it is a view of a larger storage."""
+    plain = [one for tensor in tensors_in(sample) for one in plain_tensors(tensor)]
+    return copied(sample) if any(one.untyped_storage().nbytes() > one.nbytes for one in plain) else sample
+
+
+def _as_number(size: Any) -> float:
+    try:
+        number = float(size)
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isnan(number):
+        raise ValueError(f"worst_case must return a number for a sample, got {size!r}")
+    return number

@@ -1,0 +1,427 @@
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_batchmem.apply.loaders import LoaderInfo, StageLoaders
+from lightning_batchmem.measure import sample_sizes
+from lightning_batchmem.measure.batches import ProbeBatches, check_worst_case
+from lightning_batchmem.measure.sample_sizes import MAX_SAMPLES, MAX_SIZES
+
+MIB = 2**20
+
+
+class Numbers(Dataset):
+    """Tensors of ``elements`` numbers, or of other ``lengths``, that contain their index; counts the reads here."""
+
+    def __init__(self, length: int = 100, elements: int = 4, lengths: dict[int, int] | None = None) -> None:
+        self.length = length
+        self.elements = elements
+        self.lengths = lengths or {}
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return torch.full((self.lengths.get(index, self.elements),), index)
+
+
+class Changed(Numbers):
+    """A data set whose samples come from a function of the index."""
+
+    def __init__(self, sample: Callable[[int], Any], length: int = 100) -> None:
+        super().__init__(length)
+        self.sample = sample
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return self.sample(index)
+
+
+class Stream(IterableDataset):
+    """An iterator that can be used up."""
+
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self.numbers = numbers
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.tensor([number]) for number in self.numbers)
+
+
+def pad(samples: list[Tensor]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+def info(loader: DataLoader[Any], follows: bool = True) -> LoaderInfo:
+    assert loader.batch_size is not None
+    return LoaderInfo(loader, loader.batch_size, 2 if follows else None)
+
+
+def batches(dataset: Any, worst_case: Any = None, *, room_bytes: int | None = None, **arguments: Any) -> ProbeBatches:
+    loader = DataLoader(dataset, batch_size=2, **arguments)
+    return ProbeBatches(StageLoaders(CombinedLoader(loader), (info(loader),)), worst_case, room_bytes=room_bytes)
+
+
+def read_sizes(dataset: Any, worst_case: Any = None, **arguments: Any) -> sample_sizes.DrawnSamples:
+    loader = DataLoader(dataset, batch_size=2, **arguments)
+    return sample_sizes.draw_samples(loader, loader.collate_fn, worst_case, float("inf"))
+
+
+# Reading samples
+
+
+def test_samples_are_read_in_another_process_and_leave_no_trace() -> None:
+    dataset, own, random = Changed(lambda index: torch.tensor(os.getpid())), torch.Generator(), torch.get_rng_state()
+    batch, _ = batches(dataset, generator=own).batch(2)
+    assert dataset.reads == 0
+    assert (batch != os.getpid()).all()
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(own.get_state(), torch.Generator().get_state())
+    assert not batch.is_shared()
+
+
+def test_a_stream_is_not_consumed() -> None:
+    stream = Stream(iter(range(1000)))
+    assert batches(stream).batch(5)[0].shape == (5, 1)
+    assert batches(stream, float).batch(2)[0].tolist() == [[999], [999]]
+    assert next(stream.numbers) == 0
+
+
+class OpensLate(Dataset):
+    """Opens its file when it is first read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file: Any = None
+
+    def __len__(self) -> int:
+        return self.path.stat().st_size
+
+    def __getitem__(self, index: int) -> int:
+        self.file = self.file or self.path.open("rb")
+        self.file.seek(index)
+        return int(self.file.read(1)[0])
+
+
+def test_a_file_that_is_opened_late_stays_closed(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(range(100)))
+    dataset = OpensLate(tmp_path / "data")
+    assert batches(dataset).batch(8)[0].shape == (8,)
+    assert dataset.file is None
+
+
+def test_a_data_set_that_no_worker_can_read_is_copied() -> None:
+    here = os.getpid()
+
+    def sample(index: int) -> Tensor:
+        if os.getpid() != here:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.")
+        return torch.tensor(index)
+
+    dataset = Changed(sample, length=3)
+    assert batches(dataset).batch(3)[0].tolist() == [0, 1, 2]
+    assert dataset.reads == 0
+
+
+def test_an_error_of_the_data_set_or_of_the_callable_is_raised_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    def failing(value: Any) -> Any:
+        raise KeyError("the user's own mistake")
+
+    with caplog.at_level(logging.INFO):
+        for dataset, worst_case in ((Changed(failing), None), (Numbers(), failing)):
+            with pytest.raises(KeyError, match=r"^.the user's own mistake.$") as caught:
+                batches(dataset, worst_case)
+            assert caught.traceback[-1].name == "failing"
+
+
+@pytest.mark.parametrize("returned", [None, "long", float("nan"), torch.zeros(2)])
+def test_a_callable_must_return_a_number(returned: Any) -> None:
+    with pytest.raises(ValueError, match=r"^worst_case must return a number for a sample, got"):
+        batches(Numbers(), lambda sample: returned)
+
+
+def test_an_empty_data_set_is_an_error() -> None:
+    with pytest.raises(ValueError, match="the data set must have at least one sample, got none"):
+        batches(Stream(iter(())))
+
+
+def test_a_sample_that_ends_its_worker_is_not_read_again() -> None:
+    dataset = Changed(lambda index: os._exit(3) if index == 50 else torch.zeros(1))
+    with pytest.raises(RuntimeError, match=r"worker .* exited unexpectedly"):
+        batches(dataset)
+    assert dataset.reads == 0
+
+
+def test_memory_that_does_not_suffice_for_one_sample_is_explained() -> None:
+    here = os.getpid()
+
+    def sample(index: int) -> Tensor:
+        assert os.getpid() != here, "read again"
+        return torch.zeros(2**60, dtype=torch.uint8)
+
+    with pytest.raises(RuntimeError, match=r"^Memory ran out while BatchFinder read a single sample of Changed\. Free"):
+        batches(Changed(sample))
+
+
+def test_slow_samples_are_kept_as_far_as_they_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_sizes, "_SCAN_SECONDS", 0.3)
+    dataset = Changed(lambda index: (time.sleep(0.1), torch.zeros(1))[1])
+    drawn = read_sizes(dataset)
+    assert 1 <= len(drawn.samples) <= 4
+    assert drawn.notes == (f"Only {len(drawn.samples)} samples were read in 0 s; larger ones may exist.",)
+    assert dataset.reads == 0
+    assert batches(dataset).notes
+    assert not batches(dataset, "typical").notes
+
+
+def test_a_worker_that_hangs_ends_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_sizes, "_SAMPLE_SECONDS", 1.0)
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # until it terminates the worker
+    dataset = Changed(lambda index: (time.sleep(100 if index == 9 else 0), torch.zeros(1))[1])
+    drawn = read_sizes(dataset)
+    assert len(drawn.samples) == 3  # 0, 3, 6
+    assert drawn.notes
+    assert dataset.reads == 0
+
+
+def test_workers_are_initialized_as_those_of_the_loader() -> None:
+    loader = {"num_workers": 1, "worker_init_fn": lengthen, "collate_fn": pad}
+    assert batches(Numbers(), "longest", **loader).batch(1)[0].tolist() == [[7] * 9]
+
+
+def lengthen(worker: int) -> None:
+    torch.utils.data.get_worker_info().dataset.lengths[7] = 9  # type: ignore[union-attr]
+
+
+def test_no_file_descriptor_is_kept() -> None:
+    def descriptors_after(times: int) -> int:
+        kept = [batches(Numbers(40)) for _ in range(times)]
+        gc.collect()
+        assert len(kept) == times
+        return len(os.listdir("/proc/self/fd"))
+
+    descriptors_after(1)  # the first one opens what stays open, such as the resource tracker
+    assert descriptors_after(1) == descriptors_after(4)
+
+
+# How many samples
+
+
+def test_large_samples_hold_at_most_a_quarter_of_the_room() -> None:
+    dataset = Numbers(length=8, elements=12 * MIB // 8)
+    for room_mib, count in ((200, 4), (1, 1), (0, 1)):
+        probe = batches(dataset, room_bytes=room_mib * MIB)
+        assert probe.held_bytes == pytest.approx(12 * count * MIB, rel=1e-3)
+        assert len({sample[0].item() for sample in probe.batch(50)[0]}) == count
+
+
+def test_up_to_32_samples_are_kept_and_spread_over_the_data_set() -> None:
+    drawn = read_sizes(Numbers(1000))
+    assert [sample[0].item() for sample in drawn.samples[:3]] == [0, 31, 62]
+    assert len(drawn.samples) == MAX_SAMPLES
+
+
+def test_the_scan_ends_when_all_sizes_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(read_sizes(Numbers(2000)).sizes) == 512
+    monkeypatch.setattr(sample_sizes, "_EQUAL_SECONDS", 0.0)
+    assert len(read_sizes(Numbers(2000)).sizes) == 64
+    assert len(read_sizes(Numbers(2000), "typical").sizes) == 32
+    assert len(read_sizes(Numbers(100), "longest").sizes) == 100
+
+
+def test_the_scan_of_samples_that_differ_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MAX_SIZES == 10_000
+    monkeypatch.setattr(sample_sizes, "MAX_SIZES", 100)
+    dataset = Numbers(2000, lengths={0: 5})
+    assert len(read_sizes(dataset, collate_fn=pad).sizes) == 100
+    assert len(read_sizes(Stream(itertools.count()), float).sizes) == 100
+
+
+def test_a_sampler_of_the_user_decides_which_samples_are_read() -> None:
+    dataset = Numbers(lengths={5: 16, 6: 20})
+    assert batches(dataset, collate_fn=pad, sampler=[3, 4, 5]).batch(1)[0].tolist() == [[5] * 16]
+
+
+# Samples of several sizes
+
+RAGGED = Numbers(200, lengths={37: 16, 38: 12})
+
+
+def test_batches_that_are_padded_are_made_of_the_longest_sample() -> None:
+    for worst_case in (None, "longest", len):
+        probe = batches(RAGGED, worst_case, collate_fn=pad)
+        assert probe.batch(3)[0].tolist() == [[37] * 16] * 3
+        assert probe.batch_bytes(50)[0][1] == 50 * 16 * 8
+        assert probe.is_ragged
+        varied = [probe.varied_batch(3, index)[0].shape for index in range(33)]
+        assert {(3, 4), (3, 16)} <= set(varied)
+    assert batches(RAGGED, collate_fn=pad).longest_bytes == 16 * 8
+    assert batches(RAGGED, lambda sample: -int(sample[0]), collate_fn=pad).batch(1)[0].tolist() == [[0] * 4]
+
+
+def test_batches_that_are_concatenated_are_the_largest_of_random_ones() -> None:
+    dataset = Numbers(200, lengths={index: 4 + index % 20 for index in range(200)})  # a mean of 13.5
+    probe = batches(dataset, collate_fn=torch.cat)
+    assert probe.batch(1)[0].numel() == 23
+    elements = probe.batch(50)[0].numel()
+    assert 50 * 15 < elements < 50 * 18  # 23 each if the longest were repeated
+    assert probe.batch_bytes(50)[0][1] == pytest.approx(elements * 8, rel=0.02)
+    assert probe.batch(200)[0].numel() == pytest.approx(200 * 13.5, rel=0.02)  # all of them
+    varied = [probe.varied_batch(50, index)[0].numel() for index in range(5)]
+    assert len(set(varied)) > 1
+    assert max(varied) <= elements
+    assert torch.equal(probe.batch(50)[0], batches(dataset, collate_fn=torch.cat).batch(50)[0])
+
+
+def of_one_length(samples: list[Tensor]) -> Tensor:
+    assert len(samples) > 1, "at least two"
+    return torch.stack(samples)
+
+
+@pytest.mark.parametrize("collate", [list, of_one_length, lambda samples: ["text" * len(one) for one in samples]])
+def test_batches_that_the_model_combines_are_made_of_the_longest_sample(collate: Any) -> None:
+    batch, _ = batches(RAGGED, collate_fn=collate).batch(2)
+    assert len(batch[0]) == len(batch[1]) == (64 if isinstance(batch[0], str) else 16)
+
+
+def test_a_collate_function_that_makes_one_size_is_not_ragged() -> None:
+    probe = batches(RAGGED, collate_fn=lambda samples: torch.stack([sample[:2] for sample in samples]))
+    assert not probe.is_ragged
+    assert not probe.notes
+    assert torch.equal(probe.varied_batch(3, 1)[0], probe.batch(3, 1)[0])
+
+
+def test_names_and_paths_have_no_size() -> None:
+    dataset = Changed(lambda index: {"image": torch.zeros(4), "name": "n" * index})
+    assert not batches(dataset).is_ragged
+    assert batches(Changed(lambda index: "n" * index), collate_fn=list).batch(1)[0] == ["n" * 99]
+
+
+def test_typical_samples_are_those_drawn() -> None:
+    probe = batches(RAGGED, "typical", collate_fn=pad)
+    assert probe.batch(3)[0].tolist() == [[0] * 4, [6] * 4, [12] * 4]
+    assert torch.equal(probe.varied_batch(3, 1)[0], probe.batch(3)[0])
+    assert not probe.notes
+
+
+@pytest.mark.parametrize(
+    ("collate", "used"), [(pad, "of the largest sample only"), (torch.cat, "as large as the largest of 1,000 random")]
+)
+def test_the_note_names_the_sizes_and_the_way_out(collate: Any, used: str) -> None:
+    (note,) = batches(RAGGED, collate_fn=collate).notes
+    assert "of 200 the largest has 128 bytes in a batch and the median 32" in note
+    assert used in note
+    assert 'worst_case="typical"' in note
+
+
+@pytest.mark.parametrize("value", [None, "typical", "longest", len, Numbers])
+def test_valid_worst_cases(value: Any) -> None:
+    check_worst_case(value)
+
+
+@pytest.mark.parametrize("value", ["shortest", 3, True, ["longest"]])
+def test_invalid_worst_cases(value: Any) -> None:
+    message = 'worst_case must be None, "typical", "longest" or a callable that measures a sample, got '
+    with pytest.raises(ValueError, match=message):
+        check_worst_case(value)
+
+
+# Batches
+
+
+class Owner:
+    """Collates with a method, and must not be copied."""
+
+    def __deepcopy__(self, memo: object) -> Owner:
+        raise AssertionError("copied")
+
+    def collate(self, samples: list[Any]) -> int:
+        return len(samples)
+
+
+def test_the_owner_of_a_collate_method_is_not_copied() -> None:
+    assert batches(Numbers(), collate_fn=Owner().collate).batch(5)[0] == 5
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    where: range
+
+
+ROWS = torch.zeros(1000, 100)
+
+
+@pytest.mark.parametrize(("workers", "is_shared"), [(0, False), (1, True)])
+def test_a_batch_is_made_of_new_samples_without_the_storage_around_them(workers: int, is_shared: bool) -> None:
+    """Without workers each sample takes memory, as in a fetch; with them only the containers are new."""
+    dataset = Changed(lambda index: Frozen(ROWS[index], range(index)), length=1000)
+    probe = batches(dataset, collate_fn=list, num_workers=workers)
+    batch, _ = probe.batch(40)
+    assert {sample.x.untyped_storage().nbytes() for sample in batch} == {400}
+    assert len({id(sample) for sample in batch}) == 40
+    assert len({sample.x.data_ptr() for sample in batch}) == (32 if is_shared else 40)
+    assert probe.held_bytes >= 32 * 400
+    sent = sample_sizes._without_views(Frozen(ROWS[3], range(3)))  # through shared memory
+    assert sent.x.untyped_storage().nbytes() == 400
+
+
+def several(mode: Any) -> StageLoaders:
+    def loader(size: int, tag: int) -> DataLoader[Any]:
+        return DataLoader(Changed(lambda index: torch.full((1,), tag), length=60), batch_size=size)
+
+    loaders = {"a": loader(2, 1), "b": [loader(3, 2), loader(4, 3)]}
+    combined = CombinedLoader(loaders, mode)
+    fixed = loaders["b"][0]  # type: ignore[index]
+    return StageLoaders(combined, tuple(info(one, follows=one is not fixed) for one in combined.flattened))
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
+def test_a_batch_has_the_collection_of_the_loaders(mode: Any) -> None:
+    loaders = several(mode)
+    probe = ProbeBatches(loaders)
+    assert probe.loaders_in_turn == 1
+    batch, loader_index = probe.batch(5, 1)
+    assert loader_index == 0
+    assert batch["a"].flatten().tolist() == [1] * 5
+    assert [one.flatten().tolist() for one in batch["b"]] == [[2] * 3, [3] * 10]
+    assert str(probe.batch(2)[0]) == str(next(iter(loaders.combined))[0])
+    assert [batch_bytes for _, batch_bytes in probe.batch_bytes(5)] == [5 * 8, 3 * 8, 10 * 8]
+
+
+def test_in_a_sequence_the_loaders_follow_each_other() -> None:
+    probe = ProbeBatches(several("sequential"))
+    assert probe.loaders_in_turn == 3
+    for make in (probe.batch, probe.varied_batch):
+        made = [make(5, index) for index in range(4)]
+        assert [loader_index for _, loader_index in made] == [0, 1, 2, 0]
+        assert [batch.flatten().tolist() for batch, _ in made] == [[1] * 5, [2] * 3, [3] * 10, [1] * 5]
+
+
+def test_a_small_data_set_never_makes_a_full_batch() -> None:
+    assert len(batches(Numbers(60)).batch(100)[0]) == 60
+
+
+def test_each_loader_has_its_own_longest_sample_and_share() -> None:
+    loaders = [DataLoader(Numbers(60, 4, {7: length}), 2, collate_fn=pad) for length in (20, 12)]
+    stage = StageLoaders(CombinedLoader(loaders, "min_size"), tuple(map(info, loaders)))
+    probe = ProbeBatches(stage, room_bytes=10**9)
+    assert [tuple(one.shape) for one in probe.batch(3)[0]] == [(3, 20), (3, 12)]
+    assert probe.longest_bytes == 20 * 8
+    assert len(probe.notes) == 2
+    assert [one.shape[0] for one in ProbeBatches(stage, room_bytes=0).batch(3)[0]] == [3, 3]
