@@ -14,7 +14,7 @@ leave it to the logger. "In the logger" is the part of the mean that this concer
 the device in each step, and that wait is in its time.
 
     python -m benchmarks.overhead            # a Markdown table; on CUDA too where there is one
-    python -m benchmarks.overhead --json F   # the figures of each run too
+    python -m benchmarks.overhead --write    # also to benchmarks/results
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import lightning
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import DeviceStatsMonitor, ThroughputMonitor
@@ -43,7 +42,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.common import machine, report
+from benchmarks.common import report
 from lightning_batchmem import MemoryProfiler
 
 OURS = "MemoryProfiler"
@@ -266,7 +265,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=6, help="of each kind; a multiple of 3 has each order alike often")
-    parser.add_argument("--json", type=Path, help="write the figures of each run here")
+    parser.add_argument("--write", action="store_true", help="write to benchmarks/results")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -274,9 +273,9 @@ def main() -> None:
     torch.set_num_threads(1)  # the hooks have one; on a machine that others use, the network's others hold up its steps
     kinds = [(a, n) for a in (["cpu", "gpu"] if torch.cuda.is_available() else ["cpu"]) for n in STEPS_BY_INTERVAL]
     runs = [run(accelerator, interval, turn) for turn in range(arguments.runs) for accelerator, interval in kinds]
-    head = f"{machine()}, lightning {lightning.__version__}; runs of each kind: {arguments.runs}"
+    head = f"Runs of each kind: {arguments.runs}"
     head += f"; an empty hook reads {clock_seconds() * 1e6:.2f} us"
-    report(head, table(runs), {"runs": runs}, arguments.json)
+    report("overhead", f"{head}\n\n{table(runs)}", {"runs": runs}, write=arguments.write)
 
 
 if __name__ == "__main__":

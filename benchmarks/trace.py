@@ -8,7 +8,7 @@ Memory is no matter here: BatchFinder has ``max_batch_size=64``, Lightning's Bat
 had that: five trials), with which both end without meeting any limit; binsearch then takes its own margin of 5 % off.
 
     python -m benchmarks.trace            # a Markdown table of what differs
-    python -m benchmarks.trace --json F   # the findings as JSON too
+    python -m benchmarks.trace --write    # also to benchmarks/results
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import lightning
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -35,7 +34,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-from benchmarks.common import answer, described, in_fresh_process, machine, report
+from benchmarks.common import emit, in_fresh_process, one_line, report
 from benchmarks.trace_ways import WAYS, Net
 from lightning_batchmem import BatchFinder
 
@@ -141,7 +140,7 @@ def run(way_name: str, finder_name: str, batch_size: int) -> dict[str, Any]:
         except Exception as error:
             if finder is None:
                 raise  # the way itself is broken
-            return {"error": described(error)}
+            return {"error": one_line(error)}
         found = {key: digest(value, hide=directory) for key, value in state(trainer, module, seen, callbacks).items()}
     if isinstance(finder, BatchFinder):
         assert finder.plan is not None
@@ -235,16 +234,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", nargs=3, metavar=("WAY", "FINDER", "SIZE"), help="(internal) train in this process")
     parser.add_argument("--only", nargs="*", default=list(WAYS), choices=WAYS, metavar="WAY", help="these ways only")
-    parser.add_argument("--json", type=Path, help="write the findings here")
+    parser.add_argument("--write", action="store_true", help="write to benchmarks/results")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     if arguments.run:
         name, finder, size = arguments.run
-        answer(run(name, finder, int(size)))
+        emit(**run(name, finder, int(size)))
     else:
         results = compare(arguments.only)
-        head = f"{machine()}, lightning {lightning.__version__}; sizes bounded by {LARGEST}, {EPOCHS} epochs"
-        report(head, table(results), results, arguments.json)
+        head = f"Sizes bounded by {LARGEST}, {EPOCHS} epochs"
+        report("trace", f"{head}\n\n{table(results)}", results, write=arguments.write)
 
 
 if __name__ == "__main__":
