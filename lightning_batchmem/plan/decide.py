@@ -76,9 +76,9 @@ def decide(
         A probe with the next size, a plan, or a refusal: nothing fits, or the measurements follow no law.
 
     Example:
-        >>> bounds = Bounds(limit_bytes=1000, min_batch_size=1, max_batch_size=50, max_reason="dataset")
+        >>> limits = SearchLimits(limit_bytes=1000, min_batch_size=1, max_batch_size=50, max_reason="dataset")
         >>> trials = []
-        >>> while isinstance(step := decide(trials, bounds), Probe):
+        >>> while isinstance(step := decide(trials, limits), NextSize):
         ...     peak = 100 + 10 * step.batch_size
         ...     trials.append(Trial(step.batch_size, "ok", {"forward": peak}, measured_steps=3))
         >>> step.batch_size, step.limited_by
