@@ -1,4 +1,4 @@
-"""Ways to train for ``benchmarks.trace``: a small network with nothing, and then with one thing more in each."""
+"""Ways to train for ``benchmarks.trace``: a small network, each with one more feature."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEATURES, CLASSES = 6, 3
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
-class ProbeBatches(Dataset[tuple[int, Tensor, Tensor]]):
+class Samples(Dataset[tuple[int, Tensor, Tensor]]):
     """An index, features with ``noise`` added each time that a sample is read, and a class."""
 
     def __init__(self, noise: Callable[[], Tensor] | None = None) -> None:
@@ -73,15 +73,7 @@ def one_cycle(net: Net) -> Any:
 
 
 class Net(LightningModule):
-    """Two linear layers, with ``between`` in their midst.
-
-    Args:
-        batch_size: samples in each step.
-        between: makes a layer.
-        optimizers: makes what ``configure_optimizers`` returns.
-        noise: of the data set.
-        shuffle: whether the loader draws its order.
-    """
+    """Two linear layers with a layer ``between`` them."""
 
     def __init__(
         self,
@@ -107,7 +99,7 @@ class Net(LightningModule):
         return self.make_optimizers(self)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(ProbeBatches(self.noise), batch_size=self.batch_size, shuffle=self.shuffle)
+        return DataLoader(Samples(self.noise), batch_size=self.batch_size, shuffle=self.shuffle)
 
     def kept(self) -> Any:
         """What the module holds besides parameters and buffers."""
@@ -190,7 +182,7 @@ class Validated(Net):
         self.log("val_loss", functional.cross_entropy(self.layers(x), y))
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(ProbeBatches(), batch_size=self.batch_size)
+        return DataLoader(Samples(), batch_size=self.batch_size)
 
 
 class Data(LightningDataModule):
@@ -201,7 +193,7 @@ class Data(LightningDataModule):
         self.batch_size = batch_size
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(ProbeBatches(), batch_size=self.batch_size)
+        return DataLoader(Samples(), batch_size=self.batch_size)
 
 
 class Bare(Net):
@@ -220,14 +212,7 @@ def early_stopping() -> list[Callback]:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train.
-
-    Args:
-        module: makes the module for a batch size, in samples.
-        fit: makes what ``fit`` gets besides, for a batch size.
-        trainer: further arguments of the Trainer.
-        callbacks: makes the callbacks.
-    """
+    """Factories of the module, the arguments of ``fit`` and the callbacks, and arguments of the Trainer."""
 
     module: Callable[[int], Net]
     fit: Callable[[int], dict[str, Any]] = lambda size: {}
@@ -256,6 +241,6 @@ WAYS = {
     ),
     "datamodule": Way(lambda size: Bare(), fit=lambda size: {"datamodule": Data(size)}),
     "loader passed to fit": Way(
-        lambda size: Bare(), fit=lambda size: {"train_dataloaders": DataLoader(ProbeBatches(), batch_size=size)}
+        lambda size: Bare(), fit=lambda size: {"train_dataloaders": DataLoader(Samples(), batch_size=size)}
     ),
 }
