@@ -99,7 +99,8 @@ class HookTimer(Callback):
     def time_callback(self, owner: str, callback: Callback) -> None:
         """Time the hooks that ``callback`` overrides."""
         for name in dir(Callback):
-            if name.startswith("on_") and getattr(type(callback), name) is not getattr(Callback, name):
+            is_hook = name.startswith("on_") or name == "setup"
+            if is_hook and getattr(type(callback), name) is not getattr(Callback, name):
                 setattr(callback, name, self.timed(owner, getattr(callback, name)))
 
     @contextmanager

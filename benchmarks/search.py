@@ -32,7 +32,7 @@ from benchmarks.ways import WAYS
 from benchmarks.workloads import MIB, WORKLOADS
 
 HEAD = (
-    "network", "room MiB", "way", "found", "survives", "share", "killed in search", "killed after it",
+    "network", "room MiB", "way", "found", "survives", "share", "no size found", "killed after it",
     "killed in a fresh process", "prediction error", "search s", "samples run / size",
 )  # fmt: skip
 
@@ -114,7 +114,7 @@ def table(by_name: dict[str, Any]) -> str:
         best = known.get("oracle")
         for way, runs in known["searches"].items():
             found = [run for run in runs if run.get("batch_size")]
-            fresh = [run for size in _sizes(runs) for run in known["trainings"].get(str(size), [])[:1]]
+            fresh = [run for size in sorted(set(_sizes(runs))) for run in known["trainings"].get(str(size), [])]
             cells = [
                 name,
                 f"{WORKLOADS[name].room_bytes / MIB:,.0f}",
@@ -124,7 +124,7 @@ def table(by_name: dict[str, Any]) -> str:
                 _summary([size / best for size in _sizes(runs)], "{:.0%}") if best else "unknown",
                 f"{len(runs) - len(found)} of {len(runs)}",
                 _failures(found),
-                _failures([run for size in set(_sizes(runs)) for run in known["trainings"].get(str(size), [])]),
+                _failures(fresh),
                 _summary([error for run in found if (error := _prediction_error(run)) is not None], "{:+.1%}"),
                 _summary([run["search_seconds"] for run in found], "{:.1f}"),
                 _summary([run["samples_run"] / run["batch_size"] for run in found], "{:.1f}"),

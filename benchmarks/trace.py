@@ -47,12 +47,12 @@ COMPARED = (
     "batches",
     "metrics",
     "progress",
-    "module state",
+    "train or eval mode",
     "callback state",
     "files",
 )
-"""Random state: torch, CUDA, numpy and random at the end. Metrics: of the logger and the Trainer. Module state: plain
-attributes, train or eval mode. Files: their names."""
+"""Random state: torch, CUDA, numpy and random at the end. Metrics: of the logger and the Trainer. Files:
+their names."""
 
 
 def finder_of(name: str) -> Callback | None:
@@ -123,7 +123,7 @@ def run(way_name: str, finder_name: str, batch_size: int) -> dict[str, Any]:
             **{"enable_checkpointing": False, **way.trainer},
         )
         try:
-            trainer.fit(module, **way.fit(batch_size))
+            trainer.fit(module)
         except Exception as error:
             if finder is None:
                 raise  # the way itself is broken
@@ -152,7 +152,7 @@ def state(trainer: Trainer, module: Net, seen: Seen, callbacks: Sequence[Callbac
         "batches": seen.batches,
         "metrics": [(directory / "log/version_0/metrics.csv").read_text(), dict(trainer.callback_metrics)],
         "progress": [trainer.global_step, trainer.current_epoch, trainer.fit_loop.state_dict()],
-        "module state": [module.kept(), [part.training for part in module.modules()]],
+        "train or eval mode": [part.training for part in module.modules()],
         "callback state": [callback.state_dict() for callback in callbacks],
         "files": sorted(str(path.relative_to(directory)) for path in directory.rglob("*")),
     }

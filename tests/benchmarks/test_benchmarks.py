@@ -36,7 +36,7 @@ def test_table_of_searches() -> None:
     head, row = rows_of(search.table({"GAN": known}))
     cells = dict(zip(head, row, strict=True))
     assert (cells["found"], cells["survives"], cells["share"]) == ("50 (40 to 60)", "50", "100% (80% to 120%)")
-    assert cells["killed in search"] == "1 of 3"
+    assert cells["no size found"] == "1 of 3"
     assert cells["killed after it"] == cells["killed in a fresh process"] == "1 of 2"
     assert cells["prediction error"] == "-1.0%"
 
