@@ -50,7 +50,7 @@ def train(name: str, batch_size: int) -> None:
     limit = Limit(WORKLOADS[name].room_bytes)
     trainer_for([limit, profiler], STEPS * WORKLOADS[name].optimizers).fit(module_for(name, batch_size))
     assert profiler.summary is not None
-    emit(peak_bytes=profiler.summary.peak_reserved_bytes or profiler.summary.peak_bytes)
+    emit(profiled_bytes=profiler.summary.peak_reserved_bytes or profiler.summary.peak_bytes)
 
 
 def measure(name: str) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def measure(name: str) -> dict[str, Any]:
     found["measured"] = {}
     for size in found.get("predicted", {}):
         trained = in_fresh_process("benchmarks.prediction", "--train", name, size, room_bytes=room_bytes)
-        found["measured"][size] = trained.get("peak_bytes")
+        found["measured"][size] = trained.get("profiled_bytes")
         found["error"] = found["error"] or trained["error"]
     print(f"{name}: {found['error'] or errors(found)}", file=sys.stderr)
     return found
