@@ -1,4 +1,4 @@
-"""What benchmarks share: a bare Trainer, fresh processes that answer in JSON, the line that names the machine."""
+"""What benchmarks share: a bare Trainer, fresh processes that send JSON, and files of results."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,106 +16,115 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from benchmarks.caps import GROUP_VARIABLE, memory_group
+
 ROOT = Path(__file__).parents[1]
-PACKAGE_VARIABLE = "BENCHMARKED_PACKAGE"
-"""Environment variable with the folder that the package under test is installed in; without it, wherever it is."""
+CHILD_VARIABLE = "BENCHMARKS_CHILD"
+"""Environment variable that is set in the processes of :func:`in_fresh_process`."""
 
-GROUP_VARIABLE = "BENCHMARKED_GROUP"
-"""Environment variable with the control group of a process that has one of its own."""
-
-DEVICE_SHARE = 0.5
-"""Share of a device's memory that a search may use; on the host each workload has a limit of its own."""
+SAMPLING_SECONDS = 0.02
+"""Time between two readings of the memory in use."""
 
 
-def trainer_for(callbacks: Sequence[Callback], steps: int, directory: Path | None = None) -> Trainer:
-    """A Trainer without anything that is not measured; what must be written goes to ``directory``."""
-    return Trainer(
-        accelerator="auto",
-        devices=1,
-        max_steps=steps,
-        callbacks=list(callbacks),
-        default_root_dir=directory,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+def trainer_for(callbacks: Sequence[Callback], steps: int, **arguments: Any) -> Trainer:
+    """Make a Trainer that does nothing but train, unless ``arguments`` add to it."""
+    defaults: dict[str, Any] = {
+        "accelerator": "auto",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(max_steps=steps, callbacks=list(callbacks), **{**defaults, **arguments})
 
 
-def answer(result: dict[str, Any]) -> None:
-    """Print what :func:`in_fresh_process` reads, on a line of its own.
-
-    Raises:
-        RuntimeError: when the package that ran is not the installed one that was to be measured.
-    """
-    import lightning_batchmem
-
-    installed, used = os.environ.get(PACKAGE_VARIABLE), lightning_batchmem.__file__
-    if installed is not None and not Path(used).is_relative_to(installed):
-        raise RuntimeError(f"lightning_batchmem was to come from {installed}, and came from {used}")
-    print("\n" + json.dumps(result))
+def emit(**values: Any) -> None:
+    """Send values to the parent process; a later value of the same name replaces the earlier one."""
+    if CHILD_VARIABLE in os.environ:
+        print("\n" + json.dumps(values), flush=True)
 
 
-def environment() -> dict[str, str]:
-    """The environment of a process that has the benchmarks from here, and the package from its wheel if one is set."""
-    package = os.environ.get(PACKAGE_VARIABLE)
-    paths = [*([package] if package else []), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def in_fresh_process(
-    module: str, *arguments: str, timeout_seconds: float = 600.0, group: Path | None = None
-) -> dict[str, Any]:
-    """Run ``python -m module`` with ``arguments`` and read the JSON in the last line of its output.
+def in_fresh_process(module: str, *arguments: str, room_bytes: int = 0, timeout_seconds: float = 900) -> dict[str, Any]:
+    """Run ``python -m module`` in a new process, on the host in a memory control group.
 
     Args:
-        module: the name of a module with a command line that ends with :func:`answer`.
-        arguments: of its command line.
-        timeout_seconds: after which it is ended.
-        group: control group that it enters before Python starts, so that all its memory is counted there.
+        module: module with a command line that calls :func:`emit`.
+        arguments: arguments of its command line.
+        room_bytes: room of the control group, which the process sets by :func:`benchmarks.caps.cap`. 0: no group.
+        timeout_seconds: the process is killed after this time.
 
-    Raises:
-        subprocess.CalledProcessError: when it does not end well; the end of its stderr is a note of the error.
-        subprocess.TimeoutExpired: when it does not end in time.
+    Returns:
+        All values that the process emitted before its end, with ``error``: ``None`` or one line, ``"killed"`` after
+        SIGKILL by the kernel; in a group also ``used_bytes`` (highest sampled use without page cache) and
+        ``peak_bytes`` (the kernel's peak with page cache), both beyond the use at the time of the cap.
     """
-    # -P: not from the working directory, where the package's source is
-    command = [sys.executable, "-P", "-m", module, *arguments]
-    variables = environment()
-    if group is not None:
-        command = ["/bin/sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group), *command]
-        variables[GROUP_VARIABLE] = str(group)
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_seconds, check=True, env=variables
-        )
-    except subprocess.CalledProcessError as error:
-        error.add_note(error.stderr[-2000:])
-        raise
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    command = [sys.executable, "-m", module, *arguments]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {**os.environ, CHILD_VARIABLE: "1", "PYTHONPATH": os.pathsep.join(paths)}
+    with memory_group(room_bytes) as group:
+        if group is not None:
+            command = ["/bin/sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group.path), *command]
+            variables[GROUP_VARIABLE] = str(group.path)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables)
+        end = time.monotonic() + timeout_seconds
+        while True:
+            try:
+                output, errors = process.communicate(timeout=SAMPLING_SECONDS if group else timeout_seconds)
+                break
+            except subprocess.TimeoutExpired:
+                if group is not None:
+                    group.sample()
+                if time.monotonic() > end:
+                    process.kill()
+        result: dict[str, Any] = {"error": None}
+        for line in output.splitlines():
+            if line.startswith("{"):
+                result.update(json.loads(line))
+        if group is not None:
+            result.update(group.peaks())
+        if process.returncode:
+            last = "".join(errors.strip().splitlines()[-1:])
+            result["error"] = f"process ended with {process.returncode}: {last}"
+            if time.monotonic() > end:
+                result["error"] = f"no end after {timeout_seconds:g} s"
+            if group is not None and group.kills():
+                result["error"] = "killed"
+        return result
 
 
-def described(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """An error as one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def device_folder() -> str:
-    """The name of the folder for the results of this machine: ``cpu-2-cores``, ``nvidia-h100-80gb-hbm3``."""
-    if torch.cuda.is_available():
-        return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
-    return f"cpu-{len(os.sched_getaffinity(0))}-cores"
-
-
 def machine() -> str:
-    """Python, torch and the device, as the first line above a table."""
+    """Versions, device and commit, as the first line above a table."""
+    import lightning
+
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    return f"Python {platform.python_version()}, torch {torch.__version__}, {device}"
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, lightning {lightning.__version__}"
+    return f"{versions}, {device}, commit {commit.stdout.strip() or 'unknown'}"
 
 
-def report(head: str, table: str, results: dict[str, Any], json_path: Path | None) -> None:
-    """Print the table under its first line, and write the raw figures where that is wanted."""
-    print(f"{head}\n\n{table}")
-    if json_path is not None:
-        json_path.write_text(json.dumps(results, indent=1))
+def results_file(name: str) -> Path:
+    """The file for raw results on this device, e.g. ``benchmarks/results/cpu-2-cores/search.json``."""
+    folder = f"cpu-{len(os.sched_getaffinity(0))}-cores"
+    if torch.cuda.is_available():
+        folder = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+    return ROOT / "benchmarks" / "results" / folder / f"{name}.json"
+
+
+def report(name: str, table: str, results: dict[str, Any], *, write: bool) -> None:
+    """Print a table; with ``write``, also write it and the raw results to ``benchmarks/results``."""
+    text = f"{machine()}\n\n{table}"
+    print(text)
+    if write:
+        path = results_file(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(results, indent=1) + "\n")
+        path.with_suffix(".md").write_text(text + "\n")

@@ -10,16 +10,16 @@ from torch.nn import functional
 
 CLASSES = 10
 TOKENS = 512
-"""Size of the small language models' vocabulary."""
+"""Vocabulary of the small language models."""
 
-NOISE = 32
-"""Numbers that the generator makes an image of."""
+LATENT = 32
+"""Numbers from which the generator makes an image."""
 
 
-class Conv(nn.Module):
+class ConvNet(nn.Module):
     """A residual convolutional network for 3 x 32 x 32 images."""
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, padding=1)
         self.blocks = nn.ModuleList(
@@ -46,11 +46,9 @@ class UNet(nn.Module):
 
         def double(inputs: int, outputs: int) -> nn.Sequential:
             return nn.Sequential(
-                nn.Conv2d(inputs, outputs, 3, padding=1),
-                nn.ReLU(),
-                nn.Conv2d(outputs, outputs, 3, padding=1),
-                nn.ReLU(),
-            )
+                nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(),
+                nn.Conv2d(outputs, outputs, 3, padding=1), nn.ReLU(),
+            )  # fmt: skip
 
         self.down1, self.down2 = double(1, width), double(width, 2 * width)
         self.bottom = double(2 * width, 4 * width)
@@ -68,21 +66,21 @@ class UNet(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A small encoder that predicts a token at each place."""
+    """A small encoder that predicts a token at each position."""
 
-    def __init__(self, width: int = 128, tokens: int = TOKENS) -> None:
+    def __init__(self, width: int = 128, layers: int = 3) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(tokens, width)
+        self.embedding = nn.Embedding(TOKENS, width)
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-        self.head = nn.Linear(width, tokens)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, TOKENS)
 
     def forward(self, x: Tensor) -> Tensor:
         scores: Tensor = self.head(self.encoder(self.embedding(x)))
         return scores.transpose(1, 2)
 
 
-class Recurrent(nn.Module):
+class LSTM(nn.Module):
     """A two-layer LSTM over 100 steps."""
 
     def __init__(self, width: int = 192) -> None:
@@ -96,18 +94,18 @@ class Recurrent(nn.Module):
 
 
 def wide_mlp(width: int = 1024, layers: int = 12) -> nn.Module:
-    """Large weights and small activations: bound by the optimizer step at small batches."""
+    """Large weights and small activations."""
     hidden = [module for _ in range(layers) for module in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(*hidden, nn.Linear(width, CLASSES))
 
 
-class GenerativePair(nn.Module):
-    """A generator of 1 x 64 x 64 images and the discriminator that judges them."""
+class GAN(nn.Module):
+    """A generator of 1 x 32 x 32 images, and a discriminator."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.generator = nn.Sequential(
-            nn.Linear(NOISE, 2 * width * 16 * 16), nn.Unflatten(1, (2 * width, 16, 16)), nn.ReLU(),
+            nn.Linear(LATENT, 2 * width * 8 * 8), nn.Unflatten(1, (2 * width, 8, 8)), nn.ReLU(),
             nn.ConvTranspose2d(2 * width, width, 4, stride=2, padding=1), nn.BatchNorm2d(width), nn.ReLU(),
             nn.ConvTranspose2d(width, width // 2, 4, stride=2, padding=1), nn.BatchNorm2d(width // 2), nn.ReLU(),
             nn.Conv2d(width // 2, 1, 3, padding=1), nn.Tanh(),
@@ -116,18 +114,18 @@ class GenerativePair(nn.Module):
             nn.Conv2d(1, width, 3, padding=1), nn.LeakyReLU(0.2),
             nn.Conv2d(width, 2 * width, 4, stride=2, padding=1), nn.LeakyReLU(0.2),
             nn.Conv2d(2 * width, 2 * width, 4, stride=2, padding=1), nn.LeakyReLU(0.2),
-            nn.Flatten(), nn.Linear(2 * width * 16 * 16, 1),
+            nn.Flatten(), nn.Linear(2 * width * 8 * 8, 1),
         )  # fmt: skip
 
     def imagine(self, count: int) -> Tensor:
         """``count`` generated images."""
         device = next(self.generator.parameters()).device
-        images: Tensor = self.generator(torch.randn(count, NOISE, device=device))
+        images: Tensor = self.generator(torch.randn(count, LATENT, device=device))
         return images
 
 
 class GPT2(nn.Module):
-    """GPT-2 small as ``transformers`` builds it from its config, with random weights: nothing is downloaded."""
+    """GPT-2 small as ``transformers`` builds it from its config, with random weights; nothing is downloaded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,3 +137,42 @@ class GPT2(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores: Tensor = self.model(x, use_cache=False).logits
         return scores.transpose(1, 2)
+
+
+class Bottleneck(nn.Module):
+    """The block of ResNet-50: 1 x 1, 3 x 3 (with the stride, as in torchvision), 1 x 1, and a shortcut."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.body = nn.Sequential(
+            *_convolution(inputs, width, 1), nn.ReLU(inplace=True),
+            *_convolution(width, width, 3, stride), nn.ReLU(inplace=True),
+            *_convolution(width, outputs, 1),
+        )  # fmt: skip
+        is_same = inputs == outputs and stride == 1
+        self.shortcut = nn.Identity() if is_same else nn.Sequential(*_convolution(inputs, outputs, 1, stride))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.relu(self.body(x) + self.shortcut(x))
+        return y
+
+
+def resnet50(classes: int = 1000) -> nn.Module:
+    """ResNet-50 for 3 x 224 x 224 images.
+
+    Source: He et al. 2015, arXiv 1512.03385, table 1.
+    """
+    layers: list[nn.Module] = [*_convolution(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)]
+    inputs = 64
+    for width, blocks, first_stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+        for block in range(blocks):
+            layers.append(Bottleneck(inputs, width, first_stride if block == 0 else 1))
+            inputs = 4 * width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+
+
+def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Module]:
+    convolution = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+    return [convolution, nn.BatchNorm2d(outputs)]

@@ -1,20 +1,13 @@
-"""What does a monitoring callback cost in each step?
+"""Time that a monitoring callback adds to each training step.
 
-Lightning's DeviceStatsMonitor and ThroughputMonitor and this package's MemoryProfiler (its CSV on) in one Trainer with
-a CSVLogger, on a small network. The time inside every hook that a callback overrides, and inside every hook that it
-puts on an optimizer's step, is added up step by step. Runs at both settings of ``log_every_n_steps`` alternate, the
-callbacks in another order each time. A run gives the median, mean and 90th percentile over its steps after a warm-up,
-and their ratios; the table has the medians of these over the runs. What a callback does at every 50th step only is in
-the mean, not in the median.
+Lightning's DeviceStatsMonitor and ThroughputMonitor and this package's MemoryProfiler (with its CSV) run in one Trainer
+with a CSVLogger, on a small network. The time inside each callback's hooks, and inside the hooks that it registers on
+an optimizer's step, is summed per step. Each run takes the median and mean over its steps after a warm-up, with the
+callbacks in another order; the table has medians over the runs. On CUDA ThroughputMonitor synchronizes in each step,
+and that time is included.
 
-Not in it: what Lightning does to call a hook, which it does for hooks that a callback does not override too. In it: the
-reading of the clock, for each hook that is called; the first line says how much that is. What a logger writes is on the
-account of the callback that makes it write, whoever logged it: ThroughputMonitor does so whenever it logs, the others
-leave it to the logger. "In the logger" is the part of the mean that this concerns. On CUDA ThroughputMonitor waits for
-the device in each step, and that wait is in its time.
-
-    python -m benchmarks.overhead            # a Markdown table; on CUDA too where there is one
-    python -m benchmarks.overhead --json F   # the figures of each run too
+    python -m benchmarks.overhead            # a Markdown table, on CUDA too if available
+    python -m benchmarks.overhead --write    # also to benchmarks/results
 """
 
 from __future__ import annotations
@@ -30,11 +23,9 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import lightning
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import DeviceStatsMonitor, ThroughputMonitor
@@ -43,18 +34,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.common import machine, report
+from benchmarks.common import report, trainer_for
 from lightning_batchmem import MemoryProfiler
 
 OURS = "MemoryProfiler"
 STEPS_BY_INTERVAL = {50: 2000, 1: 500}
-"""``log_every_n_steps`` -> steps that count in each run; a multiple of it, so that the mean has its share of logs."""
-TARGETS = {50: ("ThroughputMonitor", 3 / 2), 1: ("DeviceStatsMonitor", 1 / 3)}
-"""``log_every_n_steps`` -> with whose median ours is compared, and the ratio it may have on the CPU."""
+"""``log_every_n_steps`` -> steps that count in each run."""
+
 WARM_UP_STEPS = 100
-"""Steps at the start of a run that do not count: ThroughputMonitor reports rates once its window of 100 is full."""
+"""Steps that do not count: ThroughputMonitor reports rates once its window of 100 is full."""
+
 BATCH_SIZE, FEATURES = 16, 64
-NO_STEP = -1
+HEAD = ("accelerator", "log_every_n_steps", "callback", "median us", "mean us", "MemoryProfiler's median over this")
 
 
 class Small(LightningModule):
@@ -74,34 +65,25 @@ class Small(LightningModule):
         return torch.optim.Adam(self.parameters())
 
 
-class Stopwatch(Callback):
-    """Times what others do, and, as the first of the Trainer's callbacks, counts the steps.
-
-    Attributes:
-        seconds: whose hook -> its name -> step -> seconds inside it. Step ``NO_STEP`` is all that is outside of steps.
-        logger_seconds: whose hook -> step -> seconds of those in ``seconds`` that a logger took.
-    """
+class HookTimer(Callback):
+    """Times the hooks of other callbacks; the first of the Trainer's callbacks, so that it counts the steps."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, dict[str, dict[int, float]]] = defaultdict(
-            lambda: defaultdict(lambda: defaultdict(float))
-        )
-        self.logger_seconds: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-        self._step = NO_STEP
+        self.seconds: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))  # callback -> step
+        self._step = -1
         self._owner: str | None = None
-        self._in_logger = False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._step = batch_idx  # of the only epoch
+        self._step = batch_idx
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._step = NO_STEP
+        self._step = -1
 
-    def hook(self, owner: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, timed on ``owner``'s account; inside another hook it is in that one's time already."""
+    def timed(self, owner: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, timed for ``owner``, unless another timed hook calls it."""
 
         @functools.wraps(function)
-        def timed(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             if self._owner is not None:
                 return function(*args, **kwargs)
             self._owner = owner
@@ -109,76 +91,36 @@ class Stopwatch(Callback):
             try:
                 return function(*args, **kwargs)
             finally:
-                seconds = time.perf_counter() - begin
+                self.seconds[owner][self._step] += time.perf_counter() - begin
                 self._owner = None
-                self.seconds[owner][name][self._step] += seconds
 
-        return timed
+        return run
 
-    def watch_callback(self, owner: str, callback: Callback) -> None:
+    def time_callback(self, owner: str, callback: Callback) -> None:
         """Time the hooks that ``callback`` overrides."""
         for name in dir(Callback):
-            is_hook = name.startswith("on_") or name in ("setup", "teardown")
+            is_hook = name.startswith("on_") or name == "setup"
             if is_hook and getattr(type(callback), name) is not getattr(Callback, name):
-                setattr(callback, name, self.hook(owner, name, getattr(callback, name)))
-
-    def watch_logger(self, logger: CSVLogger) -> None:
-        """Time what ``logger`` does inside a hook."""
-
-        def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                if self._owner is None or self._in_logger:  # log_metrics may call save
-                    return function(*args, **kwargs)
-                self._in_logger = True
-                begin = time.perf_counter()
-                try:
-                    return function(*args, **kwargs)
-                finally:
-                    self.logger_seconds[self._owner][self._step] += time.perf_counter() - begin
-                    self._in_logger = False
-
-            return run
-
-        for name in ("log_metrics", "save"):
-            setattr(logger, name, timed(getattr(logger, name)))
+                setattr(callback, name, self.timed(owner, getattr(callback, name)))
 
     @contextmanager
-    def watching_optimizers(self) -> Iterator[None]:
-        """Time what a callback, inside one of its hooks, puts on an optimizer's step."""
+    def time_optimizer_hooks(self) -> Iterator[None]:
+        """Time the hooks on an optimizer's step that a callback registers inside one of its hooks."""
 
-        def on_account(register: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_register(register: Callable[..., Any]) -> Callable[..., Any]:
             def run(optimizer: Optimizer, hook: Callable[..., Any]) -> Any:
-                if self._owner is not None:
-                    hook = self.hook(self._owner, register.__name__.removeprefix("register_"), hook)
-                return register(optimizer, hook)
+                return register(optimizer, self.timed(self._owner, hook) if self._owner is not None else hook)
 
             return run
 
         with ExitStack() as patches:
             for name in ("register_step_pre_hook", "register_step_post_hook"):
-                patches.enter_context(patch.object(Optimizer, name, on_account(getattr(Optimizer, name))))
+                patches.enter_context(patch.object(Optimizer, name, timed_register(getattr(Optimizer, name))))
             yield
-
-    def account(self, owner: str, steps: range) -> dict[str, Any]:
-        """What ``owner`` cost in ``steps``, and outside of all steps."""
-        by_hook, in_logger = self.seconds[owner], self.logger_seconds[owner]
-        costs = [sum(by_step.get(step, 0.0) for by_step in by_hook.values()) for step in steps]
-        return {
-            "median_seconds": statistics.median(costs),
-            "mean_seconds": statistics.fmean(costs),
-            "p90_seconds": statistics.quantiles(costs, n=10)[-1],
-            "mean_logger_seconds": statistics.fmean(in_logger.get(step, 0.0) for step in steps),
-            "outside_seconds": sum(by_step.get(NO_STEP, 0.0) for by_step in by_hook.values()),
-            "median_seconds_by_hook": {
-                name: statistics.median(by_step.get(step, 0.0) for step in steps)
-                for name, by_step in by_hook.items()
-                if any(step in by_step for step in steps)
-            },
-        }
 
 
 def run(accelerator: str, interval: int, turn: int) -> dict[str, Any]:
-    """Train once with all callbacks, their order rotated by ``turn``, and account for each."""
+    """Train once with all callbacks, their order rotated by ``turn``; median and mean seconds of each."""
     steps = WARM_UP_STEPS + STEPS_BY_INTERVAL[interval]
     callbacks = {
         "DeviceStatsMonitor": DeviceStatsMonitor(),
@@ -187,96 +129,55 @@ def run(accelerator: str, interval: int, turn: int) -> dict[str, Any]:
     }
     names = list(callbacks)
     order = names[turn % 3 :] + names[: turn % 3]
-    watch = Stopwatch()
+    timer = HookTimer()
     for name, callback in callbacks.items():
-        watch.watch_callback(name, callback)
-    with tempfile.TemporaryDirectory() as directory:
-        logger = CSVLogger(directory)
-        watch.watch_logger(logger)
-        trainer = Trainer(
+        timer.time_callback(name, callback)
+    data = TensorDataset(torch.randn(steps * BATCH_SIZE, FEATURES))
+    with tempfile.TemporaryDirectory() as directory, timer.time_optimizer_hooks(), redirect_stdout(io.StringIO()):
+        trainer = trainer_for(
+            [timer, *(callbacks[name] for name in order)],
+            steps,
             accelerator=accelerator,
-            devices=1,
-            max_epochs=1,
-            callbacks=[watch, *(callbacks[name] for name in order)],
-            logger=logger,
+            logger=CSVLogger(directory),
             log_every_n_steps=interval,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
-        data = TensorDataset(torch.randn(steps * BATCH_SIZE, FEATURES))
-        with watch.watching_optimizers(), redirect_stdout(io.StringIO()):  # the profiler's table
-            trainer.fit(Small(), DataLoader(data, batch_size=BATCH_SIZE))
-        assert trainer.global_step == steps
-        csv_lines = (Path(logger.log_dir) / "memory_per_batch.csv").read_text().splitlines()
-        assert len(csv_lines) == 1 + steps
-    counted = range(WARM_UP_STEPS, steps)
-    accounts = {name: watch.account(name, counted) for name in names}
-    return {"accelerator": accelerator, "log_every_n_steps": interval, "order": order, "callbacks": accounts}
+        trainer.fit(Small(), DataLoader(data, batch_size=BATCH_SIZE))
+    costs = {name: [timer.seconds[name][step] for step in range(WARM_UP_STEPS, steps)] for name in names}
+    return {
+        "accelerator": accelerator,
+        "log_every_n_steps": interval,
+        "median_seconds": {name: statistics.median(values) for name, values in costs.items()},
+        "mean_seconds": {name: statistics.fmean(values) for name, values in costs.items()},
+    }
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """The results as Markdown: the costs, and below them the ratios with their targets."""
-    lines = [
-        "| accelerator | log_every_n_steps | callback | median us | mean us | of it in the logger us "
-        "| 90th percentile us | outside of steps ms |",
-        "|" + "---|" * 8,
-    ]
-    said = []
-    for accelerator, interval in dict.fromkeys((one["accelerator"], one["log_every_n_steps"]) for one in runs):
-        same = [
-            one["callbacks"]
-            for one in runs
-            if (one["accelerator"], one["log_every_n_steps"]) == (accelerator, interval)
-        ]
-        for name in same[0]:
-            us = [
-                f"{statistics.median(one[name][key] for one in same) * 1e6:,.1f}"
-                for key in ("median_seconds", "mean_seconds", "mean_logger_seconds", "p90_seconds")
-            ]
-            outside_ms = statistics.median(one[name]["outside_seconds"] for one in same) * 1e3
-            lines.append(f"| {accelerator} | {interval} | {name} | {' | '.join(us)} | {outside_ms:.1f} |")
-        said.append(f"- {accelerator}, at {interval}: {_comparison(same, interval, has_target=accelerator == 'cpu')}")
-    return "\n".join([*lines, "", *said])
-
-
-def _comparison(same: list[dict[str, Any]], interval: int, *, has_target: bool) -> str:
-    other, target = TARGETS[interval]
-    by_median, by_mean = (
-        sorted(one[OURS][key] / one[other][key] for one in same) for key in ("median_seconds", "mean_seconds")
-    )
-    ratio = statistics.median(by_median)
-    verdict = f"target at most {target:.2f}, {'met' if ratio <= target else 'MISSED'}" if has_target else "no target"
-    return (
-        f"{OURS}'s median is {ratio:.2f} times {other}'s ({by_median[0]:.2f} to {by_median[-1]:.2f}; {verdict}),"
-        f" its mean {statistics.median(by_mean):.2f} times ({by_mean[0]:.2f} to {by_mean[-1]:.2f})"
-    )
-
-
-def clock_seconds() -> float:
-    """What the stopwatch reads for a hook that does nothing."""
-    watch, times = Stopwatch(), 10_000
-    hook = watch.hook("nobody", "nothing", lambda: None)
-    for _ in range(times):
-        hook()
-    return watch.seconds["nobody"]["nothing"][NO_STEP] / times
+    """The results as Markdown."""
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+    for kind in dict.fromkeys((one["accelerator"], one["log_every_n_steps"]) for one in runs):
+        same = [one for one in runs if (one["accelerator"], one["log_every_n_steps"]) == kind]
+        for name in same[0]["median_seconds"]:
+            median, mean = (
+                statistics.median(one[key][name] for one in same) * 1e6 for key in ("median_seconds", "mean_seconds")
+            )
+            ratio = statistics.median(one["median_seconds"][OURS] / one["median_seconds"][name] for one in same)
+            lines.append(f"| {kind[0]} | {kind[1]} | {name} | {median:,.1f} | {mean:,.1f} | {ratio:.2f} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=6, help="of each kind; a multiple of 3 has each order alike often")
-    parser.add_argument("--json", type=Path, help="write the figures of each run here")
+    parser.add_argument("--runs", type=int, default=6, help="runs of each kind, a multiple of 3; default: %(default)s")
+    parser.add_argument("--write", action="store_true", help="write to benchmarks/results")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     seed_everything(0, verbose=False)
-    torch.set_num_threads(1)  # the hooks have one; on a machine that others use, the network's others hold up its steps
+    torch.set_num_threads(1)  # the hooks run in one thread
     kinds = [(a, n) for a in (["cpu", "gpu"] if torch.cuda.is_available() else ["cpu"]) for n in STEPS_BY_INTERVAL]
     runs = [run(accelerator, interval, turn) for turn in range(arguments.runs) for accelerator, interval in kinds]
-    head = f"{machine()}, lightning {lightning.__version__}; runs of each kind: {arguments.runs}"
-    head += f"; an empty hook reads {clock_seconds() * 1e6:.2f} us"
-    report(head, table(runs), {"runs": runs}, arguments.json)
+    report("overhead", table(runs), {"runs": runs}, write=arguments.write)
 
 
 if __name__ == "__main__":

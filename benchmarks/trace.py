@@ -1,14 +1,11 @@
-"""Does a search leave a trace in the training that follows?
+"""Differences between a training with a finder and the same training with its size hard-coded.
 
-For each way to train (``benchmarks/trace_ways.py``): a run with a finder, and in another fresh process the same run
-with the size that this finder found hard-coded. After three epochs everything in :data:`COMPARED` must be the same in
-every bit. "No finder" is the control: the same hard-coded run twice, which shows that the machine repeats itself.
-
-Memory is no matter here: BatchFinder has ``max_batch_size=64``, Lightning's BatchSizeFinder ``max_val=64`` (before it
-had that: five trials), with which both end without meeting any limit; binsearch then takes its own margin of 5 % off.
+Each way to train (``benchmarks/trace_ways.py``) runs for three epochs in fresh processes; everything in
+:data:`COMPARED` is compared bit by bit. "no finder" is the control: the same hard-coded run twice. All finders have 64
+samples as their largest size, and meet no memory limit.
 
     python -m benchmarks.trace            # a Markdown table of what differs
-    python -m benchmarks.trace --json F   # the findings as JSON too
+    python -m benchmarks.trace --write    # also to benchmarks/results
 """
 
 from __future__ import annotations
@@ -21,13 +18,11 @@ import random
 import sys
 import tempfile
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import lightning
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -35,7 +30,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-from benchmarks.common import answer, described, in_fresh_process, machine, report
+from benchmarks.common import emit, in_fresh_process, one_line, report
 from benchmarks.trace_ways import WAYS, Net
 from lightning_batchmem import BatchFinder
 
@@ -52,17 +47,16 @@ COMPARED = (
     "batches",
     "metrics",
     "progress",
-    "module state",
+    "train or eval mode",
     "callback state",
     "files",
 )
-"""Weights: parameters and buffers. Random state: torch, CUDA, numpy and random at the end. Batches: their values, step
-by step. Metrics: what the logger wrote, and the Trainer's at the end. Progress: steps, epochs and the state of the
-loops. Module state: what a module keeps besides, and train or eval mode. Files: their names."""
+"""Random state: torch, CUDA, numpy and random at the end. Metrics: of the logger and the Trainer. Files:
+their names."""
 
 
 def finder_of(name: str) -> Callback | None:
-    """The finder of that name, bounded by :data:`LARGEST`; ``None`` for the control."""
+    """The finder of this name with :data:`LARGEST` as its largest size; ``None`` for the control."""
     if name == CONTROL:
         return None
     if name == "BatchFinder":
@@ -73,7 +67,7 @@ def finder_of(name: str) -> Callback | None:
 
 
 class Seen(Callback):
-    """Notes each batch of the training, and the learning rates after it."""
+    """Records each batch, and the learning rates after it."""
 
     def __init__(self) -> None:
         self.ids: list[list[int]] = []
@@ -89,15 +83,7 @@ class Seen(Callback):
 
 
 def digest(value: Any, hide: str = "") -> str:
-    """A hash of every bit of nested containers of tensors, arrays and plain values.
-
-    Args:
-        value: what is hashed.
-        hide: a text taken out of all strings: the directory of the run.
-
-    Raises:
-        TypeError: for a type that is not known to be compared by its value.
-    """
+    """A hash of nested containers of tensors, arrays and plain values, with ``hide`` removed from all strings."""
     if isinstance(value, Tensor):
         raw = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         text = f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(raw).hexdigest()}"
@@ -117,7 +103,7 @@ def digest(value: Any, hide: str = "") -> str:
 
 
 def run(way_name: str, finder_name: str, batch_size: int) -> dict[str, Any]:
-    """Train in this process, from ``batch_size`` on with a finder; the size that was found, and the digests."""
+    """Train in this process; the size found (or ``batch_size``) and the digests."""
     seed_everything(3, verbose=False)
     way, finder, seen = WAYS[way_name], finder_of(finder_name), Seen()
     callbacks = way.callbacks()
@@ -137,11 +123,11 @@ def run(way_name: str, finder_name: str, batch_size: int) -> dict[str, Any]:
             **{"enable_checkpointing": False, **way.trainer},
         )
         try:
-            trainer.fit(module, **way.fit(batch_size))
+            trainer.fit(module)
         except Exception as error:
             if finder is None:
                 raise  # the way itself is broken
-            return {"error": described(error)}
+            return {"error": one_line(error)}
         found = {key: digest(value, hide=directory) for key, value in state(trainer, module, seen, callbacks).items()}
     if isinstance(finder, BatchFinder):
         assert finder.plan is not None
@@ -153,7 +139,7 @@ def run(way_name: str, finder_name: str, batch_size: int) -> dict[str, Any]:
 
 
 def state(trainer: Trainer, module: Net, seen: Seen, callbacks: Sequence[Callback]) -> dict[str, Any]:
-    """All that is compared, at the end of training."""
+    """The values to compare, at the end of training."""
     directory = Path(trainer.default_root_dir)
     numpy_state: Any = np.random.get_state(legacy=False)
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -166,28 +152,25 @@ def state(trainer: Trainer, module: Net, seen: Seen, callbacks: Sequence[Callbac
         "batches": seen.batches,
         "metrics": [(directory / "log/version_0/metrics.csv").read_text(), dict(trainer.callback_metrics)],
         "progress": [trainer.global_step, trainer.current_epoch, trainer.fit_loop.state_dict()],
-        "module state": [module.kept(), [part.training for part in module.modules()]],
+        "train or eval mode": [part.training for part in module.modules()],
         "callback state": [callback.state_dict() for callback in callbacks],
         "files": sorted(str(path.relative_to(directory)) for path in directory.rglob("*")),
     }
 
 
 def differing(searched: dict[str, str], hard_coded: dict[str, str]) -> list[str]:
-    """The names of what is not the same in both, in the order of :data:`COMPARED`."""
+    """The names of the differences, in the order of :data:`COMPARED`."""
     return [name for name in COMPARED if searched[name] != hard_coded[name]]
 
 
 def compare(names: Sequence[str] = tuple(WAYS), finders: Sequence[str] = FINDERS) -> dict[str, Any]:
-    """Way -> finder -> the size it found and what differs from a run with that size, or its error.
-
-    Nothing is timed, so there are as many ways under way as there are cores.
-    """
+    """Way -> finder -> its size and the differences from a run with that size, or its error."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return dict(zip(names, pool.map(lambda name: compare_way(name, finders), names), strict=True))
 
 
 def compare_way(name: str, finders: Sequence[str]) -> dict[str, Any]:
-    """The same for one way: each finder, and the hard-coded run of each size that was found, in a fresh process."""
+    """Compare one way: each finder and the hard-coded run of each size found, in fresh processes."""
     results: dict[str, Any] = {}
     hard_coded: dict[int, dict[str, str]] = {}
     for finder in finders:
@@ -203,31 +186,23 @@ def compare_way(name: str, finders: Sequence[str]) -> dict[str, Any]:
 
 
 def cell(found: dict[str, Any]) -> str:
-    """What one finder did to one way, in a few words."""
+    """The result of one finder in a few words."""
     if found["error"] is not None:
         return "error"
     return ", ".join(found["differs"]) or "identical"
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results as Markdown: in a cell what differs; the errors and the sizes follow as notes."""
+    """The results as Markdown: the differences of each finder, then the errors as notes."""
     finders = list(dict.fromkeys(finder for by_finder in results.values() for finder in by_finder))
     lines = ["| way to train | " + " | ".join(finders) + " |", "|" + "---|" * (len(finders) + 1)]
-    errors: dict[str, list[str]] = {}
-    sizes: dict[str, set[int]] = {finder: set() for finder in finders}
-    identical: Counter[str] = Counter()
+    errors = []
     for name, by_finder in results.items():
         lines.append(f"| {name} | " + " | ".join(cell(by_finder[finder]) for finder in finders) + " |")
-        for finder, found in by_finder.items():
-            if found["error"] is None:
-                sizes[finder].add(found["batch_size"])
-                identical[finder] += not found["differs"]
-            else:
-                errors.setdefault(f"{name}: {found['error']}", []).append(finder)
-    counts = " | ".join(f"{identical[finder]} of {len(results)} identical" for finder in finders)
-    said = [f"- {' and '.join(who)}, {error}" for error, who in errors.items()]
-    found = [f"{finder} {' and '.join(map(str, sorted(sizes[finder])))}" for finder in finders if sizes[finder]]
-    return "\n".join([*lines, f"| all | {counts} |", "", *said, f"- Sizes found: {', '.join(found)}."])
+        errors += [f"- {name}, {finder}: {found['error']}" for finder, found in by_finder.items() if found["error"]]
+    counts = [sum(cell(found[finder]) == "identical" for found in results.values()) for finder in finders]
+    lines.append("| all | " + " | ".join(f"{count} of {len(results)} identical" for count in counts) + " |")
+    return "\n".join([*lines, *([""] if errors else []), *errors])
 
 
 def main() -> None:
@@ -235,16 +210,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", nargs=3, metavar=("WAY", "FINDER", "SIZE"), help="(internal) train in this process")
     parser.add_argument("--only", nargs="*", default=list(WAYS), choices=WAYS, metavar="WAY", help="these ways only")
-    parser.add_argument("--json", type=Path, help="write the findings here")
+    parser.add_argument("--write", action="store_true", help="write to benchmarks/results")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     if arguments.run:
         name, finder, size = arguments.run
-        answer(run(name, finder, int(size)))
+        emit(**run(name, finder, int(size)))
     else:
         results = compare(arguments.only)
-        head = f"{machine()}, lightning {lightning.__version__}; sizes bounded by {LARGEST}, {EPOCHS} epochs"
-        report(head, table(results), results, arguments.json)
+        head = f"Sizes bounded by {LARGEST}, {EPOCHS} epochs"
+        report("trace", f"{head}\n\n{table(results)}", results, write=arguments.write)
 
 
 if __name__ == "__main__":

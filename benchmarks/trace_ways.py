@@ -1,4 +1,4 @@
-"""Ways to train for ``benchmarks.trace``: a small network with nothing, and then with one thing more in each."""
+"""Ways to train for ``benchmarks.trace``: a small network, each with one more feature."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
-from torchmetrics.classification import MulticlassAccuracy
 
 SAMPLES = 256
 FEATURES, CLASSES = 6, 3
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
-class ProbeBatches(Dataset[tuple[int, Tensor, Tensor]]):
+class Samples(Dataset[tuple[int, Tensor, Tensor]]):
     """An index, features with ``noise`` added each time that a sample is read, and a class."""
 
     def __init__(self, noise: Callable[[], Tensor] | None = None) -> None:
@@ -73,15 +72,7 @@ def one_cycle(net: Net) -> Any:
 
 
 class Net(LightningModule):
-    """Two linear layers, with ``between`` in their midst.
-
-    Args:
-        batch_size: samples in each step.
-        between: makes a layer.
-        optimizers: makes what ``configure_optimizers`` returns.
-        noise: of the data set.
-        shuffle: whether the loader draws its order.
-    """
+    """Two linear layers with a layer ``between`` them."""
 
     def __init__(
         self,
@@ -107,50 +98,7 @@ class Net(LightningModule):
         return self.make_optimizers(self)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(ProbeBatches(self.noise), batch_size=self.batch_size, shuffle=self.shuffle)
-
-    def kept(self) -> Any:
-        """What the module holds besides parameters and buffers."""
-        return None
-
-
-class Averaged(Net):
-    """Keeps a moving average of its weights, and counts its steps."""
-
-    def __init__(self, batch_size: int) -> None:
-        super().__init__(batch_size)
-        self.average: dict[str, Tensor] = {}
-        self.steps_seen = 0
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.steps_seen += 1
-        decay = min(0.9, self.steps_seen / (10 + self.steps_seen))
-        for name, parameter in self.layers.named_parameters():
-            before = self.average.get(name, parameter.detach())
-            self.average[name] = decay * before + (1 - decay) * parameter.detach()
-
-    def kept(self) -> Any:
-        return self.average, self.steps_seen
-
-
-class Metered(Net):
-    """Logs a metric as an object, which Lightning resets after each epoch, and keeps one over the whole run."""
-
-    def __init__(self, batch_size: int) -> None:
-        super().__init__(batch_size)
-        self.accuracy = MulticlassAccuracy(num_classes=CLASSES)
-        self.accuracy_so_far = MulticlassAccuracy(num_classes=CLASSES)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        _, x, y = batch
-        scores = self.layers(x).detach()
-        self.accuracy(scores, y)
-        self.accuracy_so_far.update(scores, y)
-        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
-        return super().training_step(batch, batch_idx)
-
-    def kept(self) -> Any:
-        return self.accuracy_so_far.metric_state
+        return DataLoader(Samples(self.noise), batch_size=self.batch_size, shuffle=self.shuffle)
 
 
 class Adversarial(Net):
@@ -190,28 +138,7 @@ class Validated(Net):
         self.log("val_loss", functional.cross_entropy(self.layers(x), y))
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(ProbeBatches(), batch_size=self.batch_size)
-
-
-class Data(LightningDataModule):
-    """The loader, and the batch size with it."""
-
-    def __init__(self, batch_size: int) -> None:
-        super().__init__()
-        self.batch_size = batch_size
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(ProbeBatches(), batch_size=self.batch_size)
-
-
-class Bare(Net):
-    """No loader and no batch size."""
-
-    train_dataloader = LightningModule.train_dataloader
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        del self.batch_size
+        return DataLoader(Samples(), batch_size=self.batch_size)
 
 
 def early_stopping() -> list[Callback]:
@@ -220,17 +147,9 @@ def early_stopping() -> list[Callback]:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train.
-
-    Args:
-        module: makes the module for a batch size, in samples.
-        fit: makes what ``fit`` gets besides, for a batch size.
-        trainer: further arguments of the Trainer.
-        callbacks: makes the callbacks.
-    """
+    """Factories of the module and the callbacks, and arguments of the Trainer."""
 
     module: Callable[[int], Net]
-    fit: Callable[[int], dict[str, Any]] = lambda size: {}
     trainer: dict[str, Any] = field(default_factory=dict)
     callbacks: Callable[[], list[Callback]] = list
 
@@ -245,17 +164,11 @@ WAYS = {
     "shuffled data": Way(lambda size: Net(size, shuffle=True)),
     "augmentation (torch, numpy, random)": Way(lambda size: Net(size, noise=global_noise)),
     "data set with its own generator": Way(lambda size: Net(size, noise=OwnNoise())),
-    "torchmetrics": Way(Metered),
-    "EMA weights kept by the module": Way(Averaged),
     "gradient accumulation": Way(lambda size: Net(size, optimizers=adam), trainer={"accumulate_grad_batches": 2}),
     "bf16-mixed": Way(Net, trainer={"precision": "bf16-mixed"}),
     "manual optimization, two optimizers": Way(Adversarial),
     "validation": Way(Validated),
     "EarlyStopping and ModelCheckpoint": Way(
         Validated, trainer={"enable_checkpointing": True}, callbacks=early_stopping
-    ),
-    "datamodule": Way(lambda size: Bare(), fit=lambda size: {"datamodule": Data(size)}),
-    "loader passed to fit": Way(
-        lambda size: Bare(), fit=lambda size: {"train_dataloaders": DataLoader(ProbeBatches(), batch_size=size)}
     ),
 }

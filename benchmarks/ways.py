@@ -1,9 +1,9 @@
-"""The ways to find a batch size: this package's, and those that others publish. Each in a fresh process of its own.
+"""One search, the training after it, or a training at a given size, in this process and under the limit.
 
-    python -m benchmarks.ways WORKLOAD WAY CAP      # what :func:`search` returns, as JSON in the last line
+    python -m benchmarks.ways "U-Net" BatchFinder    # search, then train
+    python -m benchmarks.ways "U-Net" 96             # train at this size
 
-None is told the room; this package's reads it from the system, and is given it in bytes on CUDA, where torch 2.5.1 does
-not tell.
+``benchmarks.search`` runs this in a fresh process. No way to search is given the limit: each finds it out.
 """
 
 from __future__ import annotations
@@ -12,165 +12,150 @@ import argparse
 import json
 import logging
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import BatchSizeFinder
 
-from benchmarks.autobatch import autobatch
-from benchmarks.caps import Cap, Capped, caps_here, room_bytes
-from benchmarks.common import answer, described, trainer_for
-from benchmarks.watched import Watched, watched
-from benchmarks.workloads import WORKLOADS
+from benchmarks.caps import cap
+from benchmarks.common import emit, one_line, trainer_for
+from benchmarks.workloads import SAMPLES_RUN, WORKLOADS, Training, module_for
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.devices.select import device_memory_for
+
+STEPS = 60
+"""Training steps, after a search too."""
 
 STEPS_PER_ATTEMPT = 3
-"""What accelerate and toma train at each size: as many steps as Lightning's finder runs by default."""
+"""Steps at each size in the functions given to accelerate and toma: as many as Lightning's finder runs by default."""
 
 FIRST_SIZE = 8192 if torch.cuda.is_available() else 512
-"""Where accelerate and toma start, who never look above it: 512 is in toma's documentation (accelerate's default of 128
-would end below what fits); on CUDA it is the ``max_val`` of Lightning's finder."""
-
-Way = Callable[[str, Cap], tuple[int, dict[str, Any]]]
+"""First size of accelerate and toma, which never look above it: 512 is in toma's documentation (accelerate's default of
+128 is below what fits); on CUDA it is the ``max_val`` of Lightning's finder."""
 
 
-class SearchEndedError(Exception):
-    """The search is over, and training is another process's work."""
+class Limit(Callback):
+    """Sets the limit as the first ``fit`` starts."""
+
+    def __init__(self, room_bytes: int) -> None:
+        self._room_bytes = room_bytes
+        self.start_seconds: float | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.start_seconds is None:
+            cap(self._room_bytes)
+            self.start_seconds = time.perf_counter()
 
 
-class SearchEnd(Callback):
-    """Behind a finder, ends the process's work when that is through."""
+class Progress(Callback):
+    """Emits the size that a finder found, and each training step."""
 
-    def __init__(self, cap: Cap) -> None:
-        self._cap = cap
+    def __init__(self, limit: Limit, finder: Callback | None = None) -> None:
+        self._limit = limit
+        self._finder = finder
+        self._steps = 0
+        self._is_training = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._cap.stop_watch()
-        raise SearchEndedError
+        self._is_training = True  # the finder comes first, and runs its steps in this hook
+        if self._finder is not None:
+            assert isinstance(pl_module, Training)
+            _emit_found(pl_module.batch_size, self._limit)
+        if isinstance(self._finder, BatchFinder) and self._finder.plan is not None:
+            emit(plan=json.loads(self._finder.plan.to_json()))
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if self._is_training:
+            self._steps += 1
+            emit(steps=self._steps)
 
 
-def _by_callback(finder: Callback, name: str, cap: Cap) -> int:
-    module = watched(name)
-    with tempfile.TemporaryDirectory() as directory:  # for the checkpoint that Lightning's finder writes
-        try:
-            trainer_for([finder, Capped(cap), SearchEnd(cap)], 1, Path(directory)).fit(module)
-        except SearchEndedError:
-            return module.batch_size
-    raise AssertionError("a fit that SearchEnd ends came to its own end")
+def train(name: str, batch_size: int, limit: Limit, finder: Callback | None = None, steps: int = STEPS) -> None:
+    """Train for ``steps`` steps with three evaluations, and a checkpoint after each."""
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = trainer_for(
+            [limit, *([finder] if finder else []), Progress(limit, finder)],
+            steps * WORKLOADS[name].optimizers,
+            default_root_dir=directory,
+            enable_checkpointing=True,
+            val_check_interval=steps // 3,
+            limit_val_batches=2,
+        )
+        trainer.fit(module_for(name, batch_size))
 
 
-def _ours(objective: Any) -> Way:
-    def way(name: str, cap: Cap) -> tuple[int, dict[str, Any]]:
-        memory_limit = cap.room_bytes if cap.kind == "device" else None
-        finder = BatchFinder(objective=objective, memory_limit=memory_limit, worst_case=WORKLOADS[name].worst_case)
-        size = _by_callback(finder, name, cap)
-        assert finder.plan is not None
-        return size, {"plan": json.loads(finder.plan.to_json())}
-
-    return way
+def _by_callback(make: Callable[[], Callback]) -> Callable[[str, Limit], None]:
+    return lambda name, limit: train(name, 2, limit, make())
 
 
-def _lightning(mode: str) -> Way:
-    return lambda name, cap: (_by_callback(BatchSizeFinder(mode=mode, init_val=2), name, cap), {})
+def _by_function(search: Callable[[Callable[[int], int]], int]) -> Callable[[str, Limit], None]:
+    def search_and_train(name: str, limit: Limit) -> None:
+        def attempt(batch_size: int) -> int:  # as their documentation shows: everything is built anew for each size
+            trainer_for([limit], STEPS_PER_ATTEMPT * WORKLOADS[name].optimizers).fit(module_for(name, batch_size))
+            return batch_size
+
+        batch_size = search(attempt)
+        _emit_found(batch_size, limit)
+        train(name, batch_size, limit)
+
+    return search_and_train
 
 
-def _training_at(name: str, cap: Cap) -> Callable[[int], int]:
-    """A function as accelerate and toma document it: it builds everything anew for the size that it is given."""
+def _emit_found(batch_size: int, limit: Limit) -> None:
+    assert limit.start_seconds is not None
+    emit(
+        batch_size=batch_size,
+        search_seconds=time.perf_counter() - limit.start_seconds,
+        samples_run=sum(SAMPLES_RUN.values()),
+        out_of_memory_errors=torch.cuda.memory_stats()["num_ooms"] if torch.cuda.is_available() else None,
+    )
 
-    def train(batch_size: int) -> int:
-        steps = STEPS_PER_ATTEMPT * WORKLOADS[name].optimizers
-        trainer_for([Capped(cap)], steps).fit(watched(name, batch_size))
-        return batch_size
 
-    return train
-
-
-def _accelerate(name: str, cap: Cap) -> tuple[int, dict[str, Any]]:
+def _accelerate(attempt: Callable[[int], int]) -> int:
     from accelerate.utils import find_executable_batch_size
 
-    size: int = find_executable_batch_size(_training_at(name, cap), starting_batch_size=FIRST_SIZE)()
-    return size, {}
+    size: int = find_executable_batch_size(attempt, starting_batch_size=FIRST_SIZE)()
+    return size
 
 
-def _toma(name: str, cap: Cap) -> tuple[int, dict[str, Any]]:
+def _toma(attempt: Callable[[int], int]) -> int:
     from toma import simple
 
-    size: int = simple.batch(_training_at(name, cap), FIRST_SIZE)
-    return size, {}
+    size: int = simple.batch(attempt, FIRST_SIZE)
+    return size
 
 
-WAYS: dict[str, Way] = {
-    "ours": _ours("memory"),
-    "ours-throughput": _ours("throughput"),
-    "power": _lightning("power"),
-    "binsearch": _lightning("binsearch"),
-    "accelerate": _accelerate,
-    "toma": _toma,
-    "autobatch": autobatch,
+WAYS = {
+    "BatchFinder": _by_callback(lambda: BatchFinder(memory_limit=None)),
+    "Lightning power": _by_callback(lambda: BatchSizeFinder(mode="power", init_val=2)),
+    "Lightning binsearch": _by_callback(lambda: BatchSizeFinder(mode="binsearch", init_val=2)),
+    "accelerate": _by_function(_accelerate),
+    "toma": _by_function(_toma),
 }
-
-TITLES = {
-    "ours": "BatchFinder",
-    "ours-throughput": "BatchFinder throughput",
-    "power": "Lightning power",
-    "binsearch": "Lightning binsearch",
-    "accelerate": "accelerate",
-    "toma": "toma",
-    "autobatch": "AutoBatch's method",
-}
-
-
-def search(name: str, way: str, kind: str) -> dict[str, Any]:
-    """Search in this process.
-
-    Args:
-        name: a workload.
-        way: one of ``WAYS``.
-        kind: the kind of the cap.
-
-    Returns:
-        ``batch_size`` (``None`` where none was found, and then ``error`` says why), ``out_of_memory`` (messages),
-        ``samples_by_size``, ``search_seconds``, ``device_counters``, and what the way tells besides.
-    """
-    cap = Cap(kind, room_bytes(name))
-    size: int | None = None
-    details: dict[str, Any] = {}
-    error_text = None
-    try:
-        size, details = WAYS[way](name, cap)
-    except Exception as error:  # noqa: BLE001 - whatever a finder cannot do is a finding
-        error_text = described(error)
-    if cap.seconds is None:
-        cap.stop_watch()
-    device_memory = device_memory_for(torch.device("cuda" if kind == "device" else "cpu"))
-    assert device_memory is not None
-    return {
-        "batch_size": size,
-        "error": error_text,
-        "out_of_memory": Watched.out_of_memory,
-        "samples_by_size": dict(Watched.samples_by_size),
-        "search_seconds": cap.seconds,
-        "device_counters": device_memory.counters(),
-        **details,
-    }
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", choices=WORKLOADS)
-    parser.add_argument("way", choices=WAYS)
-    parser.add_argument("cap", choices=caps_here())
+    parser.add_argument("way", help=f"one of {', '.join(WAYS)}, or a batch size")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a training at a given size; default: %(default)s")
     arguments = parser.parse_args()
+    name, way = arguments.workload, arguments.way
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     seed_everything(0, verbose=False)
-    answer(search(arguments.workload, arguments.way, arguments.cap))
+    limit = Limit(WORKLOADS[name].room_bytes)
+    try:
+        if way.isdecimal():
+            train(name, int(way), limit, steps=arguments.steps)
+        else:
+            WAYS[way](name, limit)
+    except Exception as error:  # noqa: BLE001 - near the limit memory may run out anywhere, with any error
+        emit(error=one_line(error))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""What the benchmarks train: models of different kinds on random data, on CUDA also two at their real sizes."""
+"""The trainings of the benchmarks: networks of different kinds on random data, on CUDA also two at their real sizes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -13,34 +14,28 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from benchmarks.networks import (
-    CLASSES,
-    GPT2,
-    TOKENS,
-    Conv,
-    GenerativePair,
-    Recurrent,
-    Transformer,
-    UNet,
-    wide_mlp,
-)
-from benchmarks.resnet import IMAGE_CLASSES, resnet50
+from benchmarks.caps import DEVICE_SHARE
+from benchmarks.common import emit
+from benchmarks.networks import CLASSES, GAN, GPT2, LSTM, TOKENS, ConvNet, Transformer, UNet, resnet50, wide_mlp
 
-__all__ = ["CLASSES", "WORKLOADS", "Adversarial", "RandomSamples", "Training", "Workload", "module_for"]
+MIB = 2**20
+SAMPLES = 1_000_000
+LENGTH = 128
+"""Tokens in a sample of the small transformer."""
 
 IGNORED = -100
-"""The target that cross entropy leaves out. Source: its ``ignore_index``."""
+"""Target that cross entropy leaves out. Source: its ``ignore_index``."""
 
-SHORTEST, LONGEST = 8, 96
-"""Tokens in a sample of the ragged-length language model."""
+SAMPLES_RUN: Counter[int] = Counter()
+"""Batch size -> samples given to ``training_step`` in this process."""
 
 Sample = tuple[Tensor, Tensor]
 
 
 class RandomSamples(Dataset[Sample]):
-    """Samples made on the spot from their index, so that the data set itself holds no memory."""
+    """Samples made from their index when they are read, so that the data set holds no memory."""
 
-    def __init__(self, make: Callable[[torch.Generator], Sample], length: int) -> None:
+    def __init__(self, make: Callable[[torch.Generator], Sample], length: int = SAMPLES) -> None:
         self.make = make
         self.length = length
 
@@ -59,9 +54,9 @@ def _tokens(g: torch.Generator, *, length: int, vocabulary: int = TOKENS) -> Sam
     return torch.randint(vocabulary, (length,), generator=g), torch.randint(vocabulary, (length,), generator=g)
 
 
-def _ragged_tokens(g: torch.Generator) -> Sample:
-    skewed = torch.rand((), generator=g).item() ** 3  # half of the samples are below an eighth of the range
-    return _tokens(g, length=SHORTEST + round(skewed * (LONGEST - SHORTEST)))
+def _long_tailed_tokens(g: torch.Generator) -> Sample:
+    is_long = torch.randint(64, (), generator=g) == 0
+    return _tokens(g, length=2 * LENGTH if is_long else LENGTH // 2)
 
 
 def _pixels(g: torch.Generator) -> Sample:
@@ -77,120 +72,130 @@ def _padded(samples: list[Sample]) -> Sample:
 
 
 class Training(LightningModule):
-    """Cross entropy and AdamW over a workload.
+    """Training and evaluation of a workload with cross entropy and AdamW.
 
     Args:
-        workload: what to train.
-        batch_size: samples in each step.
-        length: samples in the data set.
+        workload: the network and its data.
+        batch_size: samples in each batch.
     """
 
-    def __init__(self, workload: Workload, batch_size: int = 2, length: int = 100_000) -> None:
+    def __init__(self, workload: Workload, batch_size: int = 2) -> None:
         super().__init__()
         self.batch_size = batch_size
-        self.length = length
-        self.sample = workload.sample
-        self.joined = workload.collate
+        self.workload = workload
         self.network = workload.network()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count(len(batch[0]))
+        return self.loss(batch)
+
+    def count(self, batch_size: int) -> None:
+        """Count the samples of a step before it runs."""
+        if batch_size not in SAMPLES_RUN:
+            emit(last_new_size=batch_size)  # known even if the process is killed in this step
+        SAMPLES_RUN[batch_size] += batch_size
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def loss(self, batch: Any) -> Tensor:
+        """The loss of one batch."""
         inputs, targets = batch
         return functional.cross_entropy(self.network(inputs), targets)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
-    def collate(self, samples: list[Any]) -> Any:
-        """One batch of samples."""
-        return self.joined(samples)
-
     def train_dataloader(self) -> DataLoader[Sample]:
-        data = RandomSamples(self.sample, self.length)
-        return DataLoader(data, batch_size=self.batch_size, collate_fn=self.collate)
+        return DataLoader(
+            RandomSamples(self.workload.sample), batch_size=self.batch_size, collate_fn=self.workload.collate
+        )
+
+    val_dataloader = train_dataloader
 
 
 class Adversarial(Training):
-    """A generator against a discriminator: two optimizers, stepped by hand."""
+    """A generator against a discriminator, with two optimizers under manual optimization."""
 
-    def __init__(self, workload: Workload, batch_size: int = 2, length: int = 100_000) -> None:
-        super().__init__(workload, batch_size, length)
+    network: GAN
+
+    def __init__(self, workload: Workload, batch_size: int = 2) -> None:
+        super().__init__(workload, batch_size)
         self.automatic_optimization = False
 
-    @property
-    def pair(self) -> GenerativePair:
-        """The two networks."""
-        assert isinstance(self.network, GenerativePair)
-        return self.network
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        real, _ = batch
-        loss: Tensor = real.new_zeros(())
+        self.count(len(batch[0]))
+        loss: Tensor = batch[0].new_zeros(())
         optimizers: Any = self.optimizers()
-        for optimizer, loss_of in zip(optimizers, (self._generator_loss, self._discriminator_loss), strict=True):
+        for optimizer, loss_of in zip(optimizers, (self._generator_loss, self.loss), strict=True):
             self.toggle_optimizer(optimizer)
             optimizer.zero_grad()
-            loss = loss_of(real)
+            loss = loss_of(batch)
             self.manual_backward(loss)
             optimizer.step()
             self.untoggle_optimizer(optimizer)
         return loss.detach()
 
-    def _generator_loss(self, real: Tensor) -> Tensor:
-        scores: Tensor = self.pair.discriminator(self.pair.imagine(len(real)))
+    def _generator_loss(self, batch: Any) -> Tensor:
+        scores: Tensor = self.network.discriminator(self.network.imagine(len(batch[0])))
         return -scores.mean()
 
-    def _discriminator_loss(self, real: Tensor) -> Tensor:
-        made = self.pair.imagine(len(real)).detach()
-        on_real, on_made = self.pair.discriminator(real), self.pair.discriminator(made)
+    def loss(self, batch: Any) -> Tensor:
+        """The loss of the discriminator."""
+        real, _ = batch
+        made = self.network.imagine(len(real)).detach()
+        on_real, on_made = self.network.discriminator(real), self.network.discriminator(made)
         return functional.relu(1 - on_real).mean() + functional.relu(1 + on_made).mean()
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        halves = (self.pair.generator, self.pair.discriminator)
+        halves = (self.network.generator, self.network.discriminator)
         return [torch.optim.Adam(half.parameters(), lr=1e-4) for half in halves]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A network, how its samples are made, and a limit that a search on the host can reach in seconds.
+    """A network, its data and the memory that it may use on the host.
 
     Args:
         network: makes the network.
         sample: makes one sample and its target.
-        host_limit: memory limit of the process on the host.
+        room_mib: memory on the host beyond the use at the start of ``fit``, in MiB.
         collate: makes a batch of samples.
-        training: how it is trained.
-        worst_case: what this package's finder is told about samples that differ in size.
-        optimizers: how many step in each training step.
+        training: the LightningModule.
+        optimizers: optimizer steps in each training step.
     """
 
     network: Callable[[], torch.nn.Module]
     sample: Callable[[torch.Generator], Sample]
-    host_limit: str
+    room_mib: int
     collate: Callable[[list[Sample]], Any] = default_collate
     training: type[Training] = Training
-    worst_case: Literal["longest"] | None = None
     optimizers: int = 1
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes beyond the use at the start of ``fit``; on CUDA bytes in total."""
+        if torch.cuda.is_available():
+            return int(DEVICE_SHARE * torch.cuda.get_device_properties(0).total_memory)
+        return self.room_mib * MIB
 
 
 WORKLOADS = {
-    "convolution": Workload(Conv, partial(_floats, shape=(3, 32, 32)), "850MiB"),
-    "U-Net": Workload(UNet, _pixels, "850MiB"),
-    "transformer": Workload(Transformer, partial(_tokens, length=64), "850MiB"),
-    "ragged": Workload(Transformer, _ragged_tokens, "850MiB", collate=_padded, worst_case="longest"),
-    "recurrent": Workload(Recurrent, partial(_floats, shape=(100, 64)), "850MiB"),
-    "wide MLP": Workload(wide_mlp, partial(_floats, shape=(1024,)), "800MiB"),
-    "GAN": Workload(GenerativePair, partial(_floats, shape=(1, 64, 64)), "850MiB", training=Adversarial, optimizers=2),
+    "ConvNet": Workload(ConvNet, partial(_floats, shape=(3, 32, 32)), 600),
+    "U-Net": Workload(UNet, _pixels, 500),
+    "GAN": Workload(GAN, partial(_floats, shape=(1, 32, 32)), 250, training=Adversarial, optimizers=2),
+    "LSTM": Workload(LSTM, partial(_floats, shape=(100, 64)), 200),
+    "transformer": Workload(Transformer, partial(_tokens, length=LENGTH), 300),
+    "long-tailed text": Workload(Transformer, _long_tailed_tokens, 300, collate=_padded),
+    "wide MLP": Workload(wide_mlp, partial(_floats, shape=(1024,)), 800),
 }
-"""What each process may hold on the host is said in its ``host_limit``; on CUDA it is a share of the device."""
 
 if torch.cuda.is_available():  # too large for a host
-    WORKLOADS["ResNet-50"] = Workload(
-        resnet50, partial(_floats, shape=(3, 224, 224), classes=IMAGE_CLASSES), host_limit="unused on CUDA"
-    )
-    WORKLOADS["GPT-2"] = Workload(GPT2, partial(_tokens, length=1024, vocabulary=50_257), host_limit="unused on CUDA")
+    WORKLOADS["ResNet-50"] = Workload(resnet50, partial(_floats, shape=(3, 224, 224), classes=1000), 0)
+    WORKLOADS["GPT-2"] = Workload(GPT2, partial(_tokens, length=1024, vocabulary=50_257), 0)
 
 
-def module_for(name: str, batch_size: int = 2) -> LightningModule:
-    """The module that trains a workload with ``batch_size`` samples in each step."""
+def module_for(name: str, batch_size: int = 2) -> Training:
+    """The module that trains a workload."""
     workload = WORKLOADS[name]
     return workload.training(workload, batch_size)

@@ -1,4 +1,4 @@
-"""What MkDocs does not do by itself: files from outside ``docs``, and Sphinx' roles in docstrings."""
+"""Hooks of the MkDocs build: files from outside ``docs``, and Sphinx roles in docstrings."""
 
 import re
 from pathlib import Path
@@ -14,19 +14,19 @@ ROLE = re.compile(r":\w+:`~?(?:[\w.]*\.)?(\w+)`")
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Take along the changelog, and what pages link to as ``../examples/...``, as they would in the repository."""
+    """Add the changelog, and the files that pages link to as ``../examples/...``."""
     files.append(File.generated(config, "changelog.md", abs_src_path=str(REPOSITORY / "CHANGELOG.md")))
     for path in LINKED:
         file = File.generated(
             config, f"../{path}", abs_src_path=str(REPOSITORY / path), inclusion=InclusionLevel.INCLUDED
         )
-        file.dest_uri = path  # without the dots, which would leave the site
+        file.dest_uri = path  # without the dots, which lead out of the site
         files.append(file)
     return files
 
 
 class Roles(griffe.Extension):
-    """``:class:`~package.Name``` is shown as ``Name``."""
+    """Show ``:class:`~package.Name``` as ``Name``."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite a docstring before it is parsed."""

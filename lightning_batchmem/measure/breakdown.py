@@ -99,8 +99,8 @@ def measure_breakdown(
     Example:
         >>> linear = torch.nn.Linear(3, 5)
         >>> measure_breakdown(linear, [], torch.ones(2, 3), torch.device("cpu"), start_bytes=1000, peak_bytes=1500)
-        Parts(parameters_bytes=80, gradients_bytes=0, optimizer_state_bytes=0, batch_bytes=24, activations_bytes=500,\
- other_bytes=896)
+        MemoryBreakdown(parameters_bytes=80, gradients_bytes=0, optimizer_state_bytes=0, batch_bytes=24,\
+ activations_bytes=500, other_bytes=896)
     """
     optimizers = list(optimizers)
     weights = list(module.parameters())
