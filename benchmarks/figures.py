@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader
 from benchmarks.common import DEVICE_SHARE, machine, trainer_for
 from benchmarks.workloads import CLASSES, WORKLOADS, RandomSamples, Training, Workload
 from lightning_batchmem import BatchFinder, MemoryProfiler
+from lightning_batchmem.report.figures import draw as draw_figures
 from lightning_batchmem.report.figures import save
-from lightning_batchmem.report.images import figures
 from lightning_batchmem.report.step_csv import NAME, read_rows
 
 SAMPLES = 8192
@@ -63,7 +63,7 @@ def draw(out: Path) -> None:
         trainer.fit(module)
         rows = read_rows(Path(directory) / NAME)
     print(f"{machine()}\nbatch size {module.batch_size}")
-    for name, figure in figures(rows, finder.plan, profiler.summary).items():
+    for name, figure in draw_figures(rows, finder.plan, profiler.summary).items():
         path = out / f"{name}.png"
         save(figure, path)
         with Image.open(path) as image:  # a quarter of the size, for what is committed; an octree keeps rare colours
