@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _print(f"{error}", sys.stderr)
             return 1
         except Exception as error:  # noqa: BLE001 - a damaged file may fail anywhere; the other files are drawn
-            _print(f"{path} could not be drawn: {str(error) or type(error).__name__}", sys.stderr)
+            _print(f"{path} could not be drawn: {type(error).__name__}: {error}", sys.stderr)
     if not drawn:
         _print(f"No figure was drawn from {log_dir}; it needs a {' or '.join(_READERS)}", sys.stderr)
     return 0 if drawn else 1

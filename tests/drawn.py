@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightning_batchmem.measure.breakdown import MemoryBreakdown
@@ -46,13 +47,16 @@ BREAKDOWN = MemoryBreakdown(100 * MIB, 90 * MIB, 200 * MIB, 50 * MIB, 1500 * MIB
 SUMMARY = Summary("host", 9, 2000 * MIB, 3, 64, {}, None, 4096 * MIB, BREAKDOWN, 10.0, 0.1, 0.2)
 
 
+def axes_of(figure: Figure | None) -> Axes:
+    assert figure is not None
+    return figure.axes[0]
+
+
 def line(figure: Figure | None, label: str) -> tuple[list[float], list[float]]:
     """Coordinates of the one line with this label."""
-    assert figure is not None
-    (found,) = [line for line in figure.axes[0].lines if line.get_label() == label]
+    (found,) = [line for line in axes_of(figure).lines if line.get_label() == label]
     return [float(x) for x in found.get_xdata()], [float(y) for y in found.get_ydata()]
 
 
 def labels(figure: Figure | None) -> list[str]:
-    assert figure is not None
-    return [text.get_text() for text in figure.legends[0].get_texts()]
+    return [text.get_text() for text in axes_of(figure).figure.legends[0].get_texts()]

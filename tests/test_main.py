@@ -133,6 +133,7 @@ def test_a_damaged_file_is_one_line_and_the_rest_is_drawn(log_dir: Path, capsys:
 def test_a_run_that_was_killed(log_dir: Path) -> None:
     path = log_dir / "memory_per_batch.csv"
     whole, lines = read_rows(path), path.read_text().splitlines(keepends=True)
+    assert whole[0].peak_reserved_bytes is None  # an empty cell
     path.write_text("".join(lines[:5]) + lines[5][:30])  # four steps, and a piece of the fifth
     assert read_rows(path) == whole[:4]
     path.write_text("".join(lines[:5]) + lines[5].rstrip()[:-2])  # all columns, but half of the last number
@@ -140,21 +141,6 @@ def test_a_run_that_was_killed(log_dir: Path) -> None:
     path.write_text("".join(lines[:5]) + lines[5][:30] + "\r\n" + "".join(lines[6:]))  # a resumed run appended
     assert read_rows(path) == whole[:4] + whole[5:]
     assert main([str(log_dir)]) == 0
-
-
-def test_empty_cells_of_the_csv_are_none(log_dir: Path) -> None:
-    path = log_dir / "memory_per_batch.csv"
-    header = path.read_text().splitlines()[0]
-    cells = {"step": "8", "stage": "validate", "step_ms": "250.0", "forward_peak_mib": "1.25"}
-    path.write_text(f"{header}\n{','.join(cells.get(name, '') for name in header.split(','))}\n")
-    (row,) = read_rows(path)
-    assert (row.step, row.stage, row.step_seconds, row.phase_peak_bytes) == (
-        8,
-        "validate",
-        0.25,
-        {"forward": 1.25 * MIB},
-    )
-    assert row.batch_size is row.peak_bytes is row.peak_reserved_bytes is row.limit_bytes is None
 
 
 def test_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,14 +153,12 @@ def test_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "LOG_DIR must be a directory, got" in capsys.readouterr().err
 
 
-def test_a_directory_that_cannot_be_written(log_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    assert main([str(log_dir), "--out", str(tmp_path / "file")]) == 1
+def test_no_place_to_write_and_no_matplotlib(
+    log_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(log_dir), "--out", str(log_dir / FILES[0])]) == 1
     *lines, _ = capsys.readouterr().err.splitlines()
-    assert [str(tmp_path / "file") in line for line in lines] == [True] * 3
-
-
-def test_without_matplotlib(log_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [str(log_dir / FILES[0]) in line for line in lines] == [True] * 3
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # type: ignore[arg-type]
     assert main([str(log_dir)]) == 1
     assert capsys.readouterr().err == 'figures need matplotlib: pip install "lightning-batchmem[plot]"\n'
