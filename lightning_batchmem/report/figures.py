@@ -6,7 +6,6 @@ backend is chosen and no global state changes. Each ``plot_`` function returns `
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,9 +81,8 @@ def plot_throughput_vs_batch_size(plan: Plan) -> Figure | None:
     of_rank = " of each rank" if plan.ranks > 1 else ""
     figure, axes = _new_figure(f"Throughput{of_rank}{_on(plan)}", "batch size (samples)", "throughput (samples/s)")
     if plan.time is not None:
-        curve = [plan.time.samples_per_second(size) for size in sizes]
-        finite = [speed if math.isfinite(speed) else math.nan for speed in curve]
-        axes.plot(sizes, finite, label="fitted curve", color=BLUE, linewidth=1.8)
+        curve = [plan.time.samples_per_second(size) for size in sizes]  # matplotlib leaves out infinite values
+        axes.plot(sizes, curve, label="fitted curve", color=BLUE, linewidth=1.8)
     measured = [size / seconds for size, seconds in timed]
     axes.plot([size for size, _ in timed], measured, "o", label="measured", color=BLACK, **_POINTS)
     axes.set_ylim(0, 1.15 * max(measured))

@@ -65,7 +65,7 @@ def test_throughput_vs_batch_size() -> None:
     assert axes_of(figure).get_ylabel() == "throughput (samples/s)"
     other = plot_throughput_vs_batch_size(replace(PLAN, ranks=2, time=TimeModel(Line(-0.010, 0.001, 0.0, 2, 32))))
     assert axes_of(other).get_title(loc="left") == "Throughput of each rank on host"
-    assert axes_of(other).get_ylim()[1] == pytest.approx(1.15 * 800)  # where the line is below 0 the curve has a gap
+    assert axes_of(other).get_ylim()[1] == pytest.approx(1.15 * 800)
 
 
 def test_a_plan_of_one_trial_has_no_lines() -> None:
