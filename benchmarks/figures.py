@@ -17,8 +17,8 @@ from torch import nn
 from benchmarks.common import machine, trainer_for
 from benchmarks.workloads import WORKLOADS, Training, Workload
 from lightning_batchmem import BatchFinder, MemoryProfiler
+from lightning_batchmem.report.figures import draw as draw_figures
 from lightning_batchmem.report.figures import save
-from lightning_batchmem.report.images import figures
 from lightning_batchmem.report.step_csv import NAME, read_rows
 
 MEMORY_LIMIT = "1000MiB"
@@ -43,7 +43,7 @@ def draw(out: Path) -> None:
         trainer_for([profiler, finder], STEPS, **arguments).fit(module)
         rows = read_rows(Path(directory) / NAME)
     print(f"{machine()}\nbatch size {module.batch_size}")
-    for name, figure in figures(rows, finder.plan, profiler.summary).items():
+    for name, figure in draw_figures(rows, finder.plan, profiler.summary).items():
         path = out / f"{name}.png"
         save(figure, path)
         with Image.open(path) as image:  # a palette makes the committed file four times smaller

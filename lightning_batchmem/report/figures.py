@@ -1,304 +1,259 @@
-"""The figures of a search and of a run.
+"""Figures of a search and of a run.
 
-Made without pyplot, so that no backend is chosen and no global state changes. matplotlib is an extra (``plot``), and is
-imported when a figure is drawn. A figure is 640 x 480 pixels at its own 100 dots per inch; what has to be read beside
-the data stands in a legend outside the axes, so that it covers nothing. Heights start at 0, so that they compare.
+matplotlib is an extra (``plot``) and is imported when a figure is drawn. Figures are made without pyplot, so that no
+backend is chosen and no global state changes. Each ``plot_`` function returns ``None`` when there is nothing to draw.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import PHASES
-from lightning_batchmem.report.figure import (
-    BLACK,
-    BLUE,
-    FAR,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILLION,
-    Levels,
-    NothingToDrawError,
-    digits,
-    draw_level,
-    draw_line,
-    finished,
-    new_figure,
-    set_whole_numbers,
-    thinned,
-)
-from lightning_batchmem.report.pile import plot_composition
+from lightning_batchmem.plan.records import MIB, PHASES, mib
 from lightning_batchmem.report.step_csv import Row
+from lightning_batchmem.report.summary import Summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "plot_composition",
-    "plot_memory_over_steps",
-    "plot_memory_vs_batch_size",
-    "plot_throughput_vs_batch_size",
-    "save",
-]
+# Source: Okabe and Ito 2008, "Color Universal Design", https://jfly.uni-koeln.de/color/
+BLACK, GREY, PALE, ORANGE, SKY = "#000000", "#7F7F7F", "#D9D9D9", "#E69F00", "#56B4E9"
+GREEN, BLUE, VERMILLION, PURPLE = "#009E73", "#0072B2", "#D55E00", "#CC79A7"
 
-# phase -> colour, marker, size of the marker, width of the line. Phases often have the same peak on the host: what is
-# drawn later is smaller and thinner, so that all of them stay visible.
-_PHASE_STYLES = {
-    "forward": (BLUE, "^", 11.0, 3.6),
-    "backward": (ORANGE, "v", 8.5, 2.4),
-    "optimizer_step": (GREEN, "s", 5.5, 1.4),
-    "evaluation": (SKY, "D", 3.5, 0.7),
-}
+_PHASE_COLORS = dict(zip(PHASES, (BLUE, ORANGE, GREEN, SKY), strict=True))
 _STAGE_STYLES = {"validate": (SKY, "D"), "test": (PURPLE, "P"), "predict": (GREEN, "X")}
 
-_WIDE = 50.0  # batch sizes that span more than this factor get a logarithmic axis
-_MOST_POINTS = 1000  # of a line: 640 pixels show no more, and an SVG would hold them all
+_POINTS: dict[str, Any] = {"markersize": 7, "clip_on": False}  # a point near size 0 is not cut off by the axis
+
+# from the bottom of the bar: first what is the same at every batch size
+_BREAKDOWN = (
+    ("other", "other_bytes", GREY),
+    ("model (parameters, buffers)", "parameters_bytes", BLUE),
+    ("gradients", "gradients_bytes", PURPLE),
+    ("optimizer state", "optimizer_state_bytes", GREEN),
+    ("batch", "batch_bytes", SKY),
+    ("activations, temporaries", "activations_bytes", ORANGE),
+)
+
+_MAX_POINTS = 1000  # of a line: a figure is 640 pixels wide, and Agg cannot draw a line of very many points
+_FAR = 3.0  # a limit above so many times the data is named in the legend only: the data would be too low to be read
 
 
-def plot_memory_over_steps(rows: Sequence[Row], *, limit_bytes: int | None = None) -> Figure:
-    """Draw the peak memory of every step and of its phases, the evaluations between them, and the limit.
+def plot_memory_vs_batch_size(plan: Plan) -> Figure | None:
+    """Plot the memory of a step against the batch size: trials, fitted line, limit and chosen size.
 
-    An evaluation stands at the training step that it followed; without training it is a line of its own. Beyond 1,000
-    rows a point is the highest of several, and rows may be that already: the title says how many steps are in a point.
-
-    Args:
-        rows: of ``memory_per_batch.csv``, as :func:`~lightning_batchmem.report.step_csv.read_rows` gives them.
-        limit_bytes: what the process may hold; ``None``: what the rows say of it.
-
-    Returns:
-        The figure. What a row does not tell is a gap in its line.
-
-    Raises:
-        ValueError: when no row tells its memory.
-        ImportError: without matplotlib.
+    A trial that ran out of memory is a cross at the limit, since its peak is not known.
     """
-    known = [count for row in rows for count in (row.peak_bytes, row.peak_reserved_bytes) if count is not None]
-    if not known:
-        raise NothingToDrawError(f"rows must hold at least one step that tells its memory, got {len(rows)} that do not")
-    stages = _by_stage(rows)
-    placed_rows = [placed for of_stage in stages.values() for placed in of_stage]
-    limits = [(step, row.limit_bytes) for step, row in placed_rows if row.limit_bytes is not None]
-    if limit_bytes is not None:
-        limits = [(0, limit_bytes)]
-    levels = Levels(max(known), [limit for _, limit in limits])
-    width = math.ceil(max(map(len, stages.values())) / _MOST_POINTS)
-    steps = width * _steps_per_row(stages.get("train") or next(iter(stages.values())))
-    name, what = ("Peak memory", "peak") if rows[0].has_peak else ("Memory seen at the marks", "highest seen")
-    title = f"{name} of each step" if steps == 1 else f"{name}, the highest of every {steps:,} steps"
-    figure, axes = new_figure(title, "step (batches since the start)", levels)
-    for stage, placed in stages.items():
-        label = f"{what}, {stage}" if {*stages} != {"train"} else f"{what} of the step"
-        x, y = (
-            [step for step, _ in placed[::width]],
-            levels.scaled(thinned([row.peak_bytes for _, row in placed], width)),
-        )
-        colour, marker = _STAGE_STYLES.get(stage, (GREY, "x"))
-        if stage == "train":
-            _draw_reserved_and_phases(axes, levels, placed, width)
-            draw_line(axes, x, y, label=label, color=BLACK, linewidth=0.7)
-        elif "train" in stages:
-            style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 6, "linestyle": "none"}
-            axes.plot(x, y, label=label, zorder=4, **style)
-        else:
-            draw_line(axes, x, y, label=label, color=colour, linewidth=1.4)
-    first, last = min(step for step, _ in placed_rows), max(step for step, _ in placed_rows)
-    levels.draw_limit(axes, [*limits, (last, limits[-1][1])] if limits else [])
-    set_whole_numbers(axes)
-    if last == first:
-        axes.set_xlim(first - 1, last + 1)
-    return finished(figure, axes)
-
-
-def plot_memory_vs_batch_size(plan: Plan) -> Figure:
-    """Draw the sizes that were run, the lines fitted to them with their upper bound, the limit and the chosen size.
-
-    The lines are left out below the sizes that they were fitted to: a law that bends is fitted to its last part only.
-
-    Args:
-        plan: of a finished search.
-
-    Returns:
-        The figure. A size that ran out of memory is a cross at the limit, as its peak is not known. The peaks of
-        the phases are allocated bytes; where the allocator reserves more, step and line are reserved bytes.
-
-    Raises:
-        ValueError: when no size was run.
-        ImportError: without matplotlib.
-    """
-    done, failed = _trials(plan)
-    grid = _grid(plan)
-    memory = plan.memory
-    shown = [trial.held_bytes for trial in done]
-    if memory is not None:
-        shown += [round(memory.predict_bytes(plan.batch_size))]
-    levels = Levels(max(shown), [plan.limit_bytes], need_limit=bool(failed))
-    figure, axes = new_figure("Memory of a step by batch size", "batch size (samples)", levels)
-    for phase in PHASES:
-        of_phase = [trial for trial in done if phase in trial.phase_peak_bytes]
-        if of_phase:
-            colour, marker, size, _ = _PHASE_STYLES[phase]
-            x, y = [trial.batch_size for trial in of_phase], [trial.phase_peak_bytes[phase] for trial in of_phase]
-            style: dict[str, Any] = {
-                "color": colour,
-                "marker": marker,
-                "markersize": size,
-                "fillstyle": "none",
-                "markeredgewidth": 1.6,
-            }
-            axes.plot(x, levels.scaled(y), label=phase.replace("_", " "), linestyle="none", **style)
-    reserved = any(trial.peak_reserved_bytes is not None for trial in done)
-    style = {"color": BLACK, "marker": "o", "markersize": 4.0, "linestyle": "none", "zorder": 5}
-    label = "whole step (reserved)" if reserved else "whole step"
-    axes.plot([trial.batch_size for trial in done], levels.scaled([t.held_bytes for t in done]), label=label, **style)
+    completed = [trial for trial in plan.trials if trial.outcome == "ok" and trial.peak_bytes]
+    failed = [trial.batch_size for trial in plan.trials if trial.outcome == "out_of_memory"]
+    if not completed:
+        return None
+    sizes = _sizes(plan)
+    highest_bytes: float = max(trial.held_bytes for trial in completed)
+    figure, axes = _new_figure(f"Memory of a step{_on(plan)}", "batch size (samples)", "memory (MiB)")
+    if plan.memory is not None:
+        predicted_bytes = [plan.memory.predict_bytes(size) for size in sizes]
+        highest_bytes = max(highest_bytes, *predicted_bytes)
+        axes.plot(sizes, [count / MIB for count in predicted_bytes], label="fitted line", color=BLUE, linewidth=1.8)
+    measured = [trial.batch_size for trial in completed]
+    if any(trial.held_bytes != trial.peak_bytes for trial in completed):
+        allocated = [trial.peak_bytes / MIB for trial in completed]
+        axes.plot(measured, allocated, "o", label="allocated by tensors", color=ORANGE, fillstyle="none", **_POINTS)
+    axes.plot(measured, [trial.held_bytes / MIB for trial in completed], "o", label="measured", color=BLACK, **_POINTS)
     if failed:
-        style = {"color": VERMILLION, "marker": "x", "markersize": 10, "markeredgewidth": 2.5, "linestyle": "none"}
-        at_limit = levels.scaled([plan.limit_bytes] * len(failed))
-        axes.plot([trial.batch_size for trial in failed], at_limit, label="out of memory", zorder=6, **style)
-    if memory is not None:
-        fitted = [size for size in grid if size >= memory.lines[memory.phase_at(size)].first_batch_size]
-        expected = levels.scaled([memory.predict_bytes(size) for size in fitted])
-        upper = levels.scaled([memory.predict_bytes(size) for size in fitted])
-        axes.plot(fitted, expected, label="fitted line", color=BLACK, linewidth=1.2)
-        axes.fill_between(fitted, expected, upper, label="up to its upper bound", color=GREY, alpha=0.3, linewidth=0)
-    levels.draw_limit(axes, [(grid[0], plan.limit_bytes)])
-    _set_size_axis(axes, grid, plan)
-    return finished(figure, axes)
+        highest_bytes = max(highest_bytes, plan.limit_bytes)
+        at_limit = [plan.limit_bytes / MIB] * len(failed)
+        axes.plot(failed, at_limit, "X", label="out of memory", color=VERMILLION, markersize=11, zorder=4)
+    _draw_limit(axes, [0, sizes[-1]], [plan.limit_bytes] * 2, highest_bytes)
+    _draw_chosen_size(axes, plan, sizes[-1])
+    return _with_legend(figure, axes)
 
 
-def plot_throughput_vs_batch_size(plan: Plan) -> Figure:
-    """Draw the speed of the sizes that were run, the fitted curve, what it tends to, and the chosen size.
-
-    Source: with ``T(B) = t0 + c * B`` the throughput ``B / T(B)`` tends to ``1 / c``, and reaches the share ``s`` of
-    that at ``B = s / (1 - s) * t0 / c``.
-
-    Args:
-        plan: of a finished search.
-
-    Returns:
-        The figure, in samples per second of one rank.
-
-    Raises:
-        ValueError: when no size was timed.
-        ImportError: without matplotlib.
-    """
-    timed = [(trial.batch_size, trial.step_seconds) for trial in _trials(plan)[0] if trial.step_seconds]
+def plot_throughput_vs_batch_size(plan: Plan) -> Figure | None:
+    """Plot the throughput of one rank against the batch size: trials, fitted curve and chosen size."""
+    timed = [(trial.batch_size, trial.step_seconds) for trial in plan.trials if trial.step_seconds]
     if not timed:
-        raise NothingToDrawError("plan must hold at least one trial with its time, got none")
-    figure, axes = new_figure("Throughput by batch size", "batch size (samples)", None)
-    axes.set_ylabel("throughput (samples/s)", fontsize=11)
-    speeds = [size / seconds for size, seconds in timed]
-    top = max(speeds)
-    style: dict[str, Any] = {"color": BLUE, "marker": "o", "markersize": 7, "linestyle": "none", "zorder": 5}
-    axes.plot([size for size, _ in timed], speeds, label="measured", **style)
-    grid = _grid(plan)
+        return None
+    sizes = _sizes(plan)
+    of_rank = " of each rank" if plan.ranks > 1 else ""
+    figure, axes = _new_figure(f"Throughput{of_rank}{_on(plan)}", "batch size (samples)", "throughput (samples/s)")
     if plan.time is not None:
-        t0, c = plan.time.line.intercept, plan.time.line.slope
-        curve = [plan.time.samples_per_second(size) for size in grid]
-        axes.plot(grid, [y if y < math.inf else math.nan for y in curve], label="fitted curve", color=BLACK)
-        if c > 0:
-            near = 1 / c <= FAR * top
-            top = max(top, 1 / c) if near else top
-            draw_level(axes, 1 / c, f"tends to {digits(1 / c)} samples/s", near=near, color=GREEN, linestyle="--")
-            if t0 > 0:
-                share = 0.95
-                label = f"{share:.0%} of that, from {math.ceil(share / (1 - share) * t0 / c):,}"
-                draw_level(axes, share / c, label, near=near, color=ORANGE, linestyle=":", linewidth=2.2)
-    axes.set_ylim(0, 1.08 * top)
-    _set_size_axis(axes, grid, plan)
-    return finished(figure, axes)
+        curve = [plan.time.samples_per_second(size) for size in sizes]  # matplotlib leaves out infinite values
+        axes.plot(sizes, curve, label="fitted curve", color=BLUE, linewidth=1.8)
+    measured = [size / seconds for size, seconds in timed]
+    axes.plot([size for size, _ in timed], measured, "o", label="measured", color=BLACK, **_POINTS)
+    axes.set_ylim(0, 1.15 * max(measured))
+    _draw_chosen_size(axes, plan, sizes[-1])
+    return _with_legend(figure, axes)
 
 
-def save(figure: Figure, path: str | Path) -> None:
-    """Write a figure as PNG (1,280 x 960 pixels) or SVG, by the ending of the path.
+def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
+    """Plot the peak memory of every step and of its phases, the evaluations between them, and the limit.
 
-    Args:
-        figure: one of this module.
-        path: of the file; its directory is made when it does not exist.
-
-    Raises:
-        ValueError: for another ending.
-        OSError: when it cannot be written.
+    An evaluation is drawn at the training step before it; without training its own steps are drawn. Of more than 1,000
+    steps the highest of every few is drawn.
     """
-    path = Path(path)
-    if path.suffix.lower() not in (".png", ".svg"):
-        raise ValueError(f"path must end in .png or .svg, got {str(path)!r}")
+    peaks_bytes = [row.peak_reserved_bytes or row.peak_bytes for row in rows if row.peak_bytes is not None]
+    if not peaks_bytes:
+        return None
+    stages = _by_stage(rows)
+    steps = [step for placed in stages.values() for step, _ in placed]
+    width = (max(steps) - min(steps)) // _MAX_POINTS + 1
+    title = "Peak memory of each step" if width == 1 else f"Peak memory, highest of every {width:,} steps"
+    figure, axes = _new_figure(title, "step", "memory (MiB)")
+    for stage, placed in stages.items():
+        x, y = _extreme([(step, row.peak_bytes) for step, row in placed], width)
+        if stage == "train":
+            _draw_reserved_and_phases(axes, placed, width)
+            axes.plot(x, y, label="peak", color=BLACK, linewidth=1.0, marker=".", markersize=3)
+        else:
+            color, marker = _STAGE_STYLES.get(stage, (GREY, "x"))
+            line = "none" if "train" in stages else "solid"
+            axes.plot(x, y, label=f"peak ({stage})", color=color, marker=marker, linestyle=line)
+    limits = [(step, row.limit_bytes) for placed in stages.values() for step, row in placed]
+    x, y = _extreme(limits, width, min)
+    if x:
+        x, y = [*x, max(steps)], [*y, y[-1]]
+    _draw_limit(axes, x, [limit * MIB for limit in y], max(peaks_bytes))
+    if len(set(steps)) == 1:
+        axes.set_xlim(steps[0] - 1, steps[0] + 1)
+    return _with_legend(figure, axes)
+
+
+def plot_breakdown(summary: Summary) -> Figure | None:
+    """Plot what fills the memory at the peak of a step, as a stacked bar."""
+    breakdown = summary.breakdown
+    if breakdown is None or breakdown.peak_bytes <= 0:
+        return None
+    title = f"Memory of a step ({summary.stage}): {mib(breakdown.peak_bytes)}, limit {mib(summary.limit_bytes)}"
+    figure, axes = _new_figure(title, "", "memory (MiB)")
+    parts = [(name, getattr(breakdown, field), color) for name, field, color in _BREAKDOWN]
+    parts += [("cached by the allocator, unused", summary.cached_bytes, PALE)] if summary.cached_bytes else []
+    base_bytes = 0
+    for name, count_bytes, color in parts:
+        share = f" ({count_bytes / breakdown.peak_bytes:.1%})" if color != PALE else ""  # the cache is not in the peak
+        label = f"{name}\n{mib(count_bytes)}{share}"
+        axes.bar(0, count_bytes / MIB, 0.8, base_bytes / MIB, label=label, color=color, edgecolor="white")
+        base_bytes += max(0, count_bytes)  # only other_bytes, which comes first, can be below 0
+    axes.set(xlim=(-0.6, 0.6), xticks=[])
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, labelspacing=0.9)
+    return figure
+
+
+FIGURES: dict[type, dict[str, Callable[[Any], Figure | None]]] = {
+    list: {"memory_over_steps": plot_memory_over_steps},
+    Plan: {
+        "memory_vs_batch_size": plot_memory_vs_batch_size,
+        "throughput_vs_batch_size": plot_throughput_vs_batch_size,
+    },
+    Summary: {"memory_composition": plot_breakdown},
+}
+"""Name -> function, for each kind of data: the rows of a CSV, a plan, and a summary."""
+
+
+def draw(*sources: list[Row] | Plan | Summary | None) -> dict[str, Figure]:
+    """Draw all figures of the sources, by name; ``evaluation_`` precedes those of the plan of validation."""
+    drawn: dict[str, Figure] = {}
+    for source in sources:
+        for name, plot in FIGURES.get(type(source), {}).items():
+            if (figure := plot(source)) is not None:
+                drawn[name] = figure
+        if isinstance(source, Plan):
+            drawn |= {f"evaluation_{name}": figure for name, figure in draw(source.evaluation).items()}
+    return drawn
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure in the format of the path's suffix; a PNG has 1,280 x 960 pixels."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # without the date the same figure gives the same SVG header; in a PNG there is none
-    metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-    figure.savefig(path, dpi=200, metadata=metadata)
+    figure.savefig(path, dpi=200)
 
 
-def _draw_reserved_and_phases(axes: Axes, levels: Levels, placed: Sequence[tuple[float, Row]], width: int) -> None:
-    x = [step for step, _ in placed[::width]]
-    reserved = thinned([row.peak_reserved_bytes for _, row in placed], width)
-    if any(count is not None for count in reserved):
-        draw_line(axes, x, levels.scaled(reserved), label="reserved", color=GREY, linestyle="--", linewidth=1.5)
-    for phase in PHASES:
-        of_phase = thinned([row.phase_peak_bytes.get(phase) for _, row in placed], width)
-        if any(count is not None for count in of_phase):
-            colour, _, _, line_width = _PHASE_STYLES[phase]
-            style: dict[str, Any] = {"color": colour, "linewidth": line_width}
-            draw_line(axes, x, levels.scaled(of_phase), label=phase.replace("_", " "), **style)
+def _new_figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('figures need matplotlib: pip install "lightning-batchmem[plot]"') from error
+    figure = Figure(figsize=(6.4, 4.8), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title, loc="left", fontsize=12)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.locator_params(axis="x", integer=True)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_major_formatter("{x:,.10g}")
+    return figure, axes
 
 
-def _steps_per_row(placed: Sequence[tuple[float, Row]]) -> int:
-    """How many steps a row stands for: the usual distance to the next one (a resumed run goes back in between)."""
-    distances = [after.step - before.step for (_, before), (_, after) in pairwise(placed) if after.step > before.step]
-    return round(statistics.median_low(distances)) if distances else 1
+def _with_legend(figure: Figure, axes: Axes) -> Figure:
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    return figure
 
 
-def _set_size_axis(axes: Axes, grid: Sequence[float], plan: Plan) -> None:
-    """The chosen size, and an axis of sizes that is logarithmic where they span much."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    style: dict[str, Any] = {"color": PURPLE, "linestyle": "-.", "linewidth": 1.8, "zorder": 1}
-    axes.axvline(plan.batch_size, label=f"chosen: {plan.batch_size:,}", **style)
-    set_whole_numbers(axes)
-    if grid[-1] / grid[0] > _WIDE:
-        numbers = axes.xaxis.get_major_formatter()
-        axes.set_xscale("log")
-        subs = (1.0, 2.0, 5.0) if grid[-1] / grid[0] < 3e3 else (1.0,)
-        axes.xaxis.set_major_locator(LogLocator(subs=subs))
-        axes.xaxis.set_major_formatter(numbers)
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlim(grid[0] / 1.2, grid[-1] * 1.05)
-    else:
-        axes.set_xlim(0, grid[-1] * 1.02)
+def _draw_limit(axes: Axes, x: Sequence[float], limits_bytes: Sequence[float], highest_bytes: float) -> None:
+    """Draw the limit, and let the axis begin at 0 and end above the data, and above the limit unless that is far."""
+    top_bytes = highest_bytes
+    if limits_bytes:
+        near = limits_bytes[-1] <= _FAR * highest_bytes
+        top_bytes = max(highest_bytes, *limits_bytes) if near else highest_bytes
+        label = f"limit {mib(limits_bytes[-1])}{'' if near else ' (above)'}"
+        y = [limit / MIB for limit in limits_bytes]
+        axes.plot(x, y, label=label, color=VERMILLION, linewidth=2, drawstyle="steps-post")
+    axes.set_ylim(0, 1.08 * top_bytes / MIB or 1)
 
 
-def _grid(plan: Plan) -> list[float]:
-    """Sizes to draw curves at, from the smallest run to a tenth beyond the largest; bends lie anywhere between."""
-    sizes = [trial.batch_size for trial in plan.trials] + [plan.batch_size]
-    first, last = min(sizes), 1.1 * max(sizes)
-    between = (first * (last / first) ** (step / 200) for step in range(1, 200))
-    return [float(first), *between, last]
+def _draw_chosen_size(axes: Axes, plan: Plan, last_size: float) -> None:
+    axes.axvline(plan.batch_size, label=f"chosen: {plan.batch_size:,}", color=GREEN, linestyle="--", linewidth=1.8)
+    axes.set_xlim(0, last_size)
 
 
-def _trials(plan: Plan) -> tuple[list[Any], list[Any]]:
-    """The trials that ran through, and those that ran out of memory."""
-    done = [trial for trial in plan.trials if trial.outcome == "ok" and trial.phase_peak_bytes]
-    if not done:
-        raise NothingToDrawError("plan must hold at least one size that was run, got none")
-    return done, [trial for trial in plan.trials if trial.outcome == "out_of_memory"]
+def _draw_reserved_and_phases(axes: Axes, placed: Sequence[tuple[int, Row]], width: int) -> None:
+    x, y = _extreme([(step, row.peak_reserved_bytes) for step, row in placed], width)
+    if x:
+        axes.plot(x, y, label="reserved", color=GREY, linestyle="--", linewidth=1.5)
+    for index, phase in enumerate(PHASES):  # phases often have the same peak: a later line is thinner
+        x, y = _extreme([(step, row.phase_peak_bytes.get(phase)) for step, row in placed], width)
+        if x:
+            label = phase.replace("_", " ")
+            axes.plot(x, y, label=label, color=_PHASE_COLORS[phase], linewidth=4.5 - index)
 
 
-def _by_stage(rows: Sequence[Row]) -> dict[str, list[tuple[float, Row]]]:
-    """Stage -> its rows and where they stand: an evaluation, whose batches count anew, at the training step before."""
-    stages: dict[str, list[tuple[float, Row]]] = {}
+def _extreme(
+    points: Iterable[tuple[int, int | None]], width: int, choose: Callable[[int, int], int] = max
+) -> tuple[list[int], list[float]]:
+    """Steps, and the highest or lowest MiB of each ``width`` of them; steps without a reading are left out."""
+    found: dict[int, int] = {}
+    for step, count_bytes in points:
+        if count_bytes is not None:
+            first = step - step % width
+            found[first] = choose(count_bytes, found.get(first, count_bytes))
+    steps = sorted(found)
+    return steps, [found[step] / MIB for step in steps]
+
+
+def _by_stage(rows: Iterable[Row]) -> dict[str, list[tuple[int, Row]]]:
+    """Stage -> its rows and the steps to draw them at: for an evaluation, the training step before it."""
+    stages: dict[str, list[tuple[int, Row]]] = {}
     step = None
     for row in rows:
         if row.stage == "train":
             step = row.step
-        place = row.step if step is None else step
-        stages.setdefault(row.stage, []).append((place, row))
+        stages.setdefault(row.stage, []).append((row.step if step is None else step, row))
     return stages
+
+
+def _sizes(plan: Plan) -> list[float]:
+    """Batch sizes from 0 to a tenth beyond the largest, at which curves are drawn."""
+    last = 1.1 * max(plan.batch_size, *(trial.batch_size for trial in plan.trials))
+    return [last * index / 200 for index in range(201)]
+
+
+def _on(plan: Plan) -> str:
+    return f" on {plan.device}" if plan.device else ""

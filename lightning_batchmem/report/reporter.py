@@ -18,7 +18,7 @@ from lightning_batchmem.measure.step_record import StepRecord, StepTotals
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.report.alerts import Alerts
-from lightning_batchmem.report.history import History
+from lightning_batchmem.report.images import log_figures
 from lightning_batchmem.report.loggers import Loggers
 from lightning_batchmem.report.rank_peaks import RankPeaks, join_ranks
 from lightning_batchmem.report.rows import RowQueue
@@ -62,7 +62,6 @@ class StepReporter:
 
     Attributes:
         limit_bytes: what this process might hold when it was last asked: what the device can give, or a plan's limit.
-        history: the steps, in a bounded number of rows.
         alarms: what was warned of.
     """
 
@@ -76,7 +75,6 @@ class StepReporter:
         stage: str,
         composition: Composition,
     ) -> None:
-        self.history = History()
         self.alerts = Alerts(resolution_bytes=device_memory.granularity_bytes, plan=plan)
         self._device_memory, self._timer, self._plan = device_memory, timer, plan
         self.limit_bytes, self._limit_asked = self._limit(), time.monotonic()
@@ -128,7 +126,6 @@ class StepReporter:
         pending, self._pending = self._pending, []
         for step, since, until in pending:
             self._totals.setdefault(step.stage, _Totals()).interval.add(step)
-            self.history.add(step)
             peak_bytes = step.peaks.peak_bytes
             self._epoch_peak_bytes = max(self._epoch_peak_bytes or 0, peak_bytes)
             if step.stage == self._stage:
@@ -231,13 +228,11 @@ class StepReporter:
         self._loggers.log_metrics(joined.metrics(), step)
 
     def log_figures(self, summary: Summary, step: int) -> None:
-        """Give the loggers that take images the figures of this run; without matplotlib a word instead."""
-        from lightning_batchmem.report.images import figures
-
+        """Log the figures of this run to the loggers that accept images."""
         try:
-            self._loggers.log_figures(lambda: figures(self.history.rows, self._plan, summary), step)
+            log_figures(self._loggers, None if self._csv is None else self._csv.path, self._plan, summary, step)
         except ImportError as error:
-            rank_zero_info(f"MemoryProfiler gives the loggers no figures: {error}.")
+            rank_zero_info(f"MemoryProfiler logs no figures: {error}.")
 
     def close(self) -> None:
         """Take in what is left, and close the CSV."""
