@@ -18,9 +18,8 @@ from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import mib
 from lightning_batchmem.report.figure import NothingToDrawError
 from lightning_batchmem.report.figures import save
-from lightning_batchmem.report.files import PLAN_NAME
 from lightning_batchmem.report.images import drawings
-from lightning_batchmem.report.step_csv import NAME, Row, read_rows
+from lightning_batchmem.report.step_csv import NAME, PLAN_NAME, Row, read_rows
 from lightning_batchmem.report.summary import SUMMARY_NAME, Summary
 
 if TYPE_CHECKING:

@@ -219,8 +219,8 @@ def test_what_the_csv_leaves_empty_is_none(log_dir: Path) -> None:
     ]
     path.write_text(f"{header}\n{''.join(lines)}")
     one, two = read_rows(path)
-    assert one == (7, "train", None, None, None, None, None, None, {}, True)
-    assert two == (8, "validate", 4, 1.5 * MIB, None, None, None, 0.25, {"forward": 1.25 * MIB}, True)
+    assert one == (7, "train", None, None, None, None, None, None, {})
+    assert two == (8, "validate", 4, 1.5 * MIB, None, None, None, 0.25, {"forward": 1.25 * MIB})
 
 
 def test_only_steps_without_memory(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

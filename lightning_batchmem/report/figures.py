@@ -94,7 +94,7 @@ def plot_memory_over_steps(rows: Sequence[Row], *, limit_bytes: int | None = Non
     levels = Levels(max(known), [limit for _, limit in limits])
     width = math.ceil(max(map(len, stages.values())) / _MOST_POINTS)
     steps = width * _steps_per_row(stages.get("train") or next(iter(stages.values())))
-    name, what = ("Peak memory", "peak") if rows[0].has_peak else ("Memory seen at the marks", "highest seen")
+    name, what = "Peak memory", "peak"
     title = f"{name} of each step" if steps == 1 else f"{name}, the highest of every {steps:,} steps"
     figure, axes = new_figure(title, "step (batches since the start)", levels)
     for stage, placed in stages.items():

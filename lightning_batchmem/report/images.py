@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.report.figure import NothingToDrawError
@@ -16,7 +18,7 @@ from lightning_batchmem.report.figures import (
     plot_memory_vs_batch_size,
     plot_throughput_vs_batch_size,
 )
-from lightning_batchmem.report.step_csv import Row
+from lightning_batchmem.report.step_csv import Row, read_rows
 from lightning_batchmem.report.summary import Summary
 
 if TYPE_CHECKING:
@@ -76,6 +78,33 @@ def figures(rows: Sequence[Row], plan: Plan | None, summary: Summary | None) -> 
         except NothingToDrawError:  # a run too short for its parts, a plan without a trial: the figure is left out
             continue
     return drawn
+
+
+def log_figures(
+    loggers: Iterable[Logger], csv_path: Path | None, plan: Plan | None, summary: Summary | None, step: int
+) -> None:
+    """Draw the figures of a run for the loggers that take images; a failure is a warning.
+
+    Raises:
+        ImportError: without matplotlib, if a logger takes images.
+    """
+    takers = image_takers(loggers)
+    if not takers:
+        return
+    try:
+        drawn = figures([] if csv_path is None else read_rows(csv_path), plan, summary)
+    except ImportError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the training has ended, and a figure must not raise
+        rank_zero_warn(f"MemoryProfiler logs no figures: {type(error).__name__}: {error}")
+        return
+    for logger in takers:
+        try:
+            log_images(logger, drawn, step)
+        except Exception as error:  # noqa: BLE001 - a logger that fails must not end a training
+            rank_zero_warn(
+                f"{type(logger).__name__} gets no figures of MemoryProfiler: {type(error).__name__}: {error}"
+            )
 
 
 def image_takers(loggers: Iterable[Logger]) -> list[Logger]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lightning_batchmem.measure.breakdown import MemoryBreakdown
-from lightning_batchmem.measure.estimate import Estimate
 from lightning_batchmem.report.figure import (
     BLUE,
     FAR,
@@ -40,7 +38,7 @@ _FORMULA = "total = model + gradients + optimizer + batch + activations + the re
 _STEPS = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
 
 _PALE, _WHITE = "#E8E8E8", "#FFFFFF"
-_MEASURED, _ESTIMATED = 0.0, 0.78  # where the two piles stand; the first is 0.8 wide, the second half of that
+_MEASURED = 0.0
 _VISIBLE = 0.01  # of the axis: a lower bar would be all edge, and so low a second pile an empty place
 
 
@@ -68,8 +66,7 @@ def plot_composition(breakdown: MemoryBreakdown | Summary) -> Figure:
         return _draw(breakdown, f"Memory of a step at its peak: {bytes_text(breakdown.peak_bytes)}")
     if breakdown.breakdown is None:
         raise NothingToDrawError("parts must be known, got the summary of a run that ended before they were")
-    seen = "at its peak" if breakdown.has_peak else "as far as it was seen"
-    title = f"Memory of a {_STEPS[breakdown.stage]} step {seen}: {bytes_text(breakdown.breakdown.peak_bytes)}"
+    title = f"Memory of a {_STEPS[breakdown.stage]} step at its peak: {bytes_text(breakdown.breakdown.peak_bytes)}"
     return _draw(breakdown.breakdown, title, breakdown)
 
 
@@ -78,7 +75,7 @@ def _draw(breakdown: MemoryBreakdown, title: str, summary: Summary | None = None
     drawn_extras_bytes = sum(count_bytes for _, count_bytes, _, drawn in extras if drawn)
     limits: list[tuple[float, int]] = []
     limit_label = ""
-    if summary is not None:
+    if summary is not None and summary.limit_bytes is not None:
         limit_label = f"limit {bytes_text(summary.limit_bytes)}"
         limits = [(0, summary.limit_bytes)]
         if summary.outside_bytes is not None and extras[-1][3]:
@@ -88,14 +85,12 @@ def _draw(breakdown: MemoryBreakdown, title: str, summary: Summary | None = None
     levels = Levels(highest_bytes, [limit for _, limit in limits])
     figure, axes = new_figure(title, "", levels)
     figure.supxlabel(_FORMULA, x=0.02, ha="left", fontsize=10)
-    handles = _measured(axes, levels, breakdown, None if summary is None else summary.estimate)
+    handles = _measured(axes, levels, breakdown)
     top_bytes = max(0, breakdown.other_bytes) + breakdown.peak_bytes - breakdown.other_bytes
     handles += _stacked(axes, levels, extras, top_bytes)
     lowest = min(0.0, 1.1 * levels.scaled([breakdown.other_bytes])[0])
     axes.set(xlim=(-0.5, 0.5), xticks=[], ylim=(lowest, None))
     axes.grid(visible=False)
-    if summary is not None and summary.estimate is not None:
-        _estimated(axes, levels, summary.estimate, floor_bytes=max(0, breakdown.other_bytes))
     levels.draw_limit(axes, limits, label=limit_label)
     ordered = [*reversed(handles), *axes.lines[-1:]] if limits else handles[::-1]
     spacing = 0.9 if len(ordered) <= len(_PILE) + 1 else 0.5
@@ -118,17 +113,13 @@ def _extras(summary: Summary, total_bytes: int) -> list[tuple[str, int, dict[str
     return found
 
 
-def _measured(axes: Axes, levels: Levels, breakdown: MemoryBreakdown, estimate: Estimate | None) -> list[Any]:
-    estimates = {} if estimate is None else asdict(estimate)
+def _measured(axes: Axes, levels: Levels, breakdown: MemoryBreakdown) -> list[Any]:
     handles, base_bytes = [], 0
     for name, attribute, colour in _PILE:
         count_bytes = getattr(breakdown, attribute)
         label = f"{name}\n{bytes_text(count_bytes)}"
         if breakdown.peak_bytes:
             label += f", {_percent(count_bytes / breakdown.peak_bytes)}"
-        if attribute in estimates:
-            expected_bytes = estimates[attribute]
-            label += " (no estimate)" if expected_bytes is None else f" (estimate {bytes_text(expected_bytes)})"
         handles.append(_bar(axes, levels, _MEASURED, 0.8, count_bytes, base_bytes, label=label, color=colour))
         base_bytes += max(0, count_bytes)  # only the rest, which comes first, can be below 0
     return handles
@@ -148,23 +139,6 @@ def _stacked(
         else:
             handles.append(Patch(label=f"{label} (above)", **style))
     return handles
-
-
-def _estimated(axes: Axes, levels: Levels, estimate: Estimate, *, floor_bytes: int) -> None:
-    """The second pile; its parts lie where those of the first would, were the two equal."""
-    expected = {part: count_bytes for part, count_bytes in asdict(estimate).items() if count_bytes is not None}
-    if levels.scaled([sum(expected.values())])[0] < _VISIBLE * levels.top:
-        return
-    base_bytes = floor_bytes
-    for _, attribute, colour in _PILE:
-        if attribute in expected:
-            _bar(axes, levels, _ESTIMATED, 0.4, expected[attribute], base_bytes, color=colour)
-            base_bytes += expected[attribute]
-    floor = levels.scaled([floor_bytes])[0]
-    axes.plot([0.4, _ESTIMATED + 0.2], [floor, floor], color=GREY, linewidth=0.8, linestyle=":")
-    missing = "" if "optimizer_state_bytes" in expected else "\nwithout the\noptimizer"
-    axes.set(xlim=(-0.5, 1.08), xticks=[_MEASURED, _ESTIMATED], xticklabels=["measured", f"estimate{missing}"])
-    axes.tick_params(axis="x", length=0)
 
 
 def _bar(axes: Axes, levels: Levels, x: float, width: float, count_bytes: int, base_bytes: int, **style: Any) -> Any:

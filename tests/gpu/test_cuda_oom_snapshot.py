@@ -33,7 +33,7 @@ def run_out(device: torch.device) -> None:
 
 
 def test_the_snapshot_shows_what_led_to_running_out(device: torch.device, tmp_path: Path) -> None:
-    snapshot = OomSnapshot.start(tmp_path, device_memory_for(device))
+    snapshot = OomSnapshot.start(tmp_path, device)
     assert snapshot is not None
     with pytest.raises(torch.cuda.OutOfMemoryError):
         run_out(device)
@@ -51,7 +51,7 @@ def test_the_snapshot_shows_what_led_to_running_out(device: torch.device, tmp_pa
 
 
 def test_it_stops_and_lets_go(device: torch.device, tmp_path: Path) -> None:
-    snapshot = OomSnapshot.start(tmp_path, device_memory_for(device))
+    snapshot = OomSnapshot.start(tmp_path, device)
     assert snapshot is not None
     torch.empty(MIB, device=device)
     assert torch.cuda.memory._snapshot(device)["device_traces"][device.index]
@@ -63,7 +63,7 @@ def test_it_stops_and_lets_go(device: torch.device, tmp_path: Path) -> None:
 def test_a_history_of_somebody_elses_goes_on(device: torch.device, tmp_path: Path) -> None:
     torch.cuda.memory._record_memory_history("all", max_entries=50)
     torch.empty(MIB, device=device)
-    snapshot = OomSnapshot.start(tmp_path, device_memory_for(device))
+    snapshot = OomSnapshot.start(tmp_path, device)
     assert snapshot is not None
     snapshot.stop()
     assert torch._C._cuda_isHistoryEnabled()

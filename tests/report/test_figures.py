@@ -117,11 +117,6 @@ def test_steps_that_were_skipped_make_no_row_stand_for_several() -> None:
     assert one_batch_each._suptitle.get_text() == "Peak memory of each step"
 
 
-def test_without_a_peak_counter_nothing_is_called_a_peak() -> None:
-    figure = plot_memory_over_steps([row(step, has_peak=False) for step in range(3)])
-    assert "eak" not in " ".join([figure._suptitle.get_text(), *labels(figure)])
-
-
 def test_memory_vs_batch_size() -> None:
     figure = plot_memory_vs_batch_size(PLAN)
     assert line(figure, "whole step") == ([2, 4, 32], [104, 108, 165])
