@@ -18,7 +18,7 @@ from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.measure.recorder import StepRecorder
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.report.reporter import StepReporter
-from lightning_batchmem.report.step_csv import NAME, PLAN_NAME, StepCsv
+from lightning_batchmem.report.step_csv import NAME, StepCsv
 from lightning_batchmem.report.summary import Summary
 from lightning_batchmem.report.tables import out_of_memory_text, show_summary
 
@@ -205,6 +205,7 @@ class MemoryProfiler(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Report the steps so far, remove all hooks, and add a note to an out-of-memory error."""
         try:
+            self._close_new_csv()
             if is_out_of_memory(exception) and self._recorder is not None:
                 report = self._recorder.explain_out_of_memory(trainer, pl_module)
                 exception.add_note(f"MemoryProfiler: {out_of_memory_text(report)}")
@@ -228,7 +229,7 @@ class MemoryProfiler(Callback):
 
     def _begin(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         device = trainer.strategy.root_device
-        device_memory, device_timer = device_memory_for(device, quick=True), timer_for(device)
+        device_memory, timer = device_memory_for(device, quick=True), timer_for(device)
         if device_memory is None:
             rank_zero_warn(f"MemoryProfiler measures no memory, because {device.type} has no peak counter.")
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # mypy does not see where it is set
@@ -239,20 +240,8 @@ class MemoryProfiler(Callback):
             self._new_csv = StepCsv(self._log_dir, resume=True, own_path=self._csv_path)
         csv, self._new_csv = self._new_csv, None
         self._csv_path = None if csv is None else csv.path
-        if csv is not None and plan is not None:
-            csv.write_beside(PLAN_NAME, plan.to_json())
-        self._recorder = StepRecorder(
-            trainer,
-            module,
-            device_memory,
-            stage,
-            device_timer=device_timer,
-            items_fn=self._items_fn,
-            max_limit_bytes=None if plan is None else plan.limit_bytes,
-        )
-        self._reporter = StepReporter(
-            trainer, device_memory, stage=stage, plan=plan, csv=csv, device_timer=device_timer
-        )
+        self._recorder = StepRecorder(trainer, module, device_memory, stage, timer, items_fn=self._items_fn, plan=plan)
+        self._reporter = StepReporter(trainer, device_memory, stage, timer, plan=plan, csv=csv)
         if self._has_snapshot:
             self._snapshot = OomSnapshot.start(self._log_dir, device)
         self._recorder.restart()  # the first step starts now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from lightning_batchmem.devices.tensors import samples_in
 from lightning_batchmem.measure.breakdown import MemoryBreakdown, SteadyBreakdown
 from lightning_batchmem.measure.phases import PhasePeaks, StepPeaks
 from lightning_batchmem.measure.step_record import DeviceReading, StepRecord, StepTimer
+from lightning_batchmem.plan.plan import Plan
 
 _UNLOGGED_INTERVAL = 50  # steps between two reports if log_every_n_steps=0; Lightning's default
 LIMIT_INTERVAL_SECONDS = 1.0  # the limit changes slowly, and reading it takes system calls
@@ -52,16 +54,17 @@ class StepRecorder:
         module: LightningModule,
         device_memory: DeviceMemory | None,
         stage: str,
+        device_timer: Timer | None,
         *,
-        device_timer: Timer | None = None,
-        items_fn: Callable[[Any], float] | None = None,
-        max_limit_bytes: int | None = None,
+        items_fn: Callable[[Any], float] | None,
+        plan: Plan | None,
     ) -> None:
         self.phase_peaks = PhasePeaks(device_memory)
         self.stage = stage
         self.limit_bytes: int | None = None
         self._device_memory, self._device_timer, self._items_fn = device_memory, device_timer, items_fn
-        self._max_limit_bytes, self._limit_read_at = max_limit_bytes, float("-inf")
+        self._max_limit_bytes = math.inf if plan is None else plan.limit_bytes
+        self._limit_read_at = -math.inf
         self._optimizers: list[Optimizer] = []
         self._handles: list[RemovableHandle] = []
         number = trainer.fit_loop.total_batch_idx + 1 if stage == "train" else 0  # of the next step; resumed or not
@@ -211,8 +214,7 @@ class StepRecorder:
         now = time.monotonic()
         if self._device_memory is None or now - self._limit_read_at < LIMIT_INTERVAL_SECONDS:
             return False
-        limit_bytes = self._device_memory.budget_bytes()
-        self.limit_bytes = limit_bytes if self._max_limit_bytes is None else min(limit_bytes, self._max_limit_bytes)
+        self.limit_bytes = int(min(self._device_memory.budget_bytes(), self._max_limit_bytes))
         self._limit_read_at = now
         return True
 

@@ -16,7 +16,7 @@ from lightning_batchmem.measure.step_record import DeviceReading, StepRecord
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.report.alerts import Alerts
-from lightning_batchmem.report.step_csv import StepCsv
+from lightning_batchmem.report.step_csv import PLAN_NAME, StepCsv
 from lightning_batchmem.report.summary import Summary, summary_name
 from lightning_batchmem.report.totals import RankTotals, StepTotals
 
@@ -34,11 +34,11 @@ class StepReporter:
         self,
         trainer: Trainer,
         device_memory: DeviceMemory | None,
-        *,
         stage: str,
+        device_timer: Timer | None = None,
+        *,
         plan: Plan | None = None,
         csv: StepCsv | None = None,
-        device_timer: Timer | None = None,
     ) -> None:
         granularity_bytes = 0 if device_memory is None else device_memory.resolution_bytes
         self.alerts = Alerts(granularity_bytes=granularity_bytes, plan=plan)
@@ -47,6 +47,8 @@ class StepReporter:
         self._device_name = self._device.type if device_memory is None else device_memory.name
         self._stage, self._plan, self._csv, self._device_timer = stage, plan, csv, device_timer
         self._world_size, self._loggers = trainer.world_size, list(trainer.loggers)
+        if csv is not None and plan is not None:
+            csv.write_beside(PLAN_NAME, plan.to_json())
         self._queue: deque[StepRecord] = deque()
         self._num_counted = 0  # of the queue, from its left end
         self._intervals: dict[str, StepTotals] = {}
