@@ -625,7 +625,8 @@ ALERTS = {
 
 
 @pytest.mark.parametrize("kind", ALERTS)
-def test_an_alert_is_one_warning_and_in_the_summary(tmp_path, device_memory, capsys, kind):
+def test_an_alert_is_one_warning_and_in_the_summary(tmp_path, device_memory, capsys, kind, monkeypatch):
+    monkeypatch.setattr(lightning_batchmem.measure.recorder, "LIMIT_INTERVAL_SECONDS", 0.0)
     text, options = ALERTS[kind]
 
     def work(step, where):
@@ -785,6 +786,8 @@ def test_an_out_of_memory_error_gets_a_note(tmp_path, device_memory, where, at_s
 def test_a_failed_device_does_not_hide_the_users_error(tmp_path, device_memory, monkeypatch):
     def broken():
         raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(lightning_batchmem.measure.recorder, "LIMIT_INTERVAL_SECONDS", 0.0)
 
     def work(step, where):
         if step == 2:

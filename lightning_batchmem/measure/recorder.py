@@ -175,15 +175,16 @@ class StepRecorder:
     def read_device(self) -> DeviceReading:
         """Read limit, utilization and allocator retries; the first two also become part of the last record."""
         record, self._record = self._record, None
-        if self._read_limit() and record is not None:
-            record.limit_bytes = self.limit_bytes
-        utilization = None
+        utilization, retries = None, None
+        if self._read_limit() and self._device_memory is not None:  # both once a second
+            retries = self._device_memory.counters().get("num_alloc_retries")
+            if record is not None:
+                record.limit_bytes = self.limit_bytes
         if self._utilization is not None and (percent := self._utilization.percent_since_last_call()) is not None:
             utilization = (self._utilization.key, percent)
             if record is not None:
                 record.utilization = utilization
-        counters = {} if self._device_memory is None else self._device_memory.counters()
-        return DeviceReading(self.limit_bytes, utilization, counters.get("num_alloc_retries"))
+        return DeviceReading(self.limit_bytes, utilization, retries)
 
     def explain_out_of_memory(self, trainer: Trainer, module: LightningModule) -> OutOfMemoryReport:
         """Describe the step that ran out of memory."""

@@ -13,8 +13,8 @@ from lightning_batchmem.report.totals import StepTotals
 
 # The only place for the sentences: what happened, and what to do.
 _SENTENCES = {
-    "allocator retries": "The allocator released its cache and retried {retries} times in {steps} steps, because it"
-    " found no free block. Use a smaller batch, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against"
+    "allocator retries": "The allocator released its cache and retried {retries} times, because it found no"
+    " free block. Use a smaller batch, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against"
     " fragmentation.",
     "leak": "The memory in use at the start of a training step grows by {pace} and would reach the limit of"
     " {limit} at about step {end}. Keep loss.item() or loss.detach() instead of the loss, and no outputs, list states"
@@ -55,7 +55,7 @@ class Alerts:
         self._granularity_bytes, self._plan = granularity_bytes, plan
         self._prediction = None if plan is None else Prediction(plan, granularity_bytes)
         self._leaks = LeakDetector(granularity_bytes)
-        self._retries: int | None = None
+        self._retries, self._has_read_retries = 0, False
         self._waiting, self._busy_seconds, self._read_seconds = StepTotals(), 0.0, 0.0
 
     def predicted_bytes(self, batch_size: int | None) -> int | None:
@@ -89,10 +89,11 @@ class Alerts:
     def interval(self, totals: StepTotals, reading: DeviceReading, *, is_host: bool) -> list[str]:
         """Check the training steps since the last call."""
         issued = []
-        retries, before = reading.alloc_retries, self._retries
-        self._retries = retries
-        if retries is not None and before is not None and retries > before:  # a search may cause those before
-            issued += self._issue("allocator retries", retries=retries - before, steps=totals.steps)
+        if reading.alloc_retries is not None:
+            retries, self._retries = reading.alloc_retries - self._retries, reading.alloc_retries
+            if retries and self._has_read_retries:
+                issued += self._issue("allocator retries", retries=retries)
+            self._has_read_retries = True  # those before the first reading do not count: a search may cause some
         # a plan fills the memory up to its limit on purpose
         planned_bytes = 0 if self._plan is None else self._plan.limit_bytes
         peak_bytes, limit_bytes = totals.peak_bytes or 0, reading.limit_bytes

@@ -50,11 +50,11 @@ class StepCsv:
         path = own_path if own_path is not None and own_path.parent == directory else _newest(directory)
         self._is_empty = not (resume and path is not None and _has_header(path))
         self.path, self._file = _create(directory) if self._is_empty or path is None else _append(path)
-        self._rows = csv.DictWriter(self._file, COLUMNS, extrasaction="ignore")
+        self._rows = csv.writer(self._file)  # half the time of a DictWriter
         self._flushed_at = time.monotonic()
         try:
             if self._is_empty:
-                self._rows.writeheader()
+                self._rows.writerow(COLUMNS)
             self._file.flush()
         except OSError:
             self._abandon()
@@ -66,23 +66,22 @@ class StepCsv:
             return
         seconds = step.seconds if step.device_seconds is None else step.device_seconds
         phases, wait_seconds = step.peaks.phase_peak_bytes, step.wait_seconds
-        row: dict[str, object] = {"step": step.number, "stage": step.stage, "batch_size": step.batch_size}
-        if phases:
-            row["peak_allocated_mib"] = round(step.peaks.peak_bytes / MIB, 3)
-            row |= {column: round(phases[phase] / MIB, 3) for phase, column in _PHASE_COLUMNS if phase in phases}
-        if step.peaks.peak_reserved_bytes is not None:
-            row["peak_reserved_mib"] = round(step.peaks.peak_reserved_bytes / MIB, 3)
-        if step.limit_bytes is not None:
-            row["limit_mib"] = round(step.limit_bytes / MIB, 3)
-        if step.batch_size is not None and seconds > 0:
-            row["samples_per_s"] = round(step.batch_size * world_size / seconds, 3)
-        if step.items is not None and seconds > 0:
-            row["items_per_s"] = round(step.items * world_size / seconds, 3)
-        row["step_ms"] = round(1e3 * seconds, 3)
-        if wait_seconds is not None and step.seconds > 0:
-            row["data_wait_pct"] = round(100.0 * wait_seconds / step.seconds, 2)
-        if step.utilization is not None:
-            row[step.utilization[0]] = round(step.utilization[1], 2)
+        key, percent = step.utilization or ("", 0.0)
+        row = (
+            step.number,
+            step.stage,
+            step.batch_size,
+            _mib(step.peaks.peak_bytes if phases else None),
+            _mib(step.peaks.peak_reserved_bytes),
+            _mib(step.limit_bytes),
+            _per_second(step.batch_size, world_size, seconds),
+            _per_second(step.items, world_size, seconds),
+            round(1e3 * seconds, 3),
+            round(100.0 * wait_seconds / step.seconds, 2) if wait_seconds is not None and step.seconds > 0 else None,
+            round(percent, 2) if key == "gpu_pct" else None,
+            round(percent, 2) if key == "cpu_pct" else None,
+            *[_mib(phases.get(phase)) for phase in PHASES],
+        )
         self._is_empty = False
         try:
             self._rows.writerow(row)
@@ -117,6 +116,14 @@ class StepCsv:
             self._file.close()
         if error is not None:
             rank_zero_warn(f"{self.path} gets no more rows: {error}")
+
+
+def _mib(count_bytes: int | None) -> float | None:
+    return None if count_bytes is None else round(count_bytes / MIB, 3)
+
+
+def _per_second(count: float | None, world_size: int, seconds: float) -> float | None:
+    return None if count is None or seconds <= 0 else round(count * world_size / seconds, 3)
 
 
 def _create(directory: Path) -> tuple[Path, TextIO]:

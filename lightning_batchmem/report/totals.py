@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from torchmetrics import CatMetric
@@ -56,8 +56,16 @@ class StepTotals:
         if later.steps:
             self._raise_peaks(later.peak_step, later.peak_batch_size, later.phase_peak_bytes, later.peak_reserved_bytes)
             self.batch_size = later.batch_size
-        for name in _SUMS:
-            setattr(self, name, getattr(self, name) + getattr(later, name))
+        self.steps += later.steps
+        self.seconds += later.seconds
+        self.samples += later.samples
+        self.sized_seconds += later.sized_seconds
+        self.items += later.items
+        self.counted_seconds += later.counted_seconds
+        self.wait_seconds += later.wait_seconds
+        self.waited_seconds += later.waited_seconds
+        self.device_seconds += later.device_seconds
+        self.device_steps += later.device_steps
 
     def _raise_peaks(self, number: int, size: int | None, phases: dict[str, int], reserved_bytes: int | None) -> None:
         for phase, peak_bytes in phases.items():
@@ -99,10 +107,6 @@ class StepTotals:
             "batch/size": self.batch_size,
         }
         return {key: float(value) for key, value in found.items() if value is not None}
-
-
-_FIRST_SUM = [one.name for one in fields(StepTotals)].index("seconds")
-_SUMS = ("steps", *(one.name for one in fields(StepTotals)[_FIRST_SUM:]))
 
 
 @dataclass(frozen=True)

@@ -239,7 +239,7 @@ def test_allocator_retries_after_the_first_interval() -> None:
     one = alerts()
     assert [interval(one, retries=retries) for retries in (None, 7, 7)] == [[]] * 3  # a search may cause some
     (text,) = interval(one, retries=10)
-    assert "retried 3 times in 50 steps" in text
+    assert "retried 3 times" in text
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in text
     assert interval(one, retries=20) == []
 
