@@ -54,7 +54,9 @@ def samples_in(batch: object) -> int | None:
 
     Lightning's ``extract_batch_size`` guesses if they differ, and a caller cannot recognize the guess (2.6.6).
     """
-    sizes = {tensor.size(0) for tensor in tensors_in(batch) if tensor.dim()}
+    is_flat = type(batch) in (list, tuple) and all(type(item) is Tensor for item in batch)  # type: ignore[attr-defined]
+    tensors: Any = batch if is_flat else tensors_in(batch)  # the walk is slow, and this runs in every step
+    sizes = {tensor.size(0) for tensor in tensors if tensor.dim()}
     return sizes.pop() if len(sizes) == 1 else None
 
 

@@ -1,4 +1,4 @@
-"""What the memory of a training step is made of: exact bytes, every storage counted once."""
+"""Memory breakdown of a step, exact in bytes, with every storage counted once."""
 
 from __future__ import annotations
 
@@ -11,35 +11,43 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_batchmem.devices.base import DeviceMemory
+
 # The names with "as" are imported from here by modules that do not use devices.tensors yet.
 from lightning_batchmem.devices.tensors import copied as copied
-from lightning_batchmem.devices.tensors import is_on as is_on
+from lightning_batchmem.devices.tensors import is_on
 from lightning_batchmem.devices.tensors import list_state_bytes as list_state_bytes
 from lightning_batchmem.devices.tensors import plain_tensors as plain_tensors
 from lightning_batchmem.devices.tensors import samples_in as samples_in
 from lightning_batchmem.devices.tensors import tensors_in as tensors_in
 
+_MAX_BREAKDOWNS = 3  # steps in which gradients are looked for; a manual step may free them before it ends
+
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
-    """What fills the memory at the peak of a step; the fields add up to :attr:`peak_bytes`.
+    """The parts of the memory at the peak of a step; they add up to :attr:`peak_bytes`.
 
-    The first four are the storages that are alive *when a step begins*, each counted in the first part that holds it.
-    From its second step on Lightning keeps the gradients through the next forward (``zero_grad`` runs after
-    ``training_step``), so they are part of the peak there. Where somebody frees them between two steps (a manual
-    ``zero_grad`` at the end of ``training_step``) they are 0 here, and inside ``activations_bytes`` instead.
+    The first four are the storages alive *at the start of a step*, each counted in the first part that holds it.
+    From the second step on, Lightning keeps gradients during the next forward (``zero_grad`` runs after
+    ``training_step``), so they are part of the peak. If they are freed between two steps, for example by
+    ``zero_grad`` at the end of a manual step, they are 0 here and part of ``activations_bytes``.
 
     Args:
         parameters_bytes: parameters and buffers of the module.
-        gradients_bytes: gradients that were alive when the step began.
-        optimizer_state_bytes: state of the optimizers, and parameters that only they know (master copies).
-        batch_bytes: the batch, as far as it lies on the measured device.
-        activations_bytes: the peak less all other parts: activations, and temporaries of backward and of the optimizer
-            with them; on the host also the heap that they leave behind.
-        other_bytes: what was in use when the step began and is none of the above: workspaces and tensors that the user
-            keeps on a GPU; interpreter and libraries on the host (there as it was before the first step, since the
-            resident set still holds what a step has freed). Below 0 where not all of the tensors are resident
-            (swapped out, or mapped from a file and never touched).
+        gradients_bytes: gradients alive at the start of the step.
+        optimizer_state_bytes: state of the optimizers, and parameters that only they hold (master copies).
+        batch_bytes: the batch, as far as it is on the measured device.
+        activations_bytes: the peak minus all other parts: activations, and temporary tensors of backward and of the
+            optimizer; on the host also freed memory that the heap keeps.
+        other_bytes: memory in use at the start of the step that is none of the above: workspaces and the user's own
+            tensors on a GPU; interpreter and libraries on the host, measured before the first step because the
+            resident set later includes memory that a step freed. Negative if some tensors are not resident
+            (swapped out, or mapped from a file and never read).
+
+    Example:
+        >>> MemoryBreakdown(80, 80, 160, 24, 500, 896).peak_bytes
+        1740
     """
 
     parameters_bytes: int
@@ -56,22 +64,22 @@ class MemoryBreakdown:
 
     @property
     def start_bytes(self) -> int:
-        """What was in use when the step began, in bytes: every part but the activations."""
-        known = self.parameters_bytes + self.gradients_bytes + self.optimizer_state_bytes + self.batch_bytes
-        return known + self.other_bytes
+        """Bytes in use at the start of the step: all parts but the activations."""
+        known_bytes = self.parameters_bytes + self.gradients_bytes + self.optimizer_state_bytes + self.batch_bytes
+        return known_bytes + self.other_bytes
 
     def at_peak(self, peak_bytes: int) -> MemoryBreakdown:
-        """The same parts under another peak: what it holds beyond the start of the step is activations.
+        """Return the same parts with the activations of another peak.
 
-        A peak below the start (the host's two readings may differ by some pages) is taken off the rest, so that the
+        A peak below the start (two readings of the host may differ by some pages) lowers ``other_bytes``, so that the
         activations are never negative and the sum stays exact.
 
         Args:
             peak_bytes: the peak of the step, in bytes.
         """
-        below = min(0, peak_bytes - self.start_bytes)
-        activations = max(0, peak_bytes - self.start_bytes)
-        return replace(self, activations_bytes=activations, other_bytes=self.other_bytes + below)
+        below_bytes = min(0, peak_bytes - self.start_bytes)
+        activations_bytes = max(0, peak_bytes - self.start_bytes)
+        return replace(self, activations_bytes=activations_bytes, other_bytes=self.other_bytes + below_bytes)
 
 
 def measure_breakdown(
@@ -83,25 +91,7 @@ def measure_breakdown(
     start_bytes: int,
     peak_bytes: int | None = None,
 ) -> MemoryBreakdown:
-    """What the memory of a step is made of; to be called when the step begins, with the batch on the device.
-
-    Args:
-        module: the module that is trained.
-        optimizers: its optimizers.
-        batch: the batch of the step, however nested.
-        device: tensors elsewhere are not counted.
-        start_bytes: what is in use now, in bytes.
-        peak_bytes: the peak of the step in bytes, where it is known already; else see :meth:`MemoryBreakdown.at_peak`.
-
-    Returns:
-        The parts; without ``peak_bytes`` the activations are 0.
-
-    Example:
-        >>> linear = torch.nn.Linear(3, 5)
-        >>> measure_breakdown(linear, [], torch.ones(2, 3), torch.device("cpu"), start_bytes=1000, peak_bytes=1500)
-        MemoryBreakdown(parameters_bytes=80, gradients_bytes=0, optimizer_state_bytes=0, batch_bytes=24,\
- activations_bytes=500, other_bytes=896)
-    """
+    """Measure the parts at the start of a step, with the batch on the device; no activations without ``peak_bytes``."""
     optimizers = list(optimizers)
     weights = list(module.parameters())
     groups = [optimizer.param_groups for optimizer in optimizers]
@@ -110,26 +100,83 @@ def measure_breakdown(
     seen: set[tuple[torch.device, int]] = set()
 
     def held(tensors: Iterable[Tensor]) -> int:
-        return sum(_held_bytes(tensor, device, seen) for tensor in tensors)
+        return sum(_new_bytes(tensor, device, seen) for tensor in tensors)
 
-    parameters = held(weights) + held(module.buffers())
+    parameters_bytes = held(weights) + held(module.buffers())
     masters = [tensor for tensor in tensors_in(groups) if tensor.is_leaf]
-    gradients = held(tensor.grad for tensor in (*weights, *masters) if tensor.grad is not None)
-    state = held(masters) + held(tensors_in(states))
-    data = held(tensors_in(batch))
-    rest = start_bytes - parameters - gradients - state - data
-    breakdown = MemoryBreakdown(parameters, gradients, state, data, 0, rest)
+    gradients_bytes = held(tensor.grad for tensor in (*weights, *masters) if tensor.grad is not None)
+    state_bytes = held(masters) + held(tensors_in(states))
+    batch_bytes = held(tensors_in(batch))
+    other_bytes = start_bytes - parameters_bytes - gradients_bytes - state_bytes - batch_bytes
+    breakdown = MemoryBreakdown(parameters_bytes, gradients_bytes, state_bytes, batch_bytes, 0, other_bytes)
     return breakdown if peak_bytes is None else breakdown.at_peak(peak_bytes)
 
 
-def _held_bytes(tensor: Tensor, device: torch.device, seen: set[tuple[torch.device, int]]) -> int:
-    """Bytes of the storages behind a tensor that lie on ``device`` and were not ``seen``."""
-    held_bytes = 0
+def _new_bytes(tensor: Tensor, device: torch.device, seen: set[tuple[torch.device, int]]) -> int:
+    """Count the storages behind a tensor that are on ``device`` and not in ``seen``."""
+    new_bytes = 0
     for plain in () if is_lazy(tensor) else plain_tensors(tensor):
         if is_on(plain.device, device):
             storage = plain.untyped_storage()
             key = (plain.device, storage.data_ptr())
             if key not in seen:
                 seen.add(key)
-                held_bytes += storage.nbytes()
-    return held_bytes
+                new_bytes += storage.nbytes()
+    return new_bytes
+
+
+class SteadyBreakdown:
+    """Memory breakdown of a run, taken in its first steady-state step."""
+
+    def __init__(
+        self, device_memory: DeviceMemory, device: torch.device, module: Module, optimizers: Iterable[Optimizer]
+    ) -> None:
+        self.outside_bytes: int | None = None  # on the device, outside this process's allocator
+        self._device_memory, self._device = device_memory, device
+        self._at_start: MemoryBreakdown | None = None
+        self._num_taken = 0
+        self._peak_bytes = 0
+        self._other_bytes = self._other_bytes_before(module, optimizers)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to call :meth:`take` at the start of the next steady-state step."""
+        return self._num_taken < _MAX_BREAKDOWNS
+
+    def take(self, module: Module, optimizers: list[Optimizer], batch: object) -> None:
+        """Measure the storages alive at the start of a step."""
+        start_bytes = self._device_memory.current().allocated_bytes
+        breakdown = measure_breakdown(module, optimizers, batch, self._device, start_bytes=start_bytes)
+        if self._other_bytes is not None:
+            breakdown = replace(breakdown, other_bytes=min(breakdown.other_bytes, self._other_bytes))
+        self._at_start = breakdown
+        self.outside_bytes = self._device_memory.non_torch_bytes()
+        is_complete = bool(breakdown.gradients_bytes) or not optimizers  # an evaluation has no gradients
+        self._num_taken = _MAX_BREAKDOWNS if is_complete else self._num_taken + 1
+
+    def add_peak(self, peak_bytes: int) -> None:
+        """Take the peak of a step into account, unless it came before the first breakdown."""
+        if peak_bytes > self._peak_bytes and self._at_start is not None:
+            self._peak_bytes = peak_bytes
+
+    @property
+    def at_peak(self) -> MemoryBreakdown | None:
+        """The breakdown at the highest steady-state peak; None before the first steady-state step ended."""
+        return None if self._at_start is None or not self._peak_bytes else self._at_start.at_peak(self._peak_bytes)
+
+    def at_failure(
+        self, module: Module, optimizers: Iterable[Optimizer], batch: object, peak_bytes: int
+    ) -> MemoryBreakdown:
+        """Measure the parts in a step that ran out of memory; what is not known otherwise counts as activations."""
+        breakdown = measure_breakdown(module, optimizers, batch, self._device, start_bytes=0)
+        other_bytes = self._other_bytes or 0 if self._at_start is None else self._at_start.other_bytes
+        return replace(breakdown, other_bytes=other_bytes).at_peak(peak_bytes)
+
+    def _other_bytes_before(self, module: Module, optimizers: Iterable[Optimizer]) -> int | None:
+        # The resident set includes memory that earlier steps freed, which belongs to the activations. An allocator
+        # that reports reserved bytes counts freed memory separately.
+        if self._device_memory.current().reserved_bytes is not None:
+            return None
+        self._device_memory.release_cached()
+        now_bytes = self._device_memory.current().allocated_bytes
+        return measure_breakdown(module, optimizers, None, self._device, start_bytes=now_bytes).other_bytes

@@ -1,221 +1,254 @@
-"""One run of ``fit``, ``validate``, ``test`` or ``predict`` as the MemoryProfiler measures it, step by step."""
+"""Measure the steps of one ``fit``, ``validate``, ``test`` or ``predict`` for the MemoryProfiler."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_batchmem._lightning.trainer_state import logging_step, logs_at_all, logs_now
+from lightning_batchmem._lightning.trainer_state import logs_at_all, logs_now
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.select import timer_for
-from lightning_batchmem.measure.breakdown import samples_in
-from lightning_batchmem.measure.composition import Composition
+from lightning_batchmem.devices.cuda import CudaTimer
+from lightning_batchmem.devices.select import utilization_for
+from lightning_batchmem.devices.tensors import samples_in
+from lightning_batchmem.measure.breakdown import MemoryBreakdown, SteadyBreakdown
 from lightning_batchmem.measure.phases import PhasePeaks, StepPeaks
-from lightning_batchmem.measure.step_record import StepRecord, StepTimer
+from lightning_batchmem.measure.step_record import DeviceReading, StepRecord, StepTimer
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import mib
-from lightning_batchmem.report.reporter import StepReporter
-from lightning_batchmem.report.tables import breakdown_text
 
-_UNLOGGED_INTERVAL = 50
-"""Steps between two looks at a run whose Trainer logs nothing (``log_every_n_steps=0``): Lightning's own default."""
+_UNLOGGED_INTERVAL = 50  # steps between two reports if log_every_n_steps=0; Lightning's default
+LIMIT_INTERVAL_SECONDS = 1.0  # the limit changes slowly, and reading it takes system calls
+READINGS_PER_WINDOW = 32  # of the memory at step start, see report.alerts.LeakDetector
+
+
+class OutOfMemoryReport(NamedTuple):
+    """Where a step ran out of memory, and what the memory contained."""
+
+    where: str
+    peak_bytes: int
+    limit_bytes: int | None
+    breakdown: MemoryBreakdown | None
 
 
 @dataclass
 class _Stage:
-    """Where a stage stands: its clock, how many steps it has done, and the device's mark at the end of the last."""
+    """The timer, the number of steps and the last mark of the device in one stage."""
 
     name: str
-    clock: StepTimer = field(default_factory=StepTimer)
+    timer: StepTimer = field(default_factory=StepTimer)
     steps: int = 0
     mark: object = None
 
 
 class StepRecorder:
-    """Measures the steps of one run.
-
-    Args:
-        trainer: when the run starts.
-        module: the module that is run.
-        device_memory: of the device that it runs on.
-        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``; a training may have validations in it.
-        items_fn: counts what the user wants counted in a batch.
-        plan: what a BatchFinder of the same run has found.
-
-    Attributes:
-        stage: of the run, as it was given.
-        report: where the steps go.
-    """
+    """Measures the steps of one run. A training may contain evaluations."""
 
     def __init__(
         self,
         trainer: Trainer,
         module: LightningModule,
-        device_memory: DeviceMemory,
+        device_memory: DeviceMemory | None,
         stage: str,
+        device_timer: CudaTimer | None,
         *,
-        items_fn: Callable[[Any], float] | None = None,
-        plan: Plan | None = None,
+        items_fn: Callable[[Any], float] | None,
+        plan: Plan | None,
     ) -> None:
-        self._timer = timer_for(trainer.strategy.root_device)
         self.phase_peaks = PhasePeaks(device_memory)
-        self._device_memory, self._items_fn = device_memory, items_fn
-        self._world_size, self._rank = trainer.world_size, trainer.global_rank
+        self.stage = stage
+        self.limit_bytes: int | None = None
+        self._device_memory, self._device_timer, self._items_fn = device_memory, device_timer, items_fn
+        self._max_limit_bytes = math.inf if plan is None else plan.limit_bytes
+        self._limit_read_at = -math.inf
         self._optimizers: list[Optimizer] = []
         self._handles: list[RemovableHandle] = []
-        self.stage = stage
-        number = trainer.fit_loop.total_batch_idx + 1 if stage == "train" else 0  # a resumed training goes on counting
+        number = trainer.fit_loop.total_batch_idx + 1 if stage == "train" else 0  # of the next step; resumed or not
         self._main = self._stage = _Stage(stage, steps=number)
-        self._logs = logs_at_all(trainer)
+        self._is_logging = logs_at_all(trainer)
+        self._utilization = utilization_for(trainer.strategy.root_device)
         self._batch: object = None
-        self._next_floor = 0.0
-        self._in_step = self._stepped = self._is_steady = self._size_warned = False
+        self._record: StepRecord | None = None
+        self._start_bytes: int | None = None
+        self._num_start_readings, self._next_start_reading, self._stretch_end = 0, 0, 0
+        self._in_step = self._stepped = self._is_steady = self._warned_of_size = False
+        self._num_steps = 0
         if stage == "train":
-            self.watch(trainer.optimizers, automatic=module.automatic_optimization)
-        self._composition = Composition(device_memory, trainer.strategy.root_device, module, self._optimizers)
-        self.report = StepReporter(
-            trainer, device_memory, self._timer, plan, stage=stage, composition=self._composition
-        )
+            self.watch(trainer, module)
+        self.breakdown: SteadyBreakdown | None = None
+        if device_memory is not None:
+            device = trainer.strategy.root_device
+            self.breakdown = SteadyBreakdown(device_memory, device, module, self._optimizers)
+        self._read_limit()
 
-    def watch(self, optimizers: Iterable[Optimizer], *, automatic: bool) -> None:
-        """Watch these optimizers and no others.
-
-        Args:
-            optimizers: of the trainer.
-            automatic: whether Lightning steps them, once at the end of a step; a manual step may go forward again.
-        """
-        wanted = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]  # a strategy's may not be
-        if list(map(id, wanted)) != list(map(id, self._optimizers)):
-            self._unwatch()
-            self._optimizers = wanted
-            self._handles = [] if automatic else self.phase_peaks.watch(wanted)
-            self._handles += [optimizer.register_step_post_hook(self._note_step) for optimizer in wanted]
+    def watch(self, trainer: Trainer, module: LightningModule) -> None:
+        """Register hooks on the trainer's optimizers, and remove them from others."""
+        optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, Optimizer)]
+        if list(map(id, optimizers)) != list(map(id, self._optimizers)):
+            self.close()
+            self._optimizers = optimizers
+            # after an automatic optimization's step no forward follows
+            self._handles = [] if module.automatic_optimization else self.phase_peaks.watch(optimizers)
+            self._handles += [optimizer.register_step_post_hook(self._note_step) for optimizer in optimizers]
 
     def restart(self) -> None:
-        """The next step begins now, whatever happened since the last one."""
-        self._stage.clock.restart()
+        """Start the next step now."""
+        self._stage.timer.restart()
         self._mark()
 
     def begin_evaluation(self, stage: str) -> None:
-        """Steps of an evaluation inside ``fit`` follow; the clock of training stands still."""
-        self._main.clock.pause()
+        """Pause the timer of training for an evaluation."""
+        self._main.timer.pause()
         self._stage = _Stage(stage)
         self.restart()
 
-    def end_evaluation(self, trainer: Trainer) -> None:
-        """Report an evaluation inside ``fit``; the clock of training runs on."""
-        self.report.end_evaluation(self._stage.name, logging_step(trainer) if self._logs else None)
+    def end_evaluation(self) -> None:
+        """Continue with training."""
         self._stage = self._main
-        self._main.clock.resume()
-        self._main.clock.forget_wait()  # its workers, and the other callbacks, may take time around it
-        self.report.forget_utilization()  # what the device did for the evaluation is not training
+        self._main.timer.resume()
+        self.forget_wait()  # starting workers, and other callbacks, take time around an evaluation
+        if self._utilization is not None:
+            self._utilization.percent()  # excludes the evaluation from the next reading
 
     def forget_wait(self) -> None:
-        """Something else than the loader may take time until the next batch."""
-        self._main.clock.forget_wait()
+        """Make the wait for the next batch of the training unknown."""
+        self._main.timer.forget_wait()
 
     def start(self, module: LightningModule, batch: object) -> None:
         """Begin a step."""
         stage = self._stage
-        if not stage.clock.start():
+        if not stage.timer.start():
             self._mark()
         self._stepped, self._in_step, self._batch = False, True, batch
         if stage.name == "train":
-            if stage.steps >= self._next_floor:
-                self._next_floor = self.report.floor(stage.steps)
+            self._start_bytes = self._read_start_bytes() if self._num_steps >= self._next_start_reading else None
             self.phase_peaks.start()
         else:
+            self._start_bytes = None
             self.phase_peaks.start("evaluation")
-        if self._is_steady and stage is self._main and self._composition.is_due:
-            stage.clock.pause()
-            self.report.take_in()  # the steps before are not like those to come
-            self._composition.take(module, self._optimizers, batch)
-            stage.clock.resume()
+        if self._is_steady and stage is self._main and self.breakdown is not None and self.breakdown.is_due:
+            stage.timer.pause()
+            self.breakdown.take(module, self._optimizers, batch)
+            stage.timer.resume()
 
-    def stop(self, trainer: Trainer, batch: object) -> bool:
-        """End the step.
-
-        Returns:
-            Whether it was one at which training is logged.
-        """
-        if not self._in_step:  # the loader gave None: Lightning runs no step, and still calls this hook
-            return False
-        stage = self._stage
-        peaks = self.phase_peaks.stop()
-        seconds, wait_seconds = stage.clock.stop()
-        since, stage.mark = stage.mark, None if self._timer is None else self._timer.mark()
-        self._in_step, self._batch = False, None
-        number, stage.steps, is_logged = stage.steps, stage.steps + 1, False
+    def stop(self, trainer: Trainer, batch: object) -> StepRecord | None:
+        """End the step; None if Lightning skipped it because the loader returned None."""
+        if not self._in_step:
+            return None
+        stage, peaks = self._stage, self.phase_peaks.stop()
+        seconds, wait_seconds = stage.timer.stop()
+        number, marks = stage.steps, None
+        if self._device_timer is not None:
+            marks = (stage.mark, self._device_timer.mark())
+            stage.mark = marks[1]
         if stage.name == "train":
             number = trainer.fit_loop.total_batch_idx
-            is_logged = logs_now(trainer) if self._logs else not stage.steps % _UNLOGGED_INTERVAL
             if not self._stepped:
-                _fold_optimizer_step(peaks)
-        elif stage is self._main:
-            self._is_steady = True  # from its second step on
-        items = None if self._items_fn is None else float(self._items_fn(batch))
-        step = StepRecord(number, self._samples(batch), peaks, seconds, wait_seconds, stage.name, items)
-        self.report.add(step, since, stage.mark)
-        if is_logged:
-            self.report.log(stage.name, logging_step(trainer) if self._logs else None)
-        stage.clock.leave()
-        return is_logged
+                _move_optimizer_step_to_backward(peaks)
+        if stage is self._main:
+            self._is_steady = self._is_steady or stage.name != "train"
+            if self.breakdown is not None:
+                self.breakdown.add_peak(peaks.peak_bytes)
+        self._in_step, self._batch, stage.steps = False, None, stage.steps + 1
+        self._num_steps += stage is self._main
+        self._record = StepRecord(number, self._samples_in(batch), peaks, seconds, wait_seconds, stage.name)
+        self._record.items = None if self._items_fn is None else float(self._items_fn(batch))
+        self._record.marks, self._record.start_bytes = marks, self._start_bytes
+        if self._num_steps == 1:
+            self._record.limit_bytes = self.limit_bytes
+        return self._record
 
-    def explain(self, trainer: Trainer, module: LightningModule) -> str:
-        """Where memory ran out, and what it was made of then."""
-        peak_bytes = self.phase_peaks.stop().peak_bytes
-        breakdown = self._composition.at_failure(module, self._optimizers, self._batch, peak_bytes)
+    def leave(self) -> None:
+        """Start the wait for the next batch: the callback's own work has ended."""
+        self._stage.timer.leave()
+
+    def is_logging_step(self, trainer: Trainer) -> bool:
+        """Whether training is logged after the step that ended."""
+        if self._stage.name != "train":
+            return False
+        return logs_now(trainer) if self._is_logging else not self._stage.steps % _UNLOGGED_INTERVAL
+
+    def read_device(self) -> DeviceReading:
+        """Read limit, utilization and allocator retries; the first two also become part of the last record."""
+        record, self._record = self._record, None
+        utilization, retries = None, None
+        if self._read_limit() and self._device_memory is not None:  # both once a second
+            retries = self._device_memory.counters().get("num_alloc_retries")
+            if record is not None:
+                record.limit_bytes = self.limit_bytes
+        if self._utilization is not None and (percent := self._utilization.percent()) is not None:
+            utilization = (self._utilization.key, percent)
+            if record is not None:
+                record.utilization = utilization
+        return DeviceReading(self.limit_bytes, utilization, retries)
+
+    def explain_out_of_memory(self, trainer: Trainer, module: LightningModule) -> OutOfMemoryReport:
+        """Describe the step that ran out of memory."""
         where = "between two steps"
         if self._in_step:
-            is_training = self._stage.name == "train"
-            where = (
-                f"in {self._stage.name} step {trainer.fit_loop.total_batch_idx if is_training else self._stage.steps}"
-            )
-            samples = samples_in(self._batch)
-            where += "" if samples is None else f" with a batch of {samples:,} samples"
-        rank = "" if self._world_size == 1 else f" on rank {self._rank}"
-        return (
-            f"memory ran out {where}{rank}. Until then it held up to {mib(peak_bytes)} of"
-            f" {mib(self.report.limit_bytes)}: {breakdown_text(breakdown)}."
-        )
+            number = trainer.fit_loop.total_batch_idx if self._stage.name == "train" else self._stage.steps
+            where = f"in {self._stage.name} step {number}"
+            if (samples := samples_in(self._batch)) is not None:
+                where += f" with a batch of {samples:,} samples"
+        if trainer.world_size > 1:
+            where += f" on rank {trainer.global_rank}"
+        peak_bytes, breakdown = self.phase_peaks.stop().peak_bytes, None
+        if self.breakdown is not None:
+            breakdown = self.breakdown.at_failure(module, self._optimizers, self._batch, peak_bytes)
+        return OutOfMemoryReport(where, peak_bytes, self.limit_bytes, breakdown)
 
     def close(self) -> None:
-        """Take the hooks off the optimizers, and finish the report."""
-        self._unwatch()
-        self._batch = None
-        self.report.close()
+        """Remove the hooks from the optimizers."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._optimizers = [], []
 
     def _mark(self) -> None:
-        if self._timer is not None:
-            self._stage.mark = self._timer.mark()
+        if self._device_timer is not None:
+            self._stage.mark = self._device_timer.mark()
 
-    def _samples(self, batch: object) -> int | None:
+    def _read_limit(self) -> bool:
+        now = time.monotonic()
+        if self._device_memory is None or now - self._limit_read_at < LIMIT_INTERVAL_SECONDS:
+            return False
+        self.limit_bytes = int(min(self._device_memory.budget_bytes(), self._max_limit_bytes))
+        self._limit_read_at = now
+        return True
+
+    def _read_start_bytes(self) -> int | None:
+        """Read the memory at the start of each of the first 128 steps, then 64 times per doubling of the steps."""
+        if self._device_memory is None:
+            return None
+        self._num_start_readings += 1
+        stride = 2 ** max(0, self._num_start_readings // (2 * READINGS_PER_WINDOW) - 1)
+        # a place in the stretch that no period of the training repeats: multiples of the golden ratio, modulo 1
+        place = int(stride * (0.618034 * self._num_start_readings % 1))
+        self._stretch_end += stride
+        self._next_start_reading = self._stretch_end + place
+        return self._device_memory.private_bytes()
+
+    def _samples_in(self, batch: object) -> int | None:
         samples = samples_in(batch)
-        if samples is None and not self._size_warned:
-            self._size_warned = True
+        if samples is None and not self._warned_of_size:
+            self._warned_of_size = True
             rank_zero_warn(
-                "MemoryProfiler cannot tell how many samples a batch holds, as its tensors do not agree in their first"
-                " dimension, or there are none: batch/size and throughput/samples_per_s leave such steps out."
+                "MemoryProfiler cannot count the samples of a batch: its tensors differ in their first dimension, or it"
+                " has none. Such steps are left out of batch/size and throughput/samples_per_s."
             )
         return samples
 
     def _note_step(self, *_: Any) -> None:
         self._stepped = self._is_steady = True
 
-    def _unwatch(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._optimizers = [], []
 
-
-def _fold_optimizer_step(peaks: StepPeaks) -> None:
-    """Where no optimizer stepped (accumulation), what followed backward is the end of backward."""
+def _move_optimizer_step_to_backward(peaks: StepPeaks) -> None:
+    """Count the time after backward as backward, because no optimizer stepped (gradient accumulation)."""
     phases = peaks.phase_peak_bytes
-    if (after := phases.pop("optimizer_step", None)) is not None:
-        phases["backward"] = max(phases.get("backward", 0), after)
+    if (after_bytes := phases.pop("optimizer_step", None)) is not None:
+        phases["backward"] = max(phases.get("backward", 0), after_bytes)

@@ -157,8 +157,8 @@ class _SearchState:
         failed = self.failed[-1]
         hint = " Or pass min_batch_size=1." if self.lowest == self.policy.first_size else ""
         return SearchFailed(
-            f"Nothing fits: {failed.batch_size} samples, the smallest size allowed, {outcome_text(failed)} under a limit"
-            f" of {mib(self.limits.limit_bytes)}. {REMEDY}{hint}",
+            f"Nothing fits: {failed.batch_size} samples, the smallest size allowed, {outcome_text(failed)} under a"
+            f" limit of {mib(self.limits.limit_bytes)}. {REMEDY}{hint}",
             self.trials,
         )
 

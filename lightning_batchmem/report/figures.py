@@ -128,7 +128,8 @@ def plot_breakdown(summary: Summary) -> Figure | None:
     breakdown = summary.breakdown
     if breakdown is None or breakdown.peak_bytes <= 0:
         return None
-    title = f"Memory of a step ({summary.stage}): {mib(breakdown.peak_bytes)}, limit {mib(summary.limit_bytes)}"
+    title = f"Memory of a step ({summary.stage}): {mib(breakdown.peak_bytes)}"
+    title += "" if summary.limit_bytes is None else f", limit {mib(summary.limit_bytes)}"
     figure, axes = _new_figure(title, "", "memory (MiB)")
     parts = [(name, getattr(breakdown, field), color) for name, field, color in _BREAKDOWN]
     parts += [("cached by the allocator, unused", summary.cached_bytes, PALE)] if summary.cached_bytes else []

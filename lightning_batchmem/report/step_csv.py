@@ -1,11 +1,12 @@
-"""``memory_per_batch.csv``: one row a step, in the units that its header names; written, and read back."""
+"""``memory_per_batch.csv``: one row per step; written, and read back."""
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -15,81 +16,57 @@ from lightning_batchmem.measure.step_record import StepRecord
 from lightning_batchmem.plan.records import MIB, PHASES
 
 NAME = "memory_per_batch.csv"
+PLAN_NAME = "batch_plan.json"
+COLUMNS = (
+    *("step", "stage", "batch_size", "peak_allocated_mib", "peak_reserved_mib", "limit_mib", "samples_per_s"),
+    *("items_per_s", "step_ms", "data_wait_pct", "gpu_pct", "cpu_pct", *(f"{phase}_peak_mib" for phase in PHASES)),
+)
+_PHASE_COLUMNS = tuple((phase, f"{phase}_peak_mib") for phase in PHASES)
+_FLUSH_SECONDS = 1.0
 
 
-def columns(*, has_peak: bool = True) -> tuple[str, ...]:
-    """The header, the same on every device that has a peak counter.
-
-    Args:
-        has_peak: ``False`` where the device gives only current values: no "peak" in the names then.
-    """
-    peak = "peak_" if has_peak else ""
-    return (
-        "step",
-        "stage",
-        "batch_size",
-        f"{peak}allocated_mib",
-        f"{peak}reserved_mib",
-        "limit_mib",
-        "samples_per_s",
-        "items_per_s",
-        "step_ms",
-        "data_wait_pct",
-        "gpu_pct",
-        "cpu_pct",
-        *(f"{phase}_{peak}mib" for phase in PHASES),
-    )
-
-
-class BatchCsv:
+class StepCsv:
     """Appends rows to ``memory_per_batch.csv`` in a directory.
 
-    A run that goes on (resumed, or a second ``fit`` with the same trainer) appends to its file when the header is the
-    same. A new run, or another header, leaves what is there alone and takes the next free name:
-    ``memory_per_batch_1.csv``, ``memory_per_batch_2.csv`` ...
-
-    An error later on (a full disk) ends the file with a warning, not the training.
-
-    Args:
-        directory: made when it does not exist.
-        resume: whether the run goes on.
-        own_path: the file that it wrote before in this process; ``None``: it goes on in the newest.
-        has_peak: see :func:`columns`.
+    A run that resumes appends to its own file, or to the newest one, if the header is the same. Any other run creates
+    the next free name: ``memory_per_batch_1.csv``, ``memory_per_batch_2.csv`` and so on. An error while writing (a
+    full disk) ends the file with a warning.
 
     Raises:
-        OSError: when the directory or the file cannot be written.
+        OSError: if the directory or the file cannot be written.
     """
 
-    def __init__(
-        self, directory: Path, *, resume: bool = False, own_path: Path | None = None, has_peak: bool = True
-    ) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        header = columns(has_peak=has_peak)
-        self.path, self._file = _opened(directory, header, resume=resume, own_path=own_path)
-        self._rows = csv.writer(self._file)
+    def __init__(self, directory: Path, *, resume: bool = False, own_path: Path | None = None) -> None:
         try:
-            if self._file.tell() == 0:
-                self._rows.writerow(header)
-            elif not _ends_a_row(self.path):  # the run before was killed in the middle of a row
-                self._file.write("\r\n")
+            self._open(directory, resume, own_path)
+        except OSError as error:
+            message = (
+                "MemoryProfiler cannot write into the log directory; use another one, or MemoryProfiler(csv=False)"
+            )
+            raise type(error)(error.errno, f"{message}: {error}") from error
+
+    def _open(self, directory: Path, resume: bool, own_path: Path | None) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        path = own_path if own_path is not None and own_path.parent == directory else _newest(directory)
+        self._is_empty = not (resume and path is not None and _has_header(path))
+        self.path, self._file = _create(directory) if self._is_empty or path is None else _append(path)
+        self._rows = csv.writer(self._file)  # half the time of a DictWriter
+        self._flushed_at = time.monotonic()
+        try:
+            if self._is_empty:
+                self._rows.writerow(COLUMNS)
             self._file.flush()
         except OSError:
-            with contextlib.suppress(OSError):  # closing flushes once more
-                self._file.close()
+            self._abandon()
             raise
 
     def write(self, step: StepRecord, *, world_size: int = 1) -> None:
-        """Add the row of one step; it may stay in the buffer until :meth:`flush`.
-
-        Args:
-            step: what was measured. Its time is the device's own where that is known.
-            world_size: the number of ranks, by which samples and items are multiplied.
-        """
+        """Add the row of one step; it reaches the file within a second, or with :meth:`close`."""
         if self._file.closed:
             return
-        phases, wait = step.peaks.phase_peak_bytes, step.wait_seconds
-        key, percent = step.utilization or ("", 0.0)
         seconds = step.seconds if step.device_seconds is None else step.device_seconds
+        phases, wait_seconds = step.peaks.phase_peak_bytes, step.wait_seconds
+        key, percent = step.utilization or ("", 0.0)
         row = (
             step.number,
             step.stage,
@@ -100,50 +77,94 @@ class BatchCsv:
             _per_second(step.batch_size, world_size, seconds),
             _per_second(step.items, world_size, seconds),
             round(1e3 * seconds, 3),
-            round(100.0 * wait / step.seconds, 2) if wait is not None and step.seconds > 0 else None,
+            round(100.0 * wait_seconds / step.seconds, 2) if wait_seconds is not None and step.seconds > 0 else None,
             round(percent, 2) if key == "gpu_pct" else None,
             round(percent, 2) if key == "cpu_pct" else None,
-            *(_mib(phases.get(phase)) for phase in PHASES),
+            *[_mib(phases.get(phase)) for phase in PHASES],
         )
+        self._is_empty = False
         try:
             self._rows.writerow(row)
-        except OSError as error:
-            self._give_up(error)
-
-    def flush(self) -> None:
-        """Hand what is in the buffer to the operating system."""
-        try:
-            if not self._file.closed:
+            if (now := time.monotonic()) - self._flushed_at >= _FLUSH_SECONDS:
+                self._flushed_at = now
                 self._file.flush()
         except OSError as error:
-            self._give_up(error)
+            self._abandon(error)
 
     def close(self) -> None:
-        """Flush and close; a second call does nothing."""
-        self.flush()
-        self._file.close()
-
-    def _give_up(self, error: OSError) -> None:
-        with contextlib.suppress(OSError):  # closing flushes once more
+        """Close the file, and delete it if it was created and has no row; a second call does nothing."""
+        if self._file.closed:
+            return
+        try:
             self._file.close()
-        rank_zero_warn(f"{self.path} gets no more rows: {error}")
+        except OSError as error:
+            self._abandon(error)
+        if self._is_empty:
+            self.path.unlink(missing_ok=True)
+
+    def write_beside(self, name: str, text: str) -> None:
+        """Write another file of this run, with the number of the CSV in its name; warn if this fails."""
+        number = self.path.stem.removeprefix(Path(NAME).stem)
+        path = self.path.with_name(f"{Path(name).stem}{number}{Path(name).suffix}")
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            rank_zero_warn(f"{path} could not be written: {error}")
+
+    def _abandon(self, error: OSError | None = None) -> None:
+        with suppress(OSError):  # closing flushes again
+            self._file.close()
+        if error is not None:
+            rank_zero_warn(f"{self.path} gets no more rows: {error}")
+
+
+def _mib(count_bytes: int | None) -> float | None:
+    return None if count_bytes is None else round(count_bytes / MIB, 3)
+
+
+def _per_second(count: float | None, world_size: int, seconds: float) -> float | None:
+    return None if count is None or seconds <= 0 else round(count * world_size / seconds, 3)
+
+
+def _create(directory: Path) -> tuple[Path, TextIO]:
+    while True:
+        newest = _newest(directory)
+        path = directory / (NAME if newest is None else f"{Path(NAME).stem}_{_number_of(newest) + 1}.csv")
+        with suppress(FileExistsError):  # another run created it in the meantime
+            return path, path.open("x", newline="", encoding="utf-8")
+
+
+def _append(path: Path) -> tuple[Path, TextIO]:
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        is_cut_off = file.read(1) != b"\n"  # a killed run leaves half a row
+    appended = path.open("a", newline="", encoding="utf-8")
+    if is_cut_off:
+        appended.write("\r\n")
+    return path, appended
+
+
+def _newest(directory: Path) -> Path | None:
+    """Return the file (or directory) with the highest number; None if there is none."""
+    paths = [path for path in directory.glob(f"{Path(NAME).stem}*.csv") if _number_of(path) >= 0]
+    return max(paths, key=_number_of, default=None)
+
+
+def _number_of(path: Path) -> int:
+    match = re.fullmatch(rf"{Path(NAME).stem}_(\d+)\.csv", path.name)
+    return int(match[1]) if match else (0 if path.name == NAME else -1)
+
+
+def _has_header(path: Path) -> bool:
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return next(csv.reader(file), None) == list(COLUMNS)
+    except (OSError, ValueError, csv.Error):  # a directory, not readable, or not UTF-8
+        return False
 
 
 class Row(NamedTuple):
-    """One row of ``memory_per_batch.csv`` in bytes and seconds; what the file leaves empty is ``None``.
-
-    Args:
-        step: which batch it was, from 0.
-        stage: ``"train"``, or the evaluation that it belongs to.
-        batch_size: samples in it, on the rank that wrote.
-        peak_bytes: highest allocated bytes inside it (host: resident set).
-        peak_reserved_bytes: highest reserved bytes inside it.
-        limit_bytes: what the process might hold, where it was asked at this step.
-        samples_per_second: samples of all ranks over its wall time.
-        step_seconds: its wall time.
-        phase_peak_bytes: phase -> highest allocated bytes while it ran, for the phases that are known.
-        has_peak: ``False`` where the bytes are only the highest seen at the marks of the step.
-    """
+    """One row of ``memory_per_batch.csv`` in bytes and seconds; None where the file has no value."""
 
     step: int
     stage: str
@@ -154,46 +175,26 @@ class Row(NamedTuple):
     samples_per_second: float | None
     step_seconds: float | None
     phase_peak_bytes: Mapping[str, int]
-    has_peak: bool = True
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read back what :class:`BatchCsv` wrote, however it ended.
-
-    A row that a killed process left half written is passed over, at the end of the file and, where a run that was
-    resumed went on behind it, in the middle.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        Its complete rows, in their order.
+    """Read the complete rows of a file; rows that a killed run left incomplete are skipped.
 
     Raises:
-        ValueError: when the file has another header.
-        OSError: when it cannot be read.
+        ValueError: if the file has another header.
+        OSError: if it cannot be read.
     """
-    rows: list[Row] = []
-    header: list[str] = []
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        for line in file:
-            cells = line.rstrip("\r\n").split(",")
-            if not line.endswith("\n"):  # cut short, perhaps in the middle of a number
-                break
-            if not header:
-                header = cells
-                if not {"step", "stage"} <= set(header) or not {"allocated_mib", "peak_allocated_mib"} & set(header):
-                    raise ValueError(f"path must be that of a {NAME}, got {path} with the header {line.strip()[:80]!r}")
-            elif len(cells) == len(header) and (row := _row(dict(zip(header, cells, strict=True)))) is not None:
-                rows.append(row)
-    return rows
+        lines = [line for line in file if line.endswith("\n")]  # the last may be cut off inside a number
+    reader = csv.DictReader(lines, restkey="more", quoting=csv.QUOTE_NONE)
+    if not {"step", "stage", "peak_allocated_mib"} <= set(reader.fieldnames or ()):
+        raise ValueError(
+            f"path must be that of a {NAME}, got {path} with the header {(lines or [''])[0].strip()[:80]!r}"
+        )
+    return [row for cells in reader if None not in cells.values() and "more" not in cells and (row := _row(cells))]
 
 
 def _row(cells: Mapping[str, str]) -> Row | None:
-    """The row in these cells; ``None`` when one of them is no number."""
-    has_peak = "peak_allocated_mib" in cells
-    peak = "peak_" if has_peak else ""
-
     def number(name: str) -> float | None:
         return float(cells[name]) if cells.get(name) else None
 
@@ -201,64 +202,18 @@ def _row(cells: Mapping[str, str]) -> Row | None:
         return None if (mib := number(name)) is None else round(mib * MIB)
 
     try:
-        phases = {phase: count_bytes(f"{phase}_{peak}mib") for phase in PHASES}
+        phases = {phase: count_bytes(column) for phase, column in _PHASE_COLUMNS}
         size, step_ms = number("batch_size"), number("step_ms")
         return Row(
             step=int(cells["step"]),
             stage=cells["stage"],
             batch_size=None if size is None else int(size),
-            peak_bytes=count_bytes(f"{peak}allocated_mib"),
-            peak_reserved_bytes=count_bytes(f"{peak}reserved_mib"),
+            peak_bytes=count_bytes("peak_allocated_mib"),
+            peak_reserved_bytes=count_bytes("peak_reserved_mib"),
             limit_bytes=count_bytes("limit_mib"),
             samples_per_second=number("samples_per_s"),
             step_seconds=None if step_ms is None else step_ms / 1e3,
             phase_peak_bytes={phase: peak_bytes for phase, peak_bytes in phases.items() if peak_bytes is not None},
-            has_peak=has_peak,
         )
-    except (ValueError, OverflowError):  # a disk that was full, or switched off, leaves anything
+    except (ValueError, OverflowError):  # the row is incomplete or damaged
         return None
-
-
-def _mib(number: int | None) -> float | None:
-    return None if number is None else round(number / MIB, 3)
-
-
-def _per_second(count: float | None, world_size: int, seconds: float) -> float | None:
-    return None if count is None or seconds <= 0 else round(count * world_size / seconds, 3)
-
-
-def _opened(directory: Path, header: Sequence[str], *, resume: bool, own_path: Path | None) -> tuple[Path, TextIO]:
-    if resume:
-        path = own_path if own_path is not None and own_path.parent == directory else _newest(directory)
-        if path.exists() and _has_header(path, header):
-            return path, path.open("a", newline="", encoding="utf-8")
-    while True:  # another run may take the same number at the same time
-        newest = _newest(directory)
-        path = newest
-        if newest.exists() and newest.stat().st_size:
-            path = directory / f"{Path(NAME).stem}_{_number_of(newest) + 1}.csv"
-        try:
-            return path, path.open("a" if path.exists() else "x", newline="", encoding="utf-8")
-        except FileExistsError:
-            continue
-
-
-def _newest(directory: Path) -> Path:
-    """The file with the highest number; the one without a number where there is none yet."""
-    return max((directory / NAME, *directory.glob(f"{Path(NAME).stem}_*.csv")), key=_number_of)
-
-
-def _number_of(path: Path) -> int:
-    match = re.fullmatch(rf"{Path(NAME).stem}_(\d+)\.csv", path.name)
-    return int(match[1]) if match else (0 if path.name == NAME else -1)
-
-
-def _has_header(path: Path, header: Sequence[str]) -> bool:
-    with path.open(newline="", encoding="utf-8") as file:
-        return next(csv.reader(file), None) == list(header)
-
-
-def _ends_a_row(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) == b"\n"

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,17 +10,20 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_batchmem import MemoryProfiler
-from lightning_batchmem.devices.cuda import CudaMemory
+from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 
 MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def _one_gibibyte(limit_to: Callable[[int], None]) -> Iterator[None]:
-    limit_to(1024 * MIB)
+def _a_gibibyte_for_us(device: torch.device) -> Iterator[None]:
+    device_memory_for(device).release_cached()  # with what an error before kept alive
+    torch.cuda.set_per_process_memory_fraction(1024 * MIB / torch.cuda.mem_get_info(device)[1], device)
     yield
     torch.cuda.memory._record_memory_history(enabled=None)
+    torch.cuda.set_per_process_memory_fraction(1.0, device)
+    device_memory_for(device).release_cached()
 
 
 def run_out(device: torch.device) -> None:
@@ -29,8 +32,8 @@ def run_out(device: torch.device) -> None:
         held.append(torch.empty(100 * MIB, dtype=torch.uint8, device=device))
 
 
-def test_the_snapshot_has_the_allocations_before_the_error(device: torch.device, tmp_path: Path) -> None:
-    snapshot = OomSnapshot.start(tmp_path, CudaMemory(device))
+def test_the_snapshot_shows_what_led_to_running_out(device: torch.device, tmp_path: Path) -> None:
+    snapshot = OomSnapshot.start(tmp_path, device)
     assert snapshot is not None
     with pytest.raises(torch.cuda.OutOfMemoryError):
         run_out(device)
@@ -44,11 +47,11 @@ def test_the_snapshot_has_the_allocations_before_the_error(device: torch.device,
     assert [event["size"] for event in allocated].count(100 * MIB) >= 8
     assert any(event["action"] == "oom" for event in events)
     assert any(frame["name"] == "run_out" for frame in allocated[-1]["frames"])
-    assert not any("::" in frame["name"] for frame in allocated[-1]["frames"])  # frames of Python only
+    assert not any("::" in frame["name"] for frame in allocated[-1]["frames"])  # Python's stack alone
 
 
-def test_stop_ends_the_recording(device: torch.device, tmp_path: Path) -> None:
-    snapshot = OomSnapshot.start(tmp_path, CudaMemory(device))
+def test_it_stops_and_lets_go(device: torch.device, tmp_path: Path) -> None:
+    snapshot = OomSnapshot.start(tmp_path, device)
     assert snapshot is not None
     torch.empty(MIB, device=device)
     assert torch.cuda.memory._snapshot(device)["device_traces"][device.index]
@@ -57,10 +60,10 @@ def test_stop_ends_the_recording(device: torch.device, tmp_path: Path) -> None:
     assert not torch.cuda.memory._snapshot(device)["device_traces"][device.index]
 
 
-def test_a_history_started_by_others_continues(device: torch.device, tmp_path: Path) -> None:
+def test_a_history_of_somebody_elses_goes_on(device: torch.device, tmp_path: Path) -> None:
     torch.cuda.memory._record_memory_history("all", max_entries=50)
     torch.empty(MIB, device=device)
-    snapshot = OomSnapshot.start(tmp_path, CudaMemory(device))
+    snapshot = OomSnapshot.start(tmp_path, device)
     assert snapshot is not None
     snapshot.stop()
     assert torch._C._cuda_isHistoryEnabled()
@@ -74,8 +77,8 @@ class Hungry(BoringModel):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.filterwarnings("ignore:GPU utilization cannot be read")  # MIG, a sandbox without NVML
-def test_the_profiler_writes_it_and_the_error_has_its_path(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:GPU utilization is left out")  # MIG, a sandbox without NVML
+def test_the_profiler_writes_it_and_the_error_says_where(tmp_path: Path) -> None:
     trainer = Trainer(
         accelerator="gpu",
         devices=1,

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 
 import pytest
 
+import lightning_batchmem.report.step_csv
 from lightning_batchmem.measure.phases import StepPeaks
 from lightning_batchmem.measure.step_record import StepRecord
-from lightning_batchmem.report.step_csv import BatchCsv, columns
+from lightning_batchmem.report.step_csv import COLUMNS, StepCsv, read_rows
 
 MIB = 2**20
 HEADER = (
@@ -23,7 +25,7 @@ def rows(path):
 
 
 def written(directory, *steps, **options):
-    file = BatchCsv(directory, **options)
+    file = StepCsv(directory, **options)
     for step in steps:
         file.write(step)
     file.close()
@@ -31,19 +33,19 @@ def written(directory, *steps, **options):
 
 
 def test_units_and_columns(tmp_path):
-    file = BatchCsv(tmp_path / "made" / "on the way")
-    step = STEP._replace(items=100, limit_bytes=16 * MIB, utilization=("gpu_pct", 81.5))
+    file = StepCsv(tmp_path / "made" / "on the way")
+    step = replace(STEP, items=100, limit_bytes=16 * MIB, utilization=("gpu_pct", 81.5))
     file.write(step, world_size=2)
     file.close()
-    assert file.path.read_text().splitlines()[0] == HEADER == ",".join(columns())
+    assert file.path.read_text().splitlines()[0] == HEADER == ",".join(COLUMNS)
     assert [float(value) if name != "stage" else value for name, value in rows(file.path)[0].items() if value] == [
         7, "train", 8, 3, 4, 16, 32, 400, 500, 25, 81.5, 3, 2.5, 1,
     ]  # fmt: skip
     assert rows(file.path)[0]["cpu_pct"] == ""
 
 
-def test_the_devices_own_time_is_the_steps_and_the_wait_is_a_share_of_the_walls(tmp_path):
-    row = rows(written(tmp_path, STEP._replace(device_seconds=0.25)))[0]
+def test_the_time_of_the_device_is_that_of_the_step_and_the_wait_a_share_of_wall_time(tmp_path):
+    row = rows(written(tmp_path, replace(STEP, device_seconds=0.25)))[0]
     assert (row["step_ms"], row["samples_per_s"], row["data_wait_pct"]) == ("250.0", "32.0", "25.0")
 
 
@@ -53,7 +55,7 @@ def test_a_step_of_an_evaluation(tmp_path):
     assert row["forward_peak_mib"] == ""
 
 
-def test_what_is_not_known_is_empty_and_never_0(tmp_path):
+def test_unknown_values_are_empty_and_never_0(tmp_path):
     row = rows(written(tmp_path, StepRecord(0, None, StepPeaks({"forward": 0}), 0.5, None)))[0]
     present = {name: value for name, value in row.items() if value}
     assert present == {
@@ -62,12 +64,7 @@ def test_what_is_not_known_is_empty_and_never_0(tmp_path):
     assert rows(written(tmp_path / "2", StepRecord(0, 1, StepPeaks({}), 0.0, 0.0)))[0]["peak_allocated_mib"] == ""
 
 
-def test_without_a_peak_counter_no_column_is_called_peak():
-    assert not [name for name in columns(has_peak=False) if "peak" in name]
-    assert len(set(columns(has_peak=False))) == len(columns())
-
-
-def test_a_run_that_goes_on_appends_below_one_header(tmp_path):
+def test_a_resumed_run_appends_below_one_header(tmp_path):
     first = written(tmp_path, STEP)
     again = written(tmp_path, STEP, resume=True)
     assert again == first
@@ -83,31 +80,70 @@ def test_a_new_run_leaves_the_old_file_alone(tmp_path):
     assert len(rows(tmp_path / "memory_per_batch_2.csv")) == 2
 
 
-def test_another_header_is_never_mixed_in(tmp_path):
-    (tmp_path / "memory_per_batch.csv").write_text("step,other\n1,2\n")
+@pytest.mark.parametrize("content", [b"step,other\n1,2\n", b"\xff\xfe\x00step", b"", None])
+def test_a_resumed_run_leaves_a_foreign_file_alone(tmp_path, content):
+    """Another header, not UTF-8, empty, or a directory."""
+    path = tmp_path / "memory_per_batch.csv"
+    path.mkdir() if content is None else path.write_bytes(content)
     assert written(tmp_path, STEP, resume=True).name == "memory_per_batch_1.csv"
-    assert (tmp_path / "memory_per_batch.csv").read_text() == "step,other\n1,2\n"
+    assert path.is_dir() if content is None else path.read_bytes() == content
 
 
-def test_a_row_that_was_cut_short_does_not_swallow_the_next(tmp_path):
-    path = written(tmp_path, STEP)
+def test_two_runs_that_start_at_once_have_two_files(tmp_path, monkeypatch):
+    old = written(tmp_path, STEP).read_bytes()  # by a run that looked for a free name at the same time
+    looks, newest = iter([None, None]), lightning_batchmem.report.step_csv._newest
+    monkeypatch.setattr(lightning_batchmem.report.step_csv, "_newest", lambda path: next(looks, newest(path)))
+    assert written(tmp_path, STEP).name == "memory_per_batch_1.csv"
+    assert (tmp_path / "memory_per_batch.csv").read_bytes() == old
+
+
+def test_a_row_that_was_cut_off_does_not_swallow_the_next(tmp_path):
+    path = written(tmp_path, STEP, STEP)
     path.write_bytes(path.read_bytes()[:-20])
     written(tmp_path, STEP, resume=True)
-    assert [row["step"] for row in rows(path)] == ["7", "7"]
-    assert rows(path)[1]["samples_per_s"] == "16.0"
+    assert [row["step"] for row in rows(path)] == ["7", "7", "7"]
+    assert rows(path)[2]["samples_per_s"] == "16.0"
+    assert [row.step for row in read_rows(path)] == [7, 7]
 
 
-def test_flushed_rows_are_in_the_file(tmp_path):
-    file = BatchCsv(tmp_path)
+def test_rows_are_read_back(tmp_path):
+    (row,) = read_rows(written(tmp_path, replace(STEP, limit_bytes=16 * MIB)))
+    assert row == (7, "train", 8, 3 * MIB, 4 * MIB, 16 * MIB, 16.0, 0.5, PEAKS.phase_peak_bytes)
+    (tmp_path / "other.csv").write_text("step,other\n1,2\n")
+    with pytest.raises(ValueError, match=r"must be that of a memory_per_batch\.csv, got .*'step,other'"):
+        read_rows(tmp_path / "other.csv")
+
+
+def test_rows_reach_the_file_within_a_second(tmp_path, monkeypatch):
+    file = StepCsv(tmp_path)
     file.write(STEP)
     assert rows(file.path) == []
-    file.flush()
-    assert len(rows(file.path)) == 1
+    monkeypatch.setattr(lightning_batchmem.report.step_csv, "_FLUSH_SECONDS", 0.0)
+    file.write(STEP)
+    assert len(rows(file.path)) == 2
     file.close()
     file.close()
 
 
-def test_a_place_that_cannot_be_written_is_an_error_at_once(tmp_path):
+def test_a_file_without_a_row_is_deleted(tmp_path):
+    assert not written(tmp_path).exists()
+    path = written(tmp_path, STEP)
+    assert written(tmp_path, resume=True) == path
+    assert len(rows(path)) == 1
+
+
+def test_other_files_have_the_number_of_the_csv(tmp_path):
+    written(tmp_path, STEP)
+    file = StepCsv(tmp_path)
+    file.write_beside("memory_summary.json", "{}")
+    assert (tmp_path / "memory_summary_1.json").read_text() == "{}"
+    (tmp_path / "batch_plan_1.json").mkdir()
+    with pytest.warns(UserWarning, match=r"batch_plan_1\.json could not be written"):
+        file.write_beside("batch_plan.json", "{}")
+    file.close()
+
+
+def test_an_unwritable_place_is_an_error_with_a_remedy(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        BatchCsv(tmp_path / "file")
+    with pytest.raises(OSError, match=r"cannot write into the log directory; .*csv=False.*file"):
+        StepCsv(tmp_path / "file")

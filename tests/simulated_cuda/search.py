@@ -16,7 +16,6 @@ import lightning_batchmem.batch_finder
 from lightning_batchmem import BatchFinder, Plan
 from tests.simulated_cuda.device import SimulatedCuda
 
-
 SAMPLES = 10**7
 
 
@@ -111,7 +110,7 @@ def search(device: SimulatedCuda, **options: Any) -> Searched:
     device.load_model()
     finder = BatchFinder(**options)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with mock.patch.object(lightning_batchmem.batch_finder, "device_memory_for", lambda _: device):
+    with mock.patch.object(lightning_batchmem.batch_finder, "device_memory_for", return_value=device):
         trainer = Trainer(
             accelerator="cpu",
             callbacks=[finder],
