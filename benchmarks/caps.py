@@ -25,7 +25,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.common import DEVICE_SHARE, GROUP_VARIABLE
 from benchmarks.workloads import WORKLOADS
-from lightning_batchmem.plan.memory_limit import parse_memory_limit
+from lightning_batchmem.plan.options import parse_memory_limit
 from lightning_batchmem.plan.records import MIB
 
 START_BYTES = 450 * MIB

@@ -12,9 +12,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 
 from lightning_batchmem._lightning.data_source import attach_loaders, validation_source
-from lightning_batchmem._lightning.evaluation import EvaluationLoop
-from lightning_batchmem._lightning.module_state import Loop, ModuleState, RandomStates, TrainerState
-from lightning_batchmem._lightning.run_step import begin_training
+from lightning_batchmem._lightning.module_state import ModuleState
+from lightning_batchmem._lightning.run_step import EvaluationLoop, begin_training
 from lightning_batchmem._lightning.strategies import (
     is_synchronised,
     processes_on_node,
@@ -22,7 +21,7 @@ from lightning_batchmem._lightning.strategies import (
     without_synchronisation,
     wrap_again,
 )
-from lightning_batchmem._lightning.termination import sigterm_raises
+from lightning_batchmem._lightning.trainer_state import Loop, RandomStates, TrainerState
 from lightning_batchmem.apply.batch_size import BatchSizeSetting, ProbeBatches
 from lightning_batchmem.apply.loaders import StageLoaders, limited_batches
 from lightning_batchmem.apply.training import restoring
@@ -36,8 +35,7 @@ from lightning_batchmem.measure.steps import EvaluationSteps, Steps, TrainingSte
 from lightning_batchmem.measure.trial import Looseness, PhaseCallback, measure
 from lightning_batchmem.measure.validation import Validation
 from lightning_batchmem.plan.decide import FIRST_SIZE, decide
-from lightning_batchmem.plan.memory_limit import parse_memory_limit
-from lightning_batchmem.plan.options import SearchOptions
+from lightning_batchmem.plan.options import SearchOptions, parse_memory_limit
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import NextSize, SearchFailed, SearchLimits, SizeLimit, Trial, mib
 from lightning_batchmem.report.plan_table import SearchProgress
@@ -129,6 +127,7 @@ class BatchSizeSearch:
                 outcome = self._synchronised(outcome, search_limits, probe, check)
                 if isinstance(outcome, SearchFailed):
                     return self._explained(outcome, samples)
+            setting.check_loaders(outcome.batch_size, loaders)
             batches = limited_batches(loaders.batches(outcome.batch_size), trainer.limit_train_batches)
             self.epoch_batches = min(on_rank for (on_rank,) in self._ranks.exchange(batches))
             outcome = replace(outcome, notes=steps.growth_notes(outcome.batch_size))
@@ -150,7 +149,12 @@ class BatchSizeSearch:
             except ValueError as error:  # for training that is an error; this stage may not be what the finder is for
                 rank_zero_warn(str(error))
                 return None
-            return self.over(setting, loaders, self.evaluation_steps(loaders, loop)) if loaders.follows else None
+            if not loaders.follows:
+                return None
+            outcome = self.over(setting, loaders, self.evaluation_steps(loaders, loop))
+            if isinstance(outcome, Plan):
+                setting.check_loaders(outcome.batch_size, loaders)
+            return outcome
 
     def over(self, setting: BatchSizeSetting, loaders: StageLoaders, steps: EvaluationSteps) -> Plan | SearchFailed:
         """Search with evaluation steps, in a trainer that has been lent."""
@@ -216,7 +220,6 @@ class BatchSizeSearch:
             )
             stack.enter_context(self._progress)
             stack.enter_context(each_size_static())
-            stack.enter_context(sigterm_raises())  # gone before anything is put back
             for handle in self._phase_peaks.watch(self._trainer.optimizers):
                 stack.callback(handle.remove)
             yield kept

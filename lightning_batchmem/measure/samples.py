@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_batchmem.apply.loaders import count_samples, indices_to_draw
 from lightning_batchmem.measure.breakdown import copied
-from lightning_batchmem.measure.worst_case import KeepLargest, Seen, WorstCase
+from lightning_batchmem.measure.worst_case import KeepLargest, Seen
+from lightning_batchmem.plan.options import WorstCase
 
 _T = TypeVar("_T")
 
@@ -60,7 +61,7 @@ class LoaderSamples:
         # anyhow, or the data set, which may be large.
         method = isinstance(loader.collate_fn, types.MethodType)
         self._collate = loader.collate_fn if method else _copy_or_warn(loader.collate_fn, "collate_fn")
-        drawn = _draw(loader) if worst_case is None else _largest(loader, worst_case)
+        drawn = _draw(loader) if worst_case in (None, "typical") else _largest(loader, worst_case)
         if not drawn:
             raise ValueError("the data must have at least one sample, got none")
         # out of the shared memory in which a worker hands tensors over, one file descriptor each

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_batchmem._lightning.evaluation import validation_loop
+from lightning_batchmem._lightning.data_source import validation_loop
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
 from lightning_batchmem.apply.loaders import LoaderInfo
 from lightning_batchmem.measure.trial import with_evaluation

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_batchmem._lightning.module_state import RandomStates
+from lightning_batchmem._lightning.trainer_state import RandomStates
 from lightning_batchmem.apply.loaders import indices_to_draw
 from lightning_batchmem.devices.workers import own_bytes, weigh
 

@@ -8,16 +8,14 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from numbers import Number
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_batchmem.measure.breakdown import copied
-
-WorstCase = Literal["longest"] | Callable[[Any], float] | None
-"""By what the largest sample is found; ``None``: it is not looked for."""
+from lightning_batchmem.plan.options import WorstCase
 
 _RAGGED_RATIO = 1.5
 """Largest over median sample above which the memory of a batch is said to depend on which samples are in it."""
@@ -26,17 +24,6 @@ _NUMBER_TYPES = frozenset({int, float, bool})
 
 _NAME_CHARACTERS = 256
 """Where a sample's texts are no longer than this in all they may be names and paths, whose lengths cost no memory."""
-
-
-def check_worst_case(value: object) -> None:
-    """Make sure that ``value`` can be a ``worst_case``.
-
-    Raises:
-        ValueError: when it is neither ``None`` nor ``"longest"`` nor callable.
-    """
-    is_longest = isinstance(value, str) and value == "longest"
-    if not (value is None or is_longest or callable(value)):
-        raise ValueError(f'worst_case must be None, "longest" or a callable that measures a sample, got {value!r}')
 
 
 def element_count(sample: Any) -> int:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
+from lightning_batchmem.plan.accumulation import micro_batches
 from lightning_batchmem.plan.fit import lines_through, worst_per_size
-from lightning_batchmem.plan.learning_rate import MicroBatch, micro_batch
 from lightning_batchmem.plan.records import MemoryModel, SearchLimits, Trial
 
 NOTABLE = 0.02  # a gain below this share is not worth another probe ...
@@ -184,15 +183,3 @@ def rounded(size: int, search_limits: SearchLimits, up: bool = False) -> int:
         return next((micro for micro in allowed if micro <= size), 0)
     step = search_limits.multiple_of or (8 if size >= 64 else 1)
     return -(-size // step) * step if up else size // step * step
-
-
-@cache
-def micro_batches(target_batch_size: int, ranks: int, multiple_of: int | None) -> dict[int, MicroBatch]:
-    """The sizes of which a whole number makes the target, or nearly so, with how they do; the largest first."""
-    found: dict[int, MicroBatch] = {}
-    largest = target_batch_size // ranks
-    while largest >= (multiple_of or 1):
-        micro = micro_batch(target_batch_size, largest=largest, ranks=ranks, multiple_of=multiple_of)
-        found[micro.batch_size] = micro
-        largest = micro.batch_size - 1
-    return found
