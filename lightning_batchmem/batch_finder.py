@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from rich.console import Console
 
@@ -25,6 +24,7 @@ from lightning_batchmem._lightning.data_source import (
 )
 from lightning_batchmem._lightning.hooks import before_optimizers, call_before
 from lightning_batchmem._lightning.module_state import ModuleState
+from lightning_batchmem._lightning.namespace import lightning_name
 from lightning_batchmem._lightning.strategies import check_strategy
 from lightning_batchmem._lightning.trainer_state import RandomStates, is_fast_dev_run
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
@@ -246,7 +246,8 @@ class BatchFinder(Callback):
         if not module.automatic_optimization:
             raise ValueError("target_batch_size must be None under manual optimization, which steps by itself")
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not look
-        if any(isinstance(one, GradientAccumulationScheduler) for one in callbacks):
+        scheduler = lightning_name(trainer, "callbacks.GradientAccumulationScheduler")
+        if any(isinstance(one, scheduler) for one in callbacks):
             raise ValueError("target_batch_size must be None with a GradientAccumulationScheduler, which sets it too")
 
 

@@ -44,7 +44,7 @@ def test_the_size_is_the_largest_that_fits_and_training_uses_it(
     assert device_memory.num_ooms == 0
     assert Plan.from_json(plan.to_json()) == plan
     printed = capsys.readouterr().out
-    assert "batch size 901, limited by memory, verified by real steps" in printed
+    assert "batch size 900, limited by memory, verified by real steps" in printed
     assert str(plan) in printed
 
 

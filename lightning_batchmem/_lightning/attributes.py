@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer
-from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from torch.nn import Module
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
+
+from lightning_batchmem._lightning.namespace import in_every_package
 
 # a larger tensor or array that is neither parameter nor buffer is data rather than state, and is not copied
 LARGEST_ARRAY_BYTES = 64 * 2**20
@@ -33,14 +33,16 @@ LARGEST_ARRAY_BYTES = 64 * 2**20
 # where more is reachable the attributes hold data; the walk, breadth first, ends there after about a second
 MOST_OBJECTS = 200_000
 
-# not the module's to change, or restored elsewhere
+# not the module's to change, or restored elsewhere; Lightning's classes likewise
 _NOT_WALKED = (
-    *(Trainer, Callback, Logger, LightningDataModule, Dataset, DataLoader, np.memmap, logging.Logger),
+    *(Dataset, DataLoader, np.memmap, logging.Logger),
     *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType),
 )
 
 # an object that holds one of these works with a thread, a file or another process
 _LIVE_RESOURCES = (io.IOBase, socket.socket, threading.Thread, type(threading.Lock()), type(threading.RLock()))
+
+_LIGHTNING_CLASSES = ("trainer.Trainer", "callbacks.Callback", "loggers.Logger", "core.LightningDataModule")
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 
@@ -60,6 +62,7 @@ class AttributeState:
         self.tensors: list[Tensor] = []
         self.schedulers: list[Any] = []
         self.not_restorable: list[str] = []
+        self._not_walked = (*_NOT_WALKED, *in_every_package(*_LIGHTNING_CLASSES))
         self._restores: list[tuple[str, Callable[[], object]]] = []
         self._seen: dict[int, object] = {}  # keeps the objects alive, so that no id is used twice
         pending: deque[tuple[str, Any]] = deque()
@@ -119,7 +122,7 @@ class AttributeState:
             yield from self._add_object(path, value)
         elif isinstance(value, Dataset):
             yield from _class_containers(value)
-        elif isinstance(value, _NOT_WALKED):
+        elif isinstance(value, self._not_walked):
             return
         elif isinstance(value, Tensor):
             self._add_tensor(path, value, registered=False)

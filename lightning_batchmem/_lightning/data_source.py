@@ -15,15 +15,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.trainer.connectors.data_connector import (  # private in 2.5.0 to 2.6.6
-    _DataLoaderSource,
-    _request_dataloader,
-)
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource  # private in 2.5.0 to 2.6.6
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils._pytree import tree_unflatten  # as in CombinedLoader (lightning 2.5.0 to 2.6.6)
 from torch.utils.data import BatchSampler, DataLoader
 
+from lightning_batchmem._lightning.namespace import lightning_name
 from lightning_batchmem._lightning.run_step import EvaluationLoop
 
 
@@ -75,8 +73,8 @@ class DataSource:
 
     def passed_loaders(self) -> list[DataLoader[Any]]:
         """Torch's loaders among those that were passed."""
-        combined = self._combined() if self.passed else CombinedLoader([], self.default_mode)
-        return [loader for loader in combined.flattened if isinstance(loader, DataLoader)]
+        loaders = self._combined().flattened if self.passed else []
+        return [loader for loader in loaders if isinstance(loader, DataLoader)]
 
     def request(self) -> CombinedLoader:
         """The loaders of the hook or the argument, combined as in Lightning's ``setup_data``."""
@@ -90,8 +88,12 @@ class DataSource:
         return combined
 
     def _combined(self) -> CombinedLoader:
-        requested = _request_dataloader(self.source)
-        return requested if isinstance(requested, CombinedLoader) else CombinedLoader(requested, self.default_mode)
+        request = lightning_name(self.trainer, "trainer.connectors.data_connector._request_dataloader")
+        combined_class = lightning_name(self.trainer, "utilities.CombinedLoader")
+        requested: Any = request(self.source)
+        is_combined = isinstance(requested, combined_class)
+        combined: CombinedLoader = requested if is_combined else combined_class(requested, self.default_mode)
+        return combined
 
 
 def replicas_of(trainer: Trainer, loader: DataLoader[Any]) -> int:

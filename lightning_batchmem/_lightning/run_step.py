@@ -12,15 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop  # private in 2.5.0 to 2.6.6
-from lightning.pytorch.loops.prediction_loop import _PredictionLoop  # private in 2.5.0 to 2.6.6
-from lightning.pytorch.loops.progress import _BatchProgress  # private in 2.5.0 to 2.6.6
-from lightning.pytorch.loops.utilities import _no_grad_context  # private in 2.5.0 to 2.6.6
-from lightning.pytorch.trainer.call import _call_lightning_module_hook  # private in 2.5.0 to 2.6.6
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 
-EvaluationLoop = _EvaluationLoop | _PredictionLoop
+from lightning_batchmem._lightning.namespace import lightning_name
+
+EvaluationLoop = Any  # _EvaluationLoop or _PredictionLoop of either Lightning package
 
 
 class _BatchFetcher:
@@ -39,8 +36,9 @@ class _BatchFetcher:
 
 def begin_training(trainer: Trainer) -> None:
     """Call the module's hooks before its first batch, because a training step may depend on them."""
+    call_hook = lightning_name(trainer, "trainer.call._call_lightning_module_hook")  # private in 2.5.0 to 2.6.6
     for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
-        _call_lightning_module_hook(trainer, hook)
+        call_hook(trainer, hook)
 
 
 def begin_epoch(trainer: Trainer, batches: float) -> int:
@@ -50,7 +48,7 @@ def begin_epoch(trainer: Trainer, batches: float) -> int:
     its start and steps. Those between hold no more than the last.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
-    epoch_loop.batch_progress = _BatchProgress()
+    epoch_loop.batch_progress = type(epoch_loop.batch_progress)()
     # new, because values may now be reduced in another way: on this rank only, or over all ranks
     epoch_loop._results = type(epoch_loop._results)(training=epoch_loop._results.training)
     trainer.fit_loop.max_batches = batches
@@ -62,7 +60,7 @@ def run_step(trainer: Trainer, make_batch: Callable[[], Any]) -> None:
     """Run one training step on the batch that ``make_batch`` returns."""
     epoch_loop = trainer.fit_loop.epoch_loop
     if not _advance(trainer, make_batch):  # on_train_batch_start ended the epoch: begin the next one
-        epoch_loop.batch_progress = _BatchProgress()
+        epoch_loop.batch_progress = type(epoch_loop.batch_progress)()
         if not _advance(trainer, make_batch):
             raise RuntimeError(
                 "on_train_batch_start returned -1 for the first batch, so BatchFinder cannot measure a training step."
@@ -100,16 +98,16 @@ def begin_evaluation(trainer: Trainer, loop: EvaluationLoop, loaders: CombinedLo
     if trainer.state.fn == TrainerFn.FITTING:
         trainer.validating = True
     loop._combined_loader = loaders
-    loop._data_fetcher = _BatchFetcher()  # type: ignore[assignment]
-    loop.batch_progress = _BatchProgress()
+    loop._data_fetcher = _BatchFetcher()
+    loop.batch_progress = type(loop.batch_progress)()
     counts = [batches] * len(loaders.flattened)
-    if isinstance(loop, _PredictionLoop):
+    if _predicts(loop):
         loop.max_batches = counts
         loop.epoch_batch_indices = [[] for _ in counts]
     else:
         loop._max_batches = counts
         loop._seen_batches_per_dataloader = defaultdict(int)
-    _no_grad_context(lambda loop: loop.on_run_start())(loop)
+    _without_gradients(loop, lambda loop: loop.on_run_start())
 
 
 def run_evaluation_step(loop: EvaluationLoop, make_batch: Callable[[], tuple[Any, int]]) -> None:
@@ -117,18 +115,18 @@ def run_evaluation_step(loop: EvaluationLoop, make_batch: Callable[[], tuple[Any
 
     def step(loop: EvaluationLoop) -> None:
         batch, loader_index = make_batch()
-        if isinstance(loop, _PredictionLoop):
+        if _predicts(loop):
             loop._predictions = [[] for _ in loop.max_batches]  # what a prediction keeps for its return value
             loop._predict_step(batch, 0, loader_index, None)
         else:
             loop._evaluation_step(batch, 0, loader_index, None)
 
-    _no_grad_context(step)(loop)
+    _without_gradients(loop, step)
 
 
 def end_evaluation(trainer: Trainer, loop: EvaluationLoop) -> None:
     """Undo :func:`begin_evaluation`: the mode of the module and the stage of the trainer."""
-    if isinstance(loop, _PredictionLoop):
+    if _predicts(loop):
         loop._on_predict_model_train()
     else:
         loop._on_evaluation_model_train()
@@ -137,3 +135,11 @@ def end_evaluation(trainer: Trainer, loop: EvaluationLoop) -> None:
     loop._data_fetcher = None
     if trainer.state.fn == TrainerFn.FITTING:
         trainer.training = True
+
+
+def _predicts(loop: EvaluationLoop) -> bool:
+    return isinstance(loop, lightning_name(loop, "loops.prediction_loop._PredictionLoop"))
+
+
+def _without_gradients(loop: EvaluationLoop, call: Callable[[Any], None]) -> None:
+    lightning_name(loop, "loops.utilities._no_grad_context")(call)(loop)  # private in 2.5.0 to 2.6.6

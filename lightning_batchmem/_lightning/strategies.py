@@ -10,23 +10,24 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_batchmem._lightning.namespace import lightning_name
+
 
 def check_strategy(trainer: Trainer) -> None:
     """Refuse a strategy whose state a search could not restore."""
     strategy = trainer.strategy
-    if isinstance(strategy, DeepSpeedStrategy):  # a subclass of DDPStrategy
+    if _is_strategy(trainer, "DeepSpeedStrategy"):  # a subclass of DDPStrategy
         raise ValueError(
             "strategy must not be DeepSpeedStrategy for BatchFinder, because its engine and optimizer cannot be made"
             " again for another batch size. Search with ModelParallelStrategy() (FSDP2) and set"
             " train_micro_batch_size_per_gpu to the result."
         )
-    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy):
+    if not _is_strategy(trainer, "SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"):
         raise ValueError(
             "strategy must be that of a single device, DDP or ModelParallelStrategy (FSDP2) for BatchFinder, got"
             f" {type(strategy).__name__}. Search with one of them and set the batch size by hand."
@@ -37,7 +38,7 @@ def steps_are_collective(trainer: Trainer) -> bool:
     """Whether every step needs all ranks: sharded parameters, or SyncBatchNorm."""
     if trainer.world_size == 1:
         return False
-    is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
+    is_sharded = _is_strategy(trainer, "ModelParallelStrategy")
     return is_sharded or any(isinstance(module, SyncBatchNorm) for module in trainer.lightning_module.modules())
 
 
@@ -93,8 +94,8 @@ def wrap_again(trainer: Trainer) -> None:
 
     After its first synchronized step a wrapper orders its buckets by the arrival of gradients, which changes sums.
     """
-    strategy = trainer.strategy
-    if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):
+    strategy: Any = trainer.strategy
+    if _is_strategy(trainer, "DDPStrategy") and isinstance(strategy.model, DistributedDataParallel):
         strategy.model = _module_of(trainer)
         gc.collect()  # frees the old wrapper before the new one takes as much
         strategy._pl_static_graph_delay_done = False  # state of the wrapper in 2.6; 2.5.0 does not have it
@@ -104,6 +105,11 @@ def wrap_again(trainer: Trainer) -> None:
 def processes_on_node(trainer: Trainer) -> int:
     """Number of ranks that share the memory of this host."""
     return max(1, int(getattr(trainer.strategy, "num_processes", 1)))
+
+
+def _is_strategy(trainer: Trainer, *names: str) -> bool:
+    kinds = tuple(lightning_name(trainer, f"strategies.{name}") for name in names)
+    return isinstance(trainer.strategy, kinds)
 
 
 def _module_of(trainer: Trainer) -> LightningModule:

@@ -9,7 +9,8 @@ from typing import Any
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states  # private in 2.5.0 to 2.6.6
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.loop import _Loop  # private in 2.5.0 to 2.6.6
-from lightning.pytorch.loops.progress import _BaseProgress  # private in 2.5.0 to 2.6.6
+
+from lightning_batchmem._lightning.namespace import lightning_name
 
 Loop = _Loop
 
@@ -38,9 +39,10 @@ class TrainerState:
         self._kept = [(holder, dict(vars(holder))) for holder in holders]
         self._scaler = getattr(trainer.precision_plugin, "scaler", None)  # torch.amp.GradScaler of MixedPrecision
         self.lend_scaler()
+        base_progress = lightning_name(trainer, "loops.progress._BaseProgress")  # private in 2.5.0 to 2.6.6
         for one in loops:
             for name, value in list(vars(one).items()):
-                if isinstance(value, _BaseProgress):
+                if isinstance(value, base_progress):
                     setattr(one, name, copy.deepcopy(value))
                 elif name == "_results" and value is not None:  # None in a prediction loop
                     vars(one)[name] = type(value)(training=value.training)
@@ -72,7 +74,7 @@ def _keep_learning_rate(*_: Any, **__: Any) -> None: ...
 def _loops(loop: Loop) -> Iterator[Loop]:
     yield loop
     for value in vars(loop).values():
-        if isinstance(value, _Loop):
+        if isinstance(value, lightning_name(loop, "loops.loop._Loop")):
             yield from _loops(value)
 
 
