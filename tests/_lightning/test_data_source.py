@@ -155,13 +155,6 @@ def test_a_passed_combined_loader_is_not_copied(looking: Any) -> None:
     assert trainer.fit_loop._combined_loader is combined
 
 
-def test_a_datamodule_is_a_source(looking: Any) -> None:
-    sizes: list[Any] = []
-    trainer = looking(lambda trainer: sizes.append(loader_batch_size(train_source(trainer).request().flattened[0])))
-    trainer.fit(Module(), datamodule=Data())
-    assert sizes == [2]
-
-
 @pytest.mark.parametrize(("given", "kind"), [([loader(), range(3)], "range"), ([[torch.zeros(1)]], "Tensor")])
 def test_other_loaders_than_torchs_are_refused(looking: Any, given: Any, kind: str) -> None:
     trainer = looking(lambda trainer: train_source(trainer).request())

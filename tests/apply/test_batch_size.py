@@ -217,11 +217,6 @@ def test_loaders_that_do_not_follow(make: Any, message: str) -> None:
         train_loaders(WithHooks(make), 3)
 
 
-def test_no_attribute() -> None:
-    with pytest.raises(ValueError, match=r"batch_arg_name must name an attribute .* got 'batch_size'"):
-        train_loaders(Nameless(), 3, datamodule=LightningDataModule.from_datasets(Numbers()))
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
