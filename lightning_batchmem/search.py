@@ -9,25 +9,20 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 
-from lightning_batchmem._lightning.data_source import attach_loaders, validation_source
-from lightning_batchmem._lightning.evaluation import EvaluationLoop, validation_loop
-from lightning_batchmem._lightning.module_state import (
-    Loop,
-    ModuleState,
-    RandomStates,
-    configure_optimizers_again,
-    freeze_schedulers,
-)
-from lightning_batchmem._lightning.run_step import begin_training
+from lightning_batchmem._lightning.data_source import attach_loaders, validation_loop, validation_source
+from lightning_batchmem._lightning.hooks import configure_optimizers_again, freeze_schedulers
+from lightning_batchmem._lightning.module_state import ModuleState
+from lightning_batchmem._lightning.namespace import in_every_package
+from lightning_batchmem._lightning.run_step import EvaluationLoop, begin_training
 from lightning_batchmem._lightning.strategies import (
     is_synchronised,
     steps_are_collective,
     wrap_again,
 )
+from lightning_batchmem._lightning.trainer_state import Loop, RandomStates
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
 from lightning_batchmem.apply.loaders import StageLoaders, limited_batches
 from lightning_batchmem.apply.training import restoring
@@ -244,7 +239,9 @@ class BatchSizeSearch:
             plan = outcome
 
     def _runner(self, training: TrainingSteps | None, evaluation: EvaluationSteps | None) -> TrialRunner:
-        checkpoints = any(isinstance(callback, Checkpoint) for callback in self._callbacks)
+        checkpoints = any(
+            isinstance(callback, in_every_package("callbacks.Checkpoint")) for callback in self._callbacks
+        )
         return TrialRunner(
             self._trainer,
             self._device,
@@ -266,7 +263,10 @@ class BatchSizeSearch:
             workers,
             largest_in_data=largest_in_data,
             target_batch_size=target,
-            averages_weights=any(isinstance(callback, StochasticWeightAveraging) for callback in self._callbacks),
+            averages_weights=any(
+                isinstance(callback, in_every_package("callbacks.StochasticWeightAveraging"))
+                for callback in self._callbacks
+            ),
         )
 
     def _validation(self, setting: BatchSizeSetting, *, is_own: bool) -> EvaluationSteps | None:

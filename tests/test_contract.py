@@ -535,7 +535,7 @@ def outcome_of(folder: Path, case: Case, size: int, finder: BatchFinder | None) 
         log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"max_epochs": 3, **case.trainer, **(case.follows if finder is None else {})},
+        **{"max_epochs": 2, **case.trainer, **(case.follows if finder is None else {})},
     )
     trainer.fit(module, **case.fit(size))
     with (folder / "log" / "version_0" / "metrics.csv").open() as file:

@@ -28,6 +28,7 @@ LEVELS = {
     "memory_profiler": 5,
     "batch_finder": 6,
     "__init__": 7,
+    "pytorch_lightning": 7,
     "__main__": 8,
 }
 

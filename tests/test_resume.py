@@ -1,4 +1,4 @@
-"""The plan travels in the checkpoint, and a resumed run goes on with it."""
+"""A checkpoint holds the plan, and a resumed run continues with it."""
 
 from __future__ import annotations
 
@@ -18,24 +18,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_p
 @pytest.fixture
 def checkpoint(fit: Any, fake_device: Any, tmp_path: Path) -> Path:
     """Of a run that searched: 400 samples under 500 MiB."""
-    device_memory = fake_device(budget_bytes=500 * MIB)
-    saver = ModelCheckpoint(tmp_path, filename="last", save_on_train_epoch_end=True)
-    fit(
-        Lawful(device_memory, law),
-        BatchFinder(),
-        device_memory,
-        saver,
-        max_epochs=1,
-        max_steps=-1,
-        enable_checkpointing=True,
-    )
-    return tmp_path / "last.ckpt"
+    return save(fit, fake_device(budget_bytes=500 * MIB), tmp_path, BatchFinder())
 
 
-def resume(fit: Any, device_memory: Any, checkpoint: Path, finder: BatchFinder) -> tuple[Lawful, Sizes]:
-    module, sizes = Lawful(device_memory, law), Sizes()
-    fit(module, finder, device_memory, sizes, ckpt_path=checkpoint, max_epochs=2, max_steps=-1)
-    return module, sizes
+def save(fit: Any, device_memory: Any, folder: Path, callback: Any) -> Path:
+    saver = ModelCheckpoint(folder, filename="last", save_on_train_epoch_end=True)
+    arguments = {"max_epochs": 1, "max_steps": -1, "enable_checkpointing": True}
+    fit(Lawful(device_memory, law), callback, device_memory, saver, **arguments)
+    return folder / "last.ckpt"
+
+
+def resume(fit: Any, device_memory: Any, checkpoint: Path, finder: BatchFinder, **arguments: Any) -> tuple[Any, Any]:
+    module = Lawful(device_memory, law)
+    return module, fit(module, finder, device_memory, ckpt_path=checkpoint, max_epochs=2, max_steps=-1, **arguments)
 
 
 def test_the_plan_in_the_checkpoint_is_plain(checkpoint: Path) -> None:
@@ -50,87 +45,66 @@ def test_the_plan_in_the_checkpoint_is_plain(checkpoint: Path) -> None:
     assert saved["plan"]["batch_size"] == 400
 
 
-def test_a_resumed_run_goes_on_with_the_plan_and_probes_nothing(fit: Any, fake_device: Any, checkpoint: Path) -> None:
-    finder = BatchFinder()
-    module, sizes = resume(fit, fake_device(budget_bytes=500 * MIB), checkpoint, finder)
+def test_a_resumed_run_continues_with_the_plan_without_a_search(fit: Any, fake_device: Any, checkpoint: Path) -> None:
+    finder, device_memory = BatchFinder(), fake_device(budget_bytes=500 * MIB)
+    module, _ = resume(fit, device_memory, checkpoint, finder)
     assert finder.plan is not None
     assert finder.plan.batch_size == module.batch_size == 400
-    assert sizes.seen == {400, 200}  # 5000 samples: the last batch is short
     assert module.sizes == [400] * 12 + [200]  # no step but those of the second epoch
+    device_memory.budget = 300 * MIB
+    fit(module, finder, device_memory)  # does not resume, and so searches
+    assert module.batch_size == 200
 
 
 @pytest.mark.parametrize(
-    ("budget", "said"),
+    ("arguments", "trainer", "budget_mib", "changed"),
     [
-        (300, r"although it held 499.0 MiB and the limit is 300.0 MiB; search_on_resume=True searches again"),
-        (1000, r"although the limit was 500.0 MiB and is 1,000.0 MiB"),
+        ({}, {}, 300, "it held 499.0 MiB and the limit is 300.0 MiB. search_on_resume=True searches again."),
+        ({}, {}, 1000, "the limit was 500.0 MiB and is 1,000.0 MiB"),
+        ({"max_batch_size": 100}, {}, 500, "max_batch_size was None and is 100"),
+        ({"multiple_of": 4}, {"accumulate_grad_batches": 3}, 500, "multiple_of was None and is 4"),
     ],
 )
-def test_another_limit_is_said(fit: Any, fake_device: Any, checkpoint: Path, budget: int, said: str) -> None:
-    device_memory = fake_device(budget_bytes=budget * MIB)
-    device_memory.budget = 10**4 * MIB  # what the device really has
-    device_memory.budget_bytes = lambda: budget * MIB
-    with pytest.warns(UserWarning, match=said):
-        module, _ = resume(fit, device_memory, checkpoint, BatchFinder())
+def test_changed_conditions_are_a_warning(
+    fit: Any, fake_device: Any, checkpoint: Path, arguments: Any, trainer: Any, budget_mib: int, changed: str
+) -> None:
+    device_memory = fake_device(budget_bytes=10**4 * MIB)
+    device_memory.budget_bytes = lambda: budget_mib * MIB  # steps above it do not fail
+    with pytest.warns(UserWarning, match=f"continues with batch size 400 of the checkpoint, although {changed}"):
+        module, run = resume(fit, device_memory, checkpoint, BatchFinder(**arguments), **trainer)
     assert module.batch_size == 400
+    assert run.accumulate_grad_batches == trainer.get("accumulate_grad_batches", 1)
 
 
-def test_a_size_above_what_is_allowed_now_is_said(fit: Any, fake_device: Any, checkpoint: Path) -> None:
-    with pytest.warns(
-        UserWarning, match="batch size 400, although max_batch_size was None and is 100; search_on_resume"
-    ):
-        resume(fit, fake_device(budget_bytes=500 * MIB), checkpoint, BatchFinder(max_batch_size=100))
-
-
-def test_another_device_is_said(fit: Any, fake_device: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_device_is_a_warning(
+    fit: Any, fake_device: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lightning_batchmem.batch_finder.device_name", lambda device: "abacus")
     with pytest.warns(UserWarning, match="although it was found on host and this is abacus"):
         resume(fit, fake_device(budget_bytes=500 * MIB), checkpoint, BatchFinder())
 
 
-def test_a_search_is_made_on_request(fit: Any, fake_device: Any, checkpoint: Path) -> None:
-    finder = BatchFinder(search_on_resume=True)
-    module, sizes = resume(fit, fake_device(budget_bytes=300 * MIB), checkpoint, finder)
-    assert module.batch_size == 200
-    assert sizes.seen == {200}
-
-
-def test_a_fit_that_does_not_resume_searches(fit: Any, fake_device: Any, checkpoint: Path) -> None:
-    finder = BatchFinder()
-    resume(fit, fake_device(budget_bytes=500 * MIB), checkpoint, finder)
-    device_memory = fake_device(budget_bytes=300 * MIB)
-    module = Lawful(device_memory, law)
-    fit(module, finder, device_memory)
+def test_a_search_on_request(fit: Any, fake_device: Any, checkpoint: Path) -> None:
+    module, _ = resume(fit, fake_device(budget_bytes=300 * MIB), checkpoint, BatchFinder(search_on_resume=True))
     assert module.batch_size == 200
 
 
-def test_a_checkpoint_without_a_plan_is_searched_for(fit: Any, fake_device: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_plan_leads_to_a_search(fit: Any, fake_device: Any, tmp_path: Path) -> None:
     device_memory = fake_device(budget_bytes=500 * MIB)
-    module, saver = Lawful(device_memory, law), ModelCheckpoint(tmp_path, filename="last", save_on_train_epoch_end=True)
-    fit(module, Sizes(), device_memory, saver, max_epochs=1, max_steps=-1, enable_checkpointing=True)
-    module, _ = resume(fit, device_memory, tmp_path / "last.ckpt", BatchFinder())
+    module, _ = resume(fit, device_memory, save(fit, device_memory, tmp_path, Sizes()), BatchFinder())
     assert module.batch_size == 400
 
 
-def test_other_wishes_are_said_and_the_trainers_accumulation_is_kept(
-    fit: Any, fake_device: Any, checkpoint: Path
+def test_a_strategy_that_restores_late_searches_again_with_a_warning(
+    fit: Any, fake_device: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = Lawful(fake_device(budget_bytes=500 * MIB), law)
-    with pytest.warns(UserWarning, match="although multiple_of was None and is 4"):
-        trainer = fit(
-            module,
-            BatchFinder(multiple_of=4),
-            fake_device(budget_bytes=500 * MIB),
-            ckpt_path=checkpoint,
-            max_epochs=2,
-            max_steps=-1,
-            accumulate_grad_batches=3,
-        )
-    assert trainer.accumulate_grad_batches == 3
-    assert module.batch_size == 400
+    late = "lightning.pytorch.strategies.SingleDeviceStrategy.restore_checkpoint_after_setup"
+    monkeypatch.setattr(late, True, raising=False)
+    with pytest.warns(UserWarning, match=r"searched again and uses batch size 200, .* \(batch size 400\) after"):
+        module, _ = resume(fit, fake_device(budget_bytes=300 * MIB), checkpoint, BatchFinder())
+    assert module.batch_size == 200
 
 
-def test_a_project_that_cannot_take_the_size_is_said(fit: Any, fake_device: Any, checkpoint: Path) -> None:
-    device_memory = fake_device(budget_bytes=500 * MIB)
+def test_a_project_without_a_place_for_the_size(fit: Any, fake_device: Any, checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="got 'size', which none of them has"):
-        resume(fit, device_memory, checkpoint, BatchFinder(batch_arg_name="size"))
+        resume(fit, fake_device(budget_bytes=500 * MIB), checkpoint, BatchFinder(batch_arg_name="size"))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import tempfile
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +11,6 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric
@@ -396,49 +392,6 @@ def test_after_running_out_the_memory_is_free(fit: Any, fake_device: Any) -> Non
     )
     assert device_memory.num_ooms > 0
     assert set(alive) == {0}
-
-
-class Terminated(Lawful):
-    """Gets a signal in its third training step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if len(self.sizes) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return loss
-
-
-def test_sigterm_in_a_probe_restores_and_ends_the_fit(
-    fit: Any, fake_device: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    device_memory = fake_device(budget_bytes=500 * MIB)
-    module = Terminated(device_memory, law)
-    weight, random = module.layer.weight.detach().clone(), torch.get_rng_state()
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(SIGTERMException):
-        fit(module, BatchFinder(), device_memory)
-    assert list(tmp_path.iterdir()) == []
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert torch.equal(weight, module.layer.weight)
-    assert torch.equal(random, torch.get_rng_state())
-    assert (module.batch_size, module.sizes) == (3, [])
-
-
-def test_a_handler_of_the_users_own_runs_and_is_put_back(fit: Any, fake_device: Any) -> None:
-    device_memory, called = fake_device(budget_bytes=500 * MIB), []
-
-    def mine(number: int, frame: Any) -> None:
-        called.append(number)
-
-    before = signal.signal(signal.SIGTERM, mine)
-    try:
-        with pytest.raises(SIGTERMException):
-            fit(Terminated(device_memory, law), BatchFinder(), device_memory)
-        assert signal.getsignal(signal.SIGTERM) is mine
-        assert called == [signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 # Loader workers

@@ -1,7 +1,7 @@
-"""Keep what a module's attributes hold, and put it back in place.
+"""Contents of the objects that a module leads to, restored in place.
 
-Every mutable object that can be reached from a module is noted with its contents, and gets them back: the same list,
-the same tensor, the same metric. Nothing is exchanged for a copy, so a hook or a closure that holds one never notices.
+The contents of every mutable object that can be reached from the module are recorded and restored: the same list, the
+same tensor, the same metric. No object is replaced by a copy, because a hook or closure may hold it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import io
 import logging
 import random
 import socket
+import sys
 import threading
 import types
 from collections import deque
@@ -19,58 +20,49 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer
-from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from torch.nn import Module
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_batchmem._lightning.namespace import in_every_package
+
+# a larger tensor or array that is neither parameter nor buffer is data rather than state, and is not copied
 LARGEST_ARRAY_BYTES = 64 * 2**20
-"""A tensor or array above this that is neither parameter nor buffer is data rather than state, and is not copied."""
 
+# where more is reachable the attributes hold data; the walk, breadth first, ends there after about a second
 MOST_OBJECTS = 200_000
-"""Where more is reachable, the attributes hold data; the walk, breadth first, ends there (it takes about a second)."""
 
-_NOT_THE_MODULES_OWN = (
-    Trainer,
-    Callback,
-    Logger,
-    LightningDataModule,
-    Dataset,
-    DataLoader,
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    np.memmap,
-    logging.Logger,
+# not the module's to change, or restored elsewhere; Lightning's classes likewise
+_NOT_WALKED = (
+    *(Dataset, DataLoader, np.memmap, logging.Logger),
+    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType),
 )
-"""Kept by other means, or not the module's to change."""
 
+# an object that holds one of these works with a thread, a file or another process
 _LIVE_RESOURCES = (io.IOBase, socket.socket, threading.Thread, type(threading.Lock()), type(threading.RLock()))
-"""An object that holds one of these is connected to the world outside; to set back its inside would break it."""
+
+_LIGHTNING_CLASSES = ("trainer.Trainer", "callbacks.Callback", "loggers.Logger", "core.LightningDataModule")
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 
+_LIBRARIES = {"torch", "lightning", "pytorch_lightning", "torchmetrics"} | sys.stdlib_module_names
+
+Found = Iterator[tuple[str, Any]]
+
 
 class AttributeState:
-    """The contents of every mutable object that can be reached from some others.
+    """Contents of every mutable object that can be reached from ``roots``.
 
-    Args:
-        roots: modules, data modules, optimizers, schedulers; each is walked even where its kind is passed over deeper.
-
-    Attributes:
-        tensors: all strided tensors that were met, every parameter and buffer of the roots among them, and arrays as
-            tensors over the same memory; their bytes are for the caller to keep.
-        schedulers: the learning-rate schedulers that were met.
-        not_restorable: what was met and cannot be put back, for people.
+    ``tensors`` are all strided tensors that were met, and arrays as tensors over the same memory: the caller saves
+    their bytes. ``schedulers`` are the learning-rate schedulers; ``not_restorable`` names what is not restored.
     """
 
     def __init__(self, roots: Iterable[object]) -> None:
         self.tensors: list[Tensor] = []
         self.schedulers: list[Any] = []
         self.not_restorable: list[str] = []
+        self._not_walked = (*_NOT_WALKED, *in_every_package(*_LIGHTNING_CLASSES))
         self._restores: list[tuple[str, Callable[[], object]]] = []
         self._seen: dict[int, object] = {}  # keeps the objects alive, so that no id is used twice
         pending: deque[tuple[str, Any]] = deque()
@@ -78,52 +70,48 @@ class AttributeState:
             # all modules first, so that neither weights nor structure depend on how far the walk gets
             modules = root.named_modules() if isinstance(root, Module) else [("", root)]
             for name, module in modules:
-                pending += self._keep_root(f"{type(root).__name__}.{name}".rstrip("."), module)
+                pending += self._add_root(f"{type(root).__name__}.{name}".rstrip("."), module)
         while pending:
             path, value = pending.popleft()
             if isinstance(value, _ATOMS) or id(value) in self._seen:
                 continue
             self._seen[id(value)] = value
             if len(self._seen) > MOST_OBJECTS:
-                self.not_restorable.append(f"{path} and what lies as deep (more than {MOST_OBJECTS:,} objects)")
+                self.not_restorable.append(f"{path} and deeper objects (more than {MOST_OBJECTS:,})")
                 break
             try:
-                pending += self._keep(path, value)
-            except Exception as error:  # noqa: BLE001 - a user's object may refuse to be looked at in any way it likes
+                pending += self._add(path, value)
+            except Exception as error:  # noqa: BLE001 - an attribute of a user's object may raise anything
                 self.not_restorable.append(f"{path} ({type(error).__name__})")
 
     def restore(self) -> list[str]:
-        """Give every object its contents again.
-
-        Returns:
-            What refused to take them, for people.
-        """
+        """Restore all contents; returns the objects that refused theirs."""
         refused = []
         for path, restore in self._restores:
             try:
                 restore()
-            except Exception as error:  # noqa: BLE001 - one object that refuses must not keep the others from theirs
+            except Exception as error:  # noqa: BLE001 - the other objects must still be restored
                 refused.append(f"{path} ({type(error).__name__})")
         return refused
 
-    def _keep_root(self, path: str, root: Any) -> Iterator[tuple[str, Any]]:
+    def _add_root(self, path: str, root: Any) -> Found:
         self._seen[id(root)] = root
-        if isinstance(root, Module):  # parametrizations exchange it, and without it the rest cannot be put back
+        if isinstance(root, Module):  # parametrizations replace the class, and the rest depends on it
             self._later(path, _set_class, root, type(root))
-        found = list(self._keep_object(path, root))
+        yield from self._add_object(path, root)
+        yield from _class_containers(root)
         if isinstance(root, Module):
             for tensor in (*root.parameters(recurse=False), *root.buffers(recurse=False)):
                 if id(tensor) not in self._seen:  # also those of a ScriptModule, which no attribute leads to
                     self._seen[id(tensor)] = tensor
-                    self._keep_tensor(path, tensor, registered=True)
+                    self._add_tensor(path, tensor, registered=True)
             tables = vars(Module())  # of parameters, buffers, submodules and hooks
             for name in [name for name, value in vars(root).items() if name in tables and isinstance(value, dict)]:
                 table = vars(root)[name]
                 self._seen[id(table)] = table
-                found += self._keep_container(f"{path}.{name}", table)
-        yield from found
+                yield from self._add_container(f"{path}.{name}", table)
 
-    def _keep(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    def _add(self, path: str, value: Any) -> Found:
         if isinstance(value, types.MethodType):
             yield f"{path}.__self__", value.__self__
         elif isinstance(value, partial):
@@ -131,14 +119,16 @@ class AttributeState:
             yield f"{path}.keywords", value.keywords
         elif isinstance(value, LRScheduler | ReduceLROnPlateau):
             self.schedulers.append(value)
-            yield from self._keep_object(path, value)
-        elif isinstance(value, _NOT_THE_MODULES_OWN):
+            yield from self._add_object(path, value)
+        elif isinstance(value, Dataset):
+            yield from _class_containers(value)
+        elif isinstance(value, self._not_walked):
             return
         elif isinstance(value, Tensor):
-            self._keep_tensor(path, value, registered=False)
-            yield from self._keep_object(path, value)
+            self._add_tensor(path, value, registered=False)
+            yield from self._add_object(path, value)
         elif isinstance(value, np.ndarray):
-            yield from self._keep_array(path, value)
+            yield from self._add_array(path, value)
         elif isinstance(value, torch.Generator):
             self._later(path, value.set_state, value.get_state())
         elif isinstance(value, random.Random):
@@ -147,14 +137,16 @@ class AttributeState:
             self._later(path, value.set_state, value.get_state())
         elif isinstance(value, np.random.Generator):
             self._later(path, setattr, value.bit_generator, "state", value.bit_generator.state)
+        elif hasattr(type(value), "__next__") and not hasattr(value, "__dict__"):
+            self.not_restorable.append(f"{path} (an iterator, {type(value).__name__})")
         else:
-            yield from self._keep_container(path, value)
-            yield from self._keep_object(path, value)
+            yield from self._add_container(path, value)
+            yield from self._add_object(path, value)
 
-    def _keep_tensor(self, path: str, tensor: Tensor, *, registered: bool) -> None:
+    def _add_tensor(self, path: str, tensor: Tensor, *, registered: bool) -> None:
         if tensor.device.type == "meta":
             return
-        if tensor.layout is not torch.strided or tensor.is_nested:  # no storage of its own
+        if tensor.layout is not torch.strided or tensor.is_nested:  # has no storage itself
             self._later(path, _copy_into, tensor, tensor.detach().clone())
             return
         size_bytes = tensor.untyped_storage().nbytes()
@@ -163,7 +155,7 @@ class AttributeState:
         else:
             self.not_restorable.append(f"{path} (a tensor of {size_bytes:,} bytes)")
 
-    def _keep_array(self, path: str, array: Any) -> Iterator[tuple[str, Any]]:
+    def _add_array(self, path: str, array: Any) -> Found:
         if array.nbytes > LARGEST_ARRAY_BYTES:
             self.not_restorable.append(f"{path} (an array of {array.nbytes:,} bytes)")
         elif array.dtype.hasobject:
@@ -175,7 +167,7 @@ class AttributeState:
             except (TypeError, ValueError):  # text, records, negative strides
                 self._later(path, np.copyto, array, array.copy())
 
-    def _keep_container(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    def _add_container(self, path: str, value: Any) -> Found:
         if isinstance(value, list | deque | tuple | frozenset):
             items = list(value)
             if isinstance(value, list | deque):
@@ -187,8 +179,10 @@ class AttributeState:
             yield from ((f"{path}[{_key_text(key)}]", item) for key, item in entries.items())
         elif isinstance(value, set):
             self._later(path, _refill, value, set(value), value.update)
+        elif isinstance(value, bytearray):
+            self._later(path, value.__setitem__, slice(None), bytes(value))
 
-    def _keep_object(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    def _add_object(self, path: str, value: Any) -> Found:
         attributes = getattr(value, "__dict__", None)
         kept = dict(attributes) if isinstance(attributes, dict) else {}
         names = [name for kind in type(value).__mro__ for name in _slot_names(kind)]
@@ -207,13 +201,22 @@ class AttributeState:
         self._restores.append((path, partial(restore, *arguments)))
 
 
+def _class_containers(value: object) -> Found:
+    """Mutable containers that are attributes of the user's classes."""
+    for kind in type(value).__mro__:
+        if kind.__module__.partition(".")[0] not in _LIBRARIES:
+            for name, item in vars(kind).items():
+                if isinstance(item, list | dict | set | deque | bytearray) and not name.startswith("__"):
+                    yield f"{kind.__name__}.{name}", item
+
+
 def _slot_names(kind: type) -> list[str]:
     if kind.__module__ == "builtins" or issubclass(kind, Tensor | np.ndarray):
         return []
     slots = vars(kind).get("__slots__", ())
     names = [slots] if isinstance(slots, str) else list(slots)
-    hidden = f"_{kind.__name__.lstrip('_')}"  # of names with two leading underscores
-    return [hidden + name if name.startswith("__") else name for name in names if not name.endswith("__")]
+    private = f"_{kind.__name__.lstrip('_')}"  # prefix of names with two leading underscores
+    return [private + name if name.startswith("__") else name for name in names if not name.endswith("__")]
 
 
 def _key_text(key: object) -> str:
@@ -231,12 +234,12 @@ def _set_class(module: Module, kind: type) -> None:
 
 
 def _set_slot(value: object, name: str, item: object) -> None:
-    if getattr(value, name, None) is not item:  # what cannot be changed need not be put back
+    if getattr(value, name, None) is not item:  # a slot that cannot change need not be set
         setattr(value, name, item)
 
 
 def _refill(container: Any, contents: Any, fill: Callable[[Any], object]) -> None:
-    # what is unchanged is left alone: nobody else in the process then sees it empty for a moment
+    # unchanged containers are left alone, because another thread would see them empty for a moment
     if len(container) == len(contents) and _same(container, contents):
         return
     container.clear()

@@ -1,119 +1,55 @@
-"""Run the user's real training step on a batch of our own, in Lightning's own training loop.
+"""Run the user's real steps on given batches, in Lightning's own loops.
 
-Read in lightning 2.5.0 and 2.6.6: ``_TrainingEpochLoop.advance`` takes a data fetcher, and does with its next batch all
-that training does: precision plugin, transfer hooks, ``on_train_batch_start``, ``training_step``, backward, clipping,
-optimizer step, step-wise schedulers, ``on_train_batch_end``, the logger connector.
+Read in lightning 2.5.0 and 2.6.6: ``_TrainingEpochLoop.advance``, ``_EvaluationLoop._evaluation_step`` and
+``_PredictionLoop._predict_step`` take a batch and run everything that belongs to a step: precision plugin, transfer and
+batch hooks, the step itself, backward, clipping, optimizer, step-wise schedulers and the logger connector.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.loops.progress import _BatchProgress  # private in 2.5.0 to 2.6.6
-from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.trainer.call import _call_lightning_module_hook  # private in 2.5.0 to 2.6.6
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+
+from lightning_batchmem._lightning.namespace import lightning_name
+
+EvaluationLoop = Any  # _EvaluationLoop or _PredictionLoop of either Lightning package
 
 
-class _BatchSource:
-    """The part of Lightning's ``_DataFetcher`` that ``advance`` uses: the next batch, and ``done``."""
+class _BatchFetcher:
+    """The part of Lightning's ``_DataFetcher`` that the loops use; an evaluation never fetches."""
 
     done = False
 
-    def __init__(self, make_batch: Callable[[], Any]) -> None:
+    def __init__(self, make_batch: Callable[[], Any] = lambda: None) -> None:
         self._make_batch = make_batch
 
     def __next__(self) -> tuple[Any, int, int]:
         return self._make_batch(), 0, 0
 
-
-class _Nothing:
-    """Every attribute, call and item of it is it again: what ``self.logger.experiment`` is to a probing step."""
-
-    def __getattr__(self, name: str) -> _Nothing:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *_: Any, **__: Any) -> _Nothing:
-        return self
-
-    def __getitem__(self, key: object) -> _Nothing:
-        return self
-
-    def __setitem__(self, key: object, value: object) -> None:
-        """Forget it."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-
-class _MutedLogger(DummyLogger):
-    """Logs nothing, and still tells where the real logger would."""
-
-    def __init__(self, logger: Logger) -> None:
-        super().__init__()
-        self._logger = logger
-        self._nothing = _Nothing()
-
-    @property
-    def experiment(self) -> Any:
-        return self._nothing
-
-    @property
-    def name(self) -> Any:
-        return self._logger.name
-
-    @property
-    def version(self) -> Any:
-        return self._logger.version
-
-    @property
-    def save_dir(self) -> Any:
-        return self._logger.save_dir
-
-    @property
-    def log_dir(self) -> Any:
-        return getattr(self._logger, "log_dir", self._logger.save_dir)
-
-
-def mute_callbacks_and_loggers(trainer: Trainer, watcher: Callback) -> None:
-    """Let probing steps reach no callback but ``watcher``, no logger and no profiler of the user's.
-
-    ``TrainerState.restore`` undoes it.
-    """
-    trainer.callbacks = [watcher]  # type: ignore[attr-defined]  # set where mypy does not look
-    trainer.loggers = [_MutedLogger(logger) for logger in trainer.loggers]
-    trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
-    # 2.6 tells the other ranks of a SIGTERM in every step; a probing step stays on its rank
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    def teardown(self) -> None: ...
 
 
 def begin_training(trainer: Trainer) -> None:
-    """Call the module's own hooks that precede its first batch; a training step may rely on what they set."""
+    """Call the module's hooks before its first batch, because a training step may depend on them."""
+    call_hook = lightning_name(trainer, "trainer.call._call_lightning_module_hook")  # private in 2.5.0 to 2.6.6
     for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
-        _call_lightning_module_hook(trainer, hook)
+        call_hook(trainer, hook)
 
 
 def begin_epoch(trainer: Trainer, batches: float) -> int:
-    """Let the next step be the first of an epoch.
+    """Make the next step the first of an epoch of ``batches``; returns its micro batches per optimizer step, 1 or 2.
 
-    Gradient accumulation over more than two micro-batches is cut to two: the first, which clears the gradients, and
-    the last, which has them from the start and steps. Those between hold no more than the last.
-
-    Args:
-        trainer: in a search.
-        batches: batches in the epoch; ``inf`` when unknown.
-
-    Returns:
-        Micro-batches to an optimizer step, 1 or 2.
+    Accumulation over more than two micro batches is cut to two: the first clears the gradients, the last has them from
+    its start and steps. Those between hold no more than the last.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
-    epoch_loop.batch_progress = _BatchProgress()
-    # what is logged anew may be reduced in another way: alone, or with the other ranks
+    epoch_loop.batch_progress = type(epoch_loop.batch_progress)()
+    # new, because values may now be reduced in another way: on this rank only, or over all ranks
     epoch_loop._results = type(epoch_loop._results)(training=epoch_loop._results.training)
     trainer.fit_loop.max_batches = batches
     trainer.accumulate_grad_batches = min(2, trainer.accumulate_grad_batches)
@@ -121,29 +57,89 @@ def begin_epoch(trainer: Trainer, batches: float) -> int:
 
 
 def run_step(trainer: Trainer, make_batch: Callable[[], Any]) -> None:
-    """Run one training step on the batch that ``make_batch`` returns.
-
-    Raises:
-        RuntimeError: when the module's ``on_train_batch_start`` skips the first batch of an epoch: no step ever runs.
-    """
+    """Run one training step on the batch that ``make_batch`` returns."""
     epoch_loop = trainer.fit_loop.epoch_loop
-    try:
-        epoch_loop.advance(_BatchSource(make_batch))  # type: ignore[arg-type]
-    except StopIteration:  # on_train_batch_start returned -1, which ends an epoch: so begin the next one
-        epoch_loop.batch_progress = _BatchProgress()
-        try:
-            epoch_loop.advance(_BatchSource(make_batch))  # type: ignore[arg-type]
-        except StopIteration:
+    if not _advance(trainer, make_batch):  # on_train_batch_start ended the epoch: begin the next one
+        epoch_loop.batch_progress = type(epoch_loop.batch_progress)()
+        if not _advance(trainer, make_batch):
             raise RuntimeError(
-                "on_train_batch_start returned -1 for the first batch, so BatchFinder cannot measure a training step;"
-                " set the batch size by hand, or return -1 only after training has begun"
-            ) from None
+                "on_train_batch_start returned -1 for the first batch, so BatchFinder cannot measure a training step."
+                " Set the batch size by hand, or return -1 only after training has begun."
+            )
     if not epoch_loop._should_accumulate():
         epoch_loop._batches_that_stepped += 1  # as on_advance_end does, which also validates
 
 
+def _advance(trainer: Trainer, make_batch: Callable[[], Any]) -> bool:
+    """Run one step; False where ``on_train_batch_start`` returned -1."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    try:
+        epoch_loop.advance(_BatchFetcher(make_batch))  # type: ignore[arg-type]
+    except StopIteration as error:
+        counts: Any = epoch_loop.batch_progress.current
+        if counts.processed > counts.started:  # so only for a batch that the hook skipped
+            return False
+        raise RuntimeError(
+            "the training step raised StopIteration, which would end the epoch, so BatchFinder cannot measure it."
+            " Begin the exhausted iterator again, or use next(iterator, default)."
+        ) from error
+    return True
+
+
 def drop_batch(trainer: Trainer) -> None:
-    """Let go of the batch that a step which was cut short left in the results of the training loop."""
+    """Release the batch that an interrupted step left in the results of the training loop."""
     results = trainer.fit_loop.epoch_loop._results
     results.batch = None
     results.batch_size = None
+
+
+def begin_evaluation(trainer: Trainer, loop: EvaluationLoop, loaders: CombinedLoader, batches: float) -> None:
+    """Enter an evaluation of ``batches`` for each loader; hooks of the module run."""
+    if trainer.state.fn == TrainerFn.FITTING:
+        trainer.validating = True
+    loop._combined_loader = loaders
+    loop._data_fetcher = _BatchFetcher()
+    loop.batch_progress = type(loop.batch_progress)()
+    counts = [batches] * len(loaders.flattened)
+    if _predicts(loop):
+        loop.max_batches = counts
+        loop.epoch_batch_indices = [[] for _ in counts]
+    else:
+        loop._max_batches = counts
+        loop._seen_batches_per_dataloader = defaultdict(int)
+    _without_gradients(loop, lambda loop: loop.on_run_start())
+
+
+def run_evaluation_step(loop: EvaluationLoop, make_batch: Callable[[], tuple[Any, int]]) -> None:
+    """Run one step without gradients, on the batch that ``make_batch`` returns with the index of its loader."""
+
+    def step(loop: EvaluationLoop) -> None:
+        batch, loader_index = make_batch()
+        if _predicts(loop):
+            loop._predictions = [[] for _ in loop.max_batches]  # what a prediction keeps for its return value
+            loop._predict_step(batch, 0, loader_index, None)
+        else:
+            loop._evaluation_step(batch, 0, loader_index, None)
+
+    _without_gradients(loop, step)
+
+
+def end_evaluation(trainer: Trainer, loop: EvaluationLoop) -> None:
+    """Undo :func:`begin_evaluation`: the mode of the module and the stage of the trainer."""
+    if _predicts(loop):
+        loop._on_predict_model_train()
+    else:
+        loop._on_evaluation_model_train()
+        loop._results.batch = None
+        loop._results.batch_size = None
+    loop._data_fetcher = None
+    if trainer.state.fn == TrainerFn.FITTING:
+        trainer.training = True
+
+
+def _predicts(loop: EvaluationLoop) -> bool:
+    return isinstance(loop, lightning_name(loop, "loops.prediction_loop._PredictionLoop"))
+
+
+def _without_gradients(loop: EvaluationLoop, call: Callable[[Any], None]) -> None:
+    lightning_name(loop, "loops.utilities._no_grad_context")(call)(loop)  # private in 2.5.0 to 2.6.6

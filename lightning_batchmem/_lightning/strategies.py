@@ -1,4 +1,4 @@
-"""What a search has to know of the strategy that a Trainer runs on. Read in lightning 2.5.0 and 2.6.6."""
+"""Strategies that a search supports, and steps without synchronization. Read in lightning 2.5.0 and 2.6.6."""
 
 from __future__ import annotations
 
@@ -10,54 +10,49 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_batchmem._lightning.namespace import lightning_name
+
 
 def check_strategy(trainer: Trainer) -> None:
-    """Refuse, before any step, a strategy whose engine a search could not put back.
-
-    Raises:
-        ValueError: for any but a single device, DDP and ModelParallelStrategy (FSDP2).
-    """
+    """Refuse a strategy whose state a search could not restore."""
     strategy = trainer.strategy
-    if isinstance(strategy, DeepSpeedStrategy):  # a subclass of DDPStrategy
+    if _is_strategy(trainer, "DeepSpeedStrategy"):  # a subclass of DDPStrategy
         raise ValueError(
-            "strategy must not be DeepSpeedStrategy for BatchFinder: its engine takes the batch size when it is made,"
-            " and cannot be made again, nor its optimizer. Set train_micro_batch_size_per_gpu by hand, found with"
-            " strategy=ModelParallelStrategy() (FSDP2) for instance, which shards alike"
+            "strategy must not be DeepSpeedStrategy for BatchFinder, because its engine and optimizer cannot be made"
+            " again for another batch size. Search with ModelParallelStrategy() (FSDP2) and set"
+            " train_micro_batch_size_per_gpu to the result."
         )
-    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy):
+    if not _is_strategy(trainer, "SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"):
         raise ValueError(
             "strategy must be that of a single device, DDP or ModelParallelStrategy (FSDP2) for BatchFinder, got"
-            f" {type(strategy).__name__}; search once with one of them and set the size it finds"
+            f" {type(strategy).__name__}. Search with one of them and set the batch size by hand."
         )
 
 
 def steps_are_collective(trainer: Trainer) -> bool:
-    """Whether a rank cannot take a step by itself: parameters are sharded, or BatchNorm speaks to the other ranks."""
+    """Whether every step needs all ranks: sharded parameters, or SyncBatchNorm."""
     if trainer.world_size == 1:
         return False
-    is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
+    is_sharded = _is_strategy(trainer, "ModelParallelStrategy")
     return is_sharded or any(isinstance(module, SyncBatchNorm) for module in trainer.lightning_module.modules())
 
 
 def is_synchronised(trainer: Trainer) -> bool:
-    """Whether DDP's wrapper exchanges gradients at the end of backward."""
+    """Whether DDP exchanges gradients at the end of backward."""
     return isinstance(trainer.strategy.model, DistributedDataParallel)
 
 
 @contextmanager
 def without_synchronisation(trainer: Trainer) -> Iterator[None]:
-    """Let steps stay on their rank: no gradients or buffers are exchanged, nor what modules log or gather.
+    """Run steps on one rank only, without collectives of DDP and of the strategy.
 
-    DDP's wrapper stays alive beside the module that it wraps, with all that it holds (its buckets are as large as the
-    gradients). ``no_sync`` would exchange buffers in the first forward (torch 2.5.1 and 2.13). What goes through the
-    strategy (``self.log(sync_dist=True)``, ``self.all_gather``) is answered as if all ranks had the same. Collectives
-    that a step calls by itself (``torch.distributed``) are not seen.
+    The DDP wrapper stays alive with its buckets, which are as large as the gradients. ``no_sync`` would exchange
+    buffers in the first forward (torch 2.5.1 and 2.13). Collectives that a step calls itself are not replaced.
     """
     strategy, wrapper = trainer.strategy, trainer.strategy.model
     if trainer.world_size == 1:
@@ -65,19 +60,19 @@ def without_synchronisation(trainer: Trainer) -> Iterator[None]:
         return
     if isinstance(wrapper, DistributedDataParallel):
         strategy.model = _module_of(trainer)
-    alone = _alone(trainer.world_size)
-    vars(strategy).update(alone)
+    collectives = _local_collectives(trainer.world_size)
+    vars(strategy).update(collectives)
     try:
         yield
     finally:
-        for name in alone:
+        for name in collectives:
             del vars(strategy)[name]
         strategy.model = wrapper
 
 
 @cache  # the same functions each time: a value that is logged again has to be reduced by the same as before
-def _alone(world_size: int) -> dict[str, Callable[..., Any]]:
-    """The strategy's collectives on ranks that all have the same."""
+def _local_collectives(world_size: int) -> dict[str, Callable[..., Any]]:
+    """Collectives of a strategy whose ranks all hold the same values."""
 
     def reduce(tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         is_sum = reduce_op == ReduceOp.SUM or str(reduce_op).lower() == "sum"
@@ -95,21 +90,26 @@ def _alone(world_size: int) -> dict[str, Callable[..., Any]]:
 
 
 def wrap_again(trainer: Trainer) -> None:
-    """Make DDP's wrapper anew, as ``DDPStrategy.setup`` does; every rank has to call it.
+    """Make a new DDP wrapper on every rank, as ``DDPStrategy.setup`` does.
 
-    After its first synchronised step a wrapper has its buckets in the order in which the gradients came: other sums.
+    After its first synchronized step a wrapper orders its buckets by the arrival of gradients, which changes sums.
     """
-    strategy = trainer.strategy
-    if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):
+    strategy: Any = trainer.strategy
+    if _is_strategy(trainer, "DDPStrategy") and isinstance(strategy.model, DistributedDataParallel):
         strategy.model = _module_of(trainer)
-        gc.collect()  # the old one and its hooks are gone before the new one takes as much
-        strategy._pl_static_graph_delay_done = False  # what 2.6 notes of the wrapper; 2.5.0 does not have it
+        gc.collect()  # frees the old wrapper before the new one takes as much
+        strategy._pl_static_graph_delay_done = False  # state of the wrapper in 2.6; 2.5.0 does not have it
         strategy.configure_ddp()
 
 
 def processes_on_node(trainer: Trainer) -> int:
-    """How many ranks share the memory of this host."""
+    """Number of ranks that share the memory of this host."""
     return max(1, int(getattr(trainer.strategy, "num_processes", 1)))
+
+
+def _is_strategy(trainer: Trainer, *names: str) -> bool:
+    kinds = tuple(lightning_name(trainer, f"strategies.{name}") for name in names)
+    return isinstance(trainer.strategy, kinds)
 
 
 def _module_of(trainer: Trainer) -> LightningModule:

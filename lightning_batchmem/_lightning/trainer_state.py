@@ -1,20 +1,93 @@
-"""Where the training loop stands, as Lightning's own ``self.log`` sees it. Read in lightning 2.5.0 and 2.6.6."""
+"""State of the trainer: restored after a search, and read while it trains. Read in lightning 2.5.0 and 2.6.6."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states  # private in 2.5.0 to 2.6.6
 from lightning.pytorch import Trainer
+from lightning.pytorch.loops.loop import _Loop  # private in 2.5.0 to 2.6.6
+
+from lightning_batchmem._lightning.namespace import lightning_name
+
+Loop = _Loop
+
+
+class RandomStates:
+    """Random number generators of the process: Python, NumPy, torch and every CUDA device."""
+
+    def __init__(self) -> None:
+        self._states = _collect_rng_states()
+
+    def restore(self) -> None:
+        """Set every generator back."""
+        _set_rng_states(self._states)
+
+
+class TrainerState:
+    """Attributes of the trainer, its loops, connectors and gradient scaler, before ``loop`` runs.
+
+    ``schedulers`` are those of the module that the strategy does not know.
+    """
+
+    def __init__(self, trainer: Trainer, loop: Loop, schedulers: Iterable[Any] = ()) -> None:
+        self._trainer = trainer
+        loops = list(_loops(loop))
+        holders: list[Any] = [trainer, trainer.state, trainer._logger_connector, *loops]
+        self._kept = [(holder, dict(vars(holder))) for holder in holders]
+        self._scaler = getattr(trainer.precision_plugin, "scaler", None)  # torch.amp.GradScaler of MixedPrecision
+        self.lend_scaler()
+        base_progress = lightning_name(trainer, "loops.progress._BaseProgress")  # private in 2.5.0 to 2.6.6
+        for one in loops:
+            for name, value in list(vars(one).items()):
+                if isinstance(value, base_progress):
+                    setattr(one, name, copy.deepcopy(value))
+                elif name == "_results" and value is not None:  # None in a prediction loop
+                    vars(one)[name] = type(value)(training=value.training)
+        for name, value in list(vars(trainer._logger_connector).items()):
+            if isinstance(value, dict):
+                setattr(trainer._logger_connector, name, dict(value))
+        known = [*schedulers, *(config.scheduler for config in trainer.strategy.lr_scheduler_configs)]
+        self._kept += [(one, dict(vars(one))) for one in {id(one): one for one in known}.values()]
+        for scheduler in known:  # made for the old size, it may end before the search does
+            vars(scheduler)["step"] = _keep_learning_rate
+
+    def lend_scaler(self) -> None:
+        """Use a new copy of the gradient scaler: at the start, and after an interrupted step."""
+        if self._scaler is not None:
+            self._trainer.precision_plugin.scaler = copy.deepcopy(self._scaler)  # type: ignore[attr-defined]
+
+    def restore(self) -> None:
+        """Set every attribute back."""
+        for holder, attributes in self._kept:
+            vars(holder).clear()
+            vars(holder).update(attributes)
+        if self._scaler is not None:
+            self._trainer.precision_plugin.scaler = self._scaler  # type: ignore[attr-defined]
+
+
+def _keep_learning_rate(*_: Any, **__: Any) -> None: ...
+
+
+def _loops(loop: Loop) -> Iterator[Loop]:
+    yield loop
+    for value in vars(loop).values():
+        if isinstance(value, lightning_name(loop, "loops.loop._Loop")):
+            yield from _loops(value)
 
 
 def logging_step(trainer: Trainer) -> int:
-    """The step under which Lightning logs the values of the batch that runs: optimizer steps, not micro-batches.
+    """The step under which Lightning logs values of the current batch.
 
-    ``trainer.global_step`` is not it: that counts every optimizer of a manual step.
+    ``trainer.global_step`` differs: it counts every optimizer of a manual step.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def logs_now(trainer: Trainer) -> bool:
-    """Whether values of ``self.log`` reach the loggers after the batch that ends.
+    """Whether values of ``self.log`` reach the loggers after the current batch.
 
     The condition of ``_LoggerConnector.update_train_step_metrics`` and ``should_update_logs``, the cheap half first.
     """
@@ -27,14 +100,11 @@ def logs_now(trainer: Trainer) -> bool:
     return not (loop.epoch_loop._should_accumulate() and trainer.lightning_module.automatic_optimization)
 
 
-# The two attributes below are public, and set by functions that type checkers do not follow.
-
-
 def logs_at_all(trainer: Trainer) -> bool:
-    """Whether the Trainer's ``log_every_n_steps`` lets anything reach the loggers."""
-    return bool(trainer.log_every_n_steps)  # type: ignore[attr-defined]
+    """Whether ``log_every_n_steps`` lets any value reach the loggers."""
+    return bool(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # as above
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:
-    """Whether the run is a ``fast_dev_run``, which is to leave no files."""
-    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+    """Whether the run is a ``fast_dev_run``, which leaves no files."""
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # as above

@@ -1,9 +1,10 @@
-"""Where the batch size is stored."""
+"""Read and set the batch size of a project: its attribute, and loaders that were passed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
@@ -22,14 +23,7 @@ from lightning_batchmem.apply.loaders import LoaderInfo, StageLoaders
 
 @dataclass(frozen=True)
 class BatchSizeSetting:
-    """The one or several places in which a project keeps its batch size, read and written together.
-
-    Args:
-        trainer: in a run.
-        module: the module that is trained.
-        name: attribute that holds the batch size.
-        source: where the stage takes its loaders from.
-    """
+    """All places in which a project keeps the batch size ``name`` of one stage, read and written together."""
 
     trainer: Trainer
     module: LightningModule
@@ -42,20 +36,20 @@ class BatchSizeSetting:
         return bool(lightning_hasattr(self.module, self.name))
 
     @property
-    def size(self) -> int | None:
-        """The batch size that the project has now; ``None`` where it has none yet."""
+    def value(self) -> object:
+        """The batch size as the project has it now, of any type; ``None`` without one."""
         if self.in_attribute:
-            size = lightning_getattr(self.module, self.name)
-        else:
-            size = next((loader_batch_size(loader) for loader in self.source.passed_loaders()), None)
-        return size if isinstance(size, int) and size > 0 else None
+            return lightning_getattr(self.module, self.name)
+        return next((loader_batch_size(loader) for loader in self.source.passed_loaders()), None)
+
+    @property
+    def size(self) -> int | None:
+        """The batch size that the project has now; ``None`` unless it is a positive whole number."""
+        value = self.value
+        return int(value) if isinstance(value, Integral) and int(value) > 0 else None
 
     def check(self) -> None:
-        """Make sure that there is a place to set the size in.
-
-        Raises:
-            ValueError: when no loader was passed and nothing has the attribute.
-        """
+        """Raise a ValueError where there is no place to set the size."""
         if not self.source.passed and not self.in_attribute:
             raise ValueError(
                 f"batch_arg_name must name an attribute of the module, its hparams, the datamodule or its hparams,"
@@ -63,11 +57,7 @@ class BatchSizeSetting:
             )
 
     def write(self, batch_size: int) -> None:
-        """Set the size in the attribute, wherever it exists, and in loaders that were passed.
-
-        Raises:
-            ValueError: when loaders were passed that have no size that can be set, or different ones.
-        """
+        """Set the size in the attribute and in loaders that were passed."""
         if self.source.passed:
             combined = self.source.request()
             if len(sizes := sorted(set(self._sizes(combined)))) > 1:
@@ -78,14 +68,20 @@ class BatchSizeSetting:
                 )
             for loader in combined.flattened:
                 set_loader_batch_size(loader, batch_size)
-        if self.in_attribute:
-            try:
-                lightning_setattr(self.module, self.name, batch_size)
-            except AttributeError as error:
-                raise ValueError(f"`{self.name}` must be an attribute that can be set, got {error}") from error
+        if not self.in_attribute:
+            return
+        try:
+            lightning_setattr(self.module, self.name, batch_size)
+        except AttributeError as error:
+            raise ValueError(f"`{self.name}` must be an attribute that can be set, got {error}") from error
+        if (actual := lightning_getattr(self.module, self.name)) != batch_size:
+            raise ValueError(
+                f"`{self.name}` must keep the value it is set to, got {actual} after it was set to {batch_size};"
+                f" remove the limit, or pass max_batch_size={actual}"
+            )
 
     def commit(self, batch_size: int) -> None:
-        """Set the size as :meth:`write` does, and in the hyperparameters that Lightning is about to log."""
+        """Set the size as :meth:`write` does, and in the hyperparameters that Lightning logs."""
         self.write(batch_size)
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set where mypy does not look
         for holder in (self.module, datamodule):
@@ -93,11 +89,7 @@ class BatchSizeSetting:
                 set_initial_hparam(holder, self.name, batch_size)
 
     def keep(self) -> Callable[[], None]:
-        """Note the sizes of loaders that were passed.
-
-        Returns:
-            To be called to put them back.
-        """
+        """Record the sizes of loaders that were passed; returns a function that restores them."""
         kept = [(loader, loader_batch_size(loader)) for loader in self.source.passed_loaders()]
 
         def restore() -> None:
@@ -108,26 +100,18 @@ class BatchSizeSetting:
         return restore
 
     def loaders_for(self, batch_size: int, *, may_be_fixed: bool = False) -> StageLoaders:
-        """Set the size, and request the loaders of the stage as the project itself makes them.
+        """Set the size and request the loaders of the stage; a ValueError where none of them follows it.
 
-        A hook is asked once more, at twice the size, where it is not plain otherwise which loaders follow the size:
-        where there are several, or a single one has another size. Loaders that were passed are set, all of them.
-
-        Args:
-            batch_size: samples.
-            may_be_fixed: whether the loaders may have sizes of their own, as those of an evaluation do. Validation
-                loaders that were passed to ``fit`` keep theirs then.
-
-        Raises:
-            ValueError: when the project does not follow the size: a loader without a batch size, or a hook that does
-                not use the attribute.
+        A hook is called again at twice the size unless its only loader has exactly the size: which of several loaders
+        follow it is then unclear. Loaders of an evaluation ``may_be_fixed``: validation loaders that were passed to
+        ``fit`` keep their sizes.
         """
-        own_sizes = may_be_fixed and self.source.passed and self.source.beside_training
+        own_sizes = may_be_fixed and self.source.passed and self.source.is_fit_validation
         if not own_sizes:
             self.write(batch_size)
         combined = self.source.request()
         if combined_mode(combined) == "sequential" and self.source.default_mode != "sequential":
-            raise ValueError(  # Lightning says so too, after the search
+            raise ValueError(  # as Lightning does, after the search
                 'the loaders of train_dataloader must be combined by "min_size", "max_size" or "max_size_cycle", which'
                 ' Lightning can train with, got "sequential"'
             )
@@ -142,21 +126,33 @@ class BatchSizeSetting:
                 f" was set to {batch_size}; build it with DataLoader(..., batch_size=self.{self.name})"
             )
         else:
-            follow = self._asked_again(batch_size, sizes)
+            follow = self._follow(batch_size, sizes)
         if not (any(follow) or may_be_fixed):
             raise ValueError(
                 f"{self.source.hook} must use `{self.name}` in one loader at least, got loaders of batch sizes"
                 f" {_listed(sizes)} whatever {self.name} is; build them with"
                 f" DataLoader(..., batch_size=self.{self.name})"
             )
-        sized = [
+        infos = [
             LoaderInfo(loader, size, batch_size if follows else None, replicas_of(self.trainer, loader))
             for loader, size, follows in zip(combined.flattened, sizes, follow, strict=True)
         ]
-        return StageLoaders(combined, tuple(sized))
+        return StageLoaders(combined, tuple(infos))
 
-    def _asked_again(self, batch_size: int, sizes: Sequence[int]) -> list[bool]:
-        """Which loaders have twice their size at twice the batch size; the others keep it."""
+    def check_loaders(self, batch_size: int, loaders: StageLoaders) -> None:
+        """Raise a ValueError unless new loaders have the sizes at ``batch_size`` that ``loaders`` predict."""
+        self.write(batch_size)
+        expected = [one.size_at(batch_size) for one in loaders.sized]
+        actual = self._sizes(self.source.request())
+        if actual != expected:
+            raise ValueError(
+                f"{self.source.hook} must follow `{self.name}` at every size, got loaders of batch sizes"
+                f" {_listed(actual)} instead of {_listed(expected)} after {self.name} was set to {batch_size}; build"
+                f" them with DataLoader(..., batch_size=self.{self.name}) and limit the size with max_batch_size"
+            )
+
+    def _follow(self, batch_size: int, sizes: Sequence[int]) -> list[bool]:
+        """Which loaders have twice their size at twice the batch size; the others must keep it."""
         if not self.in_attribute:
             return [False] * len(sizes)
         self.write(2 * batch_size)

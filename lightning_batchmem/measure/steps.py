@@ -9,13 +9,15 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem._lightning.evaluation import (
+from lightning_batchmem._lightning.run_step import (
     EvaluationLoop,
+    begin_epoch,
     begin_evaluation,
+    drop_batch,
     end_evaluation,
     run_evaluation_step,
+    run_step,
 )
-from lightning_batchmem._lightning.run_step import begin_epoch, drop_batch, run_step
 from lightning_batchmem.apply.loaders import StageLoaders
 from lightning_batchmem.devices.tensors import list_state_bytes
 from lightning_batchmem.measure.batches import ProbeBatches

@@ -1,11 +1,14 @@
-"""What a user asks of a search."""
+"""Arguments of BatchFinder, checked and converted to plain Python types."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, Literal, get_args
 
+from lightning_batchmem.plan.learning_rate import LearningRateScaling
 from lightning_batchmem.plan.records import Objective
 
 WorstCase = Literal["typical", "longest"] | Callable[[Any], float] | None
@@ -13,24 +16,103 @@ WorstCase = Literal["typical", "longest"] | Callable[[Any], float] | None
 UNBOUNDED_MAX_BATCH_SIZE = 2**20
 """Largest size to try if neither the data nor the user sets a maximum, as for a stream without a length."""
 
+_SIZES = ("max_batch_size", "min_batch_size", "multiple_of", "target_batch_size", "base_batch_size")
+
+# SI prefixes, and IEC 80000-13 for the binary ones
+_UNIT_BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNIT_BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+_TEXT_LIMIT = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([a-zA-Z]+)\s*")
+_TOO_MANY_BYTES = 2**63
+
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """The arguments of :class:`~lightning_batchmem.BatchFinder`, under the same names."""
+    """Arguments of :class:`~lightning_batchmem.BatchFinder` under the same names.
+
+    Numbers of NumPy become ``int`` and ``float``, so that a checkpoint loads with ``weights_only=True``.
+    """
 
     objective: Objective = "memory"
     memory_limit: int | float | str | None = None
     max_batch_size: int | None = None
     min_batch_size: int | None = None
     multiple_of: int | None = None
+    batch_arg_name: str = "batch_size"
     eval_batch_arg_name: str | None = None
     worst_case: WorstCase = None
     target_batch_size: int | None = None
-    lr_scaling: Literal["linear", "sqrt"] | None = None
+    lr_scaling: LearningRateScaling | None = None
     base_batch_size: int | None = None
 
+    def __post_init__(self) -> None:
+        _check_choice("objective", self.objective, get_args(Objective))
+        _check_choice("lr_scaling", self.lr_scaling, (None, *get_args(LearningRateScaling)))
+        if not callable(self.worst_case):
+            _check_choice("worst_case", self.worst_case, (None, "typical", "longest"), " or a callable")
+        for name in _SIZES:
+            object.__setattr__(self, name, _positive(name, getattr(self, name)))
+        if self.max_batch_size is not None and self.max_batch_size < (self.min_batch_size or 1):
+            low = self.min_batch_size
+            raise ValueError(f"max_batch_size must be at least min_batch_size={low}, got {self.max_batch_size}")
+        if self.base_batch_size is not None and self.lr_scaling is None:
+            raise ValueError(f"base_batch_size must come with lr_scaling, got {self.base_batch_size} without it")
+        _check_attribute_name("batch_arg_name", self.batch_arg_name)
+        if self.eval_batch_arg_name is not None:
+            _check_attribute_name("eval_batch_arg_name", self.eval_batch_arg_name)
+            if self.eval_batch_arg_name == self.batch_arg_name:
+                raise ValueError(f"eval_batch_arg_name must differ from batch_arg_name, got {self.batch_arg_name!r}")
+        parse_memory_limit(self.memory_limit, budget_bytes=1)
+        if isinstance(self.memory_limit, Real):
+            plain = int(self.memory_limit) if isinstance(self.memory_limit, Integral) else float(self.memory_limit)
+            object.__setattr__(self, "memory_limit", plain)
+
     def as_json(self) -> dict[str, Any]:
-        """The wishes in plain JSON types; a callable by its name."""
-        worst_case = self.worst_case
-        named = getattr(worst_case, "__qualname__", type(worst_case).__name__) if callable(worst_case) else worst_case
-        return {**{field.name: getattr(self, field.name) for field in fields(self)}, "worst_case": named}
+        """The options in plain JSON types; a callable by its name."""
+        worst_case: Any = self.worst_case
+        if callable(worst_case):
+            worst_case = getattr(worst_case, "__qualname__", type(worst_case).__name__)
+        return {**vars(self), "worst_case": worst_case}
+
+
+def parse_memory_limit(memory_limit: object, budget_bytes: int) -> int:
+    """The limit in bytes: a fraction in (0, 1] is one of ``budget_bytes``, ``None`` is all of them."""
+    if memory_limit is None:
+        return budget_bytes
+    limit_bytes = 0.0
+    if isinstance(memory_limit, str):
+        if (text := _TEXT_LIMIT.fullmatch(memory_limit)) is not None:
+            limit_bytes = float(text[1]) * _UNIT_BYTES.get(text[2].upper(), 0)
+    elif isinstance(memory_limit, Integral) and not isinstance(memory_limit, bool):
+        limit_bytes = int(memory_limit)
+    elif isinstance(memory_limit, Real) and not isinstance(memory_limit, bool):
+        number = float(memory_limit)
+        if 0 < number <= 1:
+            return int(number * budget_bytes)
+        limit_bytes = number if number.is_integer() else 0  # 2e9
+    if not 1 <= limit_bytes < _TOO_MANY_BYTES:
+        raise ValueError(
+            'memory_limit must be a whole number of bytes, a text such as "20GiB" or a fraction in (0, 1],'
+            f" got {memory_limit!r:.80}"
+        )
+    return int(limit_bytes)
+
+
+def _positive(name: str, value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r:.80}")
+    return int(value)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str | None, ...], more: str = "") -> None:
+    # an array compares element by element
+    if not (value is None or isinstance(value, str)) or value not in choices:
+        listed = ", ".join(f'"{choice}"' if choice else "None" for choice in choices)
+        raise ValueError(f"{name} must be one of {listed}{more}, got {value!r:.80}")
+
+
+def _check_attribute_name(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value.isidentifier():
+        raise ValueError(f"{name} must be the name of an attribute, got {value!r:.80}")

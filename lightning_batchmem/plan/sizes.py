@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
-from lightning_batchmem.plan.learning_rate import MicroBatch, micro_batch
+from lightning_batchmem.plan.accumulation import micro_batches
 from lightning_batchmem.plan.records import SearchLimits
 
 
@@ -35,15 +34,3 @@ def largest_where(fits: Callable[[int], bool], low: int, high: int) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
-
-
-@cache
-def micro_batches(target_batch_size: int, ranks: int, multiple_of: int | None) -> dict[int, MicroBatch]:
-    """The sizes of which a whole number makes the target, or nearly so, largest first."""
-    found: dict[int, MicroBatch] = {}
-    largest = target_batch_size // ranks
-    while largest >= (multiple_of or 1):
-        micro = micro_batch(target_batch_size, largest=largest, ranks=ranks, multiple_of=multiple_of)
-        found[micro.batch_size] = micro
-        largest = micro.batch_size - 1
-    return found

@@ -1,19 +1,21 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import threading
 import warnings
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
+from torch.utils.data import Dataset
 
 from lightning_batchmem._lightning.attributes import LARGEST_ARRAY_BYTES, AttributeState
 from lightning_batchmem._lightning.module_state import ModuleState
@@ -80,6 +82,7 @@ def grow(value: Any) -> None:
         (OrderedDict(old=1, other=2), fill, lambda v: list(v.items())),
         (defaultdict(int, old=1), fill, dict),
         ({1, 2}, lambda v: v.add(3), set),
+        (bytearray(b"ab"), lambda v: v.append(3), bytes),
         (
             Tracker([1], {"deep": [1]}),
             grow,
@@ -100,7 +103,7 @@ def grow(value: Any) -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_contents_come_back_and_the_object_stays_itself(value: Any, disturb: Any, look: Any) -> None:
+def test_contents_are_restored_in_the_same_object(value: Any, disturb: Any, look: Any) -> None:
     module = Module(value)
     before = look(value)
     kept = ModuleState(module)
@@ -111,7 +114,7 @@ def test_contents_come_back_and_the_object_stays_itself(value: Any, disturb: Any
     assert look(value) == before
 
 
-def test_what_is_unregistered_or_shared_is_met_once() -> None:
+def test_unregistered_and_shared_objects_are_met_once() -> None:
     teacher = nn.Linear(2, 2)
     module = Module([teacher, {"again": teacher}])
     module.other = module.value  # the same list
@@ -126,15 +129,66 @@ def test_what_is_unregistered_or_shared_is_met_once() -> None:
     assert any(teacher.weight is tensor for tensor in kept.tensors)
 
 
-def test_a_data_module_is_kept_too() -> None:
-    data = LightningDataModule()
-    kept = AttributeState([Module(1), data])
+class Counting(Dataset):
+    cache: ClassVar = {"seen": []}
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Base(LightningModule):
+    history: ClassVar = [1]
+
+
+class Derived(Base):
+    table: ClassVar = {"a": [1]}
+    names: ClassVar = {"x"}
+    buffer = bytearray(b"ab")
+
+
+class DataModule(LightningDataModule):
+    splits: ClassVar = []
+
+
+def test_containers_of_the_users_classes_are_restored() -> None:
+    module, data = Derived(), DataModule()
+    data.train = Counting()
+    kept = ModuleState(module, [data])
+    for container in (Base.history, Derived.table["a"], DataModule.splits, Counting.cache["seen"]):
+        container.append(2)
+    Derived.table["b"] = []
+    Derived.names.add("y")
+    Derived.buffer[0] = 7
     data.cache = [1]
     kept.restore()
+    assert (Base.history, Derived.table, DataModule.splits) == ([1], {"a": [1]}, [])
+    assert (Counting.cache, Derived.names, Derived.buffer) == ({"seen": []}, {"x"}, bytearray(b"ab"))
     assert not hasattr(data, "cache")
+    assert not kept.not_restorable
 
 
-def test_what_is_not_put_back_is_named() -> None:
+def test_iterators_are_named() -> None:
+    class Own:
+        def __init__(self) -> None:
+            self.count = 0
+
+        def __next__(self) -> int:
+            self.count += 1
+            return self.count
+
+    module = Module({"list": iter([1]), "cycle": itertools.cycle([1]), "generator": (i for i in [1]), "own": Own()})
+    kept = AttributeState([module])
+    next(module.value["own"])
+    kept.restore()
+    assert module.value["own"].count == 0
+    assert kept.not_restorable == [
+        "Module.value['list'] (an iterator, list_iterator)",
+        "Module.value['cycle'] (an iterator, cycle)",
+        "Module.value['generator'] (an iterator, generator)",
+    ]
+
+
+def test_objects_that_are_not_restored_are_named() -> None:
     class Run:
         def __init__(self) -> None:
             self.lock = threading.Lock()
@@ -154,7 +208,7 @@ def test_what_is_not_put_back_is_named() -> None:
     assert not kept.tensors
 
 
-def test_a_large_parameter_is_kept_all_the_same() -> None:
+def test_a_large_parameter_is_restored() -> None:
     module = Module(1)
     module.weight = nn.Parameter(torch.zeros(LARGEST_ARRAY_BYTES // 4 + 1))
     kept = ModuleState(module)
@@ -168,7 +222,7 @@ def test_the_size_of_a_view_is_that_of_its_storage() -> None:
     assert not AttributeState([module]).tensors
 
 
-def test_weights_and_structure_come_back_however_much_else_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_structure_are_restored_when_the_walk_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_batchmem._lightning.attributes.MOST_OBJECTS", 100)
     module, data = Module(nn.Linear(2, 2)), LightningDataModule()
     module.rows = [[index] for index in range(1000)]
@@ -185,10 +239,10 @@ def test_weights_and_structure_come_back_however_much_else_there_is(monkeypatch:
     assert torch.equal(weight, before)
     assert module.value.training
     assert not hasattr(module, "late")
-    assert any("more than 100 objects" in what for what in kept.not_restorable)
+    assert any("(more than 100)" in what for what in kept.not_restorable)
 
 
-def test_parameters_of_a_script_come_back() -> None:
+def test_parameters_of_a_script_are_restored() -> None:
     module = Module(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     kept = ModuleState(module)
@@ -198,7 +252,7 @@ def test_parameters_of_a_script_come_back() -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
 
 
-def test_an_optimizer_comes_back() -> None:
+def test_an_optimizer_is_restored() -> None:
     module = Module(nn.Linear(2, 2))
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
 
@@ -218,7 +272,7 @@ def test_an_optimizer_comes_back() -> None:
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-def test_a_buffer_that_was_written_with_its_graph_comes_back() -> None:
+def test_a_buffer_written_with_its_graph_is_restored() -> None:
     module = Module(nn.Linear(1, 1))
     module.register_buffer("last", torch.zeros(1))
     kept = ModuleState(module)
@@ -245,18 +299,18 @@ class Hides:
         raise RuntimeError("no")
 
 
-def test_an_object_that_refuses_is_named_and_the_others_come_back() -> None:
+def test_an_object_that_refuses_is_named_and_the_others_are_restored() -> None:
     module = Module([Refuses([1]), Hides(), random.SystemRandom(), [1]])
     kept = ModuleState(module)
     module.value[0].append(2)
     module.value[3].append(2)
-    with pytest.warns(UserWarning, match=r"could not put back: Module\.value\[0\] \(TypeError\)"):
+    with pytest.warns(UserWarning, match=r"could not restore: Module\.value\[0\] \(TypeError\)"):
         kept.restore()
     assert module.value[3] == [1]
     assert sorted(kept.not_restorable) == ["Module.value[1] (RuntimeError)", "Module.value[2] (NotImplementedError)"]
 
 
-def test_memory_that_is_mapped_read_only_is_left_alone(tmp_path: Any) -> None:
+def test_read_only_mapped_memory_is_not_written(tmp_path: Any) -> None:
     np.save(tmp_path / "table.npy", np.ones(100))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that such a tensor is not to be written to

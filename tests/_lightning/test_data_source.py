@@ -14,7 +14,7 @@ from lightning_batchmem._lightning.data_source import (
     DataSource,
     attach_loaders,
     combined_mode,
-    forget_train_loader,
+    discard_train_loader,
     in_structure,
     loader_batch_size,
     set_loader_batch_size,
@@ -102,20 +102,20 @@ def looked(trainer: Trainer) -> bool:
     return all(one.looked for one in trainer.callbacks if isinstance(one, Look))  # type: ignore[attr-defined]
 
 
-def test_hooks_are_asked_and_combined_as_lightning_does(looking: Any) -> None:
+def test_hooks_are_requested_and_combined_as_in_lightning(looking: Any) -> None:
     def look(trainer: Trainer) -> None:
         if trainer.validating:
             return  # of the fit
         source = train_source(trainer)
         assert (source.passed, source.hook, source.stage) == (False, "train_dataloader", "train")
-        assert not source.beside_training
+        assert not source.is_fit_validation
         combined = source.request()
         assert combined_mode(combined) == "max_size_cycle"
         assert [len(one.dataset) for one in combined.flattened] == [16] * 3
         assert in_structure(combined, [1, 2, 3]) == {"a": 1, "b": [2, 3]}
         source = validation_source(trainer)
         assert (source.passed, source.hook, source.stage) == (False, "val_dataloader", "val")
-        assert source.beside_training
+        assert source.is_fit_validation
         assert combined_mode(source.request()) == "sequential"
 
     trainer = looking(look)
@@ -124,7 +124,7 @@ def test_hooks_are_asked_and_combined_as_lightning_does(looking: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_the_loop_that_runs_tells_the_source_of_its_loaders(looking: Any, stage: str) -> None:
+def test_loop_of_the_running_stage(looking: Any, stage: str) -> None:
     prefix = "val" if stage == "validate" else stage
     passed = loader()
     sources: list[DataSource] = []
@@ -133,12 +133,12 @@ def test_the_loop_that_runs_tells_the_source_of_its_loaders(looking: Any, stage:
     getattr(trainer, stage)(WithHooks(), dataloaders=passed)
     hook, direct = sources
     assert (hook.hook, hook.stage) == (direct.hook, direct.stage) == (f"{prefix}_dataloader", prefix)
-    assert not hook.beside_training
+    assert not hook.is_fit_validation
     assert direct.request().flattened == [passed]
     assert combined_mode(direct.request()) == "sequential"
 
 
-def test_a_combined_loader_that_is_passed_stays_the_one_it_is(looking: Any) -> None:
+def test_a_passed_combined_loader_is_not_copied(looking: Any) -> None:
     combined = CombinedLoader([loader(), loader()], "min_size")
 
     def look(trainer: Trainer) -> None:
@@ -147,7 +147,7 @@ def test_a_combined_loader_that_is_passed_stays_the_one_it_is(looking: Any) -> N
         assert combined_mode(combined) == "min_size"
         attach_loaders(trainer, combined, 7.0, None, [])
         assert trainer.num_training_batches == 7
-        forget_train_loader(trainer)
+        discard_train_loader(trainer)
 
     trainer = looking(look)
     trainer.fit(Module(), train_dataloaders=combined)
@@ -155,19 +155,8 @@ def test_a_combined_loader_that_is_passed_stays_the_one_it_is(looking: Any) -> N
     assert trainer.fit_loop._combined_loader is combined
 
 
-def test_a_datamodule_is_a_source_too(looking: Any) -> None:
-    def look(trainer: Trainer) -> None:
-        source = train_source(trainer)
-        assert not source.passed
-        assert loader_batch_size(source.request().flattened[0]) == 2
-
-    trainer = looking(look)
-    trainer.fit(Module(), datamodule=Data())
-    assert looked(trainer)
-
-
 @pytest.mark.parametrize(("given", "kind"), [([loader(), range(3)], "range"), ([[torch.zeros(1)]], "Tensor")])
-def test_what_is_no_torch_loader_is_refused(looking: Any, given: Any, kind: str) -> None:
+def test_other_loaders_than_torchs_are_refused(looking: Any, given: Any, kind: str) -> None:
     trainer = looking(lambda trainer: train_source(trainer).request())
     with pytest.raises(ValueError, match=rf"loaders of train_dataloader must be torch DataLoaders .*, got {kind};"):
         trainer.fit(Module(), train_dataloaders=given)

@@ -1,24 +1,24 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_batchmem._lightning.module_state import ModuleState, RandomStates, SavedStorages
+from lightning_batchmem._lightning.module_state import ModuleState, SavedStorages
+from lightning_batchmem._lightning.trainer_state import RandomStates
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
 )
-def test_storages_come_back_in_every_bit_and_in_place(dtype: torch.dtype) -> None:
+def test_storages_are_restored_in_place(dtype: torch.dtype) -> None:
     tensor = torch.randn(7, 5).to(dtype)
     before, address = tensor.clone(), tensor.data_ptr()
     kept = SavedStorages(iter([tensor]))
@@ -37,19 +37,24 @@ def test_views_and_shared_storages_are_kept_once() -> None:
     assert torch.equal(base, torch.arange(12.0))
 
 
-@settings(deadline=None, max_examples=20)
-@given(st.lists(st.integers(0, 2_000_000), min_size=1, max_size=4))
-def test_any_sizes(lengths: list[int]) -> None:
-    tensors = [torch.randint(255, (length,), dtype=torch.uint8) for length in lengths]
+def test_storages_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_batchmem._lightning.module_state._CHUNK_BYTES", 7)
+    tensors = [torch.randint(255, (length,), dtype=torch.uint8) for length in (0, 1, 7, 23)]
     before = [tensor.clone() for tensor in tensors]
-    kept = SavedStorages(iter(tensors))
+    kept = SavedStorages(tensors)
     for tensor in tensors:
         tensor.add_(1)
     kept.write_back()
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 
-def test_the_copy_is_no_visible_file_and_no_resident_memory() -> None:
+def test_a_full_directory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: open("/dev/full", "wb", buffering=0))  # noqa: SIM115
+    with pytest.raises(OSError, match=rf"optimizer state \(400 bytes\) to {tempfile.gettempdir()}.* Set TMPDIR to"):
+        SavedStorages([torch.zeros(100)])
+
+
+def test_the_copy_is_neither_a_visible_file_nor_resident_memory() -> None:
     from lightning_batchmem.devices.host import HostMemory
 
     device_memory = HostMemory()
@@ -95,7 +100,7 @@ def disturb(module: Deep) -> None:
     del module.alias
 
 
-def test_a_module_is_put_back_whatever_a_step_does_to_it() -> None:
+def test_a_module_is_restored() -> None:
     module, reference = Deep(), Deep()
     reference.load_state_dict(module.state_dict())
     called: list[int] = []
@@ -127,7 +132,7 @@ def test_a_module_is_put_back_whatever_a_step_does_to_it() -> None:
     assert called == [1]
 
 
-def test_gradients_from_an_earlier_fit_come_back() -> None:
+def test_gradients_of_an_earlier_fit_are_restored() -> None:
     module = Deep()
     module.tied.bias.grad = torch.full((3,), 2.0)
     kept = ModuleState(module)

@@ -19,12 +19,14 @@ def trainer_on(kind: type) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("kind", [SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy])
-def test_what_can_be_put_back(kind: type) -> None:
+def test_supported_strategies(kind: type) -> None:
     check_strategy(trainer_on(kind))
 
 
-def test_deepspeed_is_refused_with_what_to_do_instead() -> None:
-    with pytest.raises(ValueError, match=r"DeepSpeedStrategy .* cannot be made again.* train_micro_batch_size_per_gpu"):
+def test_deepspeed_is_refused_with_an_alternative() -> None:
+    with pytest.raises(
+        ValueError, match=r"DeepSpeedStrategy .* cannot be made again .* train_micro_batch_size_per_gpu"
+    ):
         check_strategy(trainer_on(DeepSpeedStrategy))
 
 

@@ -153,7 +153,7 @@ def sizes_at(loaders: StageLoaders, batch_size: int) -> list[int]:
 # Which sizes follow
 
 
-def test_a_single_loader_is_asked_for_once() -> None:
+def test_a_single_loader_is_requested_once() -> None:
     asked: list[int] = []
     module = WithHooks(lambda size: (asked.append(size), loader(size))[1])
     loaders = train_loaders(module, 3)
@@ -162,7 +162,7 @@ def test_a_single_loader_is_asked_for_once() -> None:
     assert sizes_at(loaders, 7) == [7]
 
 
-def test_several_loaders_follow_the_size_each_in_its_way() -> None:
+def test_several_loaders_follow_the_size() -> None:
     asked: list[int] = []
 
     def make(size: int) -> Any:
@@ -180,7 +180,7 @@ def test_several_loaders_follow_the_size_each_in_its_way() -> None:
     assert loaders.largest_batch_size(1.0) == 15
 
 
-def test_a_datamodule_is_asked_too() -> None:
+def test_loaders_of_a_datamodule() -> None:
     class Data(LightningDataModule):
         def __init__(self) -> None:
             super().__init__()
@@ -213,14 +213,33 @@ def test_a_datamodule_is_asked_too() -> None:
         (lambda size: DataLoader(Numbers(), batch_sampler=[[0], [1, 2]]), r"must have .* got the batch sampler list"),
     ],
 )
-def test_what_does_not_follow_is_said(make: Any, message: str) -> None:
+def test_loaders_that_do_not_follow(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train_loaders(WithHooks(make), 3)
 
 
-def test_without_an_attribute_there_is_nowhere_to_set_the_size() -> None:
-    with pytest.raises(ValueError, match=r"batch_arg_name must name an attribute .* got 'batch_size'"):
-        train_loaders(Nameless(), 3, datamodule=LightningDataModule.from_datasets(Numbers()))
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda size: [loader(size), loader(5), loader(4 * size)], None),
+        (
+            lambda size: loader(min(size, 16)),
+            "got loaders of batch sizes 16 instead of 40 after batch_size was set to 40",
+        ),
+        (lambda size: [loader(size), loader(min(2 * size, 16))], "batch sizes 40, 16 instead of 40, 80"),
+        (lambda size: [loader(size)] * (1 + size // 40), "batch sizes 40, 40 instead of 40"),
+    ],
+)
+def test_loaders_are_compared_at_the_chosen_size(make: Any, message: str | None) -> None:
+    def look(trainer: Trainer, module: LightningModule) -> None:
+        setting = BatchSizeSetting(trainer, module, "batch_size", train_source(trainer))
+        setting.check_loaders(40, setting.loaders_for(3))
+
+    if message is None:
+        in_run(look, WithHooks(make))
+        return
+    with pytest.raises(ValueError, match=f"train_dataloader must follow `batch_size` at every size, .*{message}"):
+        in_run(look, WithHooks(make))
 
 
 @pytest.mark.parametrize(
@@ -233,27 +252,27 @@ def test_without_an_attribute_there_is_nowhere_to_set_the_size() -> None:
         (lambda size: [loader(5), loader(7)], None),
     ],
 )
-def test_validation_loaders_may_have_sizes_of_their_own(make: Any, at_nine: list[int] | None) -> None:
+def test_validation_loaders_may_have_fixed_sizes(make: Any, at_nine: list[int] | None) -> None:
     loaders = val_loaders(WithHooks(loader, make), 3)
     assert loaders.follows == (at_nine is not None)
     assert sizes_at(loaders, 9) == (at_nine or [loader_batch_size(one.loader) for one in loaders.sized])
     assert (loaders.largest_batch_size(1.0) is None) == (at_nine is None)
 
 
-def test_a_size_that_equals_the_one_asked_for_by_chance_follows_nothing() -> None:
+def test_an_equal_size_without_an_attribute_does_not_follow() -> None:
     """Where there is no attribute to follow."""
     assert not val_loaders(WithHooks(loader, lambda size: loader(3)), 3, name="eval_batch_size").follows
 
 
-def test_a_validation_loader_that_cannot_be_probed_is_said() -> None:
+def test_a_validation_loader_without_a_size() -> None:
     with pytest.raises(ValueError, match=r"loaders of val_dataloader must have .* got batch_size=None"):
         val_loaders(WithHooks(loader, lambda size: loader(None)), 3)
 
 
-# Loaders that are passed
+# Passed loaders
 
 
-def test_the_sizes_of_loaders_that_are_passed_are_set_and_put_back() -> None:
+def test_sizes_of_passed_loaders_are_set_and_restored() -> None:
     passed = [loader(4), {"b": loader(4)}]
     module = Nameless()
     loaders = train_loaders(module, 3, train_dataloaders=passed)
@@ -263,7 +282,7 @@ def test_the_sizes_of_loaders_that_are_passed_are_set_and_put_back() -> None:
     assert len(module.trained[0][0]) == len(module.trained[0][1]["b"]) == 4
 
 
-def test_an_attribute_is_kept_in_step_with_a_loader_that_is_passed() -> None:
+def test_an_attribute_and_a_passed_loader_are_set_together() -> None:
     module = Module()
     passed = loader(4)
 
@@ -274,7 +293,7 @@ def test_an_attribute_is_kept_in_step_with_a_loader_that_is_passed() -> None:
     assert module.batch_size == loader_batch_size(passed) == len(module.trained[0]) == 6
 
 
-def test_passed_loaders_of_different_sizes_are_refused_and_stay_as_they_are() -> None:
+def test_passed_loaders_of_different_sizes_are_refused_unchanged() -> None:
     passed = [loader(4), loader(8), loader(4)]
     message = r"passed must have one batch size, got 4, 8; build them in train_dataloader .* batch_size=self.batch_size"
     with pytest.raises(ValueError, match=message):
@@ -282,7 +301,7 @@ def test_passed_loaders_of_different_sizes_are_refused_and_stay_as_they_are() ->
     assert [loader_batch_size(one) for one in passed] == [4, 8, 4]
 
 
-def test_keeping_puts_back_different_sizes_too() -> None:
+def test_keep_restores_different_sizes() -> None:
     passed = [loader(4), loader(8)]
 
     def look(trainer: Trainer, module: LightningModule) -> None:
@@ -303,7 +322,7 @@ def test_validation_loaders_passed_to_fit_keep_their_sizes() -> None:
 
 
 @pytest.mark.parametrize("may_be_fixed", [False, True])
-def test_loaders_passed_to_a_stage_of_its_own_are_set(may_be_fixed: bool) -> None:
+def test_loaders_passed_to_another_stage_are_set(may_be_fixed: bool) -> None:
     passed = [loader(4), loader(4)]
 
     def look(trainer: Trainer, module: LightningModule) -> StageLoaders:
@@ -339,7 +358,7 @@ def together(samples: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
-def test_all_else_of_a_loader_that_is_passed_survives() -> None:
+def test_other_attributes_of_a_passed_loader_are_unchanged() -> None:
     given: dict[str, Any] = {
         "sampler": Backwards(),
         "generator": torch.Generator().manual_seed(3),
@@ -403,12 +422,12 @@ class ReadOnly(MadeBefore):
 
 
 @pytest.mark.parametrize(
-    ("sampler", "said"),
+    ("sampler", "message"),
     [
         (MadeBefore(4), "must make batches of its batch_size, got one of 4 samples after it was set to 8"),
-        (ReadOnly(), "must let its batch_size be set, got it is fixed"),
+        (ReadOnly(), "must have a batch_size that can be set, got it is fixed"),
     ],
 )
-def test_a_batch_sampler_that_does_not_follow_is_said(sampler: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_batch_sampler_that_does_not_follow(sampler: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         set_loader_batch_size(DataLoader(Numbers(), batch_sampler=sampler), 8)

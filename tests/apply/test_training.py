@@ -1,27 +1,27 @@
-"""What follows from the size: accumulation for a target, the learning rate, and what is said of it."""
+"""Accumulation for a target, the learning rate, and notes on both."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_batchmem import BatchFinder
-from tests.lawful import MIB, Lawful, Sizes, law
+from tests.lawful import MIB, Lawful, law
 
 
 class Rated(Lawful):
-    """Has a learning rate, in an attribute."""
+    """Has a learning rate in an attribute."""
 
-    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
-
-    def __init__(self, device_memory: Any, lr: float = 0.1, batch_size: int = 3) -> None:
+    def __init__(self, device_memory: Any, lr: Any = 0.1, batch_size: Any = 3, optimizer: Any = torch.optim.SGD):
         super().__init__(device_memory, law, batch_size)
         self.lr = lr
+        self.optimizer = optimizer
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer(self.parameters(), lr=self.lr)
@@ -41,197 +41,167 @@ class Steps(Callback):
 
     def __init__(self) -> None:
         self.samples = 0
-        self.of_steps: list[int] = []
+        self.per_step: list[int] = []
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.samples += len(batch[0])
-        if trainer.global_step > len(self.of_steps):
-            self.of_steps.append(self.samples)
+        if trainer.global_step > len(self.per_step):
+            self.per_step.append(self.samples)
             self.samples = 0
 
 
+@pytest.fixture
+def device(fake_device: Any) -> Any:
+    return fake_device(budget_bytes=500 * MIB)  # 400 samples
+
+
 @pytest.mark.parametrize(
-    ("target", "size", "accumulate", "limited_by"),
+    ("target", "size", "accumulate", "effective", "limited_by"),
     [
-        (1024, 256, 4, "memory"),  # 400 fit
-        (600, 300, 2, "memory"),
-        (64, 64, 1, "target_batch_size"),
-        (1, 1, 1, "target_batch_size"),
+        (1024, 256, 4, 1024, "memory"),
+        (64, 64, 1, 64, "target_batch_size"),
+        (1, 1, 1, 1, "target_batch_size"),
+        (1601, 400, 4, 1600, "memory"),  # a prime
     ],
 )
-def test_the_target_is_kept_by_accumulation(
-    fit: Any, fake_device: Any, target: int, size: int, accumulate: int, limited_by: str
+def test_the_target_is_reached_by_accumulation(
+    fit: Any, device: Any, target: int, size: int, accumulate: int, effective: int, limited_by: str
 ) -> None:
-    device_memory, finder, steps = fake_device(budget_bytes=500 * MIB), BatchFinder(target_batch_size=target), Steps()
-    trainer = fit(Lawful(device_memory, law), finder, device_memory, steps)
+    finder, steps = BatchFinder(target_batch_size=target), Steps()
+    trainer = fit(Lawful(device, law), finder, device, steps)
     plan = finder.plan
     assert plan is not None
     assert (plan.batch_size, plan.accumulate_grad_batches, plan.limited_by) == (size, accumulate, limited_by)
-    assert plan.effective_batch_size == target
+    assert plan.effective_batch_size == effective
     assert plan.verified
-    assert size in [trial.batch_size for trial in plan.trials]
     assert trainer.accumulate_grad_batches == accumulate
-    assert set(steps.of_steps) == {target}
-    assert device_memory.num_ooms == 0
+    assert steps.per_step[0] == effective
+    assert any("instead of" in note for note in plan.notes) == (effective != target)
 
 
-def test_a_target_that_cannot_be_kept_is_rounded_and_said(fit: Any, fake_device: Any) -> None:
-    device_memory, finder = fake_device(budget_bytes=400 * MIB), BatchFinder(target_batch_size=1009)
-    fit(Lawful(device_memory, law), finder, device_memory)
-    plan = finder.plan
-    assert plan is not None
-    assert (plan.batch_size, plan.accumulate_grad_batches, plan.effective_batch_size) == (252, 4, 1008)
-    assert "1,008 samples per optimizer step instead of 1,009: 4 x 252" in plan.notes
-    assert "step      1008 samples, in 4 batches" in str(plan)
-
-
-def test_an_epoch_shorter_than_a_step_is_said_and_counted(fit: Any, fake_device: Any) -> None:
-    device_memory = fake_device(budget_bytes=500 * MIB)
+def test_an_epoch_shorter_than_an_optimizer_step(fit: Any, device: Any) -> None:
     finder = BatchFinder(target_batch_size=4000, lr_scaling="linear", base_batch_size=400)
-    module = Rated(device_memory)
-    fit(module, finder, device_memory, limit_train_batches=2)
-    plan = finder.plan
-    assert plan is not None
-    assert (plan.batch_size, plan.accumulate_grad_batches, plan.effective_batch_size) == (400, 10, 800)
-    assert "an epoch has 2 of the 10 batches that make an optimizer step, which ends with it" in plan.notes
+    module = Rated(device)
+    fit(module, finder, device, limit_train_batches=2)
+    assert finder.plan is not None
+    assert (finder.plan.accumulate_grad_batches, finder.plan.effective_batch_size) == (10, 800)
+    assert "an epoch ends after 2 of 10 batches per optimizer step" in finder.plan.notes
     assert module.lr == pytest.approx(0.2)
 
 
-def test_under_a_target_probes_accumulate(fit: Any, fake_device: Any) -> None:
-    """Gradients are alive in the second micro-batch, which may be where the peak is."""
+def test_steps_of_the_search_accumulate_for_a_target(fit: Any, device: Any) -> None:
+    """Gradients are alive in the second micro batch, where the peak may be."""
     seen: set[bool] = set()
 
-    class Looks(Lawful):
+    class Watched(Lawful):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             seen.add(self.layer.weight.grad is not None and self.trainer.accumulate_grad_batches > 1)
             return super().training_step(batch, batch_idx)
 
-    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder(target_batch_size=64)
-    fit(Looks(device_memory, law), finder, device_memory)
+    fit(Watched(device, law), BatchFinder(target_batch_size=64), device)
     assert seen == {True, False}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("automatic", "callbacks", "message"),
     [
-        ({"accumulate": True}, "target_batch_size must be None with a GradientAccumulationScheduler"),
-        ({"manual": True}, "target_batch_size must be None under manual optimization"),
+        (True, [GradientAccumulationScheduler({0: 2})], "must be None with a GradientAccumulationScheduler"),
+        (False, [], "must be None under manual optimization"),
     ],
 )
-def test_who_else_accumulates_is_said(fit: Any, fake_device: Any, arguments: dict[str, bool], said: str) -> None:
-    device_memory = fake_device(budget_bytes=500 * MIB)
-    module = Lawful(device_memory, law)
-    module.automatic_optimization = "manual" not in arguments
-    callbacks = [GradientAccumulationScheduler({0: 2})] if "accumulate" in arguments else []
-    with pytest.raises(ValueError, match=said):
-        fit(module, BatchFinder(target_batch_size=64), device_memory, *callbacks)
+def test_a_target_next_to_other_accumulation_is_refused(
+    fit: Any, device: Any, automatic: bool, callbacks: list[Callback], message: str
+) -> None:
+    module = Lawful(device, law)
+    module.automatic_optimization = automatic
+    with pytest.raises(ValueError, match=f"target_batch_size {message}"):
+        fit(module, BatchFinder(target_batch_size=64), device, *callbacks)
     assert module.sizes == []
 
 
-@pytest.mark.parametrize(("rule", "expected"), [("linear", 0.4), ("sqrt", 0.2)])
-def test_the_learning_rate_follows_the_samples_of_a_step(
-    fit: Any, fake_device: Any, rule: Any, expected: float
+@pytest.mark.parametrize(
+    ("arguments", "project", "trainer", "expected"),
+    [
+        ({"lr_scaling": "linear", "base_batch_size": 100}, {}, {}, 0.4),
+        ({"lr_scaling": "sqrt", "base_batch_size": 100}, {}, {}, 0.2),
+        ({"lr_scaling": "linear"}, {"batch_size": 40}, {"accumulate_grad_batches": 2}, 1.0),  # 400 x 2 over 40 x 2
+        ({"lr_scaling": "linear"}, {"batch_size": np.int64(40), "lr": np.float32(0.5)}, {}, 5.0),
+    ],
+)
+def test_the_learning_rate_is_scaled(
+    fit: Any, device: Any, arguments: Any, project: Any, trainer: Any, expected: float
 ) -> None:
-    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder(lr_scaling=rule, base_batch_size=100)
-    module = Rated(device_memory)
-    trainer = fit(module, finder, device_memory)
+    finder, module = BatchFinder(**arguments), Rated(device, **project)
+    run = fit(module, finder, device, **trainer)
     assert finder.plan is not None
     assert finder.plan.learning_rate == module.lr == pytest.approx(expected)
-    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(expected)
-    assert f"lr        {expected:.6g} instead of 0.1" in str(finder.plan)
+    assert type(module.lr) is float
+    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(expected)
+    assert f"{expected:.6g} instead of" in str(finder.plan)
     assert finder.plan.notes == ()
 
 
-def test_the_size_before_the_search_is_the_base_by_default(fit: Any, fake_device: Any) -> None:
-    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder(lr_scaling="linear")
-    module = Rated(device_memory, batch_size=40)
-    fit(module, finder, device_memory, accumulate_grad_batches=2)
-    assert module.lr == pytest.approx(1.0)  # 400 x 2 over 40 x 2
-
-
-def test_the_learning_rate_in_hparams(fit: Any, fake_device: Any) -> None:
-    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder(lr_scaling="linear", base_batch_size=100)
-    module = RatedInHparams(device_memory)
-    trainer = fit(module, finder, device_memory)
+def test_the_learning_rate_in_hparams(fit: Any, device: Any) -> None:
+    module = RatedInHparams(device)
+    trainer = fit(module, BatchFinder(lr_scaling="linear", base_batch_size=100), device)
     assert module.hparams.learning_rate == pytest.approx(0.4)
-    assert module.hparams_initial["learning_rate"] == pytest.approx(0.4)  # what Lightning logs
+    assert module.hparams_initial["learning_rate"] == pytest.approx(0.4)  # which Lightning logs
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.4)
 
 
-def test_a_second_fit_does_not_scale_again(fit: Any, fake_device: Any) -> None:
-    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder(lr_scaling="linear", base_batch_size=100)
-    module = Rated(device_memory)
-    fit(module, finder, device_memory)
-    device_memory.budget = 300 * MIB
-    fit(module, finder, device_memory)
+def test_a_second_fit_does_not_scale_again(fit: Any, device: Any) -> None:
+    finder, module = BatchFinder(lr_scaling="linear", base_batch_size=100), Rated(device)
+    fit(module, finder, device)
+    device.budget = 300 * MIB
+    fit(module, finder, device)
     assert module.lr == pytest.approx(0.2)
 
 
-def test_a_learning_rate_that_is_not_used_is_said(fit: Any, fake_device: Any) -> None:
-    class Ignores(Rated):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    device_memory = fake_device(budget_bytes=500 * MIB)
+def test_a_learning_rate_that_is_not_used_is_a_warning(fit: Any, device: Any) -> None:
+    module = Rated(device, optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=0.1))
     with pytest.warns(UserWarning, match="configure_optimizers does not use it"):
-        fit(Ignores(device_memory), BatchFinder(lr_scaling="linear"), device_memory)
-
-
-def test_a_module_without_a_learning_rate_is_said_before_any_step(fit: Any, fake_device: Any) -> None:
-    device_memory = fake_device(budget_bytes=500 * MIB)
-    module = Lawful(device_memory, law)
-    with pytest.raises(ValueError, match=r"lr_scaling must be None for a module without `lr` .*, got 'linear'"):
-        fit(module, BatchFinder(lr_scaling="linear"), device_memory)
-    assert module.sizes == []
-    assert module.batch_size == 3
+        fit(module, BatchFinder(lr_scaling="linear"), device)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "said"),
+    ("project", "message"),
     [
-        (torch.optim.SGD, r"from 3 to 400: for SGD the linear rule \(Goyal et al. 2017, arXiv 1706.02677\)"),
-        (torch.optim.AdamW, r"for AdamW the square root rule \(Malladi et al. 2022, arXiv 2205.10287\)"),
-        (torch.optim.Adagrad, "for Adagrad we know of no rule"),
+        (None, r"lr_scaling must be None for a module without `lr` .*, got 'linear'"),
+        ({"lr": "1e-3"}, r"`lr` must be a number for lr_scaling, got '1e-3' of str"),
+        ({"lr": torch.tensor(0.5)}, r"`lr` must be a number for lr_scaling, got tensor\(0.5000\) of Tensor"),
+        ({"lr": True}, r"`lr` must be a number for lr_scaling, got True of bool"),
+        ({"batch_size": "32"}, r"base_batch_size must be given .* `batch_size` .* got batch_size='32'"),
     ],
 )
-def test_the_rule_for_the_optimizer_is_said_when_nobody_asked(
-    fit: Any, fake_device: Any, optimizer: Any, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder()
-    module = Rated(device_memory)
-    module.optimizer = optimizer
-    fit(module, finder, device_memory)
-    assert finder.plan is not None
-    (note,) = finder.plan.notes
-    assert re.search(said, note)
-    assert note in capsys.readouterr().out
-    assert module.lr == 0.1
+def test_projects_whose_learning_rate_cannot_be_scaled(fit: Any, device: Any, project: Any, message: str) -> None:
+    def optimizer(parameters: Any, lr: Any) -> Any:
+        return torch.optim.SGD(parameters, lr=float(lr))
 
-
-def test_nothing_is_said_when_the_samples_of_a_step_stay(fit: Any, fake_device: Any) -> None:
-    device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder(target_batch_size=12)
-    fit(Rated(device_memory), finder, device_memory, Sizes(), accumulate_grad_batches=4)
-    assert finder.plan is not None
-    assert (finder.plan.batch_size, finder.plan.notes) == (12, ())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"target_batch_size": 0}, r"target_batch_size must be .* got 0"),
-        ({"lr_scaling": "cubic"}, r'lr_scaling must be None, "linear" or "sqrt", got \'cubic\''),
-        ({"base_batch_size": 32}, r"base_batch_size must come with lr_scaling, got 32 without it"),
-        ({"lr_scaling": "sqrt", "base_batch_size": 1.5}, r"base_batch_size must be .* got 1.5"),
-        (
-            {"worst_case": "largest"},
-            r"worst_case must be None, .* or a callable .* got 'largest'",
-        ),
-        ({"eval_batch_arg_name": "a b"}, r"eval_batch_arg_name must be the name of an attribute, got 'a b'"),
-        ({"eval_batch_arg_name": "batch_size"}, r"eval_batch_arg_name must differ from batch_arg_name"),
-    ],
-)
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    module = Lawful(device, law) if project is None else Rated(device, **project, optimizer=optimizer)
     with pytest.raises(ValueError, match=message):
-        BatchFinder(**arguments)
+        fit(module, BatchFinder(lr_scaling="linear"), device)
+    assert module.sizes == []
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "target", "expected"),
+    [
+        (torch.optim.SGD, None, "from 3 to 400: the linear rule for SGD .* multiplies the learning rate by 133.3"),
+        (torch.optim.Adagrad, None, "no single rule is known for Adagrad"),
+        (torch.optim.SGD, 3, None),
+    ],
+)
+def test_a_note_on_the_learning_rate_without_scaling(
+    fit: Any, device: Any, optimizer: Any, target: Any, expected: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finder, module = BatchFinder(target_batch_size=target), Rated(device, optimizer=optimizer)
+    fit(module, finder, device)
+    assert finder.plan is not None
+    assert len(finder.plan.notes) == (expected is not None)
+    for note in finder.plan.notes:
+        assert expected is not None
+        assert re.search(expected, note)
+        assert note in capsys.readouterr().out
+    assert module.lr == 0.1

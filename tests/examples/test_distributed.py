@@ -22,7 +22,7 @@ SHARDS_HERE = hasattr(torch.distributed.fsdp, "fully_shard") or torch.cuda.devic
 
 
 def run(starter: tuple[str, ...], name: str, directory: Path) -> str:
-    """What the example prints; whatever it has started is gone afterwards."""
+    """Output of an example; its processes are ended afterwards."""
     command = [*starter, str(REPOSITORY / "examples" / f"{name}.py")]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(
@@ -50,9 +50,7 @@ def run(starter: tuple[str, ...], name: str, directory: Path) -> str:
 @pytest.mark.parametrize(
     ("name", "starter"), [pytest.param("ddp", TORCHRUN, id="ddp, torchrun"), pytest.param("fsdp2", PYTHON, id="fsdp2")]
 )
-def test_both_ranks_train_with_one_size_that_they_have_found(
-    name: str, starter: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_both_ranks_train_with_one_size(name: str, starter: tuple[str, ...], tmp_path: Path) -> None:
     if name == "fsdp2" and not SHARDS_HERE:
         pytest.skip("FSDP2 of torch 2.5 needs two GPUs")
     output = run(starter, name, tmp_path)
@@ -74,5 +72,5 @@ def test_both_ranks_train_with_one_size_that_they_have_found(
 
 @pytest.mark.slow
 @pytest.mark.skipif(SHARDS_HERE, reason="FSDP2 works here")
-def test_where_fsdp2_cannot_work_the_example_says_so(tmp_path: Path) -> None:
+def test_an_unsupported_fsdp2_is_reported(tmp_path: Path) -> None:
     assert run(PYTHON, "fsdp2", tmp_path).endswith("on a CPU too\n")

@@ -1,0 +1,108 @@
+"""Calls at the start of a run, and muted callbacks and loggers. Read in lightning 2.5.0 and 2.6.6."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.fabric.utilities.optimizer import _optimizers_to_device  # private in 2.5.0 to 2.6.6
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.utilities import rank_zero_warn
+
+
+def call_before(owner: Any, method: str, call: Callable[[], None]) -> Callable[[], object]:
+    """Run ``call`` once before the next ``owner.method()``; returns a function that cancels it."""
+    original = getattr(owner, method)
+
+    def cancel() -> object:
+        return vars(owner).pop(method, None)  # the method of the class is in force again
+
+    def calling(*arguments: Any) -> None:
+        cancel()
+        call()
+        original(*arguments)
+
+    vars(owner)[method] = calling
+    return cancel
+
+
+def before_optimizers(trainer: Trainer, call: Callable[[], None]) -> Callable[[], object]:
+    """Run ``call`` before the first ``configure_optimizers``; returns a function that cancels it.
+
+    That hook may draw random numbers, or use ``estimated_stepping_batches``, which builds the train iterator and draws
+    too. Configuring the optimizers again as if for the first time needs the state before it.
+    """
+
+    def checked() -> None:
+        if trainer.fit_loop._combined_loader is not None:
+            rank_zero_warn(
+                "The training loader was built before configure_optimizers (by estimated_stepping_batches in a setup"
+                " hook, for example), so values derived from it belong to the old batch size. Read it in"
+                " configure_optimizers instead."
+            )
+        call()
+
+    return call_before(trainer.strategy, "setup_optimizers", checked)
+
+
+def configure_optimizers_again(trainer: Trainer) -> None:
+    """Make new optimizers and schedulers for the new batch size, as ``Strategy.setup`` does."""
+    strategy = trainer.strategy
+    strategy.setup_optimizers(trainer)
+    strategy.setup_precision_plugin()
+    _optimizers_to_device(strategy.optimizers, strategy.root_device)
+
+
+def freeze_schedulers(trainer: Trainer) -> None:
+    """Keep the learning rate in steps of a search; the schedulers are configured again afterwards."""
+    for config in trainer.strategy.lr_scheduler_configs:
+        vars(config.scheduler)["step"] = _keep_learning_rate
+
+
+def _keep_learning_rate(*_: Any, **__: Any) -> None: ...
+
+
+class _MutedExperiment:
+    """Accepts any chain of attributes, calls and items (Lightning's DummyExperiment: one call only)."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    def __getitem__(self, key: object) -> Any:
+        return self
+
+    def __setitem__(self, key: object, value: object) -> None: ...
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class _MutedLogger(DummyLogger):
+    """Logs nothing; its directories and names are those of the real logger."""
+
+    def __init__(self, logger: Logger) -> None:
+        super().__init__()
+        self._logger = logger
+        self._experiment: Any = _MutedExperiment()
+
+    name = property(lambda self: self._logger.name)
+    version = property(lambda self: self._logger.version)
+    save_dir = property(lambda self: self._logger.save_dir)
+    log_dir = property(lambda self: getattr(self._logger, "log_dir", self._logger.save_dir))
+
+
+def mute_callbacks_and_loggers(trainer: Trainer, callback: Callback) -> None:
+    """Leave ``callback`` as the only callback, and no logger or profiler; ``TrainerState.restore`` undoes it."""
+    trainer.callbacks = [callback]  # type: ignore[attr-defined]  # set where mypy does not look
+    trainer.loggers = [_MutedLogger(logger) for logger in trainer.loggers]
+    trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
+    # 2.6 broadcasts SIGTERM in every step; a step of the search may run on one rank only
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]

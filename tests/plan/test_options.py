@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_batchmem.plan.options import SearchOptions, parse_memory_limit
+
+BUDGET = 100 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("memory_limit", "expected"),
+    [
+        (None, BUDGET),
+        (12345, 12345),
+        (BUDGET + 1, BUDGET + 1),
+        (2e9, 2 * 10**9),
+        (0.5, BUDGET // 2),
+        (1.0, BUDGET),
+        ("20GiB", 20 * 2**30),
+        ("1.5 gib", 3 * 2**29),
+        ("500MB", 500 * 10**6),
+        (" 64 KiB ", 64 * 2**10),
+        ("7 B", 7),
+        ("1TiB", 2**40),
+        (np.int64(7), 7),
+        (np.float64(0.5), BUDGET // 2),
+    ],
+)
+def test_memory_limit_in_bytes(memory_limit: Any, expected: int) -> None:
+    assert parse_memory_limit(memory_limit, BUDGET) == expected
+
+
+@given(st.floats(0.001, 1.0), st.integers(1, 2**45))
+def test_a_fraction_is_never_more_than_the_budget(memory_limit: float, budget_bytes: int) -> None:
+    assert 0 <= parse_memory_limit(memory_limit, budget_bytes) <= budget_bytes
+
+
+NO_LIMITS = [0, -1, 0.0, 1.1, float("nan"), float("inf"), 1e30, True, "", "20", "20 parsecs", "-3GiB", "0GiB", []]
+NO_LIMITS += ["9" * 400 + "GB", 10**400, "1e3GB", np.array([1, 2]), torch.tensor(0.5)]
+
+
+@pytest.mark.parametrize("value", NO_LIMITS, ids=lambda value: repr(value)[:20])
+def test_memory_limit_is_named_with_its_value(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^memory_limit must be a whole number of bytes, .* got ") as error:
+        SearchOptions(memory_limit=value)
+    assert repr(value)[:80] in str(error.value)
+    assert len(str(error.value)) < 250
+
+
+@pytest.mark.parametrize(
+    "name", ["max_batch_size", "min_batch_size", "multiple_of", "target_batch_size", "base_batch_size"]
+)
+@pytest.mark.parametrize("value", [0, -8, 2.0, True, "8", np.float64(2)], ids=repr)
+def test_sizes_are_positive_whole_numbers(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be a whole number of at least 1, got "):
+        SearchOptions(**{"lr_scaling": "sqrt", name: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"objective": "speed"}, 'objective must be one of "memory", "throughput", got \'speed\''),
+        ({"objective": None}, 'objective must be one of "memory", "throughput", got None'),
+        ({"lr_scaling": "cubic"}, 'lr_scaling must be one of None, "linear", "sqrt", got \'cubic\''),
+        ({"worst_case": 3}, 'worst_case must be one of None, "typical", "longest" or a callable, got 3'),
+        ({"worst_case": np.zeros(1)}, 'worst_case must be one of None, "typical", "longest" or a callable, got array'),
+        ({"min_batch_size": 8, "max_batch_size": 4}, "max_batch_size must be at least min_batch_size=8, got 4"),
+        ({"base_batch_size": 32}, "base_batch_size must come with lr_scaling, got 32 without it"),
+        ({"batch_arg_name": "hparams.size"}, "batch_arg_name must be the name of an attribute, got 'hparams.size'"),
+        ({"eval_batch_arg_name": "a b"}, "eval_batch_arg_name must be the name of an attribute, got 'a b'"),
+        ({"eval_batch_arg_name": "batch_size"}, "eval_batch_arg_name must differ from batch_arg_name, got"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="must") as error:
+        SearchOptions(**arguments)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("worst_case", [None, "typical", "longest", len, dict])
+def test_worst_case(worst_case: Any) -> None:
+    assert SearchOptions(worst_case=worst_case).worst_case is worst_case
+
+
+def test_numbers_of_numpy_become_plain() -> None:
+    options = SearchOptions(memory_limit=np.float32(0.5), max_batch_size=np.int64(64), multiple_of=np.int32(8))  # type: ignore[arg-type]
+    values = (options.memory_limit, options.max_batch_size, options.multiple_of)
+    assert values == (0.5, 64, 8)
+    assert [type(value) for value in values] == [float, int, int]
+    assert type(SearchOptions(memory_limit=np.int64(2**30)).memory_limit) is int
+
+
+def test_as_json() -> None:
+    written = SearchOptions(worst_case=len, max_batch_size=64).as_json()
+    assert json.loads(json.dumps(written)) == written
+    assert (written["worst_case"], written["max_batch_size"], written["objective"]) == ("len", 64, "memory")
