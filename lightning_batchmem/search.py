@@ -220,6 +220,8 @@ class BatchSizeSearch:
                 steps_are_collective=runner.is_collective,
                 max_sizes=4 if was_compiled() else limits.max_sizes,
             )
+        if isinstance(step, Plan):
+            stage.setting.check_loaders(step.batch_size, stage.loaders)
         return step
 
     def _synchronized(self, plan: Plan, stage: _Stage, limits: SearchLimits) -> Plan | SearchFailed:
@@ -239,9 +241,6 @@ class BatchSizeSearch:
             plan = outcome
 
     def _runner(self, training: TrainingSteps | None, evaluation: EvaluationSteps | None) -> TrialRunner:
-        checkpoints = any(
-            isinstance(callback, in_every_package("callbacks.Checkpoint")) for callback in self._callbacks
-        )
         return TrialRunner(
             self._trainer,
             self._device,
@@ -251,7 +250,7 @@ class BatchSizeSearch:
             evaluation=evaluation,
             is_collective=steps_are_collective(self._trainer),
             samples_bytes=sum(one.probe_batches.held_bytes for one in (training, evaluation) if one is not None),
-            saves_checkpoints=checkpoints and training is not None,
+            saves_checkpoints=training is not None and self._has("callbacks.Checkpoint"),
         )
 
     def _limits(self, workers: WorkerMemory, largest_in_data: int | None, target: int | None) -> SearchLimits:
@@ -263,11 +262,12 @@ class BatchSizeSearch:
             workers,
             largest_in_data=largest_in_data,
             target_batch_size=target,
-            averages_weights=any(
-                isinstance(callback, in_every_package("callbacks.StochasticWeightAveraging"))
-                for callback in self._callbacks
-            ),
+            averages_weights=self._has("callbacks.StochasticWeightAveraging"),
         )
+
+    def _has(self, callback_class: str) -> bool:
+        classes = in_every_package(callback_class)
+        return any(isinstance(callback, classes) for callback in self._callbacks)
 
     def _validation(self, setting: BatchSizeSetting, *, is_own: bool) -> EvaluationSteps | None:
         """The steps of validation; ``None`` where there is none, or its loaders cannot be probed."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from lightning_batchmem._lightning.data_source import combined_mode, in_structure
 from lightning_batchmem.apply.loaders import LoaderInfo, StageLoaders
-from lightning_batchmem.measure.breakdown import copied
+from lightning_batchmem.devices.tensors import copied
 from lightning_batchmem.measure.sample_sizes import batched_bytes, copy_or_warn, draw_samples, held_bytes
 from lightning_batchmem.plan.options import WorstCase
 
@@ -23,19 +23,6 @@ _SHARE_OF_ROOM = 0.25
 _MAX_DRAWS = 1_000
 _MAX_DRAWN_SIZES = 1_000_000
 """Large batches are drawn less often: the sums of many sizes hardly differ."""
-
-
-def check_worst_case(value: object) -> None:
-    """Check an argument ``worst_case``.
-
-    Raises:
-        ValueError: if it is not ``None``, ``"typical"``, ``"longest"`` or a callable.
-    """
-    is_name = isinstance(value, str) and value in ("typical", "longest")
-    if not (value is None or is_name or callable(value)):
-        raise ValueError(
-            f'worst_case must be None, "typical", "longest" or a callable that measures a sample, got {value!r}'
-        )
 
 
 class ProbeBatches:
