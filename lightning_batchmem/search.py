@@ -17,17 +17,12 @@ from lightning_batchmem._lightning.hooks import configure_optimizers_again, free
 from lightning_batchmem._lightning.module_state import ModuleState
 from lightning_batchmem._lightning.namespace import in_every_package
 from lightning_batchmem._lightning.run_step import EvaluationLoop, begin_training
-from lightning_batchmem._lightning.strategies import (
-    is_synchronised,
-    steps_are_collective,
-    wrap_again,
-)
+from lightning_batchmem._lightning.strategies import is_synchronised, steps_are_collective, wrap_again
 from lightning_batchmem._lightning.trainer_state import Loop, RandomStates
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
 from lightning_batchmem.apply.loaders import StageLoaders, limited_batches
 from lightning_batchmem.apply.training import restoring
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.tensors import tensors_in
 from lightning_batchmem.measure.batches import ProbeBatches
 from lightning_batchmem.measure.breakdown import measure_breakdown
 from lightning_batchmem.measure.compiled import each_size_static, was_compiled
@@ -57,19 +52,7 @@ class _Stage:
 
 
 class BatchSizeSearch:
-    """A search over real steps, in a trainer whose loop has not started.
-
-    Args:
-        trainer: before its loop runs.
-        device: whose memory is limited.
-        options: of the user.
-        random: the state of the random generators to restore.
-        module_state: the state of the module to restore.
-
-    Attributes:
-        epoch_batches: batches of an epoch at the size that was found; ``inf`` when unknown.
-        start_bytes: live bytes when the last rehearsal started; 0 without one.
-    """
+    """A search over real steps, in a trainer whose loop has not started."""
 
     def __init__(
         self,
@@ -88,33 +71,21 @@ class BatchSizeSearch:
         self._attempt = ExitStack()
         shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
         self._progress = SearchProgress(Console(), enabled=shown)
-        self.epoch_batches = math.inf
-        self.start_bytes = 0
+        self.epoch_batches = math.inf  # at the size that was found; inf when unknown
+        self.start_bytes = 0  # live bytes at the start of the last rehearsal
         if module_state.not_restorable:
             what = "; ".join(module_state.not_restorable[:10])
             rank_zero_warn(f"BatchFinder cannot restore these if a training step changes them: {what}")
 
     def training(self, setting: BatchSizeSetting) -> Plan | SearchFailed:
-        """Search with training steps; validation is a phase of them.
-
-        Args:
-            setting: the batch size of training.
-        """
+        """Search with training steps; validation is a phase of them."""
         with self._ranks.fail_together():
             outcome = self._training(setting)
             wrap_again(self._trainer)
         return outcome
 
     def evaluation(self, setting: BatchSizeSetting, loop: EvaluationLoop) -> Plan | SearchFailed | None:
-        """Search with forward passes only.
-
-        Args:
-            setting: the batch size of the stage.
-            loop: of the stage.
-
-        Returns:
-            A plan, or why there is none; ``None`` when the stage's loaders do not follow the batch size.
-        """
+        """Search with forward passes only; ``None`` when the stage's loaders do not follow the batch size."""
 
         def start() -> ExitStack:
             return self._restoring([setting], loop)
@@ -164,7 +135,7 @@ class BatchSizeSearch:
             if isinstance(outcome, Plan) and outcome.trials and is_synchronised(trainer):
                 outcome = self._synchronized(outcome, stage, limits)
             if isinstance(outcome, SearchFailed):
-                return self._explained(outcome, steps)
+                return self._explained(outcome)
             batches = limited_batches(loaders.batches(outcome.batch_size), trainer.limit_train_batches)
             self.epoch_batches = min(self._ranks.exchange(batches))
             notes = (*outcome.notes, *steps.probe_batches.notes, *steps.growth_notes(outcome.batch_size))
@@ -300,17 +271,21 @@ class BatchSizeSearch:
                 yield
             finally:
                 self._attempt.close()
+                self._drop_optimizer_states()
         self._device.release_cached()  # training starts as if nothing had been allocated before
 
     def _restart(self, start: Callable[[], ExitStack]) -> None:
         """Restore everything, drop optimizer states and gradients, and release caches: where training starts."""
         self._attempt.close()
-        for optimizer in self._trainer.optimizers:
-            optimizer.state.clear()
+        self._drop_optimizer_states()
         self._trainer.lightning_module.zero_grad(set_to_none=True)
         gc.collect()
         self._device.release_cached()
         self._attempt = start()
+
+    def _drop_optimizer_states(self) -> None:
+        for optimizer in self._trainer.optimizers:  # new ones are configured before the next step
+            optimizer.state.clear()
 
     def _restoring(self, settings: Sequence[BatchSizeSetting], loop: Loop) -> ExitStack:
         with ExitStack() as stack:
@@ -319,24 +294,21 @@ class BatchSizeSearch:
             )
             return stack.pop_all()
 
-    def _explained(self, failure: SearchFailed, steps: TrainingSteps) -> SearchFailed:
+    def _explained(self, failure: SearchFailed) -> SearchFailed:
         """The failure with the memory breakdown of the last size."""
         if not failure.trials:
             return failure
-        trial, trainer, device = failure.trials[-1], self._trainer, self._device
-        device.release_cached()
+        trial, trainer = failure.trials[-1], self._trainer
+        self._device.release_cached()
         breakdown = measure_breakdown(
             trainer.lightning_module,
             trainer.optimizers,
             None,  # to move a batch to the device could run out of memory once more
             trainer.strategy.root_device,
-            start_bytes=device.current().allocated_bytes,
+            start_bytes=self._device.current().allocated_bytes,
             peak_bytes=trial.peak_bytes,
         )
-        batch_bytes = sum(tensor.nbytes for tensor in tensors_in(steps.probe_batches.batch(trial.batch_size)[0]))
-        activations_bytes = max(0, breakdown.activations_bytes - batch_bytes)
-        breakdown = replace(breakdown, batch_bytes=batch_bytes, activations_bytes=activations_bytes)
         text = f"At {trial.batch_size} samples the memory held {breakdown_text(breakdown)}"
-        if trial.worker_bytes and device.name == "host":
+        if trial.worker_bytes and self._device.name == "host":
             text += f"; DataLoader workers hold {mib(trial.worker_bytes)} more"
         return replace(failure, reason=f"{failure.reason} {text}.")

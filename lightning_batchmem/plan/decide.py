@@ -102,7 +102,6 @@ class _SearchState:
 
     @cached_property
     def failed(self) -> list[Trial]:
-        """Trials that did not fit, in their order."""
         return [trial for trial in self.trials if trial.outcome != "ok"]
 
     @cached_property
