@@ -112,9 +112,8 @@ class BatchSizeSearch:
             if loaders is not None:
                 val = evaluation.loaders if evaluation is not None else None
                 counts = [one.batches(self._first) for one in val.sized] if val is not None else []
-                attach_loaders(
-                    trainer, loaders.combined, loaders.batches(self._first), val.combined if val else None, counts
-                )
+                combined = None if val is None else val.combined
+                attach_loaders(trainer, loaders.combined, loaders.batches(self._first), combined, counts)
                 if options.target_batch_size is not None:
                     trainer.accumulate_grad_batches = 2  # gradients are then alive in backward too
                 begin_training(trainer)
@@ -127,9 +126,8 @@ class BatchSizeSearch:
             self._restart(start)
             phase = None if own_name is not None else evaluation
             workers = WorkerMemory([one.probe_batches for one in (steps, evaluation) if one is not None])
-            limits = self._limits(
-                workers, loaders.largest_batch_size(trainer.limit_train_batches), options.target_batch_size
-            )
+            largest = loaders.largest_batch_size(trainer.limit_train_batches)
+            limits = self._limits(workers, largest, options.target_batch_size)
             stage = _Stage(setting, loaders, self._runner(steps, phase), workers, start)
             outcome = self._search(stage, limits)
             if isinstance(outcome, Plan) and outcome.trials and is_synchronised(trainer):
@@ -138,10 +136,7 @@ class BatchSizeSearch:
                 return self._explained(outcome)
             batches = limited_batches(loaders.batches(outcome.batch_size), trainer.limit_train_batches)
             self.epoch_batches = min(self._ranks.exchange(batches))
-            notes = (*outcome.notes, *steps.probe_batches.notes, *steps.growth_notes(outcome.batch_size))
-            if phase is not None:
-                notes += phase.growth_notes(outcome.batch_size)
-            outcome = replace(outcome, notes=notes)
+            outcome = _with_notes(_with_notes(outcome, steps), phase)
             if own_name is not None and evaluation is not None:
                 own = self._over(validation, evaluation, start)
                 if isinstance(own, SearchFailed):
@@ -157,10 +152,7 @@ class BatchSizeSearch:
         limit_batches = getattr(self._trainer, f"limit_{setting.source.stage}_batches")
         limits = self._limits(workers, steps.loaders.largest_batch_size(limit_batches), None)
         outcome = self._search(_Stage(setting, steps.loaders, self._runner(None, steps), workers, start), limits)
-        if isinstance(outcome, SearchFailed):
-            return outcome
-        notes = (*outcome.notes, *steps.probe_batches.notes, *steps.growth_notes(outcome.batch_size))
-        return replace(outcome, notes=notes)
+        return outcome if isinstance(outcome, SearchFailed) else _with_notes(outcome, steps)
 
     def _search(self, stage: _Stage, limits: SearchLimits, trials_run: Sequence[Trial] = ()) -> Plan | SearchFailed:
         """Measure, fit, decide."""
@@ -288,11 +280,9 @@ class BatchSizeSearch:
             optimizer.state.clear()
 
     def _restoring(self, settings: Sequence[BatchSizeSetting], loop: Loop) -> ExitStack:
-        with ExitStack() as stack:
-            stack.enter_context(
-                restoring(self._trainer, settings, self._random, self._module_state, self._callback, loop)
-            )
-            return stack.pop_all()
+        stack = ExitStack()
+        stack.enter_context(restoring(self._trainer, settings, self._random, self._module_state, self._callback, loop))
+        return stack
 
     def _explained(self, failure: SearchFailed) -> SearchFailed:
         """The failure with the memory breakdown of the last size."""
@@ -312,3 +302,10 @@ class BatchSizeSearch:
         if trial.worker_bytes and self._device.name == "host":
             text += f"; DataLoader workers hold {mib(trial.worker_bytes)} more"
         return replace(failure, reason=f"{failure.reason} {text}.")
+
+
+def _with_notes(plan: Plan, steps: TrainingSteps | EvaluationSteps | None) -> Plan:
+    if steps is None:
+        return plan
+    notes = (*plan.notes, *steps.probe_batches.notes, *steps.growth_notes(plan.batch_size))
+    return replace(plan, notes=tuple(dict.fromkeys(notes)))

@@ -220,8 +220,7 @@ class _SearchState:
     def _second_size(self) -> NextSize | LimitedBy:
         """A second size before there is a line; sizes that fit for certain, or the next one above."""
         size, highest = self.largest.batch_size, min(self.highest, self.failed_size - 1)
-        following = rounded(size + 1, self.limits, up=True)
-        if following > highest:
+        if (following := rounded(size + 1, self.limits, up=True)) > highest:
             return self._next(size, "rehearsal", "the largest size allowed") if not self.passed else _MEMORY
         second = self._rounded(int(min(self.policy.second_growth * size, self._guaranteed(), highest)))
         if self.failed:
@@ -246,11 +245,11 @@ class _SearchState:
 
     def _candidate(self) -> int:
         """The largest size that is predicted to fit, less a step for each failure."""
-        collective = self.limits.steps_are_collective
-        size = self._largest_within(self.policy.collective_share if collective else self.policy.candidate_share)
+        policy = self.policy
+        share = policy.collective_share if self.limits.steps_are_collective else policy.candidate_share
+        size = self._largest_within(share)
         if self.failed:
-            steps = self.policy.step_down
-            shrink = steps[min(len(self.failed), len(steps)) - 1]
+            shrink = policy.step_down[min(len(self.failed), len(policy.step_down)) - 1]
             size = min(size, self._rounded(int(self.failed_size * (1 - shrink))))
         return max(size, self.lowest)
 
