@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from lightning.pytorch import Trainer
@@ -18,10 +17,10 @@ from lightning_batchmem._lightning.module_state import ModuleState
 from lightning_batchmem._lightning.namespace import in_every_package
 from lightning_batchmem._lightning.run_step import EvaluationLoop, begin_training
 from lightning_batchmem._lightning.strategies import is_synchronised, steps_are_collective, wrap_again
-from lightning_batchmem._lightning.trainer_state import Loop, RandomStates
+from lightning_batchmem._lightning.trainer_state import RandomStates
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
 from lightning_batchmem.apply.loaders import StageLoaders, limited_batches
-from lightning_batchmem.apply.training import restoring
+from lightning_batchmem.apply.training import Attempts
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.measure.batches import ProbeBatches
 from lightning_batchmem.measure.breakdown import measure_breakdown
@@ -32,10 +31,10 @@ from lightning_batchmem.measure.step_runner import PhaseCallback
 from lightning_batchmem.measure.steps import EvaluationSteps, TrainingSteps
 from lightning_batchmem.measure.trial import TrialRunner
 from lightning_batchmem.measure.worker_memory import WorkerMemory
-from lightning_batchmem.plan.decide import SearchPolicy, decide
+from lightning_batchmem.plan.decide import decide
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import NextSize, SearchFailed, SearchLimits, Trial, mib
+from lightning_batchmem.plan.records import NextSize, SearchFailed, SearchLimits, SearchPolicy, Trial, mib
 from lightning_batchmem.report.plan_table import SearchProgress
 from lightning_batchmem.report.tables import breakdown_text
 
@@ -63,12 +62,11 @@ class BatchSizeSearch:
         module_state: ModuleState,
     ) -> None:
         self._trainer, self._device, self._options = trainer, device, options
-        self._random, self._module_state = random, module_state
         self._callback = PhaseCallback(device)
+        self._attempts = Attempts(trainer, device, self._callback, random, module_state)
         self._ranks = Ranks(trainer)
         self._first = options.min_batch_size or SearchPolicy.first_size
         self._callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]  # set where mypy does not look
-        self._attempt = ExitStack()
         shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
         self._progress = SearchProgress(Console(), enabled=shown)
         self.epoch_batches = math.inf  # at the size that was found; inf when unknown
@@ -88,9 +86,9 @@ class BatchSizeSearch:
         """Search with forward passes only; ``None`` when the stage's loaders do not follow the batch size."""
 
         def start() -> ExitStack:
-            return self._restoring([setting], loop)
+            return self._attempts.restoring([setting], loop)
 
-        with self._ranks.fail_together(), self._attempts(start):
+        with self._ranks.fail_together(), self._progress, each_size_static(), self._attempts.begin(start):
             try:
                 loaders = setting.loaders_for(self._first, may_be_fixed=True)
             except ValueError as error:  # an error in training; here the stage may not be meant for the finder
@@ -108,7 +106,7 @@ class BatchSizeSearch:
 
         def start() -> ExitStack:
             """Enter the state in which training starts, with the loaders attached."""
-            attempt = self._restoring([setting, validation], trainer.fit_loop)
+            attempt = self._attempts.restoring([setting, validation], trainer.fit_loop)
             if loaders is not None:
                 val = evaluation.loaders if evaluation is not None else None
                 counts = [one.batches(self._first) for one in val.sized] if val is not None else []
@@ -119,11 +117,11 @@ class BatchSizeSearch:
                 begin_training(trainer)
             return attempt
 
-        with self._attempts(start):
+        with self._progress, each_size_static(), self._attempts.begin(start):
             loaders = setting.loaders_for(self._first)
             evaluation = self._validation(validation, is_own=own_name is not None)
             steps = TrainingSteps(trainer, self._probe_batches(loaders), loaders.batches)
-            self._restart(start)
+            self._attempts.restart(start)
             phase = None if own_name is not None else evaluation
             workers = WorkerMemory([one.probe_batches for one in (steps, evaluation) if one is not None])
             largest = loaders.largest_batch_size(trainer.limit_train_batches)
@@ -159,8 +157,8 @@ class BatchSizeSearch:
         trials, runner = list(trials_run), stage.runner
         while isinstance(step := decide(trials, limits), NextSize):
             self._progress.trying(step)
-            if step.kind == "rehearsal":
-                self._restart(stage.start)
+            if step.kind != "probe":
+                self._attempts.restart(stage.start)
                 if runner.has_training:
                     configure_optimizers_again(self._trainer)
                     freeze_schedulers(self._trainer)
@@ -169,6 +167,8 @@ class BatchSizeSearch:
             collectives = self._ranks.collective_count()
             if step.kind == "probe":
                 trial = runner.probe(step.batch_size)
+            elif step.kind == "climb":
+                trial = runner.climb(step.batch_size)
             else:
                 smaller = stage.loaders.last_batch_size(step.batch_size)
                 trial = runner.rehearse(step.batch_size, smaller, limits.limit_bytes)
@@ -253,36 +253,6 @@ class BatchSizeSearch:
     def _probe_batches(self, loaders: StageLoaders) -> ProbeBatches:
         room_bytes = own_budget_bytes(self._device, self._trainer) - self._device.current().allocated_bytes
         return ProbeBatches(loaders, self._options.worst_case, room_bytes=max(0, room_bytes))
-
-    @contextmanager
-    def _attempts(self, start: Callable[[], ExitStack]) -> Iterator[None]:
-        """Run the body in a trainer that is restored afterwards, also when it is restarted in between."""
-        with self._progress, each_size_static():
-            self._attempt = start()
-            try:
-                yield
-            finally:
-                self._attempt.close()
-                self._drop_optimizer_states()
-        self._device.release_cached()  # training starts as if nothing had been allocated before
-
-    def _restart(self, start: Callable[[], ExitStack]) -> None:
-        """Restore everything, drop optimizer states and gradients, and release caches: where training starts."""
-        self._attempt.close()
-        self._drop_optimizer_states()
-        self._trainer.lightning_module.zero_grad(set_to_none=True)
-        gc.collect()
-        self._device.release_cached()
-        self._attempt = start()
-
-    def _drop_optimizer_states(self) -> None:
-        for optimizer in self._trainer.optimizers:  # new ones are configured before the next step
-            optimizer.state.clear()
-
-    def _restoring(self, settings: Sequence[BatchSizeSetting], loop: Loop) -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(restoring(self._trainer, settings, self._random, self._module_state, self._callback, loop))
-        return stack
 
     def _explained(self, failure: SearchFailed) -> SearchFailed:
         """The failure with the memory breakdown of the last size."""
