@@ -22,6 +22,7 @@ from lightning_batchmem.plan.records import (
     NextSize,
     SearchFailed,
     SearchLimits,
+    SearchPolicy,
     Trial,
     TrialKind,
     mib,
