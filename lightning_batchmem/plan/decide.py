@@ -64,7 +64,7 @@ def decide(
     if lowest > highest:
         return SearchFailed(reasons.empty_range_text(limits), tuple(trials))
     if not trials:
-        if limits.max_reason == "dataset" and highest < policy.first_size:
+        if limits.max_reason == "dataset" and limits.max_batch_size < policy.first_size:
             reason = f"{highest} samples: {reasons.size_limit_text(limits)}. Nothing was run."
             return Plan(highest, "dataset", False, limits.limit_bytes, None, None, (), None, None, reason)
         first = min(max(lowest, rounded(policy.first_size, limits, up=True)), highest)

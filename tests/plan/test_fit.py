@@ -67,7 +67,9 @@ def test_reserved_bytes_are_fitted_where_live_bytes_stay_flat(live_growth: int, 
         Trial(size, "ok", {"forward": (100 + live_growth * size // 100) * MIB}, peak_held_bytes=(100 + 10 * size) * MIB)
         for size in (100, 200)
     ]
-    assert fitted(*trials).predict_bytes(400) == pytest.approx((100 + live_growth * 4 if expected == 160 else 4100) * MIB)
+    assert fitted(*trials).predict_bytes(400) == pytest.approx(
+        (100 + live_growth * 4 if expected == 160 else 4100) * MIB
+    )
 
 
 def test_a_little_growth_of_what_is_held_does_not_replace_live_bytes() -> None:
