@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from itertools import islice
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -13,13 +14,13 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.cuda import CudaTimer
 from lightning_batchmem.measure.breakdown import SteadyBreakdown
 from lightning_batchmem.measure.recorder import StepRecorder
-from lightning_batchmem.measure.step_record import DeviceReading, StepRecord
+from lightning_batchmem.measure.step_record import DeviceReading, RankTotals, StepRecord, StepTotals
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.report.alerts import Alerts
+from lightning_batchmem.report.figures import log_figures
 from lightning_batchmem.report.step_csv import PLAN_NAME, StepCsv
-from lightning_batchmem.report.summary import Summary, summary_name
-from lightning_batchmem.report.totals import RankTotals, StepTotals
+from lightning_batchmem.report.tables import Summary, summary_name
 
 _MAX_QUEUED = 256
 
@@ -68,22 +69,25 @@ class StepReporter:
         queue, timer = self._queue, self._device_timer
         for index in range(self._num_counted, len(queue)):
             self._count(queue[index])
-        written = 0
-        for record in queue:
-            if timer is not None and record.marks is not None:
+        known = len(queue) if timer is None else self._read_device_seconds(timer, is_last)
+        if known and self._csv is not None:
+            self._csv.write(islice(queue, known), world_size=self._world_size)
+        for _ in range(known):
+            queue.popleft()
+        self._num_counted = len(queue)
+
+    def _read_device_seconds(self, timer: CudaTimer, is_last: bool) -> int:
+        """Read the device's time of the queued steps in order; return how many can be written."""
+        for index, record in enumerate(self._queue):
+            if record.marks is not None:
                 record.device_seconds = timer.seconds_between(*record.marks)
-                if record.device_seconds is None and not is_last:
-                    break
                 if record.device_seconds is not None:
                     totals = self._intervals[record.stage]
                     totals.device_seconds += record.device_seconds
                     totals.device_steps += 1
-            if self._csv is not None:
-                self._csv.write(record, world_size=self._world_size)
-            written += 1
-        for _ in range(written):
-            queue.popleft()
-        self._num_counted = len(queue)
+                elif not is_last:
+                    return index
+        return len(self._queue)
 
     def _count(self, record: StepRecord) -> None:
         stage = record.stage
@@ -194,8 +198,6 @@ class StepReporter:
                 self._csv.close()
 
     def _log_figures(self, summary: Summary, step: int) -> None:
-        from lightning_batchmem.report.images import log_figures  # imports matplotlib
-
         try:
             log_figures(self._loggers, None if self._csv is None else self._csv.path, self._plan, summary, step)
         except ImportError as error:
