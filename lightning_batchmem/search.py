@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from lightning.pytorch import Trainer
@@ -17,17 +16,12 @@ from lightning_batchmem._lightning.hooks import configure_optimizers_again, free
 from lightning_batchmem._lightning.module_state import ModuleState
 from lightning_batchmem._lightning.namespace import in_every_package
 from lightning_batchmem._lightning.run_step import EvaluationLoop, begin_training
-from lightning_batchmem._lightning.strategies import (
-    is_synchronised,
-    steps_are_collective,
-    wrap_again,
-)
-from lightning_batchmem._lightning.trainer_state import Loop, RandomStates
+from lightning_batchmem._lightning.strategies import is_synchronised, steps_are_collective, wrap_again
+from lightning_batchmem._lightning.trainer_state import RandomStates
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
 from lightning_batchmem.apply.loaders import StageLoaders, limited_batches
-from lightning_batchmem.apply.training import restoring
+from lightning_batchmem.apply.training import Attempts
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.tensors import tensors_in
 from lightning_batchmem.measure.batches import ProbeBatches
 from lightning_batchmem.measure.breakdown import measure_breakdown
 from lightning_batchmem.measure.compiled import each_size_static, was_compiled
@@ -37,10 +31,10 @@ from lightning_batchmem.measure.step_runner import PhaseCallback
 from lightning_batchmem.measure.steps import EvaluationSteps, TrainingSteps
 from lightning_batchmem.measure.trial import TrialRunner
 from lightning_batchmem.measure.worker_memory import WorkerMemory
-from lightning_batchmem.plan.decide import SearchPolicy, decide
+from lightning_batchmem.plan.decide import decide
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import NextSize, SearchFailed, SearchLimits, Trial, mib
+from lightning_batchmem.plan.records import NextSize, SearchFailed, SearchLimits, SearchPolicy, Trial, mib
 from lightning_batchmem.report.plan_table import SearchProgress
 from lightning_batchmem.report.tables import breakdown_text
 
@@ -57,19 +51,7 @@ class _Stage:
 
 
 class BatchSizeSearch:
-    """A search over real steps, in a trainer whose loop has not started.
-
-    Args:
-        trainer: before its loop runs.
-        device: whose memory is limited.
-        options: of the user.
-        random: the state of the random generators to restore.
-        module_state: the state of the module to restore.
-
-    Attributes:
-        epoch_batches: batches of an epoch at the size that was found; ``inf`` when unknown.
-        start_bytes: live bytes when the last rehearsal started; 0 without one.
-    """
+    """A search over real steps, in a trainer whose loop has not started."""
 
     def __init__(
         self,
@@ -80,46 +62,33 @@ class BatchSizeSearch:
         module_state: ModuleState,
     ) -> None:
         self._trainer, self._device, self._options = trainer, device, options
-        self._random, self._module_state = random, module_state
         self._callback = PhaseCallback(device)
+        self._attempts = Attempts(trainer, device, self._callback, random, module_state)
         self._ranks = Ranks(trainer)
         self._first = options.min_batch_size or SearchPolicy.first_size
         self._callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]  # set where mypy does not look
-        self._attempt = ExitStack()
         shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
         self._progress = SearchProgress(Console(), enabled=shown)
-        self.epoch_batches = math.inf
-        self.start_bytes = 0
+        self.epoch_batches = math.inf  # at the size that was found; inf when unknown
+        self.start_bytes = 0  # live bytes at the start of the last rehearsal
         if module_state.not_restorable:
             what = "; ".join(module_state.not_restorable[:10])
             rank_zero_warn(f"BatchFinder cannot restore these if a training step changes them: {what}")
 
     def training(self, setting: BatchSizeSetting) -> Plan | SearchFailed:
-        """Search with training steps; validation is a phase of them.
-
-        Args:
-            setting: the batch size of training.
-        """
+        """Search with training steps; validation is a phase of them."""
         with self._ranks.fail_together():
             outcome = self._training(setting)
             wrap_again(self._trainer)
         return outcome
 
     def evaluation(self, setting: BatchSizeSetting, loop: EvaluationLoop) -> Plan | SearchFailed | None:
-        """Search with forward passes only.
-
-        Args:
-            setting: the batch size of the stage.
-            loop: of the stage.
-
-        Returns:
-            A plan, or why there is none; ``None`` when the stage's loaders do not follow the batch size.
-        """
+        """Search with forward passes only; ``None`` when the stage's loaders do not follow the batch size."""
 
         def start() -> ExitStack:
-            return self._restoring([setting], loop)
+            return self._attempts.restoring([setting], loop)
 
-        with self._ranks.fail_together(), self._attempts(start):
+        with self._ranks.fail_together(), self._progress, each_size_static(), self._attempts.begin(start):
             try:
                 loaders = setting.loaders_for(self._first, may_be_fixed=True)
             except ValueError as error:  # an error in training; here the stage may not be meant for the finder
@@ -137,40 +106,35 @@ class BatchSizeSearch:
 
         def start() -> ExitStack:
             """Enter the state in which training starts, with the loaders attached."""
-            attempt = self._restoring([setting, validation], trainer.fit_loop)
+            attempt = self._attempts.restoring([setting, validation], trainer.fit_loop)
             if loaders is not None:
                 val = evaluation.loaders if evaluation is not None else None
                 counts = [one.batches(self._first) for one in val.sized] if val is not None else []
-                attach_loaders(
-                    trainer, loaders.combined, loaders.batches(self._first), val.combined if val else None, counts
-                )
+                combined = None if val is None else val.combined
+                attach_loaders(trainer, loaders.combined, loaders.batches(self._first), combined, counts)
                 if options.target_batch_size is not None:
                     trainer.accumulate_grad_batches = 2  # gradients are then alive in backward too
                 begin_training(trainer)
             return attempt
 
-        with self._attempts(start):
+        with self._progress, each_size_static(), self._attempts.begin(start):
             loaders = setting.loaders_for(self._first)
             evaluation = self._validation(validation, is_own=own_name is not None)
             steps = TrainingSteps(trainer, self._probe_batches(loaders), loaders.batches)
-            self._restart(start)
+            self._attempts.restart(start)
             phase = None if own_name is not None else evaluation
             workers = WorkerMemory([one.probe_batches for one in (steps, evaluation) if one is not None])
-            limits = self._limits(
-                workers, loaders.largest_batch_size(trainer.limit_train_batches), options.target_batch_size
-            )
+            largest = loaders.largest_batch_size(trainer.limit_train_batches)
+            limits = self._limits(workers, largest, options.target_batch_size)
             stage = _Stage(setting, loaders, self._runner(steps, phase), workers, start)
             outcome = self._search(stage, limits)
             if isinstance(outcome, Plan) and outcome.trials and is_synchronised(trainer):
                 outcome = self._synchronized(outcome, stage, limits)
             if isinstance(outcome, SearchFailed):
-                return self._explained(outcome, steps)
+                return self._explained(outcome)
             batches = limited_batches(loaders.batches(outcome.batch_size), trainer.limit_train_batches)
             self.epoch_batches = min(self._ranks.exchange(batches))
-            notes = (*outcome.notes, *steps.probe_batches.notes, *steps.growth_notes(outcome.batch_size))
-            if phase is not None:
-                notes += phase.growth_notes(outcome.batch_size)
-            outcome = replace(outcome, notes=notes)
+            outcome = _with_notes(_with_notes(outcome, steps), phase)
             if own_name is not None and evaluation is not None:
                 own = self._over(validation, evaluation, start)
                 if isinstance(own, SearchFailed):
@@ -186,18 +150,15 @@ class BatchSizeSearch:
         limit_batches = getattr(self._trainer, f"limit_{setting.source.stage}_batches")
         limits = self._limits(workers, steps.loaders.largest_batch_size(limit_batches), None)
         outcome = self._search(_Stage(setting, steps.loaders, self._runner(None, steps), workers, start), limits)
-        if isinstance(outcome, SearchFailed):
-            return outcome
-        notes = (*outcome.notes, *steps.probe_batches.notes, *steps.growth_notes(outcome.batch_size))
-        return replace(outcome, notes=notes)
+        return outcome if isinstance(outcome, SearchFailed) else _with_notes(outcome, steps)
 
     def _search(self, stage: _Stage, limits: SearchLimits, trials_run: Sequence[Trial] = ()) -> Plan | SearchFailed:
         """Measure, fit, decide."""
         trials, runner = list(trials_run), stage.runner
         while isinstance(step := decide(trials, limits), NextSize):
             self._progress.trying(step)
-            if step.kind == "rehearsal":
-                self._restart(stage.start)
+            if step.kind != "probe":
+                self._attempts.restart(stage.start)
                 if runner.has_training:
                     configure_optimizers_again(self._trainer)
                     freeze_schedulers(self._trainer)
@@ -206,6 +167,8 @@ class BatchSizeSearch:
             collectives = self._ranks.collective_count()
             if step.kind == "probe":
                 trial = runner.probe(step.batch_size)
+            elif step.kind == "climb":
+                trial = runner.climb(step.batch_size)
             else:
                 smaller = stage.loaders.last_batch_size(step.batch_size)
                 trial = runner.rehearse(step.batch_size, smaller, limits.limit_bytes)
@@ -291,52 +254,28 @@ class BatchSizeSearch:
         room_bytes = own_budget_bytes(self._device, self._trainer) - self._device.current().allocated_bytes
         return ProbeBatches(loaders, self._options.worst_case, room_bytes=max(0, room_bytes))
 
-    @contextmanager
-    def _attempts(self, start: Callable[[], ExitStack]) -> Iterator[None]:
-        """Run the body in a trainer that is restored afterwards, also when it is restarted in between."""
-        with self._progress, each_size_static():
-            self._attempt = start()
-            try:
-                yield
-            finally:
-                self._attempt.close()
-        self._device.release_cached()  # training starts as if nothing had been allocated before
-
-    def _restart(self, start: Callable[[], ExitStack]) -> None:
-        """Restore everything, drop optimizer states and gradients, and release caches: where training starts."""
-        self._attempt.close()
-        for optimizer in self._trainer.optimizers:
-            optimizer.state.clear()
-        self._trainer.lightning_module.zero_grad(set_to_none=True)
-        gc.collect()
-        self._device.release_cached()
-        self._attempt = start()
-
-    def _restoring(self, settings: Sequence[BatchSizeSetting], loop: Loop) -> ExitStack:
-        with ExitStack() as stack:
-            stack.enter_context(
-                restoring(self._trainer, settings, self._random, self._module_state, self._callback, loop)
-            )
-            return stack.pop_all()
-
-    def _explained(self, failure: SearchFailed, steps: TrainingSteps) -> SearchFailed:
+    def _explained(self, failure: SearchFailed) -> SearchFailed:
         """The failure with the memory breakdown of the last size."""
         if not failure.trials:
             return failure
-        trial, trainer, device = failure.trials[-1], self._trainer, self._device
-        device.release_cached()
+        trial, trainer = failure.trials[-1], self._trainer
+        self._device.release_cached()
         breakdown = measure_breakdown(
             trainer.lightning_module,
             trainer.optimizers,
             None,  # to move a batch to the device could run out of memory once more
             trainer.strategy.root_device,
-            start_bytes=device.current().allocated_bytes,
+            start_bytes=self._device.current().allocated_bytes,
             peak_bytes=trial.peak_bytes,
         )
-        batch_bytes = sum(tensor.nbytes for tensor in tensors_in(steps.probe_batches.batch(trial.batch_size)[0]))
-        activations_bytes = max(0, breakdown.activations_bytes - batch_bytes)
-        breakdown = replace(breakdown, batch_bytes=batch_bytes, activations_bytes=activations_bytes)
         text = f"At {trial.batch_size} samples the memory held {breakdown_text(breakdown)}"
-        if trial.worker_bytes and device.name == "host":
+        if trial.worker_bytes and self._device.name == "host":
             text += f"; DataLoader workers hold {mib(trial.worker_bytes)} more"
         return replace(failure, reason=f"{failure.reason} {text}.")
+
+
+def _with_notes(plan: Plan, steps: TrainingSteps | EvaluationSteps | None) -> Plan:
+    if steps is None:
+        return plan
+    notes = (*plan.notes, *steps.probe_batches.notes, *steps.growth_notes(plan.batch_size))
+    return replace(plan, notes=tuple(dict.fromkeys(notes)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -16,6 +17,7 @@ from lightning_batchmem._lightning.hooks import configure_optimizers_again, mute
 from lightning_batchmem._lightning.module_state import ModuleState
 from lightning_batchmem._lightning.trainer_state import Loop, RandomStates, TrainerState
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
+from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.select import device_name
 from lightning_batchmem.plan.accumulation import micro_batches
 from lightning_batchmem.plan.learning_rate import learning_rate_note, scaled_learning_rate
@@ -45,6 +47,51 @@ def restoring(
         undo.callback(trainer_state.restore)
         mute_callbacks_and_loggers(trainer, callback)
         yield trainer_state
+
+
+class Attempts:
+    """Attempts of a search, each from the state before it; everything is restored afterwards."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        device: DeviceMemory,
+        callback: Callback,
+        random: RandomStates,
+        module_state: ModuleState,
+    ) -> None:
+        self._trainer, self._device, self._callback = trainer, device, callback
+        self._random, self._module_state = random, module_state
+        self._current = ExitStack()
+
+    def restoring(self, settings: Sequence[BatchSizeSetting], loop: Loop) -> ExitStack:
+        """Lend the trainer to an attempt; closing the result restores everything."""
+        stack = ExitStack()
+        stack.enter_context(restoring(self._trainer, settings, self._random, self._module_state, self._callback, loop))
+        return stack
+
+    @contextmanager
+    def begin(self, start: Callable[[], ExitStack]) -> Iterator[None]:
+        """Run the body in an attempt, also when it is restarted in between."""
+        self._current = start()
+        try:
+            yield
+        finally:
+            self._close()
+        self._device.release_cached()  # training starts as if nothing had been allocated before
+
+    def restart(self, start: Callable[[], ExitStack]) -> None:
+        """Restore everything, drop optimizer states and gradients, and release caches: where training starts."""
+        self._close()
+        self._trainer.lightning_module.zero_grad(set_to_none=True)
+        gc.collect()
+        self._device.release_cached()
+        self._current = start()
+
+    def _close(self) -> None:
+        self._current.close()
+        for optimizer in self._trainer.optimizers:  # new ones are configured before the next step
+            optimizer.state.clear()
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from lightning_batchmem._lightning.strategies import processes_on_node, steps_ar
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes
 from lightning_batchmem.measure.worker_memory import WorkerMemory
-from lightning_batchmem.plan.decide import SearchPolicy
 from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions, parse_memory_limit
-from lightning_batchmem.plan.records import SearchLimits, SizeLimit, Trial, mib
+from lightning_batchmem.plan.records import SearchLimits, SearchPolicy, SizeLimit, Trial, mib
 
 _LIMIT_SHARE = 0.95  # of what the device can provide; the rest is for libraries, fragmentation and other processes
 

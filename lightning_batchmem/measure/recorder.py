@@ -25,7 +25,7 @@ from lightning_batchmem.plan.plan import Plan
 
 _UNLOGGED_INTERVAL = 50  # steps between two reports if log_every_n_steps=0; Lightning's default
 LIMIT_INTERVAL_SECONDS = 1.0  # the limit changes slowly, and reading it takes system calls
-READINGS_PER_WINDOW = 32  # of the memory at step start, see report.alerts.LeakDetector
+READINGS_PER_WINDOW = 16  # of the memory at step start, see report.alerts.LeakDetector
 
 
 class OutOfMemoryReport(NamedTuple):
@@ -222,7 +222,7 @@ class StepRecorder:
         return True
 
     def _read_start_bytes(self) -> int | None:
-        """Read the memory at the start of each of the first 128 steps, then 64 times per doubling of the steps."""
+        """Read the memory at the start of each of the first 64 steps, then 32 times per doubling of the steps."""
         if self._device_memory is None:
             return None
         self._num_start_readings += 1

@@ -94,6 +94,20 @@ class TrialRunner:
 
         return self._trial("probe", batch_size, run)
 
+    def climb(self, batch_size: int) -> Trial:
+        """Run a few steps and an evaluation from the state in which training starts."""
+
+        def run(record: StepRecords) -> Outcome:
+            start_bytes = self._runner.held_bytes()
+            self._runner.series(self._main, batch_size, record, self._climb_steps)
+            if self._main is self._training and self._evaluation is not None:
+                self._runner.series(self._evaluation, batch_size, record, self._two_steps)
+            record.reserve_bytes = self._reserve(record, start_bytes)
+            self._count_live(batch_size, record)
+            return "ok"
+
+        return self._trial("climb", batch_size, run)
+
     def rehearse(self, batch_size: int, smaller_size: int, limit_bytes: int) -> Trial:
         """Run steps as training will, under the limit; the caller has restored the state in which training starts.
 
@@ -120,9 +134,7 @@ class TrialRunner:
                 retries = self._retries() - retries
             if self._runner.is_host:
                 record.reserve_bytes = self._reserve(record, start_bytes)
-                for steps in (main, evaluation):
-                    if steps is not None:
-                        self._runner.series(steps, batch_size, record, self._live_steps)
+                self._count_live(batch_size, record)
             if retries > 0:
                 return "allocator_retry"
             needed_bytes = max(record.held_bytes[warm:]) + record.reserve_bytes
@@ -186,6 +198,15 @@ class TrialRunner:
 
     def _one_step(self, steps: Steps, batch_size: int, record: StepRecords) -> None:
         self._runner.run(steps, batch_size, record, 1)
+
+    def _climb_steps(self, steps: Steps, batch_size: int, record: StepRecords) -> None:
+        self._runner.warm_up(steps, batch_size, record, at_least=1)
+        self._runner.run(steps, batch_size, record, 2, timed=True, varied=True)
+
+    def _count_live(self, batch_size: int, record: StepRecords) -> None:
+        for steps in (self._training, self._evaluation):
+            if steps is not None:
+                self._runner.series(steps, batch_size, record, self._live_steps)
 
     def _two_steps(self, steps: Steps, batch_size: int, record: StepRecords) -> None:
         self._runner.run(steps, batch_size, record, 2)

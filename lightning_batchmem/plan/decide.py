@@ -16,27 +16,18 @@ from functools import cached_property
 from lightning_batchmem.plan.fit import dropped_sizes, fit_memory, fit_time, ran_through
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.reasons import REMEDY, empty_range_text, outcome_text, size_limit_text
-from lightning_batchmem.plan.records import LimitedBy, MemoryModel, NextSize, SearchFailed, SearchLimits, Trial, mib
+from lightning_batchmem.plan.records import (
+    LimitedBy,
+    MemoryModel,
+    NextSize,
+    SearchFailed,
+    SearchLimits,
+    SearchPolicy,
+    Trial,
+    TrialKind,
+    mib,
+)
 from lightning_batchmem.plan.sizes import largest_where, rounded, size_range
-
-
-@dataclass(frozen=True)
-class SearchPolicy:
-    """Constants of the search.
-
-    Source: simulated CUDA allocators and memory cgroups; ``benchmarks/`` prints the results.
-    """
-
-    first_size: int = 2  # a batch of one sample is an error to BatchNorm and takes other code paths
-    second_growth: int = 4  # the second size as a multiple of the first: far enough apart to see the slope
-    large_probe_share: float = 0.25  # of the candidate, for a third probe that shows a bend while it is harmless
-    candidate_share: float = 0.90  # of the limit; the rest is for rounding and fragmentation
-    step_up_share: float = 0.94  # of the limit, tried once after a rehearsal has passed
-    collective_share: float = 0.85  # of the limit where ranks step together and no limit can be enforced
-    step_down: tuple[float, ...] = (0.05, 0.12, 0.25, 0.5)  # by which a size shrinks after each failure
-    climb: tuple[float, ...] = (0.5, 0.75)  # of the candidate, rehearsed first where exceeding the limit kills
-    min_gain: float = 0.02  # a smaller gain is not worth another size ...
-    throughput_share: float = 0.95  # of the best throughput: beyond, more memory gains next to no speed
 
 
 def decide(
@@ -102,7 +93,6 @@ class _SearchState:
 
     @cached_property
     def failed(self) -> list[Trial]:
-        """Trials that did not fit, in their order."""
         return [trial for trial in self.trials if trial.outcome != "ok"]
 
     @cached_property
@@ -221,15 +211,14 @@ class _SearchState:
     def _second_size(self) -> NextSize | LimitedBy:
         """A second size before there is a line; sizes that fit for certain, or the next one above."""
         size, highest = self.largest.batch_size, min(self.highest, self.failed_size - 1)
-        following = rounded(size + 1, self.limits, up=True)
-        if following > highest:
+        if (following := rounded(size + 1, self.limits, up=True)) > highest:
             return self._next(size, "rehearsal", "the largest size allowed") if not self.passed else _MEMORY
         second = self._rounded(int(min(self.policy.second_growth * size, self._guaranteed(), highest)))
         if self.failed:
             second = min(second, self._rounded(math.isqrt(size * int(self.failed_size))))
         if second > size:
-            kind = "rehearsal" if second == self.highest else "probe"
-            return self._next(second, kind, "a second size, to measure the growth with each sample")
+            why = "a second size, to measure the growth with each sample"
+            return self._next(second, "rehearsal" if second == self.highest else "probe", why)
         if not self.passed:
             return self._next(size, "rehearsal", "the next size may not fit")
         return _MEMORY if self.limits.out_of_memory_kills else self._next(following, "rehearsal", "one size more")
@@ -247,25 +236,24 @@ class _SearchState:
 
     def _candidate(self) -> int:
         """The largest size that is predicted to fit, less a step for each failure."""
-        collective = self.limits.steps_are_collective
-        size = self._largest_within(self.policy.collective_share if collective else self.policy.candidate_share)
+        policy = self.policy
+        share = policy.collective_share if self.limits.steps_are_collective else policy.candidate_share
+        size = self._largest_within(share)
         if self.failed:
-            steps = self.policy.step_down
-            shrink = steps[min(len(self.failed), len(steps)) - 1]
+            shrink = policy.step_down[min(len(self.failed), len(policy.step_down)) - 1]
             size = min(size, self._rounded(int(self.failed_size * (1 - shrink))))
         return max(size, self.lowest)
 
     def _climb(self, candidate: int) -> NextSize | LimitedBy:
-        """Rehearse in stages where exceeding the limit ends the process."""
-        stage = len(self.passed)
-        reached = self.passed[-1].batch_size if self.passed else 0
-        for share in self.policy.climb[stage:]:
+        """Approach the candidate in stages where exceeding the limit ends the process."""
+        stage = sum(trial.kind == "climb" for trial in self.trials)
+        for share in self.policy.climb[stage:] if not self.passed else ():
             part = int(share * largest_where(lambda size: self._within(size, self.policy.candidate_share), 0, 10**9))
             target = max(self.lowest, self._rounded(part))
-            if max(reached, self.largest.batch_size) < target < candidate:
-                return self._next(target, "rehearsal", "a part of the predicted size, to measure what is held")
-        if not self._is_gain(candidate, 5 * self.policy.min_gain if reached else 0.0):
-            return _MEMORY if self.passed else self._next(self.largest.batch_size, "rehearsal", "predicted to fit")
+            if self.largest.batch_size < target < candidate:
+                return self._next(target, "climb", "a part of the predicted size, to measure what is held")
+        if self.passed and not self._is_gain(candidate, 5 * self.policy.min_gain):
+            return _MEMORY
         return self._next(candidate, "rehearsal", "predicted to fit")
 
     def _largest_within(self, share: float) -> int:
@@ -279,12 +267,12 @@ class _SearchState:
         predicted_bytes = self.model.predict_bytes(size)
         if not self.limits.out_of_memory_kills:
             return predicted_bytes <= share * limit_bytes
-        # What is held beyond live bytes grows with them: scale by the largest size that was rehearsed.
-        first, last = self.fitting[0], self.passed[-1] if self.passed else self.fitting[-1]
-        grown = last.peak_bytes - first.peak_bytes
-        ratio = max(1.0, (last.needed_bytes - first.held_bytes) / grown) if grown > 0 and self.passed else 1.0
+        # What is held beyond live bytes grows with them: scale by the largest size that trained from the start.
+        first, last = self.fitting[0], self.fitting[-1]
+        grown, is_climbing = last.peak_bytes - first.peak_bytes, any(trial.kind != "probe" for trial in self.fitting)
+        ratio = max(1.0, (last.needed_bytes - first.held_bytes) / grown) if grown > 0 and is_climbing else 1.0
         needed_bytes = last.needed_bytes + ratio * (predicted_bytes - last.peak_bytes)
-        return needed_bytes <= (1.0 if self.passed else share) * limit_bytes
+        return needed_bytes <= (1.0 if is_climbing else share) * limit_bytes
 
     def _rounded(self, size: int) -> int:
         return self.highest if size >= self.highest else rounded(size, self.limits)
@@ -294,9 +282,9 @@ class _SearchState:
         best = self.passed[-1].batch_size if self.passed else 0
         return size > best and (size == self.highest or size >= (1 + gain) * best)
 
-    def _next(self, size: int, kind: str, why: str) -> NextSize:
+    def _next(self, size: int, kind: TrialKind, why: str) -> NextSize:
         expected = ""
         if self.model is not None:
             predicted = mib(self.model.predict_bytes(size))
             expected = f"; predicted {predicted} of {mib(self.limits.limit_bytes)}"
-        return NextSize(size, "rehearsal" if kind == "rehearsal" else "probe", f"{size} samples: {why}{expected}.")
+        return NextSize(size, kind, f"{size} samples: {why}{expected}.")

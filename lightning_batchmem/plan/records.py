@@ -14,7 +14,7 @@ PHASES = ("forward", "backward", "optimizer_step", "evaluation")
 """The parts of a step whose peaks are measured and fitted apart, in the order in which they run."""
 
 Outcome = Literal["ok", "out_of_memory", "over_limit", "allocator_retry"]
-TrialKind = Literal["probe", "rehearsal"]
+TrialKind = Literal["probe", "climb", "rehearsal"]
 SizeLimit = Literal["dataset", "max_batch_size", "target_batch_size", "host memory"]
 LimitedBy = Literal["memory", "throughput", "dataset", "max_batch_size", "target_batch_size", "host memory"]
 Objective = Literal["memory", "throughput"]
@@ -40,8 +40,8 @@ class Trial:
             the limit; ``"allocator_retry"`` when the allocator had to release its cache in a steady step.
         phase_peak_bytes: highest live bytes in each phase that ran (keys from :data:`PHASES`). CUDA: bytes requested
             from the allocator. Host: bytes of live tensors, plus what the process held before its first step.
-        kind: ``"probe"`` for a few steps that are only measured, ``"rehearsal"`` for steps from the state in which
-            training starts.
+        kind: ``"probe"`` for a few steps that are only measured, ``"rehearsal"`` for the steps of a training from its
+            start, ``"climb"`` for a short rehearsal at a part of the predicted size.
         is_exact: whether the peaks count live bytes. ``False`` where only the resident set could be measured.
         peak_held_bytes: highest bytes that were taken from the device. CUDA: reserved by the allocator. Host: the
             resident set. ``None`` where it is not known.
@@ -201,6 +201,25 @@ class SearchLimits:
     out_of_memory_kills: bool = False
     steps_are_collective: bool = False
     max_sizes: int = 8
+
+
+@dataclass(frozen=True)
+class SearchPolicy:
+    """Constants of the search.
+
+    Source: simulated CUDA allocators and memory cgroups; ``benchmarks/`` prints the results.
+    """
+
+    first_size: int = 2  # a batch of one sample is an error to BatchNorm and takes other code paths
+    second_growth: int = 4  # the second size as a multiple of the first: far enough apart to see the slope
+    large_probe_share: float = 0.25  # of the candidate, for a third probe that shows a bend while it is harmless
+    candidate_share: float = 0.90  # of the limit; the rest is for rounding and fragmentation
+    step_up_share: float = 0.94  # of the limit, tried once after a rehearsal has passed
+    collective_share: float = 0.85  # of the limit where ranks step together and no limit can be enforced
+    step_down: tuple[float, ...] = (0.05, 0.12, 0.25, 0.5)  # by which a size shrinks after each failure
+    climb: tuple[float, ...] = (0.5, 0.75)  # of the candidate, rehearsed first where exceeding the limit kills
+    min_gain: float = 0.02  # a smaller gain is not worth another size ...
+    throughput_share: float = 0.95  # of the best throughput: beyond, more memory gains next to no speed
 
 
 @dataclass(frozen=True)

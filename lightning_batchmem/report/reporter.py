@@ -97,7 +97,7 @@ class StepReporter:
             if self._epoch_peak_bytes is None or peak_bytes > self._epoch_peak_bytes:
                 self._epoch_peak_bytes = peak_bytes
                 self._run_peak_bytes = max(self._run_peak_bytes or 0, peak_bytes)
-        if stage == "train":
+        if stage == "train" and (self._plan is not None or record.start_bytes is not None):
             _warn(self.alerts.step(record, self.limit_bytes))
 
     @property

@@ -66,11 +66,11 @@ LEAKS: dict[str, Callable[[int], float]] = {
 
 def leak(use: Callable[[int], float], steps: int, granularity_bytes: int = GRANULARITY) -> float | None:
     detector = LeakDetector(granularity_bytes)
-    stride = 1  # the recorder reads less often too, after 128 steps
+    stride = 1  # the recorder reads less often too, after 64 steps
     for number in range(steps):
         if number % stride == 0 and (pace := detector.add(number, int(use(number)))) is not None:
             return pace
-        if number + 1 == 128 * stride:
+        if number + 1 == 64 * stride:
             stride *= 2
     return None
 
@@ -89,9 +89,9 @@ def test_steady_growth_is_a_leak(use: Callable[[int], float]) -> None:
     ("rise_bytes", "base_bytes", "granularity_bytes", "is_leak"),
     [
         (16 * MIB, 0, 0, True),
-        (16 * MIB - 96, 0, 0, False),
-        (0.02 * 10 * GIB + 96, 10 * GIB, 0, True),
-        (0.02 * 10 * GIB - 96, 10 * GIB, 0, False),
+        (16 * MIB - 48, 0, 0, False),
+        (0.02 * 10 * GIB + 48, 10 * GIB, 0, True),
+        (0.02 * 10 * GIB - 48, 10 * GIB, 0, False),
         (96 * MIB, 0, 32 * MIB - 1, True),  # 32 MiB from window to window
         (96 * MIB, 0, 32 * MIB, False),
     ],
@@ -99,8 +99,8 @@ def test_steady_growth_is_a_leak(use: Callable[[int], float]) -> None:
 def test_a_leak_is_16_mib_and_two_per_cent_and_above_the_granularity(
     rise_bytes: float, base_bytes: int, granularity_bytes: int, is_leak: bool
 ) -> None:
-    # 96 steps lie between the first step of the first window and that of the last
-    assert (leak(lambda n: base_bytes + rise_bytes * n / 96, 128, granularity_bytes) is not None) is is_leak
+    # 48 steps lie between the first step of the first window and that of the last
+    assert (leak(lambda n: base_bytes + rise_bytes * n / 48, 64, granularity_bytes) is not None) is is_leak
 
 
 @settings(deadline=None, max_examples=50)
@@ -116,8 +116,8 @@ def test_the_alert_for_a_leak_names_pace_and_end_once() -> None:
         text for n in range(300) for text in one.step(step(n, 8, 1500 * MIB, GIB + n * MIB), limit_bytes=2000 * MIB)
     ]
     assert issued == [one.issued["leak"]]
-    # after step 127, from the peak of 1,500 MiB
-    assert "grows by 1.0 MiB a step and would reach the limit of 2,000.0 MiB at about step 627." in issued[0]
+    # after step 63, from the peak of 1,500 MiB
+    assert "grows by 1.0 MiB a step and would reach the limit of 2,000.0 MiB at about step 563." in issued[0]
     assert "loss.item()" in issued[0]
 
 
