@@ -12,7 +12,7 @@ from typing import TextIO
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.report.figures import draw, save
 from lightning_batchmem.report.step_csv import NAME, PLAN_NAME, Row, read_rows
-from lightning_batchmem.report.summary import SUMMARY_NAME, Summary
+from lightning_batchmem.report.tables import SUMMARY_NAME, Summary
 
 _DESCRIPTION = f"""\
 Draw the figures of a run, finished or not, from the files in LOG_DIR and below:

@@ -37,7 +37,7 @@ from lightning_batchmem.plan.options import SearchOptions, WorstCase, parse_memo
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import Objective, SearchFailed
 from lightning_batchmem.plan.resume import changes_since
-from lightning_batchmem.report.plan_table import plan_table
+from lightning_batchmem.report.tables import plan_table
 from lightning_batchmem.search import BatchSizeSearch
 
 

@@ -19,8 +19,7 @@ from lightning_batchmem.measure.recorder import StepRecorder
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.report.reporter import StepReporter
 from lightning_batchmem.report.step_csv import NAME, StepCsv
-from lightning_batchmem.report.summary import Summary
-from lightning_batchmem.report.tables import out_of_memory_text, show_summary
+from lightning_batchmem.report.tables import Summary, out_of_memory_text, show_summary
 
 
 class MemoryProfiler(Callback):

@@ -35,8 +35,7 @@ from lightning_batchmem.plan.decide import decide
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import NextSize, SearchFailed, SearchLimits, SearchPolicy, Trial, mib
-from lightning_batchmem.report.plan_table import SearchProgress
-from lightning_batchmem.report.tables import breakdown_text
+from lightning_batchmem.report.tables import SearchProgress, breakdown_text
 
 
 @dataclass

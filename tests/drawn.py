@@ -9,7 +9,7 @@ from lightning_batchmem.measure.breakdown import MemoryBreakdown
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, PHASES, Line, MemoryModel, TimeModel, Trial
 from lightning_batchmem.report.step_csv import Row
-from lightning_batchmem.report.summary import Summary
+from lightning_batchmem.report.tables import Summary
 
 
 def trial(size: int, *phases: int, seconds: float | None = None, reserved: int | None = None) -> Trial:

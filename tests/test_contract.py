@@ -23,7 +23,7 @@ from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.measure.breakdown import tensors_in
+from lightning_batchmem.devices.tensors import tensors_in
 
 SIZE = 8  # what every search here ends with: the limit is far away, max_batch_size bounds
 SAMPLES = 48

@@ -19,7 +19,7 @@ import lightning_batchmem.batch_finder
 import lightning_batchmem.measure.recorder
 import lightning_batchmem.measure.step_record
 import lightning_batchmem.memory_profiler
-import lightning_batchmem.report.images
+import lightning_batchmem.report.figures
 import lightning_batchmem.report.reporter
 import lightning_batchmem.report.step_csv
 from lightning_batchmem import BatchFinder, Line, MemoryModel, Plan, Trial
@@ -28,7 +28,7 @@ from lightning_batchmem.measure.phases import StepPeaks
 from lightning_batchmem.measure.step_record import DeviceReading, StepRecord
 from lightning_batchmem.memory_profiler import MemoryProfiler
 from lightning_batchmem.report.reporter import StepReporter
-from lightning_batchmem.report.summary import Summary
+from lightning_batchmem.report.tables import Summary
 from tests.lawful import Lawful, law
 from tests.profiled import METRICS, MIB, Net, Recorder, Validated, csv_rows, data, rows, spike, trainer_for
 
@@ -288,7 +288,7 @@ def test_a_figure_that_cannot_be_drawn_does_not_end_training(tmp_path, device_me
         raise ImportError("install lightning-batchmem[plot]")
 
     notes = []
-    monkeypatch.setattr(lightning_batchmem.report.images, "log_figures", log_figures)
+    monkeypatch.setattr(lightning_batchmem.report.figures, "log_figures", log_figures)
     monkeypatch.setattr(lightning_batchmem.report.reporter, "rank_zero_info", notes.append)
     trainer_for(tmp_path, MemoryProfiler(), logger=TensorBoardLogger(tmp_path)).fit(Net(), data())
     assert notes == ["MemoryProfiler logs no figures: install lightning-batchmem[plot]."]

@@ -12,14 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_batchmem.devices.base import DeviceMemory
-
-# The names with "as" are imported from here by modules that do not use devices.tensors yet.
-from lightning_batchmem.devices.tensors import copied as copied
-from lightning_batchmem.devices.tensors import is_on
-from lightning_batchmem.devices.tensors import list_state_bytes as list_state_bytes
-from lightning_batchmem.devices.tensors import plain_tensors as plain_tensors
-from lightning_batchmem.devices.tensors import samples_in as samples_in
-from lightning_batchmem.devices.tensors import tensors_in as tensors_in
+from lightning_batchmem.devices.tensors import is_on, plain_tensors, tensors_in
 
 _MAX_BREAKDOWNS = 3  # steps in which gradients are looked for; a manual step may free them before it ends
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_batchmem.apply.loaders import indices_to_draw
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
-from lightning_batchmem.measure.breakdown import copied, plain_tensors, tensors_in
+from lightning_batchmem.devices.tensors import copied, plain_tensors, tensors_in
 from lightning_batchmem.plan.options import WorstCase
 
 MAX_SAMPLES = 32

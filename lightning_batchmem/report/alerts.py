@@ -6,10 +6,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from lightning_batchmem.measure.recorder import READINGS_PER_WINDOW
-from lightning_batchmem.measure.step_record import DeviceReading, StepRecord
+from lightning_batchmem.measure.step_record import DeviceReading, StepRecord, StepTotals
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, MemoryModel, mib
-from lightning_batchmem.report.totals import StepTotals
 
 # The only place for the sentences: what happened, and what to do.
 _SENTENCES = {

@@ -1,7 +1,7 @@
-"""Figures of a search and of a run.
+"""Figures of a search and of a run, and their images in loggers.
 
-matplotlib is an extra (``plot``) and is imported when a figure is drawn. Figures are made without pyplot, so that no
-backend is chosen and no global state changes. Each ``plot_`` function returns ``None`` when there is nothing to draw.
+matplotlib is an extra (``plot``) and is imported when a figure is drawn. pyplot is not used: it has global state. Each
+``plot_`` function returns ``None`` when there is nothing to draw.
 """
 
 from __future__ import annotations
@@ -10,20 +10,25 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_warn
+
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, PHASES, mib
-from lightning_batchmem.report.step_csv import Row
-from lightning_batchmem.report.summary import Summary
+from lightning_batchmem.report.step_csv import Row, read_rows
+from lightning_batchmem.report.tables import Summary
 
 if TYPE_CHECKING:
+    import numpy
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from numpy.typing import NDArray
 
 # Source: Okabe and Ito 2008, "Color Universal Design", https://jfly.uni-koeln.de/color/
 BLACK, GREY, PALE, ORANGE, SKY = "#000000", "#7F7F7F", "#D9D9D9", "#E69F00", "#56B4E9"
 GREEN, BLUE, VERMILLION, PURPLE = "#009E73", "#0072B2", "#D55E00", "#CC79A7"
 
-_PHASE_COLORS = dict(zip(PHASES, (BLUE, ORANGE, GREEN, SKY), strict=True))
+_LINE_COLORS = (GREY, BLUE, ORANGE, GREEN, SKY)  # of reserved memory and the phases
 _STAGE_STYLES = {"validate": (SKY, "D"), "test": (PURPLE, "P"), "predict": (GREEN, "X")}
 
 _POINTS: dict[str, Any] = {"markersize": 7, "clip_on": False}  # a point near size 0 is not cut off by the axis
@@ -45,28 +50,30 @@ _FAR = 3.0  # a limit above so many times the data is named in the legend only: 
 def plot_memory_vs_batch_size(plan: Plan) -> Figure | None:
     """Plot the memory of a step against the batch size: trials, fitted line, limit and chosen size.
 
-    A trial that ran out of memory is a cross at the limit, since its peak is not known.
+    A size that did not fit is a cross at the limit: the peak of a trial that ran out of memory is not known.
     """
     completed = [trial for trial in plan.trials if trial.outcome == "ok" and trial.peak_bytes]
-    failed = [trial.batch_size for trial in plan.trials if trial.outcome == "out_of_memory"]
+    failed = [trial.batch_size for trial in plan.trials if trial.outcome != "ok"]
     if not completed:
         return None
     sizes = _sizes(plan)
     highest_bytes: float = max(trial.held_bytes for trial in completed)
-    figure, axes = _new_figure(f"Memory of a step{_on(plan)}", "batch size (samples)", "memory (MiB)")
+    figure, axes = _new_figure(
+        f"Memory of a step{plan.device and f' on {plan.device}'}", "batch size (samples)", "memory (MiB)"
+    )
     if plan.memory is not None:
         predicted_bytes = [plan.memory.predict_bytes(size) for size in sizes]
         highest_bytes = max(highest_bytes, *predicted_bytes)
         axes.plot(sizes, [count / MIB for count in predicted_bytes], label="fitted line", color=BLUE, linewidth=1.8)
     measured = [trial.batch_size for trial in completed]
     if any(trial.held_bytes != trial.peak_bytes for trial in completed):
-        allocated = [trial.peak_bytes / MIB for trial in completed]
-        axes.plot(measured, allocated, "o", label="allocated by tensors", color=ORANGE, fillstyle="none", **_POINTS)
+        live = [trial.peak_bytes / MIB for trial in completed]
+        axes.plot(measured, live, "o", label="live", color=ORANGE, fillstyle="none", **_POINTS)
     axes.plot(measured, [trial.held_bytes / MIB for trial in completed], "o", label="measured", color=BLACK, **_POINTS)
     if failed:
         highest_bytes = max(highest_bytes, plan.limit_bytes)
         at_limit = [plan.limit_bytes / MIB] * len(failed)
-        axes.plot(failed, at_limit, "X", label="out of memory", color=VERMILLION, markersize=11, zorder=4)
+        axes.plot(failed, at_limit, "X", label="did not fit", color=VERMILLION, markersize=11, zorder=4)
     _draw_limit(axes, [0, sizes[-1]], [plan.limit_bytes] * 2, highest_bytes)
     _draw_chosen_size(axes, plan, sizes[-1])
     return _with_legend(figure, axes)
@@ -79,7 +86,9 @@ def plot_throughput_vs_batch_size(plan: Plan) -> Figure | None:
         return None
     sizes = _sizes(plan)
     of_rank = " of each rank" if plan.ranks > 1 else ""
-    figure, axes = _new_figure(f"Throughput{of_rank}{_on(plan)}", "batch size (samples)", "throughput (samples/s)")
+    figure, axes = _new_figure(
+        f"Throughput{of_rank}{plan.device and f' on {plan.device}'}", "batch size (samples)", "throughput (samples/s)"
+    )
     if plan.time is not None:
         curve = [plan.time.samples_per_second(size) for size in sizes]  # matplotlib leaves out infinite values
         axes.plot(sizes, curve, label="fitted curve", color=BLUE, linewidth=1.8)
@@ -105,9 +114,16 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
     title = "Peak memory of each step" if width == 1 else f"Peak memory, highest of every {width:,} steps"
     figure, axes = _new_figure(title, "step", "memory (MiB)")
     for stage, placed in stages.items():
+        if stage == "train":
+            for index, name in enumerate(("reserved", *PHASES)):  # often the same peak: a later line is thinner
+                reserved = name == "reserved"
+                points = [(n, r.peak_reserved_bytes if reserved else r.phase_peak_bytes.get(name)) for n, r in placed]
+                if any(count_bytes is not None for _, count_bytes in points):
+                    x_of_line, y_of_line = _extreme(points, width)
+                    label, color = name.replace("_", " "), _LINE_COLORS[index]
+                    axes.plot(x_of_line, y_of_line, label=label, color=color, linewidth=5.5 - index)
         x, y = _extreme([(step, row.peak_bytes) for step, row in placed], width)
         if stage == "train":
-            _draw_reserved_and_phases(axes, placed, width)
             axes.plot(x, y, label="peak", color=BLACK, linewidth=1.0, marker=".", markersize=3)
         else:
             color, marker = _STAGE_STYLES.get(stage, (GREY, "x"))
@@ -145,27 +161,19 @@ def plot_breakdown(summary: Summary) -> Figure | None:
     return figure
 
 
-FIGURES: dict[type, dict[str, Callable[[Any], Figure | None]]] = {
-    list: {"memory_over_steps": plot_memory_over_steps},
-    Plan: {
-        "memory_vs_batch_size": plot_memory_vs_batch_size,
-        "throughput_vs_batch_size": plot_throughput_vs_batch_size,
-    },
-    Summary: {"memory_composition": plot_breakdown},
-}
-"""Name -> function, for each kind of data: the rows of a CSV, a plan, and a summary."""
-
-
 def draw(*sources: list[Row] | Plan | Summary | None) -> dict[str, Figure]:
     """Draw all figures of the sources, by name; ``evaluation_`` precedes those of the plan of validation."""
-    drawn: dict[str, Figure] = {}
+    drawn: dict[str, Figure | None] = {}
     for source in sources:
-        for name, plot in FIGURES.get(type(source), {}).items():
-            if (figure := plot(source)) is not None:
-                drawn[name] = figure
-        if isinstance(source, Plan):
+        if isinstance(source, list):
+            drawn["memory_over_steps"] = plot_memory_over_steps(source)
+        elif isinstance(source, Plan):
+            drawn["memory_vs_batch_size"] = plot_memory_vs_batch_size(source)
+            drawn["throughput_vs_batch_size"] = plot_throughput_vs_batch_size(source)
             drawn |= {f"evaluation_{name}": figure for name, figure in draw(source.evaluation).items()}
-    return drawn
+        elif source is not None:
+            drawn["memory_composition"] = plot_breakdown(source)
+    return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -215,17 +223,6 @@ def _draw_chosen_size(axes: Axes, plan: Plan, last_size: float) -> None:
     axes.set_xlim(0, last_size)
 
 
-def _draw_reserved_and_phases(axes: Axes, placed: Sequence[tuple[int, Row]], width: int) -> None:
-    x, y = _extreme([(step, row.peak_reserved_bytes) for step, row in placed], width)
-    if x:
-        axes.plot(x, y, label="reserved", color=GREY, linestyle="--", linewidth=1.5)
-    for index, phase in enumerate(PHASES):  # phases often have the same peak: a later line is thinner
-        x, y = _extreme([(step, row.phase_peak_bytes.get(phase)) for step, row in placed], width)
-        if x:
-            label = phase.replace("_", " ")
-            axes.plot(x, y, label=label, color=_PHASE_COLORS[phase], linewidth=4.5 - index)
-
-
 def _extreme(
     points: Iterable[tuple[int, int | None]], width: int, choose: Callable[[int, int], int] = max
 ) -> tuple[list[int], list[float]]:
@@ -256,5 +253,57 @@ def _sizes(plan: Plan) -> list[float]:
     return [last * index / 200 for index in range(201)]
 
 
-def _on(plan: Plan) -> str:
-    return f" on {plan.device}" if plan.device else ""
+def log_figures(
+    loggers: Iterable[Logger], csv_path: Path | None, plan: Plan | None, summary: Summary | None, step: int
+) -> None:
+    """Draw the figures of a run, and log them as ``batchmem/<name>`` to the loggers that accept images.
+
+    What cannot be drawn or logged is a warning. Without such a logger nothing is drawn.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    images: dict[str, Any] | None = None
+    for logger in loggers:
+        try:
+            if (send := _sender(logger)) is None:
+                continue
+            if images is None:
+                rows = None if csv_path is None else read_rows(csv_path)
+                images = {name: _pixels(figure) for name, figure in draw(rows, plan, summary).items()}
+            for name, pixels in images.items():
+                send(f"batchmem/{name}", pixels, step)
+        except ImportError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a logger may raise anything, and training must go on
+            name = type(logger).__name__
+            rank_zero_warn(f"MemoryProfiler could not log figures to {name}: {type(error).__name__}: {error}")
+
+
+def _sender(logger: Any) -> Callable[[str, Any, int], object] | None:
+    """Return the function that logs one image; None for a logger that accepts none.
+
+    The class decides, since Lightning's dummy loggers have every method. Source: ``WandbLogger.log_image`` of
+    Lightning 2.5.0 and 2.6.6, ``SummaryWriter.add_image`` of torch 2.13, ``MlflowClient.log_image`` of MLflow 3.17,
+    ``Experiment.log_image`` of Comet 3.58.
+    """
+    if hasattr(type(logger), "log_image"):
+        return lambda tag, pixels, step: logger.log_image(key=tag, images=[pixels], step=step)
+    experiment: Any = getattr(logger, "experiment", None)
+    if hasattr(type(experiment), "add_image"):
+        return lambda tag, pixels, step: experiment.add_image(tag, pixels, step, dataformats="HWC")
+    if hasattr(type(experiment), "log_image"):
+        if hasattr(type(logger), "run_id"):  # MLflow: one client for all runs
+            return lambda tag, pixels, step: experiment.log_image(logger.run_id, pixels, artifact_file=f"{tag}.png")
+        return lambda tag, pixels, step: experiment.log_image(pixels, name=tag, step=step)
+    return None
+
+
+def _pixels(figure: Figure) -> NDArray[numpy.uint8]:
+    """The figure as height x width x RGB."""
+    import numpy
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.draw()
+    return numpy.asarray(canvas.buffer_rgba())[..., :3].copy()

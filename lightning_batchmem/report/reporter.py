@@ -13,13 +13,13 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.cuda import CudaTimer
 from lightning_batchmem.measure.breakdown import SteadyBreakdown
 from lightning_batchmem.measure.recorder import StepRecorder
-from lightning_batchmem.measure.step_record import DeviceReading, StepRecord
+from lightning_batchmem.measure.step_record import DeviceReading, RankTotals, StepRecord, StepTotals
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.report.alerts import Alerts
+from lightning_batchmem.report.figures import log_figures
 from lightning_batchmem.report.step_csv import PLAN_NAME, StepCsv
-from lightning_batchmem.report.summary import Summary, summary_name
-from lightning_batchmem.report.totals import RankTotals, StepTotals
+from lightning_batchmem.report.tables import Summary, summary_name
 
 _MAX_QUEUED = 256
 
@@ -194,8 +194,6 @@ class StepReporter:
                 self._csv.close()
 
     def _log_figures(self, summary: Summary, step: int) -> None:
-        from lightning_batchmem.report.images import log_figures  # imports matplotlib
-
         try:
             log_figures(self._loggers, None if self._csv is None else self._csv.path, self._plan, summary, step)
         except ImportError as error:

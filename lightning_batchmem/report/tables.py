@@ -1,15 +1,24 @@
-"""The table of a run of the MemoryProfiler, which rich prints as plain text without a terminal."""
+"""The summary of a run, its table, and the table of a plan; rich prints tables as plain text without a terminal."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, dataclass, fields
+from types import TracebackType
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 
 from lightning_batchmem.measure.breakdown import MemoryBreakdown
 from lightning_batchmem.measure.recorder import OutOfMemoryReport
-from lightning_batchmem.plan.records import MIB
+from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.records import MIB, PHASES, NextSize
 from lightning_batchmem.plan.records import mib as with_unit
-from lightning_batchmem.report.summary import Summary
+
+SUMMARY_NAME = "memory_summary.json"
 
 _PARTS = (
     ("parameters and buffers", "parameters_bytes"),
@@ -21,6 +30,94 @@ _PARTS = (
 )
 _OTHER = {"host": "other (interpreter, libraries)", "cuda": "other (workspaces, kept tensors)"}
 _STAGES = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
+_HEADINGS = {"optimizer_step": "step", "evaluation": "eval"}
+"""Of the phases; with all of them the table just fits into 80 columns."""
+
+
+def summary_name(stage: str) -> str:
+    """Return the file name of a training's summary, or of an evaluation's, such as ``memory_summary_test.json``."""
+    return SUMMARY_NAME if stage == "train" else SUMMARY_NAME.replace(".json", f"_{stage}.json")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Memory and time of the steps of one stage in one call of ``fit``, ``validate``, ``test`` or ``predict``.
+
+    Args:
+        device: ``"cuda"`` or ``"host"``; the device type if its memory cannot be measured.
+        steps: number of steps.
+        peak_bytes: highest allocated bytes in a step (host: resident set); None if memory cannot be measured.
+        peak_step: the step of this peak, as in ``memory_per_batch.csv``.
+        batch_size: samples of that step, on this rank; None if its batch does not show it.
+        phase_peak_bytes: phase -> highest allocated bytes in it, over all steps.
+        peak_reserved_bytes: highest reserved bytes; None if the device reserves none.
+        limit_bytes: bytes that this process may hold, at the last reading: the limit of the device, or of a
+            BatchFinder's plan.
+        breakdown: parts of the memory at the highest peak of the steady state, which begins with the first step after
+            an optimizer step (in an evaluation: with the second step); None if the run ended before.
+        samples_per_second: samples of all ranks per second of wall time; None if no batch shows its size.
+        step_seconds: mean time of a step.
+        data_wait_share: share of wall time before the batch arrived, 0 to 1; None if unknown.
+        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        items_per_second: items of all ranks per second, as ``items_fn`` counts them; None without it.
+        outside_bytes: bytes on the device outside this process's allocator when the breakdown was taken: contexts,
+            NCCL, other processes; None if unknown.
+        predicted_bytes: prediction of a BatchFinder's plan at ``batch_size``; None without a plan.
+        alerts: the alerts of the run, in their order.
+        rank_peaks_bytes: highest peak of each rank, in rank order; empty for one rank.
+        validation: the validation inside this ``fit``; None if there was none.
+    """
+
+    device: str
+    steps: int
+    peak_bytes: int | None
+    peak_step: int
+    batch_size: int | None
+    phase_peak_bytes: dict[str, int]
+    peak_reserved_bytes: int | None
+    limit_bytes: int | None
+    breakdown: MemoryBreakdown | None
+    samples_per_second: float | None
+    step_seconds: float
+    data_wait_share: float | None
+    stage: str = "train"
+    items_per_second: float | None = None
+    outside_bytes: int | None = None
+    predicted_bytes: int | None = None
+    alerts: tuple[str, ...] = ()
+    rank_peaks_bytes: tuple[int, ...] = ()
+    validation: Summary | None = None
+
+    @property
+    def cached_bytes(self) -> int | None:
+        """Reserved bytes beyond the highest allocated bytes; None if the device reserves none."""
+        if self.peak_reserved_bytes is None or self.peak_bytes is None:
+            return None
+        return max(0, self.peak_reserved_bytes - self.peak_bytes)
+
+    def to_json(self) -> str:
+        """Return the summary as JSON, for :meth:`from_json`."""
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Summary:
+        """Read the JSON of :meth:`to_json`; unknown keys are ignored.
+
+        Raises:
+            ValueError: if ``text`` is not the JSON of a summary.
+        """
+        try:
+            return cls._from_dict(json.loads(text))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"text must be the JSON of a Summary, got {text[:80]!r}") from error
+
+    @classmethod
+    def _from_dict(cls, data: dict[str, Any]) -> Summary:
+        known = {one.name: data[one.name] for one in fields(cls) if one.name in data}
+        known["breakdown"] = data["breakdown"] and MemoryBreakdown(**data["breakdown"])
+        known["validation"] = data["validation"] and cls._from_dict(data["validation"])
+        known |= {name: tuple(data[name]) for name in ("alerts", "rank_peaks_bytes")}
+        return cls(**known)
 
 
 def mib(count_bytes: int) -> str:
@@ -112,3 +209,65 @@ def out_of_memory_text(report: OutOfMemoryReport) -> str:
         held = f"{with_unit(report.peak_bytes)} of {with_unit(report.limit_bytes)}"
         text += f" Until then it held up to {held}: {breakdown_text(report.breakdown)}."
     return text
+
+
+class SearchProgress:
+    """Says which size is being tried and why.
+
+    Args:
+        console: where to write.
+        enabled: ``False`` on ranks other than 0, and for a run without a progress bar.
+    """
+
+    def __init__(self, console: Console, *, enabled: bool) -> None:
+        self._status: Status | None = None
+        if enabled:
+            self._status = console.status("looking for the batch size")
+
+    def __enter__(self) -> SearchProgress:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def trying(self, probe: NextSize) -> None:
+        """Show the size that runs next."""
+        if self._status is not None:
+            self._status.update(f"trying batch size {probe.batch_size}: {probe.reason}")
+
+
+def plan_table(plan: Plan) -> Table:
+    """The trials of a plan, a row each: peak of each phase, what the device held, what the final lines say, time.
+
+    Args:
+        plan: of a finished search.
+
+    Returns:
+        A table for ``rich.print`` or a console; all memory in MiB.
+    """
+    phases = [phase for phase in PHASES if any(phase in trial.phase_peak_bytes for trial in plan.trials)]
+    title = "BatchFinder: the sizes that were run, peaks in MiB"
+    if plan.ranks > 1:
+        title = f"BatchFinder: the sizes on each of {plan.ranks} ranks, highest peaks in MiB, samples/s of all"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for heading in ("size", *(_HEADINGS.get(phase, phase) for phase in phases), "peak", "line", "ms", "samples/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for trial in plan.trials:
+        held = "no memory" if trial.outcome == "out_of_memory" else _mib(trial.held_bytes)
+        line = "" if plan.memory is None else _mib(plan.memory.predict_bytes(trial.batch_size))
+        times = ("", "")
+        if trial.step_seconds:
+            times = (f"{trial.step_seconds * 1e3:,.1f}", f"{plan.ranks * trial.batch_size / trial.step_seconds:,.0f}")
+        peaks = (_mib(trial.phase_peak_bytes.get(phase)) for phase in phases)
+        chosen = "bold" if trial.batch_size == plan.batch_size else None
+        table.add_row(str(trial.batch_size), *peaks, held, line, *times, style=chosen)
+    return table
+
+
+def _mib(count_bytes: float | None) -> str:
+    if count_bytes is None:
+        return ""
+    return f"{count_bytes / MIB:,.{1 if count_bytes < 10_000 * MIB else 0}f}"

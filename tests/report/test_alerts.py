@@ -10,15 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_batchmem.measure.phases import StepPeaks
-from lightning_batchmem.measure.step_record import DeviceReading, StepRecord
+from lightning_batchmem.measure.step_record import DeviceReading, StepRecord, StepTotals
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, Line, MemoryModel, Trial
 from lightning_batchmem.report.alerts import Alerts, LeakDetector
-from lightning_batchmem.report.totals import StepTotals
 
 GIB = 1024 * MIB
 GRANULARITY = 2 * MIB
-LINE = Line(100 * MIB, MIB, 0.0, 10, 100)  # 200 MiB at 100 samples
+LINE = Line(100 * MIB, MIB, 10, 100)  # 200 MiB at 100 samples
 
 
 def plan(*, device: str = "cuda", **lines: Line) -> Plan:
@@ -175,12 +174,12 @@ def test_the_heap_of_the_host_keeps_the_memory_of_a_larger_batch(device: str, ab
 
 @pytest.mark.parametrize(("device", "above"), [("cuda", True), ("host", False)])
 def test_the_heap_of_the_host_keeps_the_memory_of_evaluation(device: str, above: bool) -> None:
-    evaluation = Line(MIB, 4 * MIB, 0.0, 10, 100)
+    evaluation = Line(MIB, 4 * MIB, 10, 100)
     assert is_above(alerts(plan=plan(device=device, backward=LINE, evaluation=evaluation)), 100, 401 * MIB) is above
 
 
 def test_the_prediction_is_the_highest_line_of_training() -> None:
-    higher, evaluation = Line(150 * MIB, MIB / 4, 0.0, 10, 100), Line(MIB, 4 * MIB, 0.0, 10, 100)
+    higher, evaluation = Line(150 * MIB, MIB / 4, 0.0, 10, 100), Line(MIB, 4 * MIB, 10, 100)
     one = alerts(plan=plan(backward=LINE, forward=higher, evaluation=evaluation))
     assert [one.predicted_bytes(size) for size in (100, 20)] == [200 * MIB, 155 * MIB]
 

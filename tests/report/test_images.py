@@ -16,8 +16,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import lightning_batchmem.report.images
-from lightning_batchmem.report.images import log_figures
+import lightning_batchmem.report.figures
+from lightning_batchmem.report.figures import log_figures
 from tests.drawn import PLAN, SUMMARY
 
 
@@ -125,6 +125,6 @@ def test_a_failing_logger_or_figure_is_a_warning(monkeypatch: pytest.MonkeyPatch
     def fail(*_: object) -> None:
         raise RuntimeError("no font")
 
-    monkeypatch.setattr(lightning_batchmem.report.images, "draw", fail)
+    monkeypatch.setattr(lightning_batchmem.report.figures, "draw", fail)
     with pytest.warns(UserWarning, match="could not log figures to LikeWandb: RuntimeError: no font"):
         log_figures([logger], None, PLAN, SUMMARY, 0)

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, PHASES, Line, MemoryModel, NextSize, TimeModel, Trial
-from lightning_batchmem.report.plan_table import SearchProgress, plan_table
+from lightning_batchmem.report.tables import SearchProgress, plan_table
 
 PLAN = Plan(
     batch_size=32,

@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console
 
 from lightning_batchmem.measure.breakdown import MemoryBreakdown
-from lightning_batchmem.report.summary import Summary
-from lightning_batchmem.report.tables import breakdown_text, mib, show_summary
+from lightning_batchmem.report.tables import Summary, breakdown_text, mib, show_summary
 
 MIB = 2**20
 SUMMARY = Summary(

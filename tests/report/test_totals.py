@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from lightning_batchmem.measure.phases import StepPeaks
-from lightning_batchmem.measure.step_record import StepRecord
-from lightning_batchmem.report.totals import RankTotals, StepTotals
+from lightning_batchmem.measure.step_record import RankTotals, StepRecord, StepTotals
 
 MIB = 2**20
 ROOT = Path(__file__).parents[2]
