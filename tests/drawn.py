@@ -14,7 +14,7 @@ from lightning_batchmem.report.tables import Summary
 
 def trial(size: int, *phases: int, seconds: float | None = None, reserved: int | None = None) -> Trial:
     peaks = dict(zip(PHASES, (count * MIB for count in phases), strict=False))
-    return Trial(size, "ok", peaks, peak_reserved_bytes=reserved, step_seconds=seconds)
+    return Trial(size, "ok", peaks, peak_held_bytes=reserved, step_seconds=seconds)
 
 
 PLAN = Plan(
@@ -23,7 +23,6 @@ PLAN = Plan(
     verified=True,
     limit_bytes=200 * MIB,
     predicted_peak_bytes=164 * MIB,
-    upper_peak_bytes=170 * MIB,
     measured_peak_bytes=165 * MIB,
     trials=(
         trial(2, 104, 103, seconds=0.012),
@@ -31,8 +30,8 @@ PLAN = Plan(
         trial(32, 165, 160, seconds=0.040),
         Trial(48, "out_of_memory", {"forward": 90 * MIB}),
     ),
-    memory=MemoryModel({"forward": Line(100 * MIB, 2 * MIB, MIB, 2, 32)}),
-    time=TimeModel(Line(0.010, 0.001, 0.0, 2, 32)),
+    memory=MemoryModel({"forward": Line(100 * MIB, 2 * MIB, 2, 32)}),
+    time=TimeModel(Line(0.010, 0.001, 2, 32)),
     device="host",
 )
 

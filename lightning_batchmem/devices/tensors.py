@@ -50,12 +50,17 @@ def _items(data: object) -> Iterable[Any]:
 
 
 def samples_in(batch: object) -> int | None:
-    """Return the common first dimension of the tensors in a batch; None if they differ or there are none.
+    """Return the number of graphs, or the common first dimension of the tensors; None if they differ or there are none.
 
     Lightning's ``extract_batch_size`` guesses if they differ, and a caller cannot recognize the guess (2.6.6).
     """
+    tensors: Any = batch
     is_flat = type(batch) in (list, tuple) and all(type(item) is Tensor for item in batch)  # type: ignore[attr-defined]
-    tensors: Any = batch if is_flat else tensors_in(batch)  # the walk is slow, and this runs in every step
+    if not is_flat:  # the walk is slow, and this runs in every step
+        for one in (batch, *_items(batch)):
+            if isinstance(graphs := getattr(one, "num_graphs", None), int):  # PyTorch Geometric's batches
+                return graphs
+        tensors = tensors_in(batch)
     sizes = {tensor.size(0) for tensor in tensors if tensor.dim()}
     return sizes.pop() if len(sizes) == 1 else None
 

@@ -157,7 +157,7 @@ class StepRecorder:
                 self.breakdown.add_peak(peaks.peak_bytes)
         self._in_step, self._batch, stage.steps = False, None, stage.steps + 1
         self._num_steps += stage is self._main
-        self._record = StepRecord(number, self._samples_in(batch), peaks, seconds, wait_seconds, stage.name)
+        self._record = StepRecord(number, self._samples_in(trainer, batch), peaks, seconds, wait_seconds, stage.name)
         self._record.items = None if self._items_fn is None else float(self._items_fn(batch))
         self._record.marks, self._record.start_bytes = marks, self._start_bytes
         if self._num_steps == 1:
@@ -233,8 +233,12 @@ class StepRecorder:
         self._next_start_reading = self._stretch_end + place
         return self._device_memory.private_bytes()
 
-    def _samples_in(self, batch: object) -> int | None:
+    def _samples_in(self, trainer: Trainer, batch: object) -> int | None:
         samples = samples_in(batch)
+        if samples is None and self._stage.name == "train":
+            size = getattr(trainer.train_dataloader, "batch_size", None)  # None for several loaders, and own batches
+            if size is not None:
+                return None if trainer.is_last_batch else int(size)  # the last one may be smaller
         if samples is None and not self._warned_of_size:
             self._warned_of_size = True
             rank_zero_warn(

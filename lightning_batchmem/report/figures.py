@@ -19,10 +19,8 @@ from lightning_batchmem.report.step_csv import Row, read_rows
 from lightning_batchmem.report.tables import Summary
 
 if TYPE_CHECKING:
-    import numpy
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from numpy.typing import NDArray
 
 # Source: Okabe and Ito 2008, "Color Universal Design", https://jfly.uni-koeln.de/color/
 BLACK, GREY, PALE, ORANGE, SKY = "#000000", "#7F7F7F", "#D9D9D9", "#E69F00", "#56B4E9"
@@ -129,13 +127,10 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
             color, marker = _STAGE_STYLES.get(stage, (GREY, "x"))
             line = "none" if "train" in stages else "solid"
             axes.plot(x, y, label=f"peak ({stage})", color=color, marker=marker, linestyle=line)
-    limits = [(step, row.limit_bytes) for placed in stages.values() for step, row in placed]
-    x, y = _extreme(limits, width, min)
+    x, y = _extreme([(step, row.limit_bytes) for placed in stages.values() for step, row in placed], width, min)
     if x:
         x, y = [*x, max(steps)], [*y, y[-1]]
     _draw_limit(axes, x, [limit * MIB for limit in y], max(peaks_bytes))
-    if len(set(steps)) == 1:
-        axes.set_xlim(steps[0] - 1, steps[0] + 1)
     return _with_legend(figure, axes)
 
 
@@ -194,7 +189,6 @@ def _new_figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     axes.set_ylabel(y_label)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
-    axes.set_axisbelow(True)
     axes.locator_params(axis="x", integer=True)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.set_major_formatter("{x:,.10g}")
@@ -258,10 +252,7 @@ def log_figures(
 ) -> None:
     """Draw the figures of a run, and log them as ``batchmem/<name>`` to the loggers that accept images.
 
-    What cannot be drawn or logged is a warning. Without such a logger nothing is drawn.
-
-    Raises:
-        ImportError: without matplotlib.
+    What cannot be drawn or logged is a warning; a missing matplotlib is an ImportError if there is such a logger.
     """
     images: dict[str, Any] | None = None
     for logger in loggers:
@@ -299,8 +290,8 @@ def _sender(logger: Any) -> Callable[[str, Any, int], object] | None:
     return None
 
 
-def _pixels(figure: Figure) -> NDArray[numpy.uint8]:
-    """The figure as height x width x RGB."""
+def _pixels(figure: Figure) -> Any:
+    """Return the figure as an array of height x width x RGB."""
     import numpy
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 

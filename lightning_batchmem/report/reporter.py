@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from itertools import islice
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -68,22 +69,25 @@ class StepReporter:
         queue, timer = self._queue, self._device_timer
         for index in range(self._num_counted, len(queue)):
             self._count(queue[index])
-        written = 0
-        for record in queue:
-            if timer is not None and record.marks is not None:
+        known = len(queue) if timer is None else self._read_device_seconds(timer, is_last)
+        if known and self._csv is not None:
+            self._csv.write(islice(queue, known), world_size=self._world_size)
+        for _ in range(known):
+            queue.popleft()
+        self._num_counted = len(queue)
+
+    def _read_device_seconds(self, timer: CudaTimer, is_last: bool) -> int:
+        """Read the device's time of the queued steps in order; return how many can be written."""
+        for index, record in enumerate(self._queue):
+            if record.marks is not None:
                 record.device_seconds = timer.seconds_between(*record.marks)
-                if record.device_seconds is None and not is_last:
-                    break
                 if record.device_seconds is not None:
                     totals = self._intervals[record.stage]
                     totals.device_seconds += record.device_seconds
                     totals.device_steps += 1
-            if self._csv is not None:
-                self._csv.write(record, world_size=self._world_size)
-            written += 1
-        for _ in range(written):
-            queue.popleft()
-        self._num_counted = len(queue)
+                elif not is_last:
+                    return index
+        return len(self._queue)
 
     def _count(self, record: StepRecord) -> None:
         stage = record.stage

@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -21,7 +22,6 @@ COLUMNS = (
     *("step", "stage", "batch_size", "peak_allocated_mib", "peak_reserved_mib", "limit_mib", "samples_per_s"),
     *("items_per_s", "step_ms", "data_wait_pct", "gpu_pct", "cpu_pct", *(f"{phase}_peak_mib" for phase in PHASES)),
 )
-_PHASE_COLUMNS = tuple((phase, f"{phase}_peak_mib") for phase in PHASES)
 _FLUSH_SECONDS = 1.0
 
 
@@ -38,58 +38,33 @@ class StepCsv:
 
     def __init__(self, directory: Path, *, resume: bool = False, own_path: Path | None = None) -> None:
         try:
-            self._open(directory, resume, own_path)
-        except OSError as error:
-            message = (
-                "MemoryProfiler cannot write into the log directory; use another one, or MemoryProfiler(csv=False)"
-            )
-            raise type(error)(error.errno, f"{message}: {error}") from error
-
-    def _open(self, directory: Path, resume: bool, own_path: Path | None) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        path = own_path if own_path is not None and own_path.parent == directory else _newest(directory)
-        self._is_empty = not (resume and path is not None and _has_header(path))
-        self.path, self._file = _create(directory) if self._is_empty or path is None else _append(path)
-        self._rows = csv.writer(self._file)  # half the time of a DictWriter
-        self._flushed_at = time.monotonic()
-        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            path = own_path if own_path is not None and own_path.parent == directory else _newest(directory)
+            self._is_empty = not (resume and path is not None and _has_header(path))
+            self.path, self._file = _create(directory) if self._is_empty or path is None else _append(path)
+            self._rows = csv.writer(self._file)
             if self._is_empty:
                 self._rows.writerow(COLUMNS)
             self._file.flush()
-        except OSError:
-            self._abandon()
-            raise
+        except OSError as error:
+            text = "MemoryProfiler cannot write into the log directory; use another one, or MemoryProfiler(csv=False)"
+            raise type(error)(error.errno, f"{text}: {error}") from error
+        self._flushed_at = time.monotonic()
 
-    def write(self, step: StepRecord, *, world_size: int = 1) -> None:
-        """Add the row of one step; it reaches the file within a second, or with :meth:`close`."""
+    def write(self, steps: Iterable[StepRecord], *, world_size: int = 1) -> None:
+        """Add a row for each step; it reaches the file within a second, or with :meth:`close`."""
         if self._file.closed:
             return
-        seconds = step.seconds if step.device_seconds is None else step.device_seconds
-        phases, wait_seconds = step.peaks.phase_peak_bytes, step.wait_seconds
-        key, percent = step.utilization or ("", 0.0)
-        row = (
-            step.number,
-            step.stage,
-            step.batch_size,
-            _mib(step.peaks.peak_bytes if phases else None),
-            _mib(step.peaks.peak_reserved_bytes),
-            _mib(step.limit_bytes),
-            _per_second(step.batch_size, world_size, seconds),
-            _per_second(step.items, world_size, seconds),
-            round(1e3 * seconds, 3),
-            round(100.0 * wait_seconds / step.seconds, 2) if wait_seconds is not None and step.seconds > 0 else None,
-            round(percent, 2) if key == "gpu_pct" else None,
-            round(percent, 2) if key == "cpu_pct" else None,
-            *[_mib(phases.get(phase)) for phase in PHASES],
-        )
-        self._is_empty = False
         try:
-            self._rows.writerow(row)
+            self._rows.writerows([_cells(step, world_size) for step in steps])
+            self._is_empty = False
             if (now := time.monotonic()) - self._flushed_at >= _FLUSH_SECONDS:
                 self._flushed_at = now
                 self._file.flush()
         except OSError as error:
-            self._abandon(error)
+            with suppress(OSError):  # closing flushes again
+                self._file.close()
+            rank_zero_warn(f"{self.path} gets no more rows: {error}")
 
     def close(self) -> None:
         """Close the file, and delete it if it was created and has no row; a second call does nothing."""
@@ -98,7 +73,7 @@ class StepCsv:
         try:
             self._file.close()
         except OSError as error:
-            self._abandon(error)
+            rank_zero_warn(f"{self.path} lacks its last rows: {error}")
         if self._is_empty:
             self.path.unlink(missing_ok=True)
 
@@ -111,19 +86,31 @@ class StepCsv:
         except OSError as error:
             rank_zero_warn(f"{path} could not be written: {error}")
 
-    def _abandon(self, error: OSError | None = None) -> None:
-        with suppress(OSError):  # closing flushes again
-            self._file.close()
-        if error is not None:
-            rank_zero_warn(f"{self.path} gets no more rows: {error}")
+
+def _cells(step: StepRecord, world_size: int) -> tuple[object, ...]:
+    seconds = step.seconds if step.device_seconds is None else step.device_seconds
+    phases, size, items, wait_seconds = step.peaks.phase_peak_bytes, step.batch_size, step.items, step.wait_seconds
+    key, percent = step.utilization or ("", 0.0)
+    return (
+        step.number,
+        step.stage,
+        size,
+        _mib(max(phases.values(), default=None)),
+        _mib(step.peaks.peak_reserved_bytes),
+        _mib(step.limit_bytes),
+        None if size is None or seconds <= 0 else round(size * world_size / seconds, 3),
+        None if items is None or seconds <= 0 else round(items * world_size / seconds, 3),
+        round(1e3 * seconds, 3),
+        None if wait_seconds is None or step.seconds <= 0 else round(100.0 * wait_seconds / step.seconds, 2),
+        round(percent, 2) if key == "gpu_pct" else None,
+        round(percent, 2) if key == "cpu_pct" else None,
+        *map(_mib, map(phases.get, PHASES)),
+    )
 
 
-def _mib(count_bytes: int | None) -> float | None:
-    return None if count_bytes is None else round(count_bytes / MIB, 3)
-
-
-def _per_second(count: float | None, world_size: int, seconds: float) -> float | None:
-    return None if count is None or seconds <= 0 else round(count * world_size / seconds, 3)
+@lru_cache(maxsize=64)  # phases and steps often have the same peak
+def _mib(count_bytes: int | None) -> str:
+    return "" if count_bytes is None else str(round(count_bytes / MIB, 3))
 
 
 def _create(directory: Path) -> tuple[Path, TextIO]:
@@ -177,8 +164,8 @@ class Row(NamedTuple):
     phase_peak_bytes: Mapping[str, int]
 
 
-def iter_rows(path: Path) -> Iterator[Row]:
-    """Yield the complete rows of a file; rows that a killed run left incomplete are skipped.
+def read_rows(path: Path) -> list[Row]:
+    """Return the complete rows of a file, about 600 bytes of memory each; those cut off by a killed run are skipped.
 
     Raises:
         ValueError: if the file has another header.
@@ -190,14 +177,8 @@ def iter_rows(path: Path) -> Iterator[Row]:
         header = reader.fieldnames or ()
         if not {"step", "stage", "peak_allocated_mib"} <= set(header):
             raise ValueError(f"path must be that of a {NAME}, got {path} with the header {','.join(header)[:80]!r}")
-        for cells in reader:
-            if None not in cells.values() and "more" not in cells and (row := _row(cells)) is not None:
-                yield row
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Return the rows of :func:`iter_rows`, about 600 bytes of memory each."""
-    return list(iter_rows(path))
+        complete = (cells for cells in reader if None not in cells.values() and "more" not in cells)
+        return [row for cells in complete if (row := _row(cells)) is not None]
 
 
 def _row(cells: Mapping[str, str]) -> Row | None:
@@ -208,7 +189,7 @@ def _row(cells: Mapping[str, str]) -> Row | None:
         return None if (mib := number(name)) is None else round(mib * MIB)
 
     try:
-        phases = {phase: count_bytes(column) for phase, column in _PHASE_COLUMNS}
+        phases = {phase: count_bytes(f"{phase}_peak_mib") for phase in PHASES}
         size, step_ms = number("batch_size"), number("step_ms")
         return Row(
             step=int(cells["step"]),

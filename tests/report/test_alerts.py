@@ -25,7 +25,7 @@ def plan(*, device: str = "cuda", **lines: Line) -> Plan:
     trials = [Trial(size, "ok", {}) for size in (10, 20, 100)]
     trials.append(Trial(400, "out_of_memory", {}))
     memory = MemoryModel(lines or {"backward": LINE})
-    return Plan(100, "memory", True, GIB, None, None, None, tuple(trials), memory, None, device=device)
+    return Plan(100, "memory", True, GIB, None, None, tuple(trials), memory, None, device=device)
 
 
 def alerts(granularity_bytes: int = GRANULARITY, **arguments: Any) -> Alerts:
@@ -188,12 +188,12 @@ def test_the_heap_of_the_host_keeps_the_memory_of_evaluation(device: str, above:
 
 
 def test_the_prediction_is_the_highest_line_of_training() -> None:
-    higher, evaluation = Line(150 * MIB, MIB / 4, 0.0, 10, 100), Line(MIB, 4 * MIB, 10, 100)
+    higher, evaluation = Line(150 * MIB, MIB / 4, 10, 100), Line(MIB, 4 * MIB, 10, 100)
     one = alerts(plan=plan(backward=LINE, forward=higher, evaluation=evaluation))
     assert [one.predicted_bytes(size) for size in (100, 20)] == [200 * MIB, 155 * MIB]
 
 
-NO_LINES = Plan(2, "memory", True, GIB, None, None, None, (), None, None)
+NO_LINES = Plan(2, "memory", True, GIB, None, None, (), None, None)
 
 
 @pytest.mark.parametrize(

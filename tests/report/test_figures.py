@@ -24,7 +24,7 @@ from tests.drawn import BREAKDOWN, PLAN, SUMMARY, axes_of, labels, line, row, tr
 def test_memory_vs_batch_size_shows_trials_line_limit_and_chosen_size() -> None:
     figure = plot_memory_vs_batch_size(PLAN)
     assert line(figure, "measured") == ([2, 4, 32], [104, 108, 165])
-    assert line(figure, "out of memory") == ([48], [200])  # its peak is not known: 90 MiB is drawn nowhere
+    assert line(figure, "did not fit") == ([48], [200])  # its peak is not known: 90 MiB is drawn nowhere
     sizes, predicted = line(figure, "fitted line")
     assert (sizes[0], sizes[-1]) == (0, pytest.approx(1.1 * 48))
     assert predicted == pytest.approx([100 + 2 * size for size in sizes])
@@ -35,14 +35,14 @@ def test_memory_vs_batch_size_shows_trials_line_limit_and_chosen_size() -> None:
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("batch size (samples)", "memory (MiB)")
     assert axes.get_title(loc="left") == "Memory of a step on host"
     assert axes.get_ylim()[0] == 0
-    assert labels(figure) == ["fitted line", "measured", "out of memory", "limit 200.0 MiB", "chosen: 32"]
+    assert labels(figure) == ["fitted line", "measured", "did not fit", "limit 200.0 MiB", "chosen: 32"]
 
 
 def test_reserved_memory_is_drawn_apart_from_allocated_memory() -> None:
     trials = (trial(2, 104, reserved=130 * MIB), trial(4, 108, reserved=140 * MIB))
     figure = plot_memory_vs_batch_size(replace(PLAN, trials=trials))
     assert line(figure, "measured")[1] == [130, 140]
-    assert line(figure, "allocated by tensors")[1] == [104, 108]
+    assert line(figure, "live")[1] == [104, 108]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_throughput_vs_batch_size() -> None:
     assert speeds == pytest.approx([size / (0.010 + 0.001 * size) for size in sizes])
     assert line(figure, "chosen: 32")[0] == [32, 32]
     assert axes_of(figure).get_ylabel() == "throughput (samples/s)"
-    other = plot_throughput_vs_batch_size(replace(PLAN, ranks=2, time=TimeModel(Line(-0.010, 0.001, 0.0, 2, 32))))
+    other = plot_throughput_vs_batch_size(replace(PLAN, ranks=2, time=TimeModel(Line(-0.010, 0.001, 2, 32))))
     assert axes_of(other).get_title(loc="left") == "Throughput of each rank on host"
     assert axes_of(other).get_ylim()[1] == pytest.approx(1.15 * 800)
 

@@ -26,8 +26,8 @@ def rows(path):
 
 def written(directory, *steps, **options):
     file = StepCsv(directory, **options)
-    for step in steps:
-        file.write(step)
+    if steps:
+        file.write(steps)
     file.close()
     return file.path
 
@@ -35,7 +35,7 @@ def written(directory, *steps, **options):
 def test_units_and_columns(tmp_path):
     file = StepCsv(tmp_path / "made" / "on the way")
     step = replace(STEP, items=100, limit_bytes=16 * MIB, utilization=("gpu_pct", 81.5))
-    file.write(step, world_size=2)
+    file.write([step], world_size=2)
     file.close()
     assert file.path.read_text().splitlines()[0] == HEADER == ",".join(COLUMNS)
     assert [float(value) if name != "stage" else value for name, value in rows(file.path)[0].items() if value] == [
@@ -116,10 +116,10 @@ def test_rows_are_read_back(tmp_path):
 
 def test_rows_reach_the_file_within_a_second(tmp_path, monkeypatch):
     file = StepCsv(tmp_path)
-    file.write(STEP)
+    file.write([STEP])
     assert rows(file.path) == []
     monkeypatch.setattr(lightning_batchmem.report.step_csv, "_FLUSH_SECONDS", 0.0)
-    file.write(STEP)
+    file.write([STEP])
     assert len(rows(file.path)) == 2
     file.close()
     file.close()
