@@ -29,8 +29,8 @@ from lightning_batchmem._lightning.strategies import check_strategy
 from lightning_batchmem._lightning.trainer_state import RandomStates, is_fast_dev_run
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
 from lightning_batchmem.apply.training import apply_to_training, complete_plan, record_training_setup
+from lightning_batchmem.devices import device_memory_for, device_name
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.select import device_memory_for, device_name
 from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes
 from lightning_batchmem.plan.learning_rate import LearningRateScaling
 from lightning_batchmem.plan.options import SearchOptions, WorstCase, parse_memory_limit

@@ -12,9 +12,9 @@ from rich.console import Console
 from torch import Tensor
 
 from lightning_batchmem._lightning.trainer_state import is_fast_dev_run, logging_step, logs_at_all
-from lightning_batchmem.devices.oom_snapshot import OomSnapshot
+from lightning_batchmem.devices import device_memory_for, timer_for
+from lightning_batchmem.devices.cuda import OomSnapshot
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
-from lightning_batchmem.devices.select import device_memory_for, timer_for
 from lightning_batchmem.measure.recorder import StepRecorder
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.report.reporter import StepReporter

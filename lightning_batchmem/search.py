@@ -24,13 +24,11 @@ from lightning_batchmem.apply.training import Attempts
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.measure.batches import ProbeBatches
 from lightning_batchmem.measure.breakdown import measure_breakdown
-from lightning_batchmem.measure.compiled import each_size_static, was_compiled
-from lightning_batchmem.measure.limits import search_limits, with_workers
+from lightning_batchmem.measure.limits import WorkerMemory, search_limits, with_workers
 from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes
-from lightning_batchmem.measure.step_runner import PhaseCallback
+from lightning_batchmem.measure.step_runner import PhaseCallback, each_size_static, was_compiled
 from lightning_batchmem.measure.steps import EvaluationSteps, TrainingSteps
 from lightning_batchmem.measure.trial import TrialRunner
-from lightning_batchmem.measure.worker_memory import WorkerMemory
 from lightning_batchmem.plan.decide import decide
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric
 
-import lightning_batchmem.measure.worker_memory
+import lightning_batchmem.measure.limits
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.devices.base import MemoryStats
-from lightning_batchmem.measure.worker_memory import WorkerMemory
+from lightning_batchmem.measure.limits import WorkerMemory
 from tests.lawful import MIB, SAMPLES, Lawful, Sizes, law
 
 
@@ -419,7 +419,7 @@ def test_on_a_device_host_memory_is_a_second_bound(
     fit: Any, fake_device: Any, workers_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device_memory, finder = fake_device(budget_bytes=500 * MIB), BatchFinder(multiple_of=1)
-    monkeypatch.setattr(lightning_batchmem.measure.worker_memory, "HostMemory", FakeHost)
+    monkeypatch.setattr(lightning_batchmem.measure.limits, "HostMemory", FakeHost)
     workers_of(100, 5)
     fit(Lawful(device_memory, law), finder, device_memory)
     assert finder.plan is not None

@@ -17,8 +17,8 @@ from lightning_batchmem._lightning.hooks import configure_optimizers_again, mute
 from lightning_batchmem._lightning.module_state import ModuleState
 from lightning_batchmem._lightning.trainer_state import Loop, RandomStates, TrainerState
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
+from lightning_batchmem.devices import device_name
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.select import device_name
 from lightning_batchmem.plan.accumulation import micro_batches
 from lightning_batchmem.plan.learning_rate import learning_rate_note, scaled_learning_rate
 from lightning_batchmem.plan.options import SearchOptions

@@ -1,1 +1,51 @@
 """Memory and utilization of the devices; out-of-memory detection."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_batchmem.devices.base import DeviceMemory, Utilization
+from lightning_batchmem.devices.cuda import CudaMemory, CudaTimer, cuda_utilization
+from lightning_batchmem.devices.host import HostMemory, cpu_utilization, peak_can_be_reset
+
+
+def device_memory_for(device: torch.device, *, quick: bool = False) -> DeviceMemory | None:
+    """Return the memory reader of a device.
+
+    Args:
+        device: where the model is trained, e.g. ``trainer.strategy.root_device``.
+        quick: prefer a cheap reading for every step to the most exact one; see :class:`.host.HostMemory`.
+
+    Returns:
+        The reader; ``None`` without a peak counter: on MPS, and on a host whose ``/proc/self/clear_refs`` cannot be
+        written (not Linux, some sandboxes).
+
+    Raises:
+        ValueError: for another kind of device.
+    """
+    if device.type == "cuda":
+        return CudaMemory(device)
+    if device.type == "cpu":
+        return HostMemory(quick=quick) if peak_can_be_reset() else None
+    if device.type == "mps":
+        return None
+    raise ValueError(f"device must be a cuda, cpu or mps device, got {device}")
+
+
+def device_name(device: torch.device) -> str:
+    """Return the product name of a GPU, e.g. ``"NVIDIA H100 80GB HBM3"``; otherwise ``"host"`` or the device type."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "host" if device.type == "cpu" else device.type
+
+
+def utilization_for(device: torch.device) -> Utilization | None:
+    """Return the utilization of a device; ``None`` on MPS, and with a warning where NVML cannot read a GPU."""
+    if device.type == "cuda":
+        return cuda_utilization(device)
+    return cpu_utilization() if device.type == "cpu" else None
+
+
+def timer_for(device: torch.device) -> CudaTimer | None:
+    """Return the event timer of a CUDA device; ``None`` elsewhere, where wall time is used."""
+    return CudaTimer(device) if device.type == "cuda" else None

@@ -1,10 +1,12 @@
-"""Memory, work time and utilization of a CUDA device."""
+"""Memory, work time, utilization and allocation history of a CUDA device."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,6 +20,10 @@ from lightning_batchmem.devices.base import MemoryStats, Utilization
 _COUNTERS = ("num_ooms", "num_alloc_retries", "num_device_free")
 
 _BYTES = ("allocated_bytes", "reserved_bytes", "requested_bytes")
+
+# About 33,000 allocations of three events each; the stacks and events take about 60 MB of host memory.
+# Source: measured with 60 Python frames, torch 2.13 (CPU), with the same CapturedTraceback::gather as the allocator.
+_MAX_EVENTS = 100_000
 
 
 class CudaMemory:
@@ -160,6 +166,54 @@ def cuda_utilization(device: torch.device) -> Utilization | None:
         rank_zero_warn("GPU utilization cannot be read and is not logged. Check nvidia-ml-py and nvidia-smi.")
         return None
     return Utilization("gpu_pct", percent)
+
+
+class OomSnapshot:
+    """Records the allocator's events, and writes them when memory ran out.
+
+    A history that somebody else records is written too, and continues.
+    Source: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html; read in torch 2.5.1 and 2.13.
+    """
+
+    def __init__(self, directory: Path, *, is_own: bool) -> None:
+        self._directory, self._is_own = directory, is_own
+
+    @classmethod
+    def start(cls, directory: Path | None, device: torch.device) -> OomSnapshot | None:
+        """Start to record, which starts CUDA; None with a warning if this is not possible."""
+        try:
+            if device.type != "cuda" or directory is None:
+                raise RuntimeError("it needs a CUDA device" if device.type != "cuda" else "log_dir is not local")
+            is_own = not torch._C._cuda_isHistoryEnabled()
+            if is_own:
+                torch.cuda.memory._record_memory_history(
+                    "all", context="alloc", stacks="python", max_entries=_MAX_EVENTS
+                )
+        except RuntimeError as error:  # also of an allocator without a history (cudaMallocAsync)
+            rank_zero_warn(f"No memory snapshot will be written: {str(error).splitlines()[0]}.")
+            return None
+        return cls(directory, is_own=is_own)
+
+    def write(self, rank: int) -> str:
+        """Write ``oom_snapshot_rank<rank>.pickle``, or a numbered one, and return a sentence about it."""
+        path = None
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            names = (f"oom_snapshot_rank{rank}{'' if number == 1 else f'_{number}'}.pickle" for number in count(1))
+            path = next(path for name in names if not (path := self._directory / name).exists())
+            torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+        except (OSError, MemoryError, RuntimeError) as error:  # must not replace the out-of-memory error
+            if path is not None:
+                with suppress(OSError):
+                    path.unlink()  # incomplete
+            return f"The memory snapshot could not be written to {self._directory}: {str(error).splitlines()[0]}"
+        return f"PyTorch's memory snapshot is in {path}; https://pytorch.org/memory_viz shows it."
+
+    def stop(self) -> None:
+        """Stop recording, unless somebody else started it."""
+        if self._is_own:
+            self._is_own = False
+            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _expandable_segments() -> bool:

@@ -1,22 +1,22 @@
-"""Memory of this process on the host, and utilization of its CPU cores."""
+"""Memory of this process on the host and its control groups, and utilization of its CPU cores."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import gc
 import os
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from lightning_batchmem.devices import cgroup
 from lightning_batchmem.devices.base import MemoryStats, Utilization
 
 if sys.platform != "win32":
@@ -24,11 +24,17 @@ if sys.platform != "win32":
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
+_GROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
 
 _KIB = 1024  # "kB" in /proc. Source: proc_pid_status(5)
 
 # Since Linux 6.2 each core may hold some pages back from getrusage.
 _READINGS_AGREE_BYTES = 2**20
+
+# Version 1 of control groups writes "no limit" as the largest page counter, 2^63 less a page.
+# Source: https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
+_NO_LIMIT_BYTES = 1 << 62
 
 
 class HostMemory:
@@ -57,10 +63,10 @@ class HostMemory:
     def __init__(self, *, quick: bool = False) -> None:
         self._is_quick_wanted = quick
         self._process = psutil.Process()
-        self._clear_refs = _open_clear_refs()
+        self._clear_refs = _open_clear_refs()  # kept open, because every step writes to it three times
         if self._clear_refs is not None:
             weakref.finalize(self, os.close, self._clear_refs)
-        self._quick = quick and self._clear_refs is not None and self._readings_agree()
+        self._quick = quick and self._clear_refs is not None and _readings_agree()
 
     def __reduce__(self) -> tuple[Callable[[], HostMemory], tuple[Any, ...]]:
         # a copied descriptor could name another file in a spawned process
@@ -90,7 +96,7 @@ class HostMemory:
     def budget_bytes(self) -> int:
         """Return the resident set plus the least of available memory, control group and resource limits."""
         memory = self._process.memory_info()
-        rooms = [psutil.virtual_memory().available, cgroup.memory_headroom_bytes(), *_resource_limit_rooms(memory)]
+        rooms = [psutil.virtual_memory().available, memory_headroom_bytes(), *_resource_limit_rooms(memory)]
         return memory.rss + max(0, min(room for room in rooms if room is not None))
 
     def non_torch_bytes(self) -> None:
@@ -113,17 +119,10 @@ class HostMemory:
         """Return nothing: the kernel kills a process that runs out of memory."""
         return {}
 
-    def _readings_agree(self) -> bool:
-        self.reset_peak()
-        peak_bytes = _peak_resident_bytes()
-        rusage_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
-        return peak_bytes is not None and abs(peak_bytes - rusage_bytes) <= _READINGS_AGREE_BYTES
-
 
 def peak_can_be_reset() -> bool:
     """Whether the kernel has a peak of this process that can be restarted."""
-    clear_refs = _open_clear_refs()
-    if clear_refs is None:
+    if (clear_refs := _open_clear_refs()) is None:
         return False
     os.close(clear_refs)
     return True
@@ -135,7 +134,7 @@ def cpu_utilization() -> Utilization:
     ``time.process_time`` counts nanoseconds. psutil counts ticks of 10 ms: 0 % or 100 % for steps shorter than that.
     """
     cores = float(len(psutil.Process().cpu_affinity() or ())) if hasattr(psutil.Process, "cpu_affinity") else 0.0
-    cores = min(cores or os.cpu_count() or 1, cgroup.cpu_quota_cores() or float("inf"))
+    cores = min(cores or os.cpu_count() or 1, cpu_quota_cores() or float("inf"))
     last_wall, last_busy = time.monotonic(), time.process_time()
 
     def percent() -> float | None:
@@ -147,6 +146,55 @@ def cpu_utilization() -> Utilization:
         return min(100.0, 100 * busy / (wall * cores))
 
     return Utilization("cpu_pct", percent)
+
+
+def memory_headroom_bytes(*, root: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> int | None:
+    """Return the bytes left under the tightest limit of this process's groups, at least 0; ``None`` without a limit.
+
+    A group's use includes other processes (loader workers), but not ``inactive_file``: the kernel drops it first.
+
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html and
+    https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
+    """
+    groups = _groups("memory", root, membership)
+    return min((left for group in groups if (left := _headroom_bytes(group)) is not None), default=None)
+
+
+def cpu_quota_cores(*, root: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> float | None:
+    """Return the smallest CPU quota of this process's groups, in cores; ``None`` without a quota.
+
+    Source: cpu.max in https://docs.kernel.org/admin-guide/cgroup-v2.html, cpu.cfs_quota_us in
+    https://docs.kernel.org/scheduler/sched-bwc.html
+    """
+    quotas = []
+    for group in _groups("cpu", root, membership):
+        version_2 = _read(group / "cpu.max").split()
+        version_1 = [_read(group / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+        for quota, period in (pair for pair in (version_2, version_1) if len(pair) == 2):
+            if quota.isdigit() and period.isdigit():  # neither "max" nor -1, which mean no quota
+                quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def _open_clear_refs() -> int | None:
+    """Open the file and restart the peak; ``None`` where one of the kernel's two files is missing (some sandboxes)."""
+    clear_refs = None
+    try:
+        if _peak_resident_bytes() is None:
+            return None
+        clear_refs = os.open(_CLEAR_REFS, os.O_WRONLY)
+        os.write(clear_refs, b"5")
+    except OSError:
+        if clear_refs is not None:
+            os.close(clear_refs)
+        return None
+    return clear_refs
+
+
+def _readings_agree() -> bool:
+    peak_bytes = _peak_resident_bytes()
+    rusage_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
+    return peak_bytes is not None and abs(peak_bytes - rusage_bytes) <= _READINGS_AGREE_BYTES
 
 
 def _peak_resident_bytes() -> int | None:
@@ -170,17 +218,42 @@ def _malloc_trim() -> Callable[[int], int] | None:
     return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
-def _open_clear_refs() -> int | None:
-    """Open the file if it can be written and the kernel counts VmHWM; some sandboxes have one of both."""
-    try:
-        if _peak_resident_bytes() is None:
-            return None
-        clear_refs = os.open(_CLEAR_REFS, os.O_WRONLY)
-    except OSError:
+def _headroom_bytes(group: Path) -> int | None:
+    # memory.high does not kill, but the kernel throttles a training above it to a standstill
+    texts = [_read(group / name).strip() for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
+    limits = [int(text) for text in texts if text.isdigit() and int(text) < _NO_LIMIT_BYTES]
+    used = (_read(group / "memory.current") or _read(group / "memory.usage_in_bytes")).strip()
+    if not limits or not used.isdigit():
         return None
+    statistics = dict(line.split(maxsplit=1) for line in _read(group / "memory.stat").splitlines())
+    # in version 1 the total_ value includes the group's children
+    cached_bytes = int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
+    return max(0, min(limits) - max(0, int(used) - cached_bytes))
+
+
+def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:
+    """Directories of this process's groups and of their ancestors."""
+    for line in _read(membership).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2; a hybrid host mounts it below version 1
+            bases = [root, root / "unified"]
+        elif controller in controllers.split(","):
+            bases = [root / controller, root / controllers]
+        else:
+            continue
+        parts = Path(path.lstrip("/")).parts
+        if ".." in parts:  # outside the cgroup namespace: only its root is visible
+            parts = ()
+        for base in dict.fromkeys(bases):
+            # without a namespace the path is the host's, and the container's group is mounted at the base
+            for depth in range(len(parts), -1, -1):
+                yield base.joinpath(*parts[:depth])
+
+
+def _read(path: Path) -> str:
     try:
-        os.write(clear_refs, b"5")
-    except OSError:
-        os.close(clear_refs)
-        return None
-    return clear_refs
+        return path.read_text()
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):  # too many open files: the limit must not be overlooked
+            raise
+        return ""  # no such file, or the group was removed while it was read

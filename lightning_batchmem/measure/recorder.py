@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_batchmem._lightning.trainer_state import logs_at_all, logs_now
+from lightning_batchmem.devices import utilization_for
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.cuda import CudaTimer
-from lightning_batchmem.devices.select import utilization_for
 from lightning_batchmem.devices.tensors import samples_in
 from lightning_batchmem.measure.breakdown import MemoryBreakdown, SteadyBreakdown
 from lightning_batchmem.measure.phases import PhasePeaks, StepPeaks

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.tensors import tensors_in
-from lightning_batchmem.measure.compiled import was_compiled
 from lightning_batchmem.measure.live_bytes import LiveStorages, RequestedBytes
 from lightning_batchmem.measure.phases import PhasePeaks, StepPeaks
 from lightning_batchmem.measure.steps import Steps
@@ -206,3 +207,35 @@ class StepRunner:
         counter = LiveStorages(max(0, other_bytes))
         counter.track(tensors)
         return counter
+
+
+def was_compiled() -> bool:
+    """Whether ``torch.compile`` has compiled anything in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    # counters: private in torch 2.5 to 2.13
+    return utils is not None and utils.counters["frames"]["total"] > 0
+
+
+def forget_compiled() -> None:
+    """Compile every function again at its next call, as in the first step of training.
+
+    Without this the second size would be compiled for dynamic shapes, as another program than that of the training, and
+    after a few sizes the compiler would stop (its limit of recompilations).
+    """
+    if was_compiled():
+        torch.compiler.reset()
+
+
+@contextmanager
+def each_size_static() -> Iterator[None]:
+    """Compile each size for itself, and let training begin as if nothing had been compiled before it."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    from torch._dynamo import config
+
+    try:
+        with config.patch(automatic_dynamic_shapes=False):
+            yield
+    finally:
+        forget_compiled()

@@ -1,10 +1,4 @@
-"""From everything run so far to the next size to run, or the plan.
-
-The caller's loop is::
-
-    while isinstance(step := decide(trials, limits), NextSize):
-        trials.append(run(step.batch_size, step.kind))
-"""
+"""From everything run so far to the next size to run, or the plan."""
 
 from __future__ import annotations
 
@@ -13,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from lightning_batchmem.plan import reasons
 from lightning_batchmem.plan.fit import dropped_sizes, fit_memory, fit_time, ran_through
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.reasons import REMEDY, empty_range_text, outcome_text, size_limit_text
 from lightning_batchmem.plan.records import (
     LimitedBy,
     MemoryModel,
@@ -28,6 +22,8 @@ from lightning_batchmem.plan.records import (
     mib,
 )
 from lightning_batchmem.plan.sizes import largest_where, rounded, size_range
+
+_MEMORY: LimitedBy = "memory"
 
 
 def decide(
@@ -57,28 +53,26 @@ def decide(
     policy = policy or SearchPolicy()
     lowest, highest = size_range(limits)
     if lowest > highest:
-        return SearchFailed(empty_range_text(limits), tuple(trials))
+        return SearchFailed(reasons.empty_range_text(limits), tuple(trials))
     if not trials:
-        if limits.max_reason == "dataset" and highest < policy.first_size:
-            reason = f"{highest} samples: {size_limit_text(limits)}. Nothing was run."
+        if limits.max_reason == "dataset" and limits.max_batch_size < policy.first_size:
+            reason = f"{highest} samples: {reasons.size_limit_text(limits)}. Nothing was run."
             return Plan(highest, "dataset", False, limits.limit_bytes, None, None, (), None, None, reason)
         first = min(max(lowest, rounded(policy.first_size, limits, up=True)), highest)
         return NextSize(first, "probe", f"{first} samples: the smallest size to measure.")
     state = _SearchState(tuple(trials), limits, policy, lowest, highest)
     step = state.smaller() if not state.fitting else state.next_size()
     if isinstance(step, NextSize):
-        tried = {trial.batch_size for trial in trials}
-        if step.batch_size in tried or len(tried) < limits.max_sizes:
+        if step.batch_size in state.tried or state.sizes_left:
             return step
+        if not state.passed and state.fitting:  # a size that was probed costs no other one
+            return NextSize(state.largest.batch_size, "rehearsal", f"{state.largest.batch_size} samples: the last try.")
         step = _MEMORY
     if isinstance(step, SearchFailed):
         return step
     if not state.passed:
-        return SearchFailed(f"No size passed its rehearsal: {state.failures()}. {REMEDY}", tuple(trials))
+        return SearchFailed(reasons.no_rehearsal_text(state.failed[-1]), tuple(trials))
     return state.knee() if limits.objective == "throughput" else state.plan(state.passed[-1], step)
-
-
-_MEMORY: LimitedBy = "memory"
 
 
 @dataclass(frozen=True)
@@ -90,6 +84,15 @@ class _SearchState:
     policy: SearchPolicy
     lowest: int
     highest: int
+
+    @cached_property
+    def tried(self) -> set[int]:
+        return {trial.batch_size for trial in self.trials}
+
+    @property
+    def sizes_left(self) -> int:
+        """How many other sizes may still run."""
+        return self.limits.max_sizes - len(self.tried)
 
     @cached_property
     def failed(self) -> list[Trial]:
@@ -121,39 +124,40 @@ class _SearchState:
 
     def next_size(self) -> NextSize | LimitedBy | SearchFailed:
         """The next size to run, or what limits the size."""
+        kills = self.limits.out_of_memory_kills
         if self.passed and self.passed[-1].batch_size >= self.highest:
             return self.limits.max_reason
         if self.model is None:
             return self._second_size()
+        if self.failed and self.failed[-1].kind == "probe" and self.sizes_left > 3 and not kills:
+            between = self._rounded(math.isqrt(self.largest.batch_size * int(self.failed_size)))
+            if between >= 2 * self.largest.batch_size:
+                return self._next(between, "probe", "between a size that fits and one that does not")
         candidate = self._candidate()
-        probes_only = not self.passed and not self.failed and not self.limits.out_of_memory_kills
+        probes_only = not self.passed and not self.failed and not kills
         if probes_only and self.limits.max_sizes > 4:
             large = self._rounded(int(self.policy.large_probe_share * candidate))
             if large >= 2 * self.largest.batch_size and self._within(large, self.policy.candidate_share / 2):
                 return self._next(large, "probe", "a larger size, to check the lines")
-        if self.limits.out_of_memory_kills:
+        if kills:
             return self._climb(candidate)
         if not self.passed:
             return self._next(candidate, "rehearsal", "predicted to fit")
         if self.failed or self.limits.steps_are_collective or len(self.passed) > 1:
             return _MEMORY
         higher = self._largest_within(self.policy.step_up_share)
-        return self._next(higher, "rehearsal", "a few per cent more") if self._is_gain(higher) else _MEMORY
+        return (
+            self._next(higher, "rehearsal", "a few per cent more")
+            if self._is_gain(higher, self.policy.min_gain)
+            else _MEMORY
+        )
 
     def smaller(self) -> NextSize | SearchFailed:
         """A smaller first size when the first one did not fit."""
         if self.lowest < self.failed_size:
             return NextSize(self.lowest, "probe", f"{self.lowest} samples: {self.failed_size} did not fit.")
-        failed = self.failed[-1]
         hint = " Or pass min_batch_size=1." if self.lowest == self.policy.first_size else ""
-        return SearchFailed(
-            f"Nothing fits: {failed.batch_size} samples, the smallest size allowed, {outcome_text(failed)} under a"
-            f" limit of {mib(self.limits.limit_bytes)}. {REMEDY}{hint}",
-            self.trials,
-        )
-
-    def failures(self) -> str:
-        return "; ".join(f"{trial.batch_size} samples {outcome_text(trial)}" for trial in self.failed)
+        return SearchFailed(reasons.nothing_fits_text(self.failed[-1], self.limits) + hint, self.trials)
 
     def knee(self) -> NextSize | Plan:
         """The smallest size within five per cent of the best throughput, once the largest size that fits is known.
@@ -169,18 +173,24 @@ class _SearchState:
         wanted = math.ceil(share * t0 * size / divisor) if divisor > 0 else size
         target = min(size, max(self.lowest, rounded(max(self.policy.first_size, wanted), self.limits, up=True)))
         chosen = next(trial for trial in self.passed if trial.batch_size >= target)
-        tried = {trial.batch_size for trial in self.trials if trial.kind == "rehearsal"}
-        if chosen.batch_size != target and target not in tried and len(tried) < self.limits.max_sizes:
+        rehearsed = {trial.batch_size for trial in self.trials if trial.kind == "rehearsal"}
+        may_run = target in self.tried or self.sizes_left
+        if chosen.batch_size != target and target not in rehearsed and may_run:
             return NextSize(target, "rehearsal", f"{target} samples: {share:.0%} of the throughput at {size}.")
         return self.plan(chosen, "throughput" if chosen is not best else _MEMORY)
 
     def plan(self, chosen: Trial, limited_by: LimitedBy) -> Plan:
         size = chosen.batch_size
         smaller = fit_memory([trial for trial in self.trials if trial.batch_size < size])
-        notes = tuple(
-            f"The peak at {dropped} samples is above that of a larger size and was left out of the fit."
-            for dropped in dropped_sizes(self.trials)
-        )
+        share, best = self.policy.throughput_share, self.passed[-1].batch_size
+        if limited_by == "throughput":
+            why = f"{share:.0%} of the throughput at {best}, the largest size that fits"
+        else:
+            why = (
+                reasons.memory_text(self.failed, size)
+                if limited_by == "memory"
+                else reasons.size_limit_text(self.limits)
+            )
         return Plan(
             batch_size=size,
             limited_by=limited_by,
@@ -192,21 +202,9 @@ class _SearchState:
             trials=self.trials,
             memory=self.model,
             time=fit_time(self.trials),
-            reason=f"{size} samples: {self._why(chosen, limited_by)}.",
-            notes=notes,
+            reason=f"{size} samples: {why}.",
+            notes=tuple(reasons.dropped_text(dropped) for dropped in dropped_sizes(self.trials)),
         )
-
-    def _why(self, chosen: Trial, limited_by: LimitedBy) -> str:
-        if limited_by == "throughput":
-            best = self.passed[-1].batch_size
-            return f"{self.policy.throughput_share:.0%} of the throughput at {best}, the largest size that fits"
-        if limited_by != "memory":
-            return size_limit_text(self.limits)
-        above = [trial for trial in self.failed if trial.batch_size > chosen.batch_size]
-        if above:
-            smallest = min(above, key=lambda trial: trial.batch_size)
-            return f"{smallest.batch_size} samples {outcome_text(smallest)}"
-        return "the largest size that is predicted to fit"
 
     def _second_size(self) -> NextSize | LimitedBy:
         """A second size before there is a line; sizes that fit for certain, or the next one above."""
@@ -229,10 +227,10 @@ class _SearchState:
         Source: the peak is a maximum of ``a + b * size`` with ``a >= fixed``, and for each of these
         ``a + b * k * size <= fixed + k * (a - fixed + b * size)``.
         """
-        trial = self.largest
-        fixed = min(trial.fixed_bytes, trial.needed_bytes)
-        grown = max(1, trial.needed_bytes - fixed)
-        return int(self.policy.candidate_share * self.limits.limit_bytes - fixed) * trial.batch_size // grown
+        trial, needed_bytes = self.largest, self.largest.needed_bytes
+        fixed_bytes = min(trial.fixed_bytes, needed_bytes)
+        free_bytes = int(self.policy.candidate_share * self.limits.limit_bytes - fixed_bytes)
+        return free_bytes * trial.batch_size // max(1, needed_bytes - fixed_bytes)
 
     def _candidate(self) -> int:
         """The largest size that is predicted to fit, less a step for each failure."""
@@ -240,7 +238,8 @@ class _SearchState:
         share = policy.collective_share if self.limits.steps_are_collective else policy.candidate_share
         size = self._largest_within(share)
         if self.failed:
-            shrink = policy.step_down[min(len(self.failed), len(policy.step_down)) - 1]
+            more = 2 if self.sizes_left == 1 else 0  # the last size should fit
+            shrink = policy.step_down[min(len(self.failed) + more, len(policy.step_down)) - 1]
             size = min(size, self._rounded(int(self.failed_size * (1 - shrink))))
         return max(size, self.lowest)
 
@@ -252,7 +251,7 @@ class _SearchState:
             target = max(self.lowest, self._rounded(part))
             if self.largest.batch_size < target < candidate:
                 return self._next(target, "climb", "a part of the predicted size, to measure what is held")
-        if self.passed and not self._is_gain(candidate, 5 * self.policy.min_gain):
+        if not self._is_gain(candidate, 5 * self.policy.min_gain):
             return _MEMORY
         return self._next(candidate, "rehearsal", "predicted to fit")
 
@@ -277,10 +276,9 @@ class _SearchState:
     def _rounded(self, size: int) -> int:
         return self.highest if size >= self.highest else rounded(size, self.limits)
 
-    def _is_gain(self, size: int, min_gain: float | None = None) -> bool:
-        gain = self.policy.min_gain if min_gain is None else min_gain
+    def _is_gain(self, size: int, min_gain: float) -> bool:
         best = self.passed[-1].batch_size if self.passed else 0
-        return size > best and (size == self.highest or size >= (1 + gain) * best)
+        return size > best and (size == self.highest or size >= (1 + min_gain) * best)
 
     def _next(self, size: int, kind: TrialKind, why: str) -> NextSize:
         expected = ""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightning_batchmem.plan.records import SearchLimits, Trial, mib
 
-REMEDY = "Use a smaller model, smaller samples, lower precision or activation checkpointing."
+_REMEDY = "Use a smaller model, smaller samples, lower precision or activation checkpointing."
 
 _LIMITS: dict[str, str] = {
     "dataset": "the data set has no more than {size} samples for a full batch",
@@ -24,7 +26,7 @@ def size_limit_text(limits: SearchLimits) -> str:
     return _LIMITS[limits.max_reason].format(size=limits.max_batch_size)
 
 
-def outcome_text(trial: Trial) -> str:
+def _outcome_text(trial: Trial) -> str:
     """What happened to a trial that did not fit."""
     text = _OUTCOMES[trial.outcome].format(held=mib(trial.needed_bytes))
     return f"{text} ({trial.error})" if trial.error else text
@@ -36,3 +38,30 @@ def empty_range_text(limits: SearchLimits) -> str:
     return (
         f"{wanted} lies between min_batch_size={limits.min_batch_size} and the largest size: {size_limit_text(limits)}."
     )
+
+
+def nothing_fits_text(trial: Trial, limits: SearchLimits) -> str:
+    """Why the smallest size allowed does not do."""
+    return (
+        f"Nothing fits: {trial.batch_size} samples, the smallest size allowed, {_outcome_text(trial)} under a limit of"
+        f" {mib(limits.limit_bytes)}. {_REMEDY}"
+    )
+
+
+def no_rehearsal_text(trial: Trial) -> str:
+    """Why the search ended without a rehearsal that passed."""
+    return f"No size passed its rehearsal, and {trial.batch_size} samples {_outcome_text(trial)}. {_REMEDY}"
+
+
+def memory_text(failed: Sequence[Trial], batch_size: int) -> str:
+    """Why memory allows no more than ``batch_size`` samples."""
+    above = [trial for trial in failed if trial.batch_size > batch_size]
+    if not above:
+        return "the largest size that is predicted to fit"
+    smallest = min(above, key=lambda trial: trial.batch_size)
+    return f"{smallest.batch_size} samples {_outcome_text(smallest)}"
+
+
+def dropped_text(batch_size: int) -> str:
+    """A note about a size that the fit left out."""
+    return f"The peak at {batch_size} samples is above that of a larger size and was left out of the fit."

@@ -22,7 +22,7 @@ def rounded(size: int, limits: SearchLimits, up: bool = False) -> int:
     if limits.target_batch_size is not None:
         allowed = micro_batches(limits.target_batch_size, limits.ranks, limits.multiple_of)
         if up:
-            return next((micro for micro in reversed(allowed) if micro >= size), max(size, *allowed) + 1)
+            return next((micro for micro in reversed(allowed) if micro >= size), max([size, *allowed]) + 1)
         return next((micro for micro in allowed if micro <= size), 0)
     step = limits.multiple_of or 2 ** max(0, (size // 64).bit_length() - 1)
     return -(-size // step) * step if up else size // step * step

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_batchmem.devices import cgroup
+from lightning_batchmem.devices.host import cpu_quota_cores, memory_headroom_bytes
 
 MIB = 1 << 20
 UNLIMITED_V1 = str(0x7FFFFFFFFFFFF000)
@@ -24,7 +24,7 @@ def membership(tmp_path: Path) -> Path:
 
 
 def headroom_mib(root: Path, membership: Path) -> float | None:
-    headroom_bytes = cgroup.memory_headroom_bytes(root=root, membership=membership)
+    headroom_bytes = memory_headroom_bytes(root=root, membership=membership)
     return None if headroom_bytes is None else headroom_bytes / MIB
 
 
@@ -96,7 +96,7 @@ def test_headroom(
 
 def test_without_control_groups_there_is_no_limit(tmp_path: Path, membership: Path) -> None:
     assert headroom_mib(tmp_path, membership) is None
-    assert cgroup.cpu_quota_cores(root=tmp_path, membership=membership) is None
+    assert cpu_quota_cores(root=tmp_path, membership=membership) is None
 
 
 def test_a_change_of_limit_use_or_group_is_seen(tmp_path: Path, membership: Path) -> None:
@@ -147,4 +147,4 @@ PERIOD_V1 = {"cpu,cpuacct/x/cpu.cfs_period_us": "100000"}
 def test_cpu_quota(tmp_path: Path, membership: Path, line: str, files: dict[str, object], cores: float | None) -> None:
     membership.write_text(f"{line}\n")
     write_files(tmp_path, files)
-    assert cgroup.cpu_quota_cores(root=tmp_path, membership=membership) == cores
+    assert cpu_quota_cores(root=tmp_path, membership=membership) == cores

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from lightning_batchmem.devices import cgroup, host
+from lightning_batchmem.devices import host
 from lightning_batchmem.devices.host import HostMemory, cpu_utilization, peak_can_be_reset
 
 MIB = 1 << 20
@@ -124,7 +124,7 @@ def test_the_budget_is_the_resident_set_and_the_least_room(
     monkeypatch: pytest.MonkeyPatch, group_gib: int | None, room_gib: int
 ) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=7 << 30))
-    monkeypatch.setattr(cgroup, "memory_headroom_bytes", lambda: None if group_gib is None else group_gib << 30)
+    monkeypatch.setattr(host, "memory_headroom_bytes", lambda: None if group_gib is None else group_gib << 30)
     device_memory = HostMemory()
     room_bytes = device_memory.budget_bytes() - device_memory.current().allocated_bytes
     assert room_bytes == pytest.approx(room_gib << 30, abs=4 * MIB)
@@ -173,7 +173,7 @@ def test_cpu_utilization_is_the_share_of_the_usable_cores_since_the_last_call(
     clock = Clock()
     monkeypatch.setattr(host, "time", clock)
     monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda self: [0, 1, 2, 3])
-    monkeypatch.setattr(cgroup, "cpu_quota_cores", lambda: quota)
+    monkeypatch.setattr(host, "cpu_quota_cores", lambda: quota)
     utilization = cpu_utilization()
     assert utilization.key == "cpu_pct"
     for (clock.wall, clock.busy), percent in zip(seconds, percents, strict=True):

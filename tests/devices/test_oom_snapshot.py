@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_batchmem.devices.oom_snapshot import OomSnapshot
+from lightning_batchmem.devices.cuda import OomSnapshot
 
 
 class History:

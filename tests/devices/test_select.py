@@ -7,17 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_batchmem.devices import select
+from lightning_batchmem.devices import device_memory_for, device_name, timer_for, utilization_for
 from lightning_batchmem.devices.cuda import CudaMemory, CudaTimer
 from lightning_batchmem.devices.host import HostMemory
-from lightning_batchmem.devices.select import device_memory_for, device_name, timer_for, utilization_for
 
 CUDA, CPU, MPS = torch.device("cuda", 1), torch.device("cpu"), torch.device("mps")
 
 
 @pytest.mark.parametrize("is_resettable", [True, False])
 def test_the_host_has_a_reader_if_its_peak_can_be_reset(is_resettable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "peak_can_be_reset", lambda: is_resettable)
+    monkeypatch.setattr("lightning_batchmem.devices.peak_can_be_reset", lambda: is_resettable)
     assert isinstance(device_memory_for(CPU), HostMemory) is is_resettable
 
 
@@ -42,7 +41,7 @@ def test_another_device_is_an_error() -> None:
 def test_creating_the_readers_starts_no_cuda_context() -> None:
     script = """if True:
         import torch
-        from lightning_batchmem.devices.select import device_memory_for, timer_for
+        from lightning_batchmem.devices import device_memory_for, timer_for
         device_memory = device_memory_for(torch.device("cuda:0"))
         timer_for(torch.device("cuda:0"))
         device_memory.reset_peak()

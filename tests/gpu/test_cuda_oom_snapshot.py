@@ -11,7 +11,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_batchmem import MemoryProfiler
 from lightning_batchmem.devices import device_memory_for
-from lightning_batchmem.devices.oom_snapshot import OomSnapshot
+from lightning_batchmem.devices.cuda import OomSnapshot
 
 MIB = 1 << 20
 

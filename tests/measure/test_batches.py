@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_batchmem.apply.loaders import LoaderInfo, StageLoaders
 from lightning_batchmem.measure import sample_sizes
-from lightning_batchmem.measure.batches import ProbeBatches, check_worst_case
+from lightning_batchmem.measure.batches import ProbeBatches
 from lightning_batchmem.measure.sample_sizes import MAX_SAMPLES, MAX_SIZES
 
 MIB = 2**20
@@ -327,18 +327,6 @@ def test_the_note_names_the_sizes_and_the_way_out(collate: Any, used: str) -> No
     assert "of 200 the largest has 128 bytes in a batch and the median 32" in note
     assert used in note
     assert 'worst_case="typical"' in note
-
-
-@pytest.mark.parametrize("value", [None, "typical", "longest", len, Numbers])
-def test_valid_worst_cases(value: Any) -> None:
-    check_worst_case(value)
-
-
-@pytest.mark.parametrize("value", ["shortest", 3, True, ["longest"]])
-def test_invalid_worst_cases(value: Any) -> None:
-    message = 'worst_case must be None, "typical", "longest" or a callable that measures a sample, got '
-    with pytest.raises(ValueError, match=message):
-        check_worst_case(value)
 
 
 # Batches

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.measure.compiled import each_size_static
+from lightning_batchmem.measure.step_runner import each_size_static
 from tests.lawful import MIB, Lawful, law
 
 

@@ -8,10 +8,10 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem.apply.loaders import LoaderInfo, StageLoaders
-from lightning_batchmem.devices import MemoryStats
-from lightning_batchmem.measure import worker_memory
+from lightning_batchmem.devices.base import MemoryStats
+from lightning_batchmem.measure import limits
 from lightning_batchmem.measure.batches import ProbeBatches
-from lightning_batchmem.measure.worker_memory import WorkerMemory
+from lightning_batchmem.measure.limits import WorkerMemory
 from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE
 
 KIB = 1024
@@ -48,7 +48,7 @@ class FakeHost:
 
 
 def test_free_host_memory_limits_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_memory, "HostMemory", FakeHost)
+    monkeypatch.setattr(limits, "HostMemory", FakeHost)
     memory = WorkerMemory([stage({"num_workers": 1})])
     assert memory.largest_in_host_memory() == 200
     assert memory.largest_in_host_memory(processes=2) == 100

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.records import MIB, PHASES, LimitedBy, Line, MemoryModel, TimeModel, Trial
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+COUNTS = st.integers(0, 2**50)
+TRIALS = st.builds(
+    Trial,
+    batch_size=st.integers(1, 2**31),
+    outcome=st.sampled_from(["ok", "out_of_memory", "over_limit", "allocator_retry"]),
+    phase_peak_bytes=st.dictionaries(st.sampled_from(PHASES), COUNTS),
+    kind=st.sampled_from(["probe", "rehearsal"]),
+    is_exact=st.booleans(),
+    peak_held_bytes=st.none() | COUNTS,
+    step_seconds=st.none() | st.floats(0, 1e6),
+    error=st.text(),
+)
+LINES = st.builds(Line, FINITE, FINITE, st.integers(1, 100), st.integers(100, 10**7))
+PLANS = st.builds(
+    Plan,
+    batch_size=st.integers(1, 2**31),
+    limited_by=st.sampled_from(get_args(LimitedBy)),
+    verified=st.booleans(),
+    limit_bytes=COUNTS,
+    predicted_peak_bytes=st.none() | COUNTS,
+    measured_peak_bytes=st.none() | COUNTS,
+    held_peak_bytes=st.none() | COUNTS,
+    trials=st.lists(TRIALS, max_size=5).map(tuple),
+    memory=st.none() | st.builds(MemoryModel, st.dictionaries(st.sampled_from(PHASES), LINES, min_size=1)),
+    time=st.none() | st.builds(TimeModel, LINES),
+    reason=st.text(),
+    device=st.text(),
+    accumulate_grad_batches=st.integers(1, 1000),
+    effective_batch_size=st.none() | st.integers(1, 2**40),
+    learning_rate=st.none() | FINITE,
+    notes=st.lists(st.text(), max_size=3).map(tuple),
+)
+PLAN = Plan(
+    batch_size=32,
+    limited_by="memory",
+    verified=True,
+    limit_bytes=200 * MIB,
+    predicted_peak_bytes=164 * MIB,
+    measured_peak_bytes=165 * MIB,
+    trials=(Trial(2, "ok", {"forward": 104 * MIB}), Trial(32, "ok", {"forward": 165 * MIB}, "rehearsal")),
+    memory=MemoryModel({"forward": Line(100 * MIB, 2 * MIB, 2, 32)}),
+    time=TimeModel(Line(0.010, 0.001, 2, 32)),
+    reason="32 samples: the largest size that is predicted to fit.",
+    held_peak_bytes=180 * MIB,
+)
+
+# as version 0.1.0 wrote it
+OLD_LINE = {"intercept": 1048576.0, "slope": 1024.0, "noise": 16.0, "first_batch_size": 2, "last_batch_size": 64}
+OLD_TRIAL = {
+    "batch_size": 64,
+    "outcome": "ok",
+    "phase_peak_bytes": {"forward": 1114112, "backward": 1100000},
+    "noise_bytes": 16,
+    "peak_reserved_bytes": 2097152,
+    "step_seconds": 0.02,
+    "measured_steps": 5,
+    "full_steps": 7,
+    "samples_run": 448,
+    "worker_bytes": 0,
+    "fixed_bytes": 1048576,
+    "loose_share": None,
+    "error": "",
+}
+OLD_PLAN = {
+    "batch_size": 64,
+    "limited_by": "max_batch_size",
+    "verified": True,
+    "limit_bytes": 1073741824,
+    "predicted_peak_bytes": 1114112,
+    "upper_peak_bytes": 1114160,
+    "measured_peak_bytes": 1114112,
+    "trials": [{**OLD_TRIAL, "batch_size": 2}, OLD_TRIAL],
+    "memory": {"lines": {"forward": {**OLD_LINE, "repeatability": 0.1}}, "reserved_ratio": 1.9},
+    "time": {"line": {**OLD_LINE, "repeatability": 0.0}},
+    "reason": "64 samples: max_batch_size is 64.",
+    "device": "host",
+    "accumulate_grad_batches": 2,
+    "effective_batch_size": 128,
+    "learning_rate": None,
+    "learning_rate_before": None,
+    "notes": ["a note"],
+    "evaluation": None,
+    "ranks": 1,
+}
+
+
+@settings(deadline=None, max_examples=50)
+@given(PLANS)
+def test_a_plan_read_from_its_json_is_equal(plan: Plan) -> None:
+    assert Plan.from_json(plan.to_json()) == plan
+    both = replace(plan, evaluation=plan)
+    assert Plan.from_json(both.to_json()) == both
+
+
+def test_a_plan_of_version_0_1_0_is_read() -> None:
+    plan = Plan.from_json(json.dumps({**OLD_PLAN, "evaluation": {**OLD_PLAN, "batch_size": 8}}))
+    assert (plan.batch_size, plan.limited_by, plan.accumulate_grad_batches) == (64, "max_batch_size", 2)
+    assert (plan.measured_peak_bytes, plan.held_peak_bytes, plan.notes) == (1114112, None, ("a note",))
+    assert [trial.batch_size for trial in plan.trials] == [2, 64]
+    assert (plan.trials[1].kind, plan.trials[1].peak_bytes, plan.trials[1].step_seconds) == ("probe", 1114112, 0.02)
+    assert plan.memory == MemoryModel({"forward": Line(1048576.0, 1024.0, 2, 64)})
+    assert plan.evaluation is not None
+    assert plan.evaluation.batch_size == 8
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "batch size 64" in str(plan)
+
+
+def test_unknown_keys_are_ignored() -> None:
+    data = json.loads(PLAN.to_json())
+    for part in (data, data["trials"][0], data["memory"], data["memory"]["lines"]["forward"], data["time"]["line"]):
+        part["of a later version"] = 1
+    assert Plan.from_json(json.dumps(data)) == PLAN
+
+
+@pytest.mark.parametrize("text", ["", "[]", "1", "null", "{}", '{"memory": 3, "time": 1, "evaluation": null}'])
+def test_other_text_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"text must be the JSON of a Plan, got|Expecting value"):
+        Plan.from_json(text)
+
+
+def test_the_text_of_a_plan() -> None:
+    assert str(PLAN) == "\n".join(
+        [
+            "batch size 32, limited by memory, verified by a rehearsal",
+            "  limit     200.0 MiB",
+            "  predicted 164.0 MiB, from the smaller sizes",
+            "  measured  165.0 MiB, 180.0 MiB taken from the device",
+            "  memory    100.0 MiB + 2.0 MiB a sample (forward)",
+            "  time      10 ms + 1 ms a sample",
+            "  tried     2, 32",
+            "  why       32 samples: the largest size that is predicted to fit.",
+        ]
+    )
+
+
+def test_the_text_has_what_else_a_person_should_know() -> None:
+    plan = replace(
+        PLAN,
+        verified=False,
+        limited_by="target_batch_size",
+        ranks=2,
+        accumulate_grad_batches=4,
+        effective_batch_size=256,
+        learning_rate=0.2,
+        learning_rate_before=0.1,
+        notes=("a note",),
+        evaluation=replace(PLAN, batch_size=48),
+    )
+    text = str(plan)
+    assert text.startswith("batch size 32 on each of 2 ranks, limited by target batch size, not verified")
+    for row in (
+        "taken from the device; at most 360.0 MiB on all ranks",
+        "step      256 samples, in 4 batches on each of 2 ranks",
+        "lr        0.2 instead of 0.1",
+        "note      a note",
+        "validation: batch size 48, limited by memory",
+    ):
+        assert row in text
+    assert "  predicted" not in str(replace(PLAN, predicted_peak_bytes=None))
