@@ -44,8 +44,8 @@ from lightning_batchmem.search import BatchSizeSearch
 class BatchFinder(Callback):
     """Compute the batch size before training starts, from a few real steps at small sizes.
 
-    In ``on_fit_start`` it measures the user's training step at growing sizes, fits a line to the peak memory of each
-    phase, computes the size, verifies it with real steps, and restores everything else. Under ``trainer.validate``,
+    In ``on_fit_start`` it measures the user's training step at small sizes, fits a line to the live bytes of each
+    phase, predicts the size, rehearses the training at it, and restores everything else. Under ``trainer.validate``,
     ``test`` and ``predict`` it searches with forward passes, before their loaders are built. A run that resumes from a
     checkpoint continues with the size in the checkpoint.
 
@@ -53,17 +53,19 @@ class BatchFinder(Callback):
         objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest one within 5 % of the
             best samples per second.
         memory_limit: the most memory that this process may hold: bytes (``2e9`` too), a text such as ``"20GiB"``, or a
-            fraction in (0, 1] of what the device can provide to this process. ``None``: all of it.
+            fraction in (0, 1] of what the device can provide to this process. ``None``, and at most: 0.95 of it.
         max_batch_size: the largest size to consider, in samples.
         min_batch_size: the smallest size to consider, in samples; ``None``: 2 (one sample is an error to BatchNorm).
-        multiple_of: sizes are rounded down to a multiple of it; ``None``: sizes of 64 and more to a multiple of 8.
+        multiple_of: sizes are rounded down to a multiple of it; ``None``: to the largest power of two that is
+            at most a 64th of the size.
         batch_arg_name: the attribute of the module, its hparams, the datamodule or its hparams that holds the size.
         eval_batch_arg_name: the attribute that holds the size of validation (and of ``validate``, ``test`` and
             ``predict``), which has a search itself then. ``None``: validation is a phase of the search for training, at
             the size that its loaders have there.
         worst_case: which samples the search uses: ``"typical"`` spreads them over the data set, ``"longest"`` takes the
-            largest one (of the first 10,000, or as many spread over a larger set), a callable returns the size of a
-            sample. ``None``: chosen automatically.
+            largest one (of up to 10,000), a callable returns the size of a sample. ``None``: if samples differ in size,
+            the largest one where the collate function pads, and samples as in the largest of 1,000 random batches where
+            it concatenates.
         target_batch_size: samples per optimizer step over all ranks: sets ``accumulate_grad_batches``, and a batch size
             that divides it. ``None``: accumulation stays as the Trainer has it.
         lr_scaling: ``"linear"`` or ``"sqrt"``: multiply the ``lr`` or ``learning_rate`` of the module by the ratio of
@@ -77,7 +79,7 @@ class BatchFinder(Callback):
 
     Raises:
         ValueError: for an argument out of range, and at ``fit`` for a project whose batch size cannot be set.
-        RuntimeError: at ``fit`` when no size fits, or when the measurements fit no line.
+        RuntimeError: at ``fit`` when no size fits.
 
     Example:
         >>> from lightning.pytorch import Trainer

@@ -22,9 +22,9 @@ _SENTENCES = {
     " batch to batch, or use a smaller batch size in this DataLoader{finder}.",
     "nearly full": "The peak, {peak}, is above 95% of the {limit} that this process may hold. Use a smaller"
     " batch{finder}, or recompute activations (torch.utils.checkpoint).",
-    "prediction": "The peak in step {number} ({batch_size} samples), {peak}, is above the plan of BatchFinder, which"
-    " allows {allowed}. Look for memory that the search did not see (longer samples: worst_case; work in every N-th"
-    " step; layers unfrozen later), or search again with a lower memory_limit.",
+    "prediction": "The peak in step {number} ({batch_size} samples), {peak}, is above {allowed}, the most that"
+    " BatchFinder's plan predicts. Look for memory that the search did not see (longer samples: worst_case; work in"
+    " every N-th step; layers unfrozen later), or search again with a lower memory_limit.",
     "data": "{share:.0%} of the last {seconds:.0f} s ({steps} steps) passed before the next batch arrived{busy}. Use"
     " more num_workers with persistent_workers=True, and pin_memory=True on a GPU, or move work out of the data set.",
 }
@@ -138,6 +138,9 @@ class Prediction:
         self._model = MemoryModel(training) if training and sizes else None
         self._bound = MemoryModel(lines) if self._is_host else self._model  # the heap keeps memory of evaluation
         self._smallest, self._largest = min(sizes, default=0), _MAX_EXTRAPOLATION * max(sizes, default=0)
+        # the lines are live bytes, and the profiler reads the resident set of the host, which is larger
+        beyond = (trial.held_bytes - trial.peak_bytes for trial in plan.trials if trial.outcome == "ok")
+        self._beyond_bytes = max(beyond, default=0) if self._is_host else 0
         self._allowed_bytes: dict[int, float] = {}
 
     def peak_bytes(self, batch_size: int | None) -> int | None:
@@ -149,6 +152,8 @@ class Prediction:
     def allowed_bytes(self, batch_size: int | None) -> float | None:
         """The highest peak that agrees with the plan: the prediction plus a share of its growth from size 0.
 
+        On the host, plus what the search held beyond live bytes.
+
         None in the first step of each size, in which libraries allocate memory once (pytorch/pytorch#15872). Below the
         measured sizes the line may be too low, so the smallest of these counts. On the host the largest batch so far
         counts, because the heap keeps its memory.
@@ -156,7 +161,7 @@ class Prediction:
         if batch_size is None or batch_size in self._allowed_bytes:
             return None if batch_size is None else self._allowed_bytes[batch_size]
         if self.peak_bytes(batch_size) is not None and self._bound is not None:
-            peak_bytes = self._bound.predict_bytes(max(self._smallest, batch_size))
+            peak_bytes = self._bound.predict_bytes(max(self._smallest, batch_size)) + self._beyond_bytes
             growth_bytes = peak_bytes - self._bound.predict_bytes(0)
             tolerance = _TOLERANCE["host" if self._is_host else "device"] * growth_bytes
             self._allowed_bytes[batch_size] = peak_bytes + max(self._granularity_bytes, tolerance)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -158,10 +159,18 @@ def test_the_alert_for_a_step_above_the_plan() -> None:
     one = alerts(plan=plan())
     assert is_above(one, 100, 210 * MIB)
     assert (
-        "step 60 (100 samples), 210.0 MiB, is above the plan of BatchFinder, which allows 205.0 MiB"
+        "step 60 (100 samples), 210.0 MiB, is above 205.0 MiB, the most that BatchFinder's plan predicts"
         in (one.issued["prediction"])
     )
     assert one.step(step(61, 100, 10**15), None) == []
+
+
+@pytest.mark.parametrize(("device", "allowed_mib"), [("cuda", 205), ("host", 200 + 60 + 0.3 * 160)])
+def test_the_resident_set_may_exceed_the_live_bytes_as_in_the_search(device: str, allowed_mib: float) -> None:
+    held = Trial(100, "ok", {"backward": 200 * MIB}, "rehearsal", peak_held_bytes=260 * MIB)
+    one = replace(plan(device=device), trials=(held,))
+    assert not is_above(alerts(plan=one), 100, allowed_mib * MIB)
+    assert is_above(alerts(plan=one), 100, allowed_mib * MIB + 1)
 
 
 @pytest.mark.parametrize(("device", "above"), [("cuda", True), ("host", False)])
