@@ -70,6 +70,16 @@ class TrialRunner:
         """Whether the steps train."""
         return self._training is not None
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the trials could not measure."""
+        if not self._runner.has_idle_optimizer:
+            return ()
+        return (
+            "An optimizer did not step in the first 20 steps, so its state is not part of the measured memory."
+            " Lower memory_limit to leave room for it.",
+        )
+
     def current_bytes(self) -> int:
         """Live bytes at this moment."""
         return self._runner.current_bytes()
