@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
+from torch.utils._python_dispatch import TorchDispatchMode  # documented; public only under this name (2.5 to 2.13)
 
 from lightning_batchmem._lightning.strategies import processes_on_node
 from lightning_batchmem.devices.base import DeviceMemory
@@ -85,11 +86,6 @@ class Ranks:
         yield
         self._in_collective_step = False  # not after an error: see :meth:`report`
 
-    def collective_count(self) -> int:
-        """How many collectives the process group has run, to detect those of the user's own steps."""
-        group: Any = torch.distributed.group.WORLD if self.size > 1 else None
-        return 0 if group is None else int(group._get_sequence_number_for_group())  # private in torch 2.5 to 2.13
-
     def _gather(self, failure: str | None, value: Any) -> list[Any]:
         rows: list[Any] = [None] * self.size
         try:
@@ -97,6 +93,26 @@ class Ranks:
         except RuntimeError as error:  # gloo and NCCL have no error class for a peer that is gone
             raise RankFailedError(f"another rank ended without a message; rank {self.rank} waited for it") from error
         return rows
+
+
+class CollectiveDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises an error at the first collective of ``torch.distributed`` instead of running it; no rank waits in it then.
+
+    Attributes:
+        found: whether there was one, even if the error was caught.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.found = True
+            raise RuntimeError(f"BatchFinder ends its first step at {func}, which other ranks would have to reach too.")
+        return func(*args, **(kwargs or {}))
 
 
 def own_budget_bytes(device: DeviceMemory, trainer: Trainer) -> int:

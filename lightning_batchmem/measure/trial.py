@@ -17,7 +17,7 @@ from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.measure.compiled import forget_compiled, was_compiled
 from lightning_batchmem.measure.live_bytes import LiveStorages
 from lightning_batchmem.measure.phases import StepPeaks
-from lightning_batchmem.measure.ranks import Ranks
+from lightning_batchmem.measure.ranks import CollectiveDetector, Ranks
 from lightning_batchmem.measure.step_runner import PhaseCallback, StepRecords, StepRunner
 from lightning_batchmem.measure.steps import EvaluationSteps, Steps, TrainingSteps
 from lightning_batchmem.plan.records import Outcome, Trial, TrialKind
@@ -74,6 +74,22 @@ class TrialRunner:
     def current_bytes(self) -> int:
         """Live bytes at this moment."""
         return self._runner.current_bytes()
+
+    def calls_collectives(self, batch_size: int) -> bool:
+        """Whether the user's own steps exchange data between ranks; such a step ends there, before the exchange."""
+        detector = CollectiveDetector()
+        for steps in (self._training, self._evaluation):
+            if steps is None or detector.found:
+                continue
+            try:
+                with without_synchronisation(self._trainer), detector:
+                    self._runner.series(steps, batch_size, StepRecords(steps), self._one_step)
+            except Exception as error:  # out of memory has many types; the first probe reports it
+                if not detector.found and not is_out_of_memory(error):
+                    raise
+                _let_go(error)
+                steps.let_go()
+        return detector.found
 
     def probe(self, batch_size: int) -> Trial:
         """Run a few steps and measure the peak of each phase."""
