@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -198,6 +199,7 @@ def run_case(case: Case, directory: Path, ranks: int) -> dict[str, Any]:
 
 def run_rank(cases: dict[str, Case], directory: Path, rank: int, ranks: int, port: int) -> None:
     """Run the cases one after the other; an error of a single case is part of the result."""
+    gc.freeze()  # the search collects garbage often, and half a million objects of torch are not part of it
     output = os.open(directory / f"{rank}.out", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -54,7 +55,14 @@ class Ranks:
         trials = self.exchange(trial)
         if len({one.batch_size for one in trials}) > 1:
             raise RuntimeError("BatchFinder's ranks ran different batch sizes; please report this as a bug.")
-        return trial if self.size == 1 else Trial.worst_of(trials)
+        if self.size == 1:
+            return trial
+        return Trial.worst_of(
+            [
+                replace(one, error=f"on rank {rank}: {one.error}") if one.error else one
+                for rank, one in enumerate(trials)
+            ]
+        )
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
@@ -80,11 +88,18 @@ class Ranks:
                 self._gather(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__, None)
 
     @contextmanager
-    def collective_step(self) -> Iterator[None]:
-        """Steps that all ranks take together."""
+    def collective_step(self, batch_size: int) -> Iterator[None]:
+        """Steps that all ranks take together; after an error this rank ends without a further exchange."""
         self._in_collective_step = True
-        yield
-        self._in_collective_step = False  # not after an error: see :meth:`report`
+        try:
+            yield
+        except Exception as error:
+            error.add_note(
+                f"BatchFinder: in a step of {batch_size} samples that all ranks take together. If a rank ran out of"
+                " memory, lower memory_limit."
+            )
+            raise
+        self._in_collective_step = False
 
     def _gather(self, failure: str | None, value: Any) -> list[Any]:
         rows: list[Any] = [None] * self.size

@@ -149,7 +149,7 @@ class TrialRunner:
     def synchronized_step(self, batch_size: int) -> int:
         """Run a step in which the ranks exchange gradients, and return what was held at its peak."""
         record = StepRecords(self._main)
-        with self._ranks.collective_step():
+        with self._ranks.collective_step(batch_size):
             self._runner.series(self._main, batch_size, record, self._two_steps)
         return max(record.held_bytes)
 
@@ -160,12 +160,10 @@ class TrialRunner:
         alone: AbstractContextManager[None] = without_synchronisation(self._trainer)
         handles = self._callback.watch(self._trainer.optimizers)
         try:
-            with self._ranks.collective_step() if self.is_collective else alone:
+            with self._ranks.collective_step(batch_size) if self.is_collective else alone:
                 outcome = run(record)
         except Exception as error:  # out of memory has many types; every other error is raised again
             if not is_out_of_memory(error) or self.is_collective:
-                if self.is_collective:
-                    error.add_note(f"BatchFinder: in a step of {batch_size} samples that all ranks take together")
                 raise
             record.error = _let_go(error)
         finally:

@@ -187,7 +187,7 @@ def same_plan(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """The plan of all ranks, which they train with."""
     plans = [one.get("plan") or one for one in of_ranks]
     assert all(plan == plans[0] for plan in plans), plans
-    assert all({plans[0]["batch_size"]} >= set(one["left"]["sizes"][:2]) for one in of_ranks)
+    assert {(one["left"]["sizes"] or one["left"]["evaluated"])[0] for one in of_ranks} == {plans[0]["batch_size"]}
     return plans[0]  # type: ignore[no-any-return]
 
 
