@@ -210,8 +210,9 @@ class BatchSizeSearch:
             stage.setting.write(step.batch_size)
             if not trials and self._ranks.size > 1 and not runner.is_collective:
                 runner.is_collective = any(self._ranks.exchange(runner.calls_collectives(step.batch_size)))
-                self._restart(stage.start)  # the step may not have been complete
-                stage.setting.write(step.batch_size)
+                if runner.is_collective:  # a step has ended before its first collective
+                    self._restart(stage.start)
+                    stage.setting.write(step.batch_size)
             if step.kind == "probe":
                 trial = runner.probe(step.batch_size)
             else:

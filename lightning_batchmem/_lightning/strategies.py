@@ -1,4 +1,4 @@
-"""What a search has to know of the strategy that a Trainer runs on. Read in lightning 2.5.0 and 2.6.6."""
+"""The strategy of a Trainer: which ones can be searched, and steps without exchange. Read in lightning 2.5.0 and 2.6.6."""
 
 from __future__ import annotations
 
@@ -18,27 +18,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def check_strategy(trainer: Trainer) -> None:
-    """Refuse, before any step, a strategy whose engine a search could not put back.
-
-    Raises:
-        ValueError: for any but a single device, DDP and ModelParallelStrategy (FSDP2).
-    """
+    """Raise ``ValueError`` for any strategy but a single device, DDP and ModelParallelStrategy (FSDP2)."""
     strategy = trainer.strategy
     if isinstance(strategy, DeepSpeedStrategy):  # a subclass of DDPStrategy
         raise ValueError(
-            "strategy must not be DeepSpeedStrategy for BatchFinder: its engine takes the batch size when it is made,"
-            " and cannot be made again, nor its optimizer. Set train_micro_batch_size_per_gpu by hand, found with"
-            " strategy=ModelParallelStrategy() (FSDP2) for instance, which shards alike"
+            "strategy must not be DeepSpeedStrategy for BatchFinder, because its engine and optimizer cannot be made"
+            " again for another size. Search once with ModelParallelStrategy (FSDP2), which shards in the same way, and"
+            " set train_micro_batch_size_per_gpu to the result."
         )
     if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy):
         raise ValueError(
             "strategy must be that of a single device, DDP or ModelParallelStrategy (FSDP2) for BatchFinder, got"
-            f" {type(strategy).__name__}; search once with one of them and set the size it finds"
+            f" {type(strategy).__name__}. Search once with one of them and set the resulting size."
         )
 
 
 def steps_are_collective(trainer: Trainer) -> bool:
-    """Whether a rank cannot take a step by itself: parameters are sharded, or BatchNorm speaks to the other ranks."""
+    """Whether a rank cannot take a step alone: parameters are sharded, or SyncBatchNorm exchanges statistics."""
     if trainer.world_size == 1:
         return False
     is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
@@ -52,12 +48,11 @@ def is_synchronised(trainer: Trainer) -> bool:
 
 @contextmanager
 def without_synchronisation(trainer: Trainer) -> Iterator[None]:
-    """Let steps stay on their rank: no gradients or buffers are exchanged, nor what modules log or gather.
+    """Run steps without any exchange through the strategy: of gradients, buffers, and logged or gathered values.
 
-    DDP's wrapper stays alive beside the module that it wraps, with all that it holds (its buckets are as large as the
-    gradients). ``no_sync`` would exchange buffers in the first forward (torch 2.5.1 and 2.13). What goes through the
-    strategy (``self.log(sync_dist=True)``, ``self.all_gather``) is answered as if all ranks had the same. Collectives
-    that a step calls by itself (``torch.distributed``) are not seen.
+    DDP's wrapper and its buckets, which are as large as the gradients, stay in memory. ``no_sync`` would exchange
+    buffers in the first forward pass (torch 2.5.1 and 2.13). ``self.log(sync_dist=True)`` and ``self.all_gather``
+    return what they would if all ranks had the same value. Direct calls of ``torch.distributed`` still run.
     """
     strategy, wrapper = trainer.strategy, trainer.strategy.model
     if trainer.world_size == 1:
@@ -75,9 +70,9 @@ def without_synchronisation(trainer: Trainer) -> Iterator[None]:
         strategy.model = wrapper
 
 
-@cache  # the same functions each time: a value that is logged again has to be reduced by the same as before
+@cache  # the same functions each time: Lightning requires that a value is logged with the same reduction again
 def _alone(world_size: int) -> dict[str, Callable[..., Any]]:
-    """The strategy's collectives on ranks that all have the same."""
+    """The strategy's collectives for ranks that all have the same values."""
 
     def reduce(tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         is_sum = reduce_op == ReduceOp.SUM or str(reduce_op).lower() == "sum"
@@ -95,20 +90,20 @@ def _alone(world_size: int) -> dict[str, Callable[..., Any]]:
 
 
 def wrap_again(trainer: Trainer) -> None:
-    """Make DDP's wrapper anew, as ``DDPStrategy.setup`` does; every rank has to call it.
+    """Create a new DDP wrapper, as ``DDPStrategy.setup`` does; every rank must call it.
 
-    After its first synchronised step a wrapper has its buckets in the order in which the gradients came: other sums.
+    In its first synchronized step a wrapper orders its buckets by the arrival of the gradients, which changes sums.
     """
     strategy = trainer.strategy
     if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):
         strategy.model = _module_of(trainer)
-        gc.collect()  # the old one and its hooks are gone before the new one takes as much
-        strategy._pl_static_graph_delay_done = False  # what 2.6 notes of the wrapper; 2.5.0 does not have it
+        gc.collect()  # frees the old wrapper and its hooks before the new one takes as much memory
+        strategy._pl_static_graph_delay_done = False  # an attribute of 2.6; 2.5.0 does not have it
         strategy.configure_ddp()
 
 
 def processes_on_node(trainer: Trainer) -> int:
-    """How many ranks share the memory of this host."""
+    """Number of ranks that share the memory of this host."""
     return max(1, int(getattr(trainer.strategy, "num_processes", 1)))
 
 

@@ -124,7 +124,7 @@ class CollectiveDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
             self.found = True
             raise RuntimeError(f"BatchFinder ends its first step at {func}, which other ranks would have to reach too.")
         return func(*args, **(kwargs or {}))

@@ -137,6 +137,7 @@ TWO_RANKS: dict[str, Case] = {
     "error on rank 0": {"budgets": [400, 400], "fails": fails("ValueError", "backward", 8, rank=0)},
     "error on rank 1": {"budgets": [400, 400], "fails": fails("ValueError", "optimizer", 8)},
     "error in the first step": {"collectives": True, "budgets": [400, 400], "fails": fails("ValueError", "forward", 1)},
+    "error before the search": {"budgets": [400, 400], "fails": fails("ValueError", "configure_optimizers", 0)},
     "exchanges": {"budgets": [400, 400], "exchanges": True, "validates": True, "more_on_rank_1": 300},
     "collectives": {"budgets": [400, 300], "collectives": True},
     "target": {
@@ -229,7 +230,8 @@ def test_no_size_fits_on_one_rank(seen):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "rank"), [("error on rank 0", 0), ("error on rank 1", 1), ("error in the first step", 1)]
+    ("case", "rank"),
+    [("error on rank 0", 0), ("error on rank 1", 1), ("error in the first step", 1), ("error before the search", 1)],
 )
 def test_an_error_between_steps_reaches_the_other_rank(seen, case: str, rank: int):
     own, other = seen[case][rank]["error"], seen[case][1 - rank]["error"]
@@ -294,6 +296,13 @@ def test_out_of_memory_in_a_collective_step_ends_both_ranks(launch, case: Case):
     assert "RankFailedError" not in output[1]
     assert "CUDA out of memory (made up)" in output[1]
     assert "that all ranks take together" in output[1]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_between_steps_ends_the_other(launch):
+    codes, _, output = launch({"case": {"budgets": [400, 400], "ends": True, "fails": fails("SIGKILL", "backward", 8)}})
+    assert codes == [1, -signal.SIGKILL]
+    assert "RankFailedError: another rank ended without a message; rank 0 waited for it" in output[0]
 
 
 SCRIPT = [str(ROOT / "tests" / "search_ranks.py")]
