@@ -26,7 +26,6 @@ from lightning_batchmem import BatchFinder
 from tests.conftest import FakeDevice
 
 MIB = 2**20
-SAMPLES = 600
 Case = dict[str, Any]
 _real_device_memory_for = batch_finder.device_memory_for
 _devices: list[FakeDevice] = []
@@ -38,14 +37,13 @@ class Data(LightningDataModule):
     def __init__(self, batch_size: int) -> None:
         super().__init__()
         self.batch_size = batch_size
-        x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(600, 8, generator=torch.Generator().manual_seed(0))
         self.dataset = TensorDataset(x, x.sum(1, keepdim=True))
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.dataset, batch_size=self.batch_size, shuffle=True)
 
-    def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.dataset, batch_size=self.batch_size)
+    val_dataloader = train_dataloader
 
 
 class Net(LightningModule):
@@ -56,8 +54,6 @@ class Net(LightningModule):
         self.case, self.lr, self.size = case, 0.01, 0
         self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
         self.unused = nn.Linear(8, 1) if case.get("ddp", {}).get("find_unused_parameters") else None
-        if not case.get("validates"):
-            self.validation_step = None  # type: ignore[assignment,method-assign]
 
     def configure_model(self) -> None:
         if self.case.get("strategy") == "fsdp2":
@@ -69,22 +65,17 @@ class Net(LightningModule):
 
     def fail(self, where: str) -> None:
         fails = self.case.get("fails", {})
-        if where != fails.get("where") or self.global_rank != fails.get("rank", 1) or self.size < fails["size"]:
+        if (fails.get("where"), fails.get("rank", 1)) != (where, self.global_rank) or self.size < fails["size"]:
             return
         if fails.get("synchronized") and not isinstance(self.trainer.strategy.model, DistributedDataParallel):
             return
         (Path(self.trainer.default_root_dir) / "failed_at").write_text(str(time.time()))
-        match fails["error"]:
-            case "OutOfMemoryError":
-                raise torch.cuda.OutOfMemoryError("CUDA out of memory (made up)")
-            case "ValueError":
-                raise ValueError("the user's own error")
-            case name:
-                os.kill(os.getpid(), getattr(signal, name))
+        if fails["error"] == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise {"ValueError": ValueError, "OutOfMemoryError": torch.cuda.OutOfMemoryError}[fails["error"]]("made up")
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.size = len(batch[0])
-        self.use_memory()
+        self.use_memory(len(batch[0]))
         self.fail("forward")
         loss = nn.functional.mse_loss(self.layers(batch[0]), batch[1])
         if self.case.get("exchanges"):  # through Lightning
@@ -96,15 +87,15 @@ class Net(LightningModule):
             loss.register_hook(lambda gradient: self.fail("backward"))
         return loss
 
-    def use_memory(self) -> None:
-        more = self.case.get("more_on_rank_1", 0) if self.global_rank == 1 and self.size > 50 else 0
+    def use_memory(self, size: int) -> None:
+        self.size = size
+        more = self.case.get("more_on_rank_1", 0) if self.global_rank == 1 and size > 50 else 0
         for device in _devices:
-            device.use((100 + self.size + more) * MIB)
+            device.use((100 + size + more) * MIB)
             device.free()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.size = len(batch[0])
-        self.use_memory()
+        self.use_memory(len(batch[0]))
         self.log("val/loss", nn.functional.mse_loss(self.layers(batch[0]), batch[1]), sync_dist=True)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -113,36 +104,27 @@ class Net(LightningModule):
     def configure_optimizers(self) -> Any:
         self.fail("configure_optimizers")
         optimizer = torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=self.lr)
-        if not self.case.get("scheduled"):
-            return optimizer
         steps = int(self.trainer.estimated_stepping_batches)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
 class Recorder(Callback):
-    """Sizes and data of the run itself, without the search."""
+    """The batches of the run itself, without the search."""
 
     def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.evaluated: list[int] = []
         self.batches: list[torch.Tensor] = []
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.sizes.append(len(batch[0]))
-        self.batches += batch
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.batches.append(batch[0])
 
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
-        self.evaluated.append(len(batch[0]))
+    on_validation_batch_end = on_train_batch_end
 
 
 def digest(tensors: list[Any]) -> str:
-    """A hash of the tensors' bytes; of this rank's shards under FSDP2."""
-    found = hashlib.sha256()
-    for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        found.update(local.detach().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()
+    """A hash of the tensors; of this rank's shards under FSDP2."""
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    return hashlib.sha256(b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in local)).hexdigest()
 
 
 def run_case(case: Case, directory: Path, ranks: int) -> dict[str, Any]:
@@ -152,49 +134,44 @@ def run_case(case: Case, directory: Path, ranks: int) -> dict[str, Any]:
     (directory / f"{rank}.pid").write_text(str(os.getpid()))
     _devices.clear()
     batch_finder.device_memory_for = _real_device_memory_for
-    if budgets := case.get("budgets"):
+    if budgets := case.get("budgets", [400] * ranks):
         _devices.append(FakeDevice(budget_bytes=budgets[rank] * MIB))
         batch_finder.device_memory_for = lambda device: _devices[0]  # type: ignore[assignment,return-value]
     seed_everything(7, verbose=False)
     finder, recorder = BatchFinder(**case.get("finder", {})), Recorder()
     callbacks: list[Callback] = [recorder, finder] if case.get("search", True) else [recorder]
     if case.get("saves"):
-        callbacks.append(ModelCheckpoint(directory, filename="last", every_n_train_steps=2))
-    sharded = case.get("strategy") == "fsdp2"
+        callbacks.append(ModelCheckpoint(directory, "last", every_n_train_steps=2))
+    sharded = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     trainer = Trainer(
         accelerator="cpu",
         devices=ranks,
-        strategy=ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
-        if sharded
-        else DDPStrategy(process_group_backend="gloo", **case.get("ddp", {})),
-        max_steps=case.get("steps", 3),
+        strategy=sharded if case.get("strategy") == "fsdp2" else DDPStrategy(**case.get("ddp", {})),
         callbacks=callbacks,
         logger=False,
         default_root_dir=directory,
         enable_checkpointing=bool(case.get("saves")),
         enable_progress_bar=False,
         enable_model_summary=False,
-        **case.get("trainer", {}),
+        **{"max_steps": 3, "limit_val_batches": 0, **case.get("trainer", {})},
     )
     module, data = Net(case), Data(case.get("batch_size", 4))
     if case.get("entry") == "validate":
         trainer.validate(module, data, verbose=False)
     else:
-        resumed = directory / "last.ckpt" if case.get("resumes") else None
-        trainer.fit(module, data, ckpt_path=resumed)
+        trainer.fit(module, data, ckpt_path=directory / "last.ckpt" if case.get("resumes") else None)
     states = [state for optimizer in trainer.optimizers for state in optimizer.state_dict()["state"].values()]
     return {
         "plan": json.loads(finder.plan.to_json()) if finder.plan else None,
         "releases": sum(device.num_releases for device in _devices),
+        "sizes": [len(batch) for batch in recorder.batches],
+        "batches": digest(recorder.batches),
         "left": {
-            "sizes": recorder.sizes,
-            "evaluated": recorder.evaluated,
             "steps": trainer.global_step,
             "parameters": digest([*module.parameters(), *module.buffers()]),
             "moments": digest([value for state in states for value in state.values() if hasattr(value, "shape")]),
             "random": digest([torch.get_rng_state()]),
         },
-        "batches": digest(recorder.batches),
     }
 
 

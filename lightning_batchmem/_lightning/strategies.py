@@ -1,4 +1,4 @@
-"""The strategy of a Trainer: which ones can be searched, and steps without exchange. Read in lightning 2.5.0 and 2.6.6."""
+"""Strategies that can be searched, and steps without exchange. Read in lightning 2.5.0 and 2.6.6."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from lightning.pytorch.strategies import (
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
-
 from torch.nn import BatchNorm1d, Module, SyncBatchNorm
 
 from lightning_batchmem._lightning.strategies import check_strategy, steps_are_collective
