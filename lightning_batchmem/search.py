@@ -164,7 +164,7 @@ class BatchSizeSearch:
             if not trials and self._ranks.size > 1 and not runner.is_collective:
                 runner.is_collective = any(self._ranks.exchange(runner.calls_collectives(step.batch_size)))
                 if runner.is_collective:  # a step has ended before its first collective
-                    self._restart(stage.start)
+                    self._attempts.restart(stage.start)
                     stage.setting.write(step.batch_size)
             if step.kind == "probe":
                 trial = runner.probe(step.batch_size)
