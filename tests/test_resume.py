@@ -10,15 +10,18 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_batchmem import BatchFinder
-from tests.lawful import MIB, Lawful, Sizes, law
+from tests.lawful import MIB, SAMPLES, Lawful, Sizes, found_size, law
+
+BUDGET = 500 * MIB
+FOUND, SMALLER = found_size(BUDGET), found_size(300 * MIB)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used")  # the saver
 
 
 @pytest.fixture
 def checkpoint(fit: Any, fake_device: Any, tmp_path: Path) -> Path:
-    """Of a run that searched: 400 samples under 500 MiB."""
-    return save(fit, fake_device(budget_bytes=500 * MIB), tmp_path, BatchFinder())
+    """Of a run that searched."""
+    return save(fit, fake_device(budget_bytes=BUDGET), tmp_path, BatchFinder())
 
 
 def save(fit: Any, device_memory: Any, folder: Path, callback: Any) -> Path:
@@ -42,25 +45,30 @@ def test_the_plan_in_the_checkpoint_is_plain(checkpoint: Path) -> None:
             check(inner)
 
     check(saved)
-    assert saved["plan"]["batch_size"] == 400
+    assert saved["plan"]["batch_size"] == FOUND
 
 
 def test_a_resumed_run_continues_with_the_plan_without_a_search(fit: Any, fake_device: Any, checkpoint: Path) -> None:
-    finder, device_memory = BatchFinder(), fake_device(budget_bytes=500 * MIB)
+    finder, device_memory = BatchFinder(), fake_device(budget_bytes=BUDGET)
     module, _ = resume(fit, device_memory, checkpoint, finder)
     assert finder.plan is not None
-    assert finder.plan.batch_size == module.batch_size == 400
-    assert module.sizes == [400] * 12 + [200]  # no step but those of the second epoch
+    assert finder.plan.batch_size == module.batch_size == FOUND
+    assert module.sizes == [FOUND] * (SAMPLES // FOUND) + [SAMPLES % FOUND]  # no step but those of the second epoch
     device_memory.budget = 300 * MIB
     fit(module, finder, device_memory)  # does not resume, and so searches
-    assert module.batch_size == 200
+    assert module.batch_size == SMALLER
 
 
 @pytest.mark.parametrize(
     ("arguments", "trainer", "budget_mib", "changed"),
     [
-        ({}, {}, 300, "it held 499.0 MiB and the limit is 300.0 MiB. search_on_resume=True searches again."),
-        ({}, {}, 1000, "the limit was 500.0 MiB and is 1,000.0 MiB"),
+        (
+            {},
+            {},
+            300,
+            f"it held {law(FOUND) / MIB} MiB and the limit is 285.0 MiB. search_on_resume=True searches again.",
+        ),
+        ({}, {}, 1000, "the limit was 475.0 MiB and is 950.0 MiB"),
         ({"max_batch_size": 100}, {}, 500, "max_batch_size was None and is 100"),
         ({"multiple_of": 4}, {"accumulate_grad_batches": 3}, 500, "multiple_of was None and is 4"),
     ],
@@ -70,9 +78,9 @@ def test_changed_conditions_are_a_warning(
 ) -> None:
     device_memory = fake_device(budget_bytes=10**4 * MIB)
     device_memory.budget_bytes = lambda: budget_mib * MIB  # steps above it do not fail
-    with pytest.warns(UserWarning, match=f"continues with batch size 400 of the checkpoint, although {changed}"):
+    with pytest.warns(UserWarning, match=f"continues with batch size {FOUND} of the checkpoint, although {changed}"):
         module, run = resume(fit, device_memory, checkpoint, BatchFinder(**arguments), **trainer)
-    assert module.batch_size == 400
+    assert module.batch_size == FOUND
     assert run.accumulate_grad_batches == trainer.get("accumulate_grad_batches", 1)
 
 
@@ -81,18 +89,18 @@ def test_another_device_is_a_warning(
 ) -> None:
     monkeypatch.setattr("lightning_batchmem.batch_finder.device_name", lambda device: "abacus")
     with pytest.warns(UserWarning, match="although it was found on host and this is abacus"):
-        resume(fit, fake_device(budget_bytes=500 * MIB), checkpoint, BatchFinder())
+        resume(fit, fake_device(budget_bytes=BUDGET), checkpoint, BatchFinder())
 
 
 def test_a_search_on_request(fit: Any, fake_device: Any, checkpoint: Path) -> None:
     module, _ = resume(fit, fake_device(budget_bytes=300 * MIB), checkpoint, BatchFinder(search_on_resume=True))
-    assert module.batch_size == 200
+    assert module.batch_size == SMALLER
 
 
 def test_a_checkpoint_without_a_plan_leads_to_a_search(fit: Any, fake_device: Any, tmp_path: Path) -> None:
-    device_memory = fake_device(budget_bytes=500 * MIB)
+    device_memory = fake_device(budget_bytes=BUDGET)
     module, _ = resume(fit, device_memory, save(fit, device_memory, tmp_path, Sizes()), BatchFinder())
-    assert module.batch_size == 400
+    assert module.batch_size == FOUND
 
 
 def test_a_strategy_that_restores_late_searches_again_with_a_warning(
@@ -100,11 +108,13 @@ def test_a_strategy_that_restores_late_searches_again_with_a_warning(
 ) -> None:
     late = "lightning.pytorch.strategies.SingleDeviceStrategy.restore_checkpoint_after_setup"
     monkeypatch.setattr(late, True, raising=False)
-    with pytest.warns(UserWarning, match=r"searched again and uses batch size 200, .* \(batch size 400\) after"):
+    with pytest.warns(
+        UserWarning, match=rf"searched again and uses batch size {SMALLER}, .* \(batch size {FOUND}\) after"
+    ):
         module, _ = resume(fit, fake_device(budget_bytes=300 * MIB), checkpoint, BatchFinder())
-    assert module.batch_size == 200
+    assert module.batch_size == SMALLER
 
 
 def test_a_project_without_a_place_for_the_size(fit: Any, fake_device: Any, checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="got 'size', which none of them has"):
-        resume(fit, fake_device(budget_bytes=500 * MIB), checkpoint, BatchFinder(batch_arg_name="size"))
+        resume(fit, fake_device(budget_bytes=BUDGET), checkpoint, BatchFinder(batch_arg_name="size"))

@@ -253,6 +253,8 @@ class _SearchState:
             steps = self.policy.step_down
             shrink = steps[min(len(self.failed), len(steps)) - 1]
             size = min(size, self._rounded(int(self.failed_size * (1 - shrink))))
+            if len(self.failed) >= len(steps):  # the prediction is far too large: search in between
+                size = min(size, self._rounded(math.isqrt(self.largest.batch_size * int(self.failed_size))))
         return max(size, self.lowest)
 
     def _climb(self, candidate: int) -> NextSize | LimitedBy:
