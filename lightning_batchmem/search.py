@@ -15,9 +15,9 @@ from rich.console import Console
 from lightning_batchmem._lightning.data_source import attach_loaders, validation_loop, validation_source
 from lightning_batchmem._lightning.hooks import configure_optimizers_again, freeze_schedulers
 from lightning_batchmem._lightning.module_state import ModuleState
-from lightning_batchmem._lightning.namespace import in_every_package
 from lightning_batchmem._lightning.run_step import EvaluationLoop, begin_training
 from lightning_batchmem._lightning.strategies import (
+    in_every_package,
     is_synchronised,
     steps_are_collective,
     wrap_again,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -78,6 +78,49 @@ def test_a_limit_above_the_budget_is_a_warning(fit: Any, fake_device: Any) -> No
         fit(Lawful(device_memory, lambda size: size * MIB), BatchFinder(memory_limit=200 * MIB), device_memory)
 
 
+def test_a_limit_below_what_the_process_holds_is_an_error(fit: Any, fake_device: Any) -> None:
+    device_memory = fake_device(budget_bytes=BUDGET, base_bytes=60 * MIB)
+    message = "memory_limit must be above the 60.0 MiB that the process already holds, got 50.0 MiB"
+    with pytest.raises(ValueError, match=message):
+        fit(Lawful(device_memory, law), BatchFinder(memory_limit="50MiB"), device_memory)
+
+
+class Copies(Callback):
+    """Takes memory when training begins, as a copy of the weights does."""
+
+    def __init__(self, device_memory: Any, copy_bytes: int) -> None:
+        self.device_memory, self.copy_bytes = device_memory, copy_bytes
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.device_memory.use(self.copy_bytes)
+
+
+@pytest.mark.parametrize(("copy_mib", "name", "warnings"), [(20, "cuda", 1), (2, "cuda", 0), (20, "host", 0)])
+def test_more_memory_in_use_than_in_the_search_is_one_warning(
+    fit: Any, fake_device: Any, recwarn: pytest.WarningsRecorder, copy_mib: int, name: str, warnings: int
+) -> None:
+    device_memory = fake_device(budget_bytes=BUDGET, base_bytes=10 * MIB)
+    device_memory.name = name
+    fit(
+        Lawful(device_memory, law), BatchFinder(max_batch_size=16), device_memory, Copies(device_memory, copy_mib * MIB)
+    )
+    messages = [str(one.message) for one in recwarn]
+    assert sum("Training begins with 20.0 MiB more in use than the search did" in text for text in messages) == warnings
+    assert sum("Training begins with" in text for text in messages) == warnings
+
+
+@pytest.mark.parametrize(("attribute", "notes"), [(True, 1), (False, 0)])
+def test_a_note_on_values_that_keep_the_old_size(fit: Any, fake_device: Any, attribute: bool, notes: int) -> None:
+    device_memory, finder = fake_device(budget_bytes=BUDGET), BatchFinder(max_batch_size=8)
+    if attribute:
+        fit(Lawful(device_memory, law), finder, device_memory)
+    else:
+        fit(NoSize(device_memory, law), finder, device_memory, train_dataloaders=loader())
+    assert finder.plan is not None
+    note = "Values computed from `batch_size` in __init__ or setup keep the old size."
+    assert finder.plan.notes.count(note) == notes
+
+
 def test_the_search_steps_down_after_running_out_of_memory(fit: Any, fake_device: Any) -> None:
     def bent(size: int) -> int:
         """Flat, then so steep that the first size beyond the bend runs out of memory."""
@@ -89,7 +132,7 @@ def test_the_search_steps_down_after_running_out_of_memory(fit: Any, fake_device
     assert plan is not None
     assert device_memory.num_ooms >= 1  # else this test shows nothing
     assert [trial.outcome for trial in plan.trials].count("out_of_memory") == device_memory.num_ooms
-    assert 8 < plan.batch_size
+    assert plan.batch_size > 8
     assert bent(plan.batch_size) <= 1000 * MIB
     assert sizes.seen == {plan.batch_size}
 
@@ -137,17 +180,13 @@ def test_no_search_without_training(fit: Any, fake_device: Any, arguments: dict[
     assert (finder.plan, module.batch_size) == (None, PROJECT_SIZE)
 
 
-@pytest.mark.parametrize("same_trainer", [True, False])
-def test_a_second_fit_searches_again(fit: Any, fake_device: Any, same_trainer: bool) -> None:
+def test_a_second_fit_searches_again(fit: Any, fake_device: Any) -> None:
     device_memory, finder = fake_device(budget_bytes=BUDGET), BatchFinder()
     module = Lawful(device_memory, law)
     trainer = fit(module, finder, device_memory, max_steps=-1, max_epochs=1)
     device_memory.budget = 300 * MIB
-    if same_trainer:
-        trainer.fit_loop.max_epochs = 2
-        trainer.fit(module)
-    else:
-        fit(module, finder, device_memory)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module)
     assert finder.plan is not None
     assert finder.plan.batch_size == module.batch_size == found_size(300 * MIB)
 

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_batchmem import BatchFinder
+from lightning_batchmem.plan.options import SearchOptions
 from tests.lawful import MIB, SAMPLES, Lawful, Sizes, found_size, law
 
 BUDGET = 500 * MIB
@@ -118,3 +119,35 @@ def test_a_strategy_that_restores_late_searches_again_with_a_warning(
 def test_a_project_without_a_place_for_the_size(fit: Any, fake_device: Any, checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="got 'size', which none of them has"):
         resume(fit, fake_device(budget_bytes=BUDGET), checkpoint, BatchFinder(batch_arg_name="size"))
+
+
+# Callback state of version 0.1.0; fields of its Plan, Trial, Line and Wishes
+OLD_LINE = {"intercept": 1e8, "slope": 1e6, "noise": 0.0, "first_batch_size": 2, "last_batch_size": 8}
+OLD_LINE |= {"repeatability": 0.0}
+OLD_TRIAL = {"batch_size": 64, "outcome": "ok", "phase_peak_bytes": {"forward": 170_000_000}, "noise_bytes": 0}
+OLD_TRIAL |= {"peak_reserved_bytes": None, "step_seconds": 0.1, "measured_steps": 2, "full_steps": 3}
+OLD_TRIAL |= {"samples_run": 192, "worker_bytes": 0, "fixed_bytes": 0, "loose_share": None, "error": ""}
+OLD_PLAN = {"batch_size": 64, "limited_by": "memory", "verified": True, "limit_bytes": 475 * MIB}
+OLD_PLAN |= {"predicted_peak_bytes": 164_000_000, "upper_peak_bytes": 165_000_000, "measured_peak_bytes": 170_000_000}
+OLD_PLAN |= {"trials": [OLD_TRIAL], "memory": {"lines": {"forward": OLD_LINE}, "reserved_ratio": 1.0}}
+OLD_PLAN |= {"time": {"line": OLD_LINE}, "reason": "64 samples", "device": "host", "accumulate_grad_batches": 1}
+OLD_PLAN |= {"effective_batch_size": 64, "learning_rate": None, "learning_rate_before": None, "notes": []}
+OLD_PLAN |= {"evaluation": None, "ranks": 1}
+OLD_OPTIONS = {**SearchOptions().as_json(), "max_batch_size": 64}
+
+
+@pytest.mark.parametrize("max_batch_size", [64, 32])
+def test_a_checkpoint_of_version_0_1_0(
+    fit: Any, fake_device: Any, checkpoint: Path, recwarn: pytest.WarningsRecorder, max_batch_size: int
+) -> None:
+    saved = torch.load(checkpoint, weights_only=True)
+    saved["callbacks"]["BatchFinder"] = {"plan": OLD_PLAN, "wishes": OLD_OPTIONS}
+    torch.save(saved, checkpoint)
+    finder = BatchFinder(max_batch_size=max_batch_size)
+    module, _ = resume(fit, fake_device(budget_bytes=BUDGET), checkpoint, finder)
+    assert module.batch_size == 64
+    assert finder.plan is not None
+    assert finder.plan.trials[0].peak_bytes == 170_000_000
+    changed = [one for one in recwarn if "although max_batch_size was 64 and is 32" in str(one.message)]
+    assert len(changed) == (max_batch_size == 32)
+    assert not [one for one in recwarn if "although" in str(one.message) and one not in changed]

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lightning_batchmem.plan import accumulation
-from lightning_batchmem.plan.accumulation import MicroBatch, micro_batch
+from lightning_batchmem.plan.scaling import MicroBatch, micro_batch
 
 
 def test_example_of_the_docstring() -> None:

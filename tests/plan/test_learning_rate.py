@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_batchmem.plan import learning_rate
-from lightning_batchmem.plan.learning_rate import learning_rate_note, scaled_learning_rate
+from lightning_batchmem.plan.scaling import learning_rate_note, scaled_learning_rate
 
 GOYAL = "Goyal et al. 2017, arXiv 1706.02677"
 MALLADI = "Malladi et al. 2022, arXiv 2205.10287"
