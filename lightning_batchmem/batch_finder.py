@@ -33,7 +33,7 @@ from lightning_batchmem.apply.training import (
 )
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.select import device_memory_for, device_name
-from lightning_batchmem.devices.tensors import is_on, plain_tensors, tensors_in
+from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.measure.limits import memory_limit_bytes
 from lightning_batchmem.measure.live_bytes import RequestedBytes
 from lightning_batchmem.measure.ranks import Ranks
@@ -190,8 +190,7 @@ class BatchFinder(Callback):
         (device_memory, start_bytes), self._start = self._start, None
         # a resumed run has restored the optimizer state, which the rehearsal made itself
         own = tensors_in([batch, *(optimizer.state for optimizer in trainer.optimizers)])
-        device = trainer.strategy.root_device
-        own_bytes = sum(part.nbytes for one in own for part in plain_tensors(one) if is_on(part.device, device))
+        own_bytes = bytes_of(own, trainer.strategy.root_device)
         more_bytes = RequestedBytes(device_memory).current().allocated_bytes - own_bytes - start_bytes
         if more_bytes > _NOTABLE_SHARE * self.plan.limit_bytes:
             rank_zero_warn(

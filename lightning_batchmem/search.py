@@ -27,7 +27,7 @@ from lightning_batchmem.apply.batch_size import BatchSizeSetting
 from lightning_batchmem.apply.loaders import StageLoaders, limited_batches
 from lightning_batchmem.apply.training import restoring
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.tensors import tensors_in
+from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.measure.batches import ProbeBatches
 from lightning_batchmem.measure.breakdown import measure_breakdown
 from lightning_batchmem.measure.compiled import each_size_static, was_compiled
@@ -333,7 +333,7 @@ class BatchSizeSearch:
             start_bytes=device.current().allocated_bytes,
             peak_bytes=trial.peak_bytes,
         )
-        batch_bytes = sum(tensor.nbytes for tensor in tensors_in(steps.probe_batches.batch(trial.batch_size)[0]))
+        batch_bytes = bytes_of(tensors_in(steps.probe_batches.batch(trial.batch_size)[0]))
         activations_bytes = max(0, breakdown.activations_bytes - batch_bytes)
         breakdown = replace(breakdown, batch_bytes=batch_bytes, activations_bytes=activations_bytes)
         text = f"At {trial.batch_size} samples the memory held {breakdown_text(breakdown)}"

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.strategies import processes_on_node, steps_are_collective
 from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.tensors import bytes_of
 from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes
 from lightning_batchmem.measure.worker_memory import WorkerMemory
 from lightning_batchmem.plan.decide import SearchPolicy
@@ -37,7 +38,7 @@ def search_limits(
             f"memory_limit must be above the {mib(held_bytes)} that the process already holds, got {mib(limit_bytes)}"
         )
     if averages_weights:  # one more copy of the parameters
-        limit_bytes -= sum(parameter.nbytes for parameter in trainer.lightning_module.parameters())
+        limit_bytes -= bytes_of(trainer.lightning_module.parameters())
     ceilings: list[tuple[int, SizeLimit]] = [(options.max_batch_size or UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size")]
     if largest_in_data is not None:
         ceilings.append((largest_in_data, "dataset"))
