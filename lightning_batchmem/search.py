@@ -182,6 +182,7 @@ class BatchSizeSearch:
             )
         if isinstance(step, Plan):
             stage.setting.check_loaders(step.batch_size, stage.loaders)
+            step = replace(step, notes=(*step.notes, *runner.notes))
         return step
 
     def _synchronized(self, plan: Plan, stage: _Stage, limits: SearchLimits) -> Plan | SearchFailed:
@@ -274,5 +275,4 @@ class BatchSizeSearch:
 def _with_notes(plan: Plan, steps: TrainingSteps | EvaluationSteps | None) -> Plan:
     if steps is None:
         return plan
-    notes = (*plan.notes, *steps.probe_batches.notes, *steps.growth_notes(plan.batch_size))
-    return replace(plan, notes=tuple(dict.fromkeys(notes)))
+    return replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *steps.probe_batches.notes))))

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torchmetrics import Metric
 
 # Text batches contain lists of thousands of these.
 _LEAVES = frozenset({str, bytes, bytearray, memoryview, range, int, float, bool, complex, type(None)})
@@ -101,14 +100,3 @@ def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 def is_on(place: torch.device, device: torch.device) -> bool:
     """Whether ``place`` is ``device``; a device without an index is any of its type."""
     return place.type == device.type and device.index in (None, place.index)
-
-
-def list_state_bytes(module: Module) -> dict[str, int]:
-    """Map each torchmetrics metric with list states to their bytes; such states grow until they are reset."""
-    sizes = {}
-    for name, metric in module.named_modules():
-        if isinstance(metric, Metric):
-            lists = [state for state in metric.metric_state.values() if isinstance(state, list)]
-            if lists:
-                sizes[name] = sum(tensor.nbytes for state in lists for tensor in state)
-    return sizes

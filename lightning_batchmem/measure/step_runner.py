@@ -103,6 +103,7 @@ class StepRunner:
         self.is_host = device.name == "host"
         self._samples_bytes = samples_bytes if self.is_host else 0
         self.live = self._live_counter(counts_live)
+        self.has_idle_optimizer = False  # one that did not step while others warmed up
 
     def current_bytes(self) -> int:
         """Live bytes at this moment; the resident set where they cannot be counted."""
@@ -125,6 +126,8 @@ class StepRunner:
             if step >= at_least and self.callback.stepped.issuperset(optimizers):
                 break
             self.run(steps, batch_size, record, 1, counted=False)
+        else:
+            self.has_idle_optimizer = True
         if self.is_host and was_compiled():
             self.live = None  # a compiled module allocates without operators that could be counted
 

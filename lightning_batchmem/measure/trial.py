@@ -26,6 +26,7 @@ _STEADY_STEPS = 5  # with fewer, simulated trainings ran out of memory in later 
 _MORE_STEPS = 15  # while steps differ, as with random depth or image size
 _DIFFERENCE = 0.1  # of the highest: more is no noise
 _RESERVE_SHARE = 0.1  # of the growth of the resident set, by which later steps exceed the first ones
+_RESERVE_SHARE_INEXACT = 0.25  # the same where live bytes cannot be counted, so that the size is less certain
 
 
 class TrialRunner:
@@ -69,6 +70,19 @@ class TrialRunner:
     def has_training(self) -> bool:
         """Whether the steps train."""
         return self._training is not None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the trials could not measure."""
+        notes = []
+        if self._runner.has_idle_optimizer:
+            notes.append(
+                "An optimizer did not step in the first 20 steps, so its state is not part of the measured memory."
+                " Lower memory_limit to leave room for it."
+            )
+        if self._runner.live is None:
+            notes.append("Live tensors could not be counted, so the resident set was measured and more room left free.")
+        return tuple(notes)
 
     def current_bytes(self) -> int:
         """Live bytes at this moment."""
@@ -233,7 +247,8 @@ class TrialRunner:
         peak_bytes = max(record.held_bytes)
         grown_bytes = max(0, peak_bytes - start_bytes)
         saving_bytes = self._runner.held_bytes() + self._runner.state_bytes() if self._saves_checkpoints else 0
-        return max(int(_RESERVE_SHARE * grown_bytes), saving_bytes - peak_bytes)
+        share = _RESERVE_SHARE_INEXACT if self._runner.live is None else _RESERVE_SHARE
+        return max(int(share * grown_bytes), saving_bytes - peak_bytes)
 
 
 def _differ(peaks_bytes: list[int]) -> bool:

@@ -24,6 +24,7 @@ from lightning_batchmem.plan.records import (
 from lightning_batchmem.plan.sizes import largest_where, rounded, size_range
 
 _MEMORY: LimitedBy = "memory"
+_FRAGMENTED = 1.15  # reserved bytes over requested bytes, from which expandable segments are worth a try
 
 
 def decide(
@@ -203,8 +204,14 @@ class _SearchState:
             memory=self.model,
             time=fit_time(self.trials),
             reason=f"{size} samples: {why}.",
-            notes=tuple(reasons.dropped_text(dropped) for dropped in dropped_sizes(self.trials)),
+            notes=self._notes(chosen),
         )
+
+    def _notes(self, chosen: Trial) -> tuple[str, ...]:
+        notes = [reasons.dropped_text(dropped) for dropped in dropped_sizes(self.trials)]
+        if not self.limits.out_of_memory_kills and chosen.held_bytes > _FRAGMENTED * chosen.peak_bytes:
+            notes.append(reasons.fragmentation_text(chosen))
+        return tuple(notes)
 
     def _second_size(self) -> NextSize | LimitedBy:
         """A second size before there is a line; sizes that fit for certain, or the next one above."""

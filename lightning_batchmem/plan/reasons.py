@@ -65,3 +65,11 @@ def memory_text(failed: Sequence[Trial], batch_size: int) -> str:
 def dropped_text(batch_size: int) -> str:
     """A note about a size that the fit left out."""
     return f"The peak at {batch_size} samples is above that of a larger size and was left out of the fit."
+
+
+def fragmentation_text(trial: Trial) -> str:
+    """Advice for an allocator whose reserved memory is much more than was requested."""
+    return (
+        f"The allocator reserved {mib(trial.held_bytes)} for {mib(trial.peak_bytes)} of tensors."
+        " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may let a larger size fit."
+    )

@@ -15,7 +15,7 @@ from rich.table import Table
 from lightning_batchmem.measure.breakdown import MemoryBreakdown
 from lightning_batchmem.measure.recorder import OutOfMemoryReport
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import MIB, PHASES, NextSize
+from lightning_batchmem.plan.records import MIB, NextSize
 from lightning_batchmem.plan.records import mib as with_unit
 
 SUMMARY_NAME = "memory_summary.json"
@@ -30,8 +30,7 @@ _PARTS = (
 )
 _OTHER = {"host": "other (interpreter, libraries)", "cuda": "other (workspaces, kept tensors)"}
 _STAGES = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
-_HEADINGS = {"optimizer_step": "step", "evaluation": "eval"}
-"""Of the phases; with all of them the table just fits into 80 columns."""
+_OUTCOMES = {"ok": "ok", "out_of_memory": "no memory", "over_limit": "over limit", "allocator_retry": "retries"}
 
 
 def summary_name(stage: str) -> str:
@@ -212,12 +211,7 @@ def out_of_memory_text(report: OutOfMemoryReport) -> str:
 
 
 class SearchProgress:
-    """Says which size is being tried and why.
-
-    Args:
-        console: where to write.
-        enabled: ``False`` on ranks other than 0, and for a run without a progress bar.
-    """
+    """A line with the size that runs; not on ranks other than 0, and not without a progress bar."""
 
     def __init__(self, console: Console, *, enabled: bool) -> None:
         self._status: Status | None = None
@@ -240,34 +234,35 @@ class SearchProgress:
 
 
 def plan_table(plan: Plan) -> Table:
-    """The trials of a plan, a row each: peak of each phase, what the device held, what the final lines say, time.
+    """The trials of a plan, a row each: how it ended, live bytes at the peak, the line, held bytes, time.
 
     Args:
         plan: of a finished search.
 
     Returns:
-        A table for ``rich.print`` or a console; all memory in MiB.
+        A table of at most 80 columns for ``rich.print`` or a console; all memory in MiB.
     """
-    phases = [phase for phase in PHASES if any(phase in trial.phase_peak_bytes for trial in plan.trials)]
-    title = "BatchFinder: the sizes that were run, peaks in MiB"
+    title = "BatchFinder: the sizes that were run, highest memory in MiB"
     if plan.ranks > 1:
-        title = f"BatchFinder: the sizes on each of {plan.ranks} ranks, highest peaks in MiB, samples/s of all"
+        title = f"BatchFinder: the sizes on each of {plan.ranks} ranks, highest memory in MiB, samples/s of all"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for heading in ("size", *(_HEADINGS.get(phase, phase) for phase in phases), "peak", "line", "ms", "samples/s"):
+    for heading in ("run", "result"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("size", "live", "line", "held", "ms", "samples/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     for trial in plan.trials:
-        held = "no memory" if trial.outcome == "out_of_memory" else _mib(trial.held_bytes)
-        line = "" if plan.memory is None else _mib(plan.memory.predict_bytes(trial.batch_size))
+        line = "" if plan.memory is None else _short(plan.memory.predict_bytes(trial.batch_size))
         times = ("", "")
         if trial.step_seconds:
             times = (f"{trial.step_seconds * 1e3:,.1f}", f"{plan.ranks * trial.batch_size / trial.step_seconds:,.0f}")
-        peaks = (_mib(trial.phase_peak_bytes.get(phase)) for phase in phases)
-        chosen = "bold" if trial.batch_size == plan.batch_size else None
-        table.add_row(str(trial.batch_size), *peaks, held, line, *times, style=chosen)
+        memory = (_short(trial.peak_bytes or None), line, _short(trial.peak_held_bytes))
+        is_chosen = trial.batch_size == plan.batch_size and trial.outcome == "ok"
+        style = "bold" if is_chosen else None
+        table.add_row(trial.kind, _OUTCOMES[trial.outcome], str(trial.batch_size), *memory, *times, style=style)
     return table
 
 
-def _mib(count_bytes: float | None) -> str:
+def _short(count_bytes: float | None) -> str:
     if count_bytes is None:
         return ""
     return f"{count_bytes / MIB:,.{1 if count_bytes < 10_000 * MIB else 0}f}"

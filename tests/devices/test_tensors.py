@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
-from torch import nn
-from torchmetrics import CatMetric, MeanMetric
 
-from lightning_batchmem.devices.tensors import copied, is_on, list_state_bytes, samples_in, tensors_in
+from lightning_batchmem.devices.tensors import copied, is_on, samples_in, tensors_in
 
 
 @dataclass
@@ -104,9 +102,3 @@ def test_a_device_without_an_index_is_any_of_its_type() -> None:
     assert is_on(torch.device("cuda:1"), torch.device("cuda"))
     assert not is_on(torch.device("cuda:1"), torch.device("cuda:0"))
     assert not is_on(torch.device("cpu"), torch.device("cuda"))
-
-
-def test_only_metrics_with_list_states_are_listed() -> None:
-    module = nn.ModuleDict({"mean": MeanMetric(), "cat": CatMetric()})
-    module["cat"].update(torch.ones(4))
-    assert list_state_bytes(module) == {"cat": 16}

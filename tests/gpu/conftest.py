@@ -22,6 +22,13 @@ def device() -> torch.device:
 
 
 @pytest.fixture
+def native(device: torch.device) -> None:
+    """Skip a test of what only torch's own allocator has."""
+    if torch.cuda.get_allocator_backend() != "native":
+        pytest.skip("needs torch's own allocator")
+
+
+@pytest.fixture
 def limit_to(device: torch.device) -> Iterator[Callable[[int], None]]:
     """Limit the memory of this process for one test, in bytes."""
 

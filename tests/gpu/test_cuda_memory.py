@@ -95,7 +95,7 @@ def test_budget_and_memory_outside_do_not_depend_on_what_is_held(
 
 @needs_fraction
 def test_the_budget_is_true_and_the_error_above_it_is_recognized(
-    device_memory: CudaMemory, device: torch.device, limit_to: Callable[[int], None]
+    device_memory: CudaMemory, device: torch.device, limit_to: Callable[[int], None], native: None
 ) -> None:
     limit_to(1024 * MIB)
     budget_bytes = device_memory.budget_bytes()

@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def _a_gibibyte_for_us(device: torch.device) -> Iterator[None]:
+def _limit_of_a_gibibyte(device: torch.device, native: None) -> Iterator[None]:
     device_memory_for(device).release_cached()  # with what an error before kept alive
     torch.cuda.set_per_process_memory_fraction(1024 * MIB / torch.cuda.mem_get_info(device)[1], device)
     yield
@@ -32,7 +32,7 @@ def run_out(device: torch.device) -> None:
         held.append(torch.empty(100 * MIB, dtype=torch.uint8, device=device))
 
 
-def test_the_snapshot_shows_what_led_to_running_out(device: torch.device, tmp_path: Path) -> None:
+def test_the_snapshot_has_the_allocations_before_the_error(device: torch.device, tmp_path: Path) -> None:
     snapshot = OomSnapshot.start(tmp_path, device)
     assert snapshot is not None
     with pytest.raises(torch.cuda.OutOfMemoryError):
@@ -50,7 +50,7 @@ def test_the_snapshot_shows_what_led_to_running_out(device: torch.device, tmp_pa
     assert not any("::" in frame["name"] for frame in allocated[-1]["frames"])  # Python's stack alone
 
 
-def test_it_stops_and_lets_go(device: torch.device, tmp_path: Path) -> None:
+def test_nothing_is_recorded_after_the_stop(device: torch.device, tmp_path: Path) -> None:
     snapshot = OomSnapshot.start(tmp_path, device)
     assert snapshot is not None
     torch.empty(MIB, device=device)
@@ -60,7 +60,7 @@ def test_it_stops_and_lets_go(device: torch.device, tmp_path: Path) -> None:
     assert not torch.cuda.memory._snapshot(device)["device_traces"][device.index]
 
 
-def test_a_history_of_somebody_elses_goes_on(device: torch.device, tmp_path: Path) -> None:
+def test_a_foreign_history_continues(device: torch.device, tmp_path: Path) -> None:
     torch.cuda.memory._record_memory_history("all", max_entries=50)
     torch.empty(MIB, device=device)
     snapshot = OomSnapshot.start(tmp_path, device)
@@ -77,8 +77,8 @@ class Hungry(BoringModel):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.filterwarnings("ignore:GPU utilization is left out")  # MIG, a sandbox without NVML
-def test_the_profiler_writes_it_and_the_error_says_where(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:GPU utilization cannot be read")  # MIG, a sandbox without NVML
+def test_the_profiler_writes_it_and_names_the_file_in_the_error(tmp_path: Path) -> None:
     trainer = Trainer(
         accelerator="gpu",
         devices=1,

@@ -85,7 +85,7 @@ def test_inexact_peaks_are_fitted_by_one_line_through_all() -> None:
 
 
 def test_one_size_makes_no_line_and_out_of_memory_is_no_point() -> None:
-    assert fit_memory([ok(2, forward=100), ok(2, forward=100), Trial(8, "out_of_memory", {"forward": 9})]) is None
+    assert fit_memory([ok(2, forward=100), ok(2, forward=100), Trial(8, "out_of_memory", {"forward": 900})]) is None
     over = Trial(8, "over_limit", {"forward": 700})  # these steps ran to their end
     assert fitted(ok(2, forward=100), over).predict_bytes(8) == 700
 

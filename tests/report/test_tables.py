@@ -1,16 +1,18 @@
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
+import time
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from lightning_batchmem.measure.breakdown import MemoryBreakdown
-from lightning_batchmem.report.tables import Summary, breakdown_text, mib, show_summary
+from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.records import MIB, PHASES, Line, MemoryModel, NextSize, Trial
+from lightning_batchmem.report.tables import SearchProgress, Summary, breakdown_text, mib, plan_table, show_summary
 
-MIB = 2**20
 SUMMARY = Summary(
     device="host",
     steps=1200,
@@ -25,17 +27,24 @@ SUMMARY = Summary(
     step_seconds=0.0125,
     data_wait_share=0.25,
 )
+CUDA = replace(SUMMARY, device="cuda", peak_reserved_bytes=2100 * MIB, outside_bytes=512 * MIB, predicted_bytes=MIB)
+NO_MEMORY = replace(SUMMARY, device="mps", peak_bytes=None, limit_bytes=None, breakdown=None)
+UNKNOWN = replace(SUMMARY, breakdown=None, samples_per_second=None, data_wait_share=None, batch_size=None)
+VALIDATION = replace(SUMMARY, stage="validate", peak_bytes=2500 * MIB, steps=3)
+MORE = replace(
+    SUMMARY, validation=VALIDATION, alerts=("Something rises.",), rank_peaks_bytes=(MIB, 2 * MIB), items_per_second=99.5
+)
 
 
-def text(summary):
+def lines(summary):
     console = Console(width=80, file=io.StringIO())
     show_summary(summary, console)
-    return console.file.getvalue()
+    return console.file.getvalue().splitlines()
 
 
 def cells(summary):
-    lines = [line for line in text(summary).splitlines() if "│" in line]
-    return {name: (size, share) for name, size, share in (map(str.strip, x.split("│")[1:4]) for x in lines)}
+    rows = [line.split("│")[1:4] for line in lines(summary) if "│" in line]
+    return {name.strip(): (size.strip(), share.strip()) for name, size, share in rows}
 
 
 def test_every_part_with_its_share():
@@ -50,45 +59,33 @@ def test_every_part_with_its_share():
     }
 
 
-def test_other_numbers_stand_below():
-    shown = text(SUMMARY)
-    for expected in (
-        "2,000.0 MiB at step 37 (64 samples)",
-        "8,192.0 MiB",
-        "1,200 steps of 12.5 ms",
-        "1,234.5 samples/s",
-        "25.0% of the time waiting for data",
-    ):
-        assert expected in shown
-    assert "eserved" not in shown
-    reserved = dataclasses.replace(SUMMARY, device="cuda", peak_reserved_bytes=2048 * MIB)
-    assert "Reserved: 2,048.0 MiB" in text(reserved)
-    assert "other (workspaces, kept tensors)" in text(reserved)
+def test_memory_that_is_not_in_the_peak_is_below_it():
+    shown = cells(CUDA)
+    assert list(shown)[-4:] == ["peak", "predicted by the plan", "cached, unused", "outside the allocator"]
+    assert shown["predicted by the plan"] == ("1.0", "")
+    assert (shown["cached, unused"], shown["outside the allocator"]) == (("100.0", ""), ("512.0", ""))
+    assert "other (workspaces, kept tensors)" in shown
 
 
 @pytest.mark.parametrize(
-    ("change", "note"),
+    ("summary", "present", "missing"),
     [
-        ({"breakdown": None}, "No breakdown: the run ended before the first step after an optimizer step"),
-        ({"peak_bytes": 2001 * MIB}, "came before the first step after an optimizer step"),
-        ({"breakdown": MemoryBreakdown(2100 * MIB, 0, 0, 0, 0, -100 * MIB)}, "some tensors are not resident"),
+        (SUMMARY, ["2,000.0 MiB at step 37 (64 samples)", "8,192.0 MiB", "1,200 steps of 12.5 ms"], ["Reserved"]),
+        (SUMMARY, ["1,234.5 samples/s", "25.0% of the time waiting for data"], ["No breakdown", "not resident"]),
+        (CUDA, ["Reserved: 2,100.0 MiB"], []),
+        (MORE, ["Validation: highest peak 2,500.0 MiB, 3 steps of 12.5 ms", "Warning: Something rises."], []),
+        (MORE, ["Peaks of 2 ranks: 1.0 to 2.0 MiB, highest on 1; 3.0 MiB in all", "samples/s, 99.5 items/s"], []),
+        (VALIDATION, ["Memory of a validation step (host)"], []),
+        (UNKNOWN, ["No breakdown: the run ended before the first step after an optimizer"], ["samples", "waiting"]),
+        (NO_MEMORY, ["1,200 steps of 12.5 ms"], ["MiB"]),
+        (replace(SUMMARY, peak_bytes=2001 * MIB), ["came before the first step after an optimizer step"], []),
+        (replace(SUMMARY, breakdown=MemoryBreakdown(2100 * MIB, 0, 0, 0, 0, -MIB)), ["are not resident"], []),
     ],
 )
-def test_notes_on_the_breakdown(change, note):
-    assert note not in " ".join(text(SUMMARY).split())
-    assert note in " ".join(text(dataclasses.replace(SUMMARY, **change)).split())
-
-
-def test_missing_numbers_are_left_out():
-    bare = dataclasses.replace(SUMMARY, breakdown=None, samples_per_second=None, data_wait_share=None, batch_size=None)
-    assert "samples" not in text(bare)
-    assert "waiting" not in text(bare)
-    assert cells(bare) == {"peak": ("2,000.0", "100.0%")}
-
-
-def test_mib():
-    assert mib(1536 * MIB + 51 * MIB // 1024) == "1,536.0"
-    assert mib(-MIB // 2) == "-0.5"
+def test_other_numbers_are_below_the_table(summary, present, missing):
+    text = " ".join(" ".join(lines(summary)).split())
+    assert [word for word in present if word not in text] == []
+    assert [word for word in missing if word in text] == []
 
 
 def test_a_breakdown_in_one_line():
@@ -96,48 +93,11 @@ def test_a_breakdown_in_one_line():
         "100.0 MiB parameters and buffers, 0.0 MiB gradients, 200.0 MiB optimizer state,"
         " 1,500.0 MiB activations and temporaries, 0.0 MiB batch data, 50.0 MiB other"
     )
+    assert mib(-MIB // 2) == "-0.5"
 
 
-def test_other_memory_stands_below_the_peak():
-    shown = cells(
-        dataclasses.replace(
-            SUMMARY, peak_reserved_bytes=2100 * MIB, outside_bytes=512 * MIB, predicted_bytes=1950 * MIB
-        )
-    )
-    assert list(shown)[-4:] == ["peak", "predicted by the plan", "cached, unused", "outside the allocator"]
-    assert shown["predicted by the plan"] == ("1,950.0", "")
-    assert (shown["cached, unused"], shown["outside the allocator"]) == (("100.0", ""), ("512.0", ""))
-    assert "cached, unused" not in cells(SUMMARY)
-
-
-def test_validation_alerts_ranks_and_items_stand_below():
-    validation = dataclasses.replace(SUMMARY, stage="validate", peak_bytes=2500 * MIB, steps=3)
-    summary = dataclasses.replace(
-        SUMMARY,
-        validation=validation,
-        alerts=("Something rises.",),
-        rank_peaks_bytes=(1900 * MIB, 2000 * MIB),
-        items_per_second=99.5,
-    )
-    shown = " ".join(text(summary).split())
-    assert "Validation: highest peak 2,500.0 MiB, 3 steps of 12.5 ms" in shown
-    assert "Warning: Something rises." in shown
-    assert "Peaks of 2 ranks: 1,900.0 to 2,000.0 MiB, highest on 1; 3,900.0 MiB in all" in " ".join(shown.split())
-    assert "1,234.5 samples/s, 99.5 items/s" in shown
-    assert "Memory of a validation step (host)" in text(validation)
-
-
-def test_without_memory_only_the_times_are_printed():
-    bare = dataclasses.replace(SUMMARY, device="mps", peak_bytes=None, limit_bytes=None, breakdown=None)
-    assert "MiB" not in text(bare)
-    assert "1,200 steps of 12.5 ms" in text(bare)
-
-
-@pytest.mark.parametrize("breakdown", [SUMMARY.breakdown, None])
-def test_a_summary_survives_json(breakdown):
-    validation = dataclasses.replace(SUMMARY, stage="validate")
-    changes = {"breakdown": breakdown, "alerts": ("a", "b"), "rank_peaks_bytes": (1, 2), "validation": validation}
-    summary = dataclasses.replace(SUMMARY, **changes)
+@pytest.mark.parametrize("summary", [SUMMARY, UNKNOWN, MORE, CUDA])
+def test_a_summary_survives_json(summary):
     assert Summary.from_json(summary.to_json()) == summary
     older = {**json.loads(summary.to_json()), "has_peak": True, "estimate": None}
     assert Summary.from_json(json.dumps(older)) == summary
@@ -147,3 +107,54 @@ def test_a_summary_survives_json(breakdown):
 def test_other_json_is_no_summary(wrong):
     with pytest.raises(ValueError, match=r"must be the JSON of a Summary|Expecting value"):
         Summary.from_json(wrong)
+
+
+def plan(*trials, ranks=1):
+    memory = MemoryModel({"forward": Line(100 * MIB, 2 * MIB, 2, 32)})
+    return Plan(32, "memory", True, 200 * MIB, None, 165 * MIB, trials, memory, None, ranks=ranks)
+
+
+def plan_lines(of):
+    console = Console(width=80, file=io.StringIO())
+    console.print(plan_table(of))
+    return [line.split() for line in console.file.getvalue().splitlines() if line.strip()]
+
+
+PROBE = Trial(2, "ok", {"forward": 103 * MIB, "backward": 104 * MIB}, step_seconds=0.012)
+REHEARSAL = Trial(32, "ok", {"forward": 165 * MIB}, kind="rehearsal", peak_held_bytes=190 * MIB, step_seconds=0.04)
+FAILED = [replace(REHEARSAL, outcome=outcome) for outcome in ("out_of_memory", "over_limit", "allocator_retry")]
+
+
+def test_the_row_of_a_trial_has_its_kind_its_outcome_and_held_beside_live_bytes():
+    title, header, _, *rows = plan_lines(plan(PROBE, REHEARSAL, *FAILED))
+    assert "ranks" not in title
+    assert header == ["run", "result", "size", "live", "line", "held", "ms", "samples/s"]
+    memory = ["32", "165.0", "164.0", "190.0", "40.0", "800"]
+    assert rows == [
+        ["probe", "ok", "2", "104.0", "104.0", "12.0", "167"],
+        ["rehearsal", "ok", *memory],
+        ["rehearsal", "no", "memory", *memory],
+        ["rehearsal", "over", "limit", *memory],
+        ["rehearsal", "retries", *memory],
+    ]
+
+
+def test_nothing_is_cut_off_in_80_columns():
+    large = replace(FAILED[1], batch_size=99_999, phase_peak_bytes=dict.fromkeys(PHASES, 123_456 * MIB))
+    rows = plan_lines(plan(replace(large, peak_held_bytes=123_456 * MIB, step_seconds=12.0)))
+    assert rows[-1] == ["rehearsal", "over", "limit", "99999", *["123,456", "200,098", "123,456", "12,000.0", "8,333"]]
+
+
+def test_throughput_is_that_of_all_ranks():
+    title, *_, row = plan_lines(plan(REHEARSAL, ranks=4))
+    assert " ".join(title).startswith("BatchFinder: the sizes on each of 4 ranks")
+    assert row[-1] == "3,200"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_progress_is_shown_if_it_is_enabled(enabled):
+    stream = io.StringIO()
+    with SearchProgress(Console(file=stream, force_terminal=True, width=120), enabled=enabled) as progress:
+        progress.trying(NextSize(8, "probe", "a reason"))
+        time.sleep(0.3 * enabled)  # the spinner draws itself 12.5 times a second
+    assert ("trying batch size 8: a reason" in stream.getvalue()) is enabled
