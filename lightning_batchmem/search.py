@@ -161,7 +161,11 @@ class BatchSizeSearch:
                     freeze_schedulers(self._trainer)
                 self.start_bytes = runner.current_bytes()
             stage.setting.write(step.batch_size)
-            collectives = self._ranks.collective_count()
+            if not trials and self._ranks.size > 1 and not runner.is_collective:
+                runner.is_collective = any(self._ranks.exchange(runner.calls_collectives(step.batch_size)))
+                if runner.is_collective:  # a step has ended before its first collective
+                    self._restart(stage.start)
+                    stage.setting.write(step.batch_size)
             if step.kind == "probe":
                 trial = runner.probe(step.batch_size)
             elif step.kind == "climb":
@@ -169,8 +173,6 @@ class BatchSizeSearch:
             else:
                 smaller = stage.loaders.last_batch_size(step.batch_size)
                 trial = runner.rehearse(step.batch_size, smaller, limits.limit_bytes)
-            if self._ranks.collective_count() != collectives:
-                runner.is_collective = True  # the user's own steps exchange data
             trial = with_workers(trial, stage.workers, self._device, limits.limit_bytes)
             trials.append(self._ranks.worst_of_all(trial))
             budgets = self._ranks.exchange(own_budget_bytes(self._device, self._trainer))

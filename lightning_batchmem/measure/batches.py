@@ -7,6 +7,7 @@ import random
 import statistics
 import types
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,34 +18,21 @@ from lightning_batchmem.devices.tensors import copied
 from lightning_batchmem.measure.sample_sizes import batched_bytes, copy_or_warn, draw_samples, held_bytes
 from lightning_batchmem.plan.options import WorstCase
 
-_SHARE_OF_ROOM = 0.25
-"""Share of the free memory that the samples of all loaders may hold together."""
-
-_MAX_DRAWS = 1_000
-_MAX_DRAWN_SIZES = 1_000_000
-"""Large batches are drawn less often: the sums of many sizes hardly differ."""
+_SHARE_OF_ROOM = 0.25  # of the free memory, for the samples of all loaders
+_MAX_DRAWS, _MAX_DRAWN_SIZES = 1_000, 1_000_000  # large batches are drawn less often: their sums hardly differ
 
 
 class ProbeBatches:
     """Batches of any size from the loaders of a stage, made of real samples that are read once.
 
-    Args:
-        loaders: of one stage.
-        worst_case: what a batch is made of. ``None``: if samples differ in size, the largest sample repeated where the
-            collate function pads, or samples as large as the largest of 1,000 random batches where it concatenates.
-            ``"typical"``: samples from all over the data set. ``"longest"`` or a callable that measures a sample: the
-            largest sample repeated.
-        room_bytes: free memory; the samples of all loaders hold at most a quarter of it, but at least one sample each.
+    Where samples differ in size, batches are those that need most memory: of the largest sample where the collate
+    function pads, or as large as the largest of 1,000 random ones where it concatenates. The samples hold at most a
+    quarter of ``room_bytes``, but at least one is kept for each loader.
 
     Attributes:
         held_bytes: what the samples hold in this process.
-        longest_bytes: of the largest sample in a batch, over all loaders.
-        is_ragged: whether samples differ in size.
+        longest_bytes: of the largest sample in a batch, for each loader.
         notes: for the plan.
-
-    Raises:
-        ValueError: if a data set is empty.
-        RuntimeError: if memory does not suffice for one sample, or a sample ended its worker.
     """
 
     def __init__(self, loaders: StageLoaders, worst_case: WorstCase = None, *, room_bytes: int | None = None) -> None:
@@ -52,8 +40,7 @@ class ProbeBatches:
         self._loaders = loaders
         self._each = [_LoaderBatches(one, worst_case, share) for one in loaders.sized]
         self.held_bytes = sum(one.held_bytes for one in self._each)
-        self.longest_bytes = max(one.longest_bytes for one in self._each)
-        self.is_ragged = any(one.is_ragged for one in self._each)
+        self.longest_bytes = [one.longest_bytes for one in self._each]
         self.notes = tuple(dict.fromkeys(note for one in self._each for note in one.notes))
 
     @property
@@ -71,13 +58,17 @@ class ProbeBatches:
 
     def batch_bytes(self, batch_size: int) -> list[tuple[LoaderInfo, int]]:
         """Bytes of the largest batch of each loader."""
-        return [(one.info, one.batch_bytes(batch_size)) for one in self._each]
+        longest = zip(self._each, self.longest_bytes, strict=True)
+        return [(one.info, one.batch_bytes(batch_size, longest_bytes)) for one, longest_bytes in longest]
+
+    def agree(self, of_ranks: Sequence[tuple[list[int], tuple[str, ...]]]) -> None:
+        """Use the longest samples and the notes of the rank that found the longest ones."""
+        self.longest_bytes, self.notes = max(of_ranks)
 
     def _combined(self, batch_size: int, index: int, *, varied: bool) -> tuple[Any, int]:
         if combined_mode(self._loaders.combined) == "sequential":
-            loader_index = index % len(self._each)
-            turn = index // len(self._each) if varied else None
-            return self._each[loader_index].batch(batch_size, turn), loader_index
+            turn, loader_index = divmod(index, len(self._each))
+            return self._each[loader_index].batch(batch_size, turn if varied else None), loader_index
         batches = [one.batch(batch_size, index if varied else None) for one in self._each]
         return in_structure(self._loaders.combined, batches), 0
 
@@ -99,14 +90,14 @@ class _LoaderBatches:
             self._samples, self._bytes = [*drawn.samples, drawn.largest], [*drawn.sample_bytes, drawn.largest_bytes]
         self._by_bytes = sorted(range(len(self._bytes)), key=self._bytes.__getitem__)
         self.held_bytes = sum(held_bytes(sample) for sample in self._samples)
-        self.is_ragged = max(drawn.sizes) > min(drawn.sizes)
-        self._is_typical = worst_case == "typical" or (worst_case is None and not self.is_ragged)
-        self._is_sum = worst_case is None and self.is_ragged and self._concatenates()
+        is_ragged = max(drawn.sizes) > min(drawn.sizes)
+        self._is_typical = worst_case == "typical" or (worst_case is None and not is_ragged)
+        self._is_sum = worst_case is None and is_ragged and self._concatenates()
         self._largest = next((i for i, one in enumerate(self._samples) if one is drawn.largest), 0)
         self.longest_bytes = max(self._bytes) if self._is_typical else drawn.largest_bytes
         self._draws: dict[int, int] = {}
         self.notes = () if worst_case == "typical" else drawn.notes
-        if worst_case is None and self.is_ragged:
+        if worst_case is None and is_ragged:
             self.notes = (self._ragged_note(), *self.notes)
 
     def batch(self, batch_size: int, turn: int | None) -> Any:
@@ -120,10 +111,10 @@ class _LoaderBatches:
         share = self._loader.num_workers > 0
         return self._collate([copied(self._samples[i], share_tensors=share) for i in chosen])
 
-    def batch_bytes(self, batch_size: int) -> int:
+    def batch_bytes(self, batch_size: int, longest_bytes: int) -> int:
         """Bytes of the largest batch."""
         count = self._count(batch_size)
-        return self._largest_draw(count) if self._is_sum else count * self.longest_bytes
+        return self._largest_draw(count) if self._is_sum else count * longest_bytes
 
     def _count(self, batch_size: int) -> int:
         size, samples = self.info.size_at(batch_size), self.info.samples

@@ -25,16 +25,15 @@ _LIMIT_SHARE = 0.95  # of what the device can provide; the rest is for libraries
 class WorkerMemory:
     """Bytes in loader workers by arithmetic: the batches that they make ahead, and one that is being fetched.
 
-    Args:
-        stages: batches of the stages whose workers are alive at the same time.
+    The workers of all ``stages`` are alive at the same time.
     """
 
     def __init__(self, stages: Sequence[ProbeBatches]) -> None:
-        self._stages = stages
+        self.stages = stages
 
     def bytes_at(self, batch_size: int) -> int:
         """Bytes of all workers."""
-        batches = [one for stage in self._stages for one in stage.batch_bytes(batch_size)]
+        batches = [one for stage in self.stages for one in stage.batch_bytes(batch_size)]
         return sum(_batches_ahead(info) * batch_bytes for info, batch_bytes in batches)
 
     def largest_in_host_memory(self, processes: int = 1) -> int:
@@ -75,10 +74,13 @@ def search_limits(
     if device.name != "host":
         ceilings.append((workers.largest_in_host_memory(processes_on_node(trainer)), "host memory"))
     own = min(ceilings, key=lambda ceiling: ceiling[0])
-    of_all = ranks.exchange((limit_bytes, own))  # the rank with the least of each decides
-    largest, reason = min((ceiling for _, ceiling in of_all), key=lambda ceiling: ceiling[0])
+    found = [(stage.longest_bytes, stage.notes) for stage in workers.stages]
+    of_all = ranks.exchange((limit_bytes, own, found))  # the rank with the least of each decides
+    largest, reason = min((ceiling for _, ceiling, _ in of_all), key=lambda ceiling: ceiling[0])
+    for number, stage in enumerate(workers.stages):  # a rank may have no validation
+        stage.agree([each[number] for _, _, each in of_all if number < len(each)])
     return SearchLimits(
-        limit_bytes=min(limit for limit, _ in of_all),
+        limit_bytes=min(limit for limit, _, _ in of_all),
         min_batch_size=options.min_batch_size or min(SearchPolicy.first_size, largest),
         max_batch_size=largest,
         max_reason=reason,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
+from torch.utils._python_dispatch import TorchDispatchMode  # documented; public only under this name (2.5 to 2.13)
 
 from lightning_batchmem._lightning.strategies import processes_on_node
 from lightning_batchmem.devices.base import DeviceMemory
@@ -53,7 +55,14 @@ class Ranks:
         trials = self.exchange(trial)
         if len({one.batch_size for one in trials}) > 1:
             raise RuntimeError("BatchFinder's ranks ran different batch sizes; please report this as a bug.")
-        return trial if self.size == 1 else Trial.worst_of(trials)
+        if self.size == 1:
+            return trial
+        return Trial.worst_of(
+            [
+                replace(one, error=f"on rank {rank}: {one.error}") if one.error else one
+                for rank, one in enumerate(trials)
+            ]
+        )
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
@@ -79,16 +88,18 @@ class Ranks:
                 self._gather(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__, None)
 
     @contextmanager
-    def collective_step(self) -> Iterator[None]:
-        """Steps that all ranks take together."""
+    def collective_step(self, batch_size: int) -> Iterator[None]:
+        """Steps that all ranks take together; after an error this rank ends without a further exchange."""
         self._in_collective_step = True
-        yield
-        self._in_collective_step = False  # not after an error: see :meth:`report`
-
-    def collective_count(self) -> int:
-        """How many collectives the process group has run, to detect those of the user's own steps."""
-        group: Any = torch.distributed.group.WORLD if self.size > 1 else None
-        return 0 if group is None else int(group._get_sequence_number_for_group())  # private in torch 2.5 to 2.13
+        try:
+            yield
+        except Exception as error:
+            error.add_note(
+                f"BatchFinder: in a step of {batch_size} samples that all ranks take together. If a rank ran out of"
+                " memory, lower memory_limit."
+            )
+            raise
+        self._in_collective_step = False
 
     def _gather(self, failure: str | None, value: Any) -> list[Any]:
         rows: list[Any] = [None] * self.size
@@ -97,6 +108,26 @@ class Ranks:
         except RuntimeError as error:  # gloo and NCCL have no error class for a peer that is gone
             raise RankFailedError(f"another rank ended without a message; rank {self.rank} waited for it") from error
         return rows
+
+
+class CollectiveDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises an error at the first collective of ``torch.distributed`` instead of running it; no rank waits in it then.
+
+    Attributes:
+        found: whether there was one, even if the error was caught.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
+            self.found = True
+            raise RuntimeError(f"BatchFinder ends its first step at {func}, which other ranks would have to reach too.")
+        return func(*args, **(kwargs or {}))
 
 
 def own_budget_bytes(device: DeviceMemory, trainer: Trainer) -> int:

@@ -21,50 +21,32 @@ from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.devices.tensors import copied, plain_tensors, tensors_in
 from lightning_batchmem.plan.options import WorstCase
 
-MAX_SAMPLES = 32
-"""Samples that are kept for batches: enough for several lengths, few enough to be read quickly."""
+MAX_SAMPLES = 32  # that are kept for batches: enough for several lengths, few enough to be read quickly
+MAX_SIZES = 10_000  # that are measured at most
 
-MAX_SIZES = 10_000
-"""Samples that are measured at most."""
-
-_EQUAL_SIZES = 64
-"""So many samples of one size count as a data set of one size."""
-
-_EQUAL_SECONDS, _EQUAL_SIZES_QUICK = 1.0, 512
-"""Within this time more samples are measured first, since one long sample in 64 is missed in a third of the cases."""
+# So many samples of one size count as a data set of one size. While they are read quickly, more are measured first,
+# since one long sample in 64 is missed in a third of the cases.
+_EQUAL_SIZES, _EQUAL_SIZES_QUICK, _EQUAL_SECONDS = 64, 512, 0.5
 
 _SCAN_SECONDS = 20.0
-_SAMPLE_SECONDS = 60.0
-"""A worker that waits for a thread of its parent process waits forever."""
+_SAMPLE_SECONDS = 60.0  # a worker that waits for a thread of its parent process waits forever
 
-_WORKER_ENDED = "DataLoader worker (pid"
-"""In the message of an error when a worker process ended. Source: torch/utils/data/dataloader.py, 2.5.1 to 2.13."""
-
-_UNGUARDED_SCRIPT = "bootstrapping phase"
-"""In the message of an error when a spawned worker runs the user's script again. Source: multiprocessing/spawn.py."""
+# In the messages of errors: a worker ended, or a spawned worker runs the user's script again.
+# Source: torch/utils/data/dataloader.py, 2.5.1 to 2.13; multiprocessing/spawn.py
+_FATAL = ("DataLoader worker (pid", "bootstrapping phase")
 
 
 @dataclass
 class DrawnSamples:
-    """Samples of one data set.
+    """Samples of one data set."""
 
-    Args:
-        samples: up to 32, spread over the data set.
-        sample_bytes: of each of them in a batch.
-        sizes: bytes in a batch, or what the user's callable returned, of all measured samples.
-        largest: the largest of them.
-        largest_bytes: of it in a batch.
-        is_complete: whether all samples of the data set were measured.
-        notes: why not, unless no more were needed.
-    """
-
-    samples: list[Any] = field(default_factory=list)
-    sample_bytes: list[int] = field(default_factory=list)
-    sizes: list[float] = field(default_factory=list)
+    samples: list[Any] = field(default_factory=list)  # spread over the data set
+    sample_bytes: list[int] = field(default_factory=list)  # of each of them in a batch
+    sizes: list[float] = field(default_factory=list)  # of all measured ones: bytes, or what the user's callable returns
     largest: Any = None
     largest_bytes: int = 0
-    is_complete: bool = False
-    notes: tuple[str, ...] = ()
+    is_complete: bool = False  # whether all samples of the data set were measured
+    notes: tuple[str, ...] = ()  # why not, unless no more were needed
 
 
 class _ByteCounter(pickle.Pickler):
@@ -143,15 +125,7 @@ def draw_samples(
 ) -> DrawnSamples:
     """Read samples one at a time, in a worker where possible, else from a copy of the data set.
 
-    Args:
-        loader: makes its own batches.
-        collate: of the loader; may be called in this process.
-        worst_case: as in :class:`~lightning_batchmem.BatchFinder`.
-        share_bytes: bytes that the samples may hold in this process; one is drawn anyway.
-
-    Raises:
-        ValueError: if the data set is empty.
-        RuntimeError: if memory does not suffice for one sample, or a sample ended its worker.
+    They hold at most ``share_bytes`` in this process, but at least one is read; ``collate`` may be called here.
     """
     try:
         drawn = _draw(loader, collate, worst_case, share_bytes)
@@ -179,7 +153,7 @@ def _draw(
             return _scan(_reader(loader, loader.dataset, measure, num_workers=1), worst_case)
         except Exception as error:
             # the same sample would end this process, or memory would run out here too
-            if _WORKER_ENDED in str(error) or _UNGUARDED_SCRIPT in str(error) or is_out_of_memory(error):
+            if any(message in str(error) for message in _FATAL) or is_out_of_memory(error):
                 raise
             rank_zero_info(f"BatchFinder reads a copy of the data set, since a worker could not read it: {error}")
     measure = _Measure(collate, worst_case, share_bytes)
@@ -196,26 +170,22 @@ def copy_or_warn(value: Any, name: str) -> Any:
 
 
 def _reader(loader: DataLoader[Any], dataset: Any, measure: _Measure, *, num_workers: int) -> DataLoader[Any]:
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = {"batch_size": 1, "num_workers": num_workers, "collate_fn": measure}
     if not isinstance(dataset, IterableDataset):
         # Several passes over the whole data set: wherever the scan ends, it has seen samples from everywhere.
         indices = indices_to_draw(loader, MAX_SIZES)
         passes = max(1, len(indices) // MAX_SAMPLES)
         arguments["sampler"] = [index for start in range(passes) for index in indices[start::passes]]
     if num_workers:
-        arguments["multiprocessing_context"] = loader.multiprocessing_context
-        arguments["worker_init_fn"] = loader.worker_init_fn
-        arguments["timeout"] = _SAMPLE_SECONDS
-        arguments["persistent_workers"] = True  # only such workers can be ended with a public function
-        arguments["prefetch_factor"] = 1  # at most one sample waits in shared memory
-    return DataLoader(
-        dataset,
-        batch_size=1,
-        num_workers=num_workers,
-        collate_fn=measure,
-        generator=torch.Generator(),  # the worker's seed must not be drawn from the generator of the process
-        **arguments,
-    )
+        arguments |= {
+            "multiprocessing_context": loader.multiprocessing_context,
+            "worker_init_fn": loader.worker_init_fn,
+            "timeout": _SAMPLE_SECONDS,
+            "persistent_workers": True,  # only such workers can be ended with a public function
+            "prefetch_factor": 1,  # at most one sample waits in shared memory
+        }
+    # the worker's seed must not be drawn from the generator of the process
+    return DataLoader(dataset, generator=torch.Generator(), **arguments)
 
 
 def _scan(reader: DataLoader[Any], worst_case: WorstCase) -> DrawnSamples:
@@ -234,15 +204,13 @@ def _scan(reader: DataLoader[Any], worst_case: WorstCase) -> DrawnSamples:
             smallest = min(smallest, measured.size)
             seconds = time.monotonic() - start
             if seconds > _SCAN_SECONDS:
-                drawn.notes = (_measured_note(drawn, seconds),)
-                return drawn
+                return _incomplete(drawn, seconds)
             if _is_enough(len(drawn.sizes), worst_case, seconds, is_ragged=largest > smallest):
                 return drawn
     except RuntimeError as error:
         if not drawn.sizes or "DataLoader timed out" not in str(error):
             raise
-        drawn.notes = (_measured_note(drawn, time.monotonic() - start),)
-        return drawn
+        return _incomplete(drawn, time.monotonic() - start)
     finally:
         CombinedLoader(reader).reset()  # ends the worker now; the traceback of an error would keep it
     drawn.is_complete = True
@@ -257,8 +225,9 @@ def _is_enough(count: int, worst_case: WorstCase, seconds: float, *, is_ragged: 
     return seconds > _EQUAL_SECONDS or count >= _EQUAL_SIZES_QUICK
 
 
-def _measured_note(drawn: DrawnSamples, seconds: float) -> str:
-    return f"Only {len(drawn.sizes):,} samples were read in {seconds:.0f} s; larger ones may exist."
+def _incomplete(drawn: DrawnSamples, seconds: float) -> DrawnSamples:
+    drawn.notes = (f"Only {len(drawn.sizes):,} samples were read in {seconds:.0f} s; larger ones may exist.",)
+    return drawn
 
 
 def _without_views(sample: Any) -> Any:

@@ -16,7 +16,7 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.measure.live_bytes import LiveStorages
 from lightning_batchmem.measure.phases import StepPeaks
-from lightning_batchmem.measure.ranks import Ranks
+from lightning_batchmem.measure.ranks import CollectiveDetector, Ranks
 from lightning_batchmem.measure.step_runner import PhaseCallback, StepRecords, StepRunner, forget_compiled, was_compiled
 from lightning_batchmem.measure.steps import EvaluationSteps, Steps, TrainingSteps
 from lightning_batchmem.plan.records import Outcome, Trial, TrialKind
@@ -88,6 +88,22 @@ class TrialRunner:
         """Live bytes at this moment."""
         return self._runner.current_bytes()
 
+    def calls_collectives(self, batch_size: int) -> bool:
+        """Whether the user's own steps exchange data between ranks; such a step ends there, before the exchange."""
+        detector = CollectiveDetector()
+        for steps in (self._training, self._evaluation):
+            if steps is None or detector.found:
+                continue
+            try:
+                with without_synchronisation(self._trainer), detector:
+                    self._runner.series(steps, batch_size, StepRecords(steps), self._one_step)
+            except Exception as error:  # out of memory has many types; the first probe reports it
+                if not detector.found and not is_out_of_memory(error):
+                    raise
+                _let_go(error)
+                steps.let_go()
+        return detector.found
+
     def probe(self, batch_size: int) -> Trial:
         """Run a few steps and measure the peak of each phase."""
 
@@ -158,7 +174,7 @@ class TrialRunner:
     def synchronized_step(self, batch_size: int) -> int:
         """Run a step in which the ranks exchange gradients, and return what was held at its peak."""
         record = StepRecords(self._main)
-        with self._ranks.collective_step():
+        with self._ranks.collective_step(batch_size):
             self._runner.series(self._main, batch_size, record, self._two_steps)
         return max(record.held_bytes)
 
@@ -169,12 +185,10 @@ class TrialRunner:
         alone: AbstractContextManager[None] = without_synchronisation(self._trainer)
         handles = self._callback.watch(self._trainer.optimizers)
         try:
-            with self._ranks.collective_step() if self.is_collective else alone:
+            with self._ranks.collective_step(batch_size) if self.is_collective else alone:
                 outcome = run(record)
         except Exception as error:  # out of memory has many types; every other error is raised again
             if not is_out_of_memory(error) or self.is_collective:
-                if self.is_collective:
-                    error.add_note(f"BatchFinder: in a step of {batch_size} samples that all ranks take together")
                 raise
             record.error = _let_go(error)
         finally:

@@ -10,8 +10,9 @@ from lightning.pytorch.strategies import (
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
+from torch.nn import BatchNorm1d, Module, SyncBatchNorm
 
-from lightning_batchmem._lightning.strategies import check_strategy
+from lightning_batchmem._lightning.strategies import check_strategy, steps_are_collective
 
 
 def trainer_on(kind: type) -> SimpleNamespace:
@@ -23,13 +24,27 @@ def test_supported_strategies(kind: type) -> None:
     check_strategy(trainer_on(kind))
 
 
-def test_deepspeed_is_refused_with_an_alternative() -> None:
-    with pytest.raises(
-        ValueError, match=r"DeepSpeedStrategy .* cannot be made again .* train_micro_batch_size_per_gpu"
-    ):
+def test_deepspeed_is_refused_with_a_remedy() -> None:
+    with pytest.raises(ValueError, match=r"DeepSpeedStrategy .* cannot be made again.* train_micro_batch_size_per_gpu"):
         check_strategy(trainer_on(DeepSpeedStrategy))
 
 
 def test_another_strategy_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"ModelParallelStrategy .* got FSDPStrategy"):
         check_strategy(trainer_on(FSDPStrategy))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer", "ranks", "expected"),
+    [
+        (DDPStrategy, SyncBatchNorm(2), 2, True),
+        (DDPStrategy, SyncBatchNorm(2), 1, False),
+        (DDPStrategy, BatchNorm1d(2), 2, False),
+        (ModelParallelStrategy, BatchNorm1d(2), 2, True),
+    ],
+)
+def test_sharding_and_synchronized_batch_norm_make_steps_collective(
+    kind: type, layer: Module, ranks: int, expected: bool
+) -> None:
+    trainer = SimpleNamespace(strategy=object.__new__(kind), lightning_module=layer, world_size=ranks)
+    assert steps_are_collective(trainer) is expected

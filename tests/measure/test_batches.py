@@ -179,10 +179,10 @@ def test_memory_that_does_not_suffice_for_one_sample_is_explained() -> None:
 
 
 def test_slow_samples_are_kept_as_far_as_they_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_sizes, "_SCAN_SECONDS", 0.3)
-    dataset = Changed(lambda index: (time.sleep(0.1), torch.zeros(1))[1])
+    monkeypatch.setattr(sample_sizes, "_SCAN_SECONDS", 0.1)
+    dataset = Changed(lambda index: (time.sleep(0.05), torch.zeros(1))[1])
     drawn = read_sizes(dataset)
-    assert 1 <= len(drawn.samples) <= 4
+    assert 1 <= len(drawn.samples) <= 3
     assert drawn.notes == (f"Only {len(drawn.samples)} samples were read in 0 s; larger ones may exist.",)
     assert dataset.reads == 0
     assert batches(dataset).notes
@@ -238,7 +238,7 @@ def test_up_to_32_samples_are_kept_and_spread_over_the_data_set() -> None:
 
 def test_the_scan_ends_when_all_sizes_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(read_sizes(Numbers(2000)).sizes) == 512
-    monkeypatch.setattr(sample_sizes, "_EQUAL_SECONDS", 0.0)
+    monkeypatch.setattr(sample_sizes, "_EQUAL_SECONDS", 0.0)  # as of slow samples
     assert len(read_sizes(Numbers(2000)).sizes) == 64
     assert len(read_sizes(Numbers(2000), "typical").sizes) == 32
     assert len(read_sizes(Numbers(100), "longest").sizes) == 100
@@ -267,10 +267,9 @@ def test_batches_that_are_padded_are_made_of_the_longest_sample() -> None:
         probe = batches(RAGGED, worst_case, collate_fn=pad)
         assert probe.batch(3)[0].tolist() == [[37] * 16] * 3
         assert probe.batch_bytes(50)[0][1] == 50 * 16 * 8
-        assert probe.is_ragged
         varied = [probe.varied_batch(3, index)[0].shape for index in range(33)]
         assert {(3, 4), (3, 16)} <= set(varied)
-    assert batches(RAGGED, collate_fn=pad).longest_bytes == 16 * 8
+    assert batches(RAGGED, collate_fn=pad).longest_bytes == [16 * 8]
     assert batches(RAGGED, lambda sample: -int(sample[0]), collate_fn=pad).batch(1)[0].tolist() == [[0] * 4]
 
 
@@ -301,14 +300,13 @@ def test_batches_that_the_model_combines_are_made_of_the_longest_sample(collate:
 
 def test_a_collate_function_that_makes_one_size_is_not_ragged() -> None:
     probe = batches(RAGGED, collate_fn=lambda samples: torch.stack([sample[:2] for sample in samples]))
-    assert not probe.is_ragged
     assert not probe.notes
     assert torch.equal(probe.varied_batch(3, 1)[0], probe.batch(3, 1)[0])
 
 
 def test_names_and_paths_have_no_size() -> None:
     dataset = Changed(lambda index: {"image": torch.zeros(4), "name": "n" * index})
-    assert not batches(dataset).is_ragged
+    assert not batches(dataset).notes
     assert batches(Changed(lambda index: "n" * index), collate_fn=list).batch(1)[0] == ["n" * 99]
 
 
@@ -410,6 +408,6 @@ def test_each_loader_has_its_own_longest_sample_and_share() -> None:
     stage = StageLoaders(CombinedLoader(loaders, "min_size"), tuple(map(info, loaders)))
     probe = ProbeBatches(stage, room_bytes=10**9)
     assert [tuple(one.shape) for one in probe.batch(3)[0]] == [(3, 20), (3, 12)]
-    assert probe.longest_bytes == 20 * 8
+    assert probe.longest_bytes == [20 * 8, 12 * 8]
     assert len(probe.notes) == 2
     assert [one.shape[0] for one in ProbeBatches(stage, room_bytes=0).batch(3)[0]] == [3, 3]

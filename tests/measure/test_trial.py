@@ -1,103 +1,210 @@
+"""Trials in a real Trainer on a fake device: what they record, and what a rehearsal finds."""
+
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
 
-from lightning_batchmem.measure.phases import PhasePeaks
-from lightning_batchmem.measure.steps import Steps
-from lightning_batchmem.measure.trial import Looseness, measure
-from lightning_batchmem.plan.records import MIB
-from tests.conftest import FakeDevice
+from lightning_batchmem import BatchFinder, Plan
+from lightning_batchmem.measure.trial import TrialRunner
+from lightning_batchmem.plan.records import Trial
+from tests.lawful import MIB, Lawful, law
 
 
-class Heap(FakeDevice):
-    """Holds holes between its blocks, as the host's heap does."""
+class Stepping(Lawful):
+    """Calls ``during(size, number)`` inside each training step; the steps are numbered in each trial."""
 
-    def hold(self, *, in_use: int, loose: int) -> None:
-        self.free()
-        self.use((in_use + loose) * MIB)
-        self.loose = loose * MIB
+    def __init__(self, device_memory: Any, during: Callable[[int, int], None] = lambda size, number: None) -> None:
+        super().__init__(device_memory, law)
+        steps: dict[int, int] = {}
+
+        def count(size: int) -> None:  # a function, which the search does not restore
+            steps[size] = steps.get(size, 0) + 1
+            during(size, steps[size])
+
+        self.count = count
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count(len(batch[0]))
+        return super().training_step(batch, batch_idx)
 
 
 @pytest.fixture
-def heap() -> Heap:
-    heap = Heap(2**40)
-    heap.loose = 0
-    return heap
+def device(fake_device: Any) -> Any:
+    device_memory = fake_device(budget_bytes=500 * MIB)
+    device_memory.enforces_limits = True
+    return device_memory
 
 
-def test_looseness_is_what_was_added_and_is_in_no_block(heap: Heap) -> None:
-    looseness = Looseness(heap)
-    looseness.mark()
-    assert looseness.share is None  # nothing has begun
-    heap.hold(in_use=100, loose=20)
-    looseness.start()
-    heap.hold(in_use=160, loose=60)
-    looseness.mark()
-    assert looseness.share == pytest.approx(0.4)  # 40 of the 100 MiB more
-    heap.hold(in_use=200, loose=20)
-    looseness.mark()
-    assert looseness.share == pytest.approx(0.4)  # the most that was seen
-    heap.hold(in_use=90, loose=40)
-    looseness.mark()
-    assert looseness.share == 1.0  # more is held, and less of it in blocks
-    looseness.start()
-    assert looseness.share is None
+@pytest.fixture
+def search(fit: Any, device: Any) -> Callable[..., Plan]:
+    def run(module: Lawful, *callbacks: Any, options: dict[str, Any] | None = None, **arguments: Any) -> Plan:
+        finder = BatchFinder(**{"multiple_of": 1, **(options or {})})
+        fit(module, finder, device, *callbacks, **{"max_steps": 1, **arguments})
+        assert finder.plan is not None
+        return finder.plan
+
+    return run
 
 
-def test_looseness_is_unknown_where_the_allocator_does_not_tell(heap: Heap) -> None:
-    heap.loose = None
-    looseness = Looseness(heap)
-    looseness.start()
-    heap.use(MIB)
-    looseness.mark()
-    assert looseness.share is None
+def rehearsed(plan: Plan) -> list[Trial]:
+    return [trial for trial in plan.trials if trial.kind == "rehearsal"]
 
 
-class Given(Steps):
-    """Steps whose peaks are given, in MiB."""
-
-    first_phase = "forward"
-
-    def __init__(self, heap: Heap, peaks: list[int]) -> None:
-        self.heap, self.peaks = heap, peaks
-
-    def begin(self, batch_size: int) -> int:
-        return 1
-
-    def run(self, batch_size: int, index: int) -> None:
-        self.heap.use(self.peaks[index] * MIB)
-        self.heap.free()
-
-    def end(self) -> None:
-        pass
-
-    def let_go(self) -> None:
-        pass
+def test_what_trials_record(search: Any, device: Any) -> None:
+    plan = search(Stepping(device))
+    # the limit is 475 MiB: 0.9 of it are 328 samples, 0.94 are 347
+    assert [(trial.batch_size, trial.kind) for trial in plan.trials] == [
+        (2, "probe"), (8, "probe"), (82, "probe"), (328, "rehearsal"), (347, "rehearsal")
+    ]  # fmt: skip
+    assert {trial.outcome for trial in plan.trials} == {"ok"}
+    for trial in plan.trials:
+        assert list(trial.phase_peak_bytes) == ["forward", "backward", "optimizer_step"]
+        assert trial.peak_bytes == law(trial.batch_size)
+    # a warm-up step, five steady ones, a smaller one and two more
+    assert [trial.full_steps for trial in plan.trials] == [4, 3, 3, 9, 9]
+    assert device.num_ooms == 0
+    assert device.budget == 500 * MIB  # the enforced limit is restored
 
 
-@pytest.mark.parametrize(
-    ("warmup", "peaks", "noise"),
-    [
-        (0, [50, 100], 0),  # the first finds nothing cached
-        (0, [50, 100, 130], 30),
-        (1, [50, 100, 130], 30),
-        (2, [50, 60, 100, 130, 110], 30),
-    ],
-)
-def test_the_first_step_at_a_size_is_no_noise(heap: Heap, warmup: int, peaks: list[int], noise: int) -> None:
-    steps: Any = Given(heap, peaks)
-    trial = measure(
-        steps,
-        heap,
-        PhasePeaks(heap),
-        Looseness(heap),
-        4,
-        warmup_steps=warmup,
-        measured_steps=len(peaks) - warmup,
-        enough_bytes=2**40,
-    )
-    assert trial.noise_bytes == noise * MIB
-    assert trial.peak_bytes == max(peaks[warmup:]) * MIB
-    assert (trial.full_steps, trial.samples_run) == (len(peaks), 4 * len(peaks))
+def test_a_rehearsal_runs_under_the_limit(search: Any, device: Any) -> None:
+    budgets: dict[int, set[int]] = {}
+    plan = search(Stepping(device, lambda size, number: budgets.setdefault(size, set()).add(device.budget)))
+    assert budgets[82] == {500 * MIB}
+    assert plan.limit_bytes == 475 * MIB
+    assert plan.limit_bytes in budgets[328]
+
+
+def test_a_step_that_runs_out_of_memory_is_an_outcome(search: Any, device: Any) -> None:
+    def during(size: int, number: int) -> None:
+        if size > 300 and number == 3:
+            device.use(10**12)
+
+    plan = search(Stepping(device, during))
+    assert plan.batch_size == 273  # 5 % less than 328, then 12 % less
+    failed = [trial for trial in plan.trials if trial.outcome != "ok"]
+    assert [(trial.batch_size, trial.outcome) for trial in failed] == [
+        (328, "out_of_memory"),
+        (311, "out_of_memory"),
+    ]
+    assert failed[0].error.startswith("OutOfMemoryError: CUDA out of memory")
+
+
+def test_other_errors_are_raised(search: Any, device: Any) -> None:
+    def during(size: int, number: int) -> None:
+        raise IndexError("of the user")
+
+    with pytest.raises(IndexError, match="of the user"):
+        search(Stepping(device, during))
+
+
+def test_a_half_made_optimizer_state_is_dropped(search: Any, device: Any) -> None:
+    class Half(Stepping):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+            closure()
+            state = optimizer.state[self.layer.weight]
+            if self.sizes[-1] > 300 and not state:
+                state["step"] = torch.tensor(0.0)  # Adam then runs out of memory before exp_avg exists
+                device.use(10**12)
+            optimizer.step()
+
+    plan = search(Half(device))
+    assert [trial.outcome for trial in rehearsed(plan)] == ["out_of_memory", "out_of_memory", "ok"]
+
+
+def test_a_retry_of_the_allocator_fails_a_rehearsal_once_optimizers_have_state(search: Any, device: Any) -> None:
+    def retry_in_step(first: int, wanted: int) -> Callable[[int, int], None]:
+        def during(size: int, number: int) -> None:
+            if size == first and number == wanted:
+                device.num_alloc_retries += 1
+
+        return during
+
+    steady = search(Stepping(device, retry_in_step(328, 2)))
+    assert [trial.outcome for trial in rehearsed(steady)] == ["allocator_retry", "ok"]
+    assert steady.batch_size == 311
+    late = search(Stepping(device, retry_in_step(328, 8)))  # after the smaller batch
+    assert late.batch_size == 311
+    warm = search(Stepping(device, retry_in_step(328, 1)))
+    assert [trial.outcome for trial in rehearsed(warm)] == ["ok", "ok"]
+
+
+def test_skipped_optimizer_steps_prolong_the_warm_up(search: Any, device: Any) -> None:
+    class Scaling(Stepping):
+        """Skips its first optimizer steps, as a gradient scaler does."""
+
+        skipped = 4
+
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+            closure()
+            self.seen = getattr(self, "seen", 0) + 1
+            if self.seen > self.skipped:
+                optimizer.step()
+
+    assert [trial.full_steps for trial in rehearsed(search(Scaling(device)))] == [13, 13]
+    never = Scaling(device)
+    never.skipped = 10**6
+    assert [trial.full_steps for trial in rehearsed(search(never))] == [28, 28]  # 20 to warm up
+
+
+def test_steps_that_differ_at_random_are_repeated(search: Any, device: Any) -> None:
+    class Different(Stepping):
+        def __init__(self, device_memory: Any) -> None:
+            super().__init__(device_memory)
+            numbers = iter(range(10**6))
+
+            def use(size: int) -> None:
+                device_memory.use(law(size // (1 + next(numbers) % 2)))
+                device_memory.free()
+
+            self.use = use
+
+    assert {trial.full_steps for trial in rehearsed(search(Different(device)))} == {24}
+
+
+def test_steady_steps_use_batches_of_other_lengths(search: Any, device: Any) -> None:
+    lengths: dict[int, list[int]] = {}
+
+    class Padded(Stepping):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            lengths.setdefault(len(batch), []).append(batch.shape[1])
+            self.use(len(batch))
+            return self.layer(batch[:, :1]).mean()
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            samples = [torch.zeros(1 + i % 4) for i in range(640)]
+            pad = torch.nn.utils.rnn.pad_sequence
+            return DataLoader(samples, self.batch_size, collate_fn=lambda each: pad(each, batch_first=True))  # type: ignore[arg-type]
+
+    plan = search(Padded(device))
+    probe, rehearsal = plan.trials[0].batch_size, rehearsed(plan)[0].batch_size
+    assert set(lengths[probe]) == {4}  # the longest
+    assert len(set(lengths[rehearsal])) > 1
+
+
+def test_a_checkpoint_takes_a_copy_of_the_state(
+    search: Any, device: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    device.name, device._base_bytes = "host", MIB
+    device.free()
+    reserves: list[int] = []
+    reserve = TrialRunner._reserve
+
+    def noted(self: Any, record: Any, start_bytes: int) -> int:
+        flat = replace(record, held_bytes=[start_bytes])  # as if the steps took nothing
+        reserves.append(reserve(self, flat, start_bytes))
+        return reserves[-1]
+
+    monkeypatch.setattr(TrialRunner, "_reserve", noted)
+    search(Stepping(device), options={"max_batch_size": 4})
+    assert set(reserves) == {0}
+    reserves.clear()
+    search(Stepping(device), ModelCheckpoint(tmp_path), options={"max_batch_size": 4}, enable_checkpointing=True)
+    assert set(reserves) == {2 * 3 * 4 + 2 * 4}  # weight and bias with two moments, and two step counts

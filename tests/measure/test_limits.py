@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.measure import limits
 from lightning_batchmem.measure.batches import ProbeBatches
 from lightning_batchmem.measure.limits import WorkerMemory
-from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE
+from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions
 
 KIB = 1024
 
@@ -54,3 +54,28 @@ def test_free_host_memory_limits_the_size(monkeypatch: pytest.MonkeyPatch) -> No
     assert memory.largest_in_host_memory(processes=2) == 100
     assert memory.largest_in_host_memory(processes=500) == 1
     assert WorkerMemory([stage({})]).largest_in_host_memory() == UNBOUNDED_MAX_BATCH_SIZE
+
+
+class TwoRanks:
+    """Exchange with another rank, which found a sample of 9 KiB and runs no validation."""
+
+    size = 2
+
+    def exchange(self, value: Any) -> list[Any]:
+        return [value, (700 * KIB, (50, "dataset"), [([9 * KIB], ("longer",))])]
+
+
+def test_all_ranks_use_the_least_limits_and_the_longest_sample(
+    monkeypatch: pytest.MonkeyPatch, fake_device: Any
+) -> None:
+    monkeypatch.setattr(limits, "steps_are_collective", lambda trainer: False)
+    monkeypatch.setattr(limits, "own_budget_bytes", lambda device, trainer: 1000 * KIB)
+    trainer, ranks = cast("Any", None), cast("Any", TwoRanks())
+    device = fake_device(budget_bytes=1000 * KIB)
+    device.name = "host"
+    memory = WorkerMemory([stage({"num_workers": 1}), stage({"num_workers": 1})])
+    found = limits.search_limits(trainer, device, ranks, SearchOptions(), memory, largest_in_data=100)
+    assert (found.limit_bytes, found.max_batch_size, found.max_reason) == (700 * KIB, 50, "dataset")
+    assert [one.longest_bytes for one in memory.stages] == [[9 * KIB], [KIB]]
+    assert memory.stages[0].notes == ("longer",)
+    assert memory.bytes_at(8) == 3 * 8 * (9 + 1) * KIB
