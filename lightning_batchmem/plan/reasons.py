@@ -16,8 +16,8 @@ _LIMITS: dict[str, str] = {
 }
 _OUTCOMES = {
     "out_of_memory": "ran out of memory",
-    "over_limit": "held {held}",
-    "allocator_retry": "fits only if the allocator releases its cache in every step",
+    "over_limit": "need {needed}",
+    "allocator_retry": "fit only if the allocator releases its cache in every step",
 }
 
 
@@ -28,7 +28,7 @@ def size_limit_text(limits: SearchLimits) -> str:
 
 def _outcome_text(trial: Trial) -> str:
     """What happened to a trial that did not fit."""
-    text = _OUTCOMES[trial.outcome].format(held=mib(trial.needed_bytes))
+    text = _OUTCOMES[trial.outcome].format(needed=mib(trial.needed_bytes))
     return f"{text} ({trial.error})" if trial.error else text
 
 

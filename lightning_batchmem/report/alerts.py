@@ -35,6 +35,7 @@ _FINDER = {
 
 # CUDA allocates the same bytes for the same step; the resident set of the host varies by up to 30 % of its growth.
 _TOLERANCE = {"device": 0.05, "host": 0.30}
+_HOST_TOLERANCE_BYTES = 16 * MIB  # at least: loggers and libraries allocate memory during training
 _MAX_EXTRAPOLATION = 1.5  # of the largest size that was measured
 _NEARLY_FULL = 0.95
 _EVALUATION_ABOVE = 0.02
@@ -164,7 +165,8 @@ class Prediction:
             peak_bytes = self._bound.predict_bytes(max(self._smallest, batch_size)) + self._beyond_bytes
             growth_bytes = peak_bytes - self._bound.predict_bytes(0)
             tolerance = _TOLERANCE["host" if self._is_host else "device"] * growth_bytes
-            self._allowed_bytes[batch_size] = peak_bytes + max(self._granularity_bytes, tolerance)
+            least = _HOST_TOLERANCE_BYTES if self._is_host else self._granularity_bytes
+            self._allowed_bytes[batch_size] = peak_bytes + max(least, tolerance)
             if self._is_host:
                 self._allowed_bytes = dict.fromkeys(self._allowed_bytes, max(self._allowed_bytes.values()))
         return None

@@ -149,7 +149,7 @@ def test_the_plan_states_what_it_was_computed_from() -> None:
     assert plan.memory.lines["forward"].slope == pytest.approx(30)
     assert plan.reason == "280 samples: the largest size that is predicted to fit."
     lower = drive(passing(250), limits()).plan
-    assert lower.reason == "221 samples: 252 samples fits only if the allocator releases its cache in every step."
+    assert lower.reason == "221 samples: 252 samples fit only if the allocator releases its cache in every step."
     assert drive(device(STRAIGHT), limits(cap=50)).plan.limited_by == "dataset"
     assert drive(device(STRAIGHT), limits(target_batch_size=512, multiple_of=None)).plan.limited_by == "memory"
 
@@ -167,7 +167,7 @@ def test_a_peak_above_that_of_a_larger_size_is_noted() -> None:
 def test_no_plan_without_a_rehearsal_that_passed() -> None:
     step = drive(passing(0), limits()).step
     assert isinstance(step, SearchFailed)
-    assert step.reason.startswith("No size passed its rehearsal, and 2 samples fits only if the allocator releases")
+    assert step.reason.startswith("No size passed its rehearsal, and 2 samples fit only if the allocator releases")
 
 
 def test_nothing_fits() -> None:

@@ -146,6 +146,7 @@ def is_above(one: Alerts, size: int | None, peak_bytes: float) -> bool:
         (GRANULARITY, "cuda", 3, 112),  # below the measured sizes the smallest counts
         (GRANULARITY, "cuda", 150, 257.5),
         (GRANULARITY, "host", 100, 230),  # 30 % of the growth
+        (GRANULARITY, "host", 20, 136),  # 16 MiB at least
     ],
 )
 def test_a_step_may_be_above_the_plan_by_a_share_of_the_growth(
