@@ -1,10 +1,4 @@
-"""From everything run so far to the next size to run, or the plan.
-
-The caller's loop is::
-
-    while isinstance(step := decide(trials, limits), NextSize):
-        trials.append(run(step.batch_size, step.kind))
-"""
+"""From everything run so far to the next size to run, or the plan."""
 
 from __future__ import annotations
 
