@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
@@ -31,21 +31,6 @@ _real_device_memory_for = batch_finder.device_memory_for
 _devices: list[FakeDevice] = []
 
 
-class Data(LightningDataModule):
-    """The same samples on every rank, of which Lightning gives each rank its share."""
-
-    def __init__(self, batch_size: int) -> None:
-        super().__init__()
-        self.batch_size = batch_size
-        x = torch.randn(600, 8, generator=torch.Generator().manual_seed(0))
-        self.dataset = TensorDataset(x, x.sum(1, keepdim=True))
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.dataset, batch_size=self.batch_size, shuffle=True)
-
-    val_dataloader = train_dataloader
-
-
 class Net(LightningModule):
     """A network that uses memory and fails as the case requires; DDP would exchange the buffers of its BatchNorm."""
 
@@ -53,15 +38,13 @@ class Net(LightningModule):
         super().__init__()
         self.case, self.lr, self.size = case, 0.01, 0
         self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
-        self.unused = nn.Linear(8, 1) if case.get("ddp", {}).get("find_unused_parameters") else None
 
     def configure_model(self) -> None:
         if self.case.get("strategy") == "fsdp2":
             from torch.distributed._composable.fsdp import fully_shard
 
-            assert self.device_mesh is not None
             for layer in (self.layers[0], self.layers[3], self.layers):
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
 
     def fail(self, where: str) -> None:
         fails = self.case.get("fails", {})
@@ -103,7 +86,7 @@ class Net(LightningModule):
 
     def configure_optimizers(self) -> Any:
         self.fail("configure_optimizers")
-        optimizer = torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
         steps = int(self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
@@ -155,11 +138,12 @@ def run_case(case: Case, directory: Path, ranks: int) -> dict[str, Any]:
         enable_model_summary=False,
         **{"max_steps": 3, "limit_val_batches": 0, **case.get("trainer", {})},
     )
-    module, data = Net(case), Data(case.get("batch_size", 4))
+    module, x = Net(case), torch.randn(600, 8, generator=torch.Generator().manual_seed(0))
+    data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=case.get("batch_size", 4), shuffle=True)
     if case.get("entry") == "validate":
         trainer.validate(module, data, verbose=False)
     else:
-        trainer.fit(module, data, ckpt_path=directory / "last.ckpt" if case.get("resumes") else None)
+        trainer.fit(module, data, data, ckpt_path=directory / "last.ckpt" if case.get("resumes") else None)
     states = [state for optimizer in trainer.optimizers for state in optimizer.state_dict()["state"].values()]
     return {
         "plan": json.loads(finder.plan.to_json()) if finder.plan else None,
@@ -184,15 +168,13 @@ def run_rank(cases: dict[str, Case], directory: Path, rank: int, ranks: int, por
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     seen = {}
     for name, case in cases.items():
-        begin = time.perf_counter()
         try:
             seen[name] = run_case(case, directory, ranks)
         except (RuntimeError, ValueError) as error:
             if case.get("ends"):
                 raise
             seen[name] = {"error": f"{type(error).__name__}: {error}"}
-        print(f"{name}: {time.perf_counter() - begin:.2f} s", flush=True)  # noqa: T201 - read in a failure
-        (directory / f"{rank}.json").write_text(json.dumps(seen))
+    (directory / f"{rank}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":

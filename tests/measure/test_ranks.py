@@ -28,8 +28,8 @@ from tests.search_ranks import MIB, Case, run_rank
 ROOT = Path(__file__).parents[2]
 WAIT_SECONDS = 240
 END_SECONDS = 60
-SHARDS_HERE = hasattr(torch.distributed.fsdp, "fully_shard")
-needs_fsdp2 = pytest.mark.skipif(not SHARDS_HERE, reason="FSDP2 of torch 2.5 needs GPUs")
+SHARDS_HERE = hasattr(torch.distributed.fsdp, "fully_shard")  # FSDP2 of torch 2.5 needs GPUs
+pytestmark = pytest.mark.slow
 Seen = dict[str, list[dict[str, Any]]]
 
 
@@ -133,27 +133,24 @@ TWO_RANKS: dict[str, Case] = {
     "validate": {"budgets": [300, 250], "entry": "validate", "trainer": VALIDATES},
     "ddp with collectives": {"collectives": True, **UP_TO_24},
 }
-FSDP2: dict[str, Case] = {
-    "fsdp2 budgets": {"strategy": "fsdp2", "budgets": [400, 300]},
-    "fsdp2": {"strategy": "fsdp2", "trainer": ACCUMULATES, **UP_TO_24},
-}
+if SHARDS_HERE:
+    TWO_RANKS["fsdp2 budgets"] = {"strategy": "fsdp2", "budgets": [400, 300]}
+    TWO_RANKS["fsdp2"] = {"strategy": "fsdp2", "trainer": ACCUMULATES, **UP_TO_24}
 THREE_RANKS: dict[str, Case] = {
     "three budgets": {"budgets": [400, 300, 200]},
     "ddp": {"ddp": SMALL_BUCKETS, "trainer": ACCUMULATES, **UP_TO_24},
     "ddp with views": {"ddp": {"gradient_as_bucket_view": True, "static_graph": True, **SMALL_BUCKETS}, **UP_TO_24},
 }
+ALL = TWO_RANKS | THREE_RANKS
 
 
 @pytest.fixture(scope="module")
 def seen(launch) -> Seen:
     """What each rank saw in each case; all cases of as many ranks run in one process group."""
     found = {}
-    for cases, ranks in ((TWO_RANKS | (FSDP2 if SHARDS_HERE else {}), 2), (THREE_RANKS, 3)):
-        coded = {
-            f"{name}, hard-coded": {**case, "search": False, "batch_size": 24}
-            for name, case in cases.items()
-            if case.items() >= UP_TO_24.items()
-        }
+    for cases, ranks in ((TWO_RANKS, 2), (THREE_RANKS, 3)):
+        searching = {name: case for name, case in cases.items() if case.items() >= UP_TO_24.items()}
+        coded = {f"{name}, coded": {**case, "search": False, "batch_size": 24} for name, case in searching.items()}
         codes, of_cases, output = launch(cases | coded, ranks)
         assert codes == [0] * ranks, output
         found.update(of_cases)
@@ -168,27 +165,15 @@ def same_plan(of_ranks: list[dict[str, Any]]) -> Any:
     return plans[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "least"),
-    [
-        ("equal budgets", 300),
-        ("less on rank 0", 300),
-        ("less on rank 1", 300),
-        ("three budgets", 200),
-        ("collectives", 300),
-        pytest.param("fsdp2 budgets", 300, marks=needs_fsdp2),
-    ],
-)
-def test_the_rank_with_the_least_memory_decides(seen, case: str, least: int):
-    plan = same_plan(seen[case])
+@pytest.mark.parametrize("case", [name for name in ALL if "budgets" in name or "less" in name] + ["collectives"])
+def test_the_rank_with_the_least_memory_decides(seen, case: str):
+    plan, least = same_plan(seen[case]), min(ALL[case]["budgets"])
     share = 0.85 if case in ("collectives", "fsdp2 budgets") else 0.94  # of the limit, 0.95 of the budget
     assert (plan["limited_by"], plan["limit_bytes"]) == ("memory", int(0.95 * least * MIB))
     assert share - 0.03 < (100 + plan["batch_size"]) * MIB / plan["limit_bytes"] <= share
     assert [trial["kind"] for trial in plan["trials"]].count("rehearsal") == (1 if share == 0.85 else 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
 def test_out_of_memory_on_one_rank_makes_all_step_down(seen, where: str):
     plan = same_plan(seen[f"{OUT} in {where}"])
@@ -197,25 +182,20 @@ def test_out_of_memory_on_one_rank_makes_all_step_down(seen, where: str):
     assert 50 < plan["batch_size"] < min(trial["batch_size"] for trial in failed)
 
 
-@pytest.mark.slow
 def test_no_size_fits_on_one_rank(seen):
     for one in seen["nothing fits"]:
         assert one["error"].startswith("RuntimeError: Nothing fits: 2 samples, the smallest size allowed")
         assert "on rank 1: OutOfMemoryError: made up" in one["error"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "rank"),
-    [("error on rank 0", 0), ("error on rank 1", 1), ("error in the first step", 1), ("error before the search", 1)],
-)
-def test_an_error_between_steps_reaches_the_other_rank(seen, case: str, rank: int):
+@pytest.mark.parametrize("case", [name for name in ALL if name.startswith("error")])
+def test_an_error_between_steps_reaches_the_other_rank(seen, case: str):
+    rank = ALL[case]["fails"].get("rank", 1)
     own, other = seen[case][rank]["error"], seen[case][1 - rank]["error"]
     assert own == "ValueError: made up"
     assert other == f"RankFailedError: rank {rank} ended the search: {own}"
 
 
-@pytest.mark.slow
 def test_exchanges_through_lightning_do_not_make_a_step_collective(seen):
     plan = same_plan(seen["exchanges"])
     assert plan["batch_size"] <= 50  # more runs out of memory on rank 1
@@ -223,14 +203,12 @@ def test_exchanges_through_lightning_do_not_make_a_step_collective(seen):
     assert "evaluation" in plan["memory"]["lines"]
 
 
-@pytest.mark.slow
 def test_target_and_learning_rate_count_the_samples_of_all_ranks(seen):
     plan = same_plan(seen["target"])
     assert plan["batch_size"] * 2 * plan["accumulate_grad_batches"] == plan["effective_batch_size"] == 96
     assert plan["learning_rate"] == 2 * plan["learning_rate_before"]
 
 
-@pytest.mark.slow
 def test_a_resumed_run_continues_without_a_search(seen):
     plan = same_plan(seen["saves"])
     for one in seen["resumes"]:
@@ -238,23 +216,18 @@ def test_a_resumed_run_continues_without_a_search(seen):
         assert one["sizes"][0] == plan["batch_size"]
 
 
-@pytest.mark.slow
 def test_an_evaluation_has_one_plan(seen):
     assert same_plan(seen["validate"])["limit_bytes"] == int(0.95 * 250 * MIB)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", ["ddp", "ddp with views", "ddp with collectives", pytest.param("fsdp2", marks=needs_fsdp2)]
-)
+@pytest.mark.parametrize("case", [name for name, case in ALL.items() if case.items() >= UP_TO_24.items()])
 def test_training_is_that_with_the_size_hard_coded(seen, case: str):
     assert same_plan(seen[case])["batch_size"] == 24
     for name in ("left", "sizes", "batches"):
-        assert [one[name] for one in seen[case]] == [one[name] for one in seen[f"{case}, hard-coded"]]
+        assert [one[name] for one in seen[case]] == [one[name] for one in seen[f"{case}, coded"]]
     assert len({one["batches"] for one in seen[case]}) == len(seen[case])  # each rank has other samples
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "codes", "messages"),
     [
@@ -279,7 +252,6 @@ SCRIPT = [str(ROOT / "tests" / "search_ranks.py")]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *SCRIPT]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("error", ["ValueError", "SIGKILL"])
 @pytest.mark.parametrize("launcher", [TORCHRUN, SCRIPT], ids=["torchrun", "Lightning"])
 def test_the_launcher_ends_all_ranks(tmp_path: Path, launcher: list[str], error: str):
