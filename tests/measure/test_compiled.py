@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.measure.step_runner import each_size_static
+from lightning_batchmem.measure.step_runner import each_size_static, forget_compiled, was_compiled
 from tests.lawful import MIB, Lawful, law
 
 
@@ -65,11 +65,12 @@ def test_each_size_is_static_and_training_is_compiled_as_if_hard_coded(fit: Any,
 
     finder = BatchFinder()
     in_search, searched, _ = run(3, finder)
-    before, hard_coded, _ = run(400)
+    before, hard_coded, _ = run(344)
     assert finder.plan is not None
-    assert in_search == [trial.batch_size for trial in finder.plan.trials]
+    assert [trial.batch_size for trial in finder.plan.trials] == [2, 8, 328, 344]
+    assert in_search == [2, 8, 328, 80, 344, 184]  # each rehearsal also has the last batch of an epoch
     assert before == []
-    assert searched == hard_coded == [400, "any"]  # the last batch of an epoch is short, and compiled for any size
+    assert searched == hard_coded == [344, "any"]  # the last batch of an epoch is short, and compiled for any size
 
 
 def test_many_sizes_do_not_exhaust_the_compiler(fit: Any, fake_device: Any) -> None:
@@ -81,13 +82,27 @@ def test_many_sizes_do_not_exhaust_the_compiler(fit: Any, fake_device: Any) -> N
         fit(Compiled(device_memory, programs), finder, device_memory, max_steps=1)
     assert finder.plan is not None
     assert len(finder.plan.trials) > 2
-    assert programs.made == [*(trial.batch_size for trial in finder.plan.trials), 400]
+    assert programs.made == [2, 8, 328, 80, 344, 184, 344]
 
 
-def test_the_users_setting_is_put_back() -> None:
+def test_the_users_setting_is_restored() -> None:
     from torch._dynamo import config
 
     assert config.automatic_dynamic_shapes
     with each_size_static():
         assert not config.automatic_dynamic_shapes
     assert config.automatic_dynamic_shapes
+
+
+def test_the_compiler_is_reset_only_if_something_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    resets: list[int] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    counters = torch._dynamo.utils.counters
+    monkeypatch.setitem(counters, "frames", type(counters["frames"])())
+    forget_compiled()
+    assert not was_compiled()
+    assert resets == []
+    torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1))
+    assert was_compiled()
+    forget_compiled()
+    assert resets == [1]
