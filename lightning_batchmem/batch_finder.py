@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,9 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from rich.console import Console
 
 from lightning_batchmem._lightning.data_source import (
-    DataSource,
     discard_train_loader,
-    generators_of,
     stage_loop,
     stage_source,
     train_source,
@@ -24,21 +20,31 @@ from lightning_batchmem._lightning.data_source import (
 )
 from lightning_batchmem._lightning.hooks import before_optimizers, call_before
 from lightning_batchmem._lightning.module_state import ModuleState
-from lightning_batchmem._lightning.namespace import lightning_name
 from lightning_batchmem._lightning.strategies import check_strategy
 from lightning_batchmem._lightning.trainer_state import RandomStates, is_fast_dev_run
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
-from lightning_batchmem.apply.training import apply_to_training, complete_plan, record_training_setup
+from lightning_batchmem.apply.training import (
+    apply_to_training,
+    check_step,
+    check_training,
+    complete_plan,
+    current_state,
+    record_training_setup,
+)
 from lightning_batchmem.devices import device_memory_for, device_name
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes
-from lightning_batchmem.plan.learning_rate import LearningRateScaling
-from lightning_batchmem.plan.options import SearchOptions, WorstCase, parse_memory_limit
+from lightning_batchmem.devices.tensors import bytes_of, tensors_in
+from lightning_batchmem.measure.limits import memory_limit_bytes
+from lightning_batchmem.measure.live_bytes import RequestedBytes
+from lightning_batchmem.measure.ranks import Ranks
+from lightning_batchmem.plan.options import SearchOptions, WorstCase, changes_since
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import Objective, SearchFailed
-from lightning_batchmem.plan.resume import changes_since
+from lightning_batchmem.plan.records import Objective, SearchFailed, mib
+from lightning_batchmem.plan.scaling import LearningRateScaling
 from lightning_batchmem.report.tables import plan_table
 from lightning_batchmem.search import BatchSizeSearch
+
+_NOTABLE_SHARE = 0.01  # of the limit: more is no difference between two starts of one training
 
 
 class BatchFinder(Callback):
@@ -124,10 +130,11 @@ class BatchFinder(Callback):
         self._before: tuple[RandomStates, ModuleState] | None = None  # as of before configure_optimizers
         self._fit_started = False
         self._cancel: Callable[[], object] | None = None
+        self._start: tuple[DeviceMemory, int] | None = None  # live bytes where the search began its last rehearsal
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Record the state before ``configure_optimizers``, or search before an evaluation."""
-        self._checkpoint, self._fit_started = {}, False
+        self._checkpoint, self._fit_started, self._start = {}, False, None
         if is_fast_dev_run(trainer):
             return
         check_strategy(trainer)  # before an engine is made that could not be made again
@@ -139,7 +146,7 @@ class BatchFinder(Callback):
         trainer.callbacks = sorted(callbacks, key=lambda callback: callback is not self)  # type: ignore[attr-defined]
 
         def record() -> None:
-            self._before = _current_state(trainer, pl_module, train_source(trainer))
+            self._before = current_state(trainer, pl_module, train_source(trainer))
 
         self._cancel = before_optimizers(trainer, record)
 
@@ -151,9 +158,9 @@ class BatchFinder(Callback):
             return
         if 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches):
             return  # no training
-        self._check_training(trainer, pl_module)
+        check_training(trainer, pl_module, self._options)
         device_memory, source = _device_memory_of(trainer), train_source(trainer)
-        random, module_state = before or _current_state(trainer, pl_module, source)
+        random, module_state = before or current_state(trainer, pl_module, source)
         discard_train_loader(trainer)  # built already where configure_optimizers read estimated_stepping_batches
         setting = BatchSizeSetting(trainer, pl_module, self._options.batch_arg_name, source)
         setting.check()
@@ -162,6 +169,9 @@ class BatchFinder(Callback):
             old = record_training_setup(trainer, setting, self._options, self._plan_of_fit)
             search = BatchSizeSearch(trainer, device_memory, self._options, random, module_state)
             found = _succeeded(search.training(setting))
+            found = replace(found, notes=(*found.notes, *setting.notes_for(found.batch_size)))
+            if device_memory.name != "host" and search.start_bytes > 0:
+                self._start = (device_memory, search.start_bytes)
             plan = complete_plan(trainer, found, self._options, old, search.epoch_batches)
         else:
             module_state.restore()
@@ -173,6 +183,21 @@ class BatchFinder(Callback):
         self.plan = self._plan_of_fit = plan
         if resumed is None:
             _print_plan(trainer, plan)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Warn once if training begins with more memory in use than the search did."""
+        if self._start is None or self.plan is None:
+            return
+        (device_memory, start_bytes), self._start = self._start, None
+        # a resumed run has restored the optimizer state, which the rehearsal made itself
+        own = tensors_in([batch, *(optimizer.state for optimizer in trainer.optimizers)])
+        own_bytes = bytes_of(own, trainer.strategy.root_device)
+        more_bytes = RequestedBytes(device_memory).current().allocated_bytes - own_bytes - start_bytes
+        if more_bytes > _NOTABLE_SHARE * self.plan.limit_bytes:
+            rank_zero_warn(
+                f"Training begins with {mib(more_bytes)} more in use than the search did, for example because of"
+                " another callback. If it runs out of memory, lower memory_limit by as much."
+            )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove what ``setup`` left on strategy and loops when a run ends before the search."""
@@ -205,13 +230,12 @@ class BatchFinder(Callback):
         if not self._checkpoint or self._search_on_resume:
             return None
         plan = Plan.from_json(json.dumps(self._checkpoint["plan"]))
-        budget = own_budget_bytes(device_memory, trainer)
         changes = changes_since(
             plan,
             self._checkpoint.get("options", self._checkpoint.get("wishes", {})),  # "wishes" in 0.1.0
             self._options.as_json(),
             device=device_name(trainer.strategy.root_device),
-            limit_bytes=min(parse_memory_limit(self._options.memory_limit, budget), budget),
+            limit_bytes=memory_limit_bytes(trainer, device_memory, self._options),
         )
         if self._options.target_batch_size is None and plan.accumulate_grad_batches != trainer.accumulate_grad_batches:
             plan = replace(plan, accumulate_grad_batches=trainer.accumulate_grad_batches, effective_batch_size=None)
@@ -227,48 +251,22 @@ class BatchFinder(Callback):
         loop, source, options = stage_loop(trainer), stage_source(trainer), self._options
         if getattr(trainer, f"limit_{source.stage}_batches") == 0:
             return
-        _check_step(module, "validation_step" if source.stage == "val" else f"{source.stage}_step")
+        check_step(module, "validation_step" if source.stage == "val" else f"{source.stage}_step")
         setting = BatchSizeSetting(trainer, module, options.eval_batch_arg_name or options.batch_arg_name, source)
         outcome = None
         if setting.in_attribute or source.passed:
-            random, module_state = _current_state(trainer, module, source)
+            random, module_state = current_state(trainer, module, source)
             search = BatchSizeSearch(trainer, _device_memory_of(trainer), options, random, module_state)
             outcome = search.evaluation(setting, loop)
         if outcome is None:
             rank_zero_info(f"BatchFinder leaves {source.hook} unchanged: no loader follows `{setting.name}`")
             return
         device = device_name(trainer.strategy.root_device)
-        self.plan = replace(_succeeded(outcome), device=device, ranks=trainer.world_size)
+        plan = _succeeded(outcome)
+        notes = (*plan.notes, *setting.notes_for(plan.batch_size))
+        self.plan = replace(plan, device=device, ranks=trainer.world_size, notes=notes)
         setting.commit(self.plan.batch_size)
         _print_plan(trainer, self.plan)
-
-    def _check_training(self, trainer: Trainer, module: LightningModule) -> None:
-        _check_step(module, "training_step")
-        if self._options.target_batch_size is None:
-            return
-        if not module.automatic_optimization:
-            raise ValueError("target_batch_size must be None under manual optimization, which steps by itself")
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not look
-        scheduler = lightning_name(trainer, "callbacks.GradientAccumulationScheduler")
-        if any(isinstance(one, scheduler) for one in callbacks):
-            raise ValueError("target_batch_size must be None with a GradientAccumulationScheduler, which sets it too")
-
-
-def _current_state(trainer: Trainer, module: LightningModule, source: DataSource) -> tuple[RandomStates, ModuleState]:
-    """Everything outside the trainer that a search, or configuring the optimizers twice, may change."""
-    loaders = source.passed_loaders()
-    generators = [generator for loader in loaders for generator in generators_of(loader)]
-    data_sets = [loader.dataset for loader in loaders]
-    datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set where mypy does not look
-    others = [SimpleNamespace(generators=generators, data_sets=data_sets), *([datamodule] if datamodule else [])]
-    return RandomStates(), ModuleState(module, others)
-
-
-def _check_step(module: LightningModule, name: str) -> None:
-    if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
-        raise ValueError(
-            f"{name} must take a batch for BatchFinder, got one that takes dataloader_iter; set the batch size by hand"
-        )
 
 
 def _device_memory_of(trainer: Trainer) -> DeviceMemory:

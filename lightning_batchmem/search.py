@@ -14,9 +14,13 @@ from rich.console import Console
 from lightning_batchmem._lightning.data_source import attach_loaders, validation_loop, validation_source
 from lightning_batchmem._lightning.hooks import configure_optimizers_again, freeze_schedulers
 from lightning_batchmem._lightning.module_state import ModuleState
-from lightning_batchmem._lightning.namespace import in_every_package
 from lightning_batchmem._lightning.run_step import EvaluationLoop, begin_training
-from lightning_batchmem._lightning.strategies import is_synchronised, steps_are_collective, wrap_again
+from lightning_batchmem._lightning.strategies import (
+    in_every_package,
+    is_synchronised,
+    steps_are_collective,
+    wrap_again,
+)
 from lightning_batchmem._lightning.trainer_state import RandomStates
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
 from lightning_batchmem.apply.loaders import StageLoaders, limited_batches
@@ -164,7 +168,7 @@ class BatchSizeSearch:
             if not trials and self._ranks.size > 1 and not runner.is_collective:
                 runner.is_collective = any(self._ranks.exchange(runner.calls_collectives(step.batch_size)))
                 if runner.is_collective:  # a step has ended before its first collective
-                    self._restart(stage.start)
+                    self._attempts.restart(stage.start)
                     stage.setting.write(step.batch_size)
             if step.kind == "probe":
                 trial = runner.probe(step.batch_size)

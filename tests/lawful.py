@@ -1,4 +1,4 @@
-"""A module whose use of a fake meter follows a law of the batch size, for tests of the finder."""
+"""A module whose memory on a fake device follows a law of the batch size, and the size that a search finds for it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_batchmem.plan.decide import SearchPolicy
+
 SAMPLES = 5000
 MIB = 2**20
 
@@ -18,8 +20,16 @@ def law(size: int) -> int:
     return 99 * MIB + size * MIB
 
 
+def found_size(budget_bytes: int, *, memory_limit: int | None = None, multiple_of: int | None = None) -> int:
+    """The size that a search finds for :func:`law`: within the highest share of the limit, rounded down."""
+    limit_bytes = min(memory_limit or budget_bytes, int(0.95 * budget_bytes))
+    size = int(SearchPolicy.step_up_share * limit_bytes - law(0)) // MIB
+    step = multiple_of or max(step for step in (1, 2, 4, 8, 16, 32, 64) if step <= max(1, size // 64))
+    return size // step * step
+
+
 class Lawful(LightningModule):
-    """A module whose use of a fake meter follows a law of the batch size; the real tensors are tiny."""
+    """A module whose memory on a fake device follows a law of the batch size; the real tensors are tiny."""
 
     def __init__(self, device_memory: Any, law: Callable[[int], int], batch_size: int = 3) -> None:
         super().__init__()

@@ -329,7 +329,7 @@ def test_the_wait_for_data_is_part_of_the_step_and_known_separately(tmp_path, de
 
     loader = DataLoader(SlowToLoad(torch.ones(4, 4), torch.ones(4, 1)), batch_size=1)
     profiler, _ = profiled(tmp_path, Net(lambda *_: clock.sleep(1)), loader=loader)
-    assert [(row["step_ms"], row["data_wait_pct"]) for row in csv_rows(tmp_path)] == [("6000.0", "50.0")] * 4
+    assert [(row["step_ms"], row["data_wait_pct"]) for row in csv_rows(tmp_path)] == [("6000.000", "50.00")] * 4
     assert (profiler.summary.step_seconds, profiler.summary.data_wait_share) == (6, 0.5)
 
 
@@ -368,7 +368,7 @@ def test_the_time_of_the_device_arrives_a_step_later(tmp_path, device_memory, mo
     monkeypatch.setattr(lightning_batchmem.memory_profiler, "timer_for", lambda device: FakeTimer())
     profiler, recorder = profiled(tmp_path, Net())
     found = csv_rows(tmp_path)
-    assert [(row["step"], row["step_ms"]) for row in found[:-1]] == [(str(step), "2000.0") for step in range(5)]
+    assert [(row["step"], row["step_ms"]) for row in found[:-1]] == [(str(step), "2000.000") for step in range(5)]
     assert float(found[-1]["step_ms"]) < 1000  # the device never finished it: wall time
     assert [metrics["throughput/step_ms"] for _, metrics in recorder.ours[1:]] == [2000.0] * 5
     assert profiler.summary.step_seconds == 2.0
@@ -443,9 +443,10 @@ def test_the_peaks_of_epoch_and_run_can_be_read_at_any_time(tmp_path, device_mem
 
     def read(*_):
         seen.append((profiler.epoch_peak_bytes // MIB, profiler.run_peak_bytes // MIB))
-        state = profiler.__getstate__()
-        del state["log"]  # Lightning adds the module's method
-        pickle.dumps(state)  # a loader that spawns workers may pickle the Trainer
+        state = {name: value for name, value in profiler.__getstate__().items() if name not in ("log", "log_dict")}
+        pickle.dumps(
+            state
+        )  # without the module's methods, which Lightning adds; a loader that spawns workers may pickle the Trainer
 
     net = Net(spike(device_memory, 1, "forward", 9))
     profiled(tmp_path, net, At(on_train_batch_end=read), profiler=profiler, max_epochs=2)

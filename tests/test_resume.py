@@ -10,15 +10,19 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_batchmem import BatchFinder
-from tests.lawful import MIB, Lawful, Sizes, law
+from lightning_batchmem.plan.options import SearchOptions
+from tests.lawful import MIB, SAMPLES, Lawful, Sizes, found_size, law
+
+BUDGET = 500 * MIB
+FOUND, SMALLER = found_size(BUDGET), found_size(300 * MIB)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used")  # the saver
 
 
 @pytest.fixture
 def checkpoint(fit: Any, fake_device: Any, tmp_path: Path) -> Path:
-    """Of a run that searched: 400 samples under 500 MiB."""
-    return save(fit, fake_device(budget_bytes=500 * MIB), tmp_path, BatchFinder())
+    """Of a run that searched."""
+    return save(fit, fake_device(budget_bytes=BUDGET), tmp_path, BatchFinder())
 
 
 def save(fit: Any, device_memory: Any, folder: Path, callback: Any) -> Path:
@@ -42,25 +46,30 @@ def test_the_plan_in_the_checkpoint_is_plain(checkpoint: Path) -> None:
             check(inner)
 
     check(saved)
-    assert saved["plan"]["batch_size"] == 400
+    assert saved["plan"]["batch_size"] == FOUND
 
 
 def test_a_resumed_run_continues_with_the_plan_without_a_search(fit: Any, fake_device: Any, checkpoint: Path) -> None:
-    finder, device_memory = BatchFinder(), fake_device(budget_bytes=500 * MIB)
+    finder, device_memory = BatchFinder(), fake_device(budget_bytes=BUDGET)
     module, _ = resume(fit, device_memory, checkpoint, finder)
     assert finder.plan is not None
-    assert finder.plan.batch_size == module.batch_size == 400
-    assert module.sizes == [400] * 12 + [200]  # no step but those of the second epoch
+    assert finder.plan.batch_size == module.batch_size == FOUND
+    assert module.sizes == [FOUND] * (SAMPLES // FOUND) + [SAMPLES % FOUND]  # no step but those of the second epoch
     device_memory.budget = 300 * MIB
     fit(module, finder, device_memory)  # does not resume, and so searches
-    assert module.batch_size == 200
+    assert module.batch_size == SMALLER
 
 
 @pytest.mark.parametrize(
     ("arguments", "trainer", "budget_mib", "changed"),
     [
-        ({}, {}, 300, "it held 499.0 MiB and the limit is 300.0 MiB. search_on_resume=True searches again."),
-        ({}, {}, 1000, "the limit was 500.0 MiB and is 1,000.0 MiB"),
+        (
+            {},
+            {},
+            300,
+            f"it held {law(FOUND) / MIB} MiB and the limit is 285.0 MiB. search_on_resume=True searches again.",
+        ),
+        ({}, {}, 1000, "the limit was 475.0 MiB and is 950.0 MiB"),
         ({"max_batch_size": 100}, {}, 500, "max_batch_size was None and is 100"),
         ({"multiple_of": 4}, {"accumulate_grad_batches": 3}, 500, "multiple_of was None and is 4"),
     ],
@@ -70,9 +79,9 @@ def test_changed_conditions_are_a_warning(
 ) -> None:
     device_memory = fake_device(budget_bytes=10**4 * MIB)
     device_memory.budget_bytes = lambda: budget_mib * MIB  # steps above it do not fail
-    with pytest.warns(UserWarning, match=f"continues with batch size 400 of the checkpoint, although {changed}"):
+    with pytest.warns(UserWarning, match=f"continues with batch size {FOUND} of the checkpoint, although {changed}"):
         module, run = resume(fit, device_memory, checkpoint, BatchFinder(**arguments), **trainer)
-    assert module.batch_size == 400
+    assert module.batch_size == FOUND
     assert run.accumulate_grad_batches == trainer.get("accumulate_grad_batches", 1)
 
 
@@ -81,18 +90,18 @@ def test_another_device_is_a_warning(
 ) -> None:
     monkeypatch.setattr("lightning_batchmem.batch_finder.device_name", lambda device: "abacus")
     with pytest.warns(UserWarning, match="although it was found on host and this is abacus"):
-        resume(fit, fake_device(budget_bytes=500 * MIB), checkpoint, BatchFinder())
+        resume(fit, fake_device(budget_bytes=BUDGET), checkpoint, BatchFinder())
 
 
 def test_a_search_on_request(fit: Any, fake_device: Any, checkpoint: Path) -> None:
     module, _ = resume(fit, fake_device(budget_bytes=300 * MIB), checkpoint, BatchFinder(search_on_resume=True))
-    assert module.batch_size == 200
+    assert module.batch_size == SMALLER
 
 
 def test_a_checkpoint_without_a_plan_leads_to_a_search(fit: Any, fake_device: Any, tmp_path: Path) -> None:
-    device_memory = fake_device(budget_bytes=500 * MIB)
+    device_memory = fake_device(budget_bytes=BUDGET)
     module, _ = resume(fit, device_memory, save(fit, device_memory, tmp_path, Sizes()), BatchFinder())
-    assert module.batch_size == 400
+    assert module.batch_size == FOUND
 
 
 def test_a_strategy_that_restores_late_searches_again_with_a_warning(
@@ -100,11 +109,45 @@ def test_a_strategy_that_restores_late_searches_again_with_a_warning(
 ) -> None:
     late = "lightning.pytorch.strategies.SingleDeviceStrategy.restore_checkpoint_after_setup"
     monkeypatch.setattr(late, True, raising=False)
-    with pytest.warns(UserWarning, match=r"searched again and uses batch size 200, .* \(batch size 400\) after"):
+    with pytest.warns(
+        UserWarning, match=rf"searched again and uses batch size {SMALLER}, .* \(batch size {FOUND}\) after"
+    ):
         module, _ = resume(fit, fake_device(budget_bytes=300 * MIB), checkpoint, BatchFinder())
-    assert module.batch_size == 200
+    assert module.batch_size == SMALLER
 
 
 def test_a_project_without_a_place_for_the_size(fit: Any, fake_device: Any, checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="got 'size', which none of them has"):
-        resume(fit, fake_device(budget_bytes=500 * MIB), checkpoint, BatchFinder(batch_arg_name="size"))
+        resume(fit, fake_device(budget_bytes=BUDGET), checkpoint, BatchFinder(batch_arg_name="size"))
+
+
+# Callback state of version 0.1.0; fields of its Plan, Trial, Line and Wishes
+OLD_LINE = {"intercept": 1e8, "slope": 1e6, "noise": 0.0, "first_batch_size": 2, "last_batch_size": 8}
+OLD_LINE |= {"repeatability": 0.0}
+OLD_TRIAL = {"batch_size": 64, "outcome": "ok", "phase_peak_bytes": {"forward": 170_000_000}, "noise_bytes": 0}
+OLD_TRIAL |= {"peak_reserved_bytes": None, "step_seconds": 0.1, "measured_steps": 2, "full_steps": 3}
+OLD_TRIAL |= {"samples_run": 192, "worker_bytes": 0, "fixed_bytes": 0, "loose_share": None, "error": ""}
+OLD_PLAN = {"batch_size": 64, "limited_by": "memory", "verified": True, "limit_bytes": 475 * MIB}
+OLD_PLAN |= {"predicted_peak_bytes": 164_000_000, "upper_peak_bytes": 165_000_000, "measured_peak_bytes": 170_000_000}
+OLD_PLAN |= {"trials": [OLD_TRIAL], "memory": {"lines": {"forward": OLD_LINE}, "reserved_ratio": 1.0}}
+OLD_PLAN |= {"time": {"line": OLD_LINE}, "reason": "64 samples", "device": "host", "accumulate_grad_batches": 1}
+OLD_PLAN |= {"effective_batch_size": 64, "learning_rate": None, "learning_rate_before": None, "notes": []}
+OLD_PLAN |= {"evaluation": None, "ranks": 1}
+OLD_OPTIONS = {**SearchOptions().as_json(), "max_batch_size": 64}
+
+
+@pytest.mark.parametrize("max_batch_size", [64, 32])
+def test_a_checkpoint_of_version_0_1_0(
+    fit: Any, fake_device: Any, checkpoint: Path, recwarn: pytest.WarningsRecorder, max_batch_size: int
+) -> None:
+    saved = torch.load(checkpoint, weights_only=True)
+    saved["callbacks"]["BatchFinder"] = {"plan": OLD_PLAN, "wishes": OLD_OPTIONS}
+    torch.save(saved, checkpoint)
+    finder = BatchFinder(max_batch_size=max_batch_size)
+    module, _ = resume(fit, fake_device(budget_bytes=BUDGET), checkpoint, finder)
+    assert module.batch_size == 64
+    assert finder.plan is not None
+    assert finder.plan.trials[0].peak_bytes == 170_000_000
+    changed = [one for one in recwarn if "although max_batch_size was 64 and is 32" in str(one.message)]
+    assert len(changed) == (max_batch_size == 32)
+    assert not [one for one in recwarn if "although" in str(one.message) and one not in changed]

@@ -21,8 +21,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils._pytree import tree_unflatten  # as in CombinedLoader (lightning 2.5.0 to 2.6.6)
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_batchmem._lightning.namespace import lightning_name
 from lightning_batchmem._lightning.run_step import EvaluationLoop
+from lightning_batchmem._lightning.strategies import lightning_name
 
 
 def validation_loop(trainer: Trainer) -> EvaluationLoop:

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_batchmem._lightning.namespace import lightning_name
+from lightning_batchmem._lightning.strategies import lightning_name
 
 EvaluationLoop = Any  # _EvaluationLoop or _PredictionLoop of either Lightning package
 

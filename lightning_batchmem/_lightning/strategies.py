@@ -1,11 +1,16 @@
-"""Strategies that a search supports, and steps without synchronization. Read in lightning 2.5.0 and 2.6.6."""
+"""Both packages of Lightning, strategies that a search supports, and steps without synchronization.
+
+``lightning.pytorch`` and ``pytorch_lightning`` are the same code with different classes. Read in 2.5.0 and 2.6.6.
+"""
 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,7 +20,24 @@ from torch.distributed import ReduceOp
 from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_batchmem._lightning.namespace import lightning_name
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def lightning_name(owner: object, path: str) -> Any:
+    """``path``, such as ``"loops.loop._Loop"``, in the package of the class of ``owner``: a trainer or a loop."""
+    modules = [f"{kind.__module__}." for kind in type(owner).__mro__]
+    package = next((p for p in _PACKAGES if any(module.startswith(f"{p}.") for module in modules)), _PACKAGES[0])
+    return _attribute(package, path)
+
+
+def in_every_package(*paths: str) -> tuple[Any, ...]:
+    """``paths`` in each of the packages that is imported."""
+    return tuple(_attribute(package, path) for package in _PACKAGES if package in sys.modules for path in paths)
+
+
+def _attribute(package: str, path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(f"{package}.{module}"), name)
 
 
 def check_strategy(trainer: Trainer) -> None:

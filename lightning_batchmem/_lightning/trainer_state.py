@@ -1,16 +1,22 @@
-"""State of the trainer: restored after a search, and read while it trains. Read in lightning 2.5.0 and 2.6.6."""
+"""State of the trainer: restored after a search, read while it trains, and in a checkpoint.
+
+Read in lightning 2.5.0 and 2.6.6.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
+import torch
+from lightning.fabric.utilities.load import _METADATA_FILENAME  # private in 2.5.0 to 2.6.6
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states  # private in 2.5.0 to 2.6.6
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.loop import _Loop  # private in 2.5.0 to 2.6.6
 
-from lightning_batchmem._lightning.namespace import lightning_name
+from lightning_batchmem._lightning.strategies import lightning_name
 
 Loop = _Loop
 
@@ -108,3 +114,12 @@ def logs_at_all(trainer: Trainer) -> bool:
 def is_fast_dev_run(trainer: Trainer) -> bool:
     """Whether the run is a ``fast_dev_run``, which leaves no files."""
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # as above
+
+
+def callback_states(path: Path) -> dict[str, Any]:
+    """Load the callback states of a checkpoint file, or of the directory of a sharded checkpoint."""
+    # the weights stay on the disk: a checkpoint may be larger than the memory of the machine
+    file = path / _METADATA_FILENAME if path.is_dir() else path
+    checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    states = checkpoint.get("callbacks") if isinstance(checkpoint, dict) else None
+    return states if isinstance(states, dict) else {}

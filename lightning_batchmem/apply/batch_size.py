@@ -48,6 +48,12 @@ class BatchSizeSetting:
         value = self.value
         return int(value) if isinstance(value, Integral) and int(value) > 0 else None
 
+    def notes_for(self, batch_size: int) -> list[str]:
+        """What a new size does not reach."""
+        if not self.in_attribute or self.value == batch_size:
+            return []
+        return [f"Values computed from `{self.name}` in __init__ or setup keep the old size."]
+
     def check(self) -> None:
         """Raise a ValueError where there is no place to set the size."""
         if not self.source.passed and not self.in_attribute:

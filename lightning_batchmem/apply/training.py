@@ -3,29 +3,67 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from numbers import Real
+from types import SimpleNamespace
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 
-from lightning_batchmem._lightning.data_source import discard_train_loader, set_initial_hparam
+from lightning_batchmem._lightning.data_source import (
+    DataSource,
+    discard_train_loader,
+    generators_of,
+    set_initial_hparam,
+)
 from lightning_batchmem._lightning.hooks import configure_optimizers_again, mute_callbacks_and_loggers
 from lightning_batchmem._lightning.module_state import ModuleState
+from lightning_batchmem._lightning.strategies import lightning_name
 from lightning_batchmem._lightning.trainer_state import Loop, RandomStates, TrainerState
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
 from lightning_batchmem.devices import device_name
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.plan.accumulation import micro_batches
-from lightning_batchmem.plan.learning_rate import learning_rate_note, scaled_learning_rate
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.scaling import learning_rate_note, micro_batches, scaled_learning_rate
 
 LEARNING_RATE_NAMES = ("lr", "learning_rate")
 """Attributes of a learning rate, as in Lightning's LearningRateFinder."""
+
+
+def check_training(trainer: Trainer, module: LightningModule, options: SearchOptions) -> None:
+    """Raise a ValueError where training cannot be searched with these options."""
+    check_step(module, "training_step")
+    if options.target_batch_size is None:
+        return
+    if not module.automatic_optimization:
+        raise ValueError("target_batch_size must be None under manual optimization, which steps by itself")
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not look
+    scheduler = lightning_name(trainer, "callbacks.GradientAccumulationScheduler")
+    if any(isinstance(one, scheduler) for one in callbacks):
+        raise ValueError("target_batch_size must be None with a GradientAccumulationScheduler, which sets it too")
+
+
+def current_state(trainer: Trainer, module: LightningModule, source: DataSource) -> tuple[RandomStates, ModuleState]:
+    """Everything outside the trainer that a search, or configuring the optimizers twice, may change."""
+    loaders = source.passed_loaders()
+    generators = [generator for loader in loaders for generator in generators_of(loader)]
+    data_sets = [loader.dataset for loader in loaders]
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set where mypy does not look
+    others = [SimpleNamespace(generators=generators, data_sets=data_sets), *([datamodule] if datamodule else [])]
+    return RandomStates(), ModuleState(module, others)
+
+
+def check_step(module: LightningModule, name: str) -> None:
+    """Raise a ValueError where a step fetches its batches itself."""
+    if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
+        raise ValueError(
+            f"{name} must take a batch for BatchFinder, got one that takes dataloader_iter; set the batch size by hand"
+        )
 
 
 @contextmanager

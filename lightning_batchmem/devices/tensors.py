@@ -87,6 +87,12 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
             yield from plain_tensors(part)
 
 
+def bytes_of(tensors: Iterable[Tensor], device: torch.device | None = None) -> int:
+    """Return the bytes of the tensors, and of the parts of sparse ones, on ``device`` or anywhere."""
+    parts = (part for tensor in tensors for part in plain_tensors(tensor))
+    return sum(part.nbytes for part in parts if device is None or is_on(part.device, device))
+
+
 def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.layout is torch.sparse_coo:  # gradients of Embedding(sparse=True); indices() refuses uncoalesced ones
         return tensor._indices(), tensor._values()

@@ -14,6 +14,7 @@ from lightning_batchmem._lightning.strategies import processes_on_node, steps_ar
 from lightning_batchmem.apply.loaders import LoaderInfo
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.host import HostMemory
+from lightning_batchmem.devices.tensors import bytes_of
 from lightning_batchmem.measure.batches import ProbeBatches
 from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes
 from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions, parse_memory_limit
@@ -57,15 +58,14 @@ def search_limits(
     averages_weights: bool = False,
 ) -> SearchLimits:
     """The limits of a search, the same on every rank."""
-    budget_bytes = own_budget_bytes(device, trainer)
-    wanted_bytes = parse_memory_limit(options.memory_limit, budget_bytes)
-    if wanted_bytes > budget_bytes:
-        rank_zero_warn(
-            f"memory_limit={options.memory_limit!r} is more than the device can provide, {mib(budget_bytes)}."
+    limit_bytes = memory_limit_bytes(trainer, device, options)
+    held_bytes = device.current().allocated_bytes
+    if options.memory_limit is not None and limit_bytes <= held_bytes:
+        raise ValueError(
+            f"memory_limit must be above the {mib(held_bytes)} that the process already holds, got {mib(limit_bytes)}"
         )
-    limit_bytes = min(wanted_bytes, int(_LIMIT_SHARE * budget_bytes))
     if averages_weights:  # one more copy of the parameters
-        limit_bytes -= sum(parameter.nbytes for parameter in trainer.lightning_module.parameters())
+        limit_bytes -= bytes_of(trainer.lightning_module.parameters())
     ceilings: list[tuple[int, SizeLimit]] = [(options.max_batch_size or UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size")]
     if largest_in_data is not None:
         ceilings.append((largest_in_data, "dataset"))
@@ -91,6 +91,17 @@ def search_limits(
         out_of_memory_kills=device.name == "host",
         steps_are_collective=steps_are_collective(trainer),
     )
+
+
+def memory_limit_bytes(trainer: Trainer, device: DeviceMemory, options: SearchOptions) -> int:
+    """What this process may hold; a warning where the user asks for more than the device can provide."""
+    budget_bytes = own_budget_bytes(device, trainer)
+    wanted_bytes = parse_memory_limit(options.memory_limit, budget_bytes)
+    if wanted_bytes > budget_bytes:
+        rank_zero_warn(
+            f"memory_limit={options.memory_limit!r} is more than the device can provide, {mib(budget_bytes)}."
+        )
+    return min(wanted_bytes, int(_LIMIT_SHARE * budget_bytes))
 
 
 def with_workers(trial: Trial, workers: WorkerMemory, device: DeviceMemory, limit_bytes: int) -> Trial:

@@ -6,11 +6,13 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode  # private in torch 2.5 to 2.13
 from torch.utils._pytree import tree_leaves
 
 from lightning_batchmem.devices.base import DeviceMemory, MemoryStats
+from lightning_batchmem.devices.tensors import plain_tensors
 
 
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -45,9 +47,10 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count the storages of these tensors from now on."""
         for value in values:
             if isinstance(value, Tensor) and value.device.type == "cpu":
-                storage = value.untyped_storage()
-                if (key := storage._cdata) not in self._live:
-                    self._count(key, storage, storage.nbytes())
+                for part in (value,) if value.layout is torch.strided else plain_tensors(value):
+                    storage = part.untyped_storage()
+                    if (key := storage._cdata) not in self._live:
+                        self._count(key, storage, storage.nbytes())
 
     def reset_peak(self) -> None:
         """Start the peak again from the live bytes."""

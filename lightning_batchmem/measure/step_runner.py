@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.tensors import tensors_in
+from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.measure.live_bytes import LiveStorages, RequestedBytes
 from lightning_batchmem.measure.phases import PhasePeaks, StepPeaks
 from lightning_batchmem.measure.steps import Steps
@@ -188,12 +188,12 @@ class StepRunner:
         """Bytes of the weights and the optimizer state, which saving a checkpoint copies in host memory."""
         states = [optimizer.state for optimizer in self.trainer.optimizers]
         tensors = tensors_in([self.trainer.lightning_module.state_dict(), *states])
-        return sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu")
+        return bytes_of(tensors, torch.device("cpu"))
 
     def gradient_bytes(self) -> int:
         """Bytes of the gradients."""
         gradients = (parameter.grad for parameter in self.trainer.lightning_module.parameters())
-        return sum(gradient.nbytes for gradient in gradients if gradient is not None)
+        return bytes_of(gradient for gradient in gradients if gradient is not None)
 
     def _live_counter(self, counts_live: bool) -> LiveStorages | RequestedBytes | None:
         if not self.is_host:

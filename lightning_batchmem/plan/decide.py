@@ -248,6 +248,8 @@ class _SearchState:
             more = 2 if self.sizes_left == 1 else 0  # the last size should fit
             shrink = policy.step_down[min(len(self.failed) + more, len(policy.step_down)) - 1]
             size = min(size, self._rounded(int(self.failed_size * (1 - shrink))))
+            if len(self.failed) >= len(policy.step_down):  # the prediction is far too large: search in between
+                size = min(size, self._rounded(math.isqrt(self.largest.batch_size * int(self.failed_size))))
         return max(size, self.lowest)
 
     def _climb(self, candidate: int) -> NextSize | LimitedBy:

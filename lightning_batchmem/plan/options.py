@@ -1,15 +1,16 @@
-"""Arguments of BatchFinder, checked and converted to plain Python types."""
+"""Arguments of BatchFinder, checked and converted to plain Python types, and those that changed since a plan."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
-from lightning_batchmem.plan.learning_rate import LearningRateScaling
-from lightning_batchmem.plan.records import Objective
+from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.records import Objective, mib
+from lightning_batchmem.plan.scaling import LearningRateScaling
 
 WorstCase = Literal["typical", "longest"] | Callable[[Any], float] | None
 
@@ -24,6 +25,9 @@ _UNIT_BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 _TEXT_LIMIT = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([a-zA-Z]+)\s*")
 _TOO_MANY_BYTES = 2**63
+
+# a limit may differ by this share, because the free memory of a host always differs a little
+_LIMIT_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,21 @@ def parse_memory_limit(memory_limit: object, budget_bytes: int) -> int:
             f" got {memory_limit!r:.80}"
         )
     return int(limit_bytes)
+
+
+def changes_since(
+    plan: Plan, old_options: Mapping[str, Any], options: Mapping[str, Any], *, device: str, limit_bytes: int
+) -> list[str]:
+    """One clause for each difference in device, limit or options that may make the size of ``plan`` wrong."""
+    changes = []
+    if device != plan.device:
+        changes.append(f"it was found on {plan.device} and this is {device}")
+    if plan.measured_peak_bytes is not None and plan.measured_peak_bytes > limit_bytes:
+        changes.append(f"it held {mib(plan.measured_peak_bytes)} and the limit is {mib(limit_bytes)}")
+    elif abs(limit_bytes - plan.limit_bytes) > _LIMIT_TOLERANCE * plan.limit_bytes:
+        changes.append(f"the limit was {mib(plan.limit_bytes)} and is {mib(limit_bytes)}")
+    changed = [name for name, value in options.items() if old_options.get(name, value) != value]
+    return changes + [f"{name} was {old_options[name]!r} and is {options[name]!r}" for name in changed]
 
 
 def _positive(name: str, value: object) -> int | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lightning_batchmem.plan.accumulation import micro_batches
 from lightning_batchmem.plan.records import SearchLimits
+from lightning_batchmem.plan.scaling import micro_batches
 
 
 def size_range(limits: SearchLimits) -> tuple[int, int]:

@@ -96,11 +96,10 @@ class StepReporter:
         self._intervals[stage].add(record)
         if record.limit_bytes is not None:
             self.limit_bytes = record.limit_bytes
-        if record.peaks.phase_peak_bytes:
-            peak_bytes = record.peaks.peak_bytes
-            if self._epoch_peak_bytes is None or peak_bytes > self._epoch_peak_bytes:
-                self._epoch_peak_bytes = peak_bytes
-                self._run_peak_bytes = max(self._run_peak_bytes or 0, peak_bytes)
+        peak_bytes = max(record.peaks.phase_peak_bytes.values(), default=None)
+        if peak_bytes is not None and (self._epoch_peak_bytes is None or peak_bytes > self._epoch_peak_bytes):
+            self._epoch_peak_bytes = peak_bytes
+            self._run_peak_bytes = max(self._run_peak_bytes or 0, peak_bytes)
         if stage == "train" and (self._plan is not None or record.start_bytes is not None):
             _warn(self.alerts.step(record, self.limit_bytes))
 

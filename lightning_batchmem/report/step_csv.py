@@ -91,6 +91,9 @@ def _cells(step: StepRecord, world_size: int) -> tuple[object, ...]:
     seconds = step.seconds if step.device_seconds is None else step.device_seconds
     phases, size, items, wait_seconds = step.peaks.phase_peak_bytes, step.batch_size, step.items, step.wait_seconds
     key, percent = step.utilization or ("", 0.0)
+    samples_per_second = "" if size is None or seconds <= 0 else f"{size * world_size / seconds:.3f}"
+    items_per_second = "" if items is None or seconds <= 0 else f"{items * world_size / seconds:.3f}"
+    wait_percent = "" if wait_seconds is None or step.seconds <= 0 else f"{100.0 * wait_seconds / step.seconds:.2f}"
     return (
         step.number,
         step.stage,
@@ -98,12 +101,12 @@ def _cells(step: StepRecord, world_size: int) -> tuple[object, ...]:
         _mib(max(phases.values(), default=None)),
         _mib(step.peaks.peak_reserved_bytes),
         _mib(step.limit_bytes),
-        None if size is None or seconds <= 0 else round(size * world_size / seconds, 3),
-        None if items is None or seconds <= 0 else round(items * world_size / seconds, 3),
-        round(1e3 * seconds, 3),
-        None if wait_seconds is None or step.seconds <= 0 else round(100.0 * wait_seconds / step.seconds, 2),
-        round(percent, 2) if key == "gpu_pct" else None,
-        round(percent, 2) if key == "cpu_pct" else None,
+        samples_per_second,
+        items_per_second,
+        f"{1e3 * seconds:.3f}",
+        wait_percent,
+        f"{percent:.2f}" if key == "gpu_pct" else None,
+        f"{percent:.2f}" if key == "cpu_pct" else None,
         *map(_mib, map(phases.get, PHASES)),
     )
 

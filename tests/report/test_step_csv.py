@@ -46,7 +46,7 @@ def test_units_and_columns(tmp_path):
 
 def test_the_time_of_the_device_is_that_of_the_step_and_the_wait_a_share_of_wall_time(tmp_path):
     row = rows(written(tmp_path, replace(STEP, device_seconds=0.25)))[0]
-    assert (row["step_ms"], row["samples_per_s"], row["data_wait_pct"]) == ("250.0", "32.0", "25.0")
+    assert (row["step_ms"], row["samples_per_s"], row["data_wait_pct"]) == ("250.000", "32.000", "25.00")
 
 
 def test_a_step_of_an_evaluation(tmp_path):
@@ -59,7 +59,7 @@ def test_unknown_values_are_empty_and_never_0(tmp_path):
     row = rows(written(tmp_path, StepRecord(0, None, StepPeaks({"forward": 0}), 0.5, None)))[0]
     present = {name: value for name, value in row.items() if value}
     assert present == {
-        "step": "0", "stage": "train", "peak_allocated_mib": "0.0", "step_ms": "500.0", "forward_peak_mib": "0.0",
+        "step": "0", "stage": "train", "peak_allocated_mib": "0.0", "step_ms": "500.000", "forward_peak_mib": "0.0",
     }  # fmt: skip
     assert rows(written(tmp_path / "2", StepRecord(0, 1, StepPeaks({}), 0.0, 0.0)))[0]["peak_allocated_mib"] == ""
 
@@ -102,7 +102,7 @@ def test_a_row_that_was_cut_off_does_not_swallow_the_next(tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     written(tmp_path, STEP, resume=True)
     assert [row["step"] for row in rows(path)] == ["7", "7", "7"]
-    assert rows(path)[2]["samples_per_s"] == "16.0"
+    assert rows(path)[2]["samples_per_s"] == "16.000"
     assert [row.step for row in read_rows(path)] == [7, 7]
 
 

@@ -4,18 +4,71 @@ import doctest
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lightning_batchmem.plan import learning_rate
-from lightning_batchmem.plan.learning_rate import learning_rate_note, scaled_learning_rate
+from lightning_batchmem.plan import scaling
+from lightning_batchmem.plan.scaling import MicroBatch, learning_rate_note, micro_batch, scaled_learning_rate
 
 GOYAL = "Goyal et al. 2017, arXiv 1706.02677"
 MALLADI = "Malladi et al. 2022, arXiv 2205.10287"
 
 
-def test_example_of_the_docstring() -> None:
-    assert doctest.testmod(learning_rate) == (0, 1)  # failed, attempted
+def test_examples_of_the_docstrings() -> None:
+    assert doctest.testmod(scaling) == (0, 2)  # failed, attempted
+
+
+@pytest.mark.parametrize(
+    ("target", "largest", "ranks", "multiple_of", "expected"),
+    [
+        (1024, 5000, 1, None, (1024, 1, 1024)),
+        (1024, 1023, 1, None, (512, 2, 1024)),
+        (1005, 300, 1, None, (201, 5, 1005)),  # 4 are needed, 5 make exactly the target
+        (1002, 333, 1, None, (167, 6, 1002)),  # 4 are needed, 6 make it
+        (1007, 600, 1, None, (504, 2, 1008)),  # 19 x 53 would make it, but 2 are enough
+        (1009, 256, 1, None, (252, 4, 1008)),  # a prime: the fewest, and the nearest size
+        (1024, 100, 4, None, (64, 4, 1024)),
+        (1010, 256, 4, None, (253, 1, 1012)),
+        (1000, 300, 1, 8, (200, 5, 1000)),  # 4 x 250 is no multiple of 8, 5 x 200 is
+        (1020, 255, 1, 4, (204, 5, 1020)),  # 252 is the largest multiple: 5 are needed, not 4
+        (1000, 100, 1, 64, (64, 16, 1024)),
+        (12, 16, 1, 8, (16, 1, 16)),  # half a unit is rounded up
+    ],
+)
+def test_micro_batch(
+    target: int, largest: int, ranks: int, multiple_of: int | None, expected: tuple[int, int, int]
+) -> None:
+    found = micro_batch(target, largest=largest, ranks=ranks, multiple_of=multiple_of)
+    assert (found.batch_size, found.accumulate_grad_batches, found.effective_batch_size) == expected
+
+
+def test_rounding_is_one_sentence() -> None:
+    found = micro_batch(1010, largest=256, ranks=4)
+    assert found.rounding == "1,012 samples per optimizer step instead of 1,010: 1 x 253 on each of 4 ranks"
+    assert micro_batch(1024, largest=256, ranks=4) == MicroBatch(256, 1, 1024)
+
+
+@given(
+    target=st.integers(1, 20_000),
+    largest=st.integers(1, 3000),
+    ranks=st.integers(1, 9),
+    multiple_of=st.none() | st.integers(1, 64),
+)
+def test_properties_of_a_micro_batch(target: int, largest: int, ranks: int, multiple_of: int | None) -> None:
+    unit = multiple_of or 1
+    assume(largest >= unit and target >= ranks * unit)
+    found = micro_batch(target, largest=largest, ranks=ranks, multiple_of=multiple_of)
+    steps = found.accumulate_grad_batches
+    assert 1 <= found.batch_size <= largest
+    assert found.batch_size % unit == 0
+    assert found.effective_batch_size == found.batch_size * steps * ranks
+    usable = max(size for size in range(1, largest + 1) if size % unit == 0)
+    fewest = next(k for k in range(1, target + 1) if k * ranks * usable >= target)
+    exact = [k for k in range(fewest, 2 * fewest + 1) if target % (k * ranks * unit) == 0]
+    assert steps == (exact[0] if exact else fewest)
+    assert (found.effective_batch_size == target) == bool(exact) == (not found.rounding)
+    errors = [abs(size * steps * ranks - target) for size in range(unit, largest + 1, unit)]
+    assert abs(found.effective_batch_size - target) == min(errors)
 
 
 @pytest.mark.parametrize(
