@@ -1,4 +1,4 @@
-"""Train two processes with the profiler, for report/test_totals.py; the last line is the result of rank zero."""
+"""Train two processes with the profiler under DDP and FSDP2; the last line of rank zero has both results."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import sys
 import warnings
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -25,12 +26,6 @@ class Uneven(LightningModule):
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False), torch.nn.Linear(32, 2, bias=False))
 
-    def configure_model(self):
-        if sys.argv[2] == "fsdp2":
-            from torch.distributed._composable.fsdp import fully_shard
-
-            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
-
     def training_step(self, batch, batch_idx):
         if self.global_rank == 1:
             torch.ones(16 * MIB)
@@ -40,24 +35,37 @@ class Uneven(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
+class Sharded(Uneven):
+    def configure_model(self):
+        from torch.distributed._composable.fsdp import fully_shard
+
+        fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+
+
+def train(module, strategy, directory):
     profiler = MemoryProfiler()
-    sharded = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy="ddp" if sys.argv[2] == "ddp" else sharded,
+        strategy=strategy,
         max_epochs=2,
         callbacks=[profiler],
-        logger=CSVLogger(sys.argv[1]),
+        logger=CSVLogger(directory),
         log_every_n_steps=1,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Uneven(), DataLoader(TensorDataset(torch.zeros(24, 64)), batch_size=4))
-    if trainer.is_global_zero:
-        summary = profiler.summary
-        found = {"peaks": summary.rank_peaks_bytes, "own": summary.peak_bytes, "breakdown": asdict(summary.breakdown)}
+    trainer.fit(module, DataLoader(TensorDataset(torch.zeros(24, 64)), batch_size=4))
+    summary = profiler.summary
+    found = {"peaks": summary.rank_peaks_bytes, "own": summary.peak_bytes, "breakdown": asdict(summary.breakdown)}
+    return found if trainer.is_global_zero else None
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    directory = Path(sys.argv[1])
+    sharded = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    found = [train(Uneven(), "ddp", directory / "ddp"), train(Sharded(), sharded, directory / "fsdp2")]
+    if found[0] is not None:
         print("\n" + json.dumps(found))  # noqa: T201
