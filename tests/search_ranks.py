@@ -72,9 +72,8 @@ class Net(LightningModule):
 
     def use_memory(self, size: int) -> None:
         self.size = size
-        more = self.case.get("more_on_rank_1", 0) if self.global_rank == 1 and size > 50 else 0
         for device in _devices:
-            device.use((100 + size + more) * MIB)
+            device.use((100 + size) * MIB)
             device.free()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -113,8 +112,9 @@ def digest(tensors: list[Any]) -> str:
 def run_case(case: Case, directory: Path, ranks: int) -> dict[str, Any]:
     """Train, or validate, and return what this rank saw."""
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
     rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
-    (directory / f"{rank}.pid").write_text(str(os.getpid()))
+    (directory / f"{os.getpid()}.pid").touch()
     _devices.clear()
     batch_finder.device_memory_for = _real_device_memory_for
     if budgets := case.get("budgets", [400] * ranks):
@@ -159,7 +159,7 @@ def run_case(case: Case, directory: Path, ranks: int) -> dict[str, Any]:
     }
 
 
-def run_rank(cases: dict[str, Case], directory: Path, rank: int, ranks: int, port: int) -> None:
+def run_rank(rank: int, cases: dict[str, Case], directory: Path, ranks: int, port: int) -> None:
     """Run the cases one after the other; an error of a single case is part of the result."""
     gc.freeze()  # the search collects garbage often, and half a million objects of torch are not part of it
     output = os.open(directory / f"{rank}.out", os.O_WRONLY | os.O_CREAT)
