@@ -18,11 +18,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_batchmem.batch_finder as batch_finder
-from lightning_batchmem import BatchFinder
+from lightning_batchmem import BatchFinder, batch_finder
 from tests.conftest import FakeDevice
 
 MIB = 2**20
@@ -50,7 +48,9 @@ class Net(LightningModule):
         fails = self.case.get("fails", {})
         if (fails.get("where"), fails.get("rank", 1)) != (where, self.global_rank) or self.size < fails["size"]:
             return
-        if fails.get("synchronized") and not isinstance(self.trainer.strategy.model, DistributedDataParallel):
+        if fails.get("synchronized") and not isinstance(
+            self.trainer.strategy.model, nn.parallel.DistributedDataParallel
+        ):
             return
         (Path(self.trainer.default_root_dir) / "failed_at").write_text(str(time.time()))
         if fails["error"] == "SIGKILL":

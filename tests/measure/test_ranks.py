@@ -96,7 +96,6 @@ OUT = "OutOfMemoryError"
 UP_TO_24 = {"finder": {"max_batch_size": 24}, "budgets": None}  # with the memory of the host
 VALIDATES = {"limit_val_batches": 1.0}
 ACCUMULATES = {"accumulate_grad_batches": 2, "max_steps": -1, "max_epochs": 2, **VALIDATES}
-SMALL_BUCKETS = {"bucket_cap_mb": 0.0001}
 TWO_RANKS: dict[str, Case] = {
     "equal budgets": {"budgets": [300, 300]},
     "less on rank 0": {"budgets": [300, 400]},
@@ -120,8 +119,8 @@ if SHARDS_HERE:
     TWO_RANKS["fsdp2"] = {"strategy": "fsdp2", "trainer": ACCUMULATES, **UP_TO_24}
 THREE_RANKS: dict[str, Case] = {
     "three budgets": {"budgets": [400, 300, 200]},
-    "ddp": {"ddp": SMALL_BUCKETS, "trainer": ACCUMULATES, **UP_TO_24},
-    "ddp with views": {"ddp": {"gradient_as_bucket_view": True, "static_graph": True, **SMALL_BUCKETS}, **UP_TO_24},
+    "ddp": {"ddp": {"bucket_cap_mb": 0.0001}, "trainer": ACCUMULATES, **UP_TO_24},
+    "ddp with views": {"ddp": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001}, **UP_TO_24},
 }
 ALL = TWO_RANKS | THREE_RANKS
 
