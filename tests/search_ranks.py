@@ -18,11 +18,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_batchmem.batch_finder as batch_finder
-from lightning_batchmem import BatchFinder
+from lightning_batchmem import BatchFinder, batch_finder
 from tests.conftest import FakeDevice
 
 MIB = 2**20
@@ -50,7 +48,9 @@ class Net(LightningModule):
         fails = self.case.get("fails", {})
         if (fails.get("where"), fails.get("rank", 1)) != (where, self.global_rank) or self.size < fails["size"]:
             return
-        if fails.get("synchronized") and not isinstance(self.trainer.strategy.model, DistributedDataParallel):
+        if fails.get("synchronized") and not isinstance(
+            self.trainer.strategy.model, nn.parallel.DistributedDataParallel
+        ):
             return
         (Path(self.trainer.default_root_dir) / "failed_at").write_text(str(time.time()))
         if fails["error"] == "SIGKILL":
@@ -72,9 +72,8 @@ class Net(LightningModule):
 
     def use_memory(self, size: int) -> None:
         self.size = size
-        more = self.case.get("more_on_rank_1", 0) if self.global_rank == 1 and size > 50 else 0
         for device in _devices:
-            device.use((100 + size + more) * MIB)
+            device.use((100 + size) * MIB)
             device.free()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -113,8 +112,9 @@ def digest(tensors: list[Any]) -> str:
 def run_case(case: Case, directory: Path, ranks: int) -> dict[str, Any]:
     """Train, or validate, and return what this rank saw."""
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
     rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
-    (directory / f"{rank}.pid").write_text(str(os.getpid()))
+    (directory / f"{os.getpid()}.pid").touch()
     _devices.clear()
     batch_finder.device_memory_for = _real_device_memory_for
     if budgets := case.get("budgets", [400] * ranks):
@@ -159,7 +159,7 @@ def run_case(case: Case, directory: Path, ranks: int) -> dict[str, Any]:
     }
 
 
-def run_rank(cases: dict[str, Case], directory: Path, rank: int, ranks: int, port: int) -> None:
+def run_rank(rank: int, cases: dict[str, Case], directory: Path, ranks: int, port: int) -> None:
     """Run the cases one after the other; an error of a single case is part of the result."""
     gc.freeze()  # the search collects garbage often, and half a million objects of torch are not part of it
     output = os.open(directory / f"{rank}.out", os.O_WRONLY | os.O_CREAT)
