@@ -25,8 +25,8 @@ _GRAPH_WARMUP_STEPS = 3  # CUDA graphs: warm up, record, replay
 _STEADY_STEPS = 5  # with fewer, simulated trainings ran out of memory in later steps
 _MORE_STEPS = 15  # while steps differ, as with random depth or image size
 _DIFFERENCE = 0.1  # of the highest: more is no noise
-_RESERVE_SHARE = 0.1  # of the growth of the resident set, by which later steps exceed the first ones
-_RESERVE_SHARE_INEXACT = 0.25  # the same where live bytes cannot be counted, so that the size is less certain
+_RESERVE_SHARE = 0.25  # of the growth of the resident set, by which later steps exceed the first ones
+_RESERVE_SHARE_INEXACT = 0.4  # the same where live bytes cannot be counted, so that the size is less certain
 
 
 class TrialRunner:

@@ -254,14 +254,14 @@ class _SearchState:
 
     def _climb(self, candidate: int) -> NextSize | LimitedBy:
         """Approach the candidate in stages where exceeding the limit ends the process."""
+        if self.passed:
+            return _MEMORY
         stage = sum(trial.kind == "climb" for trial in self.trials)
-        for share in self.policy.climb[stage:] if not self.passed else ():
+        for share in self.policy.climb[stage:]:
             part = int(share * largest_where(lambda size: self._within(size, self.policy.candidate_share), 0, 10**9))
             target = max(self.lowest, self._rounded(part))
             if self.largest.batch_size < target < candidate:
                 return self._next(target, "climb", "a part of the predicted size, to measure what is held")
-        if not self._is_gain(candidate, 5 * self.policy.min_gain):
-            return _MEMORY
         return self._next(candidate, "rehearsal", "predicted to fit")
 
     def _largest_within(self, share: float) -> int:
