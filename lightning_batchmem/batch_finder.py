@@ -35,7 +35,7 @@ from lightning_batchmem.devices import device_memory_for, device_name
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.measure.limits import memory_limit_bytes
-from lightning_batchmem.measure.live_bytes import RequestedBytes
+from lightning_batchmem.measure.peaks import RequestedBytes
 from lightning_batchmem.measure.ranks import Ranks
 from lightning_batchmem.plan.options import SearchOptions, WorstCase, changes_since
 from lightning_batchmem.plan.plan import Plan

@@ -19,7 +19,7 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.cuda import CudaTimer
 from lightning_batchmem.devices.tensors import samples_in
 from lightning_batchmem.measure.breakdown import MemoryBreakdown, SteadyBreakdown
-from lightning_batchmem.measure.phases import PhasePeaks, StepPeaks
+from lightning_batchmem.measure.peaks import PhasePeaks, StepPeaks
 from lightning_batchmem.measure.step_record import DeviceReading, StepRecord, StepTimer
 from lightning_batchmem.plan.plan import Plan
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torchmetrics import CatMetric
 
-from lightning_batchmem.measure.phases import StepPeaks
+from lightning_batchmem.measure.peaks import StepPeaks
 from lightning_batchmem.plan.records import MIB
 
 _UNKNOWN = -1.0  # stands for None in a tensor

@@ -17,8 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
-from lightning_batchmem.measure.live_bytes import LiveStorages, RequestedBytes
-from lightning_batchmem.measure.phases import PhasePeaks, StepPeaks
+from lightning_batchmem.measure.peaks import LiveStorages, PhasePeaks, RequestedBytes, StepPeaks
 from lightning_batchmem.measure.steps import Steps
 
 _MAX_WARMUP_STEPS = 20  # until every optimizer has stepped; fp16 skips the first steps while it finds its loss scale

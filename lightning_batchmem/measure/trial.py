@@ -14,8 +14,7 @@ from lightning.pytorch import Trainer
 from lightning_batchmem._lightning.strategies import without_synchronisation
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
-from lightning_batchmem.measure.live_bytes import LiveStorages
-from lightning_batchmem.measure.phases import StepPeaks
+from lightning_batchmem.measure.peaks import LiveStorages, StepPeaks
 from lightning_batchmem.measure.ranks import CollectiveDetector, Ranks
 from lightning_batchmem.measure.step_runner import PhaseCallback, StepRecords, StepRunner, forget_compiled, was_compiled
 from lightning_batchmem.measure.steps import EvaluationSteps, Steps, TrainingSteps

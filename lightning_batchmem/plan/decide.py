@@ -21,7 +21,7 @@ from lightning_batchmem.plan.records import (
     TrialKind,
     mib,
 )
-from lightning_batchmem.plan.sizes import largest_where, rounded, size_range
+from lightning_batchmem.plan.scaling import largest_where, rounded, size_range
 
 _MEMORY: LimitedBy = "memory"
 _FRAGMENTED = 1.15  # reserved bytes over requested bytes, from which expandable segments are worth a try

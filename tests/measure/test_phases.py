@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_batchmem.measure.phases import PhasePeaks, StepPeaks
+from lightning_batchmem.measure.peaks import PhasePeaks, StepPeaks
 
 
 @pytest.fixture

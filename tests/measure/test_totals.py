@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_batchmem.measure.phases import StepPeaks
+from lightning_batchmem.measure.peaks import StepPeaks
 from lightning_batchmem.measure.step_record import RankTotals, StepRecord, StepTotals
 
 MIB = 2**20

@@ -17,7 +17,7 @@ import lightning_batchmem.plan.decide as decide_module
 from lightning_batchmem.plan.decide import decide
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import PHASES, NextSize, Outcome, SearchFailed, SearchLimits, Trial
-from lightning_batchmem.plan.sizes import rounded
+from lightning_batchmem.plan.scaling import rounded
 
 LIMIT = 10_000
 Law = list[list[tuple[int, int]]]

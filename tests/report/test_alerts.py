@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_batchmem.measure.phases import StepPeaks
+from lightning_batchmem.measure.peaks import StepPeaks
 from lightning_batchmem.measure.step_record import DeviceReading, StepRecord, StepTotals
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, Line, MemoryModel, Trial

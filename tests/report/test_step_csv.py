@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import lightning_batchmem.report.step_csv
-from lightning_batchmem.measure.phases import StepPeaks
+from lightning_batchmem.measure.peaks import StepPeaks
 from lightning_batchmem.measure.step_record import StepRecord
 from lightning_batchmem.report.step_csv import COLUMNS, StepCsv, read_rows
 
