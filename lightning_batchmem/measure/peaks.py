@@ -22,9 +22,6 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Storages that exist before are counted from the first operator that reads them, so the second of two equal steps is
     complete. What an operator allocates and frees inside itself is not seen.
-
-    Args:
-        other_bytes: what the process holds besides tensors; it is part of every reading.
     """
 
     def __init__(self, other_bytes: int = 0) -> None:
@@ -77,11 +74,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class RequestedBytes:
-    """The bytes that were requested from a device's allocator, without its rounding.
-
-    Args:
-        device: whose counters are read; allocated bytes stand in where requested bytes are not counted.
-    """
+    """The bytes that were requested from a device's allocator, without its rounding."""
 
     def __init__(self, device: DeviceMemory) -> None:
         self._device = device
@@ -105,12 +98,7 @@ def _requested(stats: MemoryStats) -> MemoryStats:
 
 
 class StepPeaks(NamedTuple):
-    """The peaks of one step.
-
-    Args:
-        phase_peak_bytes: phase -> highest allocated bytes in it.
-        peak_reserved_bytes: highest reserved bytes; None if the device reserves none.
-    """
+    """The peaks of one step."""
 
     phase_peak_bytes: dict[str, int]
     peak_reserved_bytes: int | None = None

@@ -27,9 +27,6 @@ class Ranks:
 
     Every rank calls :meth:`exchange` equally often. A rank that fails in between takes part in one more exchange, which
     raises on the others. A rank that fails inside a collective step ends instead: then the launcher ends the others.
-
-    Args:
-        trainer: of this rank.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -37,11 +34,7 @@ class Ranks:
         self._in_collective_step = False
 
     def exchange(self, value: _Value) -> list[_Value]:
-        """The values of all ranks, in their order.
-
-        Raises:
-            RankFailedError: when another rank has failed.
-        """
+        """The values of all ranks, in their order."""
         if self.size == 1:
             return [value]
         rows = self._gather(None, value)
@@ -66,11 +59,7 @@ class Ranks:
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """Run the body on all ranks; an error on one of them ends it on all.
-
-        Raises:
-            RankFailedError: on every rank but the one that failed, which raises its own error.
-        """
+        """Run the body on all ranks; an error on one of them ends it on all."""
         try:
             yield
             self.exchange(None)
@@ -111,11 +100,7 @@ class Ranks:
 
 
 class CollectiveDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises an error at the first collective of ``torch.distributed`` instead of running it; no rank waits in it then.
-
-    Attributes:
-        found: whether there was one, even if the error was caught.
-    """
+    """Raises an error at the first collective of ``torch.distributed`` instead of running it; no rank waits in it then."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

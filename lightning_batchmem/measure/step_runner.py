@@ -24,12 +24,7 @@ _MAX_WARMUP_STEPS = 20  # until every optimizer has stepped; fp16 skips the firs
 
 
 class PhaseCallback(Callback):
-    """Mark where the phases of a step begin; the only callback that steps of a search reach.
-
-    Attributes:
-        peaks: of the step that runs.
-        stepped: ids of the optimizers that have stepped since :meth:`watch`.
-    """
+    """Mark where the phases of a step begin; the only callback that steps of a search reach."""
 
     def __init__(self, device: DeviceMemory) -> None:
         self.peaks = PhasePeaks(device)
@@ -76,18 +71,7 @@ class StepRecords:
 
 
 class StepRunner:
-    """Run the user's steps at any batch size and record what they use.
-
-    Args:
-        trainer: during a search.
-        device: whose memory is limited.
-        callback: reached by the steps.
-        samples_bytes: what the search's own samples hold in host memory; not part of any peak.
-        counts_live: whether live bytes can be counted; steps that ranks take together may hold sharded tensors.
-
-    Attributes:
-        live: the counter of live bytes; ``None`` where only the resident set can be measured.
-    """
+    """Run the user's steps at any batch size and record what they use."""
 
     def __init__(
         self,

@@ -21,13 +21,7 @@ from lightning_batchmem.measure.batches import ProbeBatches
 
 
 class TrainingSteps:
-    """The user's training step in Lightning's own loop.
-
-    Args:
-        trainer: during a search.
-        probe_batches: of the training loaders.
-        batches: batches in an epoch at a batch size.
-    """
+    """The user's training step in Lightning's own loop."""
 
     first_phase = "forward"
 
@@ -57,14 +51,7 @@ class TrainingSteps:
 
 
 class EvaluationSteps:
-    """The user's validation, test or prediction step in Lightning's own loop, without gradients.
-
-    Args:
-        trainer: during a search.
-        loop: of the stage.
-        loaders: the stage's loaders.
-        probe_batches: of these loaders.
-    """
+    """The user's validation, test or prediction step in Lightning's own loop, without gradients."""
 
     first_phase = "evaluation"
 

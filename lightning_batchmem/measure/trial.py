@@ -29,19 +29,7 @@ _RESERVE_SHARE_INEXACT = 0.4  # the same where live bytes cannot be counted, so 
 
 
 class TrialRunner:
-    """Run the user's steps at any batch size and measure them.
-
-    Args:
-        trainer: during a search.
-        device: whose memory is limited.
-        callback: reached by the steps.
-        ranks: all processes of the run.
-        training: the training steps; ``None`` in a search for an evaluation.
-        evaluation: the evaluation steps; ``None`` where there are none.
-        is_collective: whether ranks take every step together.
-        samples_bytes: what the search's own samples hold in host memory; not part of any peak.
-        saves_checkpoints: whether a callback saves checkpoints, which takes a copy of the state in host memory.
-    """
+    """Run the user's steps at any batch size and measure them."""
 
     def __init__(
         self,
@@ -137,13 +125,7 @@ class TrialRunner:
         return self._trial("climb", batch_size, run)
 
     def rehearse(self, batch_size: int, smaller_size: int, limit_bytes: int) -> Trial:
-        """Run steps as training will, under the limit; the caller has restored the state in which training starts.
-
-        Args:
-            batch_size: samples in each step.
-            smaller_size: samples in a batch at the end of an epoch.
-            limit_bytes: what this process may hold.
-        """
+        """Run steps as training will, under the limit; the caller has restored the state in which training starts."""
         main = self._main
         evaluation = self._evaluation if self._training is not None else None
 
