@@ -100,7 +100,7 @@ class Ranks:
 
 
 class CollectiveDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises an error at the first collective of ``torch.distributed`` instead of running it; no rank waits in it then."""
+    """Raises an error at the first collective of ``torch.distributed`` instead of running it, so no rank waits."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
