@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -122,7 +121,6 @@ class Attempts:
         """Restore everything, drop optimizer states and gradients, and release caches: where training starts."""
         self._close()
         self._trainer.lightning_module.zero_grad(set_to_none=True)
-        gc.collect()
         self._device.release_cached()
         self._current = start()
 

@@ -61,7 +61,7 @@ class DeviceMemory(Protocol):
         """Make allocations above ``limit_bytes`` fail inside the context; it yields ``False`` if that is impossible."""
 
     def release_cached(self) -> None:
-        """Return unused cached memory to the device, so that the next peak does not depend on earlier work."""
+        """Collect garbage and return cached memory, so that the next peak does not depend on earlier work."""
 
     def synchronize(self) -> None:
         """Wait for all work of the device."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import traceback
 from collections.abc import Callable
@@ -161,7 +160,8 @@ class TrialRunner:
 
     def _trial(self, kind: TrialKind, batch_size: int, run: Callable[[StepRecords], Outcome]) -> Trial:
         forget_compiled()
-        self._device.release_cached()
+        if kind == "probe" or was_compiled():  # the caller has released caches before the other kinds
+            self._device.release_cached()
         record, outcome = StepRecords(self._main), "out_of_memory"
         alone: AbstractContextManager[None] = without_synchronisation(self._trainer)
         handles = self._callback.watch(self._trainer.optimizers)
@@ -178,9 +178,7 @@ class TrialRunner:
         if record.error:
             for steps in (self._training, self._evaluation):
                 if steps is not None:
-                    steps.let_go()
-            gc.collect()
-            self._device.release_cached()
+                    steps.let_go()  # the next trial releases caches
         return Trial(
             batch_size=batch_size,
             outcome=outcome,  # type: ignore[arg-type]  # a literal

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from tests.simulated_cuda.device import SimulatedCuda
-from tests.simulated_cuda.networks import NETWORKS
 from tests.simulated_cuda.oracle import largest_quiet
 from tests.simulated_cuda.search import search
 from tests.simulated_cuda.trace import trace_of
@@ -12,7 +11,7 @@ GB = 10**9
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [network.name for network in NETWORKS if "MLP" not in network.name][1:4])
+@pytest.mark.parametrize("name", ["U-Net 256 AdamW", "GPT 12x768 AdamW", "ResNet-18 SGD"])
 def test_a_search_finds_nearly_the_largest_size_that_trains(name: str) -> None:
     trace = trace_of(name)
     found = search(SimulatedCuda(trace, 8 * GB), memory_limit=0.9)
