@@ -489,7 +489,7 @@ def test_the_plan_of_a_finder_is_found(tmp_path, fake_device, monkeypatch):
 
 
 ALERTS = {
-    "prediction": ("The peak in step 1 .*above the plan", {}),
+    "prediction": ("The peak in step 1 .*the most that BatchFinder.s plan predicts", {}),
     "allocator retries": ("released its cache and retried 2 times", {}),
     "nearly full": (r"The peak, 1,000\.0 MiB, is above 95%.*BatchFinder\(memory_limit", {"log_every_n_steps": 0}),
     "leak": (r"grows by 1\.0 MiB a step", {"loader": data(samples=800)}),

@@ -216,7 +216,8 @@ def test_no_file_descriptor_is_kept() -> None:
         return len(os.listdir("/proc/self/fd"))
 
     descriptors_after(1)  # the first one opens what stays open, such as the resource tracker
-    assert descriptors_after(1) == descriptors_after(4)
+    first = descriptors_after(1)
+    assert descriptors_after(4) <= first
 
 
 # How many samples
