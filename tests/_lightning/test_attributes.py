@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import copy
 import itertools
 import random
 import threading
 import warnings
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -77,9 +76,7 @@ def grow(value: Any) -> None:
     ("value", "disturb", "look"),
     [
         ([1, 2], append, list),
-        (deque([1, 2], maxlen=2), append, list),
         ({"old": 1, "other": 2}, fill, lambda v: list(v.items())),
-        (OrderedDict(old=1, other=2), fill, lambda v: list(v.items())),
         (defaultdict(int, old=1), fill, dict),
         ({1, 2}, lambda v: v.add(3), set),
         (bytearray(b"ab"), lambda v: v.append(3), bytes),
@@ -91,7 +88,6 @@ def grow(value: Any) -> None:
         (([1],), lambda v: v[0].append(2), lambda v: v[0][:]),
         (np.zeros(3), lambda v: v.__iadd__(1), np.ndarray.tolist),
         (np.array([[1], "text", None], dtype=object), lambda v: v[0].append(2), lambda v: [list(v[0]), *v[1:]]),
-        (np.array(["a", "b"]), lambda v: v.__setitem__(0, "c"), np.ndarray.tolist),
         (random.Random(0), random.Random.random, random.Random.getstate),
         (np.random.RandomState(0), lambda v: v.rand(), lambda v: [*v.get_state()[1].tolist(), v.get_state()[2]]),
         (Slotted(), Slotted.grow, lambda v: (v.count, list(v.values))),
@@ -194,32 +190,20 @@ def test_objects_that_are_not_restored_are_named() -> None:
             self.lock = threading.Lock()
             self.step = 0
 
-    large = torch.empty(LARGEST_ARRAY_BYTES + 4, dtype=torch.uint8)
+    large = torch.empty(LARGEST_ARRAY_BYTES + 4, dtype=torch.uint8)[:2]  # its storage counts
     module = Module({"large": large, "array": np.empty(LARGEST_ARRAY_BYTES + 4, np.uint8), "run": Run()})
-    kept = AttributeState([module])
+    module.weight = nn.Parameter(torch.zeros(LARGEST_ARRAY_BYTES // 4 + 1))  # a parameter of any size is restored
+    kept = ModuleState(module)
+    module.weight.data += 1
     module.value["run"].step = 5
     kept.restore()
     assert module.value["run"].step == 5
+    assert not module.weight.any()
     assert sorted(kept.not_restorable) == [
         "Module.value['array'] (an array of 67,108,868 bytes)",
         "Module.value['large'] (a tensor of 67,108,868 bytes)",
         "Module.value['run'] (it holds a lock, a thread, a file or a socket)",
     ]
-    assert not kept.tensors
-
-
-def test_a_large_parameter_is_restored() -> None:
-    module = Module(1)
-    module.weight = nn.Parameter(torch.zeros(LARGEST_ARRAY_BYTES // 4 + 1))
-    kept = ModuleState(module)
-    module.weight.data += 1
-    kept.restore()
-    assert not module.weight.any()
-
-
-def test_the_size_of_a_view_is_that_of_its_storage() -> None:
-    module = Module(torch.zeros(LARGEST_ARRAY_BYTES // 4 + 1)[:2])
-    assert not AttributeState([module]).tensors
 
 
 def test_weights_and_structure_are_restored_when_the_walk_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,26 +234,6 @@ def test_parameters_of_a_script_are_restored() -> None:
         tensor.add_(1)
     kept.restore()
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
-
-
-def test_an_optimizer_is_restored() -> None:
-    module = Module(nn.Linear(2, 2))
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
-
-    def step() -> None:
-        module.value(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-
-    step()
-    before = copy.deepcopy(optimizer.state_dict())
-    kept = ModuleState(module, [optimizer])
-    step()
-    optimizer.param_groups[0]["lr"] = 7.0
-    kept.restore()
-    after = optimizer.state_dict()
-    assert after["param_groups"] == before["param_groups"]
-    for one, other in zip(after["state"].values(), before["state"].values(), strict=True):
-        assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_a_buffer_written_with_its_graph_is_restored() -> None:

@@ -35,60 +35,40 @@ GROUP_V1 = {"memory/abc/memory.limit_in_bytes": 200, "memory/abc/memory.usage_in
 ANCESTORS = {"a/memory.max": 100, "a/memory.current": 80, "a/b/memory.max": "max", "a/b/memory.current": 60}
 
 
-@pytest.mark.parametrize(
-    ("line", "files", "expected_mib"),
-    [
-        pytest.param(
-            "0::/app",
-            {"app/memory.max": 100, "app/memory.current": 90, "app/memory.stat": STATISTICS},
-            40,
-            id="page cache is not use",
-        ),
-        pytest.param(
-            "0::/a/b/c",
-            {**ANCESTORS, "a/b/c/memory.max": 90, "a/b/c/memory.current": 10},
-            20,
-            id="tightest ancestor",
-        ),
-        pytest.param(
-            "0::/app",
-            {"app/memory.max": 100, "app/memory.high": 70, "app/memory.current": 10},
-            60,
-            id="throttling limit",
-        ),
-        pytest.param(
-            "9:name=systemd:/x\n4:memory:/abc\n1:cpu,cpuacct:/abc\n0::/",
-            {**PARENTS_V1, **GROUP_V1, "memory/abc/memory.stat": STATISTICS_V1},
-            5,
-            id="version 1, with the cache of the children",
-        ),
-        pytest.param(
-            "4:memory:/docker/abc",
-            {"memory/memory.limit_in_bytes": 200, "memory/memory.usage_in_bytes": 150},
-            50,
-            id="container without a namespace: the mount",
-        ),
-        pytest.param(
-            "0::/../other",
-            {"../other/memory.max": 1, "../other/memory.current": 1, "memory.max": 200, "memory.current": 150},
-            50,
-            id="outside the namespace: the mount only",
-        ),
-        pytest.param(
-            "1:name=systemd:/x\n0::/app",
-            {"unified/app/memory.max": 100, "unified/app/memory.current": 90},
-            10,
-            id="hybrid",
-        ),
-        pytest.param("0::/app", {"app/memory.max": 100, "app/memory.current": 120}, 0, id="use above the limit"),
-        pytest.param("0::/app", {"app/memory.max": "max", "app/memory.current": 120}, None, id="no limit"),
-        pytest.param("0::/app", {"app/memory.current": 120}, None, id="no limit file"),
-        pytest.param("4:memory:/", PARENTS_V1, None, id="no limit in version 1"),
-    ],
-)
-def test_headroom(
-    tmp_path: Path, membership: Path, line: str, files: dict[str, object], expected_mib: int | None
-) -> None:
+GROUPS: dict[str, tuple[str, dict[str, object], int | None]] = {
+    "no page cache": ("0::/app", {"app/memory.max": 100, "app/memory.current": 90, "app/memory.stat": STATISTICS}, 40),
+    "ancestor": ("0::/a/b/c", {**ANCESTORS, "a/b/c/memory.max": 90, "a/b/c/memory.current": 10}, 20),
+    "throttled": ("0::/app", {"app/memory.max": 100, "app/memory.high": 70, "app/memory.current": 10}, 60),
+    "version 1, with the cache of the children": (
+        "9:name=systemd:/x\n4:memory:/abc\n1:cpu,cpuacct:/abc\n0::/",
+        {**PARENTS_V1, **GROUP_V1, "memory/abc/memory.stat": STATISTICS_V1},
+        5,
+    ),
+    "container without a namespace: the mount": (
+        "4:memory:/docker/abc",
+        {"memory/memory.limit_in_bytes": 200, "memory/memory.usage_in_bytes": 150},
+        50,
+    ),
+    "outside the namespace: the mount only": (
+        "0::/../other",
+        {"../other/memory.max": 1, "../other/memory.current": 1, "memory.max": 200, "memory.current": 150},
+        50,
+    ),
+    "hybrid": (
+        "1:name=systemd:/x\n0::/app",
+        {"unified/app/memory.max": 100, "unified/app/memory.current": 90},
+        10,
+    ),
+    "use above the limit": ("0::/app", {"app/memory.max": 100, "app/memory.current": 120}, 0),
+    "no limit": ("0::/app", {"app/memory.max": "max", "app/memory.current": 120}, None),
+    "no limit file": ("0::/app", {"app/memory.current": 120}, None),
+    "no limit in version 1": ("4:memory:/", PARENTS_V1, None),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_headroom(tmp_path: Path, membership: Path, name: str) -> None:
+    line, files, expected_mib = GROUPS[name]
     membership.write_text(f"{line}\n")
     write_files(tmp_path / "root", files)
     assert headroom_mib(tmp_path / "root", membership) == expected_mib

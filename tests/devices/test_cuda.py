@@ -26,15 +26,12 @@ class Driver:
     total_bytes: int = 80 * GIB
     fraction: float = 1.0
     is_integrated: int = 0
-    is_initialized: bool = True
     requested: tuple[int, int] = (2 * GIB, 8 * GIB)
     backend: str = "native"
     settings: dict[str, Any] = field(default_factory=lambda: {"expandable_segments": False})
 
     def stats(self, device: torch.device) -> dict[str, object]:
         assert device == DEVICE
-        if not self.is_initialized:
-            return {}
         return {
             "allocated_bytes": {"all": {"current": 3 * GIB, "peak": 9 * GIB}, "large_pool": {"peak": 1}},
             "reserved_bytes": {"all": {"current": 4 * GIB, "peak": 12 * GIB}},
@@ -61,7 +58,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     functions = {
         "memory_stats_as_nested_dict": driver.stats,
         "mem_get_info": driver.mem_get_info,
-        "is_initialized": lambda: driver.is_initialized,
+        "is_initialized": lambda: True,
         "reset_peak_memory_stats": lambda device: driver.calls.append(f"reset {device}"),
         "empty_cache": lambda: driver.calls.append("empty"),
         "synchronize": lambda device: driver.calls.append(f"synchronize {device}"),
@@ -82,11 +79,8 @@ def test_readings_are_the_counters_of_the_allocator(driver: Driver) -> None:
     assert device_memory.current() == MemoryStats(3 * GIB, 4 * GIB, 2 * GIB)
     assert device_memory.private_bytes() == 3 * GIB
     assert device_memory.counters() == {"num_ooms": 2, "num_alloc_retries": 5, "num_device_free": 3}
-
-
-def test_requested_bytes_are_missing_where_the_allocator_does_not_count_them(driver: Driver) -> None:
-    driver.requested = (0, 0)
-    assert CudaMemory(DEVICE).peak().requested_bytes is None
+    driver.requested = (0, 0)  # as of an allocator that does not count them
+    assert device_memory.peak().requested_bytes is None
 
 
 def test_only_synchronize_synchronizes(driver: Driver) -> None:
@@ -134,19 +128,6 @@ def test_memory_outside_the_allocator(driver: Driver, free_gib: int, other_gib: 
     assert CudaMemory(DEVICE).non_torch_bytes() == (None if other_gib is None else other_gib * GIB)
 
 
-def test_before_cuda_starts_nothing_is_held_and_nothing_starts_it(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver.is_initialized = False
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: pytest.fail("started CUDA"))
-    device_memory = CudaMemory(DEVICE)
-    device_memory.reset_peak()
-    assert driver.calls == []
-    assert device_memory.peak() == MemoryStats(0, 0, 0)
-    assert device_memory.counters() == {}
-    assert device_memory.non_torch_bytes() is None
-
-
 @pytest.mark.parametrize(("previous", "limit_gib", "fraction"), [(1.0, 20, 0.25), (0.5, 60, 0.5), (1.0, 200, 1.0)])
 def test_the_limit_is_enforced_and_the_previous_one_restored(
     driver: Driver, previous: float, limit_gib: int, fraction: float
@@ -175,81 +156,50 @@ def test_the_limit_is_not_enforced_where_it_would_be_wrong(driver: Driver, chang
         assert driver.fraction == 1.0
 
 
-@pytest.mark.parametrize("percent", [37, 0])
-def test_utilization_is_that_of_the_driver(monkeypatch: pytest.MonkeyPatch, percent: int) -> None:
-    monkeypatch.setattr(torch.cuda, "utilization", lambda device: percent)
-    utilization = cuda_utilization(DEVICE)
-    assert utilization is not None
-    assert (utilization.key, utilization.percent()) == ("gpu_pct", percent)
-
-
-def test_utilization_that_cannot_be_read_is_missing_and_never_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_utilization_is_that_of_the_driver_and_missing_where_it_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(device: torch.device) -> int:
         raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
 
-    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 50)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 0)
     utilization = cuda_utilization(DEVICE)
     assert utilization is not None
+    assert (utilization.key, utilization.percent()) == ("gpu_pct", 0)
     monkeypatch.setattr(torch.cuda, "utilization", fail)
     assert utilization.percent() is None
     with pytest.warns(UserWarning, match="GPU utilization cannot be read"):
         assert cuda_utilization(DEVICE) is None
 
 
-@dataclass
-class Stream:
-    """Work of a device: finished up to ``done_ms`` of ``end_ms``."""
+class Event:
+    """Recorded 10 ms after the one before on another stream; reached once the test says so."""
 
-    end_ms: float = 0.0
-    done_ms: float = 0.0
+    count = 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+        self.is_reached = False
+
+    def record(self, stream: str) -> None:
+        assert stream == "stream of cuda:1"
+        Event.count += 1
+        self.at_ms = 10.0 * Event.count
+
+    def query(self) -> bool:
+        return self.is_reached
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.is_reached, "torch raises"
+        assert end.is_reached, "torch raises"
+        return end.at_ms - self.at_ms
 
 
-@pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> dict[int, Stream]:
-    """Current streams of devices 0 (the current device) and 1."""
-    streams = {0: Stream(), 1: Stream()}
-
-    class Event:
-        """As in torch, reading the time between events that are not reached is an error."""
-
-        def __init__(self, enable_timing: bool = False) -> None:
-            assert enable_timing
-
-        def record(self, stream: Stream | None = None) -> None:
-            self.stream = streams[0] if stream is None else stream
-            self.at_ms = self.stream.end_ms
-
-        def query(self) -> bool:
-            return self.stream.done_ms >= self.at_ms
-
-        def elapsed_time(self, end: Event) -> float:
-            if not (self.query() and end.query()):
-                raise RuntimeError("Both events must be completed before calculating elapsed time.")
-            return end.at_ms - self.at_ms
-
+def test_seconds_are_known_once_the_device_has_reached_both_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of another stream may be reached in the other order."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[device.index])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: pytest.fail("waited for the device"))
-    return streams
-
-
-def test_seconds_are_known_once_the_device_has_reached_both_events(streams: dict[int, Stream]) -> None:
-    timer, stream = CudaTimer(DEVICE), streams[1]
-    stream.end_ms = 100.0
-    earlier = timer.mark()
-    stream.end_ms = 350.0
-    later = timer.mark()
-    for done_ms, seconds in ((0, None), (100, None), (349, None), (350, 0.25), (900, 0.25)):
-        stream.done_ms = done_ms
-        assert timer.seconds_between(earlier, later) == seconds
-
-
-def test_an_event_that_is_not_reached_on_another_stream_is_no_error(streams: dict[int, Stream]) -> None:
     timer = CudaTimer(DEVICE)
-    side = streams[1] = Stream(end_ms=500.0)
-    earlier = timer.mark()
-    streams[1] = Stream(end_ms=510.0, done_ms=510.0)
-    later = timer.mark()
-    assert timer.seconds_between(earlier, later) is None
-    side.done_ms = 500.0
-    assert timer.seconds_between(earlier, later) == 0.01
+    earlier, later = timer.mark(), timer.mark()
+    for reached in ((False, False), (True, False), (False, True), (True, True)):
+        earlier.is_reached, later.is_reached = reached  # type: ignore[attr-defined]
+        assert timer.seconds_between(earlier, later) == (0.01 if all(reached) else None)

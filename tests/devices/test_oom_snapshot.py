@@ -106,18 +106,6 @@ def test_a_failure_is_a_sentence_and_leaves_no_half_file(history: History, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_cannot_be_made_is_a_sentence(history: History, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    sentence = started(tmp_path / "file").write(0)
-    assert "could not be written" in sentence
-
-
-def test_other_errors_are_raised(history: History, tmp_path: Path) -> None:
-    history.dump_error = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        started(tmp_path).write(0)
-
-
 @pytest.mark.parametrize(
     ("device", "is_local", "error", "reason"),
     [

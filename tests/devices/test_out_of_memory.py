@@ -11,8 +11,6 @@ from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 OUT_OF_MEMORY = [
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB",
     "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
-    "CUDA driver error: out of memory",
-    "HIP out of memory. Tried to allocate 20.00 MiB",
     "XPU out of memory. Tried to allocate 20.00 MiB",
     "Triton Error [CUDA]: out of memory",
     "NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
@@ -23,11 +21,9 @@ OUT_OF_MEMORY = [
     "cuFFT error: CUFFT_ALLOC_FAILED",
     "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
     "Unable to find a valid cuDNN algorithm to run convolution",
     "GET was unable to find an engine to execute this computation",
-    "FIND was unable to find an engine to execute this computation",
     "MPS backend out of memory (MPS allocated: 7.23 GB, other allocations: 1.54 GB, max allowed: 9.07 GB).",
     "Invalid buffer size: 19.45 GB",
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
@@ -36,7 +32,6 @@ OUT_OF_MEMORY = [
     " allocate 29491200 bytes.",
     "unable to mmap 8388608 bytes from file </torch_1_2_3>: Cannot allocate memory (12)",
     "could not create a primitive",
-    "could not execute a primitive",
     "std::bad_alloc",
     "Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
     "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB.",
@@ -44,13 +39,11 @@ OUT_OF_MEMORY = [
 
 SOMETHING_ELSE = [
     "mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)",
-    "Trying to create tensor with negative dimension -1: [-1]",
     "[enforce fail at alloc_cpu.cpp:110] ((ptrdiff_t)nbytes) >= 0. alloc_cpu() seems to have been called with negative"
     " number: 18446744073709551615",
     "could not create a primitive descriptor for a matmul primitive",
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_COMPILATION_FAILED",
-    "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
     "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
     "CUDA error: an illegal memory access was encountered",
     "CUDA error: device-side assert triggered",
@@ -65,43 +58,43 @@ SOMETHING_ELSE = [
 ]
 
 
-@pytest.mark.parametrize("message", OUT_OF_MEMORY)
-def test_a_runtime_error_with_a_known_message_counts(message: str) -> None:
-    assert is_out_of_memory(RuntimeError(message))
-
-
-@pytest.mark.parametrize("message", SOMETHING_ELSE)
-def test_another_runtime_error_does_not_count(message: str) -> None:
-    assert not is_out_of_memory(RuntimeError(message))
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        *(kind("CUDA out of memory is only mentioned") for kind in (ValueError, KeyError, TypeError, AssertionError)),
-        OSError(errno.ENOSPC, "No space left on device"),
-    ],
-)
-def test_another_kind_of_error_does_not_count(error: Exception) -> None:
-    assert not is_out_of_memory(error)
-
-
 class DerivedError(RuntimeError):
     """Like torch.AcceleratorError (2.8 and later), DistBackendError and the errors of TorchDynamo."""
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.cuda.OutOfMemoryError("anything"),
-        MemoryError(),
-        OSError(errno.ENOMEM, "Cannot allocate memory"),
-        OSError("Caught OSError in DataLoader worker process 0.\nOSError: [Errno 12] Cannot allocate memory"),
-        DerivedError("CUDA error: out of memory"),
-    ],
-)
-def test_other_kinds_of_error_count(error: Exception) -> None:
+def caused_by(error: BaseException, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
+COUNT = [
+    *map(RuntimeError, OUT_OF_MEMORY),
+    torch.cuda.OutOfMemoryError("anything"),
+    MemoryError(),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    OSError("Caught OSError in DataLoader worker process 0.\nOSError: [Errno 12] Cannot allocate memory"),
+    DerivedError("CUDA error: out of memory"),
+    caused_by(ValueError("wrapped"), torch.cuda.OutOfMemoryError("CUDA out of memory.")),
+    ExceptionGroup("tasks", [ValueError(), ExceptionGroup("inner", [MemoryError()])]),
+]
+DO_NOT_COUNT = [
+    *map(RuntimeError, SOMETHING_ELSE),
+    *(kind("CUDA out of memory is only mentioned") for kind in (ValueError, KeyError, TypeError, AssertionError)),
+    OSError(errno.ENOSPC, "No space left on device"),
+    ExceptionGroup("CUDA out of memory", [ValueError()]),
+    *(caused_by(kind(), MemoryError()) for kind in (KeyboardInterrupt, SystemExit, GeneratorExit)),
+    BaseExceptionGroup("tasks", [KeyboardInterrupt(), MemoryError()]),
+]
+
+
+@pytest.mark.parametrize("error", COUNT, ids=repr)
+def test_errors_that_count(error: BaseException) -> None:
     assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("error", DO_NOT_COUNT, ids=repr)
+def test_errors_that_do_not_count(error: BaseException) -> None:
+    assert not is_out_of_memory(error)
 
 
 def test_real_errors() -> None:
@@ -116,18 +109,6 @@ def test_real_errors() -> None:
     assert not is_out_of_memory(shape_error.value)
 
 
-def test_a_cause_counts() -> None:
-    def wrap() -> None:
-        try:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
-        except RuntimeError as error:
-            raise ValueError("wrapped") from error
-
-    with pytest.raises(ValueError, match="wrapped") as caught:
-        wrap()
-    assert is_out_of_memory(caught.value)
-
-
 @pytest.mark.parametrize("hidden", [False, True])
 def test_a_context_counts_unless_it_is_suppressed(hidden: bool) -> None:
     error = ValueError("clean-up failed")
@@ -137,11 +118,6 @@ def test_a_context_counts_unless_it_is_suppressed(hidden: bool) -> None:
     assert is_out_of_memory(error) is not hidden
 
 
-def test_members_of_a_group_count() -> None:
-    assert is_out_of_memory(ExceptionGroup("tasks", [ValueError(), ExceptionGroup("inner", [MemoryError()])]))
-    assert not is_out_of_memory(ExceptionGroup("CUDA out of memory", [ValueError()]))
-
-
 def test_a_cycle_of_causes_ends() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
@@ -149,11 +125,3 @@ def test_a_cycle_of_causes_ends() -> None:
     second.__context__ = MemoryError()
     second.__suppress_context__ = False
     assert is_out_of_memory(first)
-
-
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_an_interrupt_never_counts(kind: type[BaseException]) -> None:
-    stop = kind()
-    stop.__context__ = MemoryError()
-    assert not is_out_of_memory(stop)
-    assert not is_out_of_memory(BaseExceptionGroup("tasks", [stop, MemoryError()]))

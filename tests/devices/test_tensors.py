@@ -24,6 +24,12 @@ class OwnBatch:
         return self
 
 
+@dataclass
+class Later:
+    image: torch.Tensor
+    mask: torch.Tensor = field(init=False)
+
+
 Pair = namedtuple("Pair", "image label")
 ones = torch.ones(3, 2)
 
@@ -46,8 +52,18 @@ def test_samples_of_nested_batches(batch):
         assert extract_batch_size(batch) == 3
 
 
-@pytest.mark.parametrize("batch", [{"x": ones, "names": ["a", "b", "c"]}, (ones, torch.tensor(0.5)), [ones, 7, None]])
-def test_other_values_do_not_make_the_samples_unknown(batch):
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"x": ones, "names": ["a", "b", "c"]},
+        (ones, torch.tensor(0.5)),
+        [ones, 7, None],
+        Later(ones),
+        deque([ones]),
+        UserList([ones]),
+    ],
+)
+def test_samples_of_other_collections_and_values(batch):
     assert samples_in(batch) == 3
 
 
@@ -74,18 +90,6 @@ def test_a_batch_may_refer_to_itself_and_to_its_model() -> None:
     assert [tuple(tensor.shape) for tensor in tensors_in(Own())] == [(4, 2)]
     shared = [torch.ones(2)]
     assert [tuple(tensor.shape) for tensor in tensors_in([torch.ones(1), [shared, shared]])] == [(1,), (2,), (2,)]
-
-
-@dataclass
-class Later:
-    image: torch.Tensor
-    mask: torch.Tensor = field(init=False)
-
-
-@pytest.mark.parametrize("batch", [Later(torch.ones(3, 2)), deque([torch.ones(3, 2)]), UserList([torch.ones(3, 2)])])
-def test_samples_of_unusual_collections(batch) -> None:
-    assert len(tensors_in(batch)) == 1
-    assert samples_in(batch) == 3
 
 
 def test_a_copy_does_not_keep_the_storage_of_a_view() -> None:

@@ -50,26 +50,6 @@ def test_the_snapshot_has_the_allocations_before_the_error(device: torch.device,
     assert not any("::" in frame["name"] for frame in allocated[-1]["frames"])  # Python's stack alone
 
 
-def test_nothing_is_recorded_after_the_stop(device: torch.device, tmp_path: Path) -> None:
-    snapshot = OomSnapshot.start(tmp_path, device)
-    assert snapshot is not None
-    torch.empty(MIB, device=device)
-    assert torch.cuda.memory._snapshot(device)["device_traces"][device.index]
-    snapshot.stop()
-    torch.empty(MIB, device=device)
-    assert not torch.cuda.memory._snapshot(device)["device_traces"][device.index]
-
-
-def test_a_foreign_history_continues(device: torch.device, tmp_path: Path) -> None:
-    torch.cuda.memory._record_memory_history("all", max_entries=50)
-    torch.empty(MIB, device=device)
-    snapshot = OomSnapshot.start(tmp_path, device)
-    assert snapshot is not None
-    snapshot.stop()
-    assert torch._C._cuda_isHistoryEnabled()
-    assert torch.cuda.memory._snapshot(device)["device_traces"][device.index]
-
-
 class Hungry(BoringModel):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> object:
         if batch_idx == 2:
