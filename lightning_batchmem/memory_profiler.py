@@ -130,10 +130,14 @@ class MemoryProfiler(Callback):
             self._recorder.restart()
             self._reporter.begin_epoch()
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Begin a step."""
         if self._recorder is not None:
             self._recorder.start(pl_module, batch)
+
+    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """End forward."""
@@ -146,11 +150,27 @@ class MemoryProfiler(Callback):
             self._recorder.phase_peaks.enter("optimizer_step")
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
-        """End a training step."""
-        if self._end_step(trainer, batch) and self._progress_bar and self._reporter is not None:
-            pl_module.log_dict(self._reporter.progress_bar_values(), prog_bar=True, logger=False)
+        """End a step, and log the training if it is due."""
+        recorder, reporter = self._recorder, self._reporter
+        if recorder is None or reporter is None or (record := recorder.stop(trainer, batch)) is None:
+            return
+        reporter.add(record)
+        if is_logged := recorder.is_logging_step(trainer):
+            step = logging_step(trainer) if logs_at_all(trainer) else None
+            reporter.log("train", step, recorder.read_device())
+        recorder.leave()
+        if self._progress_bar and record.stage == "train" and (is_logged or record.limit_bytes is not None):
+            pl_module.log_dict(reporter.progress_bar_values(), prog_bar=True, logger=False)
+
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Exchange and log the totals of the ranks."""
@@ -163,36 +183,22 @@ class MemoryProfiler(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to record an evaluation, by itself or in a training."""
-        if not trainer.sanity_checking:
-            self._begin_evaluation(trainer, pl_module)
+        stage: str = trainer.state.stage.value  # type: ignore[union-attr]  # "validate", "test" or "predict"
+        if self._recorder is not None:
+            self._recorder.begin_evaluation(stage)
+        elif not trainer.sanity_checking:
+            self._begin(trainer, pl_module, stage)
 
     on_test_start = on_predict_start = on_validation_start
 
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Begin an evaluation step."""
-        if self._recorder is not None:
-            self._recorder.start(pl_module, batch)
-
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """End an evaluation step."""
-        self._end_step(trainer, batch)
-
-    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
-
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report an evaluation."""
-        self._end_evaluation(trainer)
+        if self._recorder is None or self._reporter is None or self._recorder.stage != "train":
+            self._finish(trainer)
+            return
+        step = logging_step(trainer) if logs_at_all(trainer) else None
+        self._reporter.log_evaluation(step, self._recorder.read_device())
+        self._recorder.end_evaluation()
 
     on_test_end = on_predict_end = on_validation_end
 
@@ -244,34 +250,6 @@ class MemoryProfiler(Callback):
         if self._has_snapshot:
             self._snapshot = OomSnapshot.start(self._log_dir, device)
         self._recorder.restart()  # the first step starts now
-
-    def _end_step(self, trainer: Trainer, batch: Any) -> bool:
-        """End a step; return whether the training was logged, or started with it."""
-        recorder, reporter = self._recorder, self._reporter
-        if recorder is None or reporter is None or (record := recorder.stop(trainer, batch)) is None:
-            return False
-        reporter.add(record)
-        is_logged = recorder.is_logging_step(trainer)
-        if is_logged:
-            step = logging_step(trainer) if logs_at_all(trainer) else None
-            reporter.log("train", step, recorder.read_device())
-        recorder.leave()
-        return is_logged or record.limit_bytes is not None
-
-    def _begin_evaluation(self, trainer: Trainer, module: LightningModule) -> None:
-        stage: str = trainer.state.stage.value  # type: ignore[union-attr]  # "validate", "test" or "predict"
-        if self._recorder is None:
-            self._begin(trainer, module, stage)
-        else:
-            self._recorder.begin_evaluation(stage)
-
-    def _end_evaluation(self, trainer: Trainer) -> None:
-        if self._recorder is None or self._reporter is None or self._recorder.stage != "train":
-            self._finish(trainer)
-            return
-        step = logging_step(trainer) if logs_at_all(trainer) else None
-        self._reporter.log_evaluation(step, self._recorder.read_device())
-        self._recorder.end_evaluation()
 
     def _finish(self, trainer: Trainer, *, is_complete: bool = True) -> None:
         recorder, reporter, self._recorder = self._recorder, self._reporter, None

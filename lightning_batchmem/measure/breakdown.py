@@ -93,7 +93,12 @@ def measure_breakdown(
     seen: set[tuple[torch.device, int]] = set()
 
     def held(tensors: Iterable[Tensor]) -> int:
-        return sum(_new_bytes(tensor, device, seen) for tensor in tensors)
+        plain = (part for tensor in tensors if not is_lazy(tensor) for part in plain_tensors(tensor))
+        storages = [part.untyped_storage() for part in plain if is_on(part.device, device)]
+        found = {(storage.device, storage.data_ptr()): storage.nbytes() for storage in storages}
+        new_bytes = sum(count for key, count in found.items() if key not in seen)
+        seen.update(found)
+        return new_bytes
 
     parameters_bytes = held(weights) + held(module.buffers())
     masters = [tensor for tensor in tensors_in(groups) if tensor.is_leaf]
@@ -105,19 +110,6 @@ def measure_breakdown(
     return breakdown if peak_bytes is None else breakdown.at_peak(peak_bytes)
 
 
-def _new_bytes(tensor: Tensor, device: torch.device, seen: set[tuple[torch.device, int]]) -> int:
-    """Count the storages behind a tensor that are on ``device`` and not in ``seen``."""
-    new_bytes = 0
-    for plain in () if is_lazy(tensor) else plain_tensors(tensor):
-        if is_on(plain.device, device):
-            storage = plain.untyped_storage()
-            key = (plain.device, storage.data_ptr())
-            if key not in seen:
-                seen.add(key)
-                new_bytes += storage.nbytes()
-    return new_bytes
-
-
 class SteadyBreakdown:
     """Memory breakdown of a run, taken in its first steady-state step."""
 
@@ -127,14 +119,16 @@ class SteadyBreakdown:
         self.outside_bytes: int | None = None  # on the device, outside this process's allocator
         self._device_memory, self._device = device_memory, device
         self._at_start: MemoryBreakdown | None = None
-        self._num_taken = 0
+        self._num_taken, self.is_due = 0, True  # whether to call take at the start of the next steady-state step
         self._peak_bytes = 0
-        self._other_bytes = self._other_bytes_before(module, optimizers)
-
-    @property
-    def is_due(self) -> bool:
-        """Whether to call :meth:`take` at the start of the next steady-state step."""
-        return self._num_taken < _MAX_BREAKDOWNS
+        # The resident set includes memory that earlier steps freed, which belongs to the activations. An allocator
+        # that reports reserved bytes counts freed memory separately.
+        self._other_bytes: int | None = None
+        if device_memory.current().reserved_bytes is None:
+            device_memory.release_cached()
+            now_bytes = device_memory.current().allocated_bytes
+            breakdown = measure_breakdown(module, optimizers, None, device, start_bytes=now_bytes)
+            self._other_bytes = breakdown.other_bytes
 
     def take(self, module: Module, optimizers: list[Optimizer], batch: object) -> None:
         """Measure the storages alive at the start of a step."""
@@ -144,13 +138,13 @@ class SteadyBreakdown:
             breakdown = replace(breakdown, other_bytes=min(breakdown.other_bytes, self._other_bytes))
         self._at_start = breakdown
         self.outside_bytes = self._device_memory.non_torch_bytes()
-        is_complete = bool(breakdown.gradients_bytes) or not optimizers  # an evaluation has no gradients
-        self._num_taken = _MAX_BREAKDOWNS if is_complete else self._num_taken + 1
+        self._num_taken += 1  # an evaluation has no gradients
+        self.is_due = bool(optimizers) and not breakdown.gradients_bytes and self._num_taken < _MAX_BREAKDOWNS
 
     def add_peak(self, peak_bytes: int) -> None:
         """Take the peak of a step into account, unless it came before the first breakdown."""
-        if peak_bytes > self._peak_bytes and self._at_start is not None:
-            self._peak_bytes = peak_bytes
+        if self._at_start is not None:
+            self._peak_bytes = max(self._peak_bytes, peak_bytes)
 
     @property
     def at_peak(self) -> MemoryBreakdown | None:
@@ -164,12 +158,3 @@ class SteadyBreakdown:
         breakdown = measure_breakdown(module, optimizers, batch, self._device, start_bytes=0)
         other_bytes = self._other_bytes or 0 if self._at_start is None else self._at_start.other_bytes
         return replace(breakdown, other_bytes=other_bytes).at_peak(peak_bytes)
-
-    def _other_bytes_before(self, module: Module, optimizers: Iterable[Optimizer]) -> int | None:
-        # The resident set includes memory that earlier steps freed, which belongs to the activations. An allocator
-        # that reports reserved bytes counts freed memory separately.
-        if self._device_memory.current().reserved_bytes is not None:
-            return None
-        self._device_memory.release_cached()
-        now_bytes = self._device_memory.current().allocated_bytes
-        return measure_breakdown(module, optimizers, None, self._device, start_bytes=now_bytes).other_bytes

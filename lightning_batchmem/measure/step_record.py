@@ -13,39 +13,28 @@ from lightning_batchmem.measure.peaks import StepPeaks
 from lightning_batchmem.plan.records import MIB
 
 _UNKNOWN = -1.0  # stands for None in a tensor
+_SUMS = (
+    *("steps", "seconds", "samples", "sized_seconds", "items", "counted_seconds", "wait_seconds", "waited_seconds"),
+    *("device_seconds", "device_steps"),
+)
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """The measurements of one step. The fields from ``start_bytes`` on are read in some steps only.
+    """The measurements of one step on this rank. The fields from ``start_bytes`` on are read in some steps only."""
 
-    Args:
-        number: index of the batch, from 0: in the training over all epochs, or in one evaluation over all its loaders.
-        batch_size: samples on this rank; None if the batch does not show it.
-        peaks: peaks in bytes; without phases if the device has no peak counter.
-        seconds: wall time since the end of the previous step, without evaluation.
-        wait_seconds: part of it before the batch arrived; None if unknown.
-        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        items: the user's count for this batch (tokens, for example) on this rank.
-        marks: points in the device's work at the end of the previous step and of this one; None if wall time is exact.
-        device_seconds: the device's time between the marks, once it is known.
-        start_bytes: bytes of this process at the start of the step.
-        limit_bytes: bytes that this process may hold.
-        utilization: metric name and per cent since the previous reading.
-    """
-
-    number: int
+    number: int  # of the batch, from 0: in the training over all epochs, or in one evaluation over all its loaders
     batch_size: int | None
-    peaks: StepPeaks
-    seconds: float
-    wait_seconds: float | None
+    peaks: StepPeaks  # without phases if the device has no peak counter
+    seconds: float  # wall time since the end of the previous step, without evaluation
+    wait_seconds: float | None  # part of it before the batch arrived
     stage: str = "train"
     items: float | None = None
-    marks: tuple[object, object] | None = None
-    device_seconds: float | None = None
-    start_bytes: int | None = None
+    marks: tuple[object, object] | None = None  # of the device, at the step's start and end; None if wall time is exact
+    device_seconds: float | None = None  # between the marks, once it is known
+    start_bytes: int | None = None  # of this process at the start of the step
     limit_bytes: int | None = None
-    utilization: tuple[str, float] | None = None
+    utilization: tuple[str, float] | None = None  # metric name, and per cent since the previous reading
 
 
 class DeviceReading(NamedTuple):
@@ -57,11 +46,7 @@ class DeviceReading(NamedTuple):
 
 
 class StepTimer:
-    """Wall time of each step since the end of the previous one, and the part before its batch arrived.
-
-    The wait is unknown after a checkpoint, because no hook marks the end of writing it. The next step then starts
-    when its batch arrives.
-    """
+    """Wall time of each step since the end of the previous one, and the part before its batch arrived."""
 
     def __init__(self) -> None:
         self.restart()
@@ -83,7 +68,7 @@ class StepTimer:
         self._wait_since += gap
 
     def forget_wait(self) -> None:
-        """Make the wait of the next step unknown."""
+        """Make the wait of the next step unknown: no hook marks the end of writing a checkpoint."""
         self._is_wait_known = False
 
     def start(self) -> bool:
@@ -148,16 +133,8 @@ class StepTotals:
         if later.steps:
             self._raise_peaks(later.peak_step, later.peak_batch_size, later.phase_peak_bytes, later.peak_reserved_bytes)
             self.batch_size = later.batch_size
-        self.steps += later.steps
-        self.seconds += later.seconds
-        self.samples += later.samples
-        self.sized_seconds += later.sized_seconds
-        self.items += later.items
-        self.counted_seconds += later.counted_seconds
-        self.wait_seconds += later.wait_seconds
-        self.waited_seconds += later.waited_seconds
-        self.device_seconds += later.device_seconds
-        self.device_steps += later.device_steps
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(later, name))
 
     def _raise_peaks(self, number: int, size: int | None, phases: dict[str, int], reserved_bytes: int | None) -> None:
         for phase, peak_bytes in phases.items():

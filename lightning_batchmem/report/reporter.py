@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
+from contextlib import ExitStack
 from itertools import islice
 
 from lightning.pytorch import Trainer
@@ -23,14 +24,19 @@ from lightning_batchmem.report.step_csv import PLAN_NAME, StepCsv
 from lightning_batchmem.report.tables import Summary, summary_name
 
 _MAX_QUEUED = 256
+_SAME = (
+    "steps",
+    "peak_bytes",
+    "peak_step",
+    "phase_peak_bytes",
+    "peak_reserved_bytes",
+    "step_seconds",
+    "data_wait_share",
+)
 
 
 class StepReporter:
-    """Reports the records of one run; constant in size.
-
-    A record waits in one queue until its stage is logged, and on a device that runs behind this process until its
-    time is known.
-    """
+    """Reports the records of one run; each is queued until it is logged and its time on the device is known."""
 
     def __init__(
         self,
@@ -53,8 +59,8 @@ class StepReporter:
             csv.write_beside(PLAN_NAME, plan.to_json())
         self._queue: deque[StepRecord] = deque()
         self._num_counted = 0  # of the queue, from its left end
-        self._intervals: dict[str, StepTotals] = {}
-        self._logged: dict[str, StepTotals] = {}
+        self._intervals: defaultdict[str, StepTotals] = defaultdict(StepTotals)
+        self._logged: defaultdict[str, StepTotals] = defaultdict(StepTotals)
         self._epoch_peak_bytes: int | None = None
         self._run_peak_bytes: int | None = None
 
@@ -90,17 +96,14 @@ class StepReporter:
         return len(self._queue)
 
     def _count(self, record: StepRecord) -> None:
-        stage = record.stage
-        if stage not in self._intervals:
-            self._intervals[stage], self._logged[stage] = StepTotals(), StepTotals()
-        self._intervals[stage].add(record)
+        self._intervals[record.stage].add(record)
         if record.limit_bytes is not None:
             self.limit_bytes = record.limit_bytes
         peak_bytes = max(record.peaks.phase_peak_bytes.values(), default=None)
         if peak_bytes is not None and (self._epoch_peak_bytes is None or peak_bytes > self._epoch_peak_bytes):
             self._epoch_peak_bytes = peak_bytes
             self._run_peak_bytes = max(self._run_peak_bytes or 0, peak_bytes)
-        if stage == "train" and (self._plan is not None or record.start_bytes is not None):
+        if record.stage == "train" and (self._plan is not None or record.start_bytes is not None):
             _warn(self.alerts.step(record, self.limit_bytes))
 
     @property
@@ -124,8 +127,8 @@ class StepReporter:
         """Send the metrics of the stage since the last call to the loggers (not if ``step`` is None)."""
         self.limit_bytes = reading.limit_bytes
         self.process()
-        interval = self._intervals.get(stage)
-        if interval is None or not interval.steps:
+        interval = self._intervals[stage]
+        if not interval.steps:
             return
         self._intervals[stage] = StepTotals()
         self._logged[stage].merge(interval)
@@ -137,7 +140,8 @@ class StepReporter:
                 metrics["memory/predicted_mib"] = predicted_bytes / MIB
             _warn(self.alerts.interval(interval, reading, is_host=self._device.type == "cpu"))
         else:
-            metrics = _with_stage(metrics, stage)
+            names = {"batch/size": f"{stage}/batch_size"}  # the others such as validate/peak_allocated_mib
+            metrics = {names.get(key, f"{stage}/{key.partition('/')[2]}"): value for key, value in metrics.items()}
         if step is not None:
             self._log_metrics(metrics, step)
 
@@ -153,9 +157,8 @@ class StepReporter:
     def log_evaluation(self, step: int | None, reading: DeviceReading) -> None:
         """Log a validation in a training, and compare its peak with that of the training."""
         self.log("validate", step, reading)
-        if "train" in self._logged and "validate" in self._logged:
-            peaks = (self._total("validate").peak_bytes, self._total("train").peak_bytes)
-            _warn(self.alerts.evaluation("validate", *peaks))
+        peaks = (self._total("validate").peak_bytes, self._total("train").peak_bytes)
+        _warn(self.alerts.evaluation("validate", *peaks))
 
     def progress_bar_values(self) -> dict[str, float]:
         """Return the run's peak and the limit in GiB."""
@@ -176,50 +179,36 @@ class StepReporter:
         # Lightning logs the values of an epoch's end at the step before the next one too
         step = max(0, logging_step(trainer) - is_training)
         ranks = None
-        try:
+        with ExitStack() as stack:
+            if self._csv is not None:
+                stack.callback(self._csv.close)
+            stack.callback(self.process, is_last=True)
             self.log(self._stage, step if logs_at_all(trainer) else None, recorder.read_device())
             if is_complete and is_training and self._world_size > 1:
                 ranks = self.join_ranks()
-        finally:
-            self._close()
         summary = self._summary(self._stage, recorder.breakdown, ranks)
         if summary is not None and self._csv is not None:
             self._csv.write_beside(summary_name(self._stage), summary.to_json())
         if summary is not None and is_complete and is_training and trainer.is_global_zero:
-            self._log_figures(summary, step)
+            try:
+                log_figures(self._loggers, None if self._csv is None else self._csv.path, self._plan, summary, step)
+            except ImportError as error:
+                rank_zero_info(f"MemoryProfiler logs no figures: {error}.")
         return summary
-
-    def _close(self) -> None:
-        try:
-            self.process(is_last=True)
-        finally:
-            if self._csv is not None:
-                self._csv.close()
-
-    def _log_figures(self, summary: Summary, step: int) -> None:
-        try:
-            log_figures(self._loggers, None if self._csv is None else self._csv.path, self._plan, summary, step)
-        except ImportError as error:
-            rank_zero_info(f"MemoryProfiler logs no figures: {error}.")
 
     def _summary(
         self, stage: str, breakdown: SteadyBreakdown | None = None, ranks: RankTotals | None = None
     ) -> Summary | None:
-        if stage not in self._logged or not (total := self._total(stage)).steps:
+        total = self._total(stage)
+        if not total.steps:
             return None
         return Summary(
             device=self._device_name,
-            steps=total.steps,
-            peak_bytes=total.peak_bytes,
-            peak_step=total.peak_step,
+            **{name: getattr(total, name) for name in _SAME},
             batch_size=total.peak_batch_size if total.peak_bytes is not None else total.batch_size,
-            phase_peak_bytes=total.phase_peak_bytes,
-            peak_reserved_bytes=total.peak_reserved_bytes,
             limit_bytes=self.limit_bytes,
             breakdown=None if breakdown is None else breakdown.at_peak,
             samples_per_second=total.samples_per_second(self._world_size),
-            step_seconds=total.step_seconds,
-            data_wait_share=total.data_wait_share,
             stage=stage,
             items_per_second=total.items_per_second(self._world_size),
             outside_bytes=None if breakdown is None else breakdown.outside_bytes,
@@ -231,16 +220,9 @@ class StepReporter:
 
     def _total(self, stage: str) -> StepTotals:
         total = StepTotals()
-        for part in (self._logged.get(stage), self._intervals.get(stage)):
-            if part is not None:
-                total.merge(part)
+        total.merge(self._logged[stage])
+        total.merge(self._intervals[stage])
         return total
-
-
-def _with_stage(metrics: Mapping[str, float], stage: str) -> dict[str, float]:
-    """Name the metrics after their stage, for example ``validate/peak_allocated_mib``."""
-    names = {"batch/size": f"{stage}/batch_size"}
-    return {names.get(key, f"{stage}/{key.partition('/')[2]}"): value for key, value in metrics.items()}
 
 
 def _warn(sentences: list[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
-from types import TracebackType
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -210,27 +209,21 @@ def out_of_memory_text(report: OutOfMemoryReport) -> str:
     return text
 
 
-class SearchProgress:
+class SearchProgress(Status):
     """A line with the size that runs; not on ranks other than 0, and not without a progress bar."""
 
     def __init__(self, console: Console, *, enabled: bool) -> None:
-        self._status: Status | None = None
-        if enabled:
-            self._status = console.status("looking for the batch size")
+        super().__init__("looking for the batch size", console=console)
+        self._is_enabled = enabled
 
-    def __enter__(self) -> SearchProgress:
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._status is not None:
-            self._status.stop()
+    def start(self) -> None:
+        """Show the line if it is enabled."""
+        if self._is_enabled:
+            super().start()
 
     def trying(self, probe: NextSize) -> None:
         """Show the size that runs next."""
-        if self._status is not None:
-            self._status.update(f"trying batch size {probe.batch_size}: {probe.reason}")
+        self.update(f"trying batch size {probe.batch_size}: {probe.reason}")
 
 
 def plan_table(plan: Plan) -> Table:

@@ -154,7 +154,8 @@ def test_throughput_is_that_of_all_ranks():
 @pytest.mark.parametrize("enabled", [True, False])
 def test_progress_is_shown_if_it_is_enabled(enabled):
     stream = io.StringIO()
-    with SearchProgress(Console(file=stream, force_terminal=True, width=120), enabled=enabled) as progress:
+    progress = SearchProgress(Console(file=stream, force_terminal=True, width=120), enabled=enabled)
+    with progress:
         progress.trying(NextSize(8, "probe", "a reason"))
         time.sleep(0.3 * enabled)  # the spinner draws itself 12.5 times a second
     assert ("trying batch size 8: a reason" in stream.getvalue()) is enabled
