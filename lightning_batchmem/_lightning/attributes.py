@@ -1,8 +1,4 @@
-"""Contents of the objects that a module leads to, restored in place.
-
-The contents of every mutable object that can be reached from the module are recorded and restored: the same list, the
-same tensor, the same metric. No object is replaced by a copy, because a hook or closure may hold it.
-"""
+"""Contents of the objects that a module leads to, restored in place, because a hook or closure may hold the object."""
 
 from __future__ import annotations
 
@@ -42,8 +38,6 @@ _NOT_WALKED = (
 # an object that holds one of these works with a thread, a file or another process
 _LIVE_RESOURCES = (io.IOBase, socket.socket, threading.Thread, type(threading.Lock()), type(threading.RLock()))
 
-_LIGHTNING_CLASSES = ("trainer.Trainer", "callbacks.Callback", "loggers.Logger", "core.LightningDataModule")
-
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 
 _LIBRARIES = {"torch", "lightning", "pytorch_lightning", "torchmetrics"} | sys.stdlib_module_names
@@ -52,17 +46,14 @@ Found = Iterator[tuple[str, Any]]
 
 
 class AttributeState:
-    """Contents of every mutable object that can be reached from ``roots``.
-
-    ``tensors`` are all strided tensors that were met, and arrays as tensors over the same memory: the caller saves
-    their bytes. ``schedulers`` are the learning-rate schedulers; ``not_restorable`` names what is not restored.
-    """
+    """Contents of every mutable object that can be reached from ``roots``; ``not_restorable`` names the others."""
 
     def __init__(self, roots: Iterable[object]) -> None:
-        self.tensors: list[Tensor] = []
+        self.tensors: list[Tensor] = []  # also arrays, over the same memory; the caller saves their bytes
         self.schedulers: list[Any] = []
         self.not_restorable: list[str] = []
-        self._not_walked = (*_NOT_WALKED, *in_every_package(*_LIGHTNING_CLASSES))
+        lightning = ("trainer.Trainer", "callbacks.Callback", "loggers.Logger", "core.LightningDataModule")
+        self._not_walked = (*_NOT_WALKED, *in_every_package(*lightning))
         self._restores: list[tuple[str, Callable[[], object]]] = []
         self._seen: dict[int, object] = {}  # keeps the objects alive, so that no id is used twice
         pending: deque[tuple[str, Any]] = deque()
@@ -97,7 +88,7 @@ class AttributeState:
     def _add_root(self, path: str, root: Any) -> Found:
         self._seen[id(root)] = root
         if isinstance(root, Module):  # parametrizations replace the class, and the rest depends on it
-            self._later(path, _set_class, root, type(root))
+            self._later(path, _set_attribute, root, "__class__", type(root))
         yield from self._add_object(path, root)
         yield from _class_containers(root)
         if isinstance(root, Module):
@@ -129,11 +120,9 @@ class AttributeState:
             yield from self._add_object(path, value)
         elif isinstance(value, np.ndarray):
             yield from self._add_array(path, value)
-        elif isinstance(value, torch.Generator):
-            self._later(path, value.set_state, value.get_state())
         elif isinstance(value, random.Random):
             self._later(path, value.setstate, value.getstate())
-        elif isinstance(value, np.random.RandomState):
+        elif isinstance(value, torch.Generator | np.random.RandomState):
             self._later(path, value.set_state, value.get_state())
         elif isinstance(value, np.random.Generator):
             self._later(path, setattr, value.bit_generator, "state", value.bit_generator.state)
@@ -147,7 +136,7 @@ class AttributeState:
         if tensor.device.type == "meta":
             return
         if tensor.layout is not torch.strided or tensor.is_nested:  # has no storage itself
-            self._later(path, _copy_into, tensor, tensor.detach().clone())
+            self._later(path, torch.no_grad()(tensor.copy_), tensor.detach().clone())
             return
         size_bytes = tensor.untyped_storage().nbytes()
         if registered or size_bytes <= LARGEST_ARRAY_BYTES:
@@ -194,7 +183,7 @@ class AttributeState:
         if isinstance(attributes, dict):
             self._later(path, _refill, attributes, kept, attributes.update)
         for name, item in slots.items():
-            self._later(f"{path}.{name}", _set_slot, value, name, item)
+            self._later(f"{path}.{name}", _set_attribute, value, name, item)
         yield from ((f"{path}.{name}", item) for name, item in held)
 
     def _later(self, path: str, restore: Callable[..., object], *arguments: Any) -> None:
@@ -223,33 +212,20 @@ def _key_text(key: object) -> str:
     return repr(key)[:40] if isinstance(key, _ATOMS) else type(key).__name__
 
 
-@torch.no_grad()
-def _copy_into(tensor: Tensor, kept: Tensor) -> None:
-    tensor.copy_(kept)
-
-
-def _set_class(module: Module, kind: type) -> None:
-    if type(module) is not kind:
-        module.__class__ = kind
-
-
-def _set_slot(value: object, name: str, item: object) -> None:
+def _set_attribute(value: object, name: str, item: object) -> None:
     if getattr(value, name, None) is not item:  # a slot that cannot change need not be set
         setattr(value, name, item)
 
 
 def _refill(container: Any, contents: Any, fill: Callable[[Any], object]) -> None:
     # unchanged containers are left alone, because another thread would see them empty for a moment
-    if len(container) == len(contents) and _same(container, contents):
-        return
-    container.clear()
-    fill(contents)
+    if _ids(container) != _ids(contents):
+        container.clear()
+        fill(contents)
 
 
-def _same(container: Any, contents: Any) -> bool:
-    if isinstance(contents, dict):
-        pairs = zip(container.items(), contents.items(), strict=True)
-        return all(key is other and item is kept for (key, item), (other, kept) in pairs)
-    if isinstance(contents, set):
-        return bool(container == contents)
-    return all(one is other for one, other in zip(container, contents, strict=True))
+def _ids(container: Any) -> list[int]:
+    if isinstance(container, dict):
+        return [id(part) for entry in container.items() for part in entry]
+    ids = [id(item) for item in container]
+    return sorted(ids) if isinstance(container, set) else ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.optimizer import _optimizers_to_device  # private in 2.5.0 to 2.6.6
@@ -17,8 +18,7 @@ def call_before(owner: Any, method: str, call: Callable[[], None]) -> Callable[[
     """Run ``call`` once before the next ``owner.method()``; returns a function that cancels it."""
     original = getattr(owner, method)
 
-    def cancel() -> object:
-        return vars(owner).pop(method, None)  # the method of the class is in force again
+    cancel = partial(vars(owner).pop, method, None)  # the method of the class is in force again
 
     def calling(*arguments: Any) -> None:
         cancel()
@@ -30,11 +30,7 @@ def call_before(owner: Any, method: str, call: Callable[[], None]) -> Callable[[
 
 
 def before_optimizers(trainer: Trainer, call: Callable[[], None]) -> Callable[[], object]:
-    """Run ``call`` before the first ``configure_optimizers``; returns a function that cancels it.
-
-    That hook may draw random numbers, or use ``estimated_stepping_batches``, which builds the train iterator and draws
-    too. Configuring the optimizers again as if for the first time needs the state before it.
-    """
+    """Run ``call`` before the first ``configure_optimizers``, which may draw random numbers; can be cancelled."""
 
     def checked() -> None:
         if trainer.fit_loop._combined_loader is not None:
@@ -49,7 +45,7 @@ def before_optimizers(trainer: Trainer, call: Callable[[], None]) -> Callable[[]
 
 
 def configure_optimizers_again(trainer: Trainer) -> None:
-    """Make new optimizers and schedulers for the new batch size, as ``Strategy.setup`` does."""
+    """Make new optimizers and schedulers, as ``Strategy.setup`` does."""
     strategy = trainer.strategy
     strategy.setup_optimizers(trainer)
     strategy.setup_precision_plugin()
@@ -59,10 +55,10 @@ def configure_optimizers_again(trainer: Trainer) -> None:
 def freeze_schedulers(trainer: Trainer) -> None:
     """Keep the learning rate in steps of a search; the schedulers are configured again afterwards."""
     for config in trainer.strategy.lr_scheduler_configs:
-        vars(config.scheduler)["step"] = _keep_learning_rate
+        vars(config.scheduler)["step"] = keep_learning_rate
 
 
-def _keep_learning_rate(*_: Any, **__: Any) -> None: ...
+def keep_learning_rate(*_: Any, **__: Any) -> None: ...
 
 
 class _MutedExperiment:
@@ -76,10 +72,7 @@ class _MutedExperiment:
     def __call__(self, *_: Any, **__: Any) -> Any:
         return self
 
-    def __getitem__(self, key: object) -> Any:
-        return self
-
-    def __setitem__(self, key: object, value: object) -> None: ...
+    __getitem__ = __setitem__ = __call__
 
     def __iter__(self) -> Any:
         return iter(())

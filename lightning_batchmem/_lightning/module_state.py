@@ -20,16 +20,13 @@ _CHUNK_BYTES = 2**24  # small chunks keep the share of the page cache low
 
 
 class SavedStorages:
-    """Bytes of tensor storages, written back in place; a storage that tensors share is kept once.
-
-    A copy of device memory lies in host memory. A copy of host memory lies in an unlinked temporary file, because in
-    memory it would raise the resident set that the search measures.
-    """
+    """Bytes of tensor storages, written back in place; a storage that tensors share is kept once."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._on_device: list[tuple[Tensor, Tensor]] = []
         self._on_host: list[Tensor] = []
-        self._file: Any = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (lives as long as the search)
+        # in memory, a copy of host memory would raise the resident set that the search measures
+        self._file: Any = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the search)
         weakref.finalize(self, self._file.close)  # also where a run ends before its search
         seen: set[tuple[torch.device, int]] = set()
         for tensor in tensors:
@@ -44,9 +41,8 @@ class SavedStorages:
                 self._on_device.append((flat, flat.cpu()))
         try:
             for chunk in self._host_chunks():
-                rest = memoryview(chunk.numpy())  # type: ignore[arg-type]  # an array of bytes is a buffer
-                while rest:
-                    rest = rest[self._file.write(rest) :]
+                self._file.write(chunk.numpy())  # type: ignore[arg-type]  # an array of bytes is a buffer
+            self._file.flush()
         except OSError as error:
             total_bytes = sum(flat.numel() for flat in self._on_host)
             raise OSError(
@@ -55,12 +51,12 @@ class SavedStorages:
             ) from error
 
     def write_back(self) -> None:
-        """Give every storage the bytes it had; may be called repeatedly."""
         for flat, copied in self._on_device:
             flat.copy_(copied)
         self._file.seek(0)
         for chunk in self._host_chunks():
-            kept = torch.frombuffer(_read(self._file, chunk.numel()), dtype=torch.uint8)
+            kept = torch.empty_like(chunk)
+            self._file.readinto(kept.numpy())
             # unchanged memory may be mapped read-only, or shared until it is written
             if not torch.equal(chunk, kept):
                 chunk.copy_(kept)
@@ -69,25 +65,13 @@ class SavedStorages:
         return (chunk for flat in self._on_host for chunk in torch.split(flat, _CHUNK_BYTES))
 
 
-def _read(file: Any, size_bytes: int) -> bytearray:
-    buffer = bytearray(size_bytes)
-    rest = memoryview(buffer)
-    while rest:
-        rest = rest[file.readinto(rest) :]
-    return buffer
-
-
 def _flat_bytes(tensor: Tensor) -> Tensor:
-    """All bytes of the storage behind ``tensor``, as a flat tensor that shares them."""
     storage = tensor.detach().untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
 class ModuleState:
-    """A module, its parameters, buffers, gradients, flags, hooks and plain attributes; ``others`` likewise.
-
-    ``not_restorable`` names what is not restored; ``schedulers`` are those that the attributes lead to.
-    """
+    """A module, its parameters, buffers, gradients, flags, hooks and plain attributes; ``others`` likewise."""
 
     def __init__(self, module: LightningModule, others: Iterable[object] = ()) -> None:
         for name, parameter in module.named_parameters():
@@ -110,7 +94,6 @@ class ModuleState:
         self._storages = SavedStorages(plain for t in tensors if not is_lazy(t) for plain in plain_tensors(t))
 
     def restore(self) -> None:
-        """Set everything back."""
         refused = self._attributes.restore()
         for tensor, alias, requires_grad in self._aliases:
             if tensor.grad_fn is not None:

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.nn import SyncBatchNorm
@@ -81,7 +81,7 @@ def without_synchronisation(trainer: Trainer) -> Iterator[None]:
         yield
         return
     if isinstance(wrapper, DistributedDataParallel):
-        strategy.model = _module_of(trainer)
+        strategy.model = trainer.lightning_module
     collectives = _local_collectives(trainer.world_size)
     vars(strategy).update(collectives)
     try:
@@ -118,7 +118,7 @@ def wrap_again(trainer: Trainer) -> None:
     """
     strategy: Any = trainer.strategy
     if _is_strategy(trainer, "DDPStrategy") and isinstance(strategy.model, DistributedDataParallel):
-        strategy.model = _module_of(trainer)
+        strategy.model = trainer.lightning_module
         gc.collect()  # frees the old wrapper before the new one takes as much
         strategy._pl_static_graph_delay_done = False  # state of the wrapper in 2.6; 2.5.0 does not have it
         strategy.configure_ddp()
@@ -132,8 +132,3 @@ def processes_on_node(trainer: Trainer) -> int:
 def _is_strategy(trainer: Trainer, *names: str) -> bool:
     kinds = tuple(lightning_name(trainer, f"strategies.{name}") for name in names)
     return isinstance(trainer.strategy, kinds)
-
-
-def _module_of(trainer: Trainer) -> LightningModule:
-    module: LightningModule = trainer.lightning_module
-    return module

@@ -1,21 +1,16 @@
-"""State of the trainer: restored after a search, read while it trains, and in a checkpoint.
-
-Read in lightning 2.5.0 and 2.6.6.
-"""
+"""State of the trainer: restored after a search, and read while it trains. Read in lightning 2.5.0 and 2.6.6."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.fabric.utilities.load import _METADATA_FILENAME  # private in 2.5.0 to 2.6.6
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states  # private in 2.5.0 to 2.6.6
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.loop import _Loop  # private in 2.5.0 to 2.6.6
 
+from lightning_batchmem._lightning.hooks import keep_learning_rate
 from lightning_batchmem._lightning.strategies import lightning_name
 
 Loop = _Loop
@@ -28,15 +23,11 @@ class RandomStates:
         self._states = _collect_rng_states()
 
     def restore(self) -> None:
-        """Set every generator back."""
         _set_rng_states(self._states)
 
 
 class TrainerState:
-    """Attributes of the trainer, its loops, connectors and gradient scaler, before ``loop`` runs.
-
-    ``schedulers`` are those of the module that the strategy does not know.
-    """
+    """Attributes of the trainer, its loops, connectors, gradient scaler and schedulers, before ``loop`` runs."""
 
     def __init__(self, trainer: Trainer, loop: Loop, schedulers: Iterable[Any] = ()) -> None:
         self._trainer = trainer
@@ -44,7 +35,8 @@ class TrainerState:
         holders: list[Any] = [trainer, trainer.state, trainer._logger_connector, *loops]
         self._kept = [(holder, dict(vars(holder))) for holder in holders]
         self._scaler = getattr(trainer.precision_plugin, "scaler", None)  # torch.amp.GradScaler of MixedPrecision
-        self.lend_scaler()
+        if self._scaler is not None:
+            trainer.precision_plugin.scaler = copy.deepcopy(self._scaler)  # type: ignore[attr-defined]
         base_progress = lightning_name(trainer, "loops.progress._BaseProgress")  # private in 2.5.0 to 2.6.6
         for one in loops:
             for name, value in list(vars(one).items()):
@@ -58,23 +50,14 @@ class TrainerState:
         known = [*schedulers, *(config.scheduler for config in trainer.strategy.lr_scheduler_configs)]
         self._kept += [(one, dict(vars(one))) for one in {id(one): one for one in known}.values()]
         for scheduler in known:  # made for the old size, it may end before the search does
-            vars(scheduler)["step"] = _keep_learning_rate
-
-    def lend_scaler(self) -> None:
-        """Use a new copy of the gradient scaler: at the start, and after an interrupted step."""
-        if self._scaler is not None:
-            self._trainer.precision_plugin.scaler = copy.deepcopy(self._scaler)  # type: ignore[attr-defined]
+            vars(scheduler)["step"] = keep_learning_rate
 
     def restore(self) -> None:
-        """Set every attribute back."""
         for holder, attributes in self._kept:
             vars(holder).clear()
             vars(holder).update(attributes)
         if self._scaler is not None:
             self._trainer.precision_plugin.scaler = self._scaler  # type: ignore[attr-defined]
-
-
-def _keep_learning_rate(*_: Any, **__: Any) -> None: ...
 
 
 def _loops(loop: Loop) -> Iterator[Loop]:
@@ -85,41 +68,28 @@ def _loops(loop: Loop) -> Iterator[Loop]:
 
 
 def logging_step(trainer: Trainer) -> int:
-    """The step under which Lightning logs values of the current batch.
-
-    ``trainer.global_step`` differs: it counts every optimizer of a manual step.
-    """
+    """The step under which Lightning logs; ``trainer.global_step`` counts every optimizer of a manual step."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def logs_now(trainer: Trainer) -> bool:
-    """Whether values of ``self.log`` reach the loggers after the current batch.
-
-    The condition of ``_LoggerConnector.update_train_step_metrics`` and ``should_update_logs``, the cheap half first.
-    """
-    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set where mypy does not look
-    if every == 0:
+    """Whether values of ``self.log`` reach the loggers after the current batch, as in ``_LoggerConnector``."""
+    every = _log_every_n_steps(trainer)
+    if every == 0 or ((logging_step(trainer) + 1) % every and not trainer.should_stop):  # the cheap half first
         return False
-    loop = trainer.fit_loop
-    if (loop.epoch_loop._batches_that_stepped + 1) % every and not trainer.should_stop:
-        return False
-    return not (loop.epoch_loop._should_accumulate() and trainer.lightning_module.automatic_optimization)
+    return not (trainer.fit_loop.epoch_loop._should_accumulate() and trainer.lightning_module.automatic_optimization)
 
 
 def logs_at_all(trainer: Trainer) -> bool:
     """Whether ``log_every_n_steps`` lets any value reach the loggers."""
-    return bool(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # as above
+    return _log_every_n_steps(trainer) != 0
+
+
+def _log_every_n_steps(trainer: Trainer) -> int:
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set where mypy does not look
+    return every
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:
     """Whether the run is a ``fast_dev_run``, which leaves no files."""
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # as above
-
-
-def callback_states(path: Path) -> dict[str, Any]:
-    """Load the callback states of a checkpoint file, or of the directory of a sharded checkpoint."""
-    # the weights stay on the disk: a checkpoint may be larger than the memory of the machine
-    file = path / _METADATA_FILENAME if path.is_dir() else path
-    checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    states = checkpoint.get("callbacks") if isinstance(checkpoint, dict) else None
-    return states if isinstance(states, dict) else {}
