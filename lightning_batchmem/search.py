@@ -30,7 +30,7 @@ from lightning_batchmem.measure.batches import ProbeBatches
 from lightning_batchmem.measure.breakdown import measure_breakdown
 from lightning_batchmem.measure.limits import WorkerMemory, search_limits, with_workers
 from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes
-from lightning_batchmem.measure.step_runner import PhaseCallback, each_size_static, was_compiled
+from lightning_batchmem.measure.step_runner import PhaseCallback, each_size_static
 from lightning_batchmem.measure.steps import EvaluationSteps, TrainingSteps
 from lightning_batchmem.measure.trial import TrialRunner
 from lightning_batchmem.plan.decide import decide
@@ -184,7 +184,7 @@ class BatchSizeSearch:
                 limits,
                 limit_bytes=min(limits.limit_bytes, *budgets),  # other processes may have filled the device meanwhile
                 steps_are_collective=runner.is_collective,
-                max_sizes=4 if was_compiled() else limits.max_sizes,
+                max_sizes=4 if runner.is_compiled else limits.max_sizes,
             )
         if isinstance(step, Plan):
             stage.setting.check_loaders(step.batch_size, stage.loaders)

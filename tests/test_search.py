@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
+from lightning_batchmem.measure.live_bytes import LiveStorages
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -19,7 +20,6 @@ from lightning_batchmem import BatchFinder, Plan
 from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.measure import limits
 from lightning_batchmem.measure.limits import WorkerMemory
-from lightning_batchmem.measure.live_bytes import LiveStorages
 from tests.lawful import MIB, SAMPLES, Lawful, Sizes, found_size, law
 
 BUDGET = 500 * MIB

@@ -86,7 +86,13 @@ class StepRunner:
         self.is_host = device.name == "host"
         self._samples_bytes = samples_bytes if self.is_host else 0
         self.live = self._live_counter(counts_live)
+        self._frames_before = compiled_frames()
         self.has_idle_optimizer = False  # one that did not step while others warmed up
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the steps have compiled anything."""
+        return compiled_frames() > self._frames_before
 
     def current_bytes(self) -> int:
         """Live bytes at this moment; the resident set where they cannot be counted."""
@@ -111,7 +117,7 @@ class StepRunner:
             self.run(steps, batch_size, record, 1, counted=False)
         else:
             self.has_idle_optimizer = True
-        if self.is_host and was_compiled():
+        if self.is_host and self.is_compiled:
             self.live = None  # a compiled module allocates without operators that could be counted
 
     def run(
@@ -195,11 +201,10 @@ class StepRunner:
         return counter
 
 
-def was_compiled() -> bool:
-    """Whether ``torch.compile`` has compiled anything in this process."""
+def compiled_frames() -> int:
+    """How many functions ``torch.compile`` has compiled in this process."""
     utils = sys.modules.get("torch._dynamo.utils")
-    # counters: private in torch 2.5 to 2.13
-    return utils is not None and utils.counters["frames"]["total"] > 0
+    return 0 if utils is None else int(utils.counters["frames"]["total"])  # private in torch 2.5 to 2.13
 
 
 def forget_compiled() -> None:
@@ -208,7 +213,7 @@ def forget_compiled() -> None:
     Without this the second size would be compiled for dynamic shapes, as another program than that of the training, and
     after a few sizes the compiler would stop (its limit of recompilations).
     """
-    if was_compiled():
+    if compiled_frames():
         torch.compiler.reset()
 
 

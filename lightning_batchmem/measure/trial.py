@@ -15,7 +15,13 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.measure.peaks import LiveStorages, StepPeaks
 from lightning_batchmem.measure.ranks import CollectiveDetector, Ranks
-from lightning_batchmem.measure.step_runner import PhaseCallback, StepRecords, StepRunner, forget_compiled, was_compiled
+from lightning_batchmem.measure.step_runner import (
+    PhaseCallback,
+    StepRecords,
+    StepRunner,
+    compiled_frames,
+    forget_compiled,
+)
 from lightning_batchmem.measure.steps import EvaluationSteps, Steps, TrainingSteps
 from lightning_batchmem.plan.records import Outcome, Trial, TrialKind
 
@@ -56,6 +62,11 @@ class TrialRunner:
     def has_training(self) -> bool:
         """Whether the steps train."""
         return self._training is not None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the steps have compiled anything."""
+        return self._runner.is_compiled
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -160,7 +171,7 @@ class TrialRunner:
 
     def _trial(self, kind: TrialKind, batch_size: int, run: Callable[[StepRecords], Outcome]) -> Trial:
         forget_compiled()
-        if kind == "probe" or was_compiled():  # the caller has released caches before the other kinds
+        if kind == "probe" or compiled_frames():  # the caller has released caches before the other kinds
             self._device.release_cached()
         record, outcome = StepRecords(self._main), "out_of_memory"
         alone: AbstractContextManager[None] = without_synchronisation(self._trainer)
@@ -198,7 +209,7 @@ class TrialRunner:
         if self._is_first:
             self._runner.warm_up(steps, batch_size, record, at_least=2)
         else:
-            self._runner.run(steps, batch_size, record, _GRAPH_WARMUP_STEPS if was_compiled() else 1, counted=False)
+            self._runner.run(steps, batch_size, record, _GRAPH_WARMUP_STEPS if self.is_compiled else 1, counted=False)
         self._runner.run(steps, batch_size, record, 2, timed=True)
         self._live_steps(steps, batch_size, record)
 

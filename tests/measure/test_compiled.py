@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.measure.step_runner import each_size_static, forget_compiled, was_compiled
+from lightning_batchmem.measure.step_runner import compiled_frames, each_size_static, forget_compiled
 from tests.lawful import MIB, Lawful, law
 
 
@@ -100,9 +100,9 @@ def test_the_compiler_is_reset_only_if_something_was_compiled(monkeypatch: pytes
     counters = torch._dynamo.utils.counters
     monkeypatch.setitem(counters, "frames", type(counters["frames"])())
     forget_compiled()
-    assert not was_compiled()
+    assert not compiled_frames()
     assert resets == []
     torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1))
-    assert was_compiled()
+    assert compiled_frames()
     forget_compiled()
     assert resets == [1]
