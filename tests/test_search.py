@@ -4,63 +4,28 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-from lightning_batchmem import BatchFinder, Plan
+from lightning_batchmem import BatchFinder
 from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.measure import limits
 from lightning_batchmem.measure.limits import WorkerMemory
 from lightning_batchmem.measure.live_bytes import LiveStorages
-from tests.lawful import MIB, SAMPLES, Lawful, Sizes, found_size, law
+from tests.lawful import MIB, SAMPLES, Evaluated, Lawful, found_size, law, loader
 
 BUDGET, LIMIT = 500 * MIB, 475 * MIB
 FOUND, HALF = found_size(BUDGET, multiple_of=1), 173  # HALF: where each sample takes two MiB
 SECOND, REHEARSED = 8, 328  # the second size that is probed, and the first one that is rehearsed
-
-
-def loader(size: int | None, samples: int = SAMPLES, **arguments: Any) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.zeros(samples, 1)), batch_size=size, **arguments)
-
-
-class Evaluated(Lawful):
-    """Each sample of an evaluation takes twice as much as in training."""
-
-    def __init__(self, device_memory: Any, size_name: str = "batch_size", samples: int = SAMPLES) -> None:
-        super().__init__(device_memory, law)
-        self.eval_batch_size, self.fixed_size = 7, 50
-        self.size_name, self.samples, self.factor = size_name, samples, 2
-        self.evaluated: list[int] = []
-        modes: set[tuple[str, bool, bool]] = set()
-        self.modes = lambda: modes  # a function, which the search does not restore
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.modes().add((self.trainer.state.stage, self.training, torch.is_grad_enabled()))
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.modes().add((self.trainer.state.stage, self.training, torch.is_grad_enabled()))
-        self.evaluated.append(len(batch[0]))
-        self.use(self.factor * len(batch[0]))
-
-    test_step = validation_step
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.validation_step(batch, batch_idx)
-        return torch.zeros(1)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return loader(getattr(self, self.size_name), self.samples)
-
-    test_dataloader = predict_dataloader = val_dataloader
 
 
 @pytest.fixture
@@ -69,45 +34,39 @@ def device(fake_device: Any) -> Any:
 
 
 @pytest.fixture
-def search(fit: Any, device: Any) -> Callable[..., Plan]:
-    def run(module: LightningModule, *callbacks: Any, options: Any = None, **arguments: Any) -> Plan:
-        finder = BatchFinder(**{"multiple_of": 1, **(options or {})})
-        fit(module, finder, device, *callbacks, **{"max_steps": 1, "num_sanity_val_steps": 0, **arguments})
-        assert finder.plan is not None
+def search(fit: Any, device: Any) -> Callable[..., Any]:
+    """Search in ``fit``, or in another stage without training; returns the plan."""
+
+    def run(module: Any, *callbacks: Callback, stage: str = "fit", data: Any = None, **arguments: Any) -> Any:
+        finder = BatchFinder(**{"multiple_of": 1, **arguments.pop("options", {})})
+        steps = {"max_steps": 1} if stage == "fit" else {"max_epochs": 0}
+        trainer = fit(module, finder, device, *callbacks, **{"num_sanity_val_steps": 0, **steps, **arguments})
+        if stage != "fit":
+            getattr(trainer, stage)(module, dataloaders=data)
         return finder.plan
 
     return run
 
 
-# Validation in training
-
-
 @pytest.mark.parametrize(
-    ("arguments", "size", "first_bytes", "last_bytes"),
+    ("arguments", "size", "peaks"),
     [
-        ({}, HALF, law(4), law(2 * HALF)),
-        ({"samples": 50}, FOUND, law(4), law(100)),  # less than a batch
-        ({"size_name": "fixed_size"}, FOUND, law(100), law(100)),
+        ({}, HALF, (law(4), law(2 * HALF))),
+        ({"samples": 50}, FOUND, (law(4), law(100))),  # less than a batch
+        ({"size_name": "fixed_size"}, FOUND, (law(100), law(100))),
     ],
-    ids=["follows", "small", "fixed"],
 )
-def test_validation_is_a_phase(
-    search: Any, device: Any, arguments: Any, size: int, first_bytes: int, last_bytes: int
-) -> None:
-    module = Evaluated(device, **arguments)
-    plan = search(module)
+def test_validation_is_a_phase(search: Any, device: Any, arguments: Any, size: int, peaks: tuple[int, int]) -> None:
+    plan = search(Evaluated(device, **arguments))
     assert (plan.batch_size, device.num_ooms) == (size, 0)
-    assert plan.trials[0].phase_peak_bytes["evaluation"] == first_bytes
-    assert plan.trials[-1].phase_peak_bytes["evaluation"] == last_bytes
-    assert module.modes() == {("train", True, True), ("validate", False, False)}
+    assert tuple(plan.trials[index].phase_peak_bytes["evaluation"] for index in (0, -1)) == peaks
 
 
 def test_validation_has_its_own_size(search: Any, device: Any) -> None:
-    module, sizes = Evaluated(device, "eval_batch_size"), Sizes()
-    plan = search(module, sizes, options={"eval_batch_arg_name": "eval_batch_size"}, limit_val_batches=1)
-    assert plan.evaluation is not None
+    module = Evaluated(device, "eval_batch_size")
+    plan = search(module, options={"eval_batch_arg_name": "eval_batch_size"}, limit_val_batches=1)
     assert (plan.batch_size, plan.evaluation.batch_size) == (FOUND, HALF)
-    assert (module.batch_size, module.eval_batch_size, sizes.seen) == (FOUND, HALF, {FOUND})
+    assert (module.batch_size, module.eval_batch_size) == (FOUND, HALF)
     with pytest.raises(ValueError, match="got 'other', which none of them has"):
         search(module, options={"eval_batch_arg_name": "other"})
 
@@ -128,46 +87,37 @@ def test_validation_that_cannot_be_measured_is_left_out(search: Any, device: Any
         assert search(Evaluated(device), val_dataloaders=loaders, limit_val_batches=1).batch_size == FOUND
 
 
-# Other stages
-
-
-@pytest.fixture
-def evaluate(fit: Any, device: Any) -> Callable[..., tuple[BatchFinder, Trainer]]:
-    def make(module: LightningModule, **arguments: Any) -> tuple[BatchFinder, Trainer]:
-        finder = BatchFinder(multiple_of=1)
-        return finder, fit(module, finder, device, max_epochs=0, num_sanity_val_steps=0, **arguments)
-
-    return make
-
-
 @pytest.mark.parametrize(("stage", "is_passed"), [("validate", False), ("test", True), ("predict", False)])
-def test_other_stages_are_searched_with_forward_passes(stage: str, is_passed: bool, evaluate: Any, device: Any) -> None:
-    module, dataloaders = Evaluated(device), loader(3)
-    finder, trainer = evaluate(module)
-    getattr(trainer, stage)(module, dataloaders=dataloaders if is_passed else None)
-    assert finder.plan is not None
-    assert finder.plan.batch_size == (dataloaders.batch_size if is_passed else module.batch_size) == HALF
-    assert {phase for trial in finder.plan.trials for phase in trial.phase_peak_bytes} == {"evaluation"}
+def test_other_stages_are_searched_with_forward_passes(stage: str, is_passed: bool, search: Any, device: Any) -> None:
+    module, data = Evaluated(device), loader(3)
+    plan = search(module, stage=stage, data=data if is_passed else None)
+    assert plan.batch_size == (data if is_passed else module).batch_size == HALF
+    assert {phase for trial in plan.trials for phase in trial.phase_peak_bytes} == {"evaluation"}
     assert set(module.evaluated) == {HALF, SAMPLES % HALF}
-    assert module.modes() == {(stage, False, False)}
+    assert module.sizes == []  # no training step
 
 
 @pytest.mark.parametrize(("size_name", "fast"), [("fixed_size", False), ("batch_size", True)])
-def test_a_stage_without_a_search(evaluate: Any, device: Any, size_name: str, fast: bool) -> None:
+def test_a_stage_without_a_search(search: Any, device: Any, size_name: str, fast: bool) -> None:
     module = Evaluated(device, size_name)
-    finder, trainer = evaluate(module, fast_dev_run=fast)
-    trainer.test(module)
-    assert (finder.plan, set(module.evaluated), module.batch_size) == (None, {3 if fast else 50}, 3)
+    assert search(module, stage="test", fast_dev_run=fast) is None
+    assert (set(module.evaluated), module.batch_size) == ({3 if fast else 50}, 3)
 
 
-def test_a_stage_whose_loaders_cannot_be_set_is_a_warning(evaluate: Any, device: Any) -> None:
-    finder, trainer = evaluate(module := Evaluated(device))
+def test_a_stage_whose_loaders_cannot_be_set_is_a_warning(search: Any, device: Any) -> None:
     with pytest.warns(UserWarning, match=r"loaders of test_dataloader must have a batch size that can be set"):
-        trainer.test(module, dataloaders=loader(None, samples=2))
-    assert finder.plan is None
+        assert search(Evaluated(device), stage="test", data=loader(None, samples=2)) is None
 
 
-# What limits the size
+def test_a_stage_that_failed_can_be_repeated(search: Any, device: Any) -> None:
+    module = Evaluated(device)
+    module.fails_at = SECOND
+    with pytest.raises(IndexError, match="of the user"):
+        search(module, stage="validate")
+    assert (module.batch_size, module.evaluated, module.training) == (3, [], True)
+    module.fails_at = 0
+    module.trainer.validate(module)
+    assert module.batch_size == HALF
 
 
 def test_a_fraction_of_the_batches(search: Any, device: Any) -> None:
@@ -188,12 +138,9 @@ def test_an_average_of_the_weights_takes_a_copy_of_the_parameters(search: Any, d
     assert plan.limit_bytes == LIMIT - 8  # a weight and a bias
 
 
-class FakeHost:
-    budget_bytes, current = lambda _: 2000, lambda _: MemoryStats(800)
-
-
 def test_loader_workers_on_a_device(search: Any, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HostMemory", FakeHost)
+    host = SimpleNamespace(budget_bytes=lambda: 2000, current=lambda: MemoryStats(800))
+    monkeypatch.setattr(limits, "HostMemory", lambda: host)
     plan = search(Lawful(device, law), train_dataloaders=loader(3, num_workers=1))
     assert (plan.batch_size, plan.limited_by) == (100, "host memory")  # three batches ahead, 4 bytes a sample
     assert (plan.trials[-1].worker_bytes, plan.trials[-1].needed_bytes) == (1200, law(100))
@@ -222,27 +169,15 @@ def test_a_device_that_fills_up_during_the_search(search: Any, device: Any) -> N
     assert (plan.limit_bytes, plan.batch_size, device.num_ooms) == (600 * MIB, 465, 0)  # 0.94 of the limit
 
 
-class Padded(Lawful):
-    """One sample in 64 is four times longer than the others."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.use(batch.numel() // 10)
-        return self.layer(batch[:, :1]).mean()
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        samples: Any = [torch.zeros(40 if index % 64 == 33 else 10) for index in range(640)]
-        return DataLoader(samples, self.batch_size, shuffle=True, collate_fn=lambda each: pad_sequence(each, True))
-
-
 def test_padded_samples_train_an_epoch(search: Any, device: Any) -> None:
-    plan = search(Padded(device, law), max_steps=-1, max_epochs=1)
+    samples: Any = [torch.zeros(40 if index % 64 == 33 else 10) for index in range(640)]  # some are long
+    data = DataLoader(samples, 3, shuffle=True, collate_fn=lambda each: [pad_sequence(each, True)])
+    arguments = {"train_dataloaders": data, "max_steps": -1, "max_epochs": 1}
+    plan = search(Lawful(device, lambda elements: law(elements // 10)), **arguments)
     assert plan.batch_size == 86  # of 40 elements each
     assert any("Samples differ in size" in note for note in plan.notes)
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        search(Padded(device, law), options={"worst_case": "typical"}, max_steps=-1, max_epochs=1)
-
-
-# What is left
+        search(Lawful(device, lambda elements: law(elements // 10)), options={"worst_case": "typical"}, **arguments)
 
 
 class Watched(Lawful):
@@ -257,10 +192,10 @@ class Watched(Lawful):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         is_training = any(isinstance(callback, BatchFinder) for callback in self.trainer.callbacks)
         optimizer = self.trainer.optimizers[0]
-        state: tuple[Any, ...] = (bool(optimizer.state), self.layer.bias.item(), len(self.sizes))
-        state = (*state, self.layer.bias.grad is None, self.trainer.global_step)
+        module_state = (self.layer.bias.item(), self.layer.bias.grad is None, len(self.sizes))
         last = len(optimizer._optimizer_step_post_hooks) if is_training else torch.rand(1).item()
-        self.seen().setdefault("training" if is_training else len(batch[0]), (*state, last))
+        state = (*module_state, bool(optimizer.state), self.trainer.global_step, last)
+        self.seen().setdefault("training" if is_training else len(batch[0]), state)
         if len(batch[0]) == self.fails_at:
             raise IndexError("of the user")
         return super().training_step(batch, batch_idx)
@@ -268,7 +203,7 @@ class Watched(Lawful):
 
 def test_rehearsals_and_training_start_from_the_state_before_the_search(search: Any, device: Any) -> None:
     module = Watched(device)
-    start = (False, module.layer.bias.item(), 0, True, 0)
+    start = (module.layer.bias.item(), True, 0, False, 0)
     search(module)
     seen = module.seen()
     assert seen["training"] == (*start, 0)  # and no hook on the optimizer
@@ -276,20 +211,17 @@ def test_rehearsals_and_training_start_from_the_state_before_the_search(search: 
     assert all(one != other for one, other in zip(seen[SECOND], seen[2], strict=True))  # probes follow each other
 
 
-class AtError(Callback):
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.trainer_state = trainer.global_step, dict(trainer.optimizers[0].state), trainer.accumulate_grad_batches
-
-
 @pytest.mark.parametrize("fails_at", [SECOND, REHEARSED])
 def test_everything_is_restored_after_an_error(search: Any, device: Any, fails_at: int) -> None:
     device.enforces_limits = True
-    module, at_error = Watched(device, fails_at), AtError()
+    module, callback = Watched(device, fails_at), Callback()
     bias, random = module.layer.bias.item(), torch.get_rng_state()
     with pytest.raises(IndexError, match="of the user"):
-        search(module, at_error, accumulate_grad_batches=4)
+        search(module, callback, accumulate_grad_batches=4)
     assert fails_at in module.seen()
-    assert at_error.trainer_state == (0, {}, 4)  # the hook also shows that the callbacks are back
+    trainer = module.trainer
+    assert (trainer.global_step, trainer.accumulate_grad_batches, trainer.callbacks[1:]) == (0, 4, [callback])
+    assert not trainer.optimizers[0].state
     assert (module.layer.bias.item(), module.layer.bias.grad) == (bias, None)
     assert torch.equal(random, torch.get_rng_state())
     assert (module.batch_size, module.sizes, device.budget) == (3, [], BUDGET)
@@ -299,14 +231,15 @@ def test_no_tensor_of_a_step_that_failed_is_left(search: Any, device: Any) -> No
     made: list[weakref.ref[Tensor]] = []
     alive: set[int] = set()
 
-    class Steep(Lawful):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            alive.add(sum(reference() is not None for reference in made))
-            held = self.layer(batch[0]).tanh()  # in the frame of the traceback
-            made.append(weakref.ref(held))
-            return super().training_step(batch, batch_idx) + held.mean()
+    def steep(size: int) -> int:
+        alive.add(sum(reference() is not None for reference in made))
+        held = torch.zeros(size)  # in a frame of the traceback
+        made.append(weakref.ref(held))
+        device.use(law(size) + max(0, size - 30) * 60 * MIB)
+        device.free()
+        return law(size)
 
-    search(Steep(device, lambda size: law(size) + max(0, size - 30) * 60 * MIB))
+    search(Lawful(device, steep))
     assert device.num_ooms > 0
     assert alive == {0}
 
