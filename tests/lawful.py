@@ -1,4 +1,4 @@
-"""A module whose memory on a fake device follows a law of the batch size, and the size that a search finds for it."""
+"""Modules whose memory on a fake device follows a law of the batch size, and the size that a search finds for it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ def found_size(budget_bytes: int, *, memory_limit: int | None = None, multiple_o
     return size // step * step
 
 
+def loader(size: int | None, samples: int = SAMPLES, **arguments: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.zeros(samples, 1)), batch_size=size, **arguments)
+
+
 class Lawful(LightningModule):
     """A module whose memory on a fake device follows a law of the batch size; the real tensors are tiny."""
 
@@ -47,14 +51,45 @@ class Lawful(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (x,) = batch
         self.sizes.append(len(x))
-        self.use(len(x))
-        return self.layer(x).mean()
+        self.use(x.numel())
+        return self.layer(x[:, :1]).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters())
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(torch.zeros(SAMPLES, 1)), batch_size=self.batch_size)
+        return loader(self.batch_size)
+
+
+class Evaluated(Lawful):
+    """Each sample of an evaluation takes twice as much as in training."""
+
+    def __init__(self, device_memory: Any, size_name: str = "batch_size", samples: int = SAMPLES) -> None:
+        super().__init__(device_memory, law)
+        self.eval_batch_size, self.fixed_size = 7, 50
+        self.size_name, self.samples = size_name, samples
+        self.factor, self.fails_at = 2, 0
+        self.evaluated: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.training
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert not self.training
+        assert not torch.is_grad_enabled()
+        self.evaluated.append(len(batch[0]))
+        self.use(self.factor * len(batch[0]))
+        if len(batch[0]) == self.fails_at:
+            raise IndexError("of the user")
+        return batch[0]
+
+    test_step = predict_step = validation_step
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return loader(getattr(self, self.size_name), self.samples)
+
+    test_dataloader = predict_dataloader = val_dataloader
 
 
 class Sizes(Callback):
