@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import pickle
-import tracemalloc
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_batchmem.batch_finder
 import lightning_batchmem.measure.recorder
@@ -23,9 +21,6 @@ import lightning_batchmem.memory_profiler
 import lightning_batchmem.report.step_csv
 from lightning_batchmem import BatchFinder, Line, MemoryModel, MemoryProfiler, Plan, Trial
 from lightning_batchmem.measure.breakdown import MemoryBreakdown
-from lightning_batchmem.measure.peaks import StepPeaks
-from lightning_batchmem.measure.step_record import DeviceReading, StepRecord
-from lightning_batchmem.report.reporter import StepReporter
 from lightning_batchmem.report.tables import Summary
 from tests.lawful import Lawful, law
 from tests.profiled import METRICS, MIB, Net, Recorder, Validated, csv_rows, data, rows, spike, trainer_for
@@ -215,27 +210,6 @@ def test_a_logger_that_raises_does_not_end_training(tmp_path, device_memory):
     assert (len(broken.ours), len(other.ours)) == (1, 6)
 
 
-def test_a_reporter_needs_constant_memory(tmp_path, device_memory):
-    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path)
-    reporter = StepReporter(trainer, device_memory, "train")
-
-    def run(steps):
-        for number in range(steps):
-            peaks = StepPeaks({"forward": number % 7 * MIB, "backward": number})
-            reporter.add(StepRecord(number, 8, peaks, 0.1, 0.01, start_bytes=number % 5))
-            if number % 50 == 0:
-                reporter.log("train", number, DeviceReading(2**30))
-
-    run(2000)
-    tracemalloc.start()
-    run(100)
-    before, _ = tracemalloc.get_traced_memory()
-    run(8000)
-    after, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert after - before < 2**18  # 8,000 steps of 100 bytes would be more
-
-
 # --- accumulation, manual optimization, batches
 
 
@@ -266,44 +240,31 @@ class Constant(Net):
         return self.layer(torch.ones(1, 4)).sum()
 
 
-class Unknown(TensorDataset):
-    """Two tensors of different lengths, so that the samples of a batch are not known."""
+class GraphBatch:
+    """Tensors of nodes and edges, which disagree about the samples."""
 
-    def __getitem__(self, index):
-        return torch.ones(3 + index, 4), torch.ones(2)
+    def __init__(self, graphs):
+        self.x, self.edges = torch.ones(3 * len(graphs), 4), torch.ones(2, 5)
+
+    def to(self, device, **_):
+        return self
 
 
 @pytest.mark.parametrize(
-    ("loader", "size"),
+    ("loader", "sizes"),
     [
-        (DataLoader(Unknown(torch.ones(4)), batch_size=2, collate_fn=lambda samples: samples[0]), "2"),  # the loader's
-        (DataLoader([["text"]] * 2, batch_size=None), ""),
+        (DataLoader([0] * 5, batch_size=2, collate_fn=GraphBatch), ["2", "2", ""]),  # the loader's; the last is unknown
+        (DataLoader([["text"]] * 2, batch_size=None), ["", ""]),
     ],
 )
-def test_samples_that_are_unknown_are_one_warning(tmp_path, device_memory, loader, size):
-    with pytest.warns(UserWarning, match="cannot count the samples") if not size else nullcontext([]) as issued:
-        profiler, recorder = profiled(tmp_path, Constant(), Planned(), loader=loader)
-    assert len([one for one in issued if "cannot count" in str(one.message)]) == (not size)
-    assert [row["batch_size"] for row in csv_rows(tmp_path)] == [size] * 2
+@pytest.mark.filterwarnings("always:MemoryProfiler cannot count the samples")
+def test_samples_that_are_never_known_are_one_warning(tmp_path, device_memory, recwarn, loader, sizes):
+    profiler, recorder = profiled(tmp_path, Constant(), Planned(), loader=loader)
+    assert len([one for one in recwarn if "cannot count" in str(one.message)]) == (not any(sizes))
+    assert [row["batch_size"] for row in csv_rows(tmp_path)] == sizes
     known = {"batch/size", "throughput/samples_per_s", "memory/predicted_mib"}
-    assert [known & set(metrics) for _, metrics in recorder.ours] == [known if size else set()] * 2
-    assert profiler.summary.batch_size == (2 if size else None)
-
-
-def test_steps_that_lightning_skips_are_no_steps(tmp_path, device_memory):
-    class Stream(IterableDataset):
-        def __iter__(self):
-            yield from (torch.ones(4), torch.ones(4), None, torch.ones(4))
-
-    class StopsEarly(Net):
-        def on_train_batch_start(self, batch, batch_idx):
-            return -1 if batch_idx == 2 else None
-
-    with pytest.warns(UserWarning, match="yielded None"):
-        profiler, _ = profiled(tmp_path, Constant(), loader=DataLoader(Stream(), batch_size=None))
-    assert profiler.summary.steps == 3
-    profiler, _ = profiled(tmp_path, StopsEarly(), max_epochs=2)
-    assert profiler.summary.steps == 4
+    assert [known & set(metrics) for _, metrics in recorder.ours] == [known if size else set() for size in sizes]
+    assert profiler.summary.batch_size == (2 if sizes[0] else None)
 
 
 # --- time
@@ -563,6 +524,9 @@ def test_an_exception_keeps_rows_metrics_and_a_summary_and_no_hooks(tmp_path, de
     (path,) = tmp_path.rglob("memory_summary.json")
     assert Summary.from_json(path.read_text()) == profiler.summary
     assert "MiB" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        trainer_for(tmp_path, MemoryProfiler()).fit(Net(failing(3, KeyboardInterrupt())), data())
+    assert "3 steps of" in capsys.readouterr().out  # an interrupted run prints its table
 
 
 def test_a_run_that_fails_before_its_first_step_leaves_no_file(tmp_path, device_memory):
@@ -573,12 +537,6 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_file(tmp_path, device_
     with pytest.raises(KeyError, match="user's error"):
         trainer_for(tmp_path, MemoryProfiler(), fail).fit(Net(), data())
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_an_interrupted_run_prints_its_table(tmp_path, device_memory, capsys):
-    with pytest.raises(SystemExit):
-        trainer_for(tmp_path, MemoryProfiler()).fit(Net(failing(3, KeyboardInterrupt())), data())
-    assert "3 steps of" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-import warnings
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
@@ -226,16 +225,6 @@ def test_weights_and_structure_are_restored_when_the_walk_ends_early(monkeypatch
     assert any("(more than 100)" in what for what in kept.not_restorable)
 
 
-def test_parameters_of_a_script_are_restored() -> None:
-    module = Module(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    kept = ModuleState(module)
-    for tensor in module.state_dict().values():
-        tensor.add_(1)
-    kept.restore()
-    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
-
-
 def test_a_buffer_written_with_its_graph_is_restored() -> None:
     module = Module(nn.Linear(1, 1))
     module.register_buffer("last", torch.zeros(1))
@@ -272,14 +261,3 @@ def test_an_object_that_refuses_is_named_and_the_others_are_restored() -> None:
         kept.restore()
     assert module.value[3] == [1]
     assert sorted(kept.not_restorable) == ["Module.value[1] (RuntimeError)", "Module.value[2] (NotImplementedError)"]
-
-
-def test_read_only_mapped_memory_is_not_written(tmp_path: Any) -> None:
-    np.save(tmp_path / "table.npy", np.ones(100))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that such a tensor is not to be written to
-        table = torch.from_numpy(np.load(tmp_path / "table.npy", mmap_mode="r"))
-    module = Module(1)
-    module.register_buffer("table", table)
-    ModuleState(module).restore()
-    assert module.table.sum() == 100

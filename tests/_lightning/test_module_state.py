@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_batchmem._lightning.module_state import ModuleState, SavedStorages
-from lightning_batchmem._lightning.trainer_state import RandomStates
 
 
 @pytest.mark.parametrize(
@@ -132,15 +131,6 @@ def test_a_module_is_restored() -> None:
     assert called == [1]
 
 
-def test_gradients_of_an_earlier_fit_are_restored() -> None:
-    module = Deep()
-    module.tied.bias.grad = torch.full((3,), 2.0)
-    kept = ModuleState(module)
-    module.zero_grad()
-    kept.restore()
-    assert torch.equal(module.tied.bias.grad, torch.full((3,), 2.0))
-
-
 def test_a_lazy_parameter_is_refused() -> None:
     class Lazy(LightningModule):
         def __init__(self) -> None:
@@ -149,19 +139,3 @@ def test_a_lazy_parameter_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"lazy parameter 'layer\.weight'"):
         ModuleState(Lazy())
-
-
-def test_random_states_rewind() -> None:
-    import random
-
-    import numpy as np
-
-    def draw() -> tuple[float, float, Tensor]:
-        return random.random(), float(np.random.random()), torch.rand(2)
-
-    states = RandomStates()
-    first = draw()
-    states.restore()
-    second = draw()
-    assert first[:2] == second[:2]
-    assert torch.equal(first[2], second[2])

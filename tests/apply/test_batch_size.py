@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from lightning_batchmem._lightning.data_source import (
     loader_batch_size,
@@ -337,3 +337,32 @@ class MadeBefore:
 def test_a_batch_sampler_that_does_not_follow() -> None:
     with pytest.raises(ValueError, match=r"must make batches of its batch_size, got one of 4 samples"):
         set_loader_batch_size(DataLoader(Numbers(), batch_sampler=MadeBefore(4)), 8)
+
+
+class Renamed(DataLoader):
+    """A subclass with arguments of its own."""
+
+    def __init__(self, secret: int, dataset: Any, size: int) -> None:
+        super().__init__(dataset, batch_size=size)
+        self.secret = secret
+
+
+def test_setting_the_size_of_a_loader_in_place() -> None:
+    dataset = TensorDataset(torch.arange(10))
+    loaders = [
+        DataLoader(dataset, batch_size=2),
+        Renamed(7, dataset, 2),
+        DataLoader(dataset, batch_sampler=BatchSampler(SequentialSampler(dataset), 2, drop_last=False)),
+    ]
+    for one in loaders:
+        set_loader_batch_size(one, 4)
+        assert loader_batch_size(one) == 4
+        assert [len(batch[0]) for batch in one] == [4, 4, 2]
+    assert loader_batch_size(DataLoader(dataset, batch_size=None)) is None
+    assert loader_batch_size(DataLoader(dataset, batch_sampler=[[0], [1, 2]])) is None
+
+
+@pytest.mark.parametrize(("given", "kind"), [([loader(), range(3)], "range"), ([[torch.zeros(1)]], "Tensor")])
+def test_other_loaders_than_torchs_are_refused(given: Any, kind: str) -> None:
+    with pytest.raises(ValueError, match=rf"loaders of train_dataloader must be torch DataLoaders .*, got {kind};"):
+        train_loaders(Nameless(), 3, train_dataloaders=given)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 
 import pytest
@@ -89,27 +88,6 @@ def test_a_change_of_limit_use_or_group_is_seen(tmp_path: Path, membership: Path
         assert headroom_mib(tmp_path, membership) == expected_mib
     membership.write_text("0::/b\n")
     assert headroom_mib(tmp_path, membership) == 20
-
-
-@pytest.mark.parametrize(("number", "is_raised"), [(errno.ENODEV, False), (errno.ENOENT, False), (errno.EMFILE, True)])
-def test_a_group_removed_while_it_is_read_has_no_limit_but_too_many_open_files_are_an_error(
-    tmp_path: Path, membership: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_raised: bool
-) -> None:
-    membership.write_text("0::/a/b\n")
-    write_files(tmp_path, {"a/memory.max": 100, "a/memory.current": 10, "a/b/memory.max": 50, "a/b/memory.current": 10})
-    read_text = Path.read_text
-
-    def read(path: Path) -> str:
-        if path.parent.name == "b":
-            raise OSError(number, "cannot be read")
-        return read_text(path)
-
-    monkeypatch.setattr(Path, "read_text", read)
-    if is_raised:
-        with pytest.raises(OSError, match="cannot be read"):
-            headroom_mib(tmp_path, membership)
-    else:
-        assert headroom_mib(tmp_path, membership) == 90
 
 
 QUOTAS = {"a/cpu.max": "150000 100000", "a/b/cpu.max": "400000 100000", "a/b/c/cpu.max": "max 100000"}

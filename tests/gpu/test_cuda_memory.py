@@ -53,18 +53,6 @@ def test_peak_is_exact_and_restarts_after_a_reset(device_memory: CudaMemory, dev
     assert (device_memory.peak().reserved_bytes or 0) < 256 * MIB
 
 
-def test_peak_repeats_to_the_byte(device_memory: CudaMemory, device: torch.device) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)).to(device)
-    peaks = []
-    for _ in range(4):
-        device_memory.release_cached()
-        device_memory.reset_peak()
-        model(torch.ones(256, 512, device=device)).sum().backward()
-        model.zero_grad()
-        peaks.append(device_memory.peak().allocated_bytes)
-    assert len(set(peaks[1:])) == 1  # the first includes the workspace of cuBLAS
-
-
 def test_budget_and_memory_outside_do_not_depend_on_what_is_held(
     device_memory: CudaMemory, device: torch.device
 ) -> None:
@@ -165,16 +153,3 @@ def test_the_timer_agrees_with_the_wall_clock(device: torch.device) -> None:
     torch.cuda.synchronize(device)
     wall_seconds = time.perf_counter() - start
     assert timer.seconds_between(earlier, later) == pytest.approx(wall_seconds, rel=0.1, abs=2e-3)
-
-
-def test_the_timer_follows_the_current_stream(device: torch.device) -> None:
-    timer, matrix = CudaTimer(device), torch.ones(4096, 4096, device=device)
-    torch.cuda.synchronize(device)
-    side = torch.cuda.Stream(device)
-    with torch.cuda.stream(side):
-        multiply(matrix)
-        busy = timer.mark()
-    idle = timer.mark()  # the default stream has no work
-    assert timer.seconds_between(busy, idle) is None
-    torch.cuda.synchronize(device)
-    assert timer.seconds_between(busy, idle) is not None

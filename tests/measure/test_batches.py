@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_batchmem.apply.loaders import LoaderInfo, StageLoaders
 from lightning_batchmem.measure import sample_sizes
 from lightning_batchmem.measure.batches import ProbeBatches
-from lightning_batchmem.measure.sample_sizes import MAX_SAMPLES, MAX_SIZES
+from lightning_batchmem.measure.sample_sizes import MAX_SIZES
 
 MIB = 2**20
 
@@ -100,29 +99,6 @@ def test_a_stream_is_not_consumed() -> None:
     assert batches(stream).batch(5)[0].shape == (5, 1)
     assert batches(stream, float).batch(2)[0].tolist() == [[999], [999]]
     assert next(stream.numbers) == 0
-
-
-class OpensLate(Dataset):
-    """Opens its file when it is first read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.file: Any = None
-
-    def __len__(self) -> int:
-        return self.path.stat().st_size
-
-    def __getitem__(self, index: int) -> int:
-        self.file = self.file or self.path.open("rb")
-        self.file.seek(index)
-        return int(self.file.read(1)[0])
-
-
-def test_a_file_that_is_opened_late_stays_closed(tmp_path: Path) -> None:
-    (tmp_path / "data").write_bytes(bytes(range(100)))
-    dataset = OpensLate(tmp_path / "data")
-    assert batches(dataset).batch(8)[0].shape == (8,)
-    assert dataset.file is None
 
 
 def test_a_data_set_that_no_worker_can_read_is_copied() -> None:
@@ -231,12 +207,6 @@ def test_large_samples_hold_at_most_a_quarter_of_the_room() -> None:
         assert len({sample[0].item() for sample in probe.batch(50)[0]}) == count
 
 
-def test_up_to_32_samples_are_kept_and_spread_over_the_data_set() -> None:
-    drawn = read_sizes(Numbers(1000))
-    assert [sample[0].item() for sample in drawn.samples[:3]] == [0, 31, 62]
-    assert len(drawn.samples) == MAX_SAMPLES
-
-
 def test_the_scan_ends_when_all_sizes_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(read_sizes(Numbers(2000)).sizes) == 512
     monkeypatch.setattr(sample_sizes, "_EQUAL_SECONDS", 0.0)  # as of slow samples
@@ -251,11 +221,6 @@ def test_the_scan_of_samples_that_differ_ends_at_its_limit(monkeypatch: pytest.M
     dataset = Numbers(2000, lengths={0: 5})
     assert len(read_sizes(dataset, collate_fn=pad).sizes) == 100
     assert len(read_sizes(Stream(itertools.count()), float).sizes) == 100
-
-
-def test_a_sampler_of_the_user_decides_which_samples_are_read() -> None:
-    dataset = Numbers(lengths={5: 16, 6: 20})
-    assert batches(dataset, collate_fn=pad, sampler=[3, 4, 5]).batch(1)[0].tolist() == [[5] * 16]
 
 
 # Samples of several sizes
@@ -331,20 +296,6 @@ def test_the_note_names_the_sizes_and_the_way_out(collate: Any, used: str) -> No
 # Batches
 
 
-class Owner:
-    """Collates with a method, and must not be copied."""
-
-    def __deepcopy__(self, memo: object) -> Owner:
-        raise AssertionError("copied")
-
-    def collate(self, samples: list[Any]) -> int:
-        return len(samples)
-
-
-def test_the_owner_of_a_collate_method_is_not_copied() -> None:
-    assert batches(Numbers(), collate_fn=Owner().collate).batch(5)[0] == 5
-
-
 @dataclass(frozen=True)
 class Frozen:
     x: Tensor
@@ -398,10 +349,6 @@ def test_in_a_sequence_the_loaders_follow_each_other() -> None:
         made = [make(5, index) for index in range(4)]
         assert [loader_index for _, loader_index in made] == [0, 1, 2, 0]
         assert [batch.flatten().tolist() for batch, _ in made] == [[1] * 5, [2] * 3, [3] * 10, [1] * 5]
-
-
-def test_a_small_data_set_never_makes_a_full_batch() -> None:
-    assert len(batches(Numbers(60)).batch(100)[0]) == 60
 
 
 def test_each_loader_has_its_own_longest_sample_and_share() -> None:

@@ -50,10 +50,6 @@ def test_a_storage_is_counted_in_the_first_part_that_holds_it():
     assert (breakdown.parameters_bytes, breakdown.batch_bytes) == (256, 32)
 
 
-def test_a_view_counts_with_the_whole_storage_that_it_keeps_alive():
-    assert measure_breakdown(nn.Identity(), [], torch.ones(100)[:1], CPU, start_bytes=0).batch_bytes == 400
-
-
 def test_master_copies_that_only_the_optimizer_knows_are_its_state():
     module = nn.Linear(4, 4, bias=False).half()
     master = module.weight.detach().float().requires_grad_()
@@ -124,9 +120,3 @@ def test_the_state_of_an_optimizer_inside_another() -> None:
     trained(module, optimizer, torch.ones(2, 4))
     breakdown = measure_breakdown(module, [optimizer], None, CPU, start_bytes=0)
     assert breakdown.optimizer_state_bytes == 2 * (40 + 10) * 4 + 2 * 4
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors is in prototype stage")
-def test_a_tensor_that_says_nothing_of_what_it_wraps() -> None:
-    batch = torch.masked.MaskedTensor(torch.ones(8, 4), torch.ones(8, 4, dtype=torch.bool))
-    assert measure_breakdown(nn.Linear(1, 1), [], batch, CPU, start_bytes=0).batch_bytes == 8 * 4 * 5

@@ -97,14 +97,6 @@ def test_a_step_that_runs_out_of_memory_is_an_outcome(search: Any, device: Any) 
     assert failed[0].error.startswith("OutOfMemoryError: CUDA out of memory")
 
 
-def test_other_errors_are_raised(search: Any, device: Any) -> None:
-    def during(size: int, number: int) -> None:
-        raise IndexError("of the user")
-
-    with pytest.raises(IndexError, match="of the user"):
-        search(Stepping(device, during))
-
-
 def test_a_half_made_optimizer_state_is_dropped(search: Any, device: Any) -> None:
     class Half(Stepping):
         def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import replace as with_changes
@@ -274,7 +273,3 @@ def test_no_size_is_predicted_above_the_limit_where_that_would_kill(law: Law, he
 @pytest.mark.parametrize(("size", "expected"), [(63, 63), (127, 127), (129, 128), (999, 992), (5000, 4992)])
 def test_sizes_are_rounded_to_the_largest_power_of_two_up_to_a_64th(size: int, expected: int) -> None:
     assert rounded(size, limits(multiple_of=None)) == expected
-
-
-def test_the_example() -> None:
-    assert doctest.testmod(decide_module).failed == 0

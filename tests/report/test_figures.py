@@ -98,11 +98,11 @@ def test_memory_vs_batch_size_shows_trials_line_limit_and_chosen_size() -> None:
     assert labels(figure) == ["fitted line", "measured", "did not fit", "limit 200.0 MiB", "chosen: 32"]
 
 
-def test_reserved_memory_is_drawn_apart_from_allocated_memory() -> None:
-    trials = (trial(2, 104, reserved=130 * MIB), trial(4, 108, reserved=140 * MIB))
-    figure = plot_memory_vs_batch_size(replace(PLAN, trials=trials))
-    assert line(figure, "measured")[1] == [130, 140]
-    assert line(figure, "live")[1] == [104, 108]
+def test_missing_readings_repeated_steps_and_held_memory() -> None:
+    rows = [row(0), row(1, None), row(2), row(3), row(2, 120), row(3)]  # resumed from step 2
+    assert line(plot_memory_over_steps(rows), "peak") == ([0, 2, 3], [100, 120, 100])
+    figure = plot_memory_vs_batch_size(replace(PLAN, trials=(trial(2, 104, reserved=130 * MIB), trial(4, 108))))
+    assert [line(figure, name)[1] for name in ("measured", "live")] == [[130, 108], [104, 108]]
 
 
 def test_throughput_vs_batch_size() -> None:
@@ -138,11 +138,6 @@ def test_an_evaluation_is_drawn_at_the_training_step_before_it() -> None:
     assert line(figure, "peak (validate)") == ([1], [60])
     alone = plot_memory_over_steps([row(step, 50 + step, stage="test") for step in range(3)])
     assert line(alone, "peak (test)") == ([0, 1, 2], [50, 51, 52])
-
-
-def test_missing_readings_and_repeated_steps() -> None:
-    rows = [row(0), row(1, None), row(2), row(3), row(2, 120), row(3)]  # resumed from step 2
-    assert line(plot_memory_over_steps(rows), "peak") == ([0, 2, 3], [100, 120, 100])
 
 
 def test_the_highest_of_many_steps_is_drawn() -> None:

@@ -49,12 +49,6 @@ def test_the_time_of_the_device_is_that_of_the_step_and_the_wait_a_share_of_wall
     assert (row["step_ms"], row["samples_per_s"], row["data_wait_pct"]) == ("250.000", "32.000", "25.00")
 
 
-def test_a_step_of_an_evaluation(tmp_path):
-    row = rows(written(tmp_path, StepRecord(0, 4, StepPeaks({"evaluation": 3 * MIB}), 0.5, 0.1, "validate")))[0]
-    assert (row["stage"], row["peak_allocated_mib"], row["evaluation_peak_mib"]) == ("validate", "3.0", "3.0")
-    assert row["forward_peak_mib"] == ""
-
-
 def test_unknown_values_are_empty_and_never_0(tmp_path):
     row = rows(written(tmp_path, StepRecord(0, None, StepPeaks({"forward": 0}), 0.5, None)))[0]
     present = {name: value for name, value in row.items() if value}
@@ -87,14 +81,6 @@ def test_a_resumed_run_leaves_a_foreign_file_alone(tmp_path, content):
     path.mkdir() if content is None else path.write_bytes(content)
     assert written(tmp_path, STEP, resume=True).name == "memory_per_batch_1.csv"
     assert path.is_dir() if content is None else path.read_bytes() == content
-
-
-def test_two_runs_that_start_at_once_have_two_files(tmp_path, monkeypatch):
-    old = written(tmp_path, STEP).read_bytes()  # by a run that looked for a free name at the same time
-    looks, newest = iter([None, None]), lightning_batchmem.report.step_csv._newest
-    monkeypatch.setattr(lightning_batchmem.report.step_csv, "_newest", lambda path: next(looks, newest(path)))
-    assert written(tmp_path, STEP).name == "memory_per_batch_1.csv"
-    assert (tmp_path / "memory_per_batch.csv").read_bytes() == old
 
 
 def test_a_row_that_was_cut_off_does_not_swallow_the_next(tmp_path):
@@ -141,9 +127,3 @@ def test_other_files_have_the_number_of_the_csv(tmp_path):
     with pytest.warns(UserWarning, match=r"batch_plan_1\.json could not be written"):
         file.write_beside("batch_plan.json", "{}")
     file.close()
-
-
-def test_an_unwritable_place_is_an_error_with_a_remedy(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"cannot write into the log directory; .*csv=False.*file"):
-        StepCsv(tmp_path / "file")
