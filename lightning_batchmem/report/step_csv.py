@@ -26,7 +26,7 @@ _FLUSH_SECONDS = 1.0
 
 
 class StepCsv:
-    """Writes ``memory_per_batch.csv``, or the next free ``memory_per_batch_1.csv``; a resumed run appends to its own."""
+    """Writes ``memory_per_batch.csv``, or the next free ``memory_per_batch_1.csv``; resumed runs append to theirs."""
 
     def __init__(self, directory: Path, *, resume: bool = False, own_path: Path | None = None) -> None:
         try:
