@@ -113,10 +113,10 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
             for index, name in enumerate(("reserved", *PHASES)):  # often the same peak: a later line is thinner
                 reserved = name == "reserved"
                 points = [(n, r.peak_reserved_bytes if reserved else r.phase_peak_bytes.get(name)) for n, r in placed]
-                if any(count_bytes is not None for _, count_bytes in points):
-                    x_of_line, y_of_line = _extreme(points, width)
+                x, y = _extreme(points, width)
+                if x:
                     label, color = name.replace("_", " "), _LINE_COLORS[index]
-                    axes.plot(x_of_line, y_of_line, label=label, color=color, linewidth=5.5 - index)
+                    axes.plot(x, y, label=label, color=color, linewidth=5.5 - index)
         x, y = _extreme([(step, row.peak_bytes) for step, row in placed], width)
         if stage == "train":
             axes.plot(x, y, label="peak", color=BLACK, linewidth=1.0, marker=".", markersize=3)
