@@ -25,8 +25,6 @@ Draw the figures of a run, finished or not, from the files in LOG_DIR and below:
 Files of several runs in one directory are numbered, and so are their figures:
 memory_over_steps_1 belongs to memory_per_batch_1.csv."""
 
-_EPILOG = "Exit code: 0 when a figure was drawn, 1 when none was, 2 for wrong arguments."
-
 _READERS: dict[str, Callable[[Path], list[Row] | Plan | Summary]] = {
     NAME: read_rows,
     PLAN_NAME: lambda path: Plan.from_json(_finite_json(path)),
@@ -39,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m lightning_batchmem",
         description=_DESCRIPTION,
-        epilog=_EPILOG,
+        epilog="Exit code: 0 when a figure was drawn, 1 when none was, 2 for wrong arguments.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("log_dir", metavar="LOG_DIR", type=Path, help="log directory of one or more runs")

@@ -20,7 +20,7 @@ from lightning_batchmem import BatchFinder
 from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.measure import limits
 from lightning_batchmem.measure.limits import WorkerMemory
-from lightning_batchmem.measure.live_bytes import LiveStorages
+from lightning_batchmem.measure.peaks import LiveStorages
 from tests.lawful import MIB, SAMPLES, Evaluated, Lawful, found_size, law, loader
 
 BUDGET, LIMIT = 500 * MIB, 475 * MIB

@@ -70,9 +70,9 @@ class MemoryBreakdown:
         Args:
             peak_bytes: the peak of the step, in bytes.
         """
-        below_bytes = min(0, peak_bytes - self.start_bytes)
-        activations_bytes = max(0, peak_bytes - self.start_bytes)
-        return replace(self, activations_bytes=activations_bytes, other_bytes=self.other_bytes + below_bytes)
+        above_bytes = peak_bytes - self.start_bytes
+        other_bytes = self.other_bytes + min(0, above_bytes)
+        return replace(self, activations_bytes=max(0, above_bytes), other_bytes=other_bytes)
 
 
 def measure_breakdown(

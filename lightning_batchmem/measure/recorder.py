@@ -19,7 +19,7 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.cuda import CudaTimer
 from lightning_batchmem.devices.tensors import samples_in
 from lightning_batchmem.measure.breakdown import MemoryBreakdown, SteadyBreakdown
-from lightning_batchmem.measure.peaks import PhasePeaks, StepPeaks
+from lightning_batchmem.measure.peaks import PhasePeaks
 from lightning_batchmem.measure.step_record import DeviceReading, StepRecord, StepTimer
 from lightning_batchmem.plan.plan import Plan
 
@@ -39,12 +39,10 @@ class OutOfMemoryReport(NamedTuple):
 
 @dataclass
 class _Stage:
-    """The timer, the number of steps and the last mark of the device in one stage."""
-
     name: str
     timer: StepTimer = field(default_factory=StepTimer)
     steps: int = 0
-    mark: object = None
+    mark: object = None  # of the device, at the end of the last step
 
 
 class StepRecorder:
@@ -126,12 +124,9 @@ class StepRecorder:
         if not stage.timer.start():
             self._mark()
         self._stepped, self._in_step, self._batch = False, True, batch
-        if stage.name == "train":
-            self._start_bytes = self._read_start_bytes() if self._num_steps >= self._next_start_reading else None
-            self.phase_peaks.start()
-        else:
-            self._start_bytes = None
-            self.phase_peaks.start("evaluation")
+        is_due = stage.name == "train" and self._num_steps >= self._next_start_reading
+        self._start_bytes = self._read_start_bytes() if is_due else None
+        self.phase_peaks.start("forward" if stage.name == "train" else "evaluation")
         if self._is_steady and stage is self._main and self.breakdown is not None and self.breakdown.is_due:
             stage.timer.pause()
             self.breakdown.take(module, self._optimizers, batch)
@@ -149,17 +144,19 @@ class StepRecorder:
             stage.mark = marks[1]
         if stage.name == "train":
             number = trainer.fit_loop.total_batch_idx
-            if not self._stepped:
-                _move_optimizer_step_to_backward(peaks)
+            phases = peaks.phase_peak_bytes
+            if not self._stepped and "optimizer_step" in phases:  # gradient accumulation: it belongs to backward
+                phases["backward"] = max(phases.get("backward", 0), phases.pop("optimizer_step"))
         if stage is self._main:
             self._is_steady = self._is_steady or stage.name != "train"
             if self.breakdown is not None:
                 self.breakdown.add_peak(peaks.peak_bytes)
         self._in_step, self._batch, stage.steps = False, None, stage.steps + 1
         self._num_steps += stage is self._main
-        self._record = StepRecord(number, self._samples_in(trainer, batch), peaks, seconds, wait_seconds, stage.name)
-        self._record.items = None if self._items_fn is None else float(self._items_fn(batch))
-        self._record.marks, self._record.start_bytes = marks, self._start_bytes
+        samples = self._samples_in(trainer, batch)
+        items = None if self._items_fn is None else float(self._items_fn(batch))
+        self._record = StepRecord(number, samples, peaks, seconds, wait_seconds, stage.name, items, marks)
+        self._record.start_bytes = self._start_bytes
         if self._num_steps == 1:
             self._record.limit_bytes = self.limit_bytes
         return self._record
@@ -249,10 +246,3 @@ class StepRecorder:
 
     def _note_step(self, *_: Any) -> None:
         self._stepped = self._is_steady = True
-
-
-def _move_optimizer_step_to_backward(peaks: StepPeaks) -> None:
-    """Count the time after backward as backward, because no optimizer stepped (gradient accumulation)."""
-    phases = peaks.phase_peak_bytes
-    if (after_bytes := phases.pop("optimizer_step", None)) is not None:
-        phases["backward"] = max(phases.get("backward", 0), after_bytes)

@@ -44,14 +44,10 @@ _WAIT_STEPS, _WAIT_SECONDS, _WAIT_SHARE, _BUSY_PERCENT = 20, 10.0, 0.5, 50.0
 
 
 class Alerts:
-    """The alerts of one run. Each method returns the new sentences.
-
-    Attributes:
-        issued: kind of alert -> sentence, in the order of their issue.
-    """
+    """The alerts of one run. Each method returns the new sentences."""
 
     def __init__(self, *, granularity_bytes: int, plan: Plan | None = None) -> None:
-        self.issued: dict[str, str] = {}
+        self.issued: dict[str, str] = {}  # kind of alert -> sentence
         self._granularity_bytes, self._plan = granularity_bytes, plan
         self._prediction = None if plan is None else Prediction(plan, granularity_bytes)
         self._leaks = LeakDetector(granularity_bytes)
@@ -142,7 +138,7 @@ class Prediction:
         # the lines are live bytes, and the profiler reads the resident set of the host, which is larger
         beyond = (trial.held_bytes - trial.peak_bytes for trial in plan.trials if trial.outcome == "ok")
         self._beyond_bytes = max(beyond, default=0) if self._is_host else 0
-        self._allowed_bytes: dict[int, float] = {}
+        self._allowed_bytes: dict[int | None, float] = {}
 
     def peak_bytes(self, batch_size: int | None) -> int | None:
         """The predicted peak; None if the plan does not reach this size."""
@@ -151,41 +147,32 @@ class Prediction:
         return round(self._model.predict_bytes(batch_size))
 
     def allowed_bytes(self, batch_size: int | None) -> float | None:
-        """The highest peak that agrees with the plan: the prediction plus a share of its growth from size 0.
-
-        On the host, plus what the search held beyond live bytes.
-
-        None in the first step of each size, in which libraries allocate memory once (pytorch/pytorch#15872). Below the
-        measured sizes the line may be too low, so the smallest of these counts. On the host the largest batch so far
-        counts, because the heap keeps its memory.
-        """
-        if batch_size is None or batch_size in self._allowed_bytes:
-            return None if batch_size is None else self._allowed_bytes[batch_size]
-        if self.peak_bytes(batch_size) is not None and self._bound is not None:
+        """The highest peak that agrees with the plan: the prediction plus a share of its growth from size 0."""
+        if batch_size in self._allowed_bytes:
+            return self._allowed_bytes[batch_size]
+        if batch_size is not None and self.peak_bytes(batch_size) is not None and self._bound is not None:
+            # below the measured sizes the line may be too low
             peak_bytes = self._bound.predict_bytes(max(self._smallest, batch_size)) + self._beyond_bytes
             growth_bytes = peak_bytes - self._bound.predict_bytes(0)
             tolerance = _TOLERANCE["host" if self._is_host else "device"] * growth_bytes
             least = _HOST_TOLERANCE_BYTES if self._is_host else self._granularity_bytes
             self._allowed_bytes[batch_size] = peak_bytes + max(least, tolerance)
-            if self._is_host:
+            if self._is_host:  # the heap keeps the memory of the largest batch so far
                 self._allowed_bytes = dict.fromkeys(self._allowed_bytes, max(self._allowed_bytes.values()))
-        return None
+        return None  # in the first step of a size libraries allocate memory once (pytorch/pytorch#15872)
 
 
 class _Window(NamedTuple):
-    """The lowest reading of some steps, its step, and the highest reading."""
-
     low_bytes: int
     low_step: int
     high_bytes: int
 
 
 class LeakDetector:
-    """Detects steady growth of the memory in use at step start, in constant memory.
+    """Detects steady growth of the memory in use at step start, in four windows of equal numbers of steps.
 
-    The readings are divided into four windows of equal numbers of steps; when all are full, they become two. It is a
-    leak if the minimum rises from window to window, not slower in the end (a heap that fills up slows down), and above
-    all readings of the second window (so that noise does not count).
+    It is a leak if the minimum rises from window to window, not slower in the end (a heap that fills up slows down),
+    and above all readings of the second window (so that noise does not count).
     """
 
     def __init__(self, granularity_bytes: int) -> None:
@@ -195,20 +182,20 @@ class LeakDetector:
 
     def add(self, step: int, start_bytes: int) -> float | None:
         """Add a reading; return the growth in bytes per step if there is a leak."""
+        reading = _Window(start_bytes, step, start_bytes)
         if self._num_readings % READINGS_PER_WINDOW == 0:
-            self._windows.append(_Window(start_bytes, step, start_bytes))
-        self._windows[-1] = _merged(self._windows[-1], _Window(start_bytes, step, start_bytes))
+            self._windows.append(reading)
+        self._windows[-1] = _merged(self._windows[-1], reading)
         self._num_readings += 1
         if self._num_readings % READINGS_PER_WINDOW or len(self._windows) < 4:
             return None
         first, second, third, fourth = self._windows
-        self._windows = [_merged(first, second), _merged(third, fourth)]
+        self._windows = [_merged(first, second), _merged(third, fourth)]  # constant memory
         rises = [later.low_bytes - one.low_bytes for one, later in pairwise((first, second, third, fourth))]
-        growth_bytes = fourth.low_bytes - first.low_bytes
         if (
             min(rises) <= self._granularity_bytes
             or rises[2] < _MIN_LEAK_STEADINESS * rises[1]
-            or growth_bytes < max(_MIN_LEAK_BYTES, _MIN_LEAK_SHARE * first.low_bytes)
+            or sum(rises) < max(_MIN_LEAK_BYTES, _MIN_LEAK_SHARE * first.low_bytes)
             or fourth.low_bytes <= second.high_bytes
         ):
             return None

@@ -46,19 +46,15 @@ _FAR = 3.0  # a limit above so many times the data is named in the legend only: 
 
 
 def plot_memory_vs_batch_size(plan: Plan) -> Figure | None:
-    """Plot the memory of a step against the batch size: trials, fitted line, limit and chosen size.
-
-    A size that did not fit is a cross at the limit: the peak of a trial that ran out of memory is not known.
-    """
+    """Plot the memory of a step against the batch size: trials, fitted line, limit and chosen size."""
     completed = [trial for trial in plan.trials if trial.outcome == "ok" and trial.peak_bytes]
     failed = [trial.batch_size for trial in plan.trials if trial.outcome != "ok"]
     if not completed:
         return None
     sizes = _sizes(plan)
     highest_bytes: float = max(trial.held_bytes for trial in completed)
-    figure, axes = _new_figure(
-        f"Memory of a step{plan.device and f' on {plan.device}'}", "batch size (samples)", "memory (MiB)"
-    )
+    title = f"Memory of a step{plan.device and f' on {plan.device}'}"
+    figure, axes = _new_figure(title, "batch size (samples)", "memory (MiB)")
     if plan.memory is not None:
         predicted_bytes = [plan.memory.predict_bytes(size) for size in sizes]
         highest_bytes = max(highest_bytes, *predicted_bytes)
@@ -68,7 +64,7 @@ def plot_memory_vs_batch_size(plan: Plan) -> Figure | None:
         live = [trial.peak_bytes / MIB for trial in completed]
         axes.plot(measured, live, "o", label="live", color=ORANGE, fillstyle="none", **_POINTS)
     axes.plot(measured, [trial.held_bytes / MIB for trial in completed], "o", label="measured", color=BLACK, **_POINTS)
-    if failed:
+    if failed:  # at the limit: the peak of a trial that ran out of memory is not known
         highest_bytes = max(highest_bytes, plan.limit_bytes)
         at_limit = [plan.limit_bytes / MIB] * len(failed)
         axes.plot(failed, at_limit, "X", label="did not fit", color=VERMILLION, markersize=11, zorder=4)
@@ -84,9 +80,8 @@ def plot_throughput_vs_batch_size(plan: Plan) -> Figure | None:
         return None
     sizes = _sizes(plan)
     of_rank = " of each rank" if plan.ranks > 1 else ""
-    figure, axes = _new_figure(
-        f"Throughput{of_rank}{plan.device and f' on {plan.device}'}", "batch size (samples)", "throughput (samples/s)"
-    )
+    title = f"Throughput{of_rank}{plan.device and f' on {plan.device}'}"
+    figure, axes = _new_figure(title, "batch size (samples)", "throughput (samples/s)")
     if plan.time is not None:
         curve = [plan.time.samples_per_second(size) for size in sizes]  # matplotlib leaves out infinite values
         axes.plot(sizes, curve, label="fitted curve", color=BLUE, linewidth=1.8)
@@ -98,15 +93,17 @@ def plot_throughput_vs_batch_size(plan: Plan) -> Figure | None:
 
 
 def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
-    """Plot the peak memory of every step and of its phases, the evaluations between them, and the limit.
-
-    An evaluation is drawn at the training step before it; without training its own steps are drawn. Of more than 1,000
-    steps the highest of every few is drawn.
-    """
+    """Plot the peak memory of every step and of its phases, the evaluations between them, and the limit."""
     peaks_bytes = [row.peak_reserved_bytes or row.peak_bytes for row in rows if row.peak_bytes is not None]
     if not peaks_bytes:
         return None
-    stages = _by_stage(rows)
+    # stage -> its rows and the steps to draw them at: for an evaluation, the training step before it
+    stages: dict[str, list[tuple[int, Row]]] = {}
+    train_step = None
+    for row in rows:
+        if row.stage == "train":
+            train_step = row.step
+        stages.setdefault(row.stage, []).append((row.step if train_step is None else train_step, row))
     steps = [step for placed in stages.values() for step, _ in placed]
     width = (max(steps) - min(steps)) // _MAX_POINTS + 1
     title = "Peak memory of each step" if width == 1 else f"Peak memory, highest of every {width:,} steps"
@@ -116,10 +113,10 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
             for index, name in enumerate(("reserved", *PHASES)):  # often the same peak: a later line is thinner
                 reserved = name == "reserved"
                 points = [(n, r.peak_reserved_bytes if reserved else r.phase_peak_bytes.get(name)) for n, r in placed]
-                if any(count_bytes is not None for _, count_bytes in points):
-                    x_of_line, y_of_line = _extreme(points, width)
+                x, y = _extreme(points, width)
+                if x:
                     label, color = name.replace("_", " "), _LINE_COLORS[index]
-                    axes.plot(x_of_line, y_of_line, label=label, color=color, linewidth=5.5 - index)
+                    axes.plot(x, y, label=label, color=color, linewidth=5.5 - index)
         x, y = _extreme([(step, row.peak_bytes) for step, row in placed], width)
         if stage == "train":
             axes.plot(x, y, label="peak", color=BLACK, linewidth=1.0, marker=".", markersize=3)
@@ -185,8 +182,7 @@ def _new_figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(6.4, 4.8), dpi=100, layout="constrained")
     axes = figure.subplots()
     axes.set_title(title, loc="left", fontsize=12)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
+    axes.set(xlabel=x_label, ylabel=y_label)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
     axes.locator_params(axis="x", integer=True)
@@ -202,14 +198,13 @@ def _with_legend(figure: Figure, axes: Axes) -> Figure:
 
 def _draw_limit(axes: Axes, x: Sequence[float], limits_bytes: Sequence[float], highest_bytes: float) -> None:
     """Draw the limit, and let the axis begin at 0 and end above the data, and above the limit unless that is far."""
-    top_bytes = highest_bytes
     if limits_bytes:
         near = limits_bytes[-1] <= _FAR * highest_bytes
-        top_bytes = max(highest_bytes, *limits_bytes) if near else highest_bytes
+        highest_bytes = max(highest_bytes, *limits_bytes) if near else highest_bytes
         label = f"limit {mib(limits_bytes[-1])}{'' if near else ' (above)'}"
         y = [limit / MIB for limit in limits_bytes]
         axes.plot(x, y, label=label, color=VERMILLION, linewidth=2, drawstyle="steps-post")
-    axes.set_ylim(0, 1.08 * top_bytes / MIB or 1)
+    axes.set_ylim(0, 1.08 * highest_bytes / MIB or 1)
 
 
 def _draw_chosen_size(axes: Axes, plan: Plan, last_size: float) -> None:
@@ -230,17 +225,6 @@ def _extreme(
     return steps, [found[step] / MIB for step in steps]
 
 
-def _by_stage(rows: Iterable[Row]) -> dict[str, list[tuple[int, Row]]]:
-    """Stage -> its rows and the steps to draw them at: for an evaluation, the training step before it."""
-    stages: dict[str, list[tuple[int, Row]]] = {}
-    step = None
-    for row in rows:
-        if row.stage == "train":
-            step = row.step
-        stages.setdefault(row.stage, []).append((row.step if step is None else step, row))
-    return stages
-
-
 def _sizes(plan: Plan) -> list[float]:
     """Batch sizes from 0 to a tenth beyond the largest, at which curves are drawn."""
     last = 1.1 * max(plan.batch_size, *(trial.batch_size for trial in plan.trials))
@@ -250,16 +234,13 @@ def _sizes(plan: Plan) -> list[float]:
 def log_figures(
     loggers: Iterable[Logger], csv_path: Path | None, plan: Plan | None, summary: Summary | None, step: int
 ) -> None:
-    """Draw the figures of a run, and log them as ``batchmem/<name>`` to the loggers that accept images.
-
-    What cannot be drawn or logged is a warning; a missing matplotlib is an ImportError if there is such a logger.
-    """
-    images: dict[str, Any] | None = None
+    """Draw the figures of a run, and log them as ``batchmem/<name>`` to the loggers that accept images."""
+    images: dict[str, Any] = {}
     for logger in loggers:
         try:
             if (send := _sender(logger)) is None:
                 continue
-            if images is None:
+            if not images:
                 rows = None if csv_path is None else read_rows(csv_path)
                 images = {name: _pixels(figure) for name, figure in draw(rows, plan, summary).items()}
             for name, pixels in images.items():
@@ -272,20 +253,17 @@ def log_figures(
 
 
 def _sender(logger: Any) -> Callable[[str, Any, int], object] | None:
-    """Return the function that logs one image; None for a logger that accepts none.
-
-    The class decides, since Lightning's dummy loggers have every method. Source: ``WandbLogger.log_image`` of
-    Lightning 2.5.0 and 2.6.6, ``SummaryWriter.add_image`` of torch 2.13, ``MlflowClient.log_image`` of MLflow 3.17,
-    ``Experiment.log_image`` of Comet 3.58.
-    """
-    if hasattr(type(logger), "log_image"):
+    """Return the function that logs one image; None for a logger that accepts none."""
+    # the class decides, since Lightning's dummy loggers have every method
+    if hasattr(type(logger), "log_image"):  # WandbLogger of Lightning 2.5.0 to 2.6.6
         return lambda tag, pixels, step: logger.log_image(key=tag, images=[pixels], step=step)
     experiment: Any = getattr(logger, "experiment", None)
-    if hasattr(type(experiment), "add_image"):
+    if hasattr(type(experiment), "add_image"):  # SummaryWriter of torch 2.13
         return lambda tag, pixels, step: experiment.add_image(tag, pixels, step, dataformats="HWC")
     if hasattr(type(experiment), "log_image"):
-        if hasattr(type(logger), "run_id"):  # MLflow: one client for all runs
+        if hasattr(type(logger), "run_id"):  # MlflowClient of MLflow 3.17: one client for all runs
             return lambda tag, pixels, step: experiment.log_image(logger.run_id, pixels, artifact_file=f"{tag}.png")
+        # Experiment of Comet 3.58
         return lambda tag, pixels, step: experiment.log_image(pixels, name=tag, step=step)
     return None
 

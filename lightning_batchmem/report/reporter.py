@@ -24,15 +24,7 @@ from lightning_batchmem.report.step_csv import PLAN_NAME, StepCsv
 from lightning_batchmem.report.tables import Summary, summary_name
 
 _MAX_QUEUED = 256
-_SAME = (
-    "steps",
-    "peak_bytes",
-    "peak_step",
-    "phase_peak_bytes",
-    "peak_reserved_bytes",
-    "step_seconds",
-    "data_wait_share",
-)
+_SAME = ("steps", "peak_bytes", "peak_step", "phase_peak_bytes", "peak_reserved_bytes", "data_wait_share")
 
 
 class StepReporter:
@@ -209,6 +201,7 @@ class StepReporter:
             limit_bytes=self.limit_bytes,
             breakdown=None if breakdown is None else breakdown.at_peak,
             samples_per_second=total.samples_per_second(self._world_size),
+            step_seconds=total.step_seconds,
             stage=stage,
             items_per_second=total.items_per_second(self._world_size),
             outside_bytes=None if breakdown is None else breakdown.outside_bytes,

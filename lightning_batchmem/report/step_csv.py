@@ -26,15 +26,7 @@ _FLUSH_SECONDS = 1.0
 
 
 class StepCsv:
-    """Appends rows to ``memory_per_batch.csv`` in a directory.
-
-    A run that resumes appends to its own file, or to the newest one, if the header is the same. Any other run creates
-    the next free name: ``memory_per_batch_1.csv``, ``memory_per_batch_2.csv`` and so on. An error while writing (a
-    full disk) ends the file with a warning.
-
-    Raises:
-        OSError: if the directory or the file cannot be written.
-    """
+    """Writes ``memory_per_batch.csv``, or the next free ``memory_per_batch_1.csv``; resumed runs append to theirs."""
 
     def __init__(self, directory: Path, *, resume: bool = False, own_path: Path | None = None) -> None:
         try:
@@ -154,26 +146,18 @@ def _has_header(path: Path) -> bool:
 
 
 class Row(NamedTuple):
-    """One row of ``memory_per_batch.csv`` in bytes and seconds; None where the file has no value."""
+    """The memory in one row of ``memory_per_batch.csv``; None where the file has no value."""
 
     step: int
     stage: str
-    batch_size: int | None
     peak_bytes: int | None
     peak_reserved_bytes: int | None
     limit_bytes: int | None
-    samples_per_second: float | None
-    step_seconds: float | None
     phase_peak_bytes: Mapping[str, int]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the complete rows of a file, about 600 bytes of memory each; those cut off by a killed run are skipped.
-
-    Raises:
-        ValueError: if the file has another header.
-        OSError: if it cannot be read.
-    """
+    """Return the complete rows of a file, about 600 bytes of memory each; those cut off by a killed run are skipped."""
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         lines = (line for line in file if line.endswith("\n"))  # the last may be cut off inside a number
         reader = csv.DictReader(lines, restkey="more", quoting=csv.QUOTE_NONE)
@@ -185,24 +169,17 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _row(cells: Mapping[str, str]) -> Row | None:
-    def number(name: str) -> float | None:
-        return float(cells[name]) if cells.get(name) else None
-
     def count_bytes(name: str) -> int | None:
-        return None if (mib := number(name)) is None else round(mib * MIB)
+        return round(float(cells[name]) * MIB) if cells.get(name) else None
 
     try:
         phases = {phase: count_bytes(f"{phase}_peak_mib") for phase in PHASES}
-        size, step_ms = number("batch_size"), number("step_ms")
         return Row(
             step=int(cells["step"]),
             stage=cells["stage"],
-            batch_size=None if size is None else int(size),
             peak_bytes=count_bytes("peak_allocated_mib"),
             peak_reserved_bytes=count_bytes("peak_reserved_mib"),
             limit_bytes=count_bytes("limit_mib"),
-            samples_per_second=number("samples_per_s"),
-            step_seconds=None if step_ms is None else step_ms / 1e3,
             phase_peak_bytes={phase: peak_bytes for phase, peak_bytes in phases.items() if peak_bytes is not None},
         )
     except (ValueError, OverflowError):  # the row is incomplete or damaged

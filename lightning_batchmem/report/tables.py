@@ -15,7 +15,6 @@ from lightning_batchmem.measure.breakdown import MemoryBreakdown
 from lightning_batchmem.measure.recorder import OutOfMemoryReport
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, NextSize
-from lightning_batchmem.plan.records import mib as with_unit
 
 SUMMARY_NAME = "memory_summary.json"
 
@@ -118,9 +117,9 @@ class Summary:
         return cls(**known)
 
 
-def mib(count_bytes: int) -> str:
-    """Format bytes as MiB with one decimal, e.g. ``"1,536.0"``."""
-    return f"{count_bytes / MIB:,.1f}"
+def mib(count_bytes: float) -> str:
+    """Format bytes as MiB for a table, e.g. ``"1,536.0"``; without a decimal from 10,000 on."""
+    return f"{count_bytes / MIB:,.{1 if count_bytes < 10_000 * MIB else 0}f}"
 
 
 def show_summary(summary: Summary, console: Console) -> None:
@@ -204,7 +203,7 @@ def out_of_memory_text(report: OutOfMemoryReport) -> str:
     """Format the note that an out-of-memory error gets."""
     text = f"memory ran out {report.where}."
     if report.breakdown is not None and report.limit_bytes is not None:
-        held = f"{with_unit(report.peak_bytes)} of {with_unit(report.limit_bytes)}"
+        held = f"{mib(report.peak_bytes)} MiB of {mib(report.limit_bytes)} MiB"
         text += f" Until then it held up to {held}: {breakdown_text(report.breakdown)}."
     return text
 
@@ -227,14 +226,7 @@ class SearchProgress(Status):
 
 
 def plan_table(plan: Plan) -> Table:
-    """The trials of a plan, a row each: how it ended, live bytes at the peak, the line, held bytes, time.
-
-    Args:
-        plan: of a finished search.
-
-    Returns:
-        A table of at most 80 columns for ``rich.print`` or a console; all memory in MiB.
-    """
+    """Return the trials of a plan in at most 80 columns: outcome, live bytes at the peak, line, held bytes, time."""
     title = "BatchFinder: the sizes that were run, highest memory in MiB"
     if plan.ranks > 1:
         title = f"BatchFinder: the sizes on each of {plan.ranks} ranks, highest memory in MiB, samples/s of all"
@@ -244,18 +236,12 @@ def plan_table(plan: Plan) -> Table:
     for heading in ("size", "live", "line", "held", "ms", "samples/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     for trial in plan.trials:
-        line = "" if plan.memory is None else _short(plan.memory.predict_bytes(trial.batch_size))
+        line_bytes = None if plan.memory is None else plan.memory.predict_bytes(trial.batch_size)
+        readings = (trial.peak_bytes or None, line_bytes, trial.peak_held_bytes)
+        memory = ("" if count_bytes is None else mib(count_bytes) for count_bytes in readings)
         times = ("", "")
         if trial.step_seconds:
             times = (f"{trial.step_seconds * 1e3:,.1f}", f"{plan.ranks * trial.batch_size / trial.step_seconds:,.0f}")
-        memory = (_short(trial.peak_bytes or None), line, _short(trial.peak_held_bytes))
-        is_chosen = trial.batch_size == plan.batch_size and trial.outcome == "ok"
-        style = "bold" if is_chosen else None
+        style = "bold" if trial.batch_size == plan.batch_size and trial.outcome == "ok" else None
         table.add_row(trial.kind, _OUTCOMES[trial.outcome], str(trial.batch_size), *memory, *times, style=style)
     return table
-
-
-def _short(count_bytes: float | None) -> str:
-    if count_bytes is None:
-        return ""
-    return f"{count_bytes / MIB:,.{1 if count_bytes < 10_000 * MIB else 0}f}"

@@ -94,7 +94,7 @@ def test_a_row_that_was_cut_off_does_not_swallow_the_next(tmp_path):
 
 def test_rows_are_read_back(tmp_path):
     (row,) = read_rows(written(tmp_path, replace(STEP, limit_bytes=16 * MIB)))
-    assert row == (7, "train", 8, 3 * MIB, 4 * MIB, 16 * MIB, 16.0, 0.5, PEAKS.phase_peak_bytes)
+    assert row == (7, "train", 3 * MIB, 4 * MIB, 16 * MIB, PEAKS.phase_peak_bytes)
     (tmp_path / "other.csv").write_text("step,other\n1,2\n")
     with pytest.raises(ValueError, match=r"must be that of a memory_per_batch\.csv, got .*'step,other'"):
         read_rows(tmp_path / "other.csv")
