@@ -21,7 +21,7 @@ from lightning_batchmem._lightning.data_source import (
 from lightning_batchmem._lightning.hooks import before_optimizers, call_before
 from lightning_batchmem._lightning.module_state import ModuleState
 from lightning_batchmem._lightning.strategies import check_strategy
-from lightning_batchmem._lightning.trainer_state import RandomStates, is_fast_dev_run
+from lightning_batchmem._lightning.trainer_state import RandomStates, callbacks_of, is_fast_dev_run
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
 from lightning_batchmem.apply.training import (
     apply_to_training,
@@ -141,9 +141,8 @@ class BatchFinder(Callback):
         if stage != "fit":
             self._cancel = call_before(stage_loop(trainer), "setup_data", lambda: self._evaluation(trainer, pl_module))
             return
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not look
         # before a LearningRateFinder, which Lightning puts first, and which needs the size
-        trainer.callbacks = sorted(callbacks, key=lambda callback: callback is not self)  # type: ignore[attr-defined]
+        trainer.callbacks = sorted(callbacks_of(trainer), key=lambda callback: callback is not self)  # type: ignore[attr-defined]
 
         def record() -> None:
             self._before = current_state(trainer, pl_module, train_source(trainer))
@@ -168,8 +167,7 @@ class BatchFinder(Callback):
         if plan is None:
             old = record_training_setup(trainer, setting, self._options, self._plan_of_fit)
             search = BatchSizeSearch(trainer, device_memory, self._options, random, module_state)
-            found = _succeeded(search.training(setting))
-            found = replace(found, notes=(*found.notes, *setting.notes_for(found.batch_size)))
+            found = _found(search.training(setting), setting)
             if device_memory.name != "host" and search.start_bytes > 0:
                 self._start = (device_memory, search.start_bytes)
             plan = complete_plan(trainer, found, self._options, old, search.epoch_batches)
@@ -262,9 +260,7 @@ class BatchFinder(Callback):
             rank_zero_info(f"BatchFinder leaves {source.hook} unchanged: no loader follows `{setting.name}`")
             return
         device = device_name(trainer.strategy.root_device)
-        plan = _succeeded(outcome)
-        notes = (*plan.notes, *setting.notes_for(plan.batch_size))
-        self.plan = replace(plan, device=device, ranks=trainer.world_size, notes=notes)
+        self.plan = replace(_found(outcome, setting), device=device, ranks=trainer.world_size)
         setting.commit(self.plan.batch_size)
         _print_plan(trainer, self.plan)
 
@@ -278,10 +274,10 @@ def _device_memory_of(trainer: Trainer) -> DeviceMemory:
     return device_memory
 
 
-def _succeeded(outcome: Plan | SearchFailed) -> Plan:
+def _found(outcome: Plan | SearchFailed, setting: BatchSizeSetting) -> Plan:
     if isinstance(outcome, SearchFailed):
         raise RuntimeError(outcome.reason)
-    return outcome
+    return replace(outcome, notes=(*outcome.notes, *setting.notes_for(outcome.batch_size)))
 
 
 def _print_plan(trainer: Trainer, plan: Plan) -> None:

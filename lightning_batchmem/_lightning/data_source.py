@@ -1,8 +1,4 @@
-"""Dataloaders of a stage: request them, set their batch size, and discard the one that Lightning has built.
-
-Read in lightning 2.5.0 and 2.6.6: ``_data_source`` of each loop holds the hook or the passed loaders; ``setup_data``
-wraps them into a ``CombinedLoader`` in ``_combined_loader``; ``fit_loop`` has its iterator in ``_data_fetcher``.
-"""
+"""Dataloaders of a stage: request them, set their batch size, discard them. Read in lightning 2.5.0 and 2.6.6."""
 
 from __future__ import annotations
 
@@ -10,11 +6,11 @@ import copy
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource  # private in 2.5.0 to 2.6.6
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
@@ -26,39 +22,28 @@ from lightning_batchmem._lightning.strategies import lightning_name
 
 
 def validation_loop(trainer: Trainer) -> EvaluationLoop:
-    """The loop that validates during ``fit``."""
     return trainer.fit_loop.epoch_loop.val_loop
 
 
 def stage_loop(trainer: Trainer) -> EvaluationLoop:
     """The loop of ``trainer.validate``, ``trainer.test`` or ``trainer.predict``, whichever runs."""
-    loops: dict[Any, EvaluationLoop] = {
-        TrainerFn.VALIDATING: trainer.validate_loop,
-        TrainerFn.TESTING: trainer.test_loop,
-        TrainerFn.PREDICTING: trainer.predict_loop,
-    }
-    return loops[trainer.state.fn]
+    return trainer._active_loop  # private in 2.5.0 to 2.6.6
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """Origin of the loaders of one stage: a hook, or an argument of ``fit``, ``validate`` and so on.
-
-    ``default_mode`` is how Lightning combines several loaders that are not in a ``CombinedLoader``.
-    """
+    """Origin of the loaders of one stage: a hook, or an argument of ``fit``, ``validate`` and so on."""
 
     trainer: Trainer
     source: _DataLoaderSource
-    default_mode: Literal["max_size_cycle", "sequential"]
+    default_mode: Literal["max_size_cycle", "sequential"]  # of several loaders that are not in a CombinedLoader
 
     @property
     def passed(self) -> bool:
-        """Whether loaders were passed as an argument."""
         return not self.source.is_module()
 
     @property
     def hook(self) -> str:
-        """Name of the hook: ``"train_dataloader"``, ``"val_dataloader"``, ..."""
         return self.source.name
 
     @property
@@ -68,11 +53,9 @@ class DataSource:
 
     @property
     def is_fit_validation(self) -> bool:
-        """Whether these are the validation loaders of a ``fit``."""
         return self.trainer.state.fn == TrainerFn.FITTING and self.default_mode == "sequential"
 
     def passed_loaders(self) -> list[DataLoader[Any]]:
-        """Torch's loaders among those that were passed."""
         loaders = self._combined().flattened if self.passed else []
         return [loader for loader in loaders if isinstance(loader, DataLoader)]
 
@@ -91,9 +74,9 @@ class DataSource:
         request = lightning_name(self.trainer, "trainer.connectors.data_connector._request_dataloader")
         combined_class = lightning_name(self.trainer, "utilities.CombinedLoader")
         requested: Any = request(self.source)
-        is_combined = isinstance(requested, combined_class)
-        combined: CombinedLoader = requested if is_combined else combined_class(requested, self.default_mode)
-        return combined
+        if not isinstance(requested, combined_class):
+            requested = combined_class(requested, self.default_mode)
+        return cast("CombinedLoader", requested)
 
 
 def replicas_of(trainer: Trainer, loader: DataLoader[Any]) -> int:
@@ -104,23 +87,19 @@ def replicas_of(trainer: Trainer, loader: DataLoader[Any]) -> int:
 
 
 def train_source(trainer: Trainer) -> DataSource:
-    """Origin of the training loaders of ``fit``."""
     return DataSource(trainer, trainer.fit_loop._data_source, "max_size_cycle")
 
 
 def validation_source(trainer: Trainer) -> DataSource:
-    """Origin of the validation loaders of ``fit``."""
     return DataSource(trainer, validation_loop(trainer)._data_source, "sequential")
 
 
 def stage_source(trainer: Trainer) -> DataSource:
-    """Origin of the loaders of ``trainer.validate``, ``trainer.test`` or ``trainer.predict``."""
     return DataSource(trainer, stage_loop(trainer)._data_source, "sequential")
 
 
 def combined_mode(combined: CombinedLoader) -> str:
-    """``"min_size"``, ``"max_size"``, ``"max_size_cycle"`` or ``"sequential"`` (``_mode`` in 2.5.0 to 2.6.6)."""
-    return combined._mode
+    return combined._mode  # in 2.5.0 to 2.6.6
 
 
 def in_structure(combined: CombinedLoader, batches: Sequence[Any]) -> Any:
@@ -173,9 +152,8 @@ def attach_loaders(
     trainer.fit_loop._combined_loader = loaders
     trainer.fit_loop.max_batches = batches
     if validation is not None:
-        loop = trainer.fit_loop.epoch_loop.val_loop
-        loop._combined_loader = validation
-        loop._max_batches = list(validation_batches)
+        validation_loop(trainer)._combined_loader = validation
+        validation_loop(trainer)._max_batches = validation_batches
     elif trainer.enable_validation:
         validation_loop(trainer).setup_data()  # builds the validation loaders, and no iterator
 
@@ -189,8 +167,8 @@ def discard_train_loader(trainer: Trainer) -> None:
     fit_loop._combined_loader = None
 
 
-def set_initial_hparam(holder: LightningModule | LightningDataModule, name: str, value: Any) -> None:
-    """Set a hyperparameter in the copy that Lightning logs (``_hparams_initial``), where it is recorded."""
+def set_initial_hparam(holder: object, name: str, value: Any) -> None:
+    """Set a hyperparameter in the copy that Lightning logs, where it is recorded."""
     initial = getattr(holder, "_hparams_initial", None)
     if initial is not None and name in initial:
         initial[name] = value

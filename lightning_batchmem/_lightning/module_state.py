@@ -23,22 +23,12 @@ class SavedStorages:
     """Bytes of tensor storages, written back in place; a storage that tensors share is kept once."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._on_device: list[tuple[Tensor, Tensor]] = []
-        self._on_host: list[Tensor] = []
         # in memory, a copy of host memory would raise the resident set that the search measures
         self._file: Any = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the search)
         weakref.finalize(self, self._file.close)  # also where a run ends before its search
-        seen: set[tuple[torch.device, int]] = set()
-        for tensor in tensors:
-            flat = _flat_bytes(tensor)
-            key = (flat.device, flat.data_ptr())
-            if flat.numel() == 0 or key in seen:
-                continue
-            seen.add(key)
-            if flat.device.type == "cpu":
-                self._on_host.append(flat)
-            else:
-                self._on_device.append((flat, flat.cpu()))
+        storages = {(flat.device, flat.data_ptr(), flat.numel()): flat for flat in map(_flat_bytes, tensors)}
+        self._on_host = [flat for flat in storages.values() if flat.device.type == "cpu" and flat.numel() > 0]
+        self._on_device = [(flat, flat.cpu()) for flat in storages.values() if flat.device.type != "cpu"]
         try:
             for chunk in self._host_chunks():
                 self._file.write(chunk.numpy())  # type: ignore[arg-type]  # an array of bytes is a buffer

@@ -1,9 +1,4 @@
-"""Run the user's real steps on given batches, in Lightning's own loops.
-
-Read in lightning 2.5.0 and 2.6.6: ``_TrainingEpochLoop.advance``, ``_EvaluationLoop._evaluation_step`` and
-``_PredictionLoop._predict_step`` take a batch and run everything that belongs to a step: precision plugin, transfer and
-batch hooks, the step itself, backward, clipping, optimizer, step-wise schedulers and the logger connector.
-"""
+"""Run the user's real steps on given batches, in Lightning's own loops. Read in lightning 2.5.0 and 2.6.6."""
 
 from __future__ import annotations
 
@@ -35,29 +30,25 @@ class _BatchFetcher:
 
 
 def begin_training(trainer: Trainer) -> None:
-    """Call the module's hooks before its first batch, because a training step may depend on them."""
+    """Call the hooks of the module that precede its first batch."""
     call_hook = lightning_name(trainer, "trainer.call._call_lightning_module_hook")  # private in 2.5.0 to 2.6.6
     for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
         call_hook(trainer, hook)
 
 
 def begin_epoch(trainer: Trainer, batches: float) -> int:
-    """Make the next step the first of an epoch of ``batches``; returns its micro batches per optimizer step, 1 or 2.
-
-    Accumulation over more than two micro batches is cut to two: the first clears the gradients, the last has them from
-    its start and steps. Those between hold no more than the last.
-    """
+    """Make the next step the first of an epoch of ``batches``; returns its micro batches per optimizer step, 1 or 2."""
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop.batch_progress = type(epoch_loop.batch_progress)()
     # new, because values may now be reduced in another way: on this rank only, or over all ranks
     epoch_loop._results = type(epoch_loop._results)(training=epoch_loop._results.training)
     trainer.fit_loop.max_batches = batches
+    # micro batches between the first, which clears the gradients, and the last, which steps, hold no more than the last
     trainer.accumulate_grad_batches = min(2, trainer.accumulate_grad_batches)
     return trainer.accumulate_grad_batches
 
 
 def run_step(trainer: Trainer, make_batch: Callable[[], Any]) -> None:
-    """Run one training step on the batch that ``make_batch`` returns."""
     epoch_loop = trainer.fit_loop.epoch_loop
     if not _advance(trainer, make_batch):  # on_train_batch_start ended the epoch: begin the next one
         epoch_loop.batch_progress = type(epoch_loop.batch_progress)()

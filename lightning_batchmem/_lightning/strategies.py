@@ -1,7 +1,4 @@
-"""Both packages of Lightning, strategies that a search supports, and steps without synchronization.
-
-``lightning.pytorch`` and ``pytorch_lightning`` are the same code with different classes. Read in 2.5.0 and 2.6.6.
-"""
+"""Both packages of Lightning, supported strategies, and steps without synchronization. Read in 2.5.0 and 2.6.6."""
 
 from __future__ import annotations
 
@@ -42,7 +39,6 @@ def _attribute(package: str, path: str) -> Any:
 
 def check_strategy(trainer: Trainer) -> None:
     """Refuse a strategy whose state a search could not restore."""
-    strategy = trainer.strategy
     if _is_strategy(trainer, "DeepSpeedStrategy"):  # a subclass of DDPStrategy
         raise ValueError(
             "strategy must not be DeepSpeedStrategy for BatchFinder, because its engine and optimizer cannot be made"
@@ -52,7 +48,7 @@ def check_strategy(trainer: Trainer) -> None:
     if not _is_strategy(trainer, "SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"):
         raise ValueError(
             "strategy must be that of a single device, DDP or ModelParallelStrategy (FSDP2) for BatchFinder, got"
-            f" {type(strategy).__name__}. Search with one of them and set the batch size by hand."
+            f" {type(trainer.strategy).__name__}. Search with one of them and set the batch size by hand."
         )
 
 
@@ -71,11 +67,8 @@ def is_synchronised(trainer: Trainer) -> bool:
 
 @contextmanager
 def without_synchronisation(trainer: Trainer) -> Iterator[None]:
-    """Run steps on one rank only, without collectives of DDP and of the strategy.
-
-    The DDP wrapper stays alive with its buckets, which are as large as the gradients. ``no_sync`` would exchange
-    buffers in the first forward (torch 2.5.1 and 2.13). Collectives that a step calls itself are not replaced.
-    """
+    """Run steps on one rank only, without collectives of DDP and of the strategy."""
+    # the wrapper stays alive with its buckets; no_sync would exchange buffers in the first forward (torch 2.5.1, 2.13)
     strategy, wrapper = trainer.strategy, trainer.strategy.model
     if trainer.world_size == 1:
         yield
@@ -94,8 +87,6 @@ def without_synchronisation(trainer: Trainer) -> Iterator[None]:
 
 @cache  # the same functions each time: a value that is logged again has to be reduced by the same as before
 def _local_collectives(world_size: int) -> dict[str, Callable[..., Any]]:
-    """Collectives of a strategy whose ranks all hold the same values."""
-
     def reduce(tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         is_sum = reduce_op == ReduceOp.SUM or str(reduce_op).lower() == "sum"
         return tensor * world_size if is_sum and isinstance(tensor, Tensor) else tensor
@@ -112,10 +103,7 @@ def _local_collectives(world_size: int) -> dict[str, Callable[..., Any]]:
 
 
 def wrap_again(trainer: Trainer) -> None:
-    """Make a new DDP wrapper on every rank, as ``DDPStrategy.setup`` does.
-
-    After its first synchronized step a wrapper orders its buckets by the arrival of gradients, which changes sums.
-    """
+    """Make a new DDP wrapper: a synchronized step reorders the buckets of the old one, which changes sums."""
     strategy: Any = trainer.strategy
     if _is_strategy(trainer, "DDPStrategy") and isinstance(strategy.model, DistributedDataParallel):
         strategy.model = trainer.lightning_module
@@ -125,7 +113,6 @@ def wrap_again(trainer: Trainer) -> None:
 
 
 def processes_on_node(trainer: Trainer) -> int:
-    """Number of ranks that share the memory of this host."""
     return max(1, int(getattr(trainer.strategy, "num_processes", 1)))
 
 

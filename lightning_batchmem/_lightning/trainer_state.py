@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states  # private in 2.5.0 to 2.6.6
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.loops.loop import _Loop  # private in 2.5.0 to 2.6.6
 
 from lightning_batchmem._lightning.hooks import keep_learning_rate
@@ -30,13 +30,12 @@ class TrainerState:
     """Attributes of the trainer, its loops, connectors, gradient scaler and schedulers, before ``loop`` runs."""
 
     def __init__(self, trainer: Trainer, loop: Loop, schedulers: Iterable[Any] = ()) -> None:
-        self._trainer = trainer
         loops = list(_loops(loop))
-        holders: list[Any] = [trainer, trainer.state, trainer._logger_connector, *loops]
+        precision: Any = trainer.precision_plugin
+        holders: list[Any] = [trainer, trainer.state, trainer._logger_connector, precision, *loops]
         self._kept = [(holder, dict(vars(holder))) for holder in holders]
-        self._scaler = getattr(trainer.precision_plugin, "scaler", None)  # torch.amp.GradScaler of MixedPrecision
-        if self._scaler is not None:
-            trainer.precision_plugin.scaler = copy.deepcopy(self._scaler)  # type: ignore[attr-defined]
+        if getattr(precision, "scaler", None) is not None:  # torch.amp.GradScaler of MixedPrecision
+            precision.scaler = copy.deepcopy(precision.scaler)
         base_progress = lightning_name(trainer, "loops.progress._BaseProgress")  # private in 2.5.0 to 2.6.6
         for one in loops:
             for name, value in list(vars(one).items()):
@@ -56,8 +55,6 @@ class TrainerState:
         for holder, attributes in self._kept:
             vars(holder).clear()
             vars(holder).update(attributes)
-        if self._scaler is not None:
-            self._trainer.precision_plugin.scaler = self._scaler  # type: ignore[attr-defined]
 
 
 def _loops(loop: Loop) -> Iterator[Loop]:
@@ -65,6 +62,16 @@ def _loops(loop: Loop) -> Iterator[Loop]:
     for value in vars(loop).values():
         if isinstance(value, lightning_name(loop, "loops.loop._Loop")):
             yield from _loops(value)
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not look
+    return callbacks
+
+
+def datamodules_of(trainer: Trainer) -> list[LightningDataModule]:
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]  # as above
+    return [] if datamodule is None else [datamodule]
 
 
 def logging_step(trainer: Trainer) -> int:
@@ -91,5 +98,4 @@ def _log_every_n_steps(trainer: Trainer) -> int:
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:
-    """Whether the run is a ``fast_dev_run``, which leaves no files."""
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # as above

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -18,6 +19,7 @@ from lightning_batchmem._lightning.data_source import (
     set_initial_hparam,
     set_loader_batch_size,
 )
+from lightning_batchmem._lightning.trainer_state import datamodules_of
 from lightning_batchmem.apply.loaders import LoaderInfo, StageLoaders
 
 
@@ -89,29 +91,20 @@ class BatchSizeSetting:
     def commit(self, batch_size: int) -> None:
         """Set the size as :meth:`write` does, and in the hyperparameters that Lightning logs."""
         self.write(batch_size)
-        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set where mypy does not look
-        for holder in (self.module, datamodule):
-            if holder is not None:
-                set_initial_hparam(holder, self.name, batch_size)
+        for holder in (self.module, *datamodules_of(self.trainer)):
+            set_initial_hparam(holder, self.name, batch_size)
 
     def keep(self) -> Callable[[], None]:
         """Record the sizes of loaders that were passed; returns a function that restores them."""
-        kept = [(loader, loader_batch_size(loader)) for loader in self.source.passed_loaders()]
-
-        def restore() -> None:
-            for loader, size in kept:
-                if size is not None:
-                    set_loader_batch_size(loader, size)
-
-        return restore
+        undo = ExitStack()
+        for loader in self.source.passed_loaders():
+            if (size := loader_batch_size(loader)) is not None:
+                undo.callback(set_loader_batch_size, loader, size)
+        return undo.close
 
     def loaders_for(self, batch_size: int, *, may_be_fixed: bool = False) -> StageLoaders:
-        """Set the size and request the loaders of the stage; a ValueError where none of them follows it.
-
-        A hook is called again at twice the size unless its only loader has exactly the size: which of several loaders
-        follow it is then unclear. Loaders of an evaluation ``may_be_fixed``: validation loaders that were passed to
-        ``fit`` keep their sizes.
-        """
+        """Set the size and request the loaders; a ValueError where none follows it, unless they ``may_be_fixed``."""
+        # validation loaders that were passed to fit keep their sizes
         own_sizes = may_be_fixed and self.source.passed and self.source.is_fit_validation
         if not own_sizes:
             self.write(batch_size)

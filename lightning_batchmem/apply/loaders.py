@@ -48,19 +48,12 @@ def limited_batches(batches: float, limit_batches: int | float) -> float:
 
 @dataclass(frozen=True)
 class LoaderInfo:
-    """One loader of a stage, and its size at any batch size.
-
-    Args:
-        loader: as requested at a batch size.
-        size: samples in each of its batches then.
-        requested_at: the batch size then, to which ``size`` is proportional; ``None`` if the loader does not follow it.
-        replicas: number of ranks among which Lightning divides its samples.
-    """
+    """One loader of a stage, and its size at any batch size."""
 
     loader: DataLoader[Any]
-    size: int
-    requested_at: int | None
-    replicas: int = 1
+    size: int  # samples per batch as it was requested
+    requested_at: int | None  # the batch size then, to which `size` is proportional; None where it does not follow
+    replicas: int = 1  # ranks among which Lightning divides its samples
 
     @property
     def samples(self) -> int | None:

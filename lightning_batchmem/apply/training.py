@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from types import SimpleNamespace
 
@@ -22,16 +22,13 @@ from lightning_batchmem._lightning.data_source import (
 from lightning_batchmem._lightning.hooks import configure_optimizers_again, mute_callbacks_and_loggers
 from lightning_batchmem._lightning.module_state import ModuleState
 from lightning_batchmem._lightning.strategies import lightning_name
-from lightning_batchmem._lightning.trainer_state import Loop, RandomStates, TrainerState
+from lightning_batchmem._lightning.trainer_state import Loop, RandomStates, TrainerState, callbacks_of, datamodules_of
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
 from lightning_batchmem.devices import device_name
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.scaling import learning_rate_note, micro_batches, scaled_learning_rate
-
-LEARNING_RATE_NAMES = ("lr", "learning_rate")
-"""Attributes of a learning rate, as in Lightning's LearningRateFinder."""
 
 
 def check_training(trainer: Trainer, module: LightningModule, options: SearchOptions) -> None:
@@ -41,9 +38,8 @@ def check_training(trainer: Trainer, module: LightningModule, options: SearchOpt
         return
     if not module.automatic_optimization:
         raise ValueError("target_batch_size must be None under manual optimization, which steps by itself")
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not look
     scheduler = lightning_name(trainer, "callbacks.GradientAccumulationScheduler")
-    if any(isinstance(one, scheduler) for one in callbacks):
+    if any(isinstance(callback, scheduler) for callback in callbacks_of(trainer)):
         raise ValueError("target_batch_size must be None with a GradientAccumulationScheduler, which sets it too")
 
 
@@ -52,8 +48,7 @@ def current_state(trainer: Trainer, module: LightningModule, source: DataSource)
     loaders = source.passed_loaders()
     generators = [generator for loader in loaders for generator in generators_of(loader)]
     data_sets = [loader.dataset for loader in loaders]
-    datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set where mypy does not look
-    others = [SimpleNamespace(generators=generators, data_sets=data_sets), *([datamodule] if datamodule else [])]
+    others = [SimpleNamespace(generators=generators, data_sets=data_sets), *datamodules_of(trainer)]
     return RandomStates(), ModuleState(module, others)
 
 
@@ -65,47 +60,27 @@ def check_step(module: LightningModule, name: str) -> None:
         )
 
 
-@contextmanager
-def restoring(
-    trainer: Trainer,
-    settings: Sequence[BatchSizeSetting],
-    random: RandomStates,
-    module_state: ModuleState,
-    callback: Callback,
-    loop: Loop,
-) -> Iterator[TrainerState]:
-    """Lend the trainer to a search in which only ``callback`` receives hooks; restore everything on exit."""
-    with ExitStack() as undo:  # in reverse order, each of them even where another one fails
-        undo.callback(random.restore)
-        for setting in settings:
-            undo.callback(setting.keep())
-        undo.callback(module_state.restore)  # with the batch size, where an attribute holds it
-        trainer_state = TrainerState(trainer, loop, module_state.schedulers)
-        undo.callback(trainer_state.restore)
-        mute_callbacks_and_loggers(trainer, callback)
-        yield trainer_state
-
-
+@dataclass
 class Attempts:
     """Attempts of a search, each from the state before it; everything is restored afterwards."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        device: DeviceMemory,
-        callback: Callback,
-        random: RandomStates,
-        module_state: ModuleState,
-    ) -> None:
-        self._trainer, self._device, self._callback = trainer, device, callback
-        self._random, self._module_state = random, module_state
-        self._current = ExitStack()
+    trainer: Trainer
+    device: DeviceMemory
+    callback: Callback
+    random: RandomStates
+    module_state: ModuleState
+    _current: ExitStack = field(default_factory=ExitStack, init=False)
 
     def restoring(self, settings: Sequence[BatchSizeSetting], loop: Loop) -> ExitStack:
-        """Lend the trainer to an attempt; closing the result restores everything."""
-        stack = ExitStack()
-        stack.enter_context(restoring(self._trainer, settings, self._random, self._module_state, self._callback, loop))
-        return stack
+        """Lend the trainer to an attempt without other callbacks; closing the result restores everything."""
+        with ExitStack() as undo:  # in reverse order, each of them even where another one fails
+            undo.callback(self.random.restore)
+            for setting in settings:
+                undo.callback(setting.keep())
+            undo.callback(self.module_state.restore)  # with the batch size, where an attribute holds it
+            undo.callback(TrainerState(self.trainer, loop, self.module_state.schedulers).restore)
+            mute_callbacks_and_loggers(self.trainer, self.callback)
+            return undo.pop_all()
 
     @contextmanager
     def begin(self, start: Callable[[], ExitStack]) -> Iterator[None]:
@@ -115,26 +90,31 @@ class Attempts:
             yield
         finally:
             self._close()
-        self._device.release_cached()  # training starts as if nothing had been allocated before
+        self.device.release_cached()  # training starts as if nothing had been allocated before
 
     def restart(self, start: Callable[[], ExitStack]) -> None:
         """Restore everything, drop optimizer states and gradients, and release caches: where training starts."""
         self._close()
+<<<<<<< HEAD
         self._trainer.lightning_module.zero_grad(set_to_none=True)
         self._device.release_cached()
+=======
+        self.trainer.lightning_module.zero_grad(set_to_none=True)
+        gc.collect()
+        self.device.release_cached()
+>>>>>>> trimB
         self._current = start()
 
     def _close(self) -> None:
         self._current.close()
-        for optimizer in self._trainer.optimizers:  # new ones are configured before the next step
+        for optimizer in self.trainer.optimizers:  # new ones are configured before the next step
             optimizer.state.clear()
 
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """Accumulation, samples per optimizer step over all ranks, and learning rate of a run before its search."""
+    """Samples per optimizer step over all ranks, and learning rate of a run before its search."""
 
-    accumulate_grad_batches: int
     effective_batch_size: int | None
     learning_rate: float | None
 
@@ -142,9 +122,10 @@ class TrainingSetup:
 def record_training_setup(
     trainer: Trainer, setting: BatchSizeSetting, options: SearchOptions, previous: Plan | None
 ) -> TrainingSetup:
-    """Record the setup; ``previous`` is the plan of an earlier ``fit``, whose learning rate is not scaled twice."""
-    accumulate, size, module = trainer.accumulate_grad_batches, setting.size, setting.module
-    effective = options.base_batch_size or (size * accumulate * trainer.world_size if size else None)
+    """Record the setup; the learning rate of ``previous``, the plan of an earlier ``fit``, is not scaled twice."""
+    size, module = setting.size, setting.module
+    batches = trainer.accumulate_grad_batches * trainer.world_size
+    effective = options.base_batch_size or (size * batches if size else None)
     learning_rate = _learning_rate_of(module)
     if options.lr_scaling is not None:
         if (name := _learning_rate_name(module)) is None:
@@ -160,17 +141,16 @@ def record_training_setup(
                 f"base_batch_size must be given with lr_scaling where `{setting.name}` is no positive whole number, got"
                 f" {setting.name}={setting.value!r:.80}"
             )
-    is_scaled = previous is not None and learning_rate is not None and learning_rate == previous.learning_rate
-    if previous is not None and is_scaled and options.base_batch_size is not None:
+    if previous is not None and options.base_batch_size is not None and learning_rate == previous.learning_rate:
         learning_rate = previous.learning_rate_before
-    return TrainingSetup(accumulate, effective, learning_rate)
+    return TrainingSetup(effective, learning_rate)
 
 
 def complete_plan(
     trainer: Trainer, plan: Plan, options: SearchOptions, before: TrainingSetup, epoch_batches: float
 ) -> Plan:
     """Add accumulation, samples per optimizer step and learning rate; an epoch has ``epoch_batches`` at the size."""
-    notes, accumulate = list(plan.notes), before.accumulate_grad_batches
+    notes, accumulate = list(plan.notes), trainer.accumulate_grad_batches
     if options.target_batch_size is not None:
         micro = micro_batches(options.target_batch_size, trainer.world_size, options.multiple_of)[plan.batch_size]
         accumulate = micro.accumulate_grad_batches
@@ -225,7 +205,8 @@ def apply_to_training(
 
 
 def _learning_rate_name(module: LightningModule) -> str | None:
-    return next((name for name in LEARNING_RATE_NAMES if lightning_hasattr(module, name)), None)
+    names = ("lr", "learning_rate")  # as in Lightning's LearningRateFinder
+    return next((name for name in names if lightning_hasattr(module, name)), None)
 
 
 def _learning_rate_of(module: LightningModule) -> float | None:

@@ -14,8 +14,7 @@ from lightning_batchmem.plan.scaling import LearningRateScaling
 
 WorstCase = Literal["typical", "longest"] | Callable[[Any], float] | None
 
-UNBOUNDED_MAX_BATCH_SIZE = 2**20
-"""Largest size to try if neither the data nor the user sets a maximum, as for a stream without a length."""
+UNBOUNDED_MAX_BATCH_SIZE = 2**20  # where neither the data nor the user sets a maximum
 
 _SIZES = ("max_batch_size", "min_batch_size", "multiple_of", "target_batch_size", "base_batch_size")
 
@@ -24,7 +23,6 @@ _UNIT_BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNIT_BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 _TEXT_LIMIT = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([a-zA-Z]+)\s*")
-_TOO_MANY_BYTES = 2**63
 
 # a limit may differ by this share, because the free memory of a host always differs a little
 _LIMIT_TOLERANCE = 0.1
@@ -32,10 +30,7 @@ _LIMIT_TOLERANCE = 0.1
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Arguments of :class:`~lightning_batchmem.BatchFinder` under the same names.
-
-    Numbers of NumPy become ``int`` and ``float``, so that a checkpoint loads with ``weights_only=True``.
-    """
+    """Arguments of BatchFinder; numbers become ``int`` and ``float``, to load with ``weights_only=True``."""
 
     objective: Objective = "memory"
     memory_limit: int | float | str | None = None
@@ -55,7 +50,10 @@ class SearchOptions:
         if not callable(self.worst_case):
             _check_choice("worst_case", self.worst_case, (None, "typical", "longest"), " or a callable")
         for name in _SIZES:
-            object.__setattr__(self, name, _positive(name, getattr(self, name)))
+            if (value := getattr(self, name)) is not None:
+                if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+                    raise ValueError(f"{name} must be a whole number of at least 1, got {value!r:.80}")
+                object.__setattr__(self, name, int(value))
         if self.max_batch_size is not None and self.max_batch_size < (self.min_batch_size or 1):
             low = self.min_batch_size
             raise ValueError(f"max_batch_size must be at least min_batch_size={low}, got {self.max_batch_size}")
@@ -68,8 +66,7 @@ class SearchOptions:
                 raise ValueError(f"eval_batch_arg_name must differ from batch_arg_name, got {self.batch_arg_name!r}")
         parse_memory_limit(self.memory_limit, budget_bytes=1)
         if isinstance(self.memory_limit, Real):
-            plain = int(self.memory_limit) if isinstance(self.memory_limit, Integral) else float(self.memory_limit)
-            object.__setattr__(self, "memory_limit", plain)
+            object.__setattr__(self, "memory_limit", _plain_number(self.memory_limit))
 
     def as_json(self) -> dict[str, Any]:
         """The options in plain JSON types; a callable by its name."""
@@ -87,14 +84,12 @@ def parse_memory_limit(memory_limit: object, budget_bytes: int) -> int:
     if isinstance(memory_limit, str):
         if (text := _TEXT_LIMIT.fullmatch(memory_limit)) is not None:
             limit_bytes = float(text[1]) * _UNIT_BYTES.get(text[2].upper(), 0)
-    elif isinstance(memory_limit, Integral) and not isinstance(memory_limit, bool):
-        limit_bytes = int(memory_limit)
     elif isinstance(memory_limit, Real) and not isinstance(memory_limit, bool):
-        number = float(memory_limit)
-        if 0 < number <= 1:
-            return int(number * budget_bytes)
-        limit_bytes = number if number.is_integer() else 0  # 2e9
-    if not 1 <= limit_bytes < _TOO_MANY_BYTES:
+        limit_bytes = _plain_number(memory_limit)
+        if isinstance(limit_bytes, float) and 0 < limit_bytes <= 1:
+            return int(limit_bytes * budget_bytes)
+        limit_bytes = limit_bytes if limit_bytes % 1 == 0 else 0  # 2e9
+    if not 1 <= limit_bytes < 2**63:
         raise ValueError(
             'memory_limit must be a whole number of bytes, a text such as "20GiB" or a fraction in (0, 1],'
             f" got {memory_limit!r:.80}"
@@ -117,12 +112,8 @@ def changes_since(
     return changes + [f"{name} was {old_options[name]!r} and is {options[name]!r}" for name in changed]
 
 
-def _positive(name: str, value: object) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r:.80}")
-    return int(value)
+def _plain_number(number: Real) -> int | float:
+    return int(number) if isinstance(number, Integral) else float(number)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str | None, ...], more: str = "") -> None:

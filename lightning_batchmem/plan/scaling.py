@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from lightning_batchmem.plan.records import SearchLimits
 
 LearningRateScaling = Literal["linear", "sqrt"]
 
-_TESTED_FACTOR = 8
-"""Beyond this ratio of batch sizes a note adds that the rule is untested."""
+_TESTED_FACTOR = 8  # beyond this ratio of batch sizes the rules are untested
 
-
-class _Rule(NamedTuple):
-    scaling: LearningRateScaling
-    name: str
-    source: str
-
-
-_LINEAR = _Rule("linear", "linear", "Goyal et al. 2017, arXiv 1706.02677")
-_SQRT = _Rule("sqrt", "square root", "Malladi et al. 2022, arXiv 2205.10287")
 
 # The papers treat SGD (with momentum too), Adam and RMSprop. AdamW is Adam where it decays nothing, and torch
 # multiplies its decay by the learning rate.
-_RULES = {"SGD": _LINEAR, "Adam": _SQRT, "AdamW": _SQRT, "RMSprop": _SQRT}
+_RULES: dict[str, LearningRateScaling] = {"SGD": "linear", "Adam": "sqrt", "AdamW": "sqrt", "RMSprop": "sqrt"}
+_LINEAR = "linear rule for {} (Goyal et al. 2017, arXiv 1706.02677)"
+_SQRT = "square root rule for {} (Malladi et al. 2022, arXiv 2205.10287)"
 
 
 @dataclass(frozen=True)
@@ -45,10 +38,6 @@ def micro_batch(target_batch_size: int, *, largest: int, ranks: int = 1, multipl
 
     Up to twice as many micro batches as needed are accepted where they make exactly the target. Otherwise: as few as
     possible, of the size nearest to the target.
-
-    Example:
-        >>> micro_batch(1024, largest=300)
-        MicroBatch(batch_size=256, accumulate_grad_batches=4, effective_batch_size=1024, rounding='')
     """
     unit = multiple_of or 1
     fewest = math.ceil(target_batch_size / (ranks * (largest // unit * unit)))
@@ -83,12 +72,7 @@ def micro_batches(target_batch_size: int, ranks: int, multiple_of: int | None) -
 def scaled_learning_rate(
     learning_rate: float, *, scaling: LearningRateScaling, effective_batch_size: int, base_batch_size: int
 ) -> float:
-    """The learning rate for another effective batch size.
-
-    Example:
-        >>> scaled_learning_rate(0.1, scaling="sqrt", effective_batch_size=1024, base_batch_size=256)
-        0.2
-    """
+    """The learning rate for another effective batch size."""
     return learning_rate * _factor(scaling, effective_batch_size / base_batch_size)
 
 
@@ -103,16 +87,13 @@ def learning_rate_note(optimizer_names: Sequence[str], *, effective_batch_size: 
     if rule is None or any(_RULES.get(name) != rule for name in names):
         return f"{changed}, and no single rule is known for {listed}: tune the learning rate by hand"
     ratio = effective_batch_size / base_batch_size
-    untested = f", which is untested beyond a factor of {_TESTED_FACTOR}" if _is_untested(ratio) else ""
+    is_tested = max(ratio, 1 / ratio) <= _TESTED_FACTOR
+    untested = "" if is_tested else f", which is untested beyond a factor of {_TESTED_FACTOR}"
     return (
-        f"{changed}: the {rule.name} rule for {listed} ({rule.source}) multiplies the learning rate by"
-        f" {_factor(rule.scaling, ratio):,.4g}{untested}; to apply it, pass"
-        f' lr_scaling="{rule.scaling}", base_batch_size={base_batch_size}'
+        f"{changed}: the {(_LINEAR if rule == 'linear' else _SQRT).format(listed)} multiplies the learning rate by"
+        f" {_factor(rule, ratio):,.4g}{untested}; to apply it, pass"
+        f' lr_scaling="{rule}", base_batch_size={base_batch_size}'
     )
-
-
-def _is_untested(ratio: float) -> bool:
-    return max(ratio, 1 / ratio) > _TESTED_FACTOR
 
 
 def _factor(scaling: LearningRateScaling, ratio: float) -> float:
@@ -141,7 +122,4 @@ def rounded(size: int, limits: SearchLimits, up: bool = False) -> int:
 
 def largest_where(fits: Callable[[int], bool], low: int, high: int) -> int:
     """The largest size from ``low`` to ``high`` that fits, by bisection; ``low`` where none does."""
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return low + bisect_left(range(low + 1, high + 1), True, key=lambda size: not fits(size))

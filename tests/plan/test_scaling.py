@@ -17,6 +17,7 @@ MALLADI = "Malladi et al. 2022, arXiv 2205.10287"
     [
         (1024, 5000, 1, None, (1024, 1, 1024)),
         (1024, 1023, 1, None, (512, 2, 1024)),
+        (1024, 300, 1, None, (256, 4, 1024)),
         (1005, 300, 1, None, (201, 5, 1005)),  # 4 are needed, 5 make exactly the target
         (1002, 333, 1, None, (167, 6, 1002)),  # 4 are needed, 6 make it
         (1007, 600, 1, None, (504, 2, 1008)),  # 19 x 53 would make it, but 2 are enough
