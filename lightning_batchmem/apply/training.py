@@ -95,14 +95,8 @@ class Attempts:
     def restart(self, start: Callable[[], ExitStack]) -> None:
         """Restore everything, drop optimizer states and gradients, and release caches: where training starts."""
         self._close()
-<<<<<<< HEAD
-        self._trainer.lightning_module.zero_grad(set_to_none=True)
-        self._device.release_cached()
-=======
         self.trainer.lightning_module.zero_grad(set_to_none=True)
-        gc.collect()
         self.device.release_cached()
->>>>>>> trimB
         self._current = start()
 
     def _close(self) -> None:
