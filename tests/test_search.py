@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.devices.base import MemoryStats
-from lightning_batchmem.measure import limits
 from lightning_batchmem.measure.limits import WorkerMemory
 from lightning_batchmem.measure.peaks import LiveStorages
 from tests.lawful import MIB, SAMPLES, Evaluated, Lawful, found_size, law, loader
@@ -140,7 +139,7 @@ def test_an_average_of_the_weights_takes_a_copy_of_the_parameters(search: Any, d
 
 def test_loader_workers_on_a_device(search: Any, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     host = SimpleNamespace(budget_bytes=lambda: 2000, current=lambda: MemoryStats(800))
-    monkeypatch.setattr(limits, "HostMemory", lambda: host)
+    monkeypatch.setattr("lightning_batchmem.measure.limits.HostMemory", lambda: host)
     plan = search(Lawful(device, law), train_dataloaders=loader(3, num_workers=1))
     assert (plan.batch_size, plan.limited_by) == (100, "host memory")  # three batches ahead, 4 bytes a sample
     assert (plan.trials[-1].worker_bytes, plan.trials[-1].needed_bytes) == (1200, law(100))
@@ -253,9 +252,7 @@ class Logging(Lawful):
 
 
 @pytest.mark.parametrize("has_logger", [True, False])
-def test_with_a_logger_and_in_a_barebones_trainer(
-    has_logger: bool, device: Any, monkeypatch: Any, tmp_path: Any
-) -> None:
+def test_with_a_logger_and_barebones(has_logger: bool, device: Any, monkeypatch: Any, tmp_path: Any) -> None:
     monkeypatch.setattr("lightning_batchmem.batch_finder.device_memory_for", lambda _: device)
     arguments: Any = {"logger": CSVLogger(tmp_path)} if has_logger else {"barebones": True}
     trainer = Trainer(accelerator="cpu", callbacks=[BatchFinder(multiple_of=1)], max_steps=1, **arguments)
