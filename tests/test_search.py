@@ -151,7 +151,7 @@ def test_loader_workers_on_the_host(search: Any, device: Any, monkeypatch: pytes
     monkeypatch.setattr(WorkerMemory, "bytes_at", lambda self, size: (100 + size) * MIB)
     plan = search(Lawful(device, law))
     chosen = plan.trials[-1]
-    assert chosen.reserve_bytes == law(plan.batch_size) // 4 + (100 + plan.batch_size) * MIB
+    assert chosen.reserve_bytes == int(0.4 * law(plan.batch_size)) + (100 + plan.batch_size) * MIB
     assert 0.95 * LIMIT < chosen.needed_bytes <= LIMIT
     device.budget = 150 * MIB
     with pytest.raises(RuntimeError, match=r"the memory held .*; DataLoader workers hold 102.0 MiB more\."):

@@ -276,8 +276,9 @@ class _SearchState:
         if not self.limits.out_of_memory_kills:
             return predicted_bytes <= share * limit_bytes
         # What is held beyond live bytes grows with them: scale by the largest size that trained from the start.
-        first, last = self.fitting[0], self.fitting[-1]
-        grown, is_climbing = last.peak_bytes - first.peak_bytes, any(trial.kind != "probe" for trial in self.fitting)
+        ran = ran_through(self.trials)
+        first, last = ran[0], ran[-1]
+        grown, is_climbing = last.peak_bytes - first.peak_bytes, any(trial.kind != "probe" for trial in self.trials)
         ratio = max(1.0, (last.needed_bytes - first.held_bytes) / grown) if grown > 0 and is_climbing else 1.0
         needed_bytes = last.needed_bytes + ratio * (predicted_bytes - last.peak_bytes)
         return needed_bytes <= (1.0 if is_climbing else share) * limit_bytes

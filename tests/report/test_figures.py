@@ -64,7 +64,7 @@ PLAN = Plan(
 def row(step: int, peak: int | None = 100, *, stage: str = "train", limit: int | None = None, **other: object) -> Row:
     phases = {} if peak is None else {"forward": peak * MIB, "backward": (peak - 10) * MIB}
     peak_bytes, limit_bytes = (None if count is None else count * MIB for count in (peak, limit))
-    return Row(step, stage, 8, peak_bytes, None, limit_bytes, 80.0, 0.1, phases)._replace(**other)  # type: ignore[arg-type]
+    return Row(step, stage, peak_bytes, None, limit_bytes, phases)._replace(**other)  # type: ignore[arg-type]
 
 
 BREAKDOWN = MemoryBreakdown(100 * MIB, 90 * MIB, 200 * MIB, 50 * MIB, 1500 * MIB, 60 * MIB)
