@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,16 +53,18 @@ def test_a_full_directory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         SavedStorages([torch.zeros(100)])
 
 
-def test_the_copy_is_neither_a_visible_file_nor_resident_memory() -> None:
+def test_the_copy_is_neither_a_visible_file_nor_resident_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lightning_batchmem.devices.host import HostMemory
 
     device_memory = HostMemory()
     tensor = torch.ones(64 * 2**20, dtype=torch.uint8)
-    before = set(os.listdir("/tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     resident = device_memory.current().allocated_bytes
     kept = SavedStorages(iter([tensor]))
     assert device_memory.current().allocated_bytes - resident < 8 * 2**20
-    assert set(os.listdir("/tmp")) <= before
+    assert not list(tmp_path.iterdir())
     kept.write_back()
 
 

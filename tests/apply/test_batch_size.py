@@ -252,30 +252,12 @@ def test_sizes_of_passed_loaders_are_set_and_restored() -> None:
     assert len(module.trained[0][0]) == len(module.trained[0][1]["b"]) == 4
 
 
-def test_an_attribute_and_a_passed_loader_are_set_together() -> None:
-    module = Module()
-    passed = loader(4)
-
-    def look(trainer: Trainer, module: LightningModule) -> None:
-        BatchSizeSetting(trainer, module, "batch_size", train_source(trainer)).commit(6)
-
-    in_run(look, module, train_dataloaders=passed)
-    assert module.batch_size == loader_batch_size(passed) == len(module.trained[0]) == 6
-
-
 def test_passed_loaders_of_different_sizes_are_refused_unchanged() -> None:
     passed = [loader(4), loader(8), loader(4)]
     message = r"passed must have one batch size, got 4, 8; build them in train_dataloader .* batch_size=self.batch_size"
     with pytest.raises(ValueError, match=message):
         train_loaders(Module(), 3, train_dataloaders=passed)
     assert [loader_batch_size(one) for one in passed] == [4, 8, 4]
-
-
-def test_validation_loaders_passed_to_fit_keep_their_sizes() -> None:
-    passed = [loader(4), loader(8)]
-    loaders = val_loaders(Module(), 3, train_dataloaders=loader(2), val_dataloaders=passed)
-    assert not loaders.follows
-    assert sizes_at(loaders, 9) == [loader_batch_size(one) for one in passed] == [4, 8]
 
 
 @pytest.mark.parametrize("may_be_fixed", [False, True])

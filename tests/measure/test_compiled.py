@@ -11,7 +11,6 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.measure.step_runner import forget_compiled, was_compiled
 from tests.lawful import MIB, Lawful, law
 
 
@@ -84,17 +83,3 @@ def test_many_sizes_do_not_exhaust_the_compiler(fit: Any, fake_device: Any) -> N
     assert len(finder.plan.trials) > 2
     assert config.automatic_dynamic_shapes  # as before the search
     assert programs.made == [2, 8, 328, 80, 344, 184, 344]
-
-
-def test_the_compiler_is_reset_only_if_something_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    resets: list[int] = []
-    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
-    counters = torch._dynamo.utils.counters
-    monkeypatch.setitem(counters, "frames", type(counters["frames"])())
-    forget_compiled()
-    assert not was_compiled()
-    assert resets == []
-    torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1))
-    assert was_compiled()
-    forget_compiled()
-    assert resets == [1]

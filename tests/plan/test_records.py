@@ -30,27 +30,12 @@ def test_peaks_and_what_is_held_and_needed() -> None:
 
 
 def test_worst_of_takes_the_worst_of_each_field() -> None:
-    first = Trial(
-        4, "ok", {"forward": 140, "backward": 90}, "rehearsal", True, 200, 5, 60, 0.1, full_steps=9, samples_run=36
-    )
-    second = Trial(
-        4, "allocator_retry", {"forward": 145, "evaluation": 7}, "rehearsal", False, None, 9, 50, 0.3, 12, 48, 3, "e"
-    )
-    expected = Trial(
-        4,
-        "allocator_retry",
-        {"forward": 145, "backward": 90, "evaluation": 7},
-        "rehearsal",
-        False,
-        200,
-        9,
-        50,
-        0.3,
-        full_steps=9,
-        samples_run=48,
-        worker_bytes=3,
-        error="e",
-    )
+    phases = {"forward": 140, "backward": 90}
+    first = Trial(4, "ok", phases, "rehearsal", True, 200, 5, 60, 0.1, full_steps=9, samples_run=36)
+    second = Trial(4, "allocator_retry", {"forward": 145, "evaluation": 7}, "rehearsal", False, None, 9, 50, 0.3)
+    second = replace(second, full_steps=12, samples_run=48, worker_bytes=3, error="e")
+    phases = {"forward": 145, "backward": 90, "evaluation": 7}
+    expected = replace(second, phase_peak_bytes=phases, peak_held_bytes=200, full_steps=9)
     assert Trial.worst_of([first, second]) == Trial.worst_of([second, first]) == expected
     failed = Trial(4, "out_of_memory", {})
     assert Trial.worst_of([first, replace(first, outcome="over_limit"), failed]).outcome == "out_of_memory"

@@ -131,12 +131,6 @@ def test_the_row_of_a_trial_has_its_kind_its_outcome_and_held_beside_live_bytes(
     ]
 
 
-def test_throughput_is_that_of_all_ranks():
-    title, *_, row = plan_lines(plan(REHEARSAL, ranks=4))
-    assert " ".join(title).startswith("BatchFinder: the sizes on each of 4 ranks")
-    assert row[-1] == "3,200"
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_progress_is_shown_if_it_is_enabled(enabled):
     stream = io.StringIO()
