@@ -321,19 +321,10 @@ def test_a_batch_sampler_that_does_not_follow() -> None:
         set_loader_batch_size(DataLoader(Numbers(), batch_sampler=MadeBefore(4)), 8)
 
 
-class Renamed(DataLoader):
-    """A subclass with arguments of its own."""
-
-    def __init__(self, secret: int, dataset: Any, size: int) -> None:
-        super().__init__(dataset, batch_size=size)
-        self.secret = secret
-
-
 def test_setting_the_size_of_a_loader_in_place() -> None:
     dataset = TensorDataset(torch.arange(10))
     loaders = [
         DataLoader(dataset, batch_size=2),
-        Renamed(7, dataset, 2),
         DataLoader(dataset, batch_sampler=BatchSampler(SequentialSampler(dataset), 2, drop_last=False)),
     ]
     for one in loaders:

@@ -53,20 +53,14 @@ def test_unknown_values_are_empty_and_never_0(tmp_path):
     assert rows(written(tmp_path / "2", StepRecord(0, 1, StepPeaks({}), 0.0, 0.0)))[0]["peak_allocated_mib"] == ""
 
 
-def test_a_resumed_run_appends_below_one_header(tmp_path):
+def test_a_new_run_has_another_file_and_a_resumed_run_appends_below_one_header(tmp_path):
+    assert [written(tmp_path / "new", STEP).name for _ in "12"] == ["memory_per_batch.csv", "memory_per_batch_1.csv"]
+    assert written(tmp_path / "new", STEP, resume=True).name == "memory_per_batch_1.csv"
     first = written(tmp_path, STEP)
     again = written(tmp_path, STEP, resume=True)
     assert again == first
     assert first.read_text().count("step,stage") == 1
     assert len(rows(first)) == 2
-
-
-def test_a_new_run_leaves_the_old_file_alone(tmp_path):
-    old = written(tmp_path, STEP).read_bytes()
-    assert [written(tmp_path, STEP).name for _ in range(2)] == ["memory_per_batch_1.csv", "memory_per_batch_2.csv"]
-    assert (tmp_path / "memory_per_batch.csv").read_bytes() == old
-    assert written(tmp_path, STEP, resume=True).name == "memory_per_batch_2.csv"
-    assert len(rows(tmp_path / "memory_per_batch_2.csv")) == 2
 
 
 @pytest.mark.parametrize("content", [b"step,other\n1,2\n", b"\xff\xfe\x00step", b"", None])
