@@ -61,19 +61,6 @@ def test_getrusage_is_not_read_if_it_includes_the_program_before_exec(monkeypatc
     assert HostMemory(quick=True).peak().allocated_bytes < 1 << 40
 
 
-def test_current_is_the_resident_set_and_nothing_else_is_counted() -> None:
-    device_memory = HostMemory()
-    memory = psutil.Process().memory_info()
-    stats = device_memory.current()
-    assert stats.allocated_bytes == pytest.approx(memory.rss, rel=0.05)
-    assert device_memory.private_bytes() == pytest.approx(memory.rss - memory.shared, rel=0.05)
-    assert (stats.reserved_bytes, stats.requested_bytes, device_memory.non_torch_bytes()) == (None, None, None)
-    assert device_memory.counters() == {}
-    device_memory.synchronize()
-    with device_memory.limit_enforced(1) as is_enforced:
-        assert not is_enforced
-
-
 @needs_peak
 def test_release_cached_returns_small_freed_blocks() -> None:
     device_memory = HostMemory()

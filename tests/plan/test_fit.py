@@ -22,19 +22,6 @@ def timed(*rows: tuple[int, float | None]) -> list[Trial]:
     return [Trial(size, "ok", {"forward": 1}, step_seconds=seconds) for size, seconds in rows]
 
 
-def test_exact_points_of_each_phase_lie_on_its_line() -> None:
-    model = fitted(*(ok(size, forward=100 + 10 * size, backward=60 + 20 * size) for size in (2, 8, 50)))
-    assert model.lines["forward"] == Line(pytest.approx(100), pytest.approx(10), 2, 50)
-    assert model.lines["backward"] == Line(pytest.approx(60), pytest.approx(20), 2, 50)
-
-
-def test_a_bend_is_fitted_to_the_largest_sizes_on_one_line() -> None:
-    law = {size: max(1000, 200 + 100 * size) for size in (2, 4, 8, 16, 32)}
-    line = fitted(*(ok(size, forward=peak) for size, peak in law.items())).lines["forward"]
-    assert line.first_batch_size == 8
-    assert line.at(100) == pytest.approx(10_200)
-
-
 def test_a_peak_above_that_of_a_larger_size_is_left_out() -> None:
     """As measured: cuDNN took a larger workspace at one sample than at two (yolov5, issue 9287), in MB."""
     peaks = {1: 2798, 2: 2749, 4: 2718, 8: 2720, 16: 5207}

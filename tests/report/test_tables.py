@@ -11,7 +11,7 @@ from rich.console import Console
 from lightning_batchmem.measure.breakdown import MemoryBreakdown
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, Line, MemoryModel, NextSize, Trial
-from lightning_batchmem.report.tables import SearchProgress, Summary, breakdown_text, mib, plan_table, show_summary
+from lightning_batchmem.report.tables import SearchProgress, Summary, plan_table, show_summary
 
 SUMMARY = Summary(
     device="host",
@@ -78,14 +78,6 @@ def test_other_numbers_are_below_the_table(summary, present, missing):
     text = " ".join(" ".join(lines(summary)).split())
     assert [word for word in present if word not in text] == []
     assert [word for word in missing if word in text] == []
-
-
-def test_a_breakdown_in_one_line():
-    assert breakdown_text(MemoryBreakdown(100 * MIB, 0, 200 * MIB, 0, 1500 * MIB, 50 * MIB)) == (
-        "100.0 MiB parameters and buffers, 0.0 MiB gradients, 200.0 MiB optimizer state,"
-        " 1,500.0 MiB activations and temporaries, 0.0 MiB batch data, 50.0 MiB other"
-    )
-    assert mib(-MIB // 2) == "-0.5"
 
 
 @pytest.mark.parametrize("summary", [SUMMARY, UNKNOWN, MORE, CUDA])
