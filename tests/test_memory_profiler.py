@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import tracemalloc
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lightning_batchmem.batch_finder
 import lightning_batchmem.measure.recorder
@@ -21,6 +22,9 @@ import lightning_batchmem.memory_profiler
 import lightning_batchmem.report.step_csv
 from lightning_batchmem import BatchFinder, Line, MemoryModel, MemoryProfiler, Plan, Trial
 from lightning_batchmem.measure.breakdown import MemoryBreakdown
+from lightning_batchmem.measure.phases import StepPeaks
+from lightning_batchmem.measure.step_record import DeviceReading, StepRecord
+from lightning_batchmem.report.reporter import StepReporter
 from lightning_batchmem.report.tables import Summary
 from tests.lawful import Lawful, law
 from tests.profiled import METRICS, MIB, Net, Recorder, Validated, csv_rows, data, rows, spike, trainer_for
@@ -210,6 +214,27 @@ def test_a_logger_that_raises_does_not_end_training(tmp_path, device_memory):
     assert (len(broken.ours), len(other.ours)) == (1, 6)
 
 
+def test_a_reporter_needs_constant_memory(tmp_path, device_memory):
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path)
+    reporter = StepReporter(trainer, device_memory, "train")
+
+    def run(steps):
+        for number in range(steps):
+            peaks = StepPeaks({"forward": number % 7 * MIB, "backward": number})
+            reporter.add(StepRecord(number, 8, peaks, 0.1, 0.01, start_bytes=number % 5))
+            if number % 50 == 0:
+                reporter.log("train", number, DeviceReading(2**30))
+
+    run(2000)
+    tracemalloc.start()
+    run(100)
+    before, _ = tracemalloc.get_traced_memory()
+    run(8000)
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert after - before < 2**18  # 8,000 steps of 100 bytes would be more
+
+
 # --- accumulation, manual optimization, batches
 
 
@@ -267,6 +292,22 @@ def test_samples_that_are_never_known_are_one_warning(tmp_path, device_memory, r
     assert profiler.summary.batch_size == (2 if sizes[0] else None)
 
 
+def test_steps_that_lightning_skips_are_no_steps(tmp_path, device_memory):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from (torch.ones(4), torch.ones(4), None, torch.ones(4))
+
+    class StopsEarly(Net):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 2 else None
+
+    with pytest.warns(UserWarning, match="yielded None"):
+        profiler, _ = profiled(tmp_path, Constant(), loader=DataLoader(Stream(), batch_size=None))
+    assert profiler.summary.steps == 3
+    profiler, _ = profiled(tmp_path, StopsEarly(), max_epochs=2)
+    assert profiler.summary.steps == 4
+
+
 # --- time
 
 
@@ -300,25 +341,24 @@ def test_evaluation_checkpoints_and_the_ends_of_epochs_are_left_out(tmp_path, de
     assert ["throughput/data_wait_pct" in metrics for _, metrics in recorder.ours] == known * 2
 
 
-class FakeTimer:
-    """A device on which a step takes 2 s, one step behind the process."""
-
-    marks = 0
-
-    def mark(self):
-        self.marks += 1
-        return self.marks
-
-    def seconds_between(self, earlier, later):
-        return 2.0 * (later - earlier) if later < self.marks else None
-
-
 def test_the_time_of_the_device_arrives_a_step_later(tmp_path, device_memory, monkeypatch):
+    class FakeTimer:
+        """A device on which a step takes 2 s, one step behind the process."""
+
+        marks = 0
+
+        def mark(self):
+            self.marks += 1
+            return self.marks
+
+        def seconds_between(self, earlier, later):
+            return 2.0 * (later - earlier) if later < self.marks else None
+
     monkeypatch.setattr(lightning_batchmem.memory_profiler, "timer_for", lambda device: FakeTimer())
     profiler, recorder = profiled(tmp_path, Net())
-    found = csv_rows(tmp_path)
-    assert [(row["step"], row["step_ms"]) for row in found[:-1]] == [(str(step), "2000.000") for step in range(5)]
-    assert float(found[-1]["step_ms"]) < 1000  # the device never finished it: wall time
+    found = [(row["step"], row["step_ms"]) for row in csv_rows(tmp_path)]
+    assert found[:-1] == [(str(step), "2000.000") for step in range(5)]
+    assert float(found[-1][1]) < 1000  # the device never finished it: wall time
     assert [metrics["throughput/step_ms"] for _, metrics in recorder.ours[1:]] == [2000.0] * 5
     assert profiler.summary.step_seconds == 2.0
 

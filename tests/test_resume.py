@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.plan.options import SearchOptions
-from tests.lawful import MIB, SAMPLES, Lawful, Sizes, found_size, law
+from tests.lawful import MIB, OLD_PLAN, SAMPLES, Lawful, Sizes, found_size, law
 
 BUDGET = 500 * MIB
 FOUND, SMALLER = found_size(BUDGET), found_size(300 * MIB)
@@ -121,18 +121,6 @@ def test_a_project_without_a_place_for_the_size(fit: Any, fake_device: Any, chec
         resume(fit, fake_device(budget_bytes=BUDGET), checkpoint, BatchFinder(batch_arg_name="size"))
 
 
-# Callback state of version 0.1.0; fields of its Plan, Trial, Line and Wishes
-OLD_LINE = {"intercept": 1e8, "slope": 1e6, "noise": 0.0, "first_batch_size": 2, "last_batch_size": 8}
-OLD_LINE |= {"repeatability": 0.0}
-OLD_TRIAL = {"batch_size": 64, "outcome": "ok", "phase_peak_bytes": {"forward": 170_000_000}, "noise_bytes": 0}
-OLD_TRIAL |= {"peak_reserved_bytes": None, "step_seconds": 0.1, "measured_steps": 2, "full_steps": 3}
-OLD_TRIAL |= {"samples_run": 192, "worker_bytes": 0, "fixed_bytes": 0, "loose_share": None, "error": ""}
-OLD_PLAN = {"batch_size": 64, "limited_by": "memory", "verified": True, "limit_bytes": 475 * MIB}
-OLD_PLAN |= {"predicted_peak_bytes": 164_000_000, "upper_peak_bytes": 165_000_000, "measured_peak_bytes": 170_000_000}
-OLD_PLAN |= {"trials": [OLD_TRIAL], "memory": {"lines": {"forward": OLD_LINE}, "reserved_ratio": 1.0}}
-OLD_PLAN |= {"time": {"line": OLD_LINE}, "reason": "64 samples", "device": "host", "accumulate_grad_batches": 1}
-OLD_PLAN |= {"effective_batch_size": 64, "learning_rate": None, "learning_rate_before": None, "notes": []}
-OLD_PLAN |= {"evaluation": None, "ranks": 1}
 OLD_OPTIONS = {**SearchOptions().as_json(), "max_batch_size": 64}
 
 

@@ -31,20 +31,9 @@ class Tracker:
         self.values.append(2)
 
 
+@dataclass(slots=True)
 class Slotted:
-    """Has no ``__dict__``."""
-
-    __slots__ = ("__hidden", "count", "unset", "values")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.values: list[int] = []
-        self.__hidden = 1
-
-    def grow(self) -> None:
-        self.count += 1
-        self.values.append(1)
-        self.__hidden += 1
+    values: list[int]
 
 
 class Module(LightningModule):
@@ -89,7 +78,7 @@ def grow(value: Any) -> None:
         (np.array([[1], "text", None], dtype=object), lambda v: v[0].append(2), lambda v: [list(v[0]), *v[1:]]),
         (random.Random(0), random.Random.random, random.Random.getstate),
         (np.random.RandomState(0), lambda v: v.rand(), lambda v: [*v.get_state()[1].tolist(), v.get_state()[2]]),
-        (Slotted(), Slotted.grow, lambda v: (v.count, list(v.values))),
+        (Slotted([1]), lambda v: v.values.append(2), lambda v: list(v.values)),
         (Tracker([1], {"deep": [1]}).append_two, lambda v: v(), lambda v: list(v.__self__.values)),
         (partial(append, []), lambda v: v(), lambda v: list(v.args[0])),
         (np.random.default_rng(0), lambda v: v.random(), lambda v: v.bit_generator.state),

@@ -252,30 +252,12 @@ def test_sizes_of_passed_loaders_are_set_and_restored() -> None:
     assert len(module.trained[0][0]) == len(module.trained[0][1]["b"]) == 4
 
 
-def test_an_attribute_and_a_passed_loader_are_set_together() -> None:
-    module = Module()
-    passed = loader(4)
-
-    def look(trainer: Trainer, module: LightningModule) -> None:
-        BatchSizeSetting(trainer, module, "batch_size", train_source(trainer)).commit(6)
-
-    in_run(look, module, train_dataloaders=passed)
-    assert module.batch_size == loader_batch_size(passed) == len(module.trained[0]) == 6
-
-
 def test_passed_loaders_of_different_sizes_are_refused_unchanged() -> None:
     passed = [loader(4), loader(8), loader(4)]
     message = r"passed must have one batch size, got 4, 8; build them in train_dataloader .* batch_size=self.batch_size"
     with pytest.raises(ValueError, match=message):
         train_loaders(Module(), 3, train_dataloaders=passed)
     assert [loader_batch_size(one) for one in passed] == [4, 8, 4]
-
-
-def test_validation_loaders_passed_to_fit_keep_their_sizes() -> None:
-    passed = [loader(4), loader(8)]
-    loaders = val_loaders(Module(), 3, train_dataloaders=loader(2), val_dataloaders=passed)
-    assert not loaders.follows
-    assert sizes_at(loaders, 9) == [loader_batch_size(one) for one in passed] == [4, 8]
 
 
 @pytest.mark.parametrize("may_be_fixed", [False, True])
@@ -339,19 +321,10 @@ def test_a_batch_sampler_that_does_not_follow() -> None:
         set_loader_batch_size(DataLoader(Numbers(), batch_sampler=MadeBefore(4)), 8)
 
 
-class Renamed(DataLoader):
-    """A subclass with arguments of its own."""
-
-    def __init__(self, secret: int, dataset: Any, size: int) -> None:
-        super().__init__(dataset, batch_size=size)
-        self.secret = secret
-
-
 def test_setting_the_size_of_a_loader_in_place() -> None:
     dataset = TensorDataset(torch.arange(10))
     loaders = [
         DataLoader(dataset, batch_size=2),
-        Renamed(7, dataset, 2),
         DataLoader(dataset, batch_sampler=BatchSampler(SequentialSampler(dataset), 2, drop_last=False)),
     ]
     for one in loaders:

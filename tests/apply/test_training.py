@@ -118,7 +118,6 @@ def test_a_target_next_to_other_accumulation_is_refused(
     ("arguments", "project", "trainer", "expected"),
     [
         ({"lr_scaling": "linear", "base_batch_size": 100}, {}, {}, 0.4),
-        ({"lr_scaling": "sqrt", "base_batch_size": 100}, {}, {}, 0.2),
         # 400 x 2 over 40 x 2
         (
             {"lr_scaling": "linear"},
@@ -194,7 +193,6 @@ def test_projects_whose_learning_rate_cannot_be_scaled(fit: Any, device: Any, pr
     ("optimizer", "target", "expected"),
     [
         (torch.optim.SGD, None, "from 3 to 400: the linear rule for SGD .* multiplies the learning rate by 133.3"),
-        (torch.optim.Adagrad, None, "no single rule is known for Adagrad"),
         (torch.optim.SGD, 3, None),
     ],
 )

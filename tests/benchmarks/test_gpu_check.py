@@ -15,14 +15,6 @@ def test_without_a_cuda_device_one_sentence_and_status_2(
     assert capsys.readouterr() == ("", "gpu_check needs a CUDA device, and torch finds none.\n")
 
 
-def test_each_part_has_a_table_of_all_its_columns() -> None:
-    results = {"tests": [{"allocator": "default", "passed": 3}, {"error": "a | b"}], "sync": [{"calls": 0}]}
-    assert gpu_check.table(results).splitlines() == [
-        "## tests", "", "| allocator | passed | error |", "|---|---|---|", "| default | 3 |  |", "|  |  | a / b |",
-        "", "## sync", "", "| calls |", "|---|", "| 0 |",
-    ]  # fmt: skip
-
-
 def test_the_failure_of_a_part_is_a_row_after_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing() -> gpu_check.Rows:
         yield {"size": 8}

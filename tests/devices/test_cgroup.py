@@ -53,11 +53,7 @@ GROUPS: dict[str, tuple[str, dict[str, object], int | None]] = {
         {"../other/memory.max": 1, "../other/memory.current": 1, "memory.max": 200, "memory.current": 150},
         50,
     ),
-    "hybrid": (
-        "1:name=systemd:/x\n0::/app",
-        {"unified/app/memory.max": 100, "unified/app/memory.current": 90},
-        10,
-    ),
+    "hybrid": ("1:name=systemd:/x\n0::/app", {"unified/app/memory.max": 9, "unified/app/memory.current": 8}, 1),
     "use above the limit": ("0::/app", {"app/memory.max": 100, "app/memory.current": 120}, 0),
     "no limit": ("0::/app", {"app/memory.max": "max", "app/memory.current": 120}, None),
     "no limit file": ("0::/app", {"app/memory.current": 120}, None),

@@ -104,15 +104,6 @@ def test_errors_in_the_yaml_name_the_argument(
     assert argument in before_the_whole_value
 
 
-def test_a_value_out_of_range_is_an_error_of_the_callback(
-    example: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # seed_everything writes it; pytest takes it away again
-    arguments = ["fit", "--config", str(EXAMPLE / "config.yaml"), "--trainer.callbacks.max_batch_size=0"]
-    with pytest.raises(ValueError, match="max_batch_size must be a whole number of at least 1, got 0"):
-        example.LightningCLI(example.Classifier, example.Digits, args=arguments)
-
-
 # every argument ------------------------------------------------------------------------------------------------------
 
 

@@ -143,17 +143,6 @@ def test_a_sample_that_ends_its_worker_is_not_read_again() -> None:
     assert dataset.reads == 0
 
 
-def test_memory_that_does_not_suffice_for_one_sample_is_explained() -> None:
-    here = os.getpid()
-
-    def sample(index: int) -> Tensor:
-        assert os.getpid() != here, "read again"
-        return torch.zeros(2**60, dtype=torch.uint8)
-
-    with pytest.raises(RuntimeError, match=r"^Memory ran out while BatchFinder read a single sample of Changed\. Free"):
-        batches(Changed(sample))
-
-
 def test_slow_samples_are_kept_as_far_as_they_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample_sizes, "_SCAN_SECONDS", 0.1)
     dataset = Changed(lambda index: (time.sleep(0.05), torch.zeros(1))[1])
@@ -262,18 +251,6 @@ def of_one_length(samples: list[Tensor]) -> Tensor:
 def test_batches_that_the_model_combines_are_made_of_the_longest_sample(collate: Any) -> None:
     batch, _ = batches(RAGGED, collate_fn=collate).batch(2)
     assert len(batch[0]) == len(batch[1]) == (64 if isinstance(batch[0], str) else 16)
-
-
-def test_a_collate_function_that_makes_one_size_is_not_ragged() -> None:
-    probe = batches(RAGGED, collate_fn=lambda samples: torch.stack([sample[:2] for sample in samples]))
-    assert not probe.notes
-    assert torch.equal(probe.varied_batch(3, 1)[0], probe.batch(3, 1)[0])
-
-
-def test_names_and_paths_have_no_size() -> None:
-    dataset = Changed(lambda index: {"image": torch.zeros(4), "name": "n" * index})
-    assert not batches(dataset).notes
-    assert batches(Changed(lambda index: "n" * index), collate_fn=list).batch(1)[0] == ["n" * 99]
 
 
 def test_typical_samples_are_those_drawn() -> None:

@@ -45,18 +45,6 @@ def test_metrics_are_maxima_of_bytes_and_means_of_times():
     assert (total.peak_bytes, total.peak_step, total.peak_batch_size) == (9 * MIB, 1, 4)
 
 
-def test_unknown_values_are_left_out():
-    without_memory = StepRecord(0, None, StepPeaks({}), 2.0, None)
-    assert set(total_of(without_memory).metrics(limit_bytes=None, world_size=1)) == {"throughput/step_ms"}
-    names = set(total_of(step(0, 5, size=None, wait=None)).metrics(limit_bytes=MIB, world_size=1))
-    assert names == {"memory/peak_allocated_mib", "memory/limit_mib", "throughput/step_ms"}
-
-
-def test_steps_of_unknown_size_do_not_lower_the_throughput():
-    total = total_of(step(0, 5, size=8, seconds=2.0), step(1, 5, size=None, seconds=100.0))
-    assert total.samples_per_second(1) == 4.0
-
-
 def test_merged_totals_are_those_of_all_steps():
     steps = [
         step(0, 5),
@@ -70,29 +58,11 @@ def test_merged_totals_are_those_of_all_steps():
         assert total == total_of(*steps)
 
 
-def test_the_time_of_the_device_replaces_wall_time_of_the_step_only():
-    total = total_of(step(0, 5, size=8, seconds=1.0))
-    assert total.step_seconds == 1.0
-    total.device_seconds, total.device_steps = 4.0, 1
-    total.merge(total_of(step(1, 5, size=8, seconds=3.0)))
-    assert (total.step_seconds, total.samples_per_second(1)) == (4.0, 4.0)
-
-
 def test_one_rank():
     total = total_of(step(0, 5, size=8, seconds=2.0))
     total.peak_bytes = 2**40 + 1
     assert RankTotals.gather(total, torch.device("cpu")) == RankTotals((2**40 + 1,), (4.0,))
     assert RankTotals.gather(StepTotals(), torch.device("cpu")) == RankTotals((None,), (None,))
-
-
-def test_metrics_of_ranks():
-    assert RankTotals((5 * MIB, 9 * MIB, 7 * MIB), (1.0, 2.0, 4.0)).metrics() == {
-        "ranks/highest_peak_allocated_mib": 9.0,
-        "ranks/lowest_peak_allocated_mib": 5.0,
-        "ranks/highest_rank": 1.0,
-        "ranks/samples_per_s": 7.0,
-    }
-    assert RankTotals((1, None), (None, 4.0)).metrics() == {}
 
 
 @pytest.mark.slow

@@ -59,7 +59,8 @@ def rehearsed(plan: Plan) -> list[Trial]:
 
 
 def test_what_trials_record(search: Any, device: Any) -> None:
-    plan = search(Stepping(device))
+    budgets: dict[int, set[int]] = {}
+    plan = search(Stepping(device, lambda size, number: budgets.setdefault(size, set()).add(device.budget)))
     # the limit is 475 MiB: 0.9 of it are 328 samples, 0.94 are 347
     assert [(trial.batch_size, trial.kind) for trial in plan.trials] == [
         (2, "probe"), (8, "probe"), (82, "probe"), (328, "rehearsal"), (347, "rehearsal")
@@ -72,11 +73,6 @@ def test_what_trials_record(search: Any, device: Any) -> None:
     assert [trial.full_steps for trial in plan.trials] == [4, 3, 3, 9, 9]
     assert device.num_ooms == 0
     assert device.budget == 500 * MIB  # the enforced limit is restored
-
-
-def test_a_rehearsal_runs_under_the_limit(search: Any, device: Any) -> None:
-    budgets: dict[int, set[int]] = {}
-    plan = search(Stepping(device, lambda size, number: budgets.setdefault(size, set()).add(device.budget)))
     assert budgets[82] == {500 * MIB}
     assert plan.limit_bytes == 475 * MIB
     assert plan.limit_bytes in budgets[328]

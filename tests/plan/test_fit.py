@@ -22,24 +22,6 @@ def timed(*rows: tuple[int, float | None]) -> list[Trial]:
     return [Trial(size, "ok", {"forward": 1}, step_seconds=seconds) for size, seconds in rows]
 
 
-def test_exact_points_of_each_phase_lie_on_its_line() -> None:
-    model = fitted(*(ok(size, forward=100 + 10 * size, backward=60 + 20 * size) for size in (2, 8, 50)))
-    assert model.lines["forward"] == Line(pytest.approx(100), pytest.approx(10), 2, 50)
-    assert model.lines["backward"] == Line(pytest.approx(60), pytest.approx(20), 2, 50)
-
-
-def test_a_bend_is_fitted_to_the_largest_sizes_on_one_line() -> None:
-    law = {size: max(1000, 200 + 100 * size) for size in (2, 4, 8, 16, 32)}
-    line = fitted(*(ok(size, forward=peak) for size, peak in law.items())).lines["forward"]
-    assert line.first_batch_size == 8
-    assert line.at(100) == pytest.approx(10_200)
-
-
-def test_a_line_through_the_last_two_sizes_where_no_three_lie_on_one() -> None:
-    line = fitted(ok(2, forward=100), ok(4, forward=200), ok(8, forward=1000)).lines["forward"]
-    assert line == Line(-600, 200, 4, 8)
-
-
 def test_a_peak_above_that_of_a_larger_size_is_left_out() -> None:
     """As measured: cuDNN took a larger workspace at one sample than at two (yolov5, issue 9287), in MB."""
     peaks = {1: 2798, 2: 2749, 4: 2718, 8: 2720, 16: 5207}
@@ -70,11 +52,6 @@ def test_reserved_bytes_are_fitted_where_live_bytes_stay_flat(live_growth: int, 
     assert fitted(*trials).predict_bytes(400) == pytest.approx(
         (100 + live_growth * 4 if expected == 160 else 4100) * MIB
     )
-
-
-def test_a_little_growth_of_what_is_held_does_not_replace_live_bytes() -> None:
-    trials = [Trial(size, "ok", {"forward": 100 + size}, peak_held_bytes=size * MIB) for size in (2, 60)]
-    assert fitted(*trials).predict_bytes(200) == pytest.approx(300)
 
 
 def test_inexact_peaks_are_fitted_by_one_line_through_all() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, PHASES, LimitedBy, Line, MemoryModel, TimeModel, Trial
+from tests.lawful import OLD_PLAN
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 COUNTS = st.integers(0, 2**50)
@@ -58,45 +59,6 @@ PLAN = Plan(
     held_peak_bytes=180 * MIB,
 )
 
-# as version 0.1.0 wrote it
-OLD_LINE = {"intercept": 1048576.0, "slope": 1024.0, "noise": 16.0, "first_batch_size": 2, "last_batch_size": 64}
-OLD_TRIAL = {
-    "batch_size": 64,
-    "outcome": "ok",
-    "phase_peak_bytes": {"forward": 1114112, "backward": 1100000},
-    "noise_bytes": 16,
-    "peak_reserved_bytes": 2097152,
-    "step_seconds": 0.02,
-    "measured_steps": 5,
-    "full_steps": 7,
-    "samples_run": 448,
-    "worker_bytes": 0,
-    "fixed_bytes": 1048576,
-    "loose_share": None,
-    "error": "",
-}
-OLD_PLAN = {
-    "batch_size": 64,
-    "limited_by": "max_batch_size",
-    "verified": True,
-    "limit_bytes": 1073741824,
-    "predicted_peak_bytes": 1114112,
-    "upper_peak_bytes": 1114160,
-    "measured_peak_bytes": 1114112,
-    "trials": [{**OLD_TRIAL, "batch_size": 2}, OLD_TRIAL],
-    "memory": {"lines": {"forward": {**OLD_LINE, "repeatability": 0.1}}, "reserved_ratio": 1.9},
-    "time": {"line": {**OLD_LINE, "repeatability": 0.0}},
-    "reason": "64 samples: max_batch_size is 64.",
-    "device": "host",
-    "accumulate_grad_batches": 2,
-    "effective_batch_size": 128,
-    "learning_rate": None,
-    "learning_rate_before": None,
-    "notes": ["a note"],
-    "evaluation": None,
-    "ranks": 1,
-}
-
 
 @settings(deadline=None, max_examples=50)
 @given(PLANS)
@@ -108,11 +70,11 @@ def test_a_plan_read_from_its_json_is_equal(plan: Plan) -> None:
 
 def test_a_plan_of_version_0_1_0_is_read() -> None:
     plan = Plan.from_json(json.dumps({**OLD_PLAN, "evaluation": {**OLD_PLAN, "batch_size": 8}}))
-    assert (plan.batch_size, plan.limited_by, plan.accumulate_grad_batches) == (64, "max_batch_size", 2)
-    assert (plan.measured_peak_bytes, plan.held_peak_bytes, plan.notes) == (1114112, None, ("a note",))
-    assert [trial.batch_size for trial in plan.trials] == [2, 64]
-    assert (plan.trials[1].kind, plan.trials[1].peak_bytes, plan.trials[1].step_seconds) == ("probe", 1114112, 0.02)
-    assert plan.memory == MemoryModel({"forward": Line(1048576.0, 1024.0, 2, 64)})
+    assert (plan.batch_size, plan.limited_by, plan.effective_batch_size) == (64, "memory", 64)
+    assert (plan.measured_peak_bytes, plan.held_peak_bytes, plan.notes) == (170_000_000, None, ())
+    (trial,) = plan.trials
+    assert (trial.batch_size, trial.kind, trial.peak_bytes, trial.step_seconds) == (64, "probe", 170_000_000, 0.1)
+    assert plan.memory == MemoryModel({"forward": Line(1e8, 1e6, 2, 8)})
     assert plan.evaluation is not None
     assert plan.evaluation.batch_size == 8
     assert Plan.from_json(plan.to_json()) == plan

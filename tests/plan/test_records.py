@@ -2,11 +2,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_batchmem.plan.records import PHASES, Line, MemoryModel, TimeModel, Trial, mib
+from lightning_batchmem.plan.records import PHASES, Trial, mib
 
 TRIALS = st.builds(
     Trial,
@@ -30,27 +29,12 @@ def test_peaks_and_what_is_held_and_needed() -> None:
 
 
 def test_worst_of_takes_the_worst_of_each_field() -> None:
-    first = Trial(
-        4, "ok", {"forward": 140, "backward": 90}, "rehearsal", True, 200, 5, 60, 0.1, full_steps=9, samples_run=36
-    )
-    second = Trial(
-        4, "allocator_retry", {"forward": 145, "evaluation": 7}, "rehearsal", False, None, 9, 50, 0.3, 12, 48, 3, "e"
-    )
-    expected = Trial(
-        4,
-        "allocator_retry",
-        {"forward": 145, "backward": 90, "evaluation": 7},
-        "rehearsal",
-        False,
-        200,
-        9,
-        50,
-        0.3,
-        full_steps=9,
-        samples_run=48,
-        worker_bytes=3,
-        error="e",
-    )
+    phases = {"forward": 140, "backward": 90}
+    first = Trial(4, "ok", phases, "rehearsal", True, 200, 5, 60, 0.1, full_steps=9, samples_run=36)
+    second = Trial(4, "allocator_retry", {"forward": 145, "evaluation": 7}, "rehearsal", False, None, 9, 50, 0.3)
+    second = replace(second, full_steps=12, samples_run=48, worker_bytes=3, error="e")
+    phases = {"forward": 145, "backward": 90, "evaluation": 7}
+    expected = replace(second, phase_peak_bytes=phases, peak_held_bytes=200, full_steps=9)
     assert Trial.worst_of([first, second]) == Trial.worst_of([second, first]) == expected
     failed = Trial(4, "out_of_memory", {})
     assert Trial.worst_of([first, replace(first, outcome="over_limit"), failed]).outcome == "out_of_memory"
@@ -65,19 +49,6 @@ def test_worst_of_is_at_least_every_trial_and_does_not_depend_on_the_order(trial
         assert worst.needed_bytes >= trial.needed_bytes
         assert trial.step_seconds is None or (worst.step_seconds or 0) >= trial.step_seconds
     assert (worst.outcome == "ok") == all(trial.outcome == "ok" for trial in trials)
-
-
-def test_a_model_predicts_the_highest_line() -> None:
-    model = MemoryModel({"forward": Line(100, 10, 2, 8), "evaluation": Line(0, 20, 2, 8)})
-    assert [model.predict_bytes(size) for size in (5, 10, 15)] == [150, 200, 300]
-    assert [model.phase_at(size) for size in (5, 15)] == ["forward", "evaluation"]
-
-
-def test_throughput_rises_to_the_inverse_of_the_slope() -> None:
-    model = TimeModel(Line(0.1, 0.01, 2, 8))
-    assert model.step_seconds(10) == pytest.approx(0.2)
-    assert model.samples_per_second(10) == pytest.approx(50)
-    assert TimeModel(Line(0.0, 0.0, 2, 8)).samples_per_second(4) == float("inf")
 
 
 def test_mebibytes_have_three_decimals_below_one() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import sys
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 import matplotlib
 import numpy
 import pytest
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from matplotlib import pyplot
 from matplotlib.axes import Axes
@@ -255,10 +254,6 @@ def test_other_loggers_get_an_image_in_colors(kind: type[FakeLogger], expected: 
     assert (name, other) == expected
     assert (image.shape, image.dtype) == ((480, 640, 3), numpy.uint8)
     assert len(numpy.unique(image.reshape(-1, 3), axis=0)) > 8  # a bar, not an empty page
-
-
-def test_wandb_logger_has_the_method_that_is_called() -> None:
-    assert list(inspect.signature(WandbLogger.log_image).parameters)[:4] == ["self", "key", "images", "step"]
 
 
 def test_nothing_is_drawn_for_loggers_without_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from lightning_batchmem.measure.breakdown import MemoryBreakdown
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, Line, MemoryModel, NextSize, Trial
-from lightning_batchmem.report.tables import SearchProgress, Summary, breakdown_text, mib, plan_table, show_summary
+from lightning_batchmem.report.tables import SearchProgress, Summary, plan_table, show_summary
 
 SUMMARY = Summary(
     device="host",
@@ -80,14 +80,6 @@ def test_other_numbers_are_below_the_table(summary, present, missing):
     assert [word for word in missing if word in text] == []
 
 
-def test_a_breakdown_in_one_line():
-    assert breakdown_text(MemoryBreakdown(100 * MIB, 0, 200 * MIB, 0, 1500 * MIB, 50 * MIB)) == (
-        "100.0 MiB parameters and buffers, 0.0 MiB gradients, 200.0 MiB optimizer state,"
-        " 1,500.0 MiB activations and temporaries, 0.0 MiB batch data, 50.0 MiB other"
-    )
-    assert mib(-MIB // 2) == "-0.5"
-
-
 @pytest.mark.parametrize("summary", [SUMMARY, UNKNOWN, MORE, CUDA])
 def test_a_summary_survives_json(summary):
     assert Summary.from_json(summary.to_json()) == summary
@@ -129,12 +121,6 @@ def test_the_row_of_a_trial_has_its_kind_its_outcome_and_held_beside_live_bytes(
         ["rehearsal", "over", "limit", *memory],
         ["rehearsal", "retries", *memory],
     ]
-
-
-def test_throughput_is_that_of_all_ranks():
-    title, *_, row = plan_lines(plan(REHEARSAL, ranks=4))
-    assert " ".join(title).startswith("BatchFinder: the sizes on each of 4 ranks")
-    assert row[-1] == "3,200"
 
 
 @pytest.mark.parametrize("enabled", [True, False])
