@@ -22,7 +22,7 @@ import lightning_batchmem.memory_profiler
 import lightning_batchmem.report.step_csv
 from lightning_batchmem import BatchFinder, Line, MemoryModel, MemoryProfiler, Plan, Trial
 from lightning_batchmem.measure.breakdown import MemoryBreakdown
-from lightning_batchmem.measure.phases import StepPeaks
+from lightning_batchmem.measure.peaks import StepPeaks
 from lightning_batchmem.measure.step_record import DeviceReading, StepRecord
 from lightning_batchmem.report.reporter import StepReporter
 from lightning_batchmem.report.tables import Summary
