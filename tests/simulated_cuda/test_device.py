@@ -109,6 +109,7 @@ def test_largest_sizes_are_boundaries() -> None:
 
 
 def test_workspaces_change_with_the_size() -> None:
-    assert {workspace_share(0, size) for size in range(1, 100)} == {0, 1, 4, 8}
-    peaks = [trace_of(WORKSPACES).peak_bytes(size) for size in range(40, 80)]
-    assert sorted(peaks) != peaks
+    assert {workspace_share(0, size) for size in range(1, 100)} == {0, 0.25, 1, 2}
+    steps = [trace_of(WORKSPACES).events(size) for size in range(40, 80)]
+    totals = [sum(size_bytes for phase in step.values() for _, size_bytes in phase) for step in steps]
+    assert sorted(totals) != totals

@@ -19,7 +19,7 @@ from tests.simulated_cuda.networks import NETWORKS, Network
 TRAINING_PHASES = ("forward", "backward", "optimizer_step")
 RECORDED_SIZES = (2, 3, 5)
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
-_WORKSPACE_SHARES = (0, 1, 4, 8)  # invented, of the convolution's input
+_WORKSPACE_SHARES = (0.0, 0.25, 1.0, 2.0)  # invented, of the input of a convolution
 
 # Of each phase: (slot, fixed bytes, bytes per sample, convolution or None). A storage ends where its bytes are 0. The
 # number of a convolution marks its workspace, whose bytes are those of the input.
@@ -49,7 +49,7 @@ class Trace:
                 if convolution is None:
                     pairs.append((slot, size_bytes))
                 elif share := workspace_share(convolution, size):
-                    pairs += [(slot, share * size_bytes), (slot, 0)]
+                    pairs += [(slot, int(share * size_bytes)), (slot, 0)]
         return phases
 
     def peak_bytes(self, size: int) -> int:
@@ -75,7 +75,7 @@ def trace_of(name: str) -> Trace:
     return Trace(next(network for network in NETWORKS if network.name == name))
 
 
-def workspace_share(convolution: int, size: int) -> int:
+def workspace_share(convolution: int, size: int) -> float:
     """Share of its input that a convolution takes as workspace; it changes every 19 % of the size."""
     return _WORKSPACE_SHARES[(3 * convolution + int(4 * math.log2(size))) % 4]
 
