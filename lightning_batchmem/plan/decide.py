@@ -245,7 +245,7 @@ class _SearchState:
         share = policy.collective_share if self.limits.steps_are_collective else policy.candidate_share
         size = self._largest_within(share)
         if self.failed:
-            more = 2 if self.sizes_left == 1 else 0  # the last size should fit
+            more = 2 if self.sizes_left == 1 else int(self.limits.out_of_memory_kills)  # the last size should fit
             shrink = policy.step_down[min(len(self.failed) + more, len(policy.step_down)) - 1]
             size = min(size, self._rounded(int(self.failed_size * (1 - shrink))))
             if len(self.failed) >= len(policy.step_down):  # the prediction is far too large: search in between
@@ -257,10 +257,10 @@ class _SearchState:
         if self.passed:
             return _MEMORY
         stage = sum(trial.kind == "climb" for trial in self.trials)
-        for share in self.policy.climb[stage:]:
+        for share in () if self.failed else self.policy.climb[stage:]:
             part = int(share * largest_where(lambda size: self._within(size, self.policy.candidate_share), 0, 10**9))
             target = max(self.lowest, self._rounded(part))
-            if self.largest.batch_size < target < candidate:
+            if 1.1 * self.largest.batch_size < target < candidate:
                 return self._next(target, "climb", "a part of the predicted size, to measure what is held")
         return self._next(candidate, "rehearsal", "predicted to fit")
 
@@ -281,7 +281,7 @@ class _SearchState:
         grown, is_climbing = last.peak_bytes - first.peak_bytes, any(trial.kind != "probe" for trial in self.trials)
         ratio = max(1.0, (last.needed_bytes - first.held_bytes) / grown) if grown > 0 and is_climbing else 1.0
         needed_bytes = last.needed_bytes + ratio * (predicted_bytes - last.peak_bytes)
-        return needed_bytes <= (1.0 if is_climbing else share) * limit_bytes
+        return needed_bytes <= share * limit_bytes
 
     def _rounded(self, size: int) -> int:
         return self.highest if size >= self.highest else rounded(size, self.limits)

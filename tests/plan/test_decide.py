@@ -126,8 +126,8 @@ CASES: list[tuple[Run, dict[str, Any], str, int]] = [
     (device(STRAIGHT), {"max_sizes": 4}, "2p 8p 266r 280r", 280),  # compiled modules
     (passing(200), {"max_sizes": 4}, "2p 8p 266r! 199r", 199),
     (passing(100), {"max_sizes": 4}, "2p 8p 266r! 199r! 8r", 8),
-    (device(STRAIGHT, kills=True), KILLS, "2p 8p 133c 225c 300r", 300),
-    (device(STRAIGHT, kills=True, held_share=0.5), KILLS, "2p 8p 131c 150c 200r", 200),
+    (device(STRAIGHT, kills=True), KILLS, "2p 8p 133c 199c 266r", 266),
+    (device(STRAIGHT, kills=True, held_share=0.5), KILLS, "2p 8p 131c 177r", 177),
     (device(STRAIGHT), {"target_batch_size": 512, "multiple_of": None}, "2p 8p 64p 256r", 256),
     (device(STRAIGHT), {"target_batch_size": 480, "multiple_of": 10}, "10p 40p 240r", 240),
     (device(STRAIGHT), {"multiple_of": 24}, "24p 96p 264r", 264),
