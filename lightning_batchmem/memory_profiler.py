@@ -125,10 +125,7 @@ class MemoryProfiler(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out the time between two epochs."""
-        if self._recorder is not None and self._reporter is not None:
-            self._recorder.watch(trainer, pl_module)  # the optimizers may have been configured again
-            self._recorder.restart()
-            self._reporter.begin_epoch()
+        self._begin_epoch(trainer, pl_module)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -159,16 +156,7 @@ class MemoryProfiler(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """End a step, and log the training if it is due."""
-        recorder, reporter = self._recorder, self._reporter
-        if recorder is None or reporter is None or (record := recorder.stop(trainer, batch)) is None:
-            return
-        reporter.add(record)
-        if is_logged := recorder.is_logging_step(trainer):
-            step = logging_step(trainer) if logs_at_all(trainer) else None
-            reporter.log("train", step, recorder.read_device())
-        recorder.leave()
-        if self._progress_bar and record.stage == "train" and (is_logged or record.limit_bytes is not None):
-            pl_module.log_dict(reporter.progress_bar_values(), prog_bar=True, logger=False)
+        self._end_step(trainer, pl_module, batch)
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
@@ -183,22 +171,13 @@ class MemoryProfiler(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to record an evaluation, by itself or in a training."""
-        stage: str = trainer.state.stage.value  # type: ignore[union-attr]  # "validate", "test" or "predict"
-        if self._recorder is not None:
-            self._recorder.begin_evaluation(stage)
-        elif not trainer.sanity_checking:
-            self._begin(trainer, pl_module, stage)
+        self._begin_evaluation(trainer, pl_module)
 
     on_test_start = on_predict_start = on_validation_start
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report an evaluation."""
-        if self._recorder is None or self._reporter is None or self._recorder.stage != "train":
-            self._finish(trainer)
-            return
-        step = logging_step(trainer) if logs_at_all(trainer) else None
-        self._reporter.log_evaluation(step, self._recorder.read_device())
-        self._recorder.end_evaluation()
+        self._end_evaluation(trainer)
 
     on_test_end = on_predict_end = on_validation_end
 
@@ -250,6 +229,39 @@ class MemoryProfiler(Callback):
         if self._has_snapshot:
             self._snapshot = OomSnapshot.start(self._log_dir, device)
         self._recorder.restart()  # the first step starts now
+
+    def _begin_epoch(self, trainer: Trainer, module: LightningModule) -> None:
+        if self._recorder is not None and self._reporter is not None:
+            self._recorder.watch(trainer, module)  # the optimizers may have been configured again
+            self._recorder.restart()
+            self._reporter.begin_epoch()
+
+    def _end_step(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
+        recorder, reporter = self._recorder, self._reporter
+        if recorder is None or reporter is None or (record := recorder.stop(trainer, batch)) is None:
+            return
+        reporter.add(record)
+        if is_logged := recorder.is_logging_step(trainer):
+            step = logging_step(trainer) if logs_at_all(trainer) else None
+            reporter.log("train", step, recorder.read_device())
+        recorder.leave()
+        if self._progress_bar and record.stage == "train" and (is_logged or record.limit_bytes is not None):
+            module.log_dict(reporter.progress_bar_values(), prog_bar=True, logger=False)
+
+    def _begin_evaluation(self, trainer: Trainer, module: LightningModule) -> None:
+        stage: str = trainer.state.stage.value  # type: ignore[union-attr]  # "validate", "test" or "predict"
+        if self._recorder is not None:
+            self._recorder.begin_evaluation(stage)
+        elif not trainer.sanity_checking:
+            self._begin(trainer, module, stage)
+
+    def _end_evaluation(self, trainer: Trainer) -> None:
+        if self._recorder is None or self._reporter is None or self._recorder.stage != "train":
+            self._finish(trainer)
+            return
+        step = logging_step(trainer) if logs_at_all(trainer) else None
+        self._reporter.log_evaluation(step, self._recorder.read_device())
+        self._recorder.end_evaluation()
 
     def _finish(self, trainer: Trainer, *, is_complete: bool = True) -> None:
         recorder, reporter, self._recorder = self._recorder, self._reporter, None
