@@ -270,6 +270,8 @@ class GraphBatch:
 
     def __init__(self, graphs):
         self.x, self.edges = torch.ones(3 * len(graphs), 4), torch.ones(2, 5)
+        if graphs[0]:  # as in a batch of PyTorch Geometric
+            self.num_graphs = len(graphs)
 
     def to(self, device, **_):
         return self
@@ -278,6 +280,7 @@ class GraphBatch:
 @pytest.mark.parametrize(
     ("loader", "sizes"),
     [
+        (DataLoader([1] * 5, batch_size=2, collate_fn=GraphBatch), ["2", "2", "1"]),
         (DataLoader([0] * 5, batch_size=2, collate_fn=GraphBatch), ["2", "2", ""]),  # the loader's; the last is unknown
         (DataLoader([["text"]] * 2, batch_size=None), ["", ""]),
     ],

@@ -72,6 +72,14 @@ def test_a_resumed_run_leaves_a_foreign_file_alone(tmp_path, content):
     assert path.is_dir() if content is None else path.read_bytes() == content
 
 
+def test_two_runs_that_start_at_once_have_two_files(tmp_path, monkeypatch):
+    old = written(tmp_path, STEP).read_bytes()  # by a run that looked for a free name at the same time
+    looks, newest = iter([None, None]), lightning_batchmem.report.step_csv._newest
+    monkeypatch.setattr(lightning_batchmem.report.step_csv, "_newest", lambda path: next(looks, newest(path)))
+    assert written(tmp_path, STEP).name == "memory_per_batch_1.csv"
+    assert (tmp_path / "memory_per_batch.csv").read_bytes() == old
+
+
 def test_rows_are_read_back(tmp_path):
     (row,) = read_rows(written(tmp_path, replace(STEP, limit_bytes=16 * MIB)))
     assert row == (7, "train", 3 * MIB, 4 * MIB, 16 * MIB, PEAKS.phase_peak_bytes)
