@@ -107,16 +107,16 @@ class BatchSizeSearch:
 
         def start() -> ExitStack:
             """Enter the state in which training starts, with the loaders attached."""
-            attempt = self._attempts.restoring([setting, validation], trainer.fit_loop)
-            if loaders is not None:
-                val = evaluation.loaders if evaluation is not None else None
-                counts = [one.batches(self._first) for one in val.sized] if val is not None else []
-                combined = None if val is None else val.combined
-                attach_loaders(trainer, loaders.combined, loaders.batches(self._first), combined, counts)
-                if options.target_batch_size is not None:
-                    trainer.accumulate_grad_batches = 2  # gradients are then alive in backward too
-                begin_training(trainer)
-            return attempt
+            with self._attempts.restoring([setting, validation], trainer.fit_loop) as attempt:
+                if loaders is not None:
+                    val = evaluation.loaders if evaluation is not None else None
+                    counts = [one.batches(self._first) for one in val.sized] if val is not None else []
+                    combined = None if val is None else val.combined
+                    attach_loaders(trainer, loaders.combined, loaders.batches(self._first), combined, counts)
+                    if options.target_batch_size is not None:
+                        trainer.accumulate_grad_batches = 2  # gradients are then alive in backward too
+                    begin_training(trainer)
+                return attempt.pop_all()  # an error in the user's hooks restores at once
 
         with self._progress, each_size_static(), self._attempts.begin(start):
             loaders = setting.loaders_for(self._first)

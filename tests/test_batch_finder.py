@@ -492,7 +492,7 @@ class Deep(LightningModule):
 
 
 def test_on_the_host(tmp_path: Path) -> None:
-    limit = HostMemory().current().allocated_bytes + 400 * MIB
+    limit = HostMemory().current().allocated_bytes + 800 * MIB
     finder, profiler = BatchFinder(memory_limit=limit), MemoryProfiler()
     trainer = Trainer(
         accelerator="cpu",
@@ -511,5 +511,5 @@ def test_on_the_host(tmp_path: Path) -> None:
     assert profiler.summary is not None
     assert profiler.summary.batch_size == finder.plan.batch_size
     assert profiler.summary.peak_bytes <= limit
-    # 400 MiB hold at most 25 samples of 16 MiB; temporaries and the reserve of the host take their share
-    assert 6 <= finder.plan.batch_size <= 25
+    # with 400 MiB the libraries that load during the search decided the size; 16 MiB is the least that a sample needs
+    assert 14 <= finder.plan.batch_size <= 50

@@ -10,6 +10,7 @@ from numbers import Real
 from types import SimpleNamespace
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 
@@ -101,8 +102,9 @@ class Attempts:
 
     def _close(self) -> None:
         self._current.close()
-        for optimizer in self.trainer.optimizers:  # new ones are configured before the next step
-            optimizer.state.clear()
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            for optimizer in self.trainer.optimizers:  # new ones are configured before the next step
+                optimizer.state.clear()
 
 
 @dataclass(frozen=True)

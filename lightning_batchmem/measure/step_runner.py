@@ -116,7 +116,7 @@ class StepRunner:
                 break
             self.run(steps, batch_size, record, 1, counted=False)
         else:
-            self.has_idle_optimizer = True
+            self.has_idle_optimizer = not self.callback.stepped.issuperset(optimizers)
         if self.is_host and self.is_compiled:
             self.live = None  # a compiled module allocates without operators that could be counted
 

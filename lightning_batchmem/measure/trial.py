@@ -69,6 +69,10 @@ class TrialRunner:
         return self._runner.is_compiled
 
     @property
+    def _warmup_steps(self) -> int:
+        return _GRAPH_WARMUP_STEPS if self.is_compiled else 1
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What the trials could not measure."""
         notes = []
@@ -206,10 +210,8 @@ class TrialRunner:
         )
 
     def _probe_steps(self, steps: Steps, batch_size: int, record: StepRecords) -> None:
-        if self._is_first:
-            self._runner.warm_up(steps, batch_size, record, at_least=2)
-        else:
-            self._runner.run(steps, batch_size, record, _GRAPH_WARMUP_STEPS if self.is_compiled else 1, counted=False)
+        at_least = 2 if self._is_first else self._warmup_steps
+        self._runner.warm_up(steps, batch_size, record, at_least=at_least)
         self._runner.run(steps, batch_size, record, 2, timed=True)
         self._live_steps(steps, batch_size, record)
 
@@ -217,7 +219,7 @@ class TrialRunner:
         self._runner.run(steps, batch_size, record, 1)
 
     def _climb_steps(self, steps: Steps, batch_size: int, record: StepRecords) -> None:
-        self._runner.warm_up(steps, batch_size, record, at_least=1)
+        self._runner.warm_up(steps, batch_size, record, at_least=self._warmup_steps)
         self._runner.run(steps, batch_size, record, 2, timed=True, varied=True)
 
     def _count_live(self, batch_size: int, record: StepRecords) -> None:
@@ -236,7 +238,7 @@ class TrialRunner:
 
     def _steady_steps(self, steps: Steps, batch_size: int, record: StepRecords) -> tuple[int, int]:
         """Warm up and run the steady steps; returns the measured calls and the retries before these."""
-        self._runner.warm_up(steps, batch_size, record, at_least=1)
+        self._runner.warm_up(steps, batch_size, record, at_least=self._warmup_steps)
         warm, retries = len(record.held_bytes), self._retries()
         self._runner.run(steps, batch_size, record, _STEADY_STEPS, timed=True, varied=True)
         if _differ(record.held_bytes[warm:]):

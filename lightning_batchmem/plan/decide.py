@@ -96,8 +96,14 @@ class _SearchState:
         return self.limits.max_sizes - len(self.tried)
 
     @cached_property
+    def passed_sizes(self) -> set[int]:
+        return {trial.batch_size for trial in self.trials if trial.kind == "rehearsal" and trial.outcome == "ok"}
+
+    @cached_property
     def failed(self) -> list[Trial]:
-        return [trial for trial in self.trials if trial.outcome != "ok"]
+        """Sizes that did not run through, above every rehearsal that passed."""
+        best = max(self.passed_sizes, default=0)
+        return [trial for trial in self.trials if trial.outcome != "ok" and trial.batch_size > best]
 
     @cached_property
     def failed_size(self) -> float:
@@ -112,8 +118,7 @@ class _SearchState:
     @cached_property
     def passed(self) -> list[Trial]:
         """Rehearsals that passed, smallest size first."""
-        sizes = {trial.batch_size for trial in self.trials if trial.kind == "rehearsal" and trial.outcome == "ok"}
-        return [trial for trial in self.fitting if trial.batch_size in sizes]
+        return [trial for trial in self.fitting if trial.batch_size in self.passed_sizes]
 
     @cached_property
     def model(self) -> MemoryModel | None:
@@ -147,11 +152,8 @@ class _SearchState:
         if self.failed or self.limits.steps_are_collective or len(self.passed) > 1:
             return _MEMORY
         higher = self._largest_within(self.policy.step_up_share)
-        return (
-            self._next(higher, "rehearsal", "a few per cent more")
-            if self._is_gain(higher, self.policy.min_gain)
-            else _MEMORY
-        )
+        is_gain = self._is_gain(higher, self.policy.min_gain)
+        return self._next(higher, "rehearsal", "a few per cent more") if is_gain else _MEMORY
 
     def smaller(self) -> NextSize | SearchFailed:
         """A smaller first size when the first one did not fit."""

@@ -104,8 +104,9 @@ def changes_since(
     changes = []
     if device != plan.device:
         changes.append(f"it was found on {plan.device} and this is {device}")
-    if plan.measured_peak_bytes is not None and plan.measured_peak_bytes > limit_bytes:
-        changes.append(f"it held {mib(plan.measured_peak_bytes)} and the limit is {mib(limit_bytes)}")
+    held_bytes = max(plan.held_peak_bytes or 0, plan.measured_peak_bytes or 0)
+    if held_bytes > limit_bytes:
+        changes.append(f"it held {mib(held_bytes)} and the limit is {mib(limit_bytes)}")
     elif abs(limit_bytes - plan.limit_bytes) > _LIMIT_TOLERANCE * plan.limit_bytes:
         changes.append(f"the limit was {mib(plan.limit_bytes)} and is {mib(limit_bytes)}")
     changed = [name for name, value in options.items() if old_options.get(name, value) != value]

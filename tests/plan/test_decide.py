@@ -212,6 +212,17 @@ def test_throughput_chooses_the_smallest_size_near_the_best() -> None:
     assert (untimed.batch_size, untimed.limited_by) == (280, "memory")
 
 
+def test_a_smaller_size_that_fails_does_not_discard_the_one_that_passed() -> None:
+    def run(step: NextSize) -> Trial:
+        trial = device(STRAIGHT, seconds=(1.0, 0.1))(step)
+        is_small = step.kind == "rehearsal" and step.batch_size < 200
+        return with_changes(trial, outcome="allocator_retry") if is_small else trial
+
+    driven = drive(run, limits(objective="throughput"))
+    assert driven.text == "2p 8p 66p 266r 280r 111r!"
+    assert (driven.plan.batch_size, driven.plan.limited_by) == (266, "throughput")
+
+
 def test_the_size_with_the_best_throughput_counts_as_a_size() -> None:
     run = device(STRAIGHT, largest_passed=100, seconds=(1.0, 0.1))
     driven = drive(run, limits(objective="throughput", max_sizes=8))
