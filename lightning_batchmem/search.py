@@ -17,7 +17,7 @@ from lightning_batchmem._lightning.module_state import ModuleState
 from lightning_batchmem._lightning.run_step import EvaluationLoop, begin_training
 from lightning_batchmem._lightning.strategies import (
     in_every_package,
-    is_synchronised,
+    is_synchronized,
     steps_are_collective,
     wrap_again,
 )
@@ -129,7 +129,7 @@ class BatchSizeSearch:
             limits = self._limits(workers, largest, options.target_batch_size)
             stage = _Stage(setting, loaders, self._runner(steps, phase), workers, start)
             outcome = self._search(stage, limits)
-            if isinstance(outcome, Plan) and outcome.trials and is_synchronised(trainer):
+            if isinstance(outcome, Plan) and outcome.trials and is_synchronized(trainer):
                 outcome = self._synchronized(outcome, stage, limits)
             if isinstance(outcome, SearchFailed):
                 return self._explained(outcome)
@@ -193,7 +193,7 @@ class BatchSizeSearch:
 
     def _synchronized(self, plan: Plan, stage: _Stage, limits: SearchLimits) -> Plan | SearchFailed:
         """The plan after a step in which the ranks exchange gradients; room is left for the buffers of the exchange."""
-        room = limits
+        room = limits = replace(limits, limit_bytes=plan.limit_bytes)  # may have become smaller meanwhile
         while True:
             stage.setting.write(plan.batch_size)
             held_bytes = max(self._ranks.exchange(stage.runner.synchronized_step(plan.batch_size)))

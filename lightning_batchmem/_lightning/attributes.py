@@ -76,14 +76,14 @@ class AttributeState:
                 self.not_restorable.append(f"{path} ({type(error).__name__})")
 
     def restore(self) -> list[str]:
-        """Restore all contents; returns the objects that refused theirs."""
-        refused = []
+        """Restore all contents; returns the objects for which this failed."""
+        failed = []
         for path, restore in self._restores:
             try:
                 restore()
             except Exception as error:  # noqa: BLE001 - the other objects must still be restored
-                refused.append(f"{path} ({type(error).__name__})")
-        return refused
+                failed.append(f"{path} ({type(error).__name__})")
+        return failed
 
     def _add_root(self, path: str, root: Any) -> Found:
         self._seen[id(root)] = root

@@ -60,13 +60,13 @@ def steps_are_collective(trainer: Trainer) -> bool:
     return is_sharded or any(isinstance(module, SyncBatchNorm) for module in trainer.lightning_module.modules())
 
 
-def is_synchronised(trainer: Trainer) -> bool:
+def is_synchronized(trainer: Trainer) -> bool:
     """Whether DDP exchanges gradients at the end of backward."""
     return isinstance(trainer.strategy.model, DistributedDataParallel)
 
 
 @contextmanager
-def without_synchronisation(trainer: Trainer) -> Iterator[None]:
+def without_synchronization(trainer: Trainer) -> Iterator[None]:
     """Run steps on one rank only, without collectives of DDP and of the strategy."""
     # the wrapper stays alive with its buckets; no_sync would exchange buffers in the first forward (torch 2.5.1, 2.13)
     strategy, wrapper = trainer.strategy, trainer.strategy.model

@@ -1,4 +1,4 @@
-"""Lend the trainer to the search, then apply the batch size, accumulation and learning rate to the training."""
+"""Use the trainer for the search, then apply the batch size, accumulation and learning rate to the training."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Attempts:
     _current: ExitStack = field(default_factory=ExitStack, init=False)
 
     def restoring(self, settings: Sequence[BatchSizeSetting], loop: Loop) -> ExitStack:
-        """Lend the trainer to an attempt without other callbacks; closing the result restores everything."""
+        """Prepare the trainer for an attempt without other callbacks; closing the result restores everything."""
         with ExitStack() as undo:  # in reverse order, each of them even where another one fails
             undo.callback(self.random.restore)
             for setting in settings:

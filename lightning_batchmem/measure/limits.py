@@ -66,17 +66,19 @@ def search_limits(
         )
     if averages_weights:  # one more copy of the parameters
         limit_bytes -= bytes_of(trainer.lightning_module.parameters())
-    ceilings: list[tuple[int, SizeLimit]] = [(options.max_batch_size or UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size")]
+    largest_allowed: list[tuple[int, SizeLimit]] = [
+        (options.max_batch_size or UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size")
+    ]
     if largest_in_data is not None:
-        ceilings.append((largest_in_data, "dataset"))
+        largest_allowed.append((largest_in_data, "dataset"))
     if target_batch_size is not None:
-        ceilings.append((target_batch_size, "target_batch_size"))
+        largest_allowed.append((target_batch_size, "target_batch_size"))
     if device.name != "host":
-        ceilings.append((workers.largest_in_host_memory(processes_on_node(trainer)), "host memory"))
-    own = min(ceilings, key=lambda ceiling: ceiling[0])
+        largest_allowed.append((workers.largest_in_host_memory(processes_on_node(trainer)), "host memory"))
+    own = min(largest_allowed, key=lambda bound: bound[0])
     found = [(stage.longest_bytes, stage.notes) for stage in workers.stages]
     of_all = ranks.exchange((limit_bytes, own, found))  # the rank with the least of each decides
-    largest, reason = min((ceiling for _, ceiling, _ in of_all), key=lambda ceiling: ceiling[0])
+    largest, reason = min((bound for _, bound, _ in of_all), key=lambda bound: bound[0])
     for number, stage in enumerate(workers.stages):  # a rank may have no validation
         stage.agree([each[number] for _, _, each in of_all if number < len(each)])
     return SearchLimits(

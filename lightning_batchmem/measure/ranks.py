@@ -82,7 +82,7 @@ class Ranks:
         self._in_collective_step = True
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # raised again, with a note
             error.add_note(
                 f"BatchFinder: in a step of {batch_size} samples that all ranks take together. If a rank ran out of"
                 " memory, lower memory_limit."

@@ -145,7 +145,7 @@ def _draw(
     loader: DataLoader[Any], collate: Callable[[list[Any]], Any], worst_case: WorstCase, share_bytes: float
 ) -> DrawnSamples:
     # A spawned worker runs the user's script again unless it is guarded: only if the loader does the same. The first
-    # of all methods is the default; asking for it with `allow_none` does not fix it.
+    # of all methods is the default; `allow_none` returns None rather than choose it.
     start_method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     if loader.num_workers or start_method == "fork":
         try:

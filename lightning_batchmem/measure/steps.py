@@ -41,7 +41,7 @@ class TrainingSteps:
     def end(self) -> None:
         """Nothing to undo."""
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drop what a failed step still holds: gradients, a half-made optimizer state, the batch."""
         for parameter in self._trainer.lightning_module.parameters():
             parameter.grad = None
@@ -76,7 +76,7 @@ class EvaluationSteps:
         """Leave the evaluation."""
         end_evaluation(self._trainer, self._loop)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Nothing is held."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_batchmem._lightning.strategies import without_synchronisation
+from lightning_batchmem._lightning.strategies import without_synchronization
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.measure.peaks import LiveStorages, StepPeaks
@@ -96,13 +96,13 @@ class TrialRunner:
             if steps is None or detector.found:
                 continue
             try:
-                with without_synchronisation(self._trainer), detector:
+                with without_synchronization(self._trainer), detector:
                     self._runner.series(steps, batch_size, StepRecords(steps), self._one_step)
             except Exception as error:  # out of memory has many types; the first probe reports it
                 if not detector.found and not is_out_of_memory(error):
                     raise
-                _let_go(error)
-                steps.let_go()
+                _release_traceback(error)
+                steps.release()
         return detector.found
 
     def probe(self, batch_size: int) -> Trial:
@@ -178,7 +178,7 @@ class TrialRunner:
         if kind == "probe" or compiled_frames():  # the caller has released caches before the other kinds
             self._device.release_cached()
         record, outcome = StepRecords(self._main), "out_of_memory"
-        alone: AbstractContextManager[None] = without_synchronisation(self._trainer)
+        alone: AbstractContextManager[None] = without_synchronization(self._trainer)
         handles = self._callback.watch(self._trainer.optimizers)
         try:
             with self._ranks.collective_step(batch_size) if self.is_collective else alone:
@@ -186,14 +186,14 @@ class TrialRunner:
         except Exception as error:  # out of memory has many types; every other error is raised again
             if not is_out_of_memory(error) or self.is_collective:
                 raise
-            record.error = _let_go(error)
+            record.error = _release_traceback(error)
         finally:
             for handle in handles:
                 handle.remove()
         if record.error:
             for steps in (self._training, self._evaluation):
                 if steps is not None:
-                    steps.let_go()  # the next trial releases caches
+                    steps.release()  # the next trial releases caches
         return Trial(
             batch_size=batch_size,
             outcome=outcome,  # type: ignore[arg-type]  # a literal
@@ -261,7 +261,7 @@ def _differ(peaks_bytes: list[int]) -> bool:
     return max(peaks_bytes) - min(peaks_bytes) > _DIFFERENCE * max(peaks_bytes)
 
 
-def _let_go(failure: BaseException) -> str:
+def _release_traceback(failure: BaseException) -> str:
     """Drop the tensors that a failed step's traceback holds, and return the first line of the error.
 
     Source: https://github.com/Lightning-AI/pytorch-lightning/issues/7335

@@ -73,7 +73,7 @@ def decide(
         return step
     if not state.passed:
         return SearchFailed(reasons.no_rehearsal_text(state.failed[-1]), tuple(trials))
-    return state.knee() if limits.objective == "throughput" else state.plan(state.passed[-1], step)
+    return state.knee(step) if limits.objective == "throughput" else state.plan(state.passed[-1], step)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class _SearchState:
         hint = " Or pass min_batch_size=1." if self.lowest == self.policy.first_size else ""
         return SearchFailed(reasons.nothing_fits_text(self.failed[-1], self.limits) + hint, self.trials)
 
-    def knee(self) -> NextSize | Plan:
+    def knee(self, limited_by: LimitedBy) -> NextSize | Plan:
         """The smallest size within five per cent of the best throughput, once the largest size that fits is known.
 
         Source: with ``T(B) = t0 + c * B`` the throughput ``B / T(B)`` never falls, so it is best at the largest size
@@ -170,7 +170,7 @@ class _SearchState:
         """
         best, time, share = self.passed[-1], fit_time(self.trials), self.policy.throughput_share
         if time is None:
-            return self.plan(best, _MEMORY)
+            return self.plan(best, limited_by)
         t0, c, size = time.line.intercept, time.line.slope, best.batch_size
         divisor = t0 + c * size * (1 - share)
         wanted = math.ceil(share * t0 * size / divisor) if divisor > 0 else size
@@ -180,7 +180,7 @@ class _SearchState:
         may_run = target in self.tried or self.sizes_left
         if chosen.batch_size != target and target not in rehearsed and may_run:
             return NextSize(target, "rehearsal", f"{target} samples: {share:.0%} of the throughput at {size}.")
-        return self.plan(chosen, "throughput" if chosen is not best else _MEMORY)
+        return self.plan(chosen, "throughput" if chosen is not best else limited_by)
 
     def plan(self, chosen: Trial, limited_by: LimitedBy) -> Plan:
         size = chosen.batch_size
@@ -188,12 +188,10 @@ class _SearchState:
         share, best = self.policy.throughput_share, self.passed[-1].batch_size
         if limited_by == "throughput":
             why = f"{share:.0%} of the throughput at {best}, the largest size that fits"
+        elif limited_by == "memory":
+            why = reasons.memory_text(self.failed, size)
         else:
-            why = (
-                reasons.memory_text(self.failed, size)
-                if limited_by == "memory"
-                else reasons.size_limit_text(self.limits)
-            )
+            why = reasons.size_limit_text(self.limits)
         return Plan(
             batch_size=size,
             limited_by=limited_by,
@@ -206,12 +204,13 @@ class _SearchState:
             memory=self.model,
             time=fit_time(self.trials),
             reason=f"{size} samples: {why}.",
-            notes=self._notes(chosen),
+            notes=self._notes(chosen, limited_by),
         )
 
-    def _notes(self, chosen: Trial) -> tuple[str, ...]:
+    def _notes(self, chosen: Trial, limited_by: LimitedBy) -> tuple[str, ...]:
         notes = [reasons.dropped_text(dropped) for dropped in dropped_sizes(self.trials)]
-        if not self.limits.out_of_memory_kills and chosen.held_bytes > _FRAGMENTED * chosen.peak_bytes:
+        is_fragmented = not self.limits.out_of_memory_kills and chosen.held_bytes > _FRAGMENTED * chosen.peak_bytes
+        if limited_by == "memory" and is_fragmented:
             notes.append(reasons.fragmentation_text(chosen))
         return tuple(notes)
 

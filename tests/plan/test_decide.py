@@ -208,6 +208,8 @@ def test_throughput_chooses_the_smallest_size_near_the_best() -> None:
     assert rounded.batch_size == 112
     flat = drive(device(STRAIGHT, seconds=(1.0, 0.0)), limits(objective="throughput")).plan
     assert flat.batch_size == 266  # 95 % of 280
+    capped = drive(device(STRAIGHT), limits(objective="throughput", cap=50)).plan
+    assert (capped.batch_size, capped.limited_by) == (50, "dataset")
     untimed = drive(device(STRAIGHT), limits(objective="throughput")).plan
     assert (untimed.batch_size, untimed.limited_by) == (280, "memory")
 
