@@ -1,4 +1,4 @@
-"""What benchmarks share: a bare Trainer, fresh processes that send JSON, and files of results."""
+"""What benchmarks share: a bare Trainer, fresh processes that send JSON, tables, and files of results."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,7 @@ def in_fresh_process(module: str, *arguments: str, room_bytes: int = 0, timeout_
         module: module with a command line that calls :func:`emit`.
         arguments: arguments of its command line.
         room_bytes: room of the control group, which the process sets by :func:`benchmarks.caps.cap`. 0: no group.
-        timeout_seconds: the process is killed after this time.
+        timeout_seconds: the process and those that it started are killed after this time.
 
     Returns:
         All values that the process emitted before its end, with ``error``: ``None`` or one line, ``"killed"`` after
@@ -66,17 +68,23 @@ def in_fresh_process(module: str, *arguments: str, room_bytes: int = 0, timeout_
         if group is not None:
             command = ["/bin/sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group.path), *command]
             variables[GROUP_VARIABLE] = str(group.path)
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables)
-        end = time.monotonic() + timeout_seconds
-        while True:
-            try:
-                output, errors = process.communicate(timeout=SAMPLING_SECONDS if group else timeout_seconds)
-                break
-            except subprocess.TimeoutExpired:
-                if group is not None:
-                    group.sample()
-                if time.monotonic() > end:
-                    process.kill()
+        pipe, end, is_late = subprocess.PIPE, time.monotonic() + timeout_seconds, False
+        process = subprocess.Popen(
+            command, stdout=pipe, stderr=pipe, text=True, env=variables, cwd=ROOT, start_new_session=True
+        )
+        try:
+            while True:
+                try:
+                    output, errors = process.communicate(timeout=SAMPLING_SECONDS if group else timeout_seconds)
+                    break
+                except subprocess.TimeoutExpired:
+                    if group is not None:
+                        group.sample()
+                    if is_late := time.monotonic() >= end:
+                        os.killpg(process.pid, signal.SIGKILL)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also the processes that it left
         result: dict[str, Any] = {"error": None}
         for line in output.splitlines():
             if line.startswith("{"):
@@ -86,7 +94,7 @@ def in_fresh_process(module: str, *arguments: str, room_bytes: int = 0, timeout_
         if process.returncode:
             last = "".join(errors.strip().splitlines()[-1:])
             result["error"] = f"process ended with {process.returncode}: {last}"
-            if time.monotonic() > end:
+            if is_late:
                 result["error"] = f"no end after {timeout_seconds:g} s"
             if group is not None and group.kills():
                 result["error"] = "killed"
@@ -99,16 +107,24 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table with a column for each key, in the order in which the keys appear."""
+    head = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [["" if row.get(key) is None else str(row[key]).replace("|", "/") for key in head] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *cells))
+
+
 def machine() -> str:
     """Versions, device and commit, as the first line above a table."""
     import lightning
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
+    commit = ""
+    with suppress(OSError):  # no git
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, lightning {lightning.__version__}"
-    return f"{versions}, {device}, commit {commit.stdout.strip() or 'unknown'}"
+    return f"{versions}, {device}, commit {commit or 'unknown'}"
 
 
 def results_file(name: str) -> Path:
@@ -119,12 +135,16 @@ def results_file(name: str) -> Path:
     return ROOT / "benchmarks" / "results" / folder / f"{name}.json"
 
 
-def report(name: str, table: str, results: dict[str, Any], *, write: bool) -> None:
+def write_results(path: Path, text: str, results: Any) -> None:
+    """Write raw results to ``path``, and a table to the Markdown file of the same name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    path.with_suffix(".md").write_text(text + "\n")
+
+
+def report(name: str, table: str, results: Any, *, write: bool) -> None:
     """Print a table; with ``write``, also write it and the raw results to ``benchmarks/results``."""
     text = f"{machine()}\n\n{table}"
     print(text)
     if write:
-        path = results_file(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(results, indent=1) + "\n")
-        path.with_suffix(".md").write_text(text + "\n")
+        write_results(results_file(name), text, results)

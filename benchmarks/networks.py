@@ -1,8 +1,8 @@
-"""The networks of the benchmarks: small enough for two cores, large enough to fill memory."""
+"""The networks of the benchmarks: small enough for two cores, large enough to fill memory; two real sizes for CUDA."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,7 @@ class ConvNet(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, padding=1)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
-            for _ in range(4)
-        )
+        self.blocks = nn.ModuleList(nn.Sequential(*_convolution(width, width, 3), nn.ReLU()) for _ in range(4))
         self.head = nn.Linear(width, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,18 +63,22 @@ class UNet(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A small encoder that predicts a token at each position."""
+    """An encoder that predicts a token at each position."""
 
-    def __init__(self, width: int = 128, layers: int = 3) -> None:
+    def __init__(self, width: int = 128, layers: int = 3, heads: int = 4, tokens: int = TOKENS) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(TOKENS, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, norm_first=True)
+        self.embedding = nn.Embedding(tokens, width)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, batch_first=True, norm_first=True)
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(width, TOKENS)
+        self.head = nn.Linear(width, tokens)
 
     def forward(self, x: Tensor) -> Tensor:
         scores: Tensor = self.head(self.encoder(self.embedding(x)))
         return scores.transpose(1, 2)
+
+
+GPT2 = partial(Transformer, width=768, layers=12, heads=12, tokens=50_257)
+"""An encoder with the sizes of GPT-2 small. Source: Radford et al. 2019, table 2."""
 
 
 class LSTM(nn.Module):
@@ -124,43 +125,19 @@ class GAN(nn.Module):
         return images
 
 
-class GPT2(nn.Module):
-    """GPT-2 small as ``transformers`` builds it from its config, with random weights; nothing is downloaded."""
+class Residual(nn.Module):
+    """The sum of a body and a shortcut, and a ReLU."""
 
-    def __init__(self) -> None:
+    def __init__(self, body: nn.Module, shortcut: nn.Module) -> None:
         super().__init__()
-        import transformers  # only on CUDA, and not among the package's dependencies
-
-        config: Any = transformers.GPT2Config()
-        self.model: Any = transformers.GPT2LMHeadModel(config)
+        self.body, self.shortcut = body, shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.model(x, use_cache=False).logits
-        return scores.transpose(1, 2)
-
-
-class Bottleneck(nn.Module):
-    """The block of ResNet-50: 1 x 1, 3 x 3 (with the stride, as in torchvision), 1 x 1, and a shortcut."""
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        outputs = 4 * width
-        self.body = nn.Sequential(
-            *_convolution(inputs, width, 1), nn.ReLU(inplace=True),
-            *_convolution(width, width, 3, stride), nn.ReLU(inplace=True),
-            *_convolution(width, outputs, 1),
-        )  # fmt: skip
-        is_same = inputs == outputs and stride == 1
-        self.shortcut = nn.Identity() if is_same else nn.Sequential(*_convolution(inputs, outputs, 1, stride))
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.relu(self.body(x) + self.shortcut(x))
-        return y
+        return functional.relu(self.body(x) + self.shortcut(x), inplace=True)
 
 
 def resnet50(classes: int = 1000) -> nn.Module:
-    """ResNet-50 for 3 x 224 x 224 images.
+    """ResNet-50 for 3 x 224 x 224 images, with the stride in the 3 x 3 convolution, as in torchvision.
 
     Source: He et al. 2015, arXiv 1512.03385, table 1.
     """
@@ -168,8 +145,14 @@ def resnet50(classes: int = 1000) -> nn.Module:
     inputs = 64
     for width, blocks, first_stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
         for block in range(blocks):
-            layers.append(Bottleneck(inputs, width, first_stride if block == 0 else 1))
-            inputs = 4 * width
+            stride, outputs = first_stride if block == 0 else 1, 4 * width
+            narrow = [*_convolution(inputs, width, 1), nn.ReLU(inplace=True)]
+            middle = [*_convolution(width, width, 3, stride), nn.ReLU(inplace=True)]
+            shortcut = _convolution(inputs, outputs, 1, stride) if block == 0 else []
+            layers.append(
+                Residual(nn.Sequential(*narrow, *middle, *_convolution(width, outputs, 1)), nn.Sequential(*shortcut))
+            )
+            inputs = outputs
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
 
 

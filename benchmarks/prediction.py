@@ -20,7 +20,7 @@ from typing import Any
 from lightning.pytorch import seed_everything
 from torch.utils.data import default_collate
 
-from benchmarks.common import emit, in_fresh_process, report, trainer_for
+from benchmarks.common import emit, in_fresh_process, markdown, report, trainer_for
 from benchmarks.ways import Limit
 from benchmarks.workloads import MIB, WORKLOADS, module_for
 from lightning_batchmem import BatchFinder, MemoryProfiler
@@ -28,7 +28,6 @@ from lightning_batchmem import BatchFinder, MemoryProfiler
 NAMES = [name for name, workload in WORKLOADS.items() if workload.collate is default_collate]
 SHARES = (0.5, 0.9)
 STEPS = 20
-HEAD = ("network", "found", "peak MiB", "predictions", "median error", "worst error", "too low")
 
 
 def search(name: str) -> None:
@@ -74,25 +73,29 @@ def errors(found: dict[str, Any]) -> list[float]:
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
     """The results as Markdown, one row per network, and a note for each failed process."""
-    lines, notes = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)], []
-    everything: list[float] = []
+    rows, notes, everything = [], [], list[float]()
     for name, searches in results.items():
         values = [error for found in searches for error in errors(found)]
         everything += values
-        sizes = ", ".join(str(found.get("found", "none")) for found in searches)
-        peaks = [found["measured"].get(str(found.get("found"))) for found in searches]
-        peak = ", ".join("none" if one is None else f"{one / MIB:,.0f}" for one in peaks)
-        lines.append(f"| {name} | {sizes} | {peak} | {_figures(values)} |")
+        sizes = [found.get("found") for found in searches]
+        peaks = [found["measured"].get(str(size)) for found, size in zip(searches, sizes, strict=True)]
+        row = {"network": name, "found": ", ".join(map(str, sizes))}
+        row["peak MiB"] = ", ".join(f"{one / MIB:,.0f}" for one in peaks if one)
+        rows.append(row | summary(values))
         notes += [f"- {name}: {found['error']}" for found in searches if found["error"]]
-    return "\n".join([*lines, f"| all | | | {_figures(everything)} |", *([""] if notes else []), *notes])
+    return "\n".join([markdown([*rows, {"network": "all"} | summary(everything)]), *([""] if notes else []), *notes])
 
 
-def _figures(values: Sequence[float]) -> str:
+def summary(values: Sequence[float]) -> dict[str, str]:
+    """The columns about relative errors."""
     if not values:
-        return "0 | none | none | none"
-    median = statistics.median(abs(value) for value in values)
-    low = sum(value < 0 for value in values) / len(values)
-    return f"{len(values)} | {median:.1%} | {max(values, key=abs):+.1%} | {low:.0%}"
+        return {"predictions": "0"}
+    return {
+        "predictions": str(len(values)),
+        "median error": f"{statistics.median(map(abs, values)):.1%}",
+        "worst error": f"{max(values, key=abs):+.1%}",
+        "too low": f"{sum(value < 0 for value in values) / len(values):.0%}",
+    }
 
 
 def main() -> None:

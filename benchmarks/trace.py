@@ -1,8 +1,9 @@
 """Differences between a training with a finder and the same training with its size hard-coded.
 
-Each way to train (``benchmarks/trace_ways.py``) runs for three epochs in fresh processes; everything in
-:data:`COMPARED` is compared bit by bit. "no finder" is the control: the same hard-coded run twice. All finders have 64
-samples as their largest size, and meet no memory limit.
+Each way to train runs for two epochs, with a finder and then with the size that it found. Weights, optimizers,
+schedules, random states, metrics, the calls of a callback, files and more are compared bit by bit, as in
+``tests/test_contract.py``. "no finder" is the control: the same hard-coded run twice. All finders have 8 samples as
+their largest size, and meet no memory limit.
 
     python -m benchmarks.trace            # a Markdown table of what differs
     python -m benchmarks.trace --write    # also to benchmarks/results
@@ -11,215 +12,143 @@ samples as their largest size, and meet no memory limit.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import inspect
-import os
-import random
+import io
+import logging
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import BatchSizeFinder
-from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from benchmarks.common import emit, in_fresh_process, one_line, report
-from benchmarks.trace_ways import WAYS, Net
+from benchmarks.common import markdown, one_line, report
 from lightning_batchmem import BatchFinder
+from tests.test_contract import CASES, SIZE, Case, Net, Noisy, assert_same, outcome_of
 
-MODULE = "benchmarks.trace"
-CONTROL = "no finder"
-FINDERS = ("BatchFinder", "power", "binsearch", CONTROL)
-LARGEST, START, EPOCHS = 64, 2, 3
-COMPARED = (
-    "weights",
-    "optimizer",
-    "learning rates",
-    "random state",
-    "order of samples",
-    "batches",
-    "metrics",
-    "progress",
-    "train or eval mode",
-    "callback state",
-    "files",
-)
-"""Random state: torch, CUDA, numpy and random at the end. Metrics: of the logger and the Trainer. Files:
-their names."""
+START = 2
+FINDERS = ("BatchFinder", "power", "binsearch", "no finder")
 
 
-def finder_of(name: str) -> Callback | None:
-    """The finder of this name with :data:`LARGEST` as its largest size; ``None`` for the control."""
-    if name == CONTROL:
-        return None
+def plain_data() -> Dataset[Any]:
+    """The samples of the contract without noise."""
+    return TensorDataset(Noisy().x, Noisy().y)
+
+
+class Calm(Net):
+    """The network of the contract without anything random, unless arguments add it."""
+
+    def __init__(
+        self,
+        batch_size: int,
+        optimizer: str = "sgd",
+        between: Callable[[], nn.Module] = nn.ReLU,
+        data: Callable[[], Dataset[Any]] = plain_data,
+        shuffle: bool = False,
+    ) -> None:
+        super().__init__(batch_size, optimizer)
+        self.layers = nn.Sequential(nn.Linear(6, 16), between(), nn.Linear(16, 3))
+        self.data, self.shuffle = data(), shuffle
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.data, batch_size=self.batch_size, shuffle=self.shuffle)
+
+    val_dataloader = train_dataloader
+
+
+def way(trainer: dict[str, Any] | None = None, **module: Any) -> Case:
+    """A way to train with one feature more than SGD."""
+    return Case(partial(Calm, **module), trainer=trainer or {})
+
+
+WAYS = {
+    "SGD with momentum, nothing random": way(),
+    "AdamW": way(optimizer="adamw"),
+    "OneCycleLR over estimated_stepping_batches": way(optimizer="onecycle"),
+    "ReduceLROnPlateau": way(optimizer="plateau"),
+    "BatchNorm": way(between=partial(nn.BatchNorm1d, 16)),
+    "dropout": way(between=nn.Dropout),
+    "shuffled data": way(shuffle=True),
+    "augmentation (torch, numpy, random)": way(data=Noisy),
+    "augmentation, also from a generator in the data set": way(data=partial(Noisy, True)),
+    "gradient accumulation": way({"accumulate_grad_batches": 2}, optimizer="adamw"),
+    "bf16-mixed": way({"precision": "bf16-mixed"}),
+    "validation within the epoch": way({"val_check_interval": 0.5}),
+    "no sanity check": way({"num_sanity_val_steps": 0}),
+    "BatchNorm, dropout, shuffled and augmented data": CASES["sgd_momentum"],
+    "manual optimization, two optimizers": CASES["manual_two_optimizers"],
+    "averaged weights": CASES["weights_averaged_stochastically"],
+}
+
+
+def finder_of(name: str) -> Any:
+    """The finder of this name; ``None`` for the control."""
     if name == "BatchFinder":
-        return BatchFinder(max_batch_size=LARGEST)
+        return BatchFinder(max_batch_size=SIZE)
     has_max = "max_val" in inspect.signature(BatchSizeFinder).parameters  # not in lightning 2.5.0
-    bound: dict[str, Any] = {"max_val": LARGEST} if has_max else {"max_trials": 5}
-    return BatchSizeFinder(mode=name, init_val=START, **bound)
+    bound: dict[str, Any] = {"max_val": SIZE} if has_max else {"max_trials": 2}
+    return None if name == "no finder" else BatchSizeFinder(mode=name, init_val=START, **bound)
 
 
-class Seen(Callback):
-    """Records each batch, and the learning rates after it."""
-
-    def __init__(self) -> None:
-        self.ids: list[list[int]] = []
-        self.batches: list[str] = []
-        self.learning_rates: list[list[float]] = []
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self.ids.append(batch[0].tolist())
-        self.batches.append(digest(list(batch)))
-
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        self.learning_rates.append([group["lr"] for one in trainer.optimizers for group in one.param_groups])
-
-
-def digest(value: Any, hide: str = "") -> str:
-    """A hash of nested containers of tensors, arrays and plain values, with ``hide`` removed from all strings."""
-    if isinstance(value, Tensor):
-        raw = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        text = f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(raw).hexdigest()}"
-    elif isinstance(value, np.ndarray):
-        text = f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
-    elif isinstance(value, Mapping):
-        text = "mapping " + " ".join(f"{digest(key, hide)} {digest(one, hide)}" for key, one in value.items())
-    elif isinstance(value, list | tuple):
-        text = "sequence " + " ".join(digest(one, hide) for one in value)
-    elif isinstance(value, str):
-        text = repr(value.replace(hide, "") if hide else value)
-    elif value is None or isinstance(value, bool | int | float):
-        text = repr(value)
-    else:
-        raise TypeError(f"value must be made of tensors, arrays and plain values, got {type(value).__name__}")
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def run(way_name: str, finder_name: str, batch_size: int) -> dict[str, Any]:
-    """Train in this process; the size found (or ``batch_size``) and the digests."""
-    seed_everything(3, verbose=False)
-    way, finder, seen = WAYS[way_name], finder_of(finder_name), Seen()
-    callbacks = way.callbacks()
-    module = way.module(batch_size)
-    with tempfile.TemporaryDirectory() as directory:
-        trainer = Trainer(
-            accelerator="cuda" if torch.cuda.is_available() else "cpu",
-            devices=1,
-            deterministic=True,
-            max_epochs=EPOCHS,
-            log_every_n_steps=1,
-            default_root_dir=directory,
-            logger=CSVLogger(directory, name="log", version=0),
-            callbacks=[seen, *callbacks, *([finder] if finder else [])],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **{"enable_checkpointing": False, **way.trainer},
-        )
+def compare(name: str, finder_name: str) -> dict[str, Any]:
+    """The size found, and the differences from a run with that size; or the error of the finder."""
+    finder, size = finder_of(finder_name), SIZE
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
         try:
-            trainer.fit(module)
+            searched = outcome_of(Path(folder, "searched"), WAYS[name], START if finder else SIZE, finder)
         except Exception as error:
             if finder is None:
                 raise  # the way itself is broken
             return {"error": one_line(error)}
-        found = {key: digest(value, hide=directory) for key, value in state(trainer, module, seen, callbacks).items()}
-    if isinstance(finder, BatchFinder):
-        assert finder.plan is not None
-        batch_size = finder.plan.batch_size
-    elif isinstance(finder, BatchSizeFinder):
-        assert finder.optimal_batch_size is not None
-        batch_size = finder.optimal_batch_size
-    return {"error": None, "batch_size": batch_size, "digests": found}
+        if finder is not None:
+            size = finder.plan.batch_size if finder_name == "BatchFinder" else finder.optimal_batch_size
+        hard_coded = outcome_of(Path(folder, "hard_coded"), WAYS[name], size, None)
+    return {"batch_size": size, "differs": [key for key in searched if not is_same(searched[key], hard_coded[key])]}
 
 
-def state(trainer: Trainer, module: Net, seen: Seen, callbacks: Sequence[Callback]) -> dict[str, Any]:
-    """The values to compare, at the end of training."""
-    directory = Path(trainer.default_root_dir)
-    numpy_state: Any = np.random.get_state(legacy=False)
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {
-        "weights": [dict(module.named_parameters()), dict(module.named_buffers())],
-        "optimizer": [optimizer.state_dict() for optimizer in trainer.optimizers],
-        "learning rates": seen.learning_rates,
-        "random state": [torch.get_rng_state(), cuda, numpy_state, list(random.getstate())],
-        "order of samples": seen.ids,
-        "batches": seen.batches,
-        "metrics": [(directory / "log/version_0/metrics.csv").read_text(), dict(trainer.callback_metrics)],
-        "progress": [trainer.global_step, trainer.current_epoch, trainer.fit_loop.state_dict()],
-        "train or eval mode": [part.training for part in module.modules()],
-        "callback state": [callback.state_dict() for callback in callbacks],
-        "files": sorted(str(path.relative_to(directory)) for path in directory.rglob("*")),
-    }
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values are equal in every bit."""
+    try:
+        assert_same(one, other, "")
+    except AssertionError:
+        return False
+    return True
 
 
-def differing(searched: dict[str, str], hard_coded: dict[str, str]) -> list[str]:
-    """The names of the differences, in the order of :data:`COMPARED`."""
-    return [name for name in COMPARED if searched[name] != hard_coded[name]]
-
-
-def compare(names: Sequence[str] = tuple(WAYS), finders: Sequence[str] = FINDERS) -> dict[str, Any]:
-    """Way -> finder -> its size and the differences from a run with that size, or its error."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(names, pool.map(lambda name: compare_way(name, finders), names), strict=True))
-
-
-def compare_way(name: str, finders: Sequence[str]) -> dict[str, Any]:
-    """Compare one way: each finder and the hard-coded run of each size found, in fresh processes."""
-    results: dict[str, Any] = {}
-    hard_coded: dict[int, dict[str, str]] = {}
-    for finder in finders:
-        found = in_fresh_process(MODULE, "--run", name, finder, str(LARGEST if finder == CONTROL else START))
-        if found["error"] is None:
-            size = found["batch_size"]
-            if size not in hard_coded:
-                hard_coded[size] = in_fresh_process(MODULE, "--run", name, CONTROL, str(size))["digests"]
-            found["differs"] = differing(found.pop("digests"), hard_coded[size])
-        results[finder] = found
-        print(f"{name}, {finder}: {cell(found)}", file=sys.stderr)
-    return results
-
-
-def cell(found: dict[str, Any]) -> str:
-    """The result of one finder in a few words."""
-    if found["error"] is not None:
-        return "error"
-    return ", ".join(found["differs"]) or "identical"
-
-
-def table(results: dict[str, Any]) -> str:
+def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
     """The results as Markdown: the differences of each finder, then the errors as notes."""
-    finders = list(dict.fromkeys(finder for by_finder in results.values() for finder in by_finder))
-    lines = ["| way to train | " + " | ".join(finders) + " |", "|" + "---|" * (len(finders) + 1)]
-    errors = []
+    rows, notes, counts = [], [], dict.fromkeys(FINDERS, 0)
     for name, by_finder in results.items():
-        lines.append(f"| {name} | " + " | ".join(cell(by_finder[finder]) for finder in finders) + " |")
-        errors += [f"- {name}, {finder}: {found['error']}" for finder, found in by_finder.items() if found["error"]]
-    counts = [sum(cell(found[finder]) == "identical" for found in results.values()) for finder in finders]
-    lines.append("| all | " + " | ".join(f"{count} of {len(results)} identical" for count in counts) + " |")
-    return "\n".join([*lines, *([""] if errors else []), *errors])
+        row = {"way to train": name}
+        for finder, found in by_finder.items():
+            row[finder] = "error" if "error" in found else ", ".join(found["differs"]) or "identical"
+            counts[finder] += row[finder] == "identical"
+            notes += [f"- {name}, {finder}: {found['error']}"] if "error" in found else []
+        rows.append(row)
+    total = {"way to train": "all"} | {name: f"{count} of {len(results)} identical" for name, count in counts.items()}
+    return "\n".join([markdown([*rows, total]), *([""] if notes else []), *notes])
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", nargs=3, metavar=("WAY", "FINDER", "SIZE"), help="(internal) train in this process")
     parser.add_argument("--only", nargs="*", default=list(WAYS), choices=WAYS, metavar="WAY", help="these ways only")
     parser.add_argument("--write", action="store_true", help="write to benchmarks/results")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
-    if arguments.run:
-        name, finder, size = arguments.run
-        emit(**run(name, finder, int(size)))
-    else:
-        results = compare(arguments.only)
-        head = f"Sizes bounded by {LARGEST}, {EPOCHS} epochs"
-        report("trace", f"{head}\n\n{table(results)}", results, write=arguments.write)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    results: dict[str, dict[str, dict[str, Any]]] = {}
+    for name in arguments.only:
+        results[name] = {finder: compare(name, finder) for finder in FINDERS}
+        print(f"{name}: {results[name]}", file=sys.stderr, flush=True)
+    report("trace", f"Sizes bounded by {SIZE}, 2 epochs\n\n{table(results)}", results, write=arguments.write)
 
 
 if __name__ == "__main__":

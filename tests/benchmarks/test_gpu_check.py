@@ -1,10 +1,33 @@
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
 import pytest
 import torch
+from torch import nn
 
-from benchmarks import gpu_check
-from benchmarks.gpu_search import largest_trained
+from benchmarks import common, gpu_check, gpu_parts, overhead
+from lightning_batchmem import BatchFinder
+from lightning_batchmem.devices.base import MemoryStats
+from tests.simulated_cuda import networks, trace
+
+Cases = Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a part sends to the parent process."""
+    values: dict[str, Any] = {}
+    monkeypatch.setattr(gpu_check, "emit", lambda **sent: values.update(sent))
+    return values
 
 
 def test_without_a_cuda_device_one_sentence_and_status_2(
@@ -15,20 +38,178 @@ def test_without_a_cuda_device_one_sentence_and_status_2(
     assert capsys.readouterr() == ("", "gpu_check needs a CUDA device, and torch finds none.\n")
 
 
-def test_the_failure_of_a_part_is_a_row_after_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing() -> gpu_check.Rows:
-        yield {"size": 8}
+def test_the_failure_of_a_case_is_a_row_between_the_others(
+    monkeypatch: pytest.MonkeyPatch, sent: dict[str, Any]
+) -> None:
+    def failing() -> dict[str, Any]:
         raise RuntimeError("no device\nmore")
 
-    sent: list[object] = []
-    monkeypatch.setitem(gpu_check.PARTS, "sync", (failing, 1.0))
-    monkeypatch.setattr(gpu_check, "emit", lambda **values: sent.append(values))
+    def cases() -> Cases:
+        yield {"size": 8}, lambda: {"peak": 1}
+        yield {"size": 16}, failing
+        yield {"size": 32}, lambda: {"peak": 2}
+
+    monkeypatch.setattr(gpu_parts, "sync", cases)
     gpu_check.run_part("sync")
-    assert sent[-1] == {"rows": [{"size": 8}, {"error": "RuntimeError: no device"}]}
+    assert "no device\nmore" in sent["rows"][1].pop("log")
+    assert sent["rows"] == [{"size": 8, "peak": 1}, {"size": 16, "error": "RuntimeError: no device"},
+                            {"size": 32, "peak": 2}]  # fmt: skip
+
+
+def test_files_are_written_after_each_part_whatever_happens_in_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "nvidia-test" / "gpu_check.json"
+    found: dict[str, dict[str, Any]] = {
+        "tests": {"error": "process ended with 1: no module", "path": str(tmp_path / "nvidia-test/gpu_check.json")},
+        "search": {"error": "no end after 170 s", "rows": [{"size": 1}], "running": {"size": 2}, "head": "a device"},
+    }
+
+    def in_fresh_process(module: str, *arguments: str, timeout_seconds: float) -> dict[str, Any]:
+        if arguments[1] == "simulator":
+            assert set(json.loads(path.read_text())) == {"tests", "search"}
+        return found.get(arguments[1], {"error": None, "rows": [{"a": 1, "log": "long"}]})
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check, "in_fresh_process", in_fresh_process)
+    assert gpu_check.main([]) == 1
+    assert json.loads(path.read_text())["search"] == [{"size": 1}, {"size": 2, "error": "no end after 170 s"}]
+    text = path.with_suffix(".md").read_text()
+    assert text.startswith(
+        "a device\n\n## tests\n\n| error |\n| --- |\n| process ended with 1: no module |\n\n## search"
+    )
+    assert "long" not in text
+    assert text in capsys.readouterr().out + "\n"
+
+
+def test_the_parts_take_less_than_ten_minutes() -> None:
+    assert sum(gpu_check.PARTS.values()) <= 550
+    assert len(gpu_parts.ALLOCATORS) * 45 < gpu_check.PARTS["tests"]
+
+
+def test_a_process_that_is_late_is_killed_with_those_that_it_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "late.py").write_text(
+        "import json, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(json.dumps({'child': child.pid}), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = common.in_fresh_process("late", timeout_seconds=2)
+    assert found["error"] == "no end after 2 s"
+    for _ in range(100):  # a killed process ends at its next time slice
+        if not psutil.pid_exists(found["child"]) or psutil.Process(found["child"]).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.1)
+    pytest.fail("the child is still running")
+
+
+class FakeMemory:
+    """CudaMemory without a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def counters(self) -> dict[str, int]:
+        return {"num_ooms": 1}
+
+    def release_cached(self) -> None:
+        pass
+
+    def reset_peak(self) -> None:
+        pass
+
+    def peak(self) -> MemoryStats:
+        return MemoryStats(2**20, 2**21)
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, Any]]:
+    """The parts on the CPU, with a small network: every line but those of CUDA runs."""
+    fractions: list[tuple[float, Any]] = []
+    name = gpu_parts.SEARCHED[-1]
+    batch = partial(networks._batch, (8,), (8,), networks._FLOATS)
+    network = networks.Network(name, partial(nn.Linear, 8, 8), torch.optim.Adam, batch, nn.functional.mse_loss)
+    monkeypatch.setattr(networks, "NETWORKS", (network, network._replace(name="ResNet-18 SGD")))
+    monkeypatch.setattr(trace, "NETWORKS", networks.NETWORKS)
+    trace.trace_of.cache_clear()
+    monkeypatch.setattr(gpu_parts, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(gpu_parts, "SEARCHED", (name,))
+    monkeypatch.setattr(gpu_parts, "CudaMemory", FakeMemory)
+    monkeypatch.setattr(gpu_parts, "BatchFinder", lambda: BatchFinder(max_batch_size=4))
+    monkeypatch.setattr(gpu_parts, "trains", lambda network, size: size <= 5)
+    monkeypatch.setattr(torch, "compile", lambda module, **arguments: module)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * 10**9, 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *one: fractions.append(one))
+    monkeypatch.setattr(overhead, "STEPS_BY_INTERVAL", {1: 3})
+    monkeypatch.setattr(overhead, "WARM_UP_STEPS", 1)
+    monkeypatch.setattr(overhead, "run", lambda accelerator, *rest, run=overhead.run: run("cpu", *rest))
+    yield fractions
+    trace.trace_of.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", [part for part in gpu_check.PARTS if part != "tests"])
+def test_each_part_on_the_host_with_cuda_replaced(
+    part: str, sent: dict[str, Any], no_device: list[tuple[float, Any]]
+) -> None:
+    gpu_check.run_part(part)
+    rows = json.loads(json.dumps(sent["rows"]))
+    assert [row.get("log") for row in rows] == [None] * len(rows)
+    if part == "search":
+        assert rows[0].items() >= {"limit GB": 8, "found": 4, "verified": True, "bisection": 5, "share": 0.8}.items()
+        assert rows[0].items() >= {"out of memory in search": 0, "in training": 0}.items()
+        assert rows[1]["note"] == "not run: 10.0 GB are free"
+        assert [fraction for fraction, _ in no_device] == [0.1, 1.0, 0.1, 1.0]
+    if part == "compile":
+        assert [(row["mode"], row["found"]) for row in rows] == [("default", 4), ("reduce-overhead", 4)]
+    if part == "simulator":
+        assert (rows[0]["reserved MiB"], rows[0]["requested MiB"], len(rows)) == (2.0, None, 8)
+        assert rows[0].keys() >= {"requested simulated MiB", "allocated simulated MiB", "allocated MiB"}
+    if part == "overhead":
+        assert rows[0]["MemoryProfiler us"] > 0
+    if part == "sync":
+        assert rows == [
+            {"callback": "none", "synchronizations": 0},
+            {"callback": "MemoryProfiler", "synchronizations": 0},
+        ]
+
+
+def test_a_synchronization_in_the_package_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, no_device: list[tuple[float, Any]]
+) -> None:
+    import warnings
+
+    def fit(module: Any) -> None:
+        warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, "/x/lightning/y.py", 1)
+        warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, "/x/lightning_batchmem/y.py", 7)
+
+    monkeypatch.setattr(gpu_parts, "trainer_for", lambda *a, **k: type("T", (), {"fit": staticmethod(fit)}))
+    assert gpu_parts.synchronizations([]) == {"synchronizations": 2, "error": "in /x/lightning_batchmem/y.py:7"}
+
+
+@pytest.mark.parametrize("allocator", gpu_parts.ALLOCATORS)
+def test_a_run_of_pytest_is_one_row(allocator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = (
+        "import os; print('FAILED tests/gpu/test_a.py::test_b[1 2] - assert 3 == 4'); "
+        "print(os.environ.get('PYTORCH_CUDA_ALLOC_CONF', 'default')); "
+        "print('1 failed, 12 passed, 2 skipped, 1 error in 3.10s'); raise SystemExit(1)"
+    )
+    popen = subprocess.Popen
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **rest: popen([sys.executable, "-c", script], **rest))
+    row = gpu_parts.tested(allocator)
+    assert (row["failed"], row["passed"], row["skipped"]) == (1, 12, 2)
+    assert row["error"] == "test_b[1 2] - assert 3 == 4"
+    assert f"\n{allocator}\n" in row["log"]
 
 
 @pytest.mark.parametrize("largest", [0, 1, 7, 90, 130, 1000])
 def test_the_largest_size_that_trains_is_found_from_any_start(largest: int) -> None:
     for start in (1, 100):
-        found = largest_trained(lambda size: size <= largest, start)
+        found = gpu_parts.largest_trained(lambda size: size <= largest, start)
         assert 0.97 * largest <= found <= largest

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -77,33 +75,17 @@ def test_an_enforced_limit_fails_above_it_and_is_lifted_afterwards(
 ) -> None:
     if previous_mib is not None:
         limit_to(previous_mib * MIB)
+    is_expandable = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     previous = torch.cuda.get_per_process_memory_fraction(device)
     held_bytes = device_memory.current().reserved_bytes or 0
     with device_memory.limit_enforced(held_bytes + 256 * MIB) as is_enforced:
-        settings = torch.cuda.memory._snapshot()["allocator_settings"] if is_enforced else {}
-        if not is_enforced:
-            pytest.skip("this allocator configuration does not enforce limits")
-        assert not settings["expandable_segments"]
+        assert is_enforced == (torch.cuda.get_allocator_backend() == "native" and not is_expandable)
         block(128, device)
-        with pytest.raises(torch.cuda.OutOfMemoryError) as caught:
+        with pytest.raises(torch.cuda.OutOfMemoryError) if is_enforced else nullcontext() as caught:
             block(512, device)
-        assert is_out_of_memory(caught.value)
+    assert caught is None or is_out_of_memory(caught.value)
     assert torch.cuda.get_per_process_memory_fraction(device) == pytest.approx(previous, abs=1e-6)
     block(512, device)
-
-
-def test_an_allocator_that_cannot_enforce_a_limit_is_left_unchanged() -> None:
-    script = """if True:
-        import torch
-        from lightning_batchmem.devices.cuda import CudaMemory
-        device = torch.device("cuda:0")
-        with CudaMemory(device).limit_enforced(64 << 20) as is_enforced:
-            assert not is_enforced
-            torch.empty(256 << 20, dtype=torch.uint8, device=device)
-    """
-    for setting in ("expandable_segments:True", "backend:cudaMallocAsync"):
-        environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": setting}
-        subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], env=environment, check=True)
 
 
 def test_no_reading_waits_for_the_device(device_memory: CudaMemory, device: torch.device) -> None:

@@ -1,0 +1,284 @@
+"""The parts of ``benchmarks.gpu_check``: each yields cases, a row's first columns and a function for the others."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from benchmarks import overhead as hooks
+from benchmarks.common import ROOT, one_line, trainer_for
+from lightning_batchmem import BatchFinder, MemoryProfiler
+from lightning_batchmem.devices.cuda import CudaMemory
+from lightning_batchmem.devices.out_of_memory import is_out_of_memory
+
+Row = dict[str, Any]
+Cases = Iterator[tuple[Row, Callable[[], Row]]]
+
+MIB, GB = 2**20, 10**9
+DEVICE = torch.device("cuda", 0)
+ALLOCATORS = ("default", "expandable_segments:True", "backend:cudaMallocAsync", "max_split_size_mb:128")
+LIMITS_GB = (8, 24)
+"""As in ``benchmarks/results/simulated_cuda.md``; at 80 GB a step of some networks takes seconds."""
+
+SEARCHED = ("GPT 12x768 AdamW bf16", "U-Net 256 AdamW", "ResNet-18 SGD", "MLP 8x4096 Adam")
+
+
+def tests() -> Cases:
+    """``tests/gpu`` with each configuration of the allocator."""
+    for allocator in ALLOCATORS:
+        yield {"allocator": allocator}, functools.partial(tested, allocator)
+
+
+def tested(allocator: str) -> Row:
+    """Run pytest; the JSON file has its output if something failed."""
+    # Not the newer PYTORCH_ALLOC_CONF, which torch 2.5 does not know and 2.9 ignores. torch 2.8 to 2.11 warn of the
+    # older name, and other machines have other warnings: they are no errors here.
+    variables = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    if allocator != "default":
+        variables["PYTORCH_CUDA_ALLOC_CONF"] = allocator
+    options = ["-q", "-p", "no:cacheprovider", "-W", "default", "-o", "addopts=", "--import-mode=importlib"]
+    begin = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", *options, "-o", "timeout=30", "tests/gpu"],
+        cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        output, status = process.communicate(timeout=45)[0], ""
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, status = process.communicate()[0], "no end after 45 s; "
+    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", "".join(output.splitlines()[-1:]))
+    row: Row = {kind: int(count) for count, kind in counts} | {"seconds": round(time.monotonic() - begin, 1)}
+    if "error" in row or process.returncode:
+        failed = re.findall(r"^(?:FAILED|ERROR) \S*?::(.+)", output, re.MULTILINE)
+        row["error"] = status + ("; ".join(failed) or f"pytest ended with {process.returncode}")
+        row["log"] = output[-20_000:]
+    return row
+
+
+def network_of(name: str) -> Any:
+    """One of the simulated networks."""
+    from tests.simulated_cuda.networks import NETWORKS  # here, so that the other parts do without
+
+    return next(network for network in NETWORKS if network.name == name)
+
+
+def batch_on(device: torch.device, network: Any, size: int) -> list[Tensor]:
+    """Inputs and targets of zeros."""
+    return [torch.zeros(one.shape, dtype=one.dtype, device=device) for one in network.batch(size)]
+
+
+def steps(network: Any, size: int, count: int) -> Iterator[None]:
+    """Train without Lightning, on the device; the memory of the last step is released at the end."""
+    with DEVICE:
+        module = network.module()
+    optimizer = network.optimizer(module.parameters())
+    for _ in range(count):
+        inputs, target = batch_on(DEVICE, network, size)
+        loss = network.criterion(module(inputs), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        del inputs, target, loss
+        yield
+
+
+class Trained(LightningModule):
+    """One of the simulated networks; its batches are made on the device, so that loading takes no time.
+
+    Args:
+        name: the network.
+        compiled: arguments of ``torch.compile``; ``None``: not compiled.
+    """
+
+    def __init__(self, name: str, compiled: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.network, self.batch_size = network_of(name), 2
+        self.module = self.network.module()
+        self.run = self.module if compiled is None else torch.compile(self.module, **compiled)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, target = batch_on(self.device, self.network, len(batch))
+        loss: Tensor = self.network.criterion(self.run(inputs), target)
+        return loss
+
+    def configure_optimizers(self) -> Optimizer:
+        optimizer: Optimizer = self.network.optimizer(self.module.parameters())
+        return optimizer
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(range(2_000_000), batch_size=self.batch_size)  # type: ignore[arg-type]  # a sequence
+
+
+@contextmanager
+def limited(limit_bytes: int) -> Iterator[None]:
+    """Limit the memory of this process, and start and end without cached memory."""
+    CudaMemory(DEVICE).release_cached()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / torch.cuda.mem_get_info(DEVICE)[1]), DEVICE)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+        CudaMemory(DEVICE).release_cached()
+
+
+def search() -> Cases:
+    """A search and 40 steps, and the largest size that trains a few steps; the smaller limit first."""
+    torch.set_float32_matmul_precision("high")  # for the time budget
+    for limit_gb in LIMITS_GB:
+        for name in SEARCHED:
+            yield {"network": name, "limit GB": limit_gb}, functools.partial(compared, name, limit_gb * GB)
+
+
+def compared(name: str, limit_bytes: int) -> Row:
+    """A search and training, and the largest size that trains."""
+    free_bytes = torch.cuda.mem_get_info(DEVICE)[0]
+    if free_bytes < limit_bytes:
+        return {"note": f"not run: {free_bytes / GB:.1f} GB are free"}
+    row = searched(Trained(name), 40, limit_bytes)
+    if row.get("found"):
+        with limited(limit_bytes):
+            largest = largest_trained(functools.partial(trains, network_of(name)), row["found"])
+        row |= {"bisection": largest, "share": round(row["found"] / largest, 3) if largest else None}
+    return row
+
+
+def compile() -> Cases:  # noqa: A001 - the name of the part
+    """A search and 30 steps with compiled modules."""
+    torch.set_float32_matmul_precision("high")
+    for mode in ("default", "reduce-overhead"):
+        yield {"mode": mode}, functools.partial(compiled, mode)
+
+
+def compiled(mode: str) -> Row:
+    """A search and training with one mode of ``torch.compile``."""
+    return searched(Trained("MLP 8x4096 Adam", {"mode": mode}), 30, LIMITS_GB[0] * GB)
+
+
+def searched(module: Trained, count: int, limit_bytes: int) -> Row:
+    """The result of one search and of a training of ``count`` steps after it, with the allocator's events in both."""
+
+    def read(*_: Any) -> None:
+        counters = CudaMemory(DEVICE).counters()
+        readings.append((time.monotonic(), counters.get("num_ooms", 0), counters.get("num_alloc_retries", 0)))
+
+    finder, row, readings = BatchFinder(), Row(), list[tuple[float, int, int]]()
+    with limited(limit_bytes):
+        read()
+        try:  # training starts after the search
+            trainer_for([finder, LambdaCallback(on_train_start=read)], count).fit(module)
+        except Exception as error:  # noqa: BLE001 - a failure is a result, and what was found is another
+            row["error"] = one_line(error)
+        read()
+    begin, start, end = readings[0], readings[1], readings[-1]
+    row |= {"search s": round(start[0] - begin[0], 1), "out of memory in search": start[1] - begin[1]}
+    row |= {"in training": end[1] - start[1], "retries in training": end[2] - start[2]}
+    if (plan := finder.plan) is not None:
+        row = {"found": plan.batch_size, "limited by": plan.limited_by, "verified": plan.verified, **row}
+        row["tried"] = " ".join(f"{trial.batch_size}{trial.kind[0]}" for trial in plan.trials)
+    return row
+
+
+def trains(network: Any, size: int) -> bool:
+    """Whether 6 steps at ``size`` complete without an out-of-memory error."""
+    try:
+        for _ in steps(network, size, 6):
+            pass
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        CudaMemory(DEVICE).release_cached()
+    return True
+
+
+def largest_trained(trains_at: Callable[[int], bool], start: int) -> int:
+    """The largest size that trains, to 2 % or one sample; searched from ``start``."""
+    low, high = (start, 0) if trains_at(start) else (0, start)
+    while not high:
+        larger = max(low + 1, low * 5 // 4)
+        low, high = (larger, 0) if trains_at(larger) else (low, larger)
+    while high - low > max(1, low // 50):
+        middle = (low + high) // 2 if low else max(1, high * 3 // 4)
+        low, high = (middle, high) if trains_at(middle) else (low, middle)
+    return low
+
+
+def simulator() -> Cases:
+    """Peaks of the second step and of a later one, simulated and on the device."""
+    for size in (8, 32, 64, 128):
+        for step in (2, 5):
+            yield {"network": "ResNet-18 SGD", "size": size, "step": step}, functools.partial(peaks, size, step)
+
+
+def peaks(size: int, step: int) -> Row:
+    """The peak of the last of ``step`` steps."""
+    from tests.simulated_cuda.device import SimulatedCuda
+    from tests.simulated_cuda.trace import trace_of
+
+    name, memory = "ResNet-18 SGD", CudaMemory(DEVICE)
+    simulated = SimulatedCuda(trace_of(name), torch.cuda.mem_get_info(DEVICE)[1])
+    simulated.load_model()
+    memory.release_cached()
+    memory.reset_peak()
+    for _ in steps(network_of(name), size, step):
+        simulated.reset_peak()
+        simulated.train_step(size)
+        found, expected = memory.peak(), simulated.peak()
+        memory.reset_peak()
+    row: Row = {}
+    for key in ("requested_bytes", "allocated_bytes", "reserved_bytes"):
+        size_bytes, kind = getattr(found, key), key.removesuffix("_bytes")
+        row[f"{kind} simulated MiB"] = round(getattr(expected, key) / MIB, 1)
+        row[f"{kind} MiB"] = None if size_bytes is None else round(size_bytes / MIB, 1)
+    return row
+
+
+def overhead() -> Cases:
+    """Mean time per step inside the hooks of monitoring callbacks."""
+    for interval in hooks.STEPS_BY_INTERVAL:
+        yield {"log_every_n_steps": interval}, functools.partial(hook_times, interval)
+
+
+def hook_times(interval: int) -> Row:
+    """Microseconds of each callback."""
+    return {f"{name} us": round(1e6 * mean, 1) for name, mean in hooks.run("gpu", interval, 0)["mean"].items()}
+
+
+def sync() -> Cases:
+    """Operations that wait for the device in 30 steps, which torch warns of, without and with MemoryProfiler."""
+    yield {"callback": "none"}, functools.partial(synchronizations, [])
+    yield {"callback": "MemoryProfiler"}, lambda: synchronizations([MemoryProfiler()])
+
+
+def synchronizations(callbacks: Sequence[Callback]) -> Row:
+    """Their number, and those in this package."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = trainer_for(callbacks, 30, logger=CSVLogger(folder), log_every_n_steps=1)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            trainer.fit(hooks.Small(30))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    places = [f"{one.filename}:{one.lineno}" for one in caught if "synchroniz" in str(one.message)]
+    ours = {place for place in places if "/lightning_batchmem/" in place}
+    return {"synchronizations": len(places)} | ({"error": f"in {', '.join(sorted(ours))}"} if ours else {})
