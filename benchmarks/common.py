@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -64,36 +65,41 @@ def in_fresh_process(module: str, *arguments: str, room_bytes: int = 0, timeout_
     command = [sys.executable, "-m", module, *arguments]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {**os.environ, CHILD_VARIABLE: "1", "PYTHONPATH": os.pathsep.join(paths)}
-    with memory_group(room_bytes) as group:
+    # files, since a process that outlives its parent would keep a pipe open
+    with memory_group(room_bytes) as group, TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
         if group is not None:
             command = ["/bin/sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group.path), *command]
             variables[GROUP_VARIABLE] = str(group.path)
-        pipe, end, is_late = subprocess.PIPE, time.monotonic() + timeout_seconds, False
-        process = subprocess.Popen(
-            command, stdout=pipe, stderr=pipe, text=True, env=variables, cwd=ROOT, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=output, stderr=errors, env=variables, start_new_session=True)
+        end = time.monotonic() + timeout_seconds
         try:
-            while True:
-                try:
-                    output, errors = process.communicate(timeout=SAMPLING_SECONDS if group else timeout_seconds)
-                    break
-                except subprocess.TimeoutExpired:
-                    if group is not None:
-                        group.sample()
-                    if is_late := time.monotonic() >= end:
-                        os.killpg(process.pid, signal.SIGKILL)
+            while process.poll() is None and time.monotonic() < end:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=SAMPLING_SECONDS)
+                if group is not None:
+                    group.sample()
         finally:
+            is_late = process.poll() is None
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # also the processes that it left
+            process.wait()
+            while group is not None and (pids := (group.path / "cgroup.procs").read_text().split()):
+                for pid in pids:  # a group with processes cannot be removed
+                    with suppress(ProcessLookupError):
+                        os.kill(int(pid), signal.SIGKILL)
+                time.sleep(SAMPLING_SECONDS)
+        output.seek(0)
+        errors.seek(0)
         result: dict[str, Any] = {"error": None}
-        for line in output.splitlines():
+        for line in output:
             if line.startswith("{"):
                 result.update(json.loads(line))
         if group is not None:
             result.update(group.peaks())
         if process.returncode:
-            last = "".join(errors.strip().splitlines()[-1:])
-            result["error"] = f"process ended with {process.returncode}: {last}"
+            result["error"] = (
+                f"process ended with {process.returncode}: {''.join(errors.read().strip().splitlines()[-1:])}"
+            )
             if is_late:
                 result["error"] = f"no end after {timeout_seconds:g} s"
             if group is not None and group.kills():

@@ -51,24 +51,26 @@ def tested(allocator: str) -> Row:
     # Not the newer PYTORCH_ALLOC_CONF, which torch 2.5 does not know and 2.9 ignores. torch 2.8 to 2.11 warn of the
     # older name, and other machines have other warnings: they are no errors here.
     variables = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    variables["COLUMNS"] = "300"  # for the reasons in pytest's summary
     if allocator != "default":
         variables["PYTORCH_CUDA_ALLOC_CONF"] = allocator
     options = ["-q", "-p", "no:cacheprovider", "-W", "default", "-o", "addopts=", "--import-mode=importlib"]
-    begin = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options, "-o", "timeout=30", "tests/gpu"],
-        cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    try:
-        output, status = process.communicate(timeout=45)[0], ""
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, status = process.communicate()[0], "no end after 45 s; "
+    command = [sys.executable, "-m", "pytest", *options, "-o", "timeout=30", "tests/gpu"]
+    begin, status, code = time.monotonic(), "", 1
+    with tempfile.TemporaryFile("w+") as file:
+        try:
+            code = subprocess.run(
+                command, cwd=ROOT, env=variables, stdout=file, stderr=subprocess.STDOUT, timeout=60
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = "no end after 60 s; "
+        file.seek(0)
+        output = file.read()
     counts = re.findall(r"(\d+) (passed|failed|skipped|error)", "".join(output.splitlines()[-1:]))
     row: Row = {kind: int(count) for count, kind in counts} | {"seconds": round(time.monotonic() - begin, 1)}
-    if "error" in row or process.returncode:
+    if code:
         failed = re.findall(r"^(?:FAILED|ERROR) \S*?::(.+)", output, re.MULTILINE)
-        row["error"] = status + ("; ".join(failed) or f"pytest ended with {process.returncode}")
+        row["error"] = status + ("; ".join(dict.fromkeys(failed)) or f"pytest ended with {code}")
         row["log"] = output[-20_000:]
     return row
 

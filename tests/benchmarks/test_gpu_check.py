@@ -68,12 +68,13 @@ def test_files_are_written_after_each_part_whatever_happens_in_it(
     def in_fresh_process(module: str, *arguments: str, timeout_seconds: float) -> dict[str, Any]:
         if arguments[1] == "simulator":
             assert set(json.loads(path.read_text())) == {"tests", "search"}
-        return found.get(arguments[1], {"error": None, "rows": [{"a": 1, "log": "long"}]})
+        return found.get(arguments[1], {"error": "late", "is_complete": True, "rows": [{"a": 1, "log": "long"}]})
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_check, "in_fresh_process", in_fresh_process)
     assert gpu_check.main([]) == 1
     assert json.loads(path.read_text())["search"] == [{"size": 1}, {"size": 2, "error": "no end after 170 s"}]
+    assert json.loads(path.read_text())["sync"] == [{"a": 1, "log": "long"}]
     text = path.with_suffix(".md").read_text()
     assert text.startswith(
         "a device\n\n## tests\n\n| error |\n| --- |\n| process ended with 1: no module |\n\n## search"
@@ -84,7 +85,6 @@ def test_files_are_written_after_each_part_whatever_happens_in_it(
 
 def test_the_parts_take_less_than_ten_minutes() -> None:
     assert sum(gpu_check.PARTS.values()) <= 550
-    assert len(gpu_parts.ALLOCATORS) * 45 < gpu_check.PARTS["tests"]
 
 
 def test_a_process_that_is_late_is_killed_with_those_that_it_started(
@@ -195,7 +195,7 @@ def test_a_synchronization_in_the_package_is_an_error(
 @pytest.mark.parametrize("allocator", gpu_parts.ALLOCATORS)
 def test_a_run_of_pytest_is_one_row(allocator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
-        "import os; print('FAILED tests/gpu/test_a.py::test_b[1 2] - assert 3 == 4'); "
+        "import os; print(2 * 'FAILED tests/gpu/test_a.py::test_b[1 2] - assert 3 == 4\\n'); "
         "print(os.environ.get('PYTORCH_CUDA_ALLOC_CONF', 'default')); "
         "print('1 failed, 12 passed, 2 skipped, 1 error in 3.10s'); raise SystemExit(1)"
     )
