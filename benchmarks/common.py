@@ -70,6 +70,7 @@ def in_fresh_process(module: str, *arguments: str, room_bytes: int = 0, timeout_
         if group is not None:
             command = ["/bin/sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group.path), *command]
             variables[GROUP_VARIABLE] = str(group.path)
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the new process ends with this one
         process = subprocess.Popen(command, stdout=output, stderr=errors, env=variables, start_new_session=True)
         end = time.monotonic() + timeout_seconds
         try:
@@ -79,6 +80,7 @@ def in_fresh_process(module: str, *arguments: str, room_bytes: int = 0, timeout_
                 if group is not None:
                     group.sample()
         finally:
+            signal.signal(signal.SIGTERM, before)
             is_late = process.poll() is None
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # also the processes that it left

@@ -71,19 +71,16 @@ def errors(found: dict[str, Any]) -> list[float]:
     return [predicted[size] / measured[size] - 1 for size in predicted if predicted[size] and measured[size]]
 
 
-def table(results: dict[str, list[dict[str, Any]]]) -> str:
+def table(results: dict[str, dict[str, Any]]) -> str:
     """The results as Markdown, one row per network, and a note for each failed process."""
-    rows, notes, everything = [], [], list[float]()
-    for name, searches in results.items():
-        values = [error for found in searches for error in errors(found)]
-        everything += values
-        sizes = [found.get("found") for found in searches]
-        peaks = [found["measured"].get(str(size)) for found, size in zip(searches, sizes, strict=True)]
-        row = {"network": name, "found": ", ".join(map(str, sizes))}
-        row["peak MiB"] = ", ".join(f"{one / MIB:,.0f}" for one in peaks if one)
-        rows.append(row | summary(values))
-        notes += [f"- {name}: {found['error']}" for found in searches if found["error"]]
-    return "\n".join([markdown([*rows, {"network": "all"} | summary(everything)]), *([""] if notes else []), *notes])
+    rows = list[dict[str, Any]]()
+    for name, found in results.items():
+        peak_bytes = found["measured"].get(str(found.get("found")))
+        row = {"network": name, "found": found.get("found"), "peak MiB": peak_bytes and f"{peak_bytes / MIB:,.0f}"}
+        rows.append(row | summary(errors(found)))
+    rows.append({"network": "all"} | summary([error for found in results.values() for error in errors(found)]))
+    notes = [f"- {name}: {found['error']}" for name, found in results.items() if found["error"]]
+    return "\n".join([markdown(rows), *([""] if notes else []), *notes])
 
 
 def summary(values: Sequence[float]) -> dict[str, str]:
@@ -104,7 +101,6 @@ def main() -> None:
     parser.add_argument("--search", metavar="NAME", help=argparse.SUPPRESS)
     parser.add_argument("--train", nargs=2, metavar=("NAME", "SIZE"), help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="+", default=NAMES, choices=NAMES, help="these networks only")
-    parser.add_argument("--repeats", type=int, default=1, help="searches of each network; default: 1")
     parser.add_argument("--write", action="store_true", help="write to benchmarks/results")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -114,7 +110,7 @@ def main() -> None:
     elif arguments.train:
         train(arguments.train[0], int(arguments.train[1]))
     else:
-        results = {name: [measure(name) for _ in range(arguments.repeats)] for name in arguments.only}
+        results = {name: measure(name) for name in arguments.only}
         report("prediction", table(results), results, write=arguments.write)
 
 
