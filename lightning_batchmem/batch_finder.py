@@ -31,8 +31,7 @@ from lightning_batchmem.apply.training import (
     current_state,
     record_training_setup,
 )
-from lightning_batchmem.devices import device_memory_for, device_name
-from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices import DeviceMemory, device_memory_for, device_name
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.measure.limits import memory_limit_bytes
 from lightning_batchmem.measure.peaks import RequestedBytes

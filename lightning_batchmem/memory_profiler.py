@@ -11,14 +11,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 from torch import Tensor
 
-from lightning_batchmem._lightning.trainer_state import is_fast_dev_run, logging_step, logs_at_all
+from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run, logging_step, logs_at_all
 from lightning_batchmem.devices import device_memory_for, timer_for
 from lightning_batchmem.devices.cuda import OomSnapshot
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.measure.recorder import StepRecorder
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.report.reporter import StepReporter
-from lightning_batchmem.report.step_csv import NAME, StepCsv
+from lightning_batchmem.report.step_csv import NAME, StepCsv, make_log_dir
 from lightning_batchmem.report.tables import Summary, out_of_memory_text, show_summary
 
 
@@ -84,7 +84,6 @@ class MemoryProfiler(Callback):
         self._has_snapshot = snapshot == "on_oom"
         self._snapshot: OomSnapshot | None = None
         self._log_dir: Path | None = None
-        self._new_csv: StepCsv | None = None  # between setup and the start of the run
         self._csv_path: Path | None = None
         self._recorder: StepRecorder | None = None
         self._reporter: StepReporter | None = None
@@ -106,16 +105,16 @@ class MemoryProfiler(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out open files, because a loader that spawns workers may pickle the Trainer."""
-        return {**self.__dict__, **dict.fromkeys(("_recorder", "_reporter", "_snapshot", "_new_csv"))}
+        return {**self.__dict__, **dict.fromkeys(("_recorder", "_reporter", "_snapshot"))}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Create the CSV, or fail if the log directory cannot be written."""
+        """Fail if the log directory cannot be written."""
         self.summary, self._recorder, self._reporter, self._table_due = None, None, None, False
         log_dir = trainer.log_dir or trainer.default_root_dir  # a broadcast, so every rank reads it
         self._log_dir = None if "://" in log_dir or is_fast_dev_run(trainer) else Path(log_dir)
         if self._has_csv and trainer.is_global_zero:
             if self._log_dir is not None:
-                self._new_csv = StepCsv(self._log_dir)
+                make_log_dir(self._log_dir)
             elif "://" in log_dir:
                 rank_zero_warn(f"MemoryProfiler writes no {NAME}: the log directory {log_dir} is not local.")
 
@@ -125,7 +124,10 @@ class MemoryProfiler(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out the time between two epochs."""
-        self._begin_epoch(trainer, pl_module)
+        if self._recorder is not None and self._reporter is not None:
+            self._recorder.watch(trainer, pl_module)  # the optimizers may have been configured again
+            self._recorder.restart()
+            self._reporter.begin_epoch()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -156,7 +158,16 @@ class MemoryProfiler(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """End a step, and log the training if it is due."""
-        self._end_step(trainer, pl_module, batch)
+        recorder, reporter = self._recorder, self._reporter
+        if recorder is None or reporter is None or (record := recorder.stop(trainer, batch)) is None:
+            return
+        reporter.add(record)
+        if is_logged := recorder.is_logging_step(trainer):
+            step = logging_step(trainer) if logs_at_all(trainer) else None
+            reporter.log("train", step, recorder.read_device())
+        recorder.leave()
+        if self._progress_bar and record.stage == "train" and (is_logged or record.limit_bytes is not None):
+            pl_module.log_dict(reporter.progress_bar_values(), prog_bar=True, logger=False)
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
@@ -171,25 +182,33 @@ class MemoryProfiler(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to record an evaluation, by itself or in a training."""
-        self._begin_evaluation(trainer, pl_module)
+        stage: str = trainer.state.stage.value  # type: ignore[union-attr]  # "validate", "test" or "predict"
+        if self._recorder is not None:
+            self._recorder.begin_evaluation(stage)
+        elif not trainer.sanity_checking:
+            self._begin(trainer, pl_module, stage)
 
     on_test_start = on_predict_start = on_validation_start
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report an evaluation."""
-        self._end_evaluation(trainer)
+        if self._recorder is None or self._reporter is None or self._recorder.main.stage != "train":
+            self._finish(trainer)
+            return
+        step = logging_step(trainer) if logs_at_all(trainer) else None
+        self._reporter.log_evaluation(step, self._recorder.read_device())
+        self._recorder.end_evaluation()
 
     on_test_end = on_predict_end = on_validation_end
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Exclude the writing of the checkpoint, whose end no hook marks, from the wait for data."""
         if self._recorder is not None:
-            self._recorder.forget_wait()
+            self._recorder.main.forget_wait()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Report the steps so far, remove all hooks, and add a note to an out-of-memory error."""
         try:
-            self._close_new_csv()
             if is_out_of_memory(exception) and self._recorder is not None:
                 report = self._recorder.explain_out_of_memory(trainer, pl_module)
                 exception.add_note(f"MemoryProfiler: {out_of_memory_text(report)}")
@@ -209,59 +228,25 @@ class MemoryProfiler(Callback):
                 bar.teardown(trainer, pl_module, stage)  # Lightning calls it last, and Rich's would overwrite the table
             show_summary(self.summary, Console())
         self._table_due = False
-        self._close_new_csv()
 
     def _begin(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         device = trainer.strategy.root_device
         device_memory, timer = device_memory_for(device, quick=True), timer_for(device)
         if device_memory is None:
             rank_zero_warn(f"MemoryProfiler measures no memory, because {device.type} has no peak counter.")
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # mypy does not see where it is set
-        plans = (vars(callback).get("plan") for callback in callbacks)
+        plans = [vars(callback)["plan"] for callback in callbacks_of(trainer) if "plan" in vars(callback)]
         plan = next((plan for plan in plans if isinstance(plan, Plan)), None)
-        if self._new_csv is not None and self._log_dir is not None and trainer.global_step > 0:
-            self._close_new_csv()  # the run resumes, which is not known in setup
-            self._new_csv = StepCsv(self._log_dir, resume=True, own_path=self._csv_path)
-        csv, self._new_csv = self._new_csv, None
-        self._csv_path = None if csv is None else csv.path
+        csv = None
+        if self._has_csv and self._log_dir is not None and trainer.is_global_zero:
+            csv = StepCsv(self._log_dir, resume=trainer.global_step > 0, own_path=self._csv_path)
+            self._csv_path = csv.path
         self._recorder = StepRecorder(trainer, module, device_memory, stage, timer, items_fn=self._items_fn, plan=plan)
-        self._reporter = StepReporter(trainer, device_memory, stage, timer, plan=plan, csv=csv)
+        self._reporter = StepReporter(
+            trainer, device_memory, stage, timer, plan=plan, csv=csv, advises_finder=not plans
+        )
         if self._has_snapshot:
             self._snapshot = OomSnapshot.start(self._log_dir, device)
         self._recorder.restart()  # the first step starts now
-
-    def _begin_epoch(self, trainer: Trainer, module: LightningModule) -> None:
-        if self._recorder is not None and self._reporter is not None:
-            self._recorder.watch(trainer, module)  # the optimizers may have been configured again
-            self._recorder.restart()
-            self._reporter.begin_epoch()
-
-    def _end_step(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
-        recorder, reporter = self._recorder, self._reporter
-        if recorder is None or reporter is None or (record := recorder.stop(trainer, batch)) is None:
-            return
-        reporter.add(record)
-        if is_logged := recorder.is_logging_step(trainer):
-            step = logging_step(trainer) if logs_at_all(trainer) else None
-            reporter.log("train", step, recorder.read_device())
-        recorder.leave()
-        if self._progress_bar and record.stage == "train" and (is_logged or record.limit_bytes is not None):
-            module.log_dict(reporter.progress_bar_values(), prog_bar=True, logger=False)
-
-    def _begin_evaluation(self, trainer: Trainer, module: LightningModule) -> None:
-        stage: str = trainer.state.stage.value  # type: ignore[union-attr]  # "validate", "test" or "predict"
-        if self._recorder is not None:
-            self._recorder.begin_evaluation(stage)
-        elif not trainer.sanity_checking:
-            self._begin(trainer, module, stage)
-
-    def _end_evaluation(self, trainer: Trainer) -> None:
-        if self._recorder is None or self._reporter is None or self._recorder.stage != "train":
-            self._finish(trainer)
-            return
-        step = logging_step(trainer) if logs_at_all(trainer) else None
-        self._reporter.log_evaluation(step, self._recorder.read_device())
-        self._recorder.end_evaluation()
 
     def _finish(self, trainer: Trainer, *, is_complete: bool = True) -> None:
         recorder, reporter, self._recorder = self._recorder, self._reporter, None
@@ -272,8 +257,3 @@ class MemoryProfiler(Callback):
             recorder.close()
             self.summary = reporter.finish(trainer, recorder, is_complete=is_complete)
             self._table_due = is_complete
-
-    def _close_new_csv(self) -> None:
-        csv, self._new_csv = self._new_csv, None
-        if csv is not None:
-            csv.close()

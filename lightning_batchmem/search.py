@@ -25,7 +25,7 @@ from lightning_batchmem._lightning.trainer_state import RandomStates
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
 from lightning_batchmem.apply.loaders import StageLoaders, limited_batches
 from lightning_batchmem.apply.training import Attempts
-from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices import DeviceMemory
 from lightning_batchmem.measure.batches import ProbeBatches
 from lightning_batchmem.measure.breakdown import measure_breakdown
 from lightning_batchmem.measure.limits import WorkerMemory, search_limits, with_workers

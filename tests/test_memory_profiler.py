@@ -471,6 +471,7 @@ ALERTS = {
     "prediction": ("The peak in step 1 .*the most that BatchFinder.s plan predicts", {}),
     "allocator retries": ("released its cache and retried 2 times", {}),
     "nearly full": (r"The peak, 1,000\.0 MiB, is above 95%.*BatchFinder\(memory_limit", {"log_every_n_steps": 0}),
+    "nearly full with a finder": (r"Use a smaller batch, or recompute", {}),
     "leak": (r"grows by 1\.0 MiB a step", {"loader": data(samples=800)}),
 }
 
@@ -486,12 +487,14 @@ def test_an_alert_is_one_warning_and_in_the_summary(tmp_path, device_memory, cap
             device_memory.free()
         elif kind == "allocator retries":
             device_memory.num_alloc_retries = 2 * (step >= 3)
-        elif kind == "nearly full":
+        elif "nearly full" in kind:
             spike(device_memory, 2, "backward", 999)(step, where)
         elif kind == "leak" and where == "forward":
             device_memory.use(MIB)
 
-    planned = [Planned()] * (kind == "prediction")
+    planned = [Planned()] * (kind in ("prediction", "nearly full with a finder"))
+    if kind == "nearly full with a finder":  # which has no plan yet
+        planned[0].plan = None
     with pytest.warns(UserWarning, match=f"MemoryProfiler: .*{text}") as issued:
         profiler, _ = profiled(tmp_path, Net(work), *planned, **options)
     assert len([warning for warning in issued if "MemoryProfiler: " in str(warning.message)]) == 1

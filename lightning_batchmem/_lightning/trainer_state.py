@@ -81,10 +81,10 @@ def logging_step(trainer: Trainer) -> int:
 
 def logs_now(trainer: Trainer) -> bool:
     """Whether values of ``self.log`` reach the loggers after the current batch, as in ``_LoggerConnector``."""
-    every = _log_every_n_steps(trainer)
-    if every == 0 or ((logging_step(trainer) + 1) % every and not trainer.should_stop):  # the cheap half first
+    every, epoch_loop = _log_every_n_steps(trainer), trainer.fit_loop.epoch_loop
+    if every == 0 or ((epoch_loop._batches_that_stepped + 1) % every and not trainer.should_stop):
         return False
-    return not (trainer.fit_loop.epoch_loop._should_accumulate() and trainer.lightning_module.automatic_optimization)
+    return not (epoch_loop._should_accumulate() and trainer.lightning_module.automatic_optimization)
 
 
 def logs_at_all(trainer: Trainer) -> bool:

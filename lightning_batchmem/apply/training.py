@@ -25,8 +25,7 @@ from lightning_batchmem._lightning.module_state import ModuleState
 from lightning_batchmem._lightning.strategies import lightning_name
 from lightning_batchmem._lightning.trainer_state import Loop, RandomStates, TrainerState, callbacks_of, datamodules_of
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
-from lightning_batchmem.devices import device_name
-from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices import DeviceMemory, device_name
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.scaling import learning_rate_note, micro_batches, scaled_learning_rate

@@ -11,7 +11,7 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices import DeviceMemory
 from lightning_batchmem.devices.tensors import is_on, plain_tensors, tensors_in
 
 _MAX_BREAKDOWNS = 3  # steps in which gradients are looked for; a manual step may free them before it ends
@@ -119,8 +119,7 @@ class SteadyBreakdown:
         self.outside_bytes: int | None = None  # on the device, outside this process's allocator
         self._device_memory, self._device = device_memory, device
         self._at_start: MemoryBreakdown | None = None
-        self._num_taken, self.is_due = 0, True  # whether to call take at the start of the next steady-state step
-        self._peak_bytes = 0
+        self.num_taken, self.is_due = 0, True  # whether to call take at the start of the next steady-state step
         # The resident set includes memory that earlier steps freed, which belongs to the activations. An allocator
         # that reports reserved bytes counts freed memory separately.
         self._other_bytes: int | None = None
@@ -138,18 +137,12 @@ class SteadyBreakdown:
             breakdown = replace(breakdown, other_bytes=min(breakdown.other_bytes, self._other_bytes))
         self._at_start = breakdown
         self.outside_bytes = self._device_memory.non_torch_bytes()
-        self._num_taken += 1  # an evaluation has no gradients
-        self.is_due = bool(optimizers) and not breakdown.gradients_bytes and self._num_taken < _MAX_BREAKDOWNS
+        self.num_taken += 1  # an evaluation has no gradients
+        self.is_due = bool(optimizers) and not breakdown.gradients_bytes and self.num_taken < _MAX_BREAKDOWNS
 
-    def add_peak(self, peak_bytes: int) -> None:
-        """Take the peak of a step into account, unless it came before the first breakdown."""
-        if self._at_start is not None:
-            self._peak_bytes = max(self._peak_bytes, peak_bytes)
-
-    @property
-    def at_peak(self) -> MemoryBreakdown | None:
-        """The breakdown at the highest steady-state peak; None before the first steady-state step ended."""
-        return None if self._at_start is None or not self._peak_bytes else self._at_start.at_peak(self._peak_bytes)
+    def at_peak(self, peak_bytes: int) -> MemoryBreakdown | None:
+        """Return the breakdown at a steady-state peak; None if that is 0, before the first steady-state step ended."""
+        return None if self._at_start is None or not peak_bytes else self._at_start.at_peak(peak_bytes)
 
     def at_failure(
         self, module: Module, optimizers: Iterable[Optimizer], batch: object, peak_bytes: int

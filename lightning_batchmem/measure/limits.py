@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.strategies import processes_on_node, steps_are_collective
 from lightning_batchmem.apply.loaders import LoaderInfo
-from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices import DeviceMemory
 from lightning_batchmem.devices.host import HostMemory
 from lightning_batchmem.devices.tensors import bytes_of
 from lightning_batchmem.measure.batches import ProbeBatches

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from lightning_batchmem.devices.base import DeviceMemory, MemoryStats
+from lightning_batchmem.devices import DeviceMemory
+from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.devices.tensors import plain_tensors
 
 
@@ -93,8 +94,7 @@ class RequestedBytes:
 
 
 def _requested(stats: MemoryStats) -> MemoryStats:
-    requested_bytes = getattr(stats, "requested_bytes", None)
-    return stats if requested_bytes is None else stats._replace(allocated_bytes=requested_bytes)
+    return stats if stats.requested_bytes is None else stats._replace(allocated_bytes=stats.requested_bytes)
 
 
 class StepPeaks(NamedTuple):
@@ -129,18 +129,23 @@ class PhasePeaks:
             self._phase = phase
             self._device_memory.reset_peak()
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase: str | None) -> None:
         """End the current phase and begin ``phase``; outside a step nothing happens."""
-        if self._phase is not None and self._device_memory is not None:
-            self._close(self._phase, self._device_memory)
-            self._phase = phase
-            self._device_memory.reset_peak()
+        device_memory, ended = self._device_memory, self._phase
+        if ended is None or device_memory is None:
+            return
+        peak_bytes, reserved_bytes, _ = device_memory.peak()
+        if peak_bytes > self._peaks.get(ended, -1):
+            self._peaks[ended] = peak_bytes
+        if reserved_bytes is not None:
+            self._reserved_bytes = max(self._reserved_bytes or 0, reserved_bytes)
+        self._phase = phase
+        if phase is not None:
+            device_memory.reset_peak()
 
     def stop(self) -> StepPeaks:
         """End the step and return its peaks."""
-        if self._phase is not None and self._device_memory is not None:
-            self._close(self._phase, self._device_memory)
-        self._phase = None
+        self.enter(None)
         return StepPeaks(self._peaks, self._reserved_bytes)
 
     def watch(self, optimizers: Iterable[Optimizer]) -> list[RemovableHandle]:
@@ -153,10 +158,3 @@ class PhasePeaks:
             self.enter("forward")
 
         return [optimizer.register_step_post_hook(begin_forward) for optimizer in optimizers]
-
-    def _close(self, phase: str, device_memory: DeviceMemory | LiveStorages | RequestedBytes) -> None:
-        stats = device_memory.peak()
-        if stats.allocated_bytes > self._peaks.get(phase, -1):
-            self._peaks[phase] = stats.allocated_bytes
-        if stats.reserved_bytes is not None:
-            self._reserved_bytes = max(self._reserved_bytes or 0, stats.reserved_bytes)

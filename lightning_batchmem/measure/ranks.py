@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from torch.utils._python_dispatch import TorchDispatchMode  # documented; public only under this name (2.5 to 2.13)
 
 from lightning_batchmem._lightning.strategies import processes_on_node
-from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices import DeviceMemory
 from lightning_batchmem.plan.records import Trial
 
 _Value = TypeVar("_Value")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
@@ -14,18 +13,16 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_batchmem._lightning.trainer_state import logs_at_all, logs_now
-from lightning_batchmem.devices import utilization_for
-from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices import DeviceMemory, utilization_for
 from lightning_batchmem.devices.cuda import CudaTimer
 from lightning_batchmem.devices.tensors import samples_in
 from lightning_batchmem.measure.breakdown import MemoryBreakdown, SteadyBreakdown
 from lightning_batchmem.measure.peaks import PhasePeaks
-from lightning_batchmem.measure.step_record import DeviceReading, StepRecord, StepTimer
+from lightning_batchmem.measure.step_record import DeviceReading, StageTimer, StepRecord
 from lightning_batchmem.plan.plan import Plan
 
 _UNLOGGED_INTERVAL = 50  # steps between two reports if log_every_n_steps=0; Lightning's default
 LIMIT_INTERVAL_SECONDS = 1.0  # the limit changes slowly, and reading it takes system calls
-READINGS_PER_WINDOW = 16  # of the memory at step start, see report.alerts.LeakDetector
 
 
 class OutOfMemoryReport(NamedTuple):
@@ -35,14 +32,6 @@ class OutOfMemoryReport(NamedTuple):
     peak_bytes: int
     limit_bytes: int | None
     breakdown: MemoryBreakdown | None
-
-
-@dataclass
-class _Stage:
-    name: str
-    timer: StepTimer = field(default_factory=StepTimer)
-    steps: int = 0
-    mark: object = None  # of the device, at the end of the last step
 
 
 class StepRecorder:
@@ -60,23 +49,19 @@ class StepRecorder:
         plan: Plan | None,
     ) -> None:
         self.phase_peaks = PhasePeaks(device_memory)
-        self.stage = stage
         self.limit_bytes: int | None = None
         self._device_memory, self._device_timer, self._items_fn = device_memory, device_timer, items_fn
         self._max_limit_bytes = math.inf if plan is None else plan.limit_bytes
         self._limit_read_at = -math.inf
         self._optimizers: list[Optimizer] = []
         self._handles: list[RemovableHandle] = []
-        number = trainer.fit_loop.total_batch_idx + 1 if stage == "train" else 0  # of the next step; resumed or not
-        self._main = self._stage = _Stage(stage, steps=number)
-        self._is_logging = logs_at_all(trainer)
+        self.main = self._timer = StageTimer(stage)
         self._utilization = utilization_for(trainer.strategy.root_device)
         self._batch: object = None
         self._record: StepRecord | None = None
         self._start_bytes: int | None = None
-        self._num_start_readings, self._next_start_reading, self._stretch_end = 0, 0, 0
+        self._next_start_reading = 0
         self._in_step = self._stepped = self._is_steady = self._warned_of_size = False
-        self._num_steps = 0
         if stage == "train":
             self.watch(trainer, module)
         self.breakdown: SteadyBreakdown | None = None
@@ -97,100 +82,96 @@ class StepRecorder:
 
     def restart(self) -> None:
         """Start the next step now."""
-        self._stage.timer.restart()
+        self._timer.restart()
         self._mark()
 
     def begin_evaluation(self, stage: str) -> None:
         """Pause the timer of training for an evaluation."""
-        self._main.timer.pause()
-        self._stage = _Stage(stage)
+        self.main.pause()
+        self._timer = StageTimer(stage)
         self.restart()
 
     def end_evaluation(self) -> None:
         """Continue with training."""
-        self._stage = self._main
-        self._main.timer.resume()
-        self.forget_wait()  # starting workers, and other callbacks, take time around an evaluation
+        self._timer = self.main
+        self.main.resume()
+        self.main.forget_wait()  # starting workers, and other callbacks, take time around an evaluation
         if self._utilization is not None:
             self._utilization.percent()  # excludes the evaluation from the next reading
 
-    def forget_wait(self) -> None:
-        """Make the wait for the next batch of the training unknown."""
-        self._main.timer.forget_wait()
-
     def start(self, module: LightningModule, batch: object) -> None:
         """Begin a step."""
-        stage = self._stage
-        if not stage.timer.start():
+        timer = self._timer
+        if not timer.start():
             self._mark()
-        self._stepped, self._in_step, self._batch = False, True, batch
-        is_due = stage.name == "train" and self._num_steps >= self._next_start_reading
-        self._start_bytes = self._read_start_bytes() if is_due else None
-        self.phase_peaks.start("forward" if stage.name == "train" else "evaluation")
-        if self._is_steady and stage is self._main and self.breakdown is not None and self.breakdown.is_due:
-            stage.timer.pause()
+        self._stepped, self._in_step, self._batch, self._start_bytes = False, True, batch, None
+        is_training = timer.stage == "train"
+        if is_training and timer.steps >= self._next_start_reading and self._device_memory is not None:
+            # each of the first 96 steps, then 33 times per doubling of the steps, at places that no period repeats
+            self._next_start_reading = timer.steps + max(1, timer.steps // 48)
+            self._start_bytes = self._device_memory.private_bytes()
+        self.phase_peaks.start("forward" if is_training else "evaluation")
+        if self._is_steady and timer is self.main and self.breakdown is not None and self.breakdown.is_due:
+            timer.pause()
             self.breakdown.take(module, self._optimizers, batch)
-            stage.timer.resume()
+            timer.resume()
 
     def stop(self, trainer: Trainer, batch: object) -> StepRecord | None:
         """End the step; None if Lightning skipped it because the loader returned None."""
         if not self._in_step:
             return None
-        stage, peaks = self._stage, self.phase_peaks.stop()
-        seconds, wait_seconds = stage.timer.stop()
-        number, marks = stage.steps, None
+        timer, peaks, number, marks = self._timer, self.phase_peaks.stop(), self._timer.steps, None
+        seconds, wait_seconds = timer.stop()
         if self._device_timer is not None:
-            marks = (stage.mark, self._device_timer.mark())
-            stage.mark = marks[1]
-        if stage.name == "train":
+            marks = (timer.mark, self._device_timer.mark())
+            timer.mark = marks[1]
+        if timer.stage == "train":
             number = trainer.fit_loop.total_batch_idx
-            phases = peaks.phase_peak_bytes
-            if not self._stepped and "optimizer_step" in phases:  # gradient accumulation: it belongs to backward
-                phases["backward"] = max(phases.get("backward", 0), phases.pop("optimizer_step"))
-        if stage is self._main:
-            self._is_steady = self._is_steady or stage.name != "train"
-            if self.breakdown is not None:
-                self.breakdown.add_peak(peaks.peak_bytes)
-        self._in_step, self._batch, stage.steps = False, None, stage.steps + 1
-        self._num_steps += stage is self._main
+            if not self._stepped:  # gradient accumulation: what follows backward belongs to it
+                phases = peaks.phase_peak_bytes
+                if "optimizer_step" in phases:
+                    phases["backward"] = max(phases.get("backward", 0), phases.pop("optimizer_step"))
+        elif timer is self.main:
+            self._is_steady = True
+        self._in_step, self._batch = False, None
         samples = self._samples_in(trainer, batch)
         items = None if self._items_fn is None else float(self._items_fn(batch))
-        self._record = StepRecord(number, samples, peaks, seconds, wait_seconds, stage.name, items, marks)
-        self._record.start_bytes = self._start_bytes
-        if self._num_steps == 1:
-            self._record.limit_bytes = self.limit_bytes
-        return self._record
+        record = StepRecord(number, samples, peaks, seconds, wait_seconds, timer.stage, items, marks, self._start_bytes)
+        if timer is self.main:
+            record.is_steady = self.breakdown is not None and self.breakdown.num_taken > 0
+            if timer.steps == 1:
+                record.limit_bytes = self.limit_bytes
+        self._record = record
+        return record
 
     def leave(self) -> None:
         """Start the wait for the next batch: the callback's own work has ended."""
-        self._stage.timer.leave()
+        self._timer.leave()
 
     def is_logging_step(self, trainer: Trainer) -> bool:
         """Whether training is logged after the step that ended."""
-        if self._stage.name != "train":
+        if self._timer.stage != "train":
             return False
-        return logs_now(trainer) if self._is_logging else not self._stage.steps % _UNLOGGED_INTERVAL
+        return logs_now(trainer) or (not self._timer.steps % _UNLOGGED_INTERVAL and not logs_at_all(trainer))
 
     def read_device(self) -> DeviceReading:
         """Read limit, utilization and allocator retries; the first two also become part of the last record."""
-        record, self._record = self._record, None
-        utilization, retries = None, None
+        utilization, retries, limit_bytes = None, None, None
         if self._read_limit() and self._device_memory is not None:  # both once a second
-            retries = self._device_memory.counters().get("num_alloc_retries")
-            if record is not None:
-                record.limit_bytes = self.limit_bytes
+            retries, limit_bytes = self._device_memory.counters().get("num_alloc_retries"), self.limit_bytes
         if self._utilization is not None and (percent := self._utilization.percent()) is not None:
             utilization = (self._utilization.key, percent)
-            if record is not None:
-                record.utilization = utilization
+        if self._record is not None:
+            self._record.limit_bytes, self._record.utilization = limit_bytes or self._record.limit_bytes, utilization
+            self._record = None
         return DeviceReading(self.limit_bytes, utilization, retries)
 
     def explain_out_of_memory(self, trainer: Trainer, module: LightningModule) -> OutOfMemoryReport:
         """Describe the step that ran out of memory."""
         where = "between two steps"
         if self._in_step:
-            number = trainer.fit_loop.total_batch_idx if self._stage.name == "train" else self._stage.steps
-            where = f"in {self._stage.name} step {number}"
+            stage = self._timer.stage
+            where = f"in {stage} step {trainer.fit_loop.total_batch_idx if stage == 'train' else self._timer.steps}"
             if (samples := samples_in(self._batch)) is not None:
                 where += f" with a batch of {samples:,} samples"
         if trainer.world_size > 1:
@@ -208,7 +189,7 @@ class StepRecorder:
 
     def _mark(self) -> None:
         if self._device_timer is not None:
-            self._stage.mark = self._device_timer.mark()
+            self._timer.mark = self._device_timer.mark()
 
     def _read_limit(self) -> bool:
         now = time.monotonic()
@@ -218,31 +199,21 @@ class StepRecorder:
         self._limit_read_at = now
         return True
 
-    def _read_start_bytes(self) -> int | None:
-        """Read the memory at the start of each of the first 64 steps, then 32 times per doubling of the steps."""
-        if self._device_memory is None:
-            return None
-        self._num_start_readings += 1
-        stride = 2 ** max(0, self._num_start_readings // (2 * READINGS_PER_WINDOW) - 1)
-        # a place in the stretch that no period of the training repeats: multiples of the golden ratio, modulo 1
-        place = int(stride * (0.618034 * self._num_start_readings % 1))
-        self._stretch_end += stride
-        self._next_start_reading = self._stretch_end + place
-        return self._device_memory.private_bytes()
-
     def _samples_in(self, trainer: Trainer, batch: object) -> int | None:
         samples = samples_in(batch)
-        if samples is None and self._stage.name == "train":
+        if samples is not None:
+            return samples
+        if self._timer.stage == "train":
             size = getattr(trainer.train_dataloader, "batch_size", None)  # None for several loaders, and own batches
             if size is not None:
                 return None if trainer.is_last_batch else int(size)  # the last one may be smaller
-        if samples is None and not self._warned_of_size:
+        if not self._warned_of_size:
             self._warned_of_size = True
             rank_zero_warn(
-                "MemoryProfiler cannot count the samples of a batch: its tensors differ in their first dimension, or it"
-                " has none. Such steps are left out of batch/size and throughput/samples_per_s."
+                f"MemoryProfiler cannot count the samples of a {self._timer.stage} batch: its tensors differ in their"
+                " first dimension, or it has none. Such steps are left out of batch/size and throughput/samples_per_s."
             )
-        return samples
+        return None
 
     def _note_step(self, *_: Any) -> None:
         self._stepped = self._is_steady = True

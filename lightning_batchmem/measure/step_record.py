@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torchmetrics import CatMetric
+from lightning.pytorch.strategies import Strategy
 
 from lightning_batchmem.measure.peaks import StepPeaks
 from lightning_batchmem.plan.records import MIB
@@ -31,8 +31,9 @@ class StepRecord:
     stage: str = "train"
     items: float | None = None
     marks: tuple[object, object] | None = None  # of the device, at the step's start and end; None if wall time is exact
-    device_seconds: float | None = None  # between the marks, once it is known
     start_bytes: int | None = None  # of this process at the start of the step
+    is_steady: bool = False  # whether the breakdown describes it
+    device_seconds: float | None = None  # between the marks, once it is known
     limit_bytes: int | None = None
     utilization: tuple[str, float] | None = None  # metric name, and per cent since the previous reading
 
@@ -45,10 +46,12 @@ class DeviceReading(NamedTuple):
     alloc_retries: int | None = None
 
 
-class StepTimer:
-    """Wall time of each step since the end of the previous one, and the part before its batch arrived."""
+class StageTimer:
+    """Wall time of each step of a stage since the end of the previous one, and the part before its batch arrived."""
 
-    def __init__(self) -> None:
+    def __init__(self, stage: str, steps: int = 0) -> None:
+        self.stage, self.steps = stage, steps
+        self.mark: object = None  # of the device, at the end of the last step
         self.restart()
 
     def restart(self) -> None:
@@ -83,6 +86,7 @@ class StepTimer:
         """End the step; return its seconds, and the seconds of them before the batch arrived."""
         now = time.perf_counter()
         seconds, self._since, self._is_wait_known = now - self._since, now, True
+        self.steps += 1
         return seconds, self._wait_seconds
 
     def leave(self) -> None:
@@ -186,17 +190,15 @@ class RankTotals:
     samples_per_second: tuple[float | None, ...]
 
     @classmethod
-    def gather(cls, totals: StepTotals, device: torch.device) -> RankTotals:
+    def gather(cls, totals: StepTotals, strategy: Strategy) -> RankTotals:
         """Exchange the totals; every rank must call this."""
-        # float32 would round bytes above 16 MiB; to(device) resets the type (torchmetrics 1.9), so it comes first
-        metric = CatMetric().to(device).set_dtype(torch.float64)
-        own = (totals.peak_bytes, totals.samples_per_second(1))
-        values = [_UNKNOWN if value is None else value for value in own]
-        metric.update(torch.tensor(values, dtype=torch.float64, device=device))
-        pairs = torch.as_tensor(metric.compute()).reshape(-1, 2).tolist()
+        own = [_UNKNOWN if value is None else value for value in (totals.peak_bytes, totals.samples_per_second(1))]
+        # float32 would round bytes above 16 MiB
+        pairs = strategy.all_gather(torch.tensor(own, dtype=torch.float64, device=strategy.root_device))
+        peaks, speeds = pairs.reshape(-1, 2).T.tolist()
         return cls(
-            tuple(None if peak_bytes == _UNKNOWN else int(peak_bytes) for peak_bytes, _ in pairs),
-            tuple(None if speed == _UNKNOWN else speed for _, speed in pairs),
+            tuple(None if peak_bytes == _UNKNOWN else int(peak_bytes) for peak_bytes in peaks),
+            tuple(None if speed == _UNKNOWN else speed for speed in speeds),
         )
 
     def metrics(self) -> dict[str, float]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices import DeviceMemory
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.measure.peaks import LiveStorages, PhasePeaks, RequestedBytes, StepPeaks
 from lightning_batchmem.measure.steps import Steps

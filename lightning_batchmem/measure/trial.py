@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_batchmem._lightning.strategies import without_synchronization
-from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices import DeviceMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.measure.peaks import LiveStorages, StepPeaks
 from lightning_batchmem.measure.ranks import CollectiveDetector, Ranks

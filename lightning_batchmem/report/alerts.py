@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import pairwise
-from typing import NamedTuple
 
-from lightning_batchmem.measure.recorder import READINGS_PER_WINDOW
 from lightning_batchmem.measure.step_record import DeviceReading, StepRecord, StepTotals
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, MemoryModel, mib
@@ -19,14 +18,15 @@ _SENTENCES = {
     " {limit} at about step {end}. Keep loss.item() or loss.detach() instead of the loss, and no outputs, list states"
     " of metrics or caches that grow.",
     "validation": "The peak of evaluation ({stage}), {peak}, is above the {train_peak} of training. Keep less from"
-    " batch to batch, or use a smaller batch size in this DataLoader{finder}.",
+    " batch to batch, or use a smaller batch size in the {stage} DataLoader{finder}.",
     "nearly full": "The peak, {peak}, is above 95% of the {limit} that this process may hold. Use a smaller"
     " batch{finder}, or recompute activations (torch.utils.checkpoint).",
     "prediction": "The peak in step {number} ({batch_size} samples), {peak}, is above {allowed}, the most that"
     " BatchFinder's plan predicts. Look for memory that the search did not see (longer samples: worst_case; work in"
     " every N-th step; layers unfrozen later), or search again with a lower memory_limit.",
     "data": "{share:.0%} of the last {seconds:.0f} s ({steps} steps) passed before the next batch arrived{busy}. Use"
-    " more num_workers with persistent_workers=True, and pin_memory=True on a GPU, or move work out of the data set.",
+    " more num_workers in the train DataLoader with persistent_workers=True, and pin_memory=True on a GPU, or move work"
+    " out of the data set.",
 }
 _FINDER = {
     "validation": " (BatchFinder finds one with eval_batch_arg_name)",
@@ -39,16 +39,17 @@ _HOST_TOLERANCE_BYTES = 16 * MIB  # at least: loggers and libraries allocate mem
 _MAX_EXTRAPOLATION = 1.5  # of the largest size that was measured
 _NEARLY_FULL = 0.95
 _EVALUATION_ABOVE = 0.02
-_MIN_LEAK_BYTES, _MIN_LEAK_SHARE, _MIN_LEAK_STEADINESS = 16 * MIB, 0.02, 0.8
+_MIN_LEAK_BYTES, _MIN_LEAK_SHARE, _MIN_LEAK_STEADINESS = 16 * MIB, 0.02, 0.85
+_READINGS_PER_WINDOW = 16  # of the memory at step start
 _WAIT_STEPS, _WAIT_SECONDS, _WAIT_SHARE, _BUSY_PERCENT = 20, 10.0, 0.5, 50.0
 
 
 class Alerts:
     """The alerts of one run. Each method returns the new sentences."""
 
-    def __init__(self, *, granularity_bytes: int, plan: Plan | None = None) -> None:
+    def __init__(self, *, granularity_bytes: int, plan: Plan | None = None, advises_finder: bool = True) -> None:
         self.issued: dict[str, str] = {}  # kind of alert -> sentence
-        self._granularity_bytes, self._plan = granularity_bytes, plan
+        self._granularity_bytes, self._plan, self._advises_finder = granularity_bytes, plan, advises_finder
         self._prediction = None if plan is None else Prediction(plan, granularity_bytes)
         self._leaks = LeakDetector(granularity_bytes)
         self._retries, self._has_read_retries = 0, False
@@ -119,7 +120,7 @@ class Alerts:
     def _issue(self, kind: str, **values: object) -> list[str]:
         if kind in self.issued:
             return []
-        finder = _FINDER.get(kind, "") if self._plan is None else ""
+        finder = _FINDER.get(kind, "") if self._advises_finder else ""
         self.issued[kind] = _SENTENCES[kind].format(finder=finder, **values)
         return [self.issued[kind]]
 
@@ -162,14 +163,8 @@ class Prediction:
         return None  # in the first step of a size libraries allocate memory once (pytorch/pytorch#15872)
 
 
-class _Window(NamedTuple):
-    low_bytes: int
-    low_step: int
-    high_bytes: int
-
-
 class LeakDetector:
-    """Detects steady growth of the memory in use at step start, in four windows of equal numbers of steps.
+    """Detects steady growth of the memory in use at step start, in the last four windows of readings.
 
     It is a leak if the minimum rises from window to window, not slower in the end (a heap that fills up slows down),
     and above all readings of the second window (so that noise does not count).
@@ -177,31 +172,24 @@ class LeakDetector:
 
     def __init__(self, granularity_bytes: int) -> None:
         self._granularity_bytes = granularity_bytes
-        self._windows: list[_Window] = []
-        self._num_readings = 0
+        self._readings: list[tuple[int, int]] = []
+        self._windows: deque[list[tuple[int, int]]] = deque(maxlen=4)
 
     def add(self, step: int, start_bytes: int) -> float | None:
         """Add a reading; return the growth in bytes per step if there is a leak."""
-        reading = _Window(start_bytes, step, start_bytes)
-        if self._num_readings % READINGS_PER_WINDOW == 0:
-            self._windows.append(reading)
-        self._windows[-1] = _merged(self._windows[-1], reading)
-        self._num_readings += 1
-        if self._num_readings % READINGS_PER_WINDOW or len(self._windows) < 4:
+        self._readings.append((start_bytes, step))
+        if len(self._readings) < _READINGS_PER_WINDOW:
             return None
-        first, second, third, fourth = self._windows
-        self._windows = [_merged(first, second), _merged(third, fourth)]  # constant memory
-        rises = [later.low_bytes - one.low_bytes for one, later in pairwise((first, second, third, fourth))]
+        self._windows.append(self._readings)
+        self._readings = []
+        lows = [min(window) for window in self._windows]
+        rises = [(later[0] - one[0], later[1] - one[1]) for one, later in pairwise(lows)]
         if (
-            min(rises) <= self._granularity_bytes
-            or rises[2] < _MIN_LEAK_STEADINESS * rises[1]
-            or sum(rises) < max(_MIN_LEAK_BYTES, _MIN_LEAK_SHARE * first.low_bytes)
-            or fourth.low_bytes <= second.high_bytes
+            len(lows) < 4
+            or min(rises)[0] <= self._granularity_bytes
+            or rises[2][0] / rises[2][1] < _MIN_LEAK_STEADINESS * rises[0][0] / rises[0][1]
+            or lows[3][0] - lows[0][0] < max(_MIN_LEAK_BYTES, _MIN_LEAK_SHARE * lows[0][0])
+            or lows[3][0] <= max(self._windows[1])[0]
         ):
             return None
-        return (fourth.low_bytes - second.low_bytes) / (fourth.low_step - second.low_step)
-
-
-def _merged(one: _Window, other: _Window) -> _Window:
-    low = min(one, other)
-    return _Window(low.low_bytes, low.low_step, max(one.high_bytes, other.high_bytes))
+        return (lows[3][0] - lows[1][0]) / (lows[3][1] - lows[1][1])

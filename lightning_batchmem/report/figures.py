@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, PHASES, mib
@@ -245,8 +245,9 @@ def log_figures(
                 images = {name: _pixels(figure) for name, figure in draw(rows, plan, summary).items()}
             for name, pixels in images.items():
                 send(f"batchmem/{name}", pixels, step)
-        except ImportError:
-            raise
+        except ImportError as error:
+            rank_zero_info(f"MemoryProfiler logs no figures: {error}.")
+            return
         except Exception as error:  # noqa: BLE001 - a logger may raise anything, and training must go on
             name = type(logger).__name__
             rank_zero_warn(f"MemoryProfiler could not log figures to {name}: {type(error).__name__}: {error}")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import ExitStack
-from itertools import islice
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.trainer_state import logging_step, logs_at_all
-from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices import DeviceMemory
 from lightning_batchmem.devices.cuda import CudaTimer
 from lightning_batchmem.measure.breakdown import SteadyBreakdown
 from lightning_batchmem.measure.recorder import StepRecorder
@@ -39,22 +37,23 @@ class StepReporter:
         *,
         plan: Plan | None = None,
         csv: StepCsv | None = None,
+        advises_finder: bool = True,
     ) -> None:
         granularity_bytes = 0 if device_memory is None else device_memory.granularity_bytes
-        self.alerts = Alerts(granularity_bytes=granularity_bytes, plan=plan)
+        self.alerts = Alerts(granularity_bytes=granularity_bytes, plan=plan, advises_finder=advises_finder)
         self.limit_bytes: int | None = None
-        self._device = trainer.strategy.root_device
-        self._device_name = self._device.type if device_memory is None else device_memory.name
+        self._strategy, device = trainer.strategy, trainer.strategy.root_device
+        self._is_host = device.type == "cpu"
+        self._device_name = device.type if device_memory is None else device_memory.name
         self._stage, self._plan, self._csv, self._device_timer = stage, plan, csv, device_timer
         self._world_size, self._loggers = trainer.world_size, list(trainer.loggers)
         if csv is not None and plan is not None:
             csv.write_beside(PLAN_NAME, plan.to_json())
-        self._queue: deque[StepRecord] = deque()
+        self._queue: list[StepRecord] = []
         self._num_counted = 0  # of the queue, from its left end
         self._intervals: defaultdict[str, StepTotals] = defaultdict(StepTotals)
         self._logged: defaultdict[str, StepTotals] = defaultdict(StepTotals)
-        self._epoch_peak_bytes: int | None = None
-        self._run_peak_bytes: int | None = None
+        self._epoch_peak_bytes = self._run_peak_bytes = self._steady_peak_bytes = 0
 
     def add(self, record: StepRecord) -> None:
         """Queue the record of a step."""
@@ -64,14 +63,13 @@ class StepReporter:
 
     def process(self, *, is_last: bool = False) -> None:
         """Count the records that are new, and write those whose time is known; the last call writes all."""
-        queue, timer = self._queue, self._device_timer
-        for index in range(self._num_counted, len(queue)):
-            self._count(queue[index])
-        known = len(queue) if timer is None else self._read_device_seconds(timer, is_last)
+        queue = self._queue
+        for record in queue[self._num_counted :]:
+            self._count(record)
+        known = len(queue) if self._device_timer is None else self._read_device_seconds(self._device_timer, is_last)
         if known and self._csv is not None:
-            self._csv.write(islice(queue, known), world_size=self._world_size)
-        for _ in range(known):
-            queue.popleft()
+            self._csv.write(queue[:known], world_size=self._world_size)
+        del queue[:known]
         self._num_counted = len(queue)
 
     def _read_device_seconds(self, timer: CudaTimer, is_last: bool) -> int:
@@ -89,12 +87,13 @@ class StepReporter:
 
     def _count(self, record: StepRecord) -> None:
         self._intervals[record.stage].add(record)
+        peak_bytes = record.peaks.peak_bytes
         if record.limit_bytes is not None:
             self.limit_bytes = record.limit_bytes
-        peak_bytes = max(record.peaks.phase_peak_bytes.values(), default=None)
-        if peak_bytes is not None and (self._epoch_peak_bytes is None or peak_bytes > self._epoch_peak_bytes):
+        if peak_bytes > self._epoch_peak_bytes:
             self._epoch_peak_bytes = peak_bytes
-            self._run_peak_bytes = max(self._run_peak_bytes or 0, peak_bytes)
+        if record.is_steady and peak_bytes > self._steady_peak_bytes:
+            self._steady_peak_bytes = peak_bytes
         if record.stage == "train" and (self._plan is not None or record.start_bytes is not None):
             _warn(self.alerts.step(record, self.limit_bytes))
 
@@ -102,18 +101,17 @@ class StepReporter:
     def epoch_peak_bytes(self) -> int | None:
         """Highest allocated bytes in a step of this epoch; None before its first step ended."""
         self.process()
-        return self._epoch_peak_bytes
+        return self._epoch_peak_bytes or None
 
     @property
     def run_peak_bytes(self) -> int | None:
         """Highest allocated bytes in a step of this run; None before its first step ended."""
         self.process()
-        return self._run_peak_bytes
+        return max(self._run_peak_bytes, self._epoch_peak_bytes) or None
 
     def begin_epoch(self) -> None:
         """Reset the peak of the epoch."""
-        self.process()
-        self._epoch_peak_bytes = None
+        self._run_peak_bytes, self._epoch_peak_bytes = self.run_peak_bytes or 0, 0
 
     def log(self, stage: str, step: int | None, reading: DeviceReading) -> None:
         """Send the metrics of the stage since the last call to the loggers (not if ``step`` is None)."""
@@ -130,7 +128,7 @@ class StepReporter:
         if stage == "train":
             if (predicted_bytes := self.alerts.predicted_bytes(interval.peak_batch_size)) is not None:
                 metrics["memory/predicted_mib"] = predicted_bytes / MIB
-            _warn(self.alerts.interval(interval, reading, is_host=self._device.type == "cpu"))
+            _warn(self.alerts.interval(interval, reading, is_host=self._is_host))
         else:
             names = {"batch/size": f"{stage}/batch_size"}  # the others such as validate/peak_allocated_mib
             metrics = {names.get(key, f"{stage}/{key.partition('/')[2]}"): value for key, value in metrics.items()}
@@ -160,7 +158,7 @@ class StepReporter:
     def join_ranks(self, step: int | None = None) -> RankTotals:
         """Exchange the totals of training, which every rank must do, and log them if ``step`` is given."""
         self.process()
-        ranks = RankTotals.gather(self._total("train"), self._device)
+        ranks = RankTotals.gather(self._total("train"), self._strategy)
         if step is not None:
             self._log_metrics(ranks.metrics(), step)
         return ranks
@@ -171,21 +169,19 @@ class StepReporter:
         # Lightning logs the values of an epoch's end at the step before the next one too
         step = max(0, logging_step(trainer) - is_training)
         ranks = None
-        with ExitStack() as stack:
-            if self._csv is not None:
-                stack.callback(self._csv.close)
-            stack.callback(self.process, is_last=True)
+        try:
             self.log(self._stage, step if logs_at_all(trainer) else None, recorder.read_device())
             if is_complete and is_training and self._world_size > 1:
                 ranks = self.join_ranks()
+        finally:
+            self.process(is_last=True)
+            if self._csv is not None:
+                self._csv.close()
         summary = self._summary(self._stage, recorder.breakdown, ranks)
         if summary is not None and self._csv is not None:
             self._csv.write_beside(summary_name(self._stage), summary.to_json())
         if summary is not None and is_complete and is_training and trainer.is_global_zero:
-            try:
-                log_figures(self._loggers, None if self._csv is None else self._csv.path, self._plan, summary, step)
-            except ImportError as error:
-                rank_zero_info(f"MemoryProfiler logs no figures: {error}.")
+            log_figures(self._loggers, None if self._csv is None else self._csv.path, self._plan, summary, step)
         return summary
 
     def _summary(
@@ -199,7 +195,7 @@ class StepReporter:
             **{name: getattr(total, name) for name in _SAME},
             batch_size=total.peak_batch_size if total.peak_bytes is not None else total.batch_size,
             limit_bytes=self.limit_bytes,
-            breakdown=None if breakdown is None else breakdown.at_peak,
+            breakdown=None if breakdown is None else breakdown.at_peak(self._steady_peak_bytes),
             samples_per_second=total.samples_per_second(self._world_size),
             step_seconds=total.step_seconds,
             stage=stage,

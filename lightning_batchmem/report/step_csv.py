@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import NamedTuple, TextIO
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -22,25 +23,27 @@ COLUMNS = (
     *("step", "stage", "batch_size", "peak_allocated_mib", "peak_reserved_mib", "limit_mib", "samples_per_s"),
     *("items_per_s", "step_ms", "data_wait_pct", "gpu_pct", "cpu_pct", *(f"{phase}_peak_mib" for phase in PHASES)),
 )
+_HEADER = ",".join(COLUMNS) + "\r\n"
 _FLUSH_SECONDS = 1.0
+
+
+def make_log_dir(directory: Path) -> None:
+    """Create the log directory, and raise the OSError that says what to do if it cannot be written."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=directory).close()
+    except OSError as error:
+        text = "MemoryProfiler cannot write into the log directory; use another one, or MemoryProfiler(csv=False)"
+        raise type(error)(error.errno, f"{text}: {error}") from error
 
 
 class StepCsv:
     """Writes ``memory_per_batch.csv``, or the next free ``memory_per_batch_1.csv``; resumed runs append to theirs."""
 
     def __init__(self, directory: Path, *, resume: bool = False, own_path: Path | None = None) -> None:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            path = own_path if own_path is not None and own_path.parent == directory else _newest(directory)
-            self._is_empty = not (resume and path is not None and _has_header(path))
-            self.path, self._file = _create(directory) if self._is_empty or path is None else _append(path)
-            self._rows = csv.writer(self._file)
-            if self._is_empty:
-                self._rows.writerow(COLUMNS)
-            self._file.flush()
-        except OSError as error:
-            text = "MemoryProfiler cannot write into the log directory; use another one, or MemoryProfiler(csv=False)"
-            raise type(error)(error.errno, f"{text}: {error}") from error
+        newest = own_path if own_path is not None and own_path.parent == directory else _newest(directory)
+        self.path, self._file = (resume and newest and _appended(newest)) or _created(directory)
+        self._rows = csv.writer(self._file)
         self._flushed_at = time.monotonic()
 
     def write(self, steps: Iterable[StepRecord], *, world_size: int = 1) -> None:
@@ -49,7 +52,6 @@ class StepCsv:
             return
         try:
             self._rows.writerows([_cells(step, world_size) for step in steps])
-            self._is_empty = False
             if (now := time.monotonic()) - self._flushed_at >= _FLUSH_SECONDS:
                 self._flushed_at = now
                 self._file.flush()
@@ -59,20 +61,15 @@ class StepCsv:
             rank_zero_warn(f"{self.path} gets no more rows: {error}")
 
     def close(self) -> None:
-        """Close the file, and delete it if it was created and has no row; a second call does nothing."""
-        if self._file.closed:
-            return
+        """Close the file; a second call does nothing."""
         try:
             self._file.close()
         except OSError as error:
             rank_zero_warn(f"{self.path} lacks its last rows: {error}")
-        if self._is_empty:
-            self.path.unlink(missing_ok=True)
 
     def write_beside(self, name: str, text: str) -> None:
         """Write another file of this run, with the number of the CSV in its name; warn if this fails."""
-        number = self.path.stem.removeprefix(Path(NAME).stem)
-        path = self.path.with_name(f"{Path(name).stem}{number}{Path(name).suffix}")
+        path = self.path.with_name(name.replace(".", self.path.stem.removeprefix(Path(NAME).stem) + "."))
         try:
             path.write_text(text, encoding="utf-8")
         except OSError as error:
@@ -108,21 +105,28 @@ def _mib(count_bytes: int | None) -> str:
     return "" if count_bytes is None else str(round(count_bytes / MIB, 3))
 
 
-def _create(directory: Path) -> tuple[Path, TextIO]:
+def _created(directory: Path) -> tuple[Path, TextIO]:
     while True:
         newest = _newest(directory)
         path = directory / (NAME if newest is None else f"{Path(NAME).stem}_{_number_of(newest) + 1}.csv")
         with suppress(FileExistsError):  # another run created it in the meantime
-            return path, path.open("x", newline="", encoding="utf-8")
+            file = path.open("x", newline="", encoding="utf-8")
+            file.write(_HEADER)
+            file.flush()
+            return path, file
 
 
-def _append(path: Path) -> tuple[Path, TextIO]:
+def _appended(path: Path) -> tuple[Path, TextIO] | None:
+    """Open the file of an earlier run at its end; None if it has another header, or is a directory."""
+    if not path.is_file():
+        return None
     with path.open("rb") as file:
+        if file.readline() != _HEADER.encode():
+            return None
         file.seek(-1, 2)
         is_cut_off = file.read(1) != b"\n"  # a killed run leaves half a row
     appended = path.open("a", newline="", encoding="utf-8")
-    if is_cut_off:
-        appended.write("\r\n")
+    appended.write("\r\n" if is_cut_off else "")
     return path, appended
 
 
@@ -133,16 +137,8 @@ def _newest(directory: Path) -> Path | None:
 
 
 def _number_of(path: Path) -> int:
-    match = re.fullmatch(rf"{Path(NAME).stem}_(\d+)\.csv", path.name)
-    return int(match[1]) if match else (0 if path.name == NAME else -1)
-
-
-def _has_header(path: Path) -> bool:
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            return next(csv.reader(file), None) == list(COLUMNS)
-    except (OSError, ValueError, csv.Error):  # a directory, not readable, or not UTF-8
-        return False
+    match = re.fullmatch(rf"{Path(NAME).stem}(?:_(\d+))?\.csv", path.name)
+    return int(match[1] or 0) if match else -1
 
 
 class Row(NamedTuple):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_batchmem.measure.peaks import StepPeaks
 from lightning_batchmem.measure.step_record import RankTotals, StepRecord, StepTotals
@@ -61,8 +62,9 @@ def test_merged_totals_are_those_of_all_steps():
 def test_one_rank():
     total = total_of(step(0, 5, size=8, seconds=2.0))
     total.peak_bytes = 2**40 + 1
-    assert RankTotals.gather(total, torch.device("cpu")) == RankTotals((2**40 + 1,), (4.0,))
-    assert RankTotals.gather(StepTotals(), torch.device("cpu")) == RankTotals((None,), (None,))
+    strategy = SingleDeviceStrategy(torch.device("cpu"))
+    assert RankTotals.gather(total, strategy) == RankTotals((2**40 + 1,), (4.0,))
+    assert RankTotals.gather(StepTotals(), strategy) == RankTotals((None,), (None,))
 
 
 @pytest.mark.slow

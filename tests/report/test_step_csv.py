@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import csv
 from dataclasses import replace
 
 import pytest
@@ -8,9 +7,9 @@ import pytest
 import lightning_batchmem.report.step_csv
 from lightning_batchmem.measure.peaks import StepPeaks
 from lightning_batchmem.measure.step_record import StepRecord
-from lightning_batchmem.report.step_csv import COLUMNS, StepCsv, read_rows
+from lightning_batchmem.report.step_csv import COLUMNS, StepCsv, make_log_dir, read_rows
+from tests.profiled import MIB, rows
 
-MIB = 2**20
 HEADER = (
     "step,stage,batch_size,peak_allocated_mib,peak_reserved_mib,limit_mib,samples_per_s,items_per_s,step_ms,data_wait_pct,"
     "gpu_pct,cpu_pct,forward_peak_mib,backward_peak_mib,optimizer_step_peak_mib,evaluation_peak_mib"
@@ -19,20 +18,16 @@ PEAKS = StepPeaks({"forward": 3 * MIB, "backward": 2 * MIB + MIB // 2, "optimize
 STEP = StepRecord(7, 8, PEAKS, 0.5, 0.125)
 
 
-def rows(path):
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def written(directory, *steps, **options):
+    make_log_dir(directory)
     file = StepCsv(directory, **options)
-    if steps:
-        file.write(steps)
+    file.write(steps)
     file.close()
     return file.path
 
 
 def test_units_and_columns(tmp_path):
+    make_log_dir(tmp_path / "made" / "on the way")
     file = StepCsv(tmp_path / "made" / "on the way")
     step = replace(STEP, items=100, limit_bytes=16 * MIB, utilization=("gpu_pct", 81.5))
     file.write([step], world_size=2)
@@ -54,13 +49,11 @@ def test_unknown_values_are_empty_and_never_0(tmp_path):
 
 
 def test_a_new_run_has_another_file_and_a_resumed_run_appends_below_one_header(tmp_path):
-    assert [written(tmp_path / "new", STEP).name for _ in "12"] == ["memory_per_batch.csv", "memory_per_batch_1.csv"]
-    assert written(tmp_path / "new", STEP, resume=True).name == "memory_per_batch_1.csv"
-    first = written(tmp_path, STEP)
-    again = written(tmp_path, STEP, resume=True)
-    assert again == first
-    assert first.read_text().count("step,stage") == 1
-    assert len(rows(first)) == 2
+    assert [written(tmp_path, STEP).name for _ in "12"] == ["memory_per_batch.csv", "memory_per_batch_1.csv"]
+    second = written(tmp_path, STEP, resume=True)
+    assert second.name == "memory_per_batch_1.csv"
+    assert second.read_text().count("step,stage") == 1
+    assert [row["step"] for row in rows(second)] == ["7", "7"]
 
 
 @pytest.mark.parametrize("content", [b"step,other\n1,2\n", b"\xff\xfe\x00step", b"", None])
@@ -97,13 +90,6 @@ def test_rows_reach_the_file_within_a_second(tmp_path, monkeypatch):
     assert len(rows(file.path)) == 2
     file.close()
     file.close()
-
-
-def test_a_file_without_a_row_is_deleted(tmp_path):
-    assert not written(tmp_path).exists()
-    path = written(tmp_path, STEP)
-    assert written(tmp_path, resume=True) == path
-    assert len(rows(path)) == 1
 
 
 def test_other_files_have_the_number_of_the_csv(tmp_path):
