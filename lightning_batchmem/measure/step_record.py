@@ -1,7 +1,8 @@
-"""The record of one step, the timer of the steps, and totals over steps and over ranks."""
+"""The record of one step, the timer of the steps, and totals over steps and of ranks."""
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,7 +13,6 @@ from lightning.pytorch.strategies import Strategy
 from lightning_batchmem.measure.peaks import StepPeaks
 from lightning_batchmem.plan.records import MIB
 
-_UNKNOWN = -1.0  # stands for None in a tensor
 _SUMS = (
     *("steps", "seconds", "samples", "sized_seconds", "items", "counted_seconds", "wait_seconds", "waited_seconds"),
     *("device_seconds", "device_steps"),
@@ -182,34 +182,21 @@ class StepTotals:
         return {key: float(value) for key, value in found.items() if value is not None}
 
 
-@dataclass(frozen=True)
-class RankTotals:
-    """Peak and throughput of each rank, in rank order; None where unknown."""
+def gather_ranks(totals: StepTotals, strategy: Strategy) -> tuple[list[float], list[float]]:
+    """Exchange peak bytes and throughput of all ranks, which every rank must do; NaN where unknown."""
+    own = [math.nan if value is None else value for value in (totals.peak_bytes, totals.samples_per_second(1))]
+    # float32 would round bytes above 16 MiB
+    pairs = strategy.all_gather(torch.tensor(own, dtype=torch.float64, device=strategy.root_device))
+    peaks, speeds = pairs.reshape(-1, 2).T.tolist()
+    return peaks, speeds
 
-    peak_bytes: tuple[int | None, ...]
-    samples_per_second: tuple[float | None, ...]
 
-    @classmethod
-    def gather(cls, totals: StepTotals, strategy: Strategy) -> RankTotals:
-        """Exchange the totals; every rank must call this."""
-        own = [_UNKNOWN if value is None else value for value in (totals.peak_bytes, totals.samples_per_second(1))]
-        # float32 would round bytes above 16 MiB
-        pairs = strategy.all_gather(torch.tensor(own, dtype=torch.float64, device=strategy.root_device))
-        peaks, speeds = pairs.reshape(-1, 2).T.tolist()
-        return cls(
-            tuple(None if peak_bytes == _UNKNOWN else int(peak_bytes) for peak_bytes in peaks),
-            tuple(None if speed == _UNKNOWN else speed for speed in speeds),
-        )
-
-    def metrics(self) -> dict[str, float]:
-        """Return the highest and lowest peak in MiB, the rank of the highest, and the summed throughput."""
-        found = {}
-        peaks = [peak_bytes for peak_bytes in self.peak_bytes if peak_bytes is not None]
-        if len(peaks) == len(self.peak_bytes):
-            found["ranks/highest_peak_allocated_mib"] = max(peaks) / MIB
-            found["ranks/lowest_peak_allocated_mib"] = min(peaks) / MIB
-            found["ranks/highest_rank"] = float(peaks.index(max(peaks)))
-        speeds = [speed for speed in self.samples_per_second if speed is not None]
-        if len(speeds) == len(self.samples_per_second):
-            found["ranks/samples_per_s"] = sum(speeds)
-        return found
+def rank_metrics(peaks: list[float], speeds: list[float]) -> dict[str, float]:
+    """Return the highest and lowest peak in MiB, the rank of the highest, and the summed throughput."""
+    found = {
+        "ranks/highest_peak_allocated_mib": max(peaks) / MIB,
+        "ranks/lowest_peak_allocated_mib": min(peaks) / MIB,
+        "ranks/highest_rank": float(peaks.index(max(peaks))),
+    }
+    found = {} if any(map(math.isnan, peaks)) else found
+    return found if any(map(math.isnan, speeds)) else found | {"ranks/samples_per_s": sum(speeds)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -13,7 +14,7 @@ from lightning_batchmem.devices import DeviceMemory
 from lightning_batchmem.devices.cuda import CudaTimer
 from lightning_batchmem.measure.breakdown import SteadyBreakdown
 from lightning_batchmem.measure.recorder import StepRecorder
-from lightning_batchmem.measure.step_record import DeviceReading, RankTotals, StepRecord, StepTotals
+from lightning_batchmem.measure.step_record import DeviceReading, StepRecord, StepTotals, gather_ranks, rank_metrics
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.report.alerts import Alerts
@@ -155,29 +156,29 @@ class StepReporter:
         values = {"peak_gib": self.run_peak_bytes, "limit_gib": self.limit_bytes}
         return {name: round(value / 2**30, 2) for name, value in values.items() if value is not None}
 
-    def join_ranks(self, step: int | None = None) -> RankTotals:
+    def join_ranks(self, step: int | None = None) -> tuple[int, ...]:
         """Exchange the totals of training, which every rank must do, and log them if ``step`` is given."""
         self.process()
-        ranks = RankTotals.gather(self._total("train"), self._strategy)
+        peaks, speeds = gather_ranks(self._total("train"), self._strategy)
         if step is not None:
-            self._log_metrics(ranks.metrics(), step)
-        return ranks
+            self._log_metrics(rank_metrics(peaks, speeds), step)
+        return tuple(int(peak_bytes) for peak_bytes in peaks if not math.isnan(peak_bytes))
 
     def finish(self, trainer: Trainer, recorder: StepRecorder, *, is_complete: bool) -> Summary | None:
         """Log what is left, close the CSV and summarize the run; no ranks and figures after an exception."""
         is_training = self._stage == "train"
         # Lightning logs the values of an epoch's end at the step before the next one too
         step = max(0, logging_step(trainer) - is_training)
-        ranks = None
+        rank_peaks_bytes: tuple[int, ...] = ()
         try:
             self.log(self._stage, step if logs_at_all(trainer) else None, recorder.read_device())
             if is_complete and is_training and self._world_size > 1:
-                ranks = self.join_ranks()
+                rank_peaks_bytes = self.join_ranks()
         finally:
             self.process(is_last=True)
             if self._csv is not None:
                 self._csv.close()
-        summary = self._summary(self._stage, recorder.breakdown, ranks)
+        summary = self._summary(self._stage, recorder.breakdown, rank_peaks_bytes)
         if summary is not None and self._csv is not None:
             self._csv.write_beside(summary_name(self._stage), summary.to_json())
         if summary is not None and is_complete and is_training and trainer.is_global_zero:
@@ -185,7 +186,7 @@ class StepReporter:
         return summary
 
     def _summary(
-        self, stage: str, breakdown: SteadyBreakdown | None = None, ranks: RankTotals | None = None
+        self, stage: str, breakdown: SteadyBreakdown | None = None, rank_peaks_bytes: tuple[int, ...] = ()
     ) -> Summary | None:
         total = self._total(stage)
         if not total.steps:
@@ -203,7 +204,7 @@ class StepReporter:
             outside_bytes=None if breakdown is None else breakdown.outside_bytes,
             predicted_bytes=self.alerts.predicted_bytes(total.peak_batch_size) if stage == "train" else None,
             alerts=tuple(self.alerts.issued.values()),
-            rank_peaks_bytes=() if ranks is None else tuple(peak for peak in ranks.peak_bytes if peak is not None),
+            rank_peaks_bytes=rank_peaks_bytes,
             validation=self._summary("validate") if stage == "train" else None,
         )
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
+from itertools import count, takewhile
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NamedTuple, TextIO
@@ -41,7 +41,8 @@ class StepCsv:
     """Writes ``memory_per_batch.csv``, or the next free ``memory_per_batch_1.csv``; resumed runs append to theirs."""
 
     def __init__(self, directory: Path, *, resume: bool = False, own_path: Path | None = None) -> None:
-        newest = own_path if own_path is not None and own_path.parent == directory else _newest(directory)
+        own_path = own_path if own_path is not None and own_path.parent == directory else None
+        newest = own_path or next(reversed([*takewhile(Path.exists, _paths(directory))]), None)
         self.path, self._file = (resume and newest and _appended(newest)) or _created(directory)
         self._rows = csv.writer(self._file)
         self._flushed_at = time.monotonic()
@@ -105,10 +106,13 @@ def _mib(count_bytes: int | None) -> str:
     return "" if count_bytes is None else str(round(count_bytes / MIB, 3))
 
 
+def _paths(directory: Path) -> Iterator[Path]:
+    return (directory / (f"{Path(NAME).stem}_{number}.csv" if number else NAME) for number in count())
+
+
 def _created(directory: Path) -> tuple[Path, TextIO]:
     while True:
-        newest = _newest(directory)
-        path = directory / (NAME if newest is None else f"{Path(NAME).stem}_{_number_of(newest) + 1}.csv")
+        path = next(path for path in _paths(directory) if not path.exists())
         with suppress(FileExistsError):  # another run created it in the meantime
             file = path.open("x", newline="", encoding="utf-8")
             file.write(_HEADER)
@@ -128,17 +132,6 @@ def _appended(path: Path) -> tuple[Path, TextIO] | None:
     appended = path.open("a", newline="", encoding="utf-8")
     appended.write("\r\n" if is_cut_off else "")
     return path, appended
-
-
-def _newest(directory: Path) -> Path | None:
-    """Return the file (or directory) with the highest number; None if there is none."""
-    paths = [path for path in directory.glob(f"{Path(NAME).stem}*.csv") if _number_of(path) >= 0]
-    return max(paths, key=_number_of, default=None)
-
-
-def _number_of(path: Path) -> int:
-    match = re.fullmatch(rf"{Path(NAME).stem}(?:_(\d+))?\.csv", path.name)
-    return int(match[1] or 0) if match else -1
 
 
 class Row(NamedTuple):

@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections import UserDict, UserList, deque, namedtuple
 from dataclasses import dataclass, field
 
-import pytest
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 
@@ -34,42 +33,19 @@ Pair = namedtuple("Pair", "image label")
 ones = torch.ones(3, 2)
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        ones,
-        [ones, ones],
-        Pair(ones, torch.ones(3)),
-        {"image": ones, "meta": {"label": (ones,)}},
-        UserDict(image=ones),
-        Sample(ones, "name"),
-        OwnBatch(ones),
-    ],
+COUNTED_BY_LIGHTNING_TOO = (ones, [ones, ones], Pair(ones, torch.ones(3)), {"x": ones, "y": {"z": (ones,)}})
+COUNTED = (
+    *(UserDict(image=ones), Sample(ones, "name"), OwnBatch(ones), {"x": ones, "names": ["a", "b", "c"]}),
+    *((ones, torch.tensor(0.5)), [ones, 7, None], Later(ones), deque([ones]), UserList([ones])),
 )
-def test_samples_of_nested_batches(batch):
-    assert samples_in(batch) == 3
-    if not isinstance(batch, (OwnBatch, Sample)):  # Lightning looks into neither, or trips over the name
-        assert extract_batch_size(batch) == 3
+UNKNOWN = (None, "text", ["a", "b"], torch.tensor(1.0), (ones, torch.ones(4)), {}, Sample, [])
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        {"x": ones, "names": ["a", "b", "c"]},
-        (ones, torch.tensor(0.5)),
-        [ones, 7, None],
-        Later(ones),
-        deque([ones]),
-        UserList([ones]),
-    ],
-)
-def test_samples_of_other_collections_and_values(batch):
-    assert samples_in(batch) == 3
-
-
-@pytest.mark.parametrize("batch", [None, "text", ["a", "b"], torch.tensor(1.0), (ones, torch.ones(4)), {}, Sample])
-def test_unknown_samples_are_none(batch):
-    assert samples_in(batch) is None
+def test_samples_are_the_common_first_dimension_or_unknown():
+    for batch in COUNTED_BY_LIGHTNING_TOO:
+        assert samples_in(batch) == extract_batch_size(batch) == 3
+    assert [samples_in(batch) for batch in COUNTED] == [3] * len(COUNTED)
+    assert [samples_in(batch) for batch in UNKNOWN] == [None] * len(UNKNOWN)
 
 
 def test_iterators_are_not_consumed():

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_batchmem.measure.peaks import StepPeaks
-from lightning_batchmem.measure.step_record import RankTotals, StepRecord, StepTotals
+from lightning_batchmem.measure.step_record import StepRecord, StepTotals, gather_ranks, rank_metrics
 
 MIB = 2**20
 ROOT = Path(__file__).parents[2]
@@ -63,8 +63,8 @@ def test_one_rank():
     total = total_of(step(0, 5, size=8, seconds=2.0))
     total.peak_bytes = 2**40 + 1
     strategy = SingleDeviceStrategy(torch.device("cpu"))
-    assert RankTotals.gather(total, strategy) == RankTotals((2**40 + 1,), (4.0,))
-    assert RankTotals.gather(StepTotals(), strategy) == RankTotals((None,), (None,))
+    assert gather_ranks(total, strategy) == ([2**40 + 1], [4.0])
+    assert rank_metrics(*gather_ranks(StepTotals(), strategy)) == {}
 
 
 @pytest.mark.slow

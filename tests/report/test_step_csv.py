@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -67,8 +68,8 @@ def test_a_resumed_run_leaves_a_foreign_file_alone(tmp_path, content):
 
 def test_two_runs_that_start_at_once_have_two_files(tmp_path, monkeypatch):
     old = written(tmp_path, STEP).read_bytes()  # by a run that looked for a free name at the same time
-    looks, newest = iter([None, None]), lightning_batchmem.report.step_csv._newest
-    monkeypatch.setattr(lightning_batchmem.report.step_csv, "_newest", lambda path: next(looks, newest(path)))
+    looks, exists = iter([False]), Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: next(looks, True) and exists(path))
     assert written(tmp_path, STEP).name == "memory_per_batch_1.csv"
     assert (tmp_path / "memory_per_batch.csv").read_bytes() == old
 
