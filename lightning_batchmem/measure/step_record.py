@@ -13,11 +13,6 @@ from lightning.pytorch.strategies import Strategy
 from lightning_batchmem.measure.peaks import StepPeaks
 from lightning_batchmem.plan.records import MIB
 
-_SUMS = (
-    *("steps", "seconds", "samples", "sized_seconds", "items", "counted_seconds", "wait_seconds", "waited_seconds"),
-    *("device_seconds", "device_steps"),
-)
-
 
 @dataclass(slots=True)
 class StepRecord:
@@ -105,7 +100,7 @@ class StepTotals:
     phase_peak_bytes: dict[str, int] = field(default_factory=dict)
     peak_reserved_bytes: int | None = None
     batch_size: int | None = None
-    seconds: float = 0.0
+    seconds: float = 0.0  # from here on: sums
     samples: int = 0
     sized_seconds: float = 0.0
     items: float = 0.0
@@ -137,6 +132,7 @@ class StepTotals:
         if later.steps:
             self._raise_peaks(later.peak_step, later.peak_batch_size, later.phase_peak_bytes, later.peak_reserved_bytes)
             self.batch_size = later.batch_size
+        self.steps += later.steps
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(later, name))
 
@@ -180,6 +176,9 @@ class StepTotals:
             "batch/size": self.batch_size,
         }
         return {key: float(value) for key, value in found.items() if value is not None}
+
+
+_SUMS = StepTotals.__slots__[StepTotals.__slots__.index("seconds") :]
 
 
 def gather_ranks(totals: StepTotals, strategy: Strategy) -> tuple[list[float], list[float]]:
