@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_batchmem.devices.base import MemoryStats
-from lightning_batchmem.measure.peaks import LiveStorages, RequestedBytes
+from lightning_batchmem.measure.peaks import LiveStorages, PhasePeaks, RequestedBytes, StepPeaks
 
 MLP = nn.Sequential(nn.Linear(16, 2), nn.ReLU(), nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
 CONVNET = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6 * 6, 1))
@@ -65,3 +67,47 @@ def test_requested_bytes_replace_allocated_bytes_where_the_device_counts_them(fa
     assert RequestedBytes(device).current() == MemoryStats(100)
     device.current = lambda: MemoryStats(512, 2048, 100)
     assert RequestedBytes(device).current() == MemoryStats(100, 2048, 100)
+
+
+# --- phases
+
+
+@pytest.fixture
+def device_memory(fake_device: Any) -> Any:
+    return fake_device(budget_bytes=10_000, base_bytes=100)
+
+
+def use_and_free(device_memory: Any, size_bytes: int) -> None:
+    device_memory.use(size_bytes)
+    device_memory.free()
+
+
+def test_what_happens_between_two_steps_belongs_to_none(device_memory: Any) -> None:
+    phase_peaks = PhasePeaks(device_memory)
+    phase_peaks.start()
+    first = phase_peaks.stop()
+    use_and_free(device_memory, 5000)
+    phase_peaks.enter("backward")  # a backward that is no training step's
+    use_and_free(device_memory, 5000)
+    assert first == StepPeaks({"forward": 100}, None)
+    phase_peaks.start()
+    use_and_free(device_memory, 10)
+    assert phase_peaks.stop() == StepPeaks({"forward": 110}, None)
+
+
+def test_after_an_optimizers_step_forward_runs_again_until_the_handles_are_removed(device_memory: Any) -> None:
+    optimizers = [torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1) for _ in range(2)]
+    phase_peaks = PhasePeaks(device_memory)
+    handles = phase_peaks.watch(optimizers)
+    for optimizer in optimizers:
+        phase_peaks.start()
+        phase_peaks.enter("optimizer_step")
+        optimizer.step()
+        use_and_free(device_memory, 300)
+        assert phase_peaks.stop().phase_peak_bytes == {"forward": 400, "optimizer_step": 100}
+    for handle in handles:
+        handle.remove()
+    phase_peaks.start("optimizer_step")
+    optimizers[0].step()
+    use_and_free(device_memory, 300)
+    assert phase_peaks.stop().phase_peak_bytes == {"optimizer_step": 400}

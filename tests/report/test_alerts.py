@@ -190,19 +190,13 @@ def test_without_a_prediction_no_step_is_compared(of: Plan | None, size: int | N
 # --- evaluation, and the steps between two logs
 
 
-@pytest.mark.parametrize(
-    ("peak_bytes", "train_peak_bytes", "issued"),
-    [
-        (52 * MIB, 50 * MIB, False),
-        (52 * MIB + 1, 50 * MIB, True),  # the granularity is 2 MiB
-        (1020 * MIB, 1000 * MIB, False),
-        (1020 * MIB + 1, 1000 * MIB, True),
-    ],
-)
-def test_evaluation_above_training(peak_bytes: int, train_peak_bytes: int | None, issued: bool) -> None:
+@pytest.mark.parametrize(("allowed_mib", "train_mib"), [(52, 50), (1020, 1000)])  # the granularity is 2 MiB
+def test_evaluation_above_training(allowed_mib: int, train_mib: int) -> None:
     one = alerts()
-    assert bool(one.evaluation("validate", peak_bytes, train_peak_bytes)) is issued
-    assert one.evaluation("validate", peak_bytes, train_peak_bytes) == []
+    assert one.evaluation("validate", allowed_mib * MIB, train_mib * MIB) == []
+    (text,) = one.evaluation("validate", allowed_mib * MIB + 1, train_mib * MIB)
+    assert "in the validate DataLoader (BatchFinder finds one" in text
+    assert one.evaluation("validate", allowed_mib * MIB + 1, train_mib * MIB) == []
 
 
 NOTHING = {"steps": 50, "seconds": 5.0, "wait_share": 0.0, "peak_bytes": 100 * MIB, "busy": None, "is_host": True}
