@@ -36,7 +36,7 @@ def network() -> nn.Module:
 def draw(out: Path) -> None:
     """Search, train, and write every figure of the run as PNG."""
     seed_everything(0)
-    finder, profiler = BatchFinder(memory_limit=MEMORY_LIMIT), MemoryProfiler()
+    finder, profiler = BatchFinder(memory_limit=MEMORY_LIMIT, min_steps_per_epoch=None), MemoryProfiler()
     module = Training(Workload(network, WORKLOADS["ConvNet"].sample, room_mib=0))
     with tempfile.TemporaryDirectory() as directory:
         arguments = {"default_root_dir": directory, "val_check_interval": STEPS // 3, "limit_val_batches": 2}

@@ -181,7 +181,7 @@ def searched(module: Trained, count: int, limit_bytes: int) -> Row:
         counters = CudaMemory(DEVICE).counters()
         readings.append((time.monotonic(), counters.get("num_ooms", 0), counters.get("num_alloc_retries", 0)))
 
-    finder, row, readings = BatchFinder(), Row(), list[tuple[float, int, int]]()
+    finder, row, readings = BatchFinder(min_steps_per_epoch=None), Row(), list[tuple[float, int, int]]()
     with limited(limit_bytes):
         read()
         try:  # training starts after the search

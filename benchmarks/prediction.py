@@ -32,7 +32,7 @@ STEPS = 20
 
 def search(name: str) -> None:
     """Search in this process; emit the sizes to train at and their predictions in bytes."""
-    finder = BatchFinder(memory_limit=None)
+    finder = BatchFinder(memory_limit=None, min_steps_per_epoch=None)
     trainer_for([Limit(WORKLOADS[name].room_bytes), finder], 1).fit(module_for(name))
     plan = finder.plan
     assert plan is not None

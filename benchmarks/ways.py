@@ -129,7 +129,7 @@ def _toma(attempt: Callable[[int], int]) -> int:
 
 
 WAYS = {
-    "BatchFinder": _by_callback(lambda: BatchFinder(memory_limit=None)),
+    "BatchFinder": _by_callback(lambda: BatchFinder(memory_limit=None, min_steps_per_epoch=None)),
     "Lightning power": _by_callback(lambda: BatchSizeFinder(mode="power", init_val=2)),
     "Lightning binsearch": _by_callback(lambda: BatchSizeFinder(mode="binsearch", init_val=2)),
     "accelerate": _by_function(_accelerate),

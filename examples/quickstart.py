@@ -106,7 +106,7 @@ class Classifier(LightningModule):
 def main() -> None:
     """Find the batch size, train, and report the validation accuracy."""
     seed_everything(0)
-    finder = BatchFinder(memory_limit="1GiB")
+    finder = BatchFinder(memory_limit="1GiB", min_steps_per_epoch=None)
     trainer = Trainer(
         accelerator="auto",
         devices=1,

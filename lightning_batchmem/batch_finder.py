@@ -63,7 +63,11 @@ class BatchFinder(Callback):
         min_batch_size: the smallest size to consider, in samples; ``None``: 2 (one sample is an error to BatchNorm).
         multiple_of: sizes are rounded down to a multiple of it; ``None``: to the largest power of two that is
             at most a 64th of the size.
-        batch_arg_name: the attribute of the module, its hparams, the datamodule or its hparams that holds the size.
+        min_steps_per_epoch: an epoch keeps so many optimizer steps: the size is at most samples / (steps x
+            accumulation x ranks), but not below the size of the project or ``min_batch_size``. ``None``, and where
+            ``max_batch_size`` or ``target_batch_size`` is given: no limit.
+        batch_arg_name: the attribute of the module, the datamodule or their hparams that holds the size, or a path to
+            it through attributes and dicts, such as ``"kwargs.batch_size"``.
         eval_batch_arg_name: the attribute that holds the size of validation (and of ``validate``, ``test`` and
             ``predict``), which has a search itself then. ``None``: validation is a phase of the search for training, at
             the size that its loaders have there.
@@ -100,6 +104,7 @@ class BatchFinder(Callback):
         max_batch_size: int | None = None,
         min_batch_size: int | None = None,
         multiple_of: int | None = None,
+        min_steps_per_epoch: int | None = 10,
         batch_arg_name: str = "batch_size",
         eval_batch_arg_name: str | None = None,
         worst_case: WorstCase = None,
@@ -116,6 +121,7 @@ class BatchFinder(Callback):
             max_batch_size=max_batch_size,
             min_batch_size=min_batch_size,
             multiple_of=multiple_of,
+            min_steps_per_epoch=min_steps_per_epoch,
             batch_arg_name=batch_arg_name,
             eval_batch_arg_name=eval_batch_arg_name,
             worst_case=worst_case,
@@ -251,7 +257,7 @@ class BatchFinder(Callback):
         check_step(module, "validation_step" if source.stage == "val" else f"{source.stage}_step")
         setting = BatchSizeSetting(trainer, module, options.eval_batch_arg_name or options.batch_arg_name, source)
         outcome = None
-        if setting.in_attribute or source.passed:
+        if setting.attribute.exists or source.passed:
             random, module_state = current_state(trainer, module, source)
             search = BatchSizeSearch(trainer, _device_memory_of(trainer), options, random, module_state)
             outcome = search.evaluation(setting, loop)
@@ -260,7 +266,7 @@ class BatchFinder(Callback):
             return
         device = device_name(trainer.strategy.root_device)
         self.plan = replace(_found(outcome, setting), device=device, ranks=trainer.world_size)
-        setting.commit(self.plan.batch_size)
+        setting.write(self.plan.batch_size, also_logged=True)
         _print_plan(trainer, self.plan)
 
 

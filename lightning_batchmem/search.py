@@ -23,7 +23,7 @@ from lightning_batchmem._lightning.strategies import (
 )
 from lightning_batchmem._lightning.trainer_state import RandomStates
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
-from lightning_batchmem.apply.loaders import StageLoaders, limited_batches
+from lightning_batchmem.apply.loaders import Bound, StageLoaders, limited_batches, stage_bounds, training_bounds
 from lightning_batchmem.apply.training import Attempts
 from lightning_batchmem.devices import DeviceMemory
 from lightning_batchmem.measure.batches import ProbeBatches
@@ -36,7 +36,7 @@ from lightning_batchmem.measure.trial import TrialRunner
 from lightning_batchmem.plan.decide import decide
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import NextSize, SearchFailed, SearchLimits, SearchPolicy, Trial, mib
+from lightning_batchmem.plan.records import NextSize, SearchFailed, SearchLimits, Trial, mib
 from lightning_batchmem.report.tables import SearchProgress, breakdown_text
 
 
@@ -66,7 +66,7 @@ class BatchSizeSearch:
         self._callback = PhaseCallback(device)
         self._attempts = Attempts(trainer, device, self._callback, random, module_state)
         self._ranks = Ranks(trainer)
-        self._first = options.min_batch_size or SearchPolicy.first_size
+        self._first = options.first_size
         self._callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]  # set where mypy does not look
         shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
         self._progress = SearchProgress(Console(), enabled=shown)
@@ -100,7 +100,7 @@ class BatchSizeSearch:
     def _training(self, setting: BatchSizeSetting) -> Plan | SearchFailed:
         trainer, options = self._trainer, self._options
         setting.check()
-        own_name = options.eval_batch_arg_name
+        own_name, project_size = options.eval_batch_arg_name, setting.size
         validation = replace(setting, source=validation_source(trainer), name=own_name or setting.name)
         loaders: StageLoaders | None = None
         evaluation: EvaluationSteps | None = None
@@ -125,8 +125,8 @@ class BatchSizeSearch:
             self._attempts.restart(start)
             phase = None if own_name is not None else evaluation
             workers = WorkerMemory([one.probe_batches for one in (steps, evaluation) if one is not None])
-            largest = loaders.largest_batch_size(trainer.limit_train_batches)
-            limits = self._limits(workers, largest, options.target_batch_size)
+            bounds = training_bounds(trainer, loaders, phase.loaders if phase else None, options, project_size)
+            limits = self._limits(workers, bounds, options.target_batch_size)
             stage = _Stage(setting, loaders, self._runner(steps, phase), workers, start)
             outcome = self._search(stage, limits)
             if isinstance(outcome, Plan) and outcome.trials and is_synchronized(trainer):
@@ -148,8 +148,7 @@ class BatchSizeSearch:
     ) -> Plan | SearchFailed:
         """Search over the steps of an evaluation."""
         workers = WorkerMemory([steps.probe_batches])
-        limit_batches = getattr(self._trainer, f"limit_{setting.source.stage}_batches")
-        limits = self._limits(workers, steps.loaders.largest_batch_size(limit_batches), None)
+        limits = self._limits(workers, stage_bounds(self._trainer, setting.source.stage, steps.loaders), None)
         outcome = self._search(_Stage(setting, steps.loaders, self._runner(None, steps), workers, start), limits)
         return outcome if isinstance(outcome, SearchFailed) else _with_notes(outcome, steps)
 
@@ -220,14 +219,14 @@ class BatchSizeSearch:
             saves_checkpoints=training is not None and self._has("callbacks.Checkpoint"),
         )
 
-    def _limits(self, workers: WorkerMemory, largest_in_data: int | None, target: int | None) -> SearchLimits:
+    def _limits(self, workers: WorkerMemory, bounds: list[Bound], target: int | None) -> SearchLimits:
         return search_limits(
             self._trainer,
             self._device,
             self._ranks,
             self._options,
             workers,
-            largest_in_data=largest_in_data,
+            bounds=bounds,
             target_batch_size=target,
             averages_weights=self._has("callbacks.StochasticWeightAveraging"),
         )

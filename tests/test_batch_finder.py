@@ -32,7 +32,11 @@ def loader(batch_size: int | None = PROJECT_SIZE, samples: int = SAMPLES, **argu
 def test_the_size_is_the_largest_that_fits_and_training_uses_it(
     fit: Any, fake_device: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    device_memory, finder, sizes = fake_device(budget_bytes=1000 * MIB), BatchFinder(multiple_of=1), Sizes()
+    device_memory, finder, sizes = (
+        fake_device(budget_bytes=1000 * MIB),
+        BatchFinder(multiple_of=1, min_steps_per_epoch=None),
+        Sizes(),
+    )
     module = Lawful(device_memory, law)
     fit(module, finder, device_memory, sizes)
     plan = finder.plan
@@ -56,12 +60,14 @@ def test_the_size_is_the_largest_that_fits_and_training_uses_it(
 @pytest.mark.parametrize(
     ("arguments", "budget_mib", "size", "limited_by"),
     [
-        ({}, 1000, found_size(1000 * MIB), "memory"),
+        ({"min_steps_per_epoch": None}, 1000, found_size(1000 * MIB), "memory"),
+        ({}, 1000, SAMPLES // 10, "min_steps_per_epoch"),
         ({"memory_limit": "600MiB"}, 1000, found_size(1000 * MIB, memory_limit=600 * MIB), "memory"),
         ({"memory_limit": 0.6}, 1000, found_size(1000 * MIB, memory_limit=600 * MIB), "memory"),
         ({"max_batch_size": 40}, 10**6, 40, "max_batch_size"),
         ({"multiple_of": 7, "max_batch_size": 50}, 10**6, 49, "max_batch_size"),
-        ({"multiple_of": 1}, 10**6, SAMPLES, "dataset"),
+        ({"multiple_of": 1, "min_steps_per_epoch": None}, 10**6, SAMPLES, "dataset"),
+        ({"min_steps_per_epoch": 7}, 10**6, SAMPLES // 7, "min_steps_per_epoch"),
     ],
 )
 def test_limits_of_the_size(
@@ -140,7 +146,10 @@ def test_objective_throughput_ends_at_a_smaller_size(fit: Any, fake_device: Any,
         now[0] += 0.01 + 1e-5 * size
         return 100 * MIB + size * MIB // 4
 
-    device_memory, finder = fake_device(budget_bytes=2000 * MIB), BatchFinder(objective="throughput", multiple_of=1)
+    device_memory, finder = (
+        fake_device(budget_bytes=2000 * MIB),
+        BatchFinder(objective="throughput", multiple_of=1, min_steps_per_epoch=None),
+    )
     fit(Lawful(device_memory, timed), finder, device_memory)
     assert finder.plan is not None
     assert finder.plan.limited_by == "throughput"
@@ -150,7 +159,7 @@ def test_objective_throughput_ends_at_a_smaller_size(fit: Any, fake_device: Any,
 
 @pytest.mark.parametrize("samples", [1, 2, 3])
 def test_a_tiny_data_set(fit: Any, fake_device: Any, samples: int) -> None:
-    device_memory, finder = fake_device(budget_bytes=BUDGET), BatchFinder()
+    device_memory, finder = fake_device(budget_bytes=BUDGET), BatchFinder(min_steps_per_epoch=None)
     fit(NoSize(device_memory, law), finder, device_memory, train_dataloaders=loader(1, samples))
     assert finder.plan is not None
     assert (finder.plan.batch_size, finder.plan.limited_by) == (samples, "dataset")
@@ -513,3 +522,74 @@ def test_on_the_host(tmp_path: Path) -> None:
     assert profiler.summary.peak_bytes <= limit
     # with 400 MiB the libraries that load during the search decided the size; 16 MiB is the least that a sample needs
     assert 14 <= finder.plan.batch_size <= 50
+
+
+# settings of the trainer that a size may break ------------------------------------------------------------------------
+
+
+class Validated(Lawful):
+    """Validation of 40 samples, whose loader may drop its last batch."""
+
+    def __init__(self, device_memory: Any, *, drop_last: bool = False) -> None:
+        super().__init__(device_memory, law)
+        self.drop_last, self.batches = drop_last, 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.batches += not self.trainer.sanity_checking
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return loader(self.batch_size, 40, drop_last=self.drop_last)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "drop_last", "size", "limited_by"),
+    [
+        ({"val_check_interval": 50}, False, 102, "val_check_interval"),
+        ({"limit_val_batches": 0.1}, False, 4, "limit_val_batches"),
+        ({"overfit_batches": 0.1}, False, 4, "overfit_batches"),
+        ({}, True, 40, "validation data"),
+    ],
+)
+def test_settings_that_a_size_may_break_bound_it(
+    fit: Any, fake_device: Any, trainer: dict[str, Any], drop_last: bool, size: int, limited_by: str
+) -> None:
+    device_memory, finder = fake_device(budget_bytes=BUDGET), BatchFinder()
+    module = Validated(device_memory, drop_last=drop_last)
+    fit(module, finder, device_memory, max_steps=-1, max_epochs=1, limit_train_batches=60, **trainer)
+    assert finder.plan is not None
+    assert (finder.plan.batch_size, finder.plan.limited_by) == (size, limited_by)
+    assert module.batches > 0
+
+
+def test_a_setting_that_no_size_satisfies_is_an_error_before_any_step(fit: Any, fake_device: Any) -> None:
+    device_memory = fake_device(budget_bytes=BUDGET)
+    module = Validated(device_memory)
+    message = "No size lies between .*: val_check_interval allows no more than 0 samples"
+    with pytest.raises(RuntimeError, match=message):
+        fit(module, BatchFinder(), device_memory, limit_train_batches=40, val_check_interval=50)
+    assert (module.sizes, module.batch_size) == ([], PROJECT_SIZE)
+
+
+class InGroups:
+    """A batch sampler of groups of four samples."""
+
+    def __init__(self, batch_size: int) -> None:
+        assert batch_size % 4 == 0
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Any:
+        return iter(range(start, start + self.batch_size) for start in range(0, SAMPLES - self.batch_size, 4))
+
+    def __len__(self) -> int:
+        return SAMPLES // self.batch_size
+
+
+def test_the_first_request_of_a_loader_is_a_multiple(fit: Any, fake_device: Any) -> None:
+    class Grouped(Lawful):
+        def train_dataloader(self) -> DataLoader[Any]:
+            return loader(1, batch_sampler=InGroups(self.batch_size))
+
+    device_memory, finder = fake_device(budget_bytes=BUDGET), BatchFinder(multiple_of=4, max_batch_size=16)
+    fit(Grouped(device_memory, law), finder, device_memory)
+    assert finder.plan is not None
+    assert [trial.batch_size % 4 for trial in finder.plan.trials].count(0) == len(finder.plan.trials) > 1

@@ -18,7 +18,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveragi
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, default_collate, random_split
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    default_collate,
+    random_split,
+)
 from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -401,6 +409,24 @@ class Splitting(Data):
         return DataLoader(self.part, batch_size=self.hparams.batch_size, shuffle=True)
 
 
+class InDict(LightningDataModule):
+    """The size in a dict of arguments, as in torch_geometric."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        self.kwargs = {"batch_size": batch_size, "shuffle": True}
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Noisy(), **self.kwargs)
+
+
+class ReadsBatches(Noisy):
+    """Reads all samples of a batch at once."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        return default_collate([super(ReadsBatches, self).__getitem__(index) for index in indices])
+
+
 @dataclass
 class Case:
     """One way to train: a module for a batch size, what ``fit`` gets, what the Trainer gets."""
@@ -413,6 +439,7 @@ class Case:
     finder: dict[str, Any] = field(default_factory=dict)  # further arguments of BatchFinder ...
     follows: dict[str, Any] = field(default_factory=dict)  # ... and what the Trainer of the hard-coded run gets for it
     hard_coded: Callable[[int], LightningModule] | None = None  # ... and its module
+    limited_by: str = "max_batch_size"
 
 
 class OfLists(Plain):
@@ -514,6 +541,22 @@ CASES = {
     "loader_subclass": Case(
         lambda size: Plain(), fit=lambda size: {"train_dataloaders": OwnArguments(7, Noisy(), size)}
     ),
+    "size_in_a_dict": Case(
+        lambda size: Plain(),
+        fit=lambda size: {"datamodule": InDict(size)},
+        finder={"batch_arg_name": "kwargs.batch_size"},
+    ),
+    "batch_sampler_as_sampler": Case(
+        lambda size: Plain(),
+        fit=lambda size: {
+            "train_dataloaders": DataLoader(
+                ReadsBatches(), batch_size=None, sampler=BatchSampler(RandomSampler(range(SAMPLES)), size, True)
+            )
+        },
+    ),
+    "steps_of_an_epoch": Case(
+        Net, finder={"max_batch_size": None, "min_steps_per_epoch": SAMPLES // SIZE}, limited_by="min_steps_per_epoch"
+    ),
     "no_sanity_check": Case(Net, trainer={"num_sanity_val_steps": 0}),
     "validation_within_epoch": Case(Net, trainer={"val_check_interval": 0.5}),
     "limited_batches": Case(Net, trainer={"limit_train_batches": 3, "limit_val_batches": 2}),
@@ -581,11 +624,11 @@ def assert_same(one: Any, other: Any, where: str) -> None:
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")
 @pytest.mark.parametrize("name", CASES)
 def test_no_trace(name: str, tmp_path: Path) -> None:
-    finder = BatchFinder(max_batch_size=SIZE, **CASES[name].finder)
+    finder = BatchFinder(**{"max_batch_size": SIZE, **CASES[name].finder})
     searched = outcome_of(tmp_path / "searched", CASES[name], CASES[name].start, finder)
     hard_coded = outcome_of(tmp_path / "hard", CASES[name], SIZE, None)
     assert finder.plan is not None
-    assert finder.plan.batch_size == SIZE
+    assert (finder.plan.batch_size, finder.plan.limited_by) == (SIZE, CASES[name].limited_by)
     assert finder.plan.verified
     for key, value in hard_coded.items():
         assert_same(searched[key], value, key)

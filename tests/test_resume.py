@@ -117,7 +117,7 @@ def test_a_strategy_that_restores_late_searches_again_with_a_warning(
 
 
 def test_a_project_without_a_place_for_the_size(fit: Any, fake_device: Any, checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="got 'size', which none of them has"):
+    with pytest.raises(ValueError, match=r"got .size. and loaders of batch sizes 3\. Pass batch_arg_name=.batch_size."):
         resume(fit, fake_device(budget_bytes=BUDGET), checkpoint, BatchFinder(batch_arg_name="size"))
 
 

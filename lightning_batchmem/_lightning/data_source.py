@@ -66,7 +66,8 @@ class DataSource:
             if not isinstance(loader, DataLoader):
                 raise ValueError(
                     f"the loaders of {self.hook} must be torch DataLoaders for BatchFinder, got"
-                    f" {type(loader).__name__}; set the batch size by hand"
+                    f" {type(loader).__name__}. Make the batches in a torch DataLoader, from a data set of single"
+                    " samples, in the hook or passed to fit."
                 )
         return combined
 
@@ -107,9 +108,16 @@ def in_structure(combined: CombinedLoader, batches: Sequence[Any]) -> Any:
     return tree_unflatten(list(batches), combined._spec)
 
 
+def batch_sampler_of(loader: DataLoader[Any]) -> Any:
+    """What makes the indices of a batch, also where it is passed as ``sampler`` with ``batch_size=None``."""
+    is_sampler = loader.batch_size is None and hasattr(loader.sampler, "batch_size")
+    return loader.sampler if is_sampler and loader.batch_sampler is None else loader.batch_sampler
+
+
 def generators_of(loader: DataLoader[Any]) -> list[Any]:
     """Random generators that are attributes of a loader or its samplers."""
-    holders = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    batch_sampler = batch_sampler_of(loader)
+    holders = (loader, loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
     kinds = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
     values = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
     return [value for value in values if isinstance(value, kinds)]
@@ -117,25 +125,25 @@ def generators_of(loader: DataLoader[Any]) -> list[Any]:
 
 def loader_batch_size(loader: DataLoader[Any]) -> int | None:
     """The batch size of ``loader``; ``None`` without batching, or for a batch sampler without a size."""
-    size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
+    size = getattr(batch_sampler_of(loader), "batch_size", None) if loader.batch_size is None else loader.batch_size
     return size if isinstance(size, int) else None
 
 
 def set_loader_batch_size(loader: DataLoader[Any], batch_size: int) -> None:
     """Set the batch size of an existing loader in place, whatever arguments its class takes."""
-    sampler = loader.batch_sampler
+    sampler = batch_sampler_of(loader)
     if hasattr(sampler, "batch_size"):
         name = type(sampler).__name__
         try:
-            sampler.batch_size = batch_size  # type: ignore[union-attr]
+            sampler.batch_size = batch_size
         except AttributeError as error:
             raise ValueError(f"the batch sampler {name} must have a batch_size that can be set, got {error}") from error
         if type(sampler) is not BatchSampler:
-            first = next(iter(copy.deepcopy(sampler, {id(loader.dataset): loader.dataset})), [])  # type: ignore[arg-type]
+            first: Any = next(iter(copy.deepcopy(sampler, {id(loader.dataset): loader.dataset})), [])
             if len(first) > batch_size or len(first) < batch_size <= len(loader.dataset):  # type: ignore[arg-type]
                 raise ValueError(
                     f"the batch sampler {name} must make batches of its batch_size, got one of {len(first)} samples"
-                    f" after it was set to {batch_size}; make the batches in __iter__"
+                    f" after it was set to {batch_size}. Make the batches in __iter__."
                 )
     if loader.batch_size is not None:
         vars(loader)["batch_size"] = batch_size  # DataLoader.__setattr__ refuses it (torch 2.5.1 to 2.13)
@@ -165,10 +173,3 @@ def discard_train_loader(trainer: Trainer) -> None:
         fit_loop._data_fetcher.teardown()
     fit_loop._data_fetcher = None
     fit_loop._combined_loader = None
-
-
-def set_initial_hparam(holder: object, name: str, value: Any) -> None:
-    """Set a hyperparameter in the copy that Lightning logs, where it is recorded."""
-    initial = getattr(holder, "_hparams_initial", None)
-    if initial is not None and name in initial:
-        initial[name] = value

@@ -9,18 +9,16 @@ from numbers import Integral
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 
 from lightning_batchmem._lightning.data_source import (
     DataSource,
     combined_mode,
     loader_batch_size,
     replicas_of,
-    set_initial_hparam,
     set_loader_batch_size,
 )
-from lightning_batchmem._lightning.trainer_state import datamodules_of
-from lightning_batchmem.apply.loaders import LoaderInfo, StageLoaders
+from lightning_batchmem._lightning.project_attribute import ProjectAttribute
+from lightning_batchmem.apply.loaders import LoaderInfo, StageLoaders, single_samples
 
 
 @dataclass(frozen=True)
@@ -33,15 +31,15 @@ class BatchSizeSetting:
     source: DataSource
 
     @property
-    def in_attribute(self) -> bool:
-        """Whether the module, its hparams, the datamodule or its hparams have the attribute."""
-        return bool(lightning_hasattr(self.module, self.name))
+    def attribute(self) -> ProjectAttribute:
+        """The attribute that has the size; it may not exist where loaders were passed."""
+        return ProjectAttribute(self.trainer, self.module, self.name)
 
     @property
     def value(self) -> object:
         """The batch size as the project has it now, of any type; ``None`` without one."""
-        if self.in_attribute:
-            return lightning_getattr(self.module, self.name)
+        if self.attribute.exists:
+            return self.attribute.value
         return next((loader_batch_size(loader) for loader in self.source.passed_loaders()), None)
 
     @property
@@ -52,47 +50,41 @@ class BatchSizeSetting:
 
     def notes_for(self, batch_size: int) -> list[str]:
         """What a new size does not reach."""
-        if not self.in_attribute or self.value == batch_size:
+        if not self.attribute.exists or self.value == batch_size:
             return []
         return [f"Values computed from `{self.name}` in __init__ or setup keep the old size."]
 
     def check(self) -> None:
         """Raise a ValueError where there is no place to set the size."""
-        if not self.source.passed and not self.in_attribute:
+        if not self.source.passed and not self.attribute.exists:
+            sizes = self._sizes(self.source.request())
             raise ValueError(
-                f"batch_arg_name must name an attribute of the module, its hparams, the datamodule or its hparams,"
-                f" got {self.name!r}, which none of them has; add `self.{self.name} = ...` and build the loader with it"
+                f"{self._argument} must name an attribute of the module, the datamodule or their hparams, got"
+                f" {self.name!r} and loaders of batch sizes {_listed(sizes)}. {self._remedy(sizes)}"
             )
 
-    def write(self, batch_size: int) -> None:
-        """Set the size in the attribute and in loaders that were passed."""
+    def write(self, batch_size: int, *, also_logged: bool = False) -> None:
+        """Set the size in the attribute and loaders that were passed, and in the hyperparameters that are logged."""
         if self.source.passed:
             combined = self.source.request()
             if len(sizes := sorted(set(self._sizes(combined)))) > 1:
                 raise ValueError(
-                    f"loaders that are passed must have one batch size, got {_listed(sizes)}; build them in"
-                    f" {self.source.hook} instead, from one attribute: batch_size=self.{self.name},"
-                    f" batch_size=4 * self.{self.name}"
+                    f"loaders that are passed must have one batch size, got {_listed(sizes)}. Build them in"
+                    f" {self.source.hook} instead, from one attribute: `{self.name}`, 4 * `{self.name}`."
                 )
             for loader in combined.flattened:
                 set_loader_batch_size(loader, batch_size)
-        if not self.in_attribute:
+        if not self.attribute.exists:
             return
         try:
-            lightning_setattr(self.module, self.name, batch_size)
+            self.attribute.set(batch_size, also_logged=also_logged)
         except AttributeError as error:
             raise ValueError(f"`{self.name}` must be an attribute that can be set, got {error}") from error
-        if (actual := lightning_getattr(self.module, self.name)) != batch_size:
+        if (actual := self.attribute.value) != batch_size:
             raise ValueError(
-                f"`{self.name}` must keep the value it is set to, got {actual} after it was set to {batch_size};"
-                f" remove the limit, or pass max_batch_size={actual}"
+                f"`{self.name}` must keep the value it is set to, got {actual} after it was set to {batch_size}."
+                f" Remove the limit, or pass max_batch_size={actual}."
             )
-
-    def commit(self, batch_size: int) -> None:
-        """Set the size as :meth:`write` does, and in the hyperparameters that Lightning logs."""
-        self.write(batch_size)
-        for holder in (self.module, *datamodules_of(self.trainer)):
-            set_initial_hparam(holder, self.name, batch_size)
 
     def keep(self) -> Callable[[], None]:
         """Record the sizes of loaders that were passed; returns a function that restores them."""
@@ -117,23 +109,19 @@ class BatchSizeSetting:
         sizes = self._sizes(combined)
         if self.source.passed:
             follow = [not own_sizes] * len(sizes)
-        elif self.in_attribute and sizes == [batch_size]:
+        elif self.attribute.exists and sizes == [batch_size]:
             follow = [True]
         elif len(sizes) == 1 and not may_be_fixed:
-            raise ValueError(
-                f"{self.source.hook} must use `{self.name}`, got a loader of batch size {sizes[0]} after {self.name}"
-                f" was set to {batch_size}; build it with DataLoader(..., batch_size=self.{self.name})"
-            )
+            follow = [False]
         else:
             follow = self._follow(batch_size, sizes)
         if not (any(follow) or may_be_fixed):
             raise ValueError(
-                f"{self.source.hook} must use `{self.name}` in one loader at least, got loaders of batch sizes"
-                f" {_listed(sizes)} whatever {self.name} is; build them with"
-                f" DataLoader(..., batch_size=self.{self.name})"
+                f"{self.source.hook} must use `{self.name}`, got loaders of batch sizes {_listed(sizes)} after it was"
+                f" set to {batch_size}. {self._remedy(sizes)}"
             )
         infos = [
-            LoaderInfo(loader, size, batch_size if follows else None, replicas_of(self.trainer, loader))
+            LoaderInfo(single_samples(loader), size, batch_size if follows else None, replicas_of(self.trainer, loader))
             for loader, size, follows in zip(combined.flattened, sizes, follow, strict=True)
         ]
         return StageLoaders(combined, tuple(infos))
@@ -146,13 +134,24 @@ class BatchSizeSetting:
         if actual != expected:
             raise ValueError(
                 f"{self.source.hook} must follow `{self.name}` at every size, got loaders of batch sizes"
-                f" {_listed(actual)} instead of {_listed(expected)} after {self.name} was set to {batch_size}; build"
-                f" them with DataLoader(..., batch_size=self.{self.name}) and limit the size with max_batch_size"
+                f" {_listed(actual)} instead of {_listed(expected)} after it was set to {batch_size}. Build them with"
+                f" `{self.name}` itself, and limit the size with max_batch_size."
             )
+
+    @property
+    def _argument(self) -> str:
+        return "batch_arg_name" if self.source.stage == "train" else "eval_batch_arg_name"
+
+    def _remedy(self, sizes: Sequence[int]) -> str:
+        """The change that lets the loaders follow the size; other attributes with their sizes may hold it."""
+        if names := self.attribute.others_with(sizes):
+            also = f" (also of this value: {', '.join(names[1:5])})" if names[1:] else ""
+            return f'Pass {self._argument}="{names[0]}"{also}, or pass the loaders to fit.'
+        return f"Build them with batch_size=self.{self.name}, or pass the loaders to fit."
 
     def _follow(self, batch_size: int, sizes: Sequence[int]) -> list[bool]:
         """Which loaders have twice their size at twice the batch size; the others must keep it."""
-        if not self.in_attribute:
+        if not self.attribute.exists:
             return [False] * len(sizes)
         self.write(2 * batch_size)
         twice = self._sizes(self.source.request())
@@ -170,9 +169,10 @@ class BatchSizeSetting:
             if (size := loader_batch_size(loader)) is None:
                 sampler = type(loader.batch_sampler).__name__
                 raise ValueError(
-                    f"the loaders of {self.source.hook} must have a batch size that can be set, got"
-                    + (" batch_size=None" if loader.batch_sampler is None else f" the batch sampler {sampler}")
-                    + "; let the DataLoader make the batches, or give the batch sampler a `batch_size` attribute"
+                    f"the loaders of {self.source.hook} must have a batch size that can be set, got "
+                    + ("batch_size=None. " if loader.batch_sampler is None else f"the batch sampler {sampler}. ")
+                    + f"Use DataLoader(single_samples, batch_size=self.{self.name}), pass such a loader to fit, or give"
+                    " the batch sampler a `batch_size` attribute."
                 )
             sizes.append(size)
         return sizes

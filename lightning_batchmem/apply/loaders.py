@@ -1,20 +1,29 @@
-"""Sizes and lengths of a stage's dataloaders at a given batch size."""
+"""Sizes and lengths of a stage's dataloaders at any batch size, and the largest size that they allow."""
 
 from __future__ import annotations
 
 import copy
 import math
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
+import torch
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_batchmem._lightning.data_source import combined_mode
+from lightning_batchmem._lightning.data_source import batch_sampler_of, combined_mode
+from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions
+from lightning_batchmem.plan.records import SizeLimit
+from lightning_batchmem.plan.scaling import largest_where
+
+Bound = tuple[int, SizeLimit]  # a largest size in samples, and what sets it
 
 
 def count_samples(loader: DataLoader[Any]) -> int | None:
@@ -29,12 +38,13 @@ def count_samples(loader: DataLoader[Any]) -> int | None:
 def indices_to_draw(loader: DataLoader[Any], most: int) -> list[Any]:
     """Up to ``most`` indices: spread over the whole data set, or the first ones of the user's own sampler."""
     own_batches = loader.batch_size is None and loader.batch_sampler is not None
+    data_sets = [loader.dataset, getattr(loader.dataset, "batched", None)]
     if isinstance(loader.sampler, SequentialSampler | RandomSampler) and not own_batches:
         length = len(loader.sampler.data_source)
         count = min(most, length)
         return [i * length // count for i in range(count)]
     source = loader.batch_sampler if own_batches else loader.sampler
-    copied = copy.deepcopy(source, {id(loader.dataset): loader.dataset})  # it may hold a random generator
+    copied = copy.deepcopy(source, {id(one): one for one in data_sets})  # it may hold a random generator
     indices = chain.from_iterable(copied) if own_batches else iter(copied)  # type: ignore[arg-type]
     return list(islice(indices, most))
 
@@ -56,6 +66,11 @@ class LoaderInfo:
     replicas: int = 1  # ranks among which Lightning divides its samples
 
     @property
+    def follows(self) -> bool:
+        """Whether its size follows the batch size."""
+        return self.requested_at is not None
+
+    @property
     def samples(self) -> int | None:
         """Number of samples in an epoch on this rank; ``None`` for a stream without a length."""
         samples = count_samples(self.loader)
@@ -65,7 +80,7 @@ class LoaderInfo:
         """Samples in each batch of this loader at ``batch_size``."""
         return self.size if self.requested_at is None else max(1, self.size * batch_size // self.requested_at)
 
-    def batches(self, batch_size: int) -> float:
+    def batches(self, batch_size: int, *, full_only: bool = False) -> float:
         """Batches in an epoch of this loader; ``inf`` for a stream without a length."""
         samples = self.samples
         if samples is None:
@@ -73,21 +88,7 @@ class LoaderInfo:
         own_batches = self.loader.batch_size is None
         drop_last = getattr(self.loader.batch_sampler, "drop_last", False) if own_batches else self.loader.drop_last
         size = self.size_at(batch_size)
-        return samples // size if drop_last else -(-samples // size)
-
-    def largest_batch_size(self, limit_batches: int | float) -> int | None:
-        """The largest batch size with a full batch under ``limit_*_batches``; ``None`` if it is not limited."""
-        samples = self.samples
-        if samples is None or self.requested_at is None:
-            return None
-
-        def too_large(batch_size: int) -> bool:
-            # Lightning raises an error if a fraction leaves no batch
-            is_empty = isinstance(limit_batches, float) and int(self.batches(batch_size) * limit_batches) == 0
-            return self.size_at(batch_size) > samples or is_empty
-
-        sizes = range(1, self.requested_at * (samples + 1) + 1)
-        return max(1, bisect_left(sizes, True, key=too_large))
+        return samples // size if full_only or drop_last else -(-samples // size)
 
 
 @dataclass(frozen=True)
@@ -100,19 +101,107 @@ class StageLoaders:
     @property
     def follows(self) -> bool:
         """Whether the size of at least one loader follows the batch size."""
-        return any(one.requested_at is not None for one in self.sized)
+        return any(one.follows for one in self.sized)
 
-    def batches(self, batch_size: int) -> float:
+    def batches(self, batch_size: int, *, full_only: bool = False) -> float:
         """Batches in an epoch without ``limit_*_batches``; ``inf`` if that depends on a stream without a length."""
         combine: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}
-        return combine.get(combined_mode(self.combined), max)([one.batches(batch_size) for one in self.sized])
+        return combine.get(combined_mode(self.combined), max)(
+            [one.batches(batch_size, full_only=full_only) for one in self.sized]
+        )
 
     def last_batch_size(self, batch_size: int) -> int:
         """Samples in the last batch of an epoch at ``batch_size``; half of it where that is a full batch or unknown."""
-        samples = next((one.samples for one in self.sized if one.requested_at is not None), None)
+        samples = next((one.samples for one in self.sized if one.follows), None)
         return (samples % batch_size if samples else 0) or max(1, batch_size // 2)
 
-    def largest_batch_size(self, limit_batches: int | float) -> int | None:
-        """The largest batch size on this rank at which every loader that follows it has a full batch, if any does."""
-        sizes = [one.largest_batch_size(limit_batches) for one in self.sized]
-        return min((size for size in sizes if size is not None), default=None)
+
+def stage_bounds(trainer: Trainer, stage: str, loaders: StageLoaders) -> list[Bound]:
+    """The largest sizes with a full batch of each loader, and with a batch left by ``limit_*_batches``."""
+
+    def is_full(size: int) -> bool:
+        return all(one.samples is None or one.size_at(size) <= one.samples for one in loaders.sized if one.follows)
+
+    return [_bound("dataset", is_full), _limit_bound(trainer, stage, loaders)]
+
+
+def training_bounds(
+    trainer: Trainer,
+    loaders: StageLoaders,
+    validation: StageLoaders | None,
+    options: SearchOptions,
+    project_size: int | None,
+) -> list[Bound]:
+    """The largest sizes that the data and each setting of the trainer allow, without which Lightning raises errors."""
+    bounds = stage_bounds(trainer, "train", loaders)
+    if validation is not None:
+        bounds.append(_limit_bound(trainer, "val", validation))
+    every, limit = trainer.val_check_interval, trainer.limit_train_batches
+    if isinstance(every, int) and trainer.check_val_every_n_epoch is not None:
+        bounds.append(_bound("val_check_interval", lambda size: limited_batches(loaders.batches(size), limit) >= every))
+    if options.min_steps_per_epoch and options.max_batch_size is None and options.target_batch_size is None:
+        fewest = options.min_steps_per_epoch * trainer.accumulate_grad_batches
+        share = limit if isinstance(limit, float) else 1.0  # a number of batches does not depend on their size
+        largest, _ = _bound(
+            "min_steps_per_epoch", lambda size: limited_batches(loaders.batches(size, full_only=True), share) >= fewest
+        )
+        bounds.append((max(largest, project_size or 0, options.first_size), "min_steps_per_epoch"))
+    return bounds
+
+
+def _bound(reason: SizeLimit, fits: Callable[[int], bool]) -> Bound:
+    return largest_where(fits, 0, UNBOUNDED_MAX_BATCH_SIZE), reason
+
+
+def _limit_bound(trainer: Trainer, stage: str, loaders: StageLoaders) -> Bound:
+    """The largest size that leaves a batch, which Lightning requires of a share of them."""
+    limit = getattr(trainer, f"limit_{stage}_batches")
+    reason = f"limit_{stage}_batches" if isinstance(limit, float) and limit < 1 else "validation data"
+    if limit == getattr(trainer, "overfit_batches", 0):
+        reason = "overfit_batches"
+    follow = [one for one in loaders.sized if one.follows and one.samples]
+    return _bound(
+        cast("SizeLimit", reason), lambda size: all(limited_batches(one.batches(size), limit) for one in follow)
+    )
+
+
+def single_samples(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The loader, or where its data set reads whole batches a view of it that reads single samples."""
+    sampler = batch_sampler_of(loader)
+    if sampler is loader.batch_sampler:
+        return loader
+    view = copy.copy(loader)
+    vars(view).update(batch_sampler=sampler, dataset=_SingleSamples(loader.dataset))
+    vars(view).update(collate_fn=_Joined(loader.collate_fn))
+    return view
+
+
+@dataclass(frozen=True)
+class _SingleSamples(Dataset[Any]):
+    """Batches of one sample each, of a data set that is indexed with a list."""
+
+    batched: Any
+
+    def __len__(self) -> int:
+        return len(self.batched)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.batched[[index]]
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """Batches of one sample each joined to one batch, and then collated as the project does."""
+
+    collate_fn: Callable[[Any], Any]
+
+    def __call__(self, samples: list[Any]) -> Any:
+        first = samples[0]
+        is_list = isinstance(first, list) and len(first) == 1  # one sample; several are tensors of one batch
+        return self.collate_fn(list(chain(*samples)) if is_list else tree_map(_join, *samples))
+
+
+def _join(*parts: Any) -> Any:
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else parts[0]

@@ -12,16 +12,11 @@ from types import SimpleNamespace
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 
-from lightning_batchmem._lightning.data_source import (
-    DataSource,
-    discard_train_loader,
-    generators_of,
-    set_initial_hparam,
-)
+from lightning_batchmem._lightning.data_source import DataSource, discard_train_loader, generators_of
 from lightning_batchmem._lightning.hooks import configure_optimizers_again, mute_callbacks_and_loggers
 from lightning_batchmem._lightning.module_state import ModuleState
+from lightning_batchmem._lightning.project_attribute import ProjectAttribute
 from lightning_batchmem._lightning.strategies import lightning_name
 from lightning_batchmem._lightning.trainer_state import Loop, RandomStates, TrainerState, callbacks_of, datamodules_of
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
@@ -118,19 +113,21 @@ def record_training_setup(
     trainer: Trainer, setting: BatchSizeSetting, options: SearchOptions, previous: Plan | None
 ) -> TrainingSetup:
     """Record the setup; the learning rate of ``previous``, the plan of an earlier ``fit``, is not scaled twice."""
-    size, module = setting.size, setting.module
+    size, attribute = setting.size, _learning_rate_attribute(trainer, setting.module)
     batches = trainer.accumulate_grad_batches * trainer.world_size
     effective = options.base_batch_size or (size * batches if size else None)
-    learning_rate = _learning_rate_of(module)
+    value = attribute.value
+    learning_rate = float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
     if options.lr_scaling is not None:
-        if (name := _learning_rate_name(module)) is None:
+        if not attribute.exists:
             raise ValueError(
-                f"lr_scaling must be None for a module without `lr` or `learning_rate`, got {options.lr_scaling!r};"
-                " add one and use it in configure_optimizers"
+                f"lr_scaling must be None for a module without `lr` or `learning_rate`, got {options.lr_scaling!r}."
+                " Add one and use it in configure_optimizers."
             )
         if learning_rate is None:
-            value = lightning_getattr(module, name)
-            raise ValueError(f"`{name}` must be a number for lr_scaling, got {value!r:.80} of {type(value).__name__}")
+            raise ValueError(
+                f"`{attribute.path}` must be a number for lr_scaling, got {value!r:.80} of {type(value).__name__}"
+            )
         if effective is None:
             raise ValueError(
                 f"base_batch_size must be given with lr_scaling where `{setting.name}` is no positive whole number, got"
@@ -180,15 +177,14 @@ def apply_to_training(
     trainer: Trainer, setting: BatchSizeSetting, plan: Plan, *, validation_setting: BatchSizeSetting | None
 ) -> None:
     """Apply ``plan`` and configure the optimizers again, as if the size had always been there."""
-    setting.commit(plan.batch_size)
+    setting.write(plan.batch_size, also_logged=True)
     if plan.evaluation is not None and validation_setting is not None:
-        validation_setting.commit(plan.evaluation.batch_size)
+        validation_setting.write(plan.evaluation.batch_size, also_logged=True)
     trainer.accumulate_grad_batches = plan.accumulate_grad_batches
-    module = setting.module
-    changes = plan.learning_rate is not None and plan.learning_rate != _learning_rate_of(module)
-    if plan.learning_rate is not None and (name := _learning_rate_name(module)) is not None:
-        lightning_setattr(module, name, plan.learning_rate)
-        set_initial_hparam(module, name, plan.learning_rate)
+    attribute = _learning_rate_attribute(trainer, setting.module)
+    changes = plan.learning_rate is not None and plan.learning_rate != attribute.value
+    if plan.learning_rate is not None:
+        attribute.set(plan.learning_rate, also_logged=True)
     discard_train_loader(trainer)
     before = _optimizer_learning_rates(trainer)
     configure_optimizers_again(trainer)
@@ -199,15 +195,9 @@ def apply_to_training(
         )
 
 
-def _learning_rate_name(module: LightningModule) -> str | None:
-    names = ("lr", "learning_rate")  # as in Lightning's LearningRateFinder
-    return next((name for name in names if lightning_hasattr(module, name)), None)
-
-
-def _learning_rate_of(module: LightningModule) -> float | None:
-    name = _learning_rate_name(module)
-    value = lightning_getattr(module, name) if name else None
-    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
+def _learning_rate_attribute(trainer: Trainer, module: LightningModule) -> ProjectAttribute:
+    lr, learning_rate = (ProjectAttribute(trainer, module, name) for name in ("lr", "learning_rate"))
+    return lr if lr.exists else learning_rate  # in this order in Lightning's LearningRateFinder
 
 
 def _optimizer_learning_rates(trainer: Trainer) -> list[float]:

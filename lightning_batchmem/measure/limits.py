@@ -11,14 +11,14 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.strategies import processes_on_node, steps_are_collective
-from lightning_batchmem.apply.loaders import LoaderInfo
+from lightning_batchmem.apply.loaders import Bound, LoaderInfo
 from lightning_batchmem.devices import DeviceMemory
 from lightning_batchmem.devices.host import HostMemory
 from lightning_batchmem.devices.tensors import bytes_of
 from lightning_batchmem.measure.batches import ProbeBatches
 from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes
 from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions, parse_memory_limit
-from lightning_batchmem.plan.records import SearchLimits, SearchPolicy, SizeLimit, Trial, mib
+from lightning_batchmem.plan.records import SearchLimits, SearchPolicy, Trial, mib
 
 _LIMIT_SHARE = 0.95  # of what the device can provide; the rest is for libraries, fragmentation and other processes
 
@@ -53,7 +53,7 @@ def search_limits(
     options: SearchOptions,
     workers: WorkerMemory,
     *,
-    largest_in_data: int | None,
+    bounds: Sequence[Bound],
     target_batch_size: int | None = None,
     averages_weights: bool = False,
 ) -> SearchLimits:
@@ -66,11 +66,7 @@ def search_limits(
         )
     if averages_weights:  # one more copy of the parameters
         limit_bytes -= bytes_of(trainer.lightning_module.parameters())
-    largest_allowed: list[tuple[int, SizeLimit]] = [
-        (options.max_batch_size or UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size")
-    ]
-    if largest_in_data is not None:
-        largest_allowed.append((largest_in_data, "dataset"))
+    largest_allowed: list[Bound] = [(options.max_batch_size or UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size"), *bounds]
     if target_batch_size is not None:
         largest_allowed.append((target_batch_size, "target_batch_size"))
     if device.name != "host":

@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import Objective, mib
+from lightning_batchmem.plan.records import Objective, SearchPolicy, mib
 from lightning_batchmem.plan.scaling import LearningRateScaling
 
 WorstCase = Literal["typical", "longest"] | Callable[[Any], float] | None
@@ -37,6 +37,7 @@ class SearchOptions:
     max_batch_size: int | None = None
     min_batch_size: int | None = None
     multiple_of: int | None = None
+    min_steps_per_epoch: int | None = 10
     batch_arg_name: str = "batch_size"
     eval_batch_arg_name: str | None = None
     worst_case: WorstCase = None
@@ -49,7 +50,7 @@ class SearchOptions:
         _check_choice("lr_scaling", self.lr_scaling, (None, *get_args(LearningRateScaling)))
         if not callable(self.worst_case):
             _check_choice("worst_case", self.worst_case, (None, "typical", "longest"), " or a callable")
-        for name in _SIZES:
+        for name in (*_SIZES, "min_steps_per_epoch"):
             if (value := getattr(self, name)) is not None:
                 if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                     raise ValueError(f"{name} must be a whole number of at least 1, got {value!r:.80}")
@@ -67,6 +68,12 @@ class SearchOptions:
         parse_memory_limit(self.memory_limit, budget_bytes=1)
         if isinstance(self.memory_limit, Real):
             object.__setattr__(self, "memory_limit", _plain_number(self.memory_limit))
+
+    @property
+    def first_size(self) -> int:
+        """The smallest size to try."""
+        size, unit = self.min_batch_size or SearchPolicy.first_size, self.multiple_of or 1
+        return -(-size // unit) * unit
 
     def as_json(self) -> dict[str, Any]:
         """The options in plain JSON types; a callable by its name."""
@@ -125,5 +132,5 @@ def _check_choice(name: str, value: object, choices: tuple[str | None, ...], mor
 
 
 def _check_attribute_name(name: str, value: object) -> None:
-    if not isinstance(value, str) or not value.isidentifier():
-        raise ValueError(f"{name} must be the name of an attribute, got {value!r:.80}")
+    if not isinstance(value, str) or not all(part.isidentifier() for part in value.split(".")):
+        raise ValueError(f'{name} must be the name of an attribute or a path such as "kwargs.size", got {value!r:.80}')

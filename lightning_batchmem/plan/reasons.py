@@ -13,6 +13,7 @@ _LIMITS: dict[str, str] = {
     "host memory": "more than {size} samples in the DataLoader's workers would fill the host's memory",
     "target_batch_size": "target_batch_size needs no more than {size} samples on a rank",
     "max_batch_size": "max_batch_size is {size}",
+    "validation data": "the validation data set has no full batch of more than {size} samples",
 }
 _OUTCOMES = {
     "out_of_memory": "ran out of memory",
@@ -23,7 +24,8 @@ _OUTCOMES = {
 
 def size_limit_text(limits: SearchLimits) -> str:
     """What set the largest size."""
-    return _LIMITS[limits.max_reason].format(size=limits.max_batch_size)
+    reason, size = limits.max_reason, limits.max_batch_size
+    return _LIMITS.get(reason, f"{reason} allows no more than {{size}} samples").format(size=size)
 
 
 def _outcome_text(trial: Trial) -> str:
@@ -35,9 +37,8 @@ def _outcome_text(trial: Trial) -> str:
 def empty_range_text(limits: SearchLimits) -> str:
     """Why no size is allowed."""
     wanted = f"No multiple of {limits.multiple_of}" if limits.multiple_of else "No size"
-    return (
-        f"{wanted} lies between min_batch_size={limits.min_batch_size} and the largest size: {size_limit_text(limits)}."
-    )
+    lowest = max(1, limits.min_batch_size)
+    return f"{wanted} lies between min_batch_size={lowest} and the largest size: {size_limit_text(limits)}."
 
 
 def nothing_fits_text(trial: Trial, limits: SearchLimits) -> str:

@@ -15,8 +15,11 @@ PHASES = ("forward", "backward", "optimizer_step", "evaluation")
 
 Outcome = Literal["ok", "out_of_memory", "over_limit", "allocator_retry"]
 TrialKind = Literal["probe", "climb", "rehearsal"]
-SizeLimit = Literal["dataset", "max_batch_size", "target_batch_size", "host memory"]
-LimitedBy = Literal["memory", "throughput", "dataset", "max_batch_size", "target_batch_size", "host memory"]
+_ShareLimit = Literal["limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"]
+_ArgumentLimit = Literal["max_batch_size", "target_batch_size", "min_steps_per_epoch"]
+_DataLimit = Literal["dataset", "validation data", "host memory"]
+SizeLimit = Literal[_DataLimit, _ArgumentLimit, _ShareLimit, "overfit_batches", "val_check_interval"]
+LimitedBy = Literal["memory", "throughput", SizeLimit]
 Objective = Literal["memory", "throughput"]
 
 _Number = TypeVar("_Number", int, float)

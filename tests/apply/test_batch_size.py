@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
@@ -170,17 +170,17 @@ def test_several_loaders_follow_the_size() -> None:
     assert loaders.follows
     assert sizes_at(loaders, 10) == [10, 40, 5]
     assert loaders.batches(10) == 12
-    assert loaders.largest_batch_size(1.0) == 15
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda size: loader(32), r"train_dataloader must use `batch_size`, got a loader of batch size 32 after"),
         (
-            lambda size: [loader(4), loader(5)],
-            r"must use `batch_size` in one loader at least, got .* sizes 4, 5 whatever",
+            lambda size: loader(32),
+            r"train_dataloader must use `batch_size`, got loaders of batch sizes 32 after it was set to 3\. Build them"
+            r" with batch_size=self\.batch_size, or pass the loaders to fit\.",
         ),
+        (lambda size: [loader(4), loader(5)], r"must use `batch_size`, got loaders of batch sizes 4, 5 after"),
         (
             lambda size: [loader(size + 1), loader(size)],
             r"times a number, got 4, 3 after batch_size .* 3, and 7, 6 at 6",
@@ -204,7 +204,7 @@ def test_loaders_that_do_not_follow(make: Any, message: str) -> None:
         (lambda size: [loader(size), loader(5), loader(4 * size)], None),
         (
             lambda size: loader(min(size, 16)),
-            "got loaders of batch sizes 16 instead of 40 after batch_size was set to 40",
+            "got loaders of batch sizes 16 instead of 40 after it was set to 40",
         ),
         (lambda size: [loader(size), loader(min(2 * size, 16))], "batch sizes 40, 16 instead of 40, 80"),
         (lambda size: [loader(size)] * (1 + size // 40), "batch sizes 40, 40 instead of 40"),
@@ -236,7 +236,6 @@ def test_validation_loaders_may_have_fixed_sizes(make: Any, at_nine: list[int] |
     loaders = val_loaders(WithHooks(loader, make), 3)
     assert loaders.follows == (at_nine is not None)
     assert sizes_at(loaders, 9) == (at_nine or [loader_batch_size(one.loader) for one in loaders.sized])
-    assert (loaders.largest_batch_size(1.0) is None) == (at_nine is None)
 
 
 # Passed loaders
@@ -254,7 +253,7 @@ def test_sizes_of_passed_loaders_are_set_and_restored() -> None:
 
 def test_passed_loaders_of_different_sizes_are_refused_unchanged() -> None:
     passed = [loader(4), loader(8), loader(4)]
-    message = r"passed must have one batch size, got 4, 8; build them in train_dataloader .* batch_size=self.batch_size"
+    message = r"passed must have one batch size, got 4, 8\. Build them in train_dataloader instead"
     with pytest.raises(ValueError, match=message):
         train_loaders(Module(), 3, train_dataloaders=passed)
     assert [loader_batch_size(one) for one in passed] == [4, 8, 4]
@@ -290,11 +289,11 @@ def test_other_attributes_of_a_passed_loader_are_unchanged() -> None:
         restore = setting.keep()
         loaders = setting.loaders_for(2)
         ProbeBatches(loaders)
-        assert (loaders.batches(2), loaders.largest_batch_size(1.0)) == (3, 7)
+        assert loaders.batches(2) == 3
         restore()
         assert vars(passed) == before
         assert torch.equal(given["generator"].get_state(), random)
-        setting.commit(3)
+        setting.write(3)
 
     in_run(look, trained, train_dataloaders=passed)
     assert {name: getattr(passed, name) for name in given} == given
@@ -337,5 +336,117 @@ def test_setting_the_size_of_a_loader_in_place() -> None:
 
 @pytest.mark.parametrize(("given", "kind"), [([loader(), range(3)], "range"), ([[torch.zeros(1)]], "Tensor")])
 def test_other_loaders_than_torchs_are_refused(given: Any, kind: str) -> None:
-    with pytest.raises(ValueError, match=rf"loaders of train_dataloader must be torch DataLoaders .*, got {kind};"):
+    with pytest.raises(ValueError, match=rf"loaders of train_dataloader must be torch DataLoaders .*, got {kind}\."):
         train_loaders(Nameless(), 3, train_dataloaders=given)
+
+
+# Sizes in other places
+
+
+class InDict(LightningDataModule):
+    """The size in a dict, and in a dict of the hyperparameters, as torch_geometric's LightningDataset has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"kwargs": {"batch_size": 32}})
+        self.kwargs = {"batch_size": 32, "num_workers": 0}
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Numbers(), **self.kwargs)
+
+
+def test_a_path_through_a_dict() -> None:
+    module, data = Nameless(), InDict()
+
+    def look(trainer: Trainer, module: LightningModule) -> tuple[int | None, list[int]]:
+        setting = BatchSizeSetting(trainer, module, "kwargs.batch_size", train_source(trainer))
+        setting.check()
+        size = setting.size
+        loaders = setting.loaders_for(4)
+        setting.write(5, also_logged=True)
+        return size, sizes_at(loaders, 9)
+
+    assert in_run(look, module, datamodule=data) == (32, [9])
+    assert data.kwargs["batch_size"] == data.hparams.kwargs["batch_size"] == 5
+    assert data.hparams_initial.kwargs["batch_size"] == 5
+    assert len(module.trained[0]) == 5
+
+
+def test_an_attribute_that_does_not_exist_is_an_error_with_those_that_may_be_meant() -> None:
+    data = InDict()
+    data.width, data.flag = 32, True
+    with pytest.raises(ValueError, match="batch_arg_name must name an attribute") as error:
+        train_loaders(Nameless(), 3, datamodule=data)
+    assert str(error.value).endswith(
+        "got 'batch_size' and loaders of batch sizes 32. Pass batch_arg_name=\"kwargs.batch_size\" (also of this value:"
+        " width), or pass the loaders to fit."
+    )
+
+
+class PerDevice(LightningDataModule):
+    """The size derived in ``setup``, as in the data module of lightning-hydra-template."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"batch_size": 64})
+        self.batch_size_per_device = 0
+
+    def setup(self, stage: str) -> None:
+        self.batch_size_per_device = self.hparams.batch_size // 2
+
+    def train_dataloader(self) -> Any:
+        return loader(self.batch_size_per_device)
+
+
+def test_a_size_derived_in_setup_is_an_error_that_names_it() -> None:
+    message = (
+        r"got loaders of batch sizes 32 after it was set to 3\. Pass batch_arg_name=\"batch_size_per_device\", or pass"
+        r" the loaders to fit\."
+    )
+    with pytest.raises(ValueError, match=message):
+        train_loaders(Nameless(), 3, datamodule=PerDevice())
+
+
+class ReadsBatches(Dataset):
+    """Reads a list of indices at once."""
+
+    def __init__(self, kind: str) -> None:
+        self.values, self.kind = torch.arange(60.0), kind
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, indices: list[int]) -> Any:
+        self.read.append(len(indices))
+        values = self.values[indices]
+        kinds = {"dict": {"x": values, "y": values.numpy(), "name": "a"}, "list": values.tolist(), "tensor": values}
+        return kinds[self.kind]
+
+
+@pytest.mark.parametrize("kind", ["dict", "list", "tensor"])
+@pytest.mark.parametrize("is_passed", [False, True])
+def test_a_batch_sampler_as_sampler(kind: str, is_passed: bool) -> None:
+    dataset = ReadsBatches(kind)
+
+    def make(size: int) -> DataLoader[Any]:
+        return DataLoader(
+            dataset, sampler=BatchSampler(SequentialSampler(dataset), size, drop_last=True), batch_size=None
+        )
+
+    def look(trainer: Trainer, module: LightningModule) -> Any:
+        setting = BatchSizeSetting(trainer, module, "batch_size", train_source(trainer))
+        loaders = setting.loaders_for(3)
+        assert (loaders.batches(7), sizes_at(loaders, 7)) == (8, [7])
+        batch, _ = ProbeBatches(loaders).batch(7)
+        setting.write(4)
+        return batch
+
+    module = Module() if is_passed else WithHooks(make)
+    batch = in_run(look, module, **({"train_dataloaders": make(5)} if is_passed else {}))
+    assert type(batch) is type(module.trained[0])
+    found = batch["x"] if kind == "dict" else batch
+    assert len(found) == 7
+    if kind == "dict":
+        assert (batch["x"].shape, batch["y"].shape, batch["name"]) == ((7,), (7,), "a")
+    assert set(dataset.read) == {4}  # nothing was read in this process before the training

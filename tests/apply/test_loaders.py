@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
-from lightning_batchmem.apply.loaders import LoaderInfo, StageLoaders, count_samples
+from lightning_batchmem.apply.loaders import LoaderInfo, StageLoaders, count_samples, stage_bounds, training_bounds
+from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions
 
 MODES = ["min_size", "max_size", "max_size_cycle", "sequential"]
 
@@ -67,6 +69,15 @@ STAGES = st.tuples(st.lists(leaves(), min_size=1, max_size=3), st.sampled_from(M
 LIMITS = st.one_of(st.integers(1, 50), st.just(1.0), st.floats(0.01, 1.0))
 
 
+def settings_of_trainer(**settings: Any) -> Any:
+    defaults = {"limit_train_batches": 1.0, "limit_val_batches": 1.0, "overfit_batches": 0.0, "val_check_interval": 1.0}
+    return SimpleNamespace(**{**defaults, "check_val_every_n_epoch": 1, "accumulate_grad_batches": 1, **settings})
+
+
+def largest(loaders: StageLoaders, limit: float) -> int:
+    return min(size for size, _ in stage_bounds(settings_of_trainer(limit_train_batches=limit), "train", loaders))
+
+
 def stage_at(stage: Any, batch_size: int) -> StageLoaders:
     """The stage as a project builds it at ``batch_size``."""
     made, mode, _ = stage
@@ -104,35 +115,104 @@ def test_the_largest_size_is_the_largest_that_lightning_trains_a_full_batch_of(s
 
     loaders = stage_at(stage, stage[2])
     if not loaders.follows:
-        assert loaders.largest_batch_size(limit) is None
+        assert largest(loaders, limit) == UNBOUNDED_MAX_BATCH_SIZE
         return
-    expected = max((size for size in range(1, 42) if trains(size)), default=1)
-    assert loaders.largest_batch_size(limit) == expected
+    assert largest(loaders, limit) == max((size for size in range(1, 42) if trains(size)), default=0)
 
 
 def test_streams_have_no_bound_and_no_end() -> None:
     stream = LoaderInfo(DataLoader(Stream(), batch_size=4), 4, 4)
     sized = LoaderInfo(loader_of(40, 4, False, "plain"), 4, 4)
     alone = StageLoaders(CombinedLoader([stream.loader]), (stream,))
-    assert alone.largest_batch_size(1.0) is None
+    assert largest(alone, 1.0) == UNBOUNDED_MAX_BATCH_SIZE
     assert alone.follows
     for mode, batches in zip(MODES, [10, math.inf, math.inf, math.inf], strict=True):
         both = StageLoaders(CombinedLoader([stream.loader, sized.loader], mode), (stream, sized))  # type: ignore[arg-type]
-        assert both.largest_batch_size(1.0) == 40
+        assert largest(both, 1.0) == 40
         assert both.batches(4) == batches
 
 
-@pytest.mark.parametrize(("limit", "largest"), [(1.0, 100), (5, 100), (0.5, 99), (0.1, 11), (0.03, 3), (0.001, 1)])
-def test_a_fraction_must_leave_a_batch(limit: int | float, largest: int) -> None:
+def one_loader(samples: int, *, drop_last: bool = False, requested_at: int | None = 2) -> StageLoaders:
+    one = LoaderInfo(loader_of(samples, 2, drop_last, "plain"), 2, requested_at)
+    return StageLoaders(CombinedLoader(one.loader), (one,))
+
+
+@pytest.mark.parametrize(("limit", "size"), [(1.0, 100), (5, 100), (0.5, 99), (0.1, 11), (0.03, 3), (0.001, 0)])
+def test_a_fraction_must_leave_a_batch(limit: int | float, size: int) -> None:
     """0.1 of the batches is one only where there are ten: 9 of 11 samples and one of 1."""
-    one = LoaderInfo(loader_of(100, 2, False, "plain"), 2, 2)
-    assert StageLoaders(CombinedLoader(one.loader), (one,)).largest_batch_size(limit) == largest
+    assert largest(one_loader(100), limit) == size
+
+
+@pytest.mark.parametrize(
+    ("settings", "validation", "expected"),
+    [
+        ({}, one_loader(30), (1000, "dataset")),  # 30 samples are one batch of any size
+        ({}, one_loader(30, drop_last=True), (30, "validation data")),
+        ({}, one_loader(30, drop_last=True, requested_at=None), (1000, "dataset")),
+        ({}, one_loader(0, drop_last=True), (1000, "dataset")),
+        ({"limit_val_batches": 0.1}, one_loader(30), (3, "limit_val_batches")),  # 9 batches of 3 and one of 3
+        ({"limit_val_batches": 5}, one_loader(30), (1000, "dataset")),
+        ({"limit_train_batches": 0.1}, one_loader(30), (111, "limit_train_batches")),
+        (
+            {"overfit_batches": 0.1, "limit_train_batches": 0.1, "limit_val_batches": 0.1},
+            None,
+            (111, "overfit_batches"),
+        ),
+        (
+            {"overfit_batches": 0.1, "limit_train_batches": 0.1, "limit_val_batches": 0.1},
+            one_loader(30),
+            (3, "overfit_batches"),
+        ),
+        ({"val_check_interval": 50}, None, (20, "val_check_interval")),
+        ({"val_check_interval": 50, "limit_train_batches": 0.5}, None, (10, "val_check_interval")),
+        ({"val_check_interval": 50, "limit_train_batches": 40}, None, (0, "val_check_interval")),
+        ({"val_check_interval": 50, "check_val_every_n_epoch": None}, None, (1000, "dataset")),
+        ({"val_check_interval": 0.01}, None, (1000, "dataset")),
+    ],
+)
+def test_settings_that_bound_the_size(settings: dict[str, Any], validation: Any, expected: tuple[int, str]) -> None:
+    options = SearchOptions(min_steps_per_epoch=None)
+    found = training_bounds(settings_of_trainer(**settings), one_loader(1000), validation, options, None)
+    assert min(found, key=lambda bound: bound[0]) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "project_size", "expected"),
+    [
+        ({}, {}, None, 100),
+        ({}, {}, 300, 300),
+        ({"min_batch_size": 200}, {}, 32, 200),
+        ({"min_steps_per_epoch": 30}, {}, 32, 33),
+        ({"min_steps_per_epoch": 2000}, {}, None, 2),
+        ({}, {"accumulate_grad_batches": 4}, 2, 25),
+        ({}, {"limit_train_batches": 0.5}, 2, 50),
+        ({}, {"limit_train_batches": 3}, 2, 100),
+        ({"min_steps_per_epoch": None}, {}, 2, None),
+        ({"max_batch_size": 900}, {}, 2, None),
+        ({"target_batch_size": 900}, {}, 2, None),
+    ],
+)
+def test_an_epoch_keeps_optimizer_steps(
+    arguments: dict[str, Any], settings: dict[str, Any], project_size: int | None, expected: int | None
+) -> None:
+    options, trainer = SearchOptions(**arguments), settings_of_trainer(**settings)
+    bounds = {reason: size for size, reason in training_bounds(trainer, one_loader(1000), None, options, project_size)}
+    assert bounds.get("min_steps_per_epoch") == expected
+
+
+def test_steps_of_an_epoch_on_ranks_and_of_streams() -> None:
+    ranks = LoaderInfo(loader_of(1000, 2, False, "plain"), 2, 2, replicas=4)
+    stream = LoaderInfo(DataLoader(Stream(), batch_size=2), 2, 2)
+    for one, expected in ((ranks, 25), (stream, UNBOUNDED_MAX_BATCH_SIZE)):
+        loaders = StageLoaders(CombinedLoader(one.loader), (one,))
+        bounds = training_bounds(settings_of_trainer(), loaders, None, SearchOptions(), None)
+        assert bounds[-1] == (expected, "min_steps_per_epoch")
 
 
 def test_a_loader_of_half_the_size_follows_it_downwards() -> None:
     half = LoaderInfo(loader_of(10, 1, False, "plain"), 1, 2)
     assert [half.size_at(size) for size in (1, 2, 3, 4, 20)] == [1, 1, 1, 2, 10]
-    assert half.largest_batch_size(1.0) == 21
+    assert largest(StageLoaders(CombinedLoader(half.loader), (half,)), 1.0) == 21
 
 
 class DoesNotKnow(IterableDataset):

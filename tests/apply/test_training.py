@@ -120,7 +120,7 @@ def test_a_target_next_to_other_accumulation_is_refused(
         ({"lr_scaling": "linear", "base_batch_size": 100}, {}, {}, 0.4),
         # 400 x 2 over 40 x 2
         (
-            {"lr_scaling": "linear"},
+            {"lr_scaling": "linear", "min_steps_per_epoch": None},
             {"batch_size": np.int64(40), "lr": np.float32(0.5)},
             {"accumulate_grad_batches": 2},
             5.0,

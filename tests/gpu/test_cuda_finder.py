@@ -103,7 +103,7 @@ def test_training_at_the_size_found_completes_within_the_limit(
     if device_memory.budget_bytes() < limit_bytes:
         pytest.skip("the device is too small, or other processes use it")
     limit_to(limit_bytes)
-    before, in_search, finder = ooms(device_memory), OomsInSearch(device_memory), BatchFinder()
+    before, in_search, finder = ooms(device_memory), OomsInSearch(device_memory), BatchFinder(min_steps_per_epoch=None)
     train(ConvNet(), tmp_path, in_search, finder)
     assert finder.plan is not None
     assert finder.plan.limited_by == "memory"

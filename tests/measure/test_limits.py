@@ -74,7 +74,7 @@ def test_all_ranks_use_the_least_limits_and_the_longest_sample(
     device = fake_device(budget_bytes=1000 * KIB)
     device.name = "host"
     memory = WorkerMemory([stage({"num_workers": 1}), stage({"num_workers": 1})])
-    found = limits.search_limits(trainer, device, ranks, SearchOptions(), memory, largest_in_data=100)
+    found = limits.search_limits(trainer, device, ranks, SearchOptions(), memory, bounds=[(100, "dataset")])
     assert (found.limit_bytes, found.max_batch_size, found.max_reason) == (700 * KIB, 50, "dataset")
     assert [one.longest_bytes for one in memory.stages] == [[9 * KIB], [KIB]]
     assert memory.stages[0].notes == ("longer",)

@@ -46,7 +46,7 @@ def device(fake_device: Any) -> Any:
 @pytest.fixture
 def search(fit: Any, device: Any) -> Callable[..., Plan]:
     def run(module: Lawful, *callbacks: Any, options: dict[str, Any] | None = None, **arguments: Any) -> Plan:
-        finder = BatchFinder(**{"multiple_of": 1, **(options or {})})
+        finder = BatchFinder(**{"multiple_of": 1, "min_steps_per_epoch": None, **(options or {})})
         fit(module, finder, device, *callbacks, **{"max_steps": 1, **arguments})
         assert finder.plan is not None
         return finder.plan

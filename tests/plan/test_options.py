@@ -55,7 +55,8 @@ def test_memory_limit_is_named_with_its_value(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["max_batch_size", "min_batch_size", "multiple_of", "target_batch_size", "base_batch_size"]
+    "name",
+    ["max_batch_size", "min_batch_size", "multiple_of", "target_batch_size", "base_batch_size", "min_steps_per_epoch"],
 )
 @pytest.mark.parametrize("value", [0, -8, 2.0, True, "8", np.float64(2)], ids=repr)
 def test_sizes_are_positive_whole_numbers(name: str, value: Any) -> None:
@@ -73,8 +74,12 @@ def test_sizes_are_positive_whole_numbers(name: str, value: Any) -> None:
         ({"worst_case": np.zeros(1)}, 'worst_case must be one of None, "typical", "longest" or a callable, got array'),
         ({"min_batch_size": 8, "max_batch_size": 4}, "max_batch_size must be at least min_batch_size=8, got 4"),
         ({"base_batch_size": 32}, "base_batch_size must come with lr_scaling, got 32 without it"),
-        ({"batch_arg_name": "hparams.size"}, "batch_arg_name must be the name of an attribute, got 'hparams.size'"),
-        ({"eval_batch_arg_name": "a b"}, "eval_batch_arg_name must be the name of an attribute, got 'a b'"),
+        (
+            {"batch_arg_name": "kwargs..size"},
+            """batch_arg_name must be the name of an attribute or a path such as "kwargs.size", got 'kwargs..size'""",
+        ),
+        ({"batch_arg_name": 3}, "batch_arg_name must be the name of an attribute or"),
+        ({"eval_batch_arg_name": "a b"}, "eval_batch_arg_name must be the name of an attribute or"),
         ({"eval_batch_arg_name": "batch_size"}, "eval_batch_arg_name must differ from batch_arg_name, got"),
     ],
 )
@@ -82,6 +87,14 @@ def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match="must") as error:
         SearchOptions(**arguments)
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "size"),
+    [({}, 2), ({"min_batch_size": 1}, 1), ({"multiple_of": 4}, 4), ({"min_batch_size": 5, "multiple_of": 4}, 8)],
+)
+def test_the_first_size_is_a_multiple(arguments: dict[str, Any], size: int) -> None:
+    assert SearchOptions(**arguments).first_size == size
 
 
 @pytest.mark.parametrize("worst_case", [None, "typical", "longest", len, dict])
