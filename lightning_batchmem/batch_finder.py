@@ -11,13 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from rich.console import Console
 
-from lightning_batchmem._lightning.data_source import (
-    discard_train_loader,
-    stage_loop,
-    stage_source,
-    train_source,
-    validation_source,
-)
+from lightning_batchmem._lightning.data_source import discard_train_loader, stage_loop, stage_source, train_source
 from lightning_batchmem._lightning.hooks import before_optimizers, call_before
 from lightning_batchmem._lightning.module_state import ModuleState
 from lightning_batchmem._lightning.strategies import check_strategy
@@ -113,22 +107,10 @@ class BatchFinder(Callback):
         base_batch_size: int | None = None,
         search_on_resume: bool = False,
     ) -> None:
+        arguments = {name: value for name, value in locals().items() if name in SearchOptions.__dataclass_fields__}
         super().__init__()
         self.plan: Plan | None = None
-        self._options = SearchOptions(
-            objective=objective,
-            memory_limit=memory_limit,
-            max_batch_size=max_batch_size,
-            min_batch_size=min_batch_size,
-            multiple_of=multiple_of,
-            min_steps_per_epoch=min_steps_per_epoch,
-            batch_arg_name=batch_arg_name,
-            eval_batch_arg_name=eval_batch_arg_name,
-            worst_case=worst_case,
-            target_batch_size=target_batch_size,
-            lr_scaling=lr_scaling,
-            base_batch_size=base_batch_size,
-        )
+        self._options = SearchOptions(**arguments)
         self._search_on_resume = search_on_resume
         self._plan_of_fit: Plan | None = None
         self._checkpoint: dict[str, Any] = {}
@@ -163,29 +145,34 @@ class BatchFinder(Callback):
         if 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches):
             return  # no training
         check_training(trainer, pl_module, self._options)
-        device_memory, source = _device_memory_of(trainer), train_source(trainer)
+        source = train_source(trainer)
         random, module_state = before or current_state(trainer, pl_module, source)
         discard_train_loader(trainer)  # built already where configure_optimizers read estimated_stepping_batches
         setting = BatchSizeSetting(trainer, pl_module, self._options.batch_arg_name, source)
         setting.check()
+        device_memory = _device_memory_of(trainer)
         plan = resumed = self._resumed_plan(trainer, device_memory)
         if plan is None:
-            old = record_training_setup(trainer, setting, self._options, self._plan_of_fit)
-            search = BatchSizeSearch(trainer, device_memory, self._options, random, module_state)
-            found = _found(search.training(setting), setting)
-            if device_memory.name != "host" and search.start_bytes > 0:
-                self._start = (device_memory, search.start_bytes)
-            plan = complete_plan(trainer, found, self._options, old, search.epoch_batches)
+            plan = self._search(setting, device_memory, random, module_state)
         else:
             module_state.restore()
             random.restore()
-        name = self._options.eval_batch_arg_name
-        validation_setting = replace(setting, source=validation_source(trainer), name=name) if name else None
         with Ranks(trainer).fail_together():  # configure_optimizers and train_dataloader may raise on one rank
-            apply_to_training(trainer, setting, plan, validation_setting=validation_setting)
+            apply_to_training(trainer, setting, plan, self._options)
         self.plan = self._plan_of_fit = plan
         if resumed is None:
             _print_plan(trainer, plan)
+
+    def _search(
+        self, setting: BatchSizeSetting, device_memory: DeviceMemory, random: RandomStates, module_state: ModuleState
+    ) -> Plan:
+        trainer = setting.trainer
+        before = record_training_setup(trainer, setting, self._options, self._plan_of_fit)
+        search = BatchSizeSearch(trainer, device_memory, self._options, random, module_state)
+        plan = _checked(search.training(setting), setting)
+        if device_memory.name != "host" and search.start_bytes > 0:
+            self._start = (device_memory, search.start_bytes)
+        return complete_plan(trainer, plan, self._options, before, search.epoch_batches)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Warn once if training begins with more memory in use than the search did."""
@@ -265,7 +252,7 @@ class BatchFinder(Callback):
             rank_zero_info(f"BatchFinder leaves {source.hook} unchanged: no loader follows `{setting.name}`")
             return
         device = device_name(trainer.strategy.root_device)
-        self.plan = replace(_found(outcome, setting), device=device, ranks=trainer.world_size)
+        self.plan = replace(_checked(outcome, setting), device=device, ranks=trainer.world_size)
         setting.write(self.plan.batch_size, also_logged=True)
         _print_plan(trainer, self.plan)
 
@@ -274,12 +261,13 @@ def _device_memory_of(trainer: Trainer) -> DeviceMemory:
     device = trainer.strategy.root_device
     if (device_memory := device_memory_for(device)) is None:
         raise ValueError(
-            f"the device must have a peak memory counter for BatchFinder, got {device.type}; set the batch size by hand"
+            f"the device must have a peak memory counter for BatchFinder, got {device.type}."
+            " Set the batch size by hand."
         )
     return device_memory
 
 
-def _found(outcome: Plan | SearchFailed, setting: BatchSizeSetting) -> Plan:
+def _checked(outcome: Plan | SearchFailed, setting: BatchSizeSetting) -> Plan:
     if isinstance(outcome, SearchFailed):
         raise RuntimeError(outcome.reason)
     return replace(outcome, notes=(*outcome.notes, *setting.notes_for(outcome.batch_size)))

@@ -121,7 +121,7 @@ def run_case(case: Case, directory: Path, ranks: int) -> dict[str, Any]:
         _devices.append(FakeDevice(budget_bytes=budgets[rank] * MIB))
         batch_finder.device_memory_for = lambda device: _devices[0]  # type: ignore[assignment,return-value]
     seed_everything(7, verbose=False)
-    finder, recorder = BatchFinder(**case.get("finder", {})), Recorder()
+    finder, recorder = BatchFinder(**{"min_steps_per_epoch": None, **case.get("finder", {})}), Recorder()
     callbacks: list[Callback] = [recorder, finder] if case.get("search", True) else [recorder]
     if case.get("saves"):
         callbacks.append(ModelCheckpoint(directory, "last", every_n_train_steps=2))

@@ -13,7 +13,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem._lightning.data_source import DataSource, discard_train_loader, generators_of
+from lightning_batchmem._lightning.data_source import (
+    DataSource,
+    discard_train_loader,
+    generators_of,
+    validation_source,
+)
 from lightning_batchmem._lightning.hooks import configure_optimizers_again, mute_callbacks_and_loggers
 from lightning_batchmem._lightning.module_state import ModuleState
 from lightning_batchmem._lightning.project_attribute import ProjectAttribute
@@ -51,7 +56,7 @@ def check_step(module: LightningModule, name: str) -> None:
     """Raise a ValueError where a step fetches its batches itself."""
     if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
         raise ValueError(
-            f"{name} must take a batch for BatchFinder, got one that takes dataloader_iter; set the batch size by hand"
+            f"{name} must take a batch for BatchFinder, got one that takes dataloader_iter. Set the batch size by hand."
         )
 
 
@@ -173,13 +178,12 @@ def complete_plan(
     )
 
 
-def apply_to_training(
-    trainer: Trainer, setting: BatchSizeSetting, plan: Plan, *, validation_setting: BatchSizeSetting | None
-) -> None:
+def apply_to_training(trainer: Trainer, setting: BatchSizeSetting, plan: Plan, options: SearchOptions) -> None:
     """Apply ``plan`` and configure the optimizers again, as if the size had always been there."""
     setting.write(plan.batch_size, also_logged=True)
-    if plan.evaluation is not None and validation_setting is not None:
-        validation_setting.write(plan.evaluation.batch_size, also_logged=True)
+    if plan.evaluation is not None and options.eval_batch_arg_name is not None:
+        validation = replace(setting, name=options.eval_batch_arg_name, source=validation_source(trainer))
+        validation.write(plan.evaluation.batch_size, also_logged=True)
     trainer.accumulate_grad_batches = plan.accumulate_grad_batches
     attribute = _learning_rate_attribute(trainer, setting.module)
     changes = plan.learning_rate is not None and plan.learning_rate != attribute.value

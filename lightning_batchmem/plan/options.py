@@ -60,11 +60,11 @@ class SearchOptions:
             raise ValueError(f"max_batch_size must be at least min_batch_size={low}, got {self.max_batch_size}")
         if self.base_batch_size is not None and self.lr_scaling is None:
             raise ValueError(f"base_batch_size must come with lr_scaling, got {self.base_batch_size} without it")
-        _check_attribute_name("batch_arg_name", self.batch_arg_name)
+        _check_path("batch_arg_name", self.batch_arg_name)
         if self.eval_batch_arg_name is not None:
-            _check_attribute_name("eval_batch_arg_name", self.eval_batch_arg_name)
-            if self.eval_batch_arg_name == self.batch_arg_name:
-                raise ValueError(f"eval_batch_arg_name must differ from batch_arg_name, got {self.batch_arg_name!r}")
+            _check_path("eval_batch_arg_name", self.eval_batch_arg_name)
+        if self.eval_batch_arg_name == self.batch_arg_name:
+            raise ValueError(f"eval_batch_arg_name must differ from batch_arg_name, got {self.batch_arg_name!r}")
         parse_memory_limit(self.memory_limit, budget_bytes=1)
         if isinstance(self.memory_limit, Real):
             object.__setattr__(self, "memory_limit", _plain_number(self.memory_limit))
@@ -131,6 +131,6 @@ def _check_choice(name: str, value: object, choices: tuple[str | None, ...], mor
         raise ValueError(f"{name} must be one of {listed}{more}, got {value!r:.80}")
 
 
-def _check_attribute_name(name: str, value: object) -> None:
+def _check_path(name: str, value: object) -> None:
     if not isinstance(value, str) or not all(part.isidentifier() for part in value.split(".")):
         raise ValueError(f'{name} must be the name of an attribute or a path such as "kwargs.size", got {value!r:.80}')
