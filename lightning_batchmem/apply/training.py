@@ -28,7 +28,7 @@ from lightning_batchmem.apply.batch_size import BatchSizeSetting
 from lightning_batchmem.devices import DeviceMemory, device_name
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.scaling import learning_rate_note, micro_batches, scaled_learning_rate
+from lightning_batchmem.plan.scaling import learning_rate_factor, learning_rate_note, micro_batches
 
 
 def check_training(trainer: Trainer, module: LightningModule, options: SearchOptions) -> None:
@@ -159,9 +159,7 @@ def complete_plan(
     effective, base = plan.batch_size * batches_per_step * trainer.world_size, before.effective_batch_size
     learning_rate = None
     if base is not None and options.lr_scaling is not None and before.learning_rate is not None:
-        learning_rate = scaled_learning_rate(
-            before.learning_rate, scaling=options.lr_scaling, effective_batch_size=effective, base_batch_size=base
-        )
+        learning_rate = before.learning_rate * learning_rate_factor(options.lr_scaling, effective, base)
     elif base is not None:
         names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
         note = learning_rate_note(names, effective_batch_size=effective, base_batch_size=base)

@@ -69,11 +69,10 @@ def micro_batches(target_batch_size: int, ranks: int, multiple_of: int | None) -
     return found
 
 
-def scaled_learning_rate(
-    learning_rate: float, *, scaling: LearningRateScaling, effective_batch_size: int, base_batch_size: int
-) -> float:
-    """The learning rate for another effective batch size."""
-    return learning_rate * _factor(scaling, effective_batch_size / base_batch_size)
+def learning_rate_factor(scaling: LearningRateScaling, effective_batch_size: int, base_batch_size: int) -> float:
+    """By how much the learning rate grows for another effective batch size."""
+    ratio = effective_batch_size / base_batch_size
+    return ratio if scaling == "linear" else math.sqrt(ratio)
 
 
 def learning_rate_note(optimizer_names: Sequence[str], *, effective_batch_size: int, base_batch_size: int) -> str:
@@ -91,13 +90,9 @@ def learning_rate_note(optimizer_names: Sequence[str], *, effective_batch_size: 
     untested = "" if is_tested else f", which is untested beyond a factor of {_TESTED_FACTOR}"
     return (
         f"{changed}: the {(_LINEAR if rule == 'linear' else _SQRT).format(listed)} multiplies the learning rate by"
-        f" {_factor(rule, ratio):,.4g}{untested}; to apply it, pass"
+        f" {learning_rate_factor(rule, effective_batch_size, base_batch_size):,.4g}{untested}; to apply it, pass"
         f' lr_scaling="{rule}", base_batch_size={base_batch_size}'
     )
-
-
-def _factor(scaling: LearningRateScaling, ratio: float) -> float:
-    return ratio if scaling == "linear" else math.sqrt(ratio)
 
 
 def size_range(limits: SearchLimits) -> tuple[int, int]:
