@@ -374,7 +374,7 @@ def test_a_path_through_a_dict() -> None:
 
 def test_an_attribute_that_does_not_exist_is_an_error_with_those_that_may_be_meant() -> None:
     data = InDict()
-    data.width, data.flag = 32, True
+    data.width, data.table = 32, torch.zeros(3)
     with pytest.raises(ValueError, match="batch_arg_name must name an attribute") as error:
         train_loaders(Nameless(), 3, datamodule=data)
     assert str(error.value).endswith(
