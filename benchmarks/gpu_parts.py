@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from benchmarks import large_networks
 from benchmarks import overhead as hooks
 from benchmarks.common import ROOT, one_line, trainer_for
 from lightning_batchmem import BatchFinder, MemoryProfiler
@@ -75,11 +76,9 @@ def tested(allocator: str) -> Row:
     return row
 
 
-def network_of(name: str) -> Any:
+def network_of(name: str) -> large_networks.Network:
     """One of the simulated networks."""
-    from tests.simulated_cuda.networks import NETWORKS  # here, so that the other parts do without
-
-    return next(network for network in NETWORKS if network.name == name)
+    return next(network for network in large_networks.NETWORKS if network.name == name)
 
 
 def batch_on(device: torch.device, network: Any, size: int) -> list[Tensor]:
@@ -238,7 +237,6 @@ def peaks(size: int, step: int) -> Row:
 
     name, memory = "ResNet-18 SGD", CudaMemory(DEVICE)
     simulated = SimulatedCuda(trace_of(name), torch.cuda.mem_get_info(DEVICE)[1])
-    simulated.load_model()
     memory.release_cached()
     memory.reset_peak()
     for _ in steps(network_of(name), size, step):

@@ -13,9 +13,9 @@ import time
 import warnings
 from pathlib import Path
 
+from benchmarks.large_networks import NETWORKS
 from tests.simulated_cuda.device import SimulatedCuda
-from tests.simulated_cuda.networks import NETWORKS
-from tests.simulated_cuda.oracle import largest_quiet, largest_trained
+from tests.simulated_cuda.oracle import largest
 from tests.simulated_cuda.search import search
 from tests.simulated_cuda.trace import trace_of
 
@@ -46,8 +46,8 @@ def measure(name: str, gigabytes: int, limit: float) -> tuple[str, ...]:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         found = search(SimulatedCuda(trace, capacity_bytes), memory_limit=limit)
     seconds, size = time.perf_counter() - begin, found.plan.batch_size
-    quiet = largest_quiet(trace, int(min(limit, 0.95) * capacity_bytes))
-    trained = largest_trained(trace, capacity_bytes)
+    quiet = largest(trace, int(min(limit, 0.95) * capacity_bytes), quietly=True)
+    trained = largest(trace, capacity_bytes)
     tried = (f"{t.batch_size}{t.kind[0]}{'' if t.outcome == 'ok' else '!'}" for t in found.plan.trials)
     return (
         name,

@@ -83,12 +83,13 @@ class CudaMemory:
         """Make the allocator fail above ``limit_bytes`` of reserved memory, and restore the previous limit at the end.
 
         It yields ``False`` and changes nothing where torch cannot report the previous limit, with another allocator
-        than the native one, and with expandable segments, which the limit stops too early.
+        than the native one, with expandable segments, which the limit stops too early, and with a threshold for garbage
+        collection, which the allocator ignores until a limit is set, and would apply to the whole training afterwards.
 
         Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html
         """
         previous = self._memory_fraction()
-        if previous is None or torch.cuda.get_allocator_backend() != "native" or _expandable_segments():
+        if previous is None or torch.cuda.get_allocator_backend() != "native" or not _can_be_limited():
             yield False
             return
         total_bytes = torch.cuda.mem_get_info(self._device)[1]
@@ -216,8 +217,8 @@ class OomSnapshot:
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def _expandable_segments() -> bool:
-    # The settings in force, including changes at run time; True if unknown, so that nothing is enforced.
-    # Source: torch/csrc/cuda/Module.cpp, torch 2.13
+def _can_be_limited() -> bool:
+    # The settings in force, including changes at run time; False if unknown, so that nothing is enforced.
+    # Source: torch/csrc/cuda/Module.cpp; `set_fraction` in c10/cuda/CUDACachingAllocator.cpp, torch 2.13
     settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
-    return bool(settings.get("expandable_segments", True))
+    return not (settings.get("expandable_segments", True) or settings.get("garbage_collection_threshold", 0))

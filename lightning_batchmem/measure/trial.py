@@ -27,6 +27,9 @@ from lightning_batchmem.plan.records import Outcome, Trial, TrialKind
 
 _GRAPH_WARMUP_STEPS = 3  # CUDA graphs: warm up, record, replay
 _STEADY_STEPS = 5  # with fewer, simulated trainings ran out of memory in later steps
+# Activations of this batch leave a part of most segments of the larger batch free. Its gradients lie there, so that the
+# next step can neither use nor release them. Source: simulated CUDA allocator.
+_WORST_SMALLER_SHARE = 0.75
 _MORE_STEPS = 15  # while steps differ, as with random depth or image size
 _DIFFERENCE = 0.1  # of the highest: more is no noise
 _RESERVE_SHARE = 0.25  # of the growth of the resident set, by which later steps exceed the first ones
@@ -155,6 +158,9 @@ class TrialRunner:
                     self._runner.series(evaluation, smaller_size, record, self._one_step)
                 self._runner.series(main, smaller_size, record, self._one_step)
                 self._runner.series(main, batch_size, record, self._two_steps)
+                if not (self._runner.is_host or self.is_compiled):  # another size is compiled again
+                    for size in (max(1, int(_WORST_SMALLER_SHARE * batch_size)), batch_size):
+                        self._runner.series(main, size, record, self._one_step)
                 retries = self._retries() - retries
             if self._runner.is_host:
                 record.reserve_bytes = self._reserve(record, start_bytes)

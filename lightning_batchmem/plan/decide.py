@@ -152,7 +152,7 @@ class _SearchState:
         if self.failed or self.limits.steps_are_collective or len(self.passed) > 1:
             return _MEMORY
         higher = self._largest_within(self.policy.step_up_share)
-        is_gain = self._is_gain(higher, self.policy.min_gain)
+        is_gain = higher == self.highest or higher >= (1 + self.policy.min_gain) * self.passed[-1].batch_size
         return self._next(higher, "rehearsal", "a few per cent more") if is_gain else _MEMORY
 
     def smaller(self) -> NextSize | SearchFailed:
@@ -246,7 +246,9 @@ class _SearchState:
         share = policy.collective_share if self.limits.steps_are_collective else policy.candidate_share
         size = self._largest_within(share)
         if self.failed:
-            more = 2 if self.sizes_left == 1 else int(self.limits.out_of_memory_kills)  # the last size should fit
+            # the last size should fit, and the one after two that ran out of memory
+            is_third = sum(trial.outcome == "out_of_memory" for trial in self.failed) > 1
+            more = 2 if self.sizes_left == 1 else int(self.limits.out_of_memory_kills or is_third)
             shrink = policy.step_down[min(len(self.failed) + more, len(policy.step_down)) - 1]
             size = min(size, self._rounded(int(self.failed_size * (1 - shrink))))
             if len(self.failed) >= len(policy.step_down):  # the prediction is far too large: search in between
@@ -287,13 +289,7 @@ class _SearchState:
     def _rounded(self, size: int) -> int:
         return self.highest if size >= self.highest else rounded(size, self.limits)
 
-    def _is_gain(self, size: int, min_gain: float) -> bool:
-        best = self.passed[-1].batch_size if self.passed else 0
-        return size > best and (size == self.highest or size >= (1 + min_gain) * best)
-
     def _next(self, size: int, kind: TrialKind, why: str) -> NextSize:
-        expected = ""
         if self.model is not None:
-            predicted = mib(self.model.predict_bytes(size))
-            expected = f"; predicted {predicted} of {mib(self.limits.limit_bytes)}"
-        return NextSize(size, kind, f"{size} samples: {why}{expected}.")
+            why += f"; predicted {mib(self.model.predict_bytes(size))} of {mib(self.limits.limit_bytes)}"
+        return NextSize(size, kind, f"{size} samples: {why}.")

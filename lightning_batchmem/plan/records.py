@@ -219,9 +219,9 @@ class SearchPolicy:
     candidate_share: float = 0.90  # of the limit; the rest is for rounding and fragmentation
     step_up_share: float = 0.94  # of the limit, tried once after a rehearsal has passed
     collective_share: float = 0.85  # of the limit where ranks step together and no limit can be enforced
-    step_down: tuple[float, ...] = (0.05, 0.12, 0.25, 0.5)  # by which a size shrinks after each failure
+    step_down: tuple[float, ...] = (0.052, 0.12, 0.25, 0.5)  # by which a size shrinks after each failure
     climb: tuple[float, ...] = (0.5, 0.75)  # of the candidate, rehearsed first where exceeding the limit kills
-    min_gain: float = 0.02  # a smaller gain is not worth another size ...
+    min_gain: float = 0.02  # a smaller gain is not worth another size
     throughput_share: float = 0.95  # of the best throughput: beyond, more memory gains next to no speed
 
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import common, gpu_check, gpu_parts, overhead
+from benchmarks import common, gpu_check, gpu_parts, large_networks, overhead
+from benchmarks.large_networks import Network
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.devices.base import MemoryStats
-from tests.simulated_cuda import networks, trace
+from tests.simulated_cuda import trace
 
 Cases = Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]
 
@@ -130,15 +131,15 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, Any]]:
     """The parts on the CPU, with a small network: every line but those of CUDA runs."""
     fractions: list[tuple[float, Any]] = []
     name = gpu_parts.SEARCHED[-1]
-    batch = partial(networks._batch, (8,), (8,), networks._FLOATS)
-    network = networks.Network(name, partial(nn.Linear, 8, 8), torch.optim.Adam, batch, nn.functional.mse_loss)
-    monkeypatch.setattr(networks, "NETWORKS", (network, network._replace(name="ResNet-18 SGD")))
-    monkeypatch.setattr(trace, "NETWORKS", networks.NETWORKS)
+    samples = (((8,), torch.float32),) * 2
+    network = Network(name, partial(nn.Linear, 8, 8), torch.optim.Adam, samples, nn.functional.mse_loss)
+    monkeypatch.setattr(large_networks, "NETWORKS", (network, network._replace(name="ResNet-18 SGD")))
+    monkeypatch.setattr(trace, "NETWORKS", large_networks.NETWORKS)
     trace.trace_of.cache_clear()
     monkeypatch.setattr(gpu_parts, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(gpu_parts, "SEARCHED", (name,))
     monkeypatch.setattr(gpu_parts, "CudaMemory", FakeMemory)
-    monkeypatch.setattr(gpu_parts, "BatchFinder", lambda: BatchFinder(max_batch_size=4))
+    monkeypatch.setattr(gpu_parts, "BatchFinder", lambda **_: BatchFinder(max_batch_size=4))
     monkeypatch.setattr(gpu_parts, "trains", lambda network, size: size <= 5)
     monkeypatch.setattr(torch, "compile", lambda module, **arguments: module)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)

@@ -147,7 +147,13 @@ def test_the_limit_is_enforced_and_the_previous_one_restored(
 
 
 @pytest.mark.parametrize(
-    "changes", [{"settings": {"expandable_segments": True}}, {"settings": {}}, {"backend": "cudaMallocAsync"}]
+    "changes",
+    [
+        {"settings": {"expandable_segments": True}},
+        {"settings": {"expandable_segments": False, "garbage_collection_threshold": 0.8}},
+        {"settings": {}},
+        {"backend": "cudaMallocAsync"},
+    ],
 )
 def test_the_limit_is_not_enforced_where_it_would_be_wrong(driver: Driver, changes: dict[str, Any]) -> None:
     vars(driver).update(changes)

@@ -30,23 +30,15 @@ def test_sizes_of_one_allocation(requested: int, allocated: int, reserved: int) 
     assert (allocator.requested, allocator.allocated, allocator.reserved) == (requested, allocated, reserved)
 
 
-def test_small_and_large_requests_never_share_a_segment() -> None:
-    allocator = CachingAllocator(100 * MIB)
-    allocator.free(allocator.malloc(20 * MIB))
-    allocator.malloc(MIB)
-    assert allocator.reserved == 22 * MIB
-    allocator.malloc(2 * MIB)
-    assert allocator.reserved == 22 * MIB
-
-
-def test_smallest_sufficient_free_block_is_used() -> None:
+def test_smallest_sufficient_free_block_of_the_pool_is_used_and_split() -> None:
     allocator = CachingAllocator(100 * MIB)
     for block in [allocator.malloc(size * MIB) for size in (30, 12, 16)]:
         allocator.free(block)
     assert allocator.malloc(11 * MIB).size == 12 * MIB
-    first = allocator.malloc(13 * MIB)
-    assert first.next is not None
-    assert (first.size, first.next.size) == (13 * MIB, 3 * MIB)
+    assert allocator.malloc(13 * MIB).size == 13 * MIB
+    assert sorted(allocator.large.sizes.values()) == [3 * MIB, 30 * MIB]
+    allocator.malloc(MIB)
+    assert allocator.reserved == 60 * MIB  # a small request never uses the large pool
 
 
 def test_free_neighbours_merge_into_the_whole_segment() -> None:
@@ -55,10 +47,9 @@ def test_free_neighbours_merge_into_the_whole_segment() -> None:
     for block in (first, third):
         allocator.free(block)
     allocator.empty_cache()
-    assert allocator.reserved == 20 * MIB
-    assert sorted(block.size for block in allocator.large.blocks.values()) == [4 * MIB, 12 * MIB]
+    assert (allocator.reserved, sorted(allocator.large.sizes.values())) == (20 * MIB, [4 * MIB, 12 * MIB])
     allocator.free(second)
-    assert [block.size for block in allocator.large.blocks.values()] == [20 * MIB]
+    assert list(allocator.large.sizes.values()) == [20 * MIB]
     allocator.empty_cache()
     assert (allocator.reserved, allocator.num_device_free) == (0, 1)
 
@@ -98,13 +89,8 @@ def test_peaks_start_again_from_the_current_use() -> None:
 def test_expandable_segments_grow_by_pages() -> None:
     allocator = CachingAllocator(200 * MIB, expandable=True)
     allocator.malloc(MIB)
-    assert allocator.reserved == 2 * MIB
-    first = allocator.malloc(25 * MIB)
-    assert allocator.reserved == 42 * MIB
-    second = allocator.malloc(10 * MIB)
-    assert allocator.reserved == 42 * MIB
-    third = allocator.malloc(10 * MIB)  # 5 MiB are free, so it takes one page more
-    assert (allocator.reserved, third.address) == (62 * MIB, 35 * MIB)
+    first, second, third = (allocator.malloc(size * MIB) for size in (25, 10, 10))
+    assert (allocator.reserved, third.address) == (62 * MIB, 35 * MIB)  # 2 MiB, and three pages for 45 MiB
     allocator.free(first)
     allocator.free(third)
     allocator.empty_cache()  # 0..25 has one whole page, 35..60 another one
@@ -132,10 +118,7 @@ def test_expandable_segments_fail_where_the_device_has_no_page_left() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    requests=st.lists(st.tuples(st.integers(1, 30 * MIB), st.integers(0, 3)), min_size=1, max_size=60),
-    expandable=st.booleans(),
-)
+@given(st.lists(st.tuples(st.integers(1, 30 * MIB), st.integers(0, 3)), min_size=1, max_size=60), st.booleans())
 def test_bytes_are_conserved(requests: list[tuple[int, int]], expandable: bool) -> None:
     allocator = CachingAllocator(120 * MIB, limit_bytes=100 * MIB, expandable=expandable)
     live = []
@@ -146,7 +129,7 @@ def test_bytes_are_conserved(requests: list[tuple[int, int]], expandable: bool) 
             assert allocator.reserved + size > 60 * MIB
         for _ in range(min(num_freed, len(live))):
             allocator.free(live.pop(size % len(live)))
-        free_bytes = sum(block.size for pool in (allocator.small, allocator.large) for block in pool.blocks.values())
+        free_bytes = sum(size for pool in (allocator.small, allocator.large) for size in pool.sizes.values())
         assert allocator.requested == sum(block.requested for block in live) <= allocator.allocated
         assert allocator.allocated == sum(block.size for block in live) == allocator.reserved - free_bytes
         assert allocator.reserved <= (120 if expandable else 100) * MIB
@@ -154,8 +137,5 @@ def test_bytes_are_conserved(requests: list[tuple[int, int]], expandable: bool) 
         assert all(a + size <= b for (a, size), (b, _) in pairwise(spans))
     for block in live:
         allocator.free(block)
-    blocks = [block for pool in (allocator.small, allocator.large) for block in pool.blocks.values()]
-    assert all(block.previous is None or not block.previous.mapped for block in blocks)
-    assert all(block.next is None or not block.next.mapped for block in blocks)
     allocator.empty_cache()
     assert (allocator.allocated, allocator.requested, allocator.reserved) == (0, 0, 0)
