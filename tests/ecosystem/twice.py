@@ -1,0 +1,51 @@
+"""Train a library's model with both callbacks, and with the batch size that was found written into the project."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+MARKS = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the libraries' own warnings
+MISSING = 'the library is not installed; pip install "lightning-batchmem[ecosystem]"'
+
+
+class Recorder(Callback):
+    """Losses and callbacks of the last training, kept in the class because libraries copy callbacks."""
+
+    losses: ClassVar[list[float]] = []
+    callbacks: ClassVar[list[Any]] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        Recorder.losses, Recorder.callbacks = [], trainer.callbacks
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        Recorder.losses.append(float(outputs["loss"]))
+
+    @staticmethod
+    def find(kind: type[Any]) -> Any:
+        return next(callback for callback in Recorder.callbacks if isinstance(callback, kind))
+
+
+def train_twice(
+    train: Callable[[int, list[Any]], torch.nn.Module], finder: type[Any], profiler: type[Any], **arguments: Any
+) -> tuple[Any, Any]:
+    """Return the plan and the profiler's summary; ``train`` takes a batch size and callbacks."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = train(4, [profiler(), finder(max_batch_size=16, **arguments), Recorder()])
+    ours = [str(one.message) for one in caught if "lightning_batchmem" in f"{one.filename} {one.message}"]
+    assert not ours, ours
+    losses, plan, summary = Recorder.losses, Recorder.find(finder).plan, Recorder.find(profiler).summary
+    assert (plan.batch_size, plan.limited_by, plan.verified) == (16, "max_batch_size", True)
+    expected = train(16, [Recorder()])
+    assert losses == Recorder.losses
+    assert len(losses) > 1
+    torch.testing.assert_close(dict(module.state_dict()), dict(expected.state_dict()), rtol=0, atol=0, equal_nan=True)
+    assert summary.steps == len(losses)
+    assert summary.samples_per_second > 0
+    return plan, summary
