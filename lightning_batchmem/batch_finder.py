@@ -34,7 +34,6 @@ from lightning_batchmem.plan.options import SearchOptions, WorstCase, changes_si
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import Objective, SearchFailed, mib
 from lightning_batchmem.plan.scaling import LearningRateScaling
-from lightning_batchmem.report.tables import plan_table
 from lightning_batchmem.search import BatchSizeSearch
 
 _NOTABLE_SHARE = 0.01  # of the limit: more is no difference between two starts of one training
@@ -76,6 +75,7 @@ class BatchFinder(Callback):
         base_batch_size: samples per optimizer step that the learning rate was chosen for; ``None``: those that the
             project had before the search.
         search_on_resume: search again where a checkpoint holds a plan.
+        verbose: print the whole plan, with all reasons and every size that was run, instead of six lines.
 
     Attributes:
         plan: the :class:`~lightning_batchmem.Plan` of the last search; ``None`` before.
@@ -106,12 +106,13 @@ class BatchFinder(Callback):
         lr_scaling: LearningRateScaling | None = None,
         base_batch_size: int | None = None,
         search_on_resume: bool = False,
+        verbose: bool = False,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name in SearchOptions.__dataclass_fields__}
         super().__init__()
         self.plan: Plan | None = None
         self._options = SearchOptions(**arguments)
-        self._search_on_resume = search_on_resume
+        self._search_on_resume, self._verbose = search_on_resume, verbose
         self._plan_of_fit: Plan | None = None
         self._checkpoint: dict[str, Any] = {}
         self._before: tuple[RandomStates, ModuleState] | None = None  # as of before configure_optimizers
@@ -161,7 +162,7 @@ class BatchFinder(Callback):
             apply_to_training(trainer, setting, plan, self._options)
         self.plan = self._plan_of_fit = plan
         if resumed is None:
-            _print_plan(trainer, plan)
+            self._report(trainer, plan)
 
     def _search(
         self, setting: BatchSizeSetting, device_memory: DeviceMemory, random: RandomStates, module_state: ModuleState
@@ -254,7 +255,12 @@ class BatchFinder(Callback):
         device = device_name(trainer.strategy.root_device)
         self.plan = replace(_checked(outcome, setting), device=device, ranks=trainer.world_size)
         setting.write(self.plan.batch_size, also_logged=True)
-        _print_plan(trainer, self.plan)
+        self._report(trainer, self.plan)
+
+    def _report(self, trainer: Trainer, plan: Plan) -> None:
+        if trainer.is_global_zero:
+            text = str(plan) if self._verbose else plan.short_text()
+            Console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _device_memory_of(trainer: Trainer) -> DeviceMemory:
@@ -271,10 +277,3 @@ def _checked(outcome: Plan | SearchFailed, setting: BatchSizeSetting) -> Plan:
     if isinstance(outcome, SearchFailed):
         raise RuntimeError(outcome.reason)
     return replace(outcome, notes=(*outcome.notes, *setting.notes_for(outcome.batch_size)))
-
-
-def _print_plan(trainer: Trainer, plan: Plan) -> None:
-    if trainer.is_global_zero:
-        console = Console()
-        console.print(plan_table(plan))
-        console.print(str(plan), highlight=False, markup=False, soft_wrap=True)

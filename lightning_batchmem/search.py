@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from rich.console import Console
 
 from lightning_batchmem._lightning.data_source import attach_loaders, validation_loop, validation_source
 from lightning_batchmem._lightning.hooks import configure_optimizers_again, freeze_schedulers
@@ -69,7 +68,7 @@ class BatchSizeSearch:
         self._first = options.first_size
         self._callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]  # set where mypy does not look
         shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
-        self._progress = SearchProgress(Console(), enabled=shown)
+        self._progress = SearchProgress(enabled=shown)
         self.epoch_batches = math.inf  # at the size that was found; inf when unknown
         self.start_bytes = 0  # live bytes at the start of the last rehearsal
         if module_state.not_restorable:
@@ -135,7 +134,8 @@ class BatchSizeSearch:
                 return self._explained(outcome)
             batches = limited_batches(loaders.batches(outcome.batch_size), trainer.limit_train_batches)
             self.epoch_batches = min(self._ranks.exchange(batches))
-            outcome = _with_notes(_with_notes(outcome, steps), phase)
+            outcome = _with_notes(outcome, steps, setting)
+            outcome = _with_notes(outcome, phase, validation)
             if own_name is not None and evaluation is not None:
                 own = self._over(validation, evaluation, start)
                 if isinstance(own, SearchFailed):
@@ -150,13 +150,13 @@ class BatchSizeSearch:
         workers = WorkerMemory([steps.probe_batches])
         limits = self._limits(workers, stage_bounds(self._trainer, setting.source.stage, steps.loaders), None)
         outcome = self._search(_Stage(setting, steps.loaders, self._runner(None, steps), workers, start), limits)
-        return outcome if isinstance(outcome, SearchFailed) else _with_notes(outcome, steps)
+        return outcome if isinstance(outcome, SearchFailed) else _with_notes(outcome, steps, setting)
 
     def _search(self, stage: _Stage, limits: SearchLimits, trials_run: Sequence[Trial] = ()) -> Plan | SearchFailed:
         """Measure, fit, decide."""
         trials, runner = list(trials_run), stage.runner
         while isinstance(step := decide(trials, limits), NextSize):
-            self._progress.trying(step)
+            self._progress.trying(step, trials)
             if step.kind != "probe":
                 self._attempts.restart(stage.start)
                 if runner.has_training:
@@ -178,6 +178,7 @@ class BatchSizeSearch:
                 trial = runner.rehearse(step.batch_size, smaller, limits.limit_bytes)
             trial = with_workers(trial, stage.workers, self._device, limits.limit_bytes)
             trials.append(self._ranks.worst_of_all(trial))
+            self._progress.measured(trials[-1])
             budgets = self._ranks.exchange(own_budget_bytes(self._device, self._trainer))
             limits = replace(
                 limits,
@@ -237,7 +238,7 @@ class BatchSizeSearch:
 
     def _validation(self, setting: BatchSizeSetting, *, is_own: bool) -> EvaluationSteps | None:
         """The steps of validation; ``None`` where there is none, or its loaders cannot be probed."""
-        if not self._trainer.enable_validation:
+        if not self._trainer.enable_validation or setting.source.is_empty:
             return None
         if is_own:
             setting.check()
@@ -277,7 +278,6 @@ class BatchSizeSearch:
         return replace(failure, reason=f"{failure.reason} {text}.")
 
 
-def _with_notes(plan: Plan, steps: TrainingSteps | EvaluationSteps | None) -> Plan:
-    if steps is None:
-        return plan
-    return replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *steps.probe_batches.notes))))
+def _with_notes(plan: Plan, steps: TrainingSteps | EvaluationSteps | None, setting: BatchSizeSetting) -> Plan:
+    notes = () if steps is None else steps.probe_batches.notes
+    return replace(plan, notes=(*plan.notes, *(f"{setting.source.hook}: {note}" for note in notes)))

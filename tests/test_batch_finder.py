@@ -53,8 +53,8 @@ def test_the_size_is_the_largest_that_fits_and_training_uses_it(
     note = "Values computed from `batch_size` in __init__ or setup keep the old size."
     assert plan.notes.count(note) == 1
     printed = capsys.readouterr().out
-    assert f"batch size {size}, limited by memory, verified by a rehearsal" in printed
-    assert str(plan) in printed
+    assert printed == f"{plan.short_text()}\n"
+    assert len(printed.splitlines()) <= 6
 
 
 @pytest.mark.parametrize(

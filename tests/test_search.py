@@ -88,6 +88,13 @@ def test_validation_that_cannot_be_measured_is_left_out(search: Any, device: Any
         assert search(Evaluated(device), val_dataloaders=loaders, limit_val_batches=1).batch_size == FOUND
 
 
+@pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")  # Lightning's own
+def test_an_empty_list_of_validation_loaders_is_no_validation(search: Any, device: Any) -> None:
+    plan = search(Evaluated(device), val_dataloaders=[])
+    assert plan.batch_size == FOUND
+    assert "evaluation" not in plan.trials[0].phase_peak_bytes
+
+
 @pytest.mark.parametrize(("stage", "is_passed"), [("validate", False), ("test", True), ("predict", False)])
 def test_other_stages_are_searched_with_forward_passes(stage: str, is_passed: bool, search: Any, device: Any) -> None:
     module, data = Evaluated(device), loader(3)

@@ -55,6 +55,11 @@ class DataSource:
     def is_fit_validation(self) -> bool:
         return self.trainer.state.fn == TrainerFn.FITTING and self.default_mode == "sequential"
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is an empty list in place of loaders."""
+        return all(isinstance(loader, list | tuple | dict) for loader in self._combined().flattened)
+
     def passed_loaders(self) -> list[DataLoader[Any]]:
         loaders = self._combined().flattened if self.passed else []
         return [loader for loader in loaders if isinstance(loader, DataLoader)]

@@ -163,7 +163,7 @@ def complete_plan(
     elif base is not None:
         names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
         note = learning_rate_note(names, effective_batch_size=effective, base_batch_size=base)
-        notes += [note] if note else []
+        notes = [note, *notes] if note else notes  # first, since the console shows only one
     return replace(
         plan,
         device=device_name(trainer.strategy.root_device),

@@ -11,6 +11,10 @@ from lightning_batchmem.plan.records import LimitedBy, Line, MemoryModel, TimeMo
 
 _Record = TypeVar("_Record", Line, Trial)
 
+_HEADINGS = ("run", "result", "size", "live MiB", "line MiB", "held MiB", "ms", "samples/s")
+_ROW = "  {:<9} {:<10} {:>6} {:>9} {:>9} {:>9} {:>9} {:>9}"
+_OUTCOMES = {"ok": "ok", "out_of_memory": "no memory", "over_limit": "over limit", "allocator_retry": "retries"}
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -61,19 +65,38 @@ class Plan:
     held_peak_bytes: int | None = None
 
     def __str__(self) -> str:
-        each = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
-        verified = "verified by a rehearsal" if self.verified else "not verified"
-        head = f"batch size {self.batch_size}{each}, limited by {self.limited_by.replace('_', ' ')}, {verified}"
-        text = "\n".join([head, *(f"  {name:<10}{value}" for name, value in self._rows())])
+        table = [_HEADINGS, *map(self._cells, self.trials)] if self.trials else []
+        rows = [f"  {name:<10}{value}" for name, value in self._rows()] + [_ROW.format(*row).rstrip() for row in table]
+        text = "\n".join([self._head(), *rows])
         return text if self.evaluation is None else f"{text}\nvalidation: {self.evaluation}"
+
+    def short_text(self) -> str:
+        """The plan in at most six lines: no reason, no lines, no trials, and only the first note."""
+        rows = dict(reversed(self._rows()))
+        memory = "; ".join(f"{name} {rows[name]}" for name in ("limit", "predicted", "measured") if name in rows)
+        shown = {"memory": memory} | {name: rows[name] for name in ("speed", "step", "note") if name in rows}
+        shown["details"] = "print(finder.plan) or BatchFinder(verbose=True): reasons, all sizes, all notes"
+        return "\n".join([f"BatchFinder: {self._head()}", *(f"  {name:<10}{text}" for name, text in shown.items())])
+
+    @property
+    def _each_rank(self) -> str:
+        return f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
+
+    def _head(self) -> str:
+        validation = "" if self.evaluation is None else f" (validation {self.evaluation.batch_size})"
+        verified = "verified by a rehearsal" if self.verified else "not verified"
+        limited_by = self.limited_by.replace("_", " ")
+        return f"batch size {self.batch_size}{validation}{self._each_rank}, limited by {limited_by}, {verified}"
 
     def _rows(self) -> list[tuple[str, str]]:
         rows = [("limit", mib(self.limit_bytes))]
         if self.predicted_peak_bytes is not None:
-            rows.append(("predicted", f"{mib(self.predicted_peak_bytes)}, from the smaller sizes"))
+            rows.append(("predicted", mib(self.predicted_peak_bytes)))
         if self.measured_peak_bytes is not None:
             held = "" if self.held_peak_bytes is None else f", {mib(self.held_peak_bytes)} taken from the device"
-            rows.append(("measured", f"{mib(self.measured_peak_bytes)}{held}{self._on_all_ranks()}"))
+            total_bytes = self.ranks * max(self.held_peak_bytes or 0, self.measured_peak_bytes)
+            total = f"; at most {mib(total_bytes)} on all ranks" if self.ranks > 1 else ""
+            rows.append(("measured", f"{mib(self.measured_peak_bytes)}{held}{total}"))
         if self.memory is not None:
             phase = self.memory.phase_at(self.batch_size)
             line = self.memory.lines[phase]
@@ -81,20 +104,26 @@ class Plan:
         if self.time is not None:
             line = self.time.line
             rows.append(("time", f"{line.intercept * 1e3:.3g} ms + {line.slope * 1e3:.3g} ms a sample"))
-        if self.trials:
-            rows.append(("tried", ", ".join(str(trial.batch_size) for trial in self.trials)))
+        if timed := [trial for trial in self.trials if trial.batch_size == self.batch_size and trial.step_seconds]:
+            rows.append(("speed", f"{self._cells(timed[-1])[-1]} samples/s"))
+        changes = []
         if self.effective_batch_size is not None and (self.accumulate_grad_batches > 1 or self.ranks > 1):
             batches = "a batch" if self.accumulate_grad_batches == 1 else f"{self.accumulate_grad_batches} batches"
-            each = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
-            rows.append(("step", f"{self.effective_batch_size} samples, in {batches}{each}"))
+            changes.append(f"{self.effective_batch_size} samples, in {batches}{self._each_rank}")
         if self.learning_rate is not None and self.learning_rate != self.learning_rate_before:
-            rows.append(("lr", f"{self.learning_rate:.6g} instead of {self.learning_rate_before:.6g}"))
+            changes.append(f"learning rate {self.learning_rate:.6g} instead of {self.learning_rate_before:.6g}")
+        rows += [("step", "; ".join(changes))] if changes else []
         rows += [("why", self.reason)] if self.reason else []
         return rows + [("note", note) for note in self.notes]
 
-    def _on_all_ranks(self) -> str:
-        held_bytes = max(self.held_peak_bytes or 0, self.measured_peak_bytes or 0)
-        return f"; at most {mib(self.ranks * held_bytes)} on all ranks" if self.ranks > 1 else ""
+    def _cells(self, trial: Trial) -> tuple[str, ...]:
+        """What was measured at one size, and the value of the line there."""
+        line_bytes = None if self.memory is None else self.memory.predict_bytes(trial.batch_size)
+        readings = (trial.peak_bytes or None, line_bytes, trial.peak_held_bytes)
+        memory = ["" if count_bytes is None else mib(count_bytes).removesuffix(" MiB") for count_bytes in readings]
+        seconds, samples = trial.step_seconds, self.ranks * trial.batch_size
+        times = [f"{seconds * 1e3:,.1f}", f"{samples / seconds:,.0f}"] if seconds else ["", ""]
+        return (trial.kind, _OUTCOMES[trial.outcome], str(trial.batch_size), *memory, *times)
 
     def to_json(self) -> str:
         """The plan as JSON; :meth:`from_json` makes an equal plan of it."""

@@ -16,11 +16,10 @@ LearningRateScaling = Literal["linear", "sqrt"]
 _TESTED_FACTOR = 8  # beyond this ratio of batch sizes the rules are untested
 
 
-# The papers treat SGD (with momentum too), Adam and RMSprop. AdamW is Adam where it decays nothing, and torch
-# multiplies its decay by the learning rate.
+# Source: Goyal et al. 2017, arXiv 1706.02677, for SGD (with momentum too); Malladi et al. 2022, arXiv 2205.10287, for
+# Adam and RMSprop. AdamW is Adam where it decays nothing, and torch multiplies its decay by the learning rate.
 _RULES: dict[str, LearningRateScaling] = {"SGD": "linear", "Adam": "sqrt", "AdamW": "sqrt", "RMSprop": "sqrt"}
-_LINEAR = "linear rule for {} (Goyal et al. 2017, arXiv 1706.02677)"
-_SQRT = "square root rule for {} (Malladi et al. 2022, arXiv 2205.10287)"
+_EXPLAINED = "docs/choosing-a-batch-size.md"
 
 
 @dataclass(frozen=True)
@@ -86,13 +85,10 @@ def learning_rate_note(optimizer_names: Sequence[str], *, effective_batch_size: 
     if rule is None or any(_RULES.get(name) != rule for name in names):
         return f"{changed}, and no single rule is known for {listed}: tune the learning rate by hand"
     ratio = effective_batch_size / base_batch_size
-    is_tested = max(ratio, 1 / ratio) <= _TESTED_FACTOR
-    untested = "" if is_tested else f", which is untested beyond a factor of {_TESTED_FACTOR}"
-    return (
-        f"{changed}: the {(_LINEAR if rule == 'linear' else _SQRT).format(listed)} multiplies the learning rate by"
-        f" {learning_rate_factor(rule, effective_batch_size, base_batch_size):,.4g}{untested}; to apply it, pass"
-        f' lr_scaling="{rule}", base_batch_size={base_batch_size}'
-    )
+    factor = f"{learning_rate_factor(rule, effective_batch_size, base_batch_size):,.4g}"
+    if max(ratio, 1 / ratio) > _TESTED_FACTOR:
+        factor += f" (untested beyond {_TESTED_FACTOR} times the samples)"
+    return f'{changed}: for {listed}, lr_scaling="{rule}" multiplies the learning rate by {factor}, see {_EXPLAINED}'
 
 
 def size_range(limits: SearchLimits) -> tuple[int, int]:

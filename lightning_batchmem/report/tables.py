@@ -1,20 +1,20 @@
-"""The summary of a run, its table, and the table of a plan; rich prints tables as plain text without a terminal."""
+"""The summary of a run, its table, and the output of a search; rich prints plain text without a terminal."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.status import Status
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from lightning_batchmem.measure.breakdown import MemoryBreakdown
 from lightning_batchmem.measure.recorder import OutOfMemoryReport
-from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import MIB, NextSize
+from lightning_batchmem.plan.fit import fit_memory
+from lightning_batchmem.plan.records import MIB, NextSize, Trial
 
 SUMMARY_NAME = "memory_summary.json"
 
@@ -28,7 +28,6 @@ _PARTS = (
 )
 _OTHER = {"host": "other (interpreter, libraries)", "cuda": "other (workspaces, kept tensors)"}
 _STAGES = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
-_OUTCOMES = {"ok": "ok", "out_of_memory": "no memory", "over_limit": "over limit", "allocator_retry": "retries"}
 
 
 def summary_name(stage: str) -> str:
@@ -208,40 +207,21 @@ def out_of_memory_text(report: OutOfMemoryReport) -> str:
     return text
 
 
-class SearchProgress(Status):
-    """A line with the size that runs; not on ranks other than 0, and not without a progress bar."""
+class SearchProgress(Progress):
+    """A line with the size that runs; without a terminal only its last state is printed."""
 
-    def __init__(self, console: Console, *, enabled: bool) -> None:
-        super().__init__("looking for the batch size", console=console)
-        self._is_enabled = enabled
+    def __init__(self, *, enabled: bool) -> None:
+        columns = (TextColumn("BatchFinder: {task.description}", markup=False), TimeElapsedColumn())
+        super().__init__(*columns, console=Console(), disable=not enabled)
+        self._task = self.add_task("reading samples", total=None)
 
-    def start(self) -> None:
-        """Show the line if it is enabled."""
-        if self._is_enabled:
-            super().start()
+    def trying(self, probe: NextSize, trials: Sequence[Trial]) -> None:
+        """Show the size that runs next, and the memory that the trials so far predict for it."""
+        model = fit_memory(trials)
+        predicted = "" if model is None else f", predicted {mib(model.predict_bytes(probe.batch_size))} MiB"
+        self.update(self._task, description=f"size {probe.batch_size}{predicted}")
 
-    def trying(self, probe: NextSize) -> None:
-        """Show the size that runs next."""
-        self.update(f"trying batch size {probe.batch_size}: {probe.reason}")
-
-
-def plan_table(plan: Plan) -> Table:
-    """Return the trials of a plan in at most 80 columns: outcome, live bytes at the peak, line, held bytes, time."""
-    title = "BatchFinder: the sizes that were run, highest memory in MiB"
-    if plan.ranks > 1:
-        title = f"BatchFinder: the sizes on each of {plan.ranks} ranks, highest memory in MiB, samples/s of all"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for heading in ("run", "result"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("size", "live", "line", "held", "ms", "samples/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for trial in plan.trials:
-        line_bytes = None if plan.memory is None else plan.memory.predict_bytes(trial.batch_size)
-        readings = (trial.peak_bytes or None, line_bytes, trial.peak_held_bytes)
-        memory = ("" if count_bytes is None else mib(count_bytes) for count_bytes in readings)
-        times = ("", "")
-        if trial.step_seconds:
-            times = (f"{trial.step_seconds * 1e3:,.1f}", f"{plan.ranks * trial.batch_size / trial.step_seconds:,.0f}")
-        style = "bold" if trial.batch_size == plan.batch_size and trial.outcome == "ok" else None
-        table.add_row(trial.kind, _OUTCOMES[trial.outcome], str(trial.batch_size), *memory, *times, style=style)
-    return table
+    def measured(self, trial: Trial) -> None:
+        """Add the memory that was measured."""
+        shown = self.tasks[self._task].description
+        self.update(self._task, description=f"{shown}, measured {mib(trial.peak_bytes)} MiB")

@@ -192,7 +192,7 @@ def test_projects_whose_learning_rate_cannot_be_scaled(fit: Any, device: Any, pr
 @pytest.mark.parametrize(
     ("optimizer", "target", "expected"),
     [
-        (torch.optim.SGD, None, "from 3 to 400: the linear rule for SGD .* multiplies the learning rate by 133.3"),
+        (torch.optim.SGD, None, 'from 3 to 400: for SGD, lr_scaling="linear" multiplies the learning rate by 133.3'),
         (torch.optim.SGD, 3, None),
     ],
 )

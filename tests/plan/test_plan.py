@@ -52,7 +52,11 @@ PLAN = Plan(
     limit_bytes=200 * MIB,
     predicted_peak_bytes=164 * MIB,
     measured_peak_bytes=165 * MIB,
-    trials=(Trial(2, "ok", {"forward": 104 * MIB}), Trial(32, "ok", {"forward": 165 * MIB}, "rehearsal")),
+    trials=(
+        Trial(2, "ok", {"forward": 103 * MIB, "backward": 104 * MIB}, step_seconds=0.012),
+        Trial(64, "over_limit", {"forward": 228 * MIB}, "climb", peak_held_bytes=250 * MIB),
+        Trial(32, "ok", {"forward": 165 * MIB}, "rehearsal", peak_held_bytes=180 * MIB, step_seconds=0.04),
+    ),
     memory=MemoryModel({"forward": Line(100 * MIB, 2 * MIB, 2, 32)}),
     time=TimeModel(Line(0.010, 0.001, 2, 32)),
     reason="32 samples: the largest size that is predicted to fit.",
@@ -99,12 +103,16 @@ def test_the_text_of_a_plan() -> None:
         [
             "batch size 32, limited by memory, verified by a rehearsal",
             "  limit     200.0 MiB",
-            "  predicted 164.0 MiB, from the smaller sizes",
+            "  predicted 164.0 MiB",
             "  measured  165.0 MiB, 180.0 MiB taken from the device",
             "  memory    100.0 MiB + 2.0 MiB a sample (forward)",
             "  time      10 ms + 1 ms a sample",
-            "  tried     2, 32",
+            "  speed     800 samples/s",
             "  why       32 samples: the largest size that is predicted to fit.",
+            "  run       result       size  live MiB  line MiB  held MiB        ms samples/s",
+            "  probe     ok              2     104.0     104.0                12.0       167",
+            "  climb     over limit     64     228.0     228.0     250.0",
+            "  rehearsal ok             32     165.0     164.0     180.0      40.0       800",
         ]
     )
 
@@ -123,13 +131,34 @@ def test_the_text_has_what_else_a_person_should_know() -> None:
         evaluation=replace(PLAN, batch_size=48),
     )
     text = str(plan)
-    assert text.startswith("batch size 32 on each of 2 ranks, limited by target batch size, not verified")
+    assert text.startswith(
+        "batch size 32 (validation 48) on each of 2 ranks, limited by target batch size, not verified"
+    )
     for row in (
         "taken from the device; at most 360.0 MiB on all ranks",
-        "step      256 samples, in 4 batches on each of 2 ranks",
-        "lr        0.2 instead of 0.1",
+        "step      256 samples, in 4 batches on each of 2 ranks; learning rate 0.2 instead of 0.1",
         "note      a note",
         "validation: batch size 48, limited by memory",
     ):
         assert row in text
     assert "  predicted" not in str(replace(PLAN, predicted_peak_bytes=None))
+
+
+def test_the_short_text_has_six_lines_at_most() -> None:
+    changes = {"accumulate_grad_batches": 4, "effective_batch_size": 128}
+    plan = replace(PLAN, **changes, notes=("the first", "a second"), evaluation=replace(PLAN, batch_size=48))
+    assert plan.short_text() == "\n".join(
+        [
+            "BatchFinder: batch size 32 (validation 48), limited by memory, verified by a rehearsal",
+            "  memory    limit 200.0 MiB; predicted 164.0 MiB; measured 165.0 MiB, 180.0 MiB taken from the device",
+            "  speed     800 samples/s",
+            "  step      128 samples, in 4 batches",
+            "  note      the first",
+            "  details   print(finder.plan) or BatchFinder(verbose=True): reasons, all sizes, all notes",
+        ]
+    )
+    nothing_ran = Plan(1, "dataset", False, 200 * MIB, None, None, (), None, None)
+    assert nothing_ran.short_text().splitlines()[1:] == [
+        "  memory    limit 200.0 MiB",
+        "  details   print(finder.plan) or BatchFinder(verbose=True): reasons, all sizes, all notes",
+    ]

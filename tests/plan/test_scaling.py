@@ -8,9 +8,6 @@ from hypothesis import strategies as st
 
 from lightning_batchmem.plan.scaling import MicroBatch, learning_rate_factor, learning_rate_note, micro_batch
 
-GOYAL = "Goyal et al. 2017, arXiv 1706.02677"
-MALLADI = "Malladi et al. 2022, arXiv 2205.10287"
-
 
 @pytest.mark.parametrize(
     ("target", "largest", "ranks", "multiple_of", "expected"),
@@ -93,16 +90,15 @@ NONE_KNOWN = "and no single rule is known for {}: tune the learning rate by hand
         (
             ["SGD", "SGD"],
             256,
-            f": the linear rule for SGD ({GOYAL}) multiplies the learning rate by 8; to apply it, pass"
-            ' lr_scaling="linear", base_batch_size=32',
+            ': for SGD, lr_scaling="linear" multiplies the learning rate by 8, see docs/choosing-a-batch-size.md',
         ),
         (
             ["Adam", "RMSprop"],
             320_000,
-            f": the square root rule for Adam and RMSprop ({MALLADI}) multiplies the learning rate by 100, which is"
-            ' untested beyond a factor of 8; to apply it, pass lr_scaling="sqrt", base_batch_size=32',
+            ': for Adam and RMSprop, lr_scaling="sqrt" multiplies the learning rate by 100 (untested beyond 8 times the'
+            " samples), see docs/choosing-a-batch-size.md",
         ),
-        (["SGD"], 3, f": the linear rule for SGD ({GOYAL}) multiplies the learning rate by 0.09375, which is untested"),
+        (["SGD"], 3, ': for SGD, lr_scaling="linear" multiplies the learning rate by 0.09375 (untested beyond 8 times'),
         (["Lion"], 64, f", {NONE_KNOWN.format('Lion')}"),
         (["NAdam", "Adamax"], 64, f", {NONE_KNOWN.format('NAdam and Adamax')}"),
     ],

@@ -2,16 +2,16 @@ from __future__ import annotations
 
 import io
 import json
-import time
+import re
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from lightning_batchmem.measure.breakdown import MemoryBreakdown
-from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import MIB, Line, MemoryModel, NextSize, Trial
-from lightning_batchmem.report.tables import SearchProgress, Summary, plan_table, show_summary
+from lightning_batchmem.plan.records import MIB, NextSize, Trial
+from lightning_batchmem.report import tables
+from lightning_batchmem.report.tables import SearchProgress, Summary, show_summary
 
 SUMMARY = Summary(
     device="host",
@@ -93,41 +93,17 @@ def test_other_json_is_no_summary(wrong):
         Summary.from_json(wrong)
 
 
-def plan(*trials, ranks=1):
-    memory = MemoryModel({"forward": Line(100 * MIB, 2 * MIB, 2, 32)})
-    return Plan(32, "memory", True, 200 * MIB, None, 165 * MIB, trials, memory, None, ranks=ranks)
-
-
-def plan_lines(of):
-    console = Console(width=80, file=io.StringIO())
-    console.print(plan_table(of))
-    return [line.split() for line in console.file.getvalue().splitlines() if line.strip()]
-
-
-PROBE = Trial(2, "ok", {"forward": 103 * MIB, "backward": 104 * MIB}, step_seconds=0.012)
-REHEARSAL = Trial(32, "ok", {"forward": 165 * MIB}, kind="rehearsal", peak_held_bytes=190 * MIB, step_seconds=0.04)
-FAILED = [replace(REHEARSAL, outcome=outcome) for outcome in ("out_of_memory", "over_limit", "allocator_retry")]
-
-
-def test_the_row_of_a_trial_has_its_kind_its_outcome_and_held_beside_live_bytes():
-    title, header, _, *rows = plan_lines(plan(PROBE, REHEARSAL, *FAILED))
-    assert "ranks" not in title
-    assert header == ["run", "result", "size", "live", "line", "held", "ms", "samples/s"]
-    memory = ["32", "165.0", "164.0", "190.0", "40.0", "800"]
-    assert rows == [
-        ["probe", "ok", "2", "104.0", "104.0", "12.0", "167"],
-        ["rehearsal", "ok", *memory],
-        ["rehearsal", "no", "memory", *memory],
-        ["rehearsal", "over", "limit", *memory],
-        ["rehearsal", "retries", *memory],
-    ]
-
-
+@pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("enabled", [True, False])
-def test_progress_is_shown_if_it_is_enabled(enabled):
-    stream = io.StringIO()
-    progress = SearchProgress(Console(file=stream, force_terminal=True, width=120), enabled=enabled)
-    with progress:
-        progress.trying(NextSize(8, "probe", "a reason"))
-        time.sleep(0.3 * enabled)  # the spinner draws itself 12.5 times a second
-    assert ("trying batch size 8: a reason" in stream.getvalue()) is enabled
+def test_the_line_of_a_search_has_the_size_with_its_prediction_and_its_peak(enabled, terminal, monkeypatch):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=120, color_system=None)
+    monkeypatch.setattr(tables, "Console", lambda: console)
+    trials = [Trial(size, "ok", {"forward": (100 + size) * MIB}) for size in (2, 8)]
+    with SearchProgress(enabled=enabled) as progress:
+        progress.trying(NextSize(2, "probe", ""), [])
+        progress.refresh()
+        progress.trying(NextSize(400, "rehearsal", ""), trials)
+        progress.measured(Trial(400, "ok", {"forward": 501 * MIB}))
+    states = list(dict.fromkeys(re.findall(r"BatchFinder: ([^\r\n]*) 0:00:0\d", console.file.getvalue())))
+    last = "size 400, predicted 500.0 MiB, measured 501.0 MiB"
+    assert states == (["reading samples", "size 2", last][0 if terminal else -1 :] if enabled else [])
