@@ -119,7 +119,9 @@ def main() -> None:
     assert finder.plan is not None
     print(f"\ntrained with the batch size {finder.plan.batch_size}")
     print(f"validation accuracy: {trainer.callback_metrics['val/accuracy']:.3f}")
-    print(f"memory of every step: {trainer.log_dir}/memory_per_batch.csv")
+    print(f"memory of every step, as numbers: {trainer.log_dir}/memory_per_batch.csv")
+    print(f"memory of a step by its parts: {trainer.log_dir}/memory_summary.json")
+    print(f"the batch size and all trials: {trainer.log_dir}/batch_plan.json")
 
 
 if __name__ == "__main__":
