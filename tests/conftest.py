@@ -34,38 +34,27 @@ class FakeDevice:
 
     def __init__(self, budget_bytes: int, base_bytes: int = 0) -> None:
         self.name = "cuda"
-        self.has_peak = True
         self.enforces_limits = False
-        self.repeatability = 0.0
         self.granularity_bytes = 0
         self.budget = budget_bytes
         self.reserved_ratio: float | None = None  # if set, reserved bytes are this multiple of allocated bytes
-        self.outside: int | None = None
-        self.loose: int | None = None  # of the bytes in use, those outside the heap's blocks
         self.num_ooms = 0
         self.num_alloc_retries = 0
         self.num_releases = 0
         self._base_bytes = self._current_bytes = self._peak_bytes = base_bytes
 
-    @property
-    def current_bytes(self) -> int:
-        return self._current_bytes
-
-    @current_bytes.setter
-    def current_bytes(self, value: int) -> None:
-        if value > self.budget:
-            self.num_ooms += 1
-            raise torch.cuda.OutOfMemoryError(f"CUDA out of memory. Asked for {value} of {self.budget} bytes (fake).")
-        self._current_bytes = value
-        self._peak_bytes = max(self._peak_bytes, value)
-
     def use(self, size_bytes: int) -> None:
         """Use ``size_bytes`` more; raises ``torch.cuda.OutOfMemoryError`` above the budget."""
-        self.current_bytes += size_bytes
+        wanted_bytes = self._current_bytes + size_bytes
+        if wanted_bytes > self.budget:
+            self.num_ooms += 1
+            raise torch.cuda.OutOfMemoryError(f"CUDA out of memory. {wanted_bytes} of {self.budget} bytes (fake).")
+        self._current_bytes = wanted_bytes
+        self._peak_bytes = max(self._peak_bytes, wanted_bytes)
 
-    def free(self, size_bytes: int | None = None) -> None:
-        """Free ``size_bytes``, by default all but ``base_bytes``."""
-        self._current_bytes = self._base_bytes if size_bytes is None else self._current_bytes - size_bytes
+    def free(self) -> None:
+        """Free all but ``base_bytes``."""
+        self._current_bytes = self._base_bytes
 
     def reset_peak(self) -> None:
         self._peak_bytes = self._current_bytes
@@ -79,14 +68,11 @@ class FakeDevice:
     def private_bytes(self) -> int:
         return self._current_bytes
 
-    def in_use_bytes(self) -> int | None:
-        return None if self.loose is None else self._current_bytes - self.loose
-
     def budget_bytes(self) -> int:
         return self.budget
 
-    def non_torch_bytes(self) -> int | None:
-        return self.outside
+    def non_torch_bytes(self) -> None:
+        pass
 
     @contextmanager
     def limit_enforced(self, limit_bytes: int) -> Iterator[bool]:
@@ -140,6 +126,27 @@ def fit(monkeypatch: pytest.MonkeyPatch, fake_device: Any) -> Callable[..., Trai
         )
         trainer.fit(module, **keywords)
         return trainer
+
+    return run
+
+
+@pytest.fixture
+def device(fake_device: Any) -> Any:
+    """The fake device of a search: a budget of 500 MiB."""
+    return fake_device(budget_bytes=500 * 2**20)
+
+
+@pytest.fixture
+def search(fit: Any, device: Any) -> Callable[..., Any]:
+    """Search in ``fit``, or in another stage without training; returns the plan."""
+
+    def run(module: Any, *callbacks: Callback, stage: str = "fit", data: Any = None, **arguments: Any) -> Any:
+        finder = BatchFinder(**{"multiple_of": 1, "min_steps_per_epoch": None, **arguments.pop("options", {})})
+        steps = {"max_steps": 1} if stage == "fit" else {"max_epochs": 0}
+        trainer = fit(module, finder, device, *callbacks, **{"num_sanity_val_steps": 0, **steps, **arguments})
+        if stage != "fit":
+            getattr(trainer, stage)(module, dataloaders=data)
+        return finder.plan
 
     return run
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,31 +95,19 @@ class Evaluated(Lawful):
 
 
 class Sizes(Callback):
-    """The batch sizes that training itself ran."""
+    """The batch sizes that training itself ran, and the samples between one optimizer step and the next."""
 
     def __init__(self) -> None:
         self.seen: set[int] = set()
+        self.per_step = [0]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
         self.seen.add(len(batch[0]))
+        self.per_step[-1] += len(batch[0])
+        if trainer.global_step == len(self.per_step):
+            self.per_step.append(0)
 
 
-# as version 0.1.0 wrote a Plan with its Trials and Lines
-OLD_LINE: dict[str, Any] = {"intercept": 1e8, "slope": 1e6, "noise": 0.0, "first_batch_size": 2, "last_batch_size": 8}
-OLD_LINE |= {"repeatability": 0.0}
-OLD_TRIAL: dict[str, Any] = {
-    "batch_size": 64,
-    "outcome": "ok",
-    "phase_peak_bytes": {"forward": 170_000_000},
-    "noise_bytes": 0,
-}
-OLD_TRIAL |= {"peak_reserved_bytes": None, "step_seconds": 0.1, "measured_steps": 2, "full_steps": 3}
-OLD_TRIAL |= {"samples_run": 192, "worker_bytes": 0, "fixed_bytes": 0, "loose_share": None, "error": ""}
-OLD_PLAN: dict[str, Any] = {"batch_size": 64, "limited_by": "memory", "verified": True, "limit_bytes": 475 * MIB}
-OLD_PLAN |= {"predicted_peak_bytes": 164_000_000, "upper_peak_bytes": 165_000_000, "measured_peak_bytes": 170_000_000}
-OLD_PLAN |= {"trials": [OLD_TRIAL], "memory": {"lines": {"forward": OLD_LINE}, "reserved_ratio": 1.0}}
-OLD_PLAN |= {"time": {"line": OLD_LINE}, "reason": "64 samples", "device": "host", "accumulate_grad_batches": 1}
-OLD_PLAN |= {"effective_batch_size": 64, "learning_rate": None, "learning_rate_before": None, "notes": []}
-OLD_PLAN |= {"evaluation": None, "ranks": 1}
+OLD_PLAN: dict[str, Any] = json.loads((Path(__file__).parent / "plan_of_0_1_0.json").read_text())  # of version 0.1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,106 +20,100 @@ FOUND, SMALLER = found_size(BUDGET), found_size(300 * MIB)
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used")  # the saver
 
 
+_saved: list[bytes] = []
+
+
 @pytest.fixture
-def checkpoint(fit: Any, fake_device: Any, tmp_path: Path) -> Path:
-    """Of a run that searched."""
-    return save(fit, fake_device(budget_bytes=BUDGET), tmp_path, BatchFinder())
+def checkpoint(fit: Any, device: Any, tmp_path: Path) -> Path:
+    """A copy of the checkpoint of a run that searched."""
+    if not _saved:
+        _saved.append(save(fit, device, tmp_path, BatchFinder()).read_bytes())
+    path = tmp_path / "searched.ckpt"
+    path.write_bytes(_saved[0])
+    return path
 
 
-def save(fit: Any, device_memory: Any, folder: Path, callback: Any) -> Path:
+def save(fit: Any, device: Any, folder: Path, callback: Any) -> Path:
     saver = ModelCheckpoint(folder, filename="last", save_on_train_epoch_end=True)
     arguments = {"max_epochs": 1, "max_steps": -1, "enable_checkpointing": True}
-    fit(Lawful(device_memory, law), callback, device_memory, saver, **arguments)
+    fit(Lawful(device, law, 300), callback, device, saver, **arguments)
     return folder / "last.ckpt"
 
 
-def resume(fit: Any, device_memory: Any, checkpoint: Path, finder: BatchFinder, **arguments: Any) -> tuple[Any, Any]:
-    module = Lawful(device_memory, law)
-    return module, fit(module, finder, device_memory, ckpt_path=checkpoint, max_epochs=2, max_steps=-1, **arguments)
+def resume(fit: Any, device: Any, checkpoint: Path, finder: BatchFinder, **arguments: Any) -> tuple[Any, Any]:
+    module = Lawful(device, law)
+    return module, fit(module, finder, device, ckpt_path=checkpoint, max_epochs=2, max_steps=-1, **arguments)
 
 
 def test_the_plan_in_the_checkpoint_is_plain(checkpoint: Path) -> None:
     saved = torch.load(checkpoint, weights_only=True)["callbacks"]["BatchFinder"]
-
-    def check(value: object) -> None:
-        assert type(value) in (dict, list, str, int, float, bool, type(None)), value
-        for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-            check(inner)
-
-    check(saved)
+    assert json.loads(json.dumps(saved)) == saved
     assert saved["plan"]["batch_size"] == FOUND
 
 
-def test_a_resumed_run_continues_with_the_plan_without_a_search(fit: Any, fake_device: Any, checkpoint: Path) -> None:
-    finder, device_memory = BatchFinder(), fake_device(budget_bytes=BUDGET)
-    module, _ = resume(fit, device_memory, checkpoint, finder)
+def test_a_resumed_run_continues_with_the_plan_without_a_search(fit: Any, device: Any, checkpoint: Path) -> None:
+    finder = BatchFinder()
+    module, _ = resume(fit, device, checkpoint, finder)
     assert finder.plan is not None
     assert finder.plan.batch_size == module.batch_size == FOUND
     assert module.sizes == [FOUND] * (SAMPLES // FOUND) + [SAMPLES % FOUND]  # no step but those of the second epoch
-    device_memory.budget = 300 * MIB
-    fit(module, finder, device_memory)  # does not resume, and so searches
+    device.budget = 300 * MIB
+    fit(module, finder, device)  # does not resume, and so searches
     assert module.batch_size == SMALLER
 
 
 @pytest.mark.parametrize(
     ("arguments", "trainer", "budget_mib", "changed"),
     [
-        (
-            {},
-            {},
-            300,
-            f"it held {law(FOUND) / MIB} MiB and the limit is 285.0 MiB. search_on_resume=True searches again.",
-        ),
+        ({}, {}, 300, f"it held {law(FOUND) / MIB} MiB and the limit is 285.0 MiB. search_on_resume=True searches"),
         ({}, {}, 1000, "the limit was 475.0 MiB and is 950.0 MiB"),
         ({"max_batch_size": 100}, {}, 500, "max_batch_size was None and is 100"),
         ({"multiple_of": 4}, {"accumulate_grad_batches": 3}, 500, "multiple_of was None and is 4"),
     ],
 )
 def test_changed_conditions_are_a_warning(
-    fit: Any, fake_device: Any, checkpoint: Path, arguments: Any, trainer: Any, budget_mib: int, changed: str
+    fit: Any, device: Any, checkpoint: Path, arguments: Any, trainer: Any, budget_mib: int, changed: str
 ) -> None:
-    device_memory = fake_device(budget_bytes=10**4 * MIB)
-    device_memory.budget_bytes = lambda: budget_mib * MIB  # steps above it do not fail
+    device.budget = 10**4 * MIB
+    device.budget_bytes = lambda: budget_mib * MIB  # steps above it do not fail
     with pytest.warns(UserWarning, match=f"continues with batch size {FOUND} of the checkpoint, although {changed}"):
-        module, run = resume(fit, device_memory, checkpoint, BatchFinder(**arguments), **trainer)
+        module, run = resume(fit, device, checkpoint, BatchFinder(**arguments), **trainer)
     assert module.batch_size == FOUND
     assert run.accumulate_grad_batches == trainer.get("accumulate_grad_batches", 1)
 
 
-def test_another_device_is_a_warning(
-    fit: Any, fake_device: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_device_is_a_warning(fit: Any, device: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_batchmem.batch_finder.device_name", lambda device: "abacus")
     with pytest.warns(UserWarning, match="although it was found on host and this is abacus"):
-        resume(fit, fake_device(budget_bytes=BUDGET), checkpoint, BatchFinder())
+        resume(fit, device, checkpoint, BatchFinder())
 
 
-def test_a_search_on_request(fit: Any, fake_device: Any, checkpoint: Path) -> None:
-    module, _ = resume(fit, fake_device(budget_bytes=300 * MIB), checkpoint, BatchFinder(search_on_resume=True))
+def test_a_search_on_request(fit: Any, device: Any, checkpoint: Path) -> None:
+    device.budget = 300 * MIB
+    module, _ = resume(fit, device, checkpoint, BatchFinder(search_on_resume=True))
     assert module.batch_size == SMALLER
 
 
-def test_a_checkpoint_without_a_plan_leads_to_a_search(fit: Any, fake_device: Any, tmp_path: Path) -> None:
-    device_memory = fake_device(budget_bytes=BUDGET)
-    module, _ = resume(fit, device_memory, save(fit, device_memory, tmp_path, Sizes()), BatchFinder())
+def test_a_checkpoint_without_a_plan_leads_to_a_search(fit: Any, device: Any, tmp_path: Path) -> None:
+    module, _ = resume(fit, device, save(fit, device, tmp_path, Sizes()), BatchFinder())
     assert module.batch_size == FOUND
 
 
 def test_a_strategy_that_restores_late_searches_again_with_a_warning(
-    fit: Any, fake_device: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    fit: Any, device: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = "lightning.pytorch.strategies.SingleDeviceStrategy.restore_checkpoint_after_setup"
     monkeypatch.setattr(late, True, raising=False)
-    with pytest.warns(
-        UserWarning, match=rf"searched again and uses batch size {SMALLER}, .* \(batch size {FOUND}\) after"
-    ):
-        module, _ = resume(fit, fake_device(budget_bytes=300 * MIB), checkpoint, BatchFinder())
+    device.budget = 300 * MIB
+    message = rf"searched again and uses batch size {SMALLER}, .* \(batch size {FOUND}\) after"
+    with pytest.warns(UserWarning, match=message):
+        module, _ = resume(fit, device, checkpoint, BatchFinder())
     assert module.batch_size == SMALLER
 
 
-def test_a_project_without_a_place_for_the_size(fit: Any, fake_device: Any, checkpoint: Path) -> None:
+def test_a_project_without_a_place_for_the_size(fit: Any, device: Any, checkpoint: Path) -> None:
     with pytest.raises(ValueError, match=r"got .size. and loaders of batch sizes 3\. Pass batch_arg_name=.batch_size."):
-        resume(fit, fake_device(budget_bytes=BUDGET), checkpoint, BatchFinder(batch_arg_name="size"))
+        resume(fit, device, checkpoint, BatchFinder(batch_arg_name="size"))
 
 
 OLD_OPTIONS = {**SearchOptions().as_json(), "max_batch_size": 64}
@@ -126,13 +121,13 @@ OLD_OPTIONS = {**SearchOptions().as_json(), "max_batch_size": 64}
 
 @pytest.mark.parametrize("max_batch_size", [64, 32])
 def test_a_checkpoint_of_version_0_1_0(
-    fit: Any, fake_device: Any, checkpoint: Path, recwarn: pytest.WarningsRecorder, max_batch_size: int
+    fit: Any, device: Any, checkpoint: Path, recwarn: pytest.WarningsRecorder, max_batch_size: int
 ) -> None:
     saved = torch.load(checkpoint, weights_only=True)
     saved["callbacks"]["BatchFinder"] = {"plan": OLD_PLAN, "wishes": OLD_OPTIONS}
     torch.save(saved, checkpoint)
     finder = BatchFinder(max_batch_size=max_batch_size)
-    module, _ = resume(fit, fake_device(budget_bytes=BUDGET), checkpoint, finder)
+    module, _ = resume(fit, device, checkpoint, finder)
     assert module.batch_size == 64
     assert finder.plan is not None
     assert finder.plan.trials[0].peak_bytes == 170_000_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,26 +24,6 @@ from tests.lawful import MIB, SAMPLES, Evaluated, Lawful, found_size, law, loade
 BUDGET, LIMIT = 500 * MIB, 475 * MIB
 FOUND, HALF = found_size(BUDGET, multiple_of=1), 173  # HALF: where each sample takes two MiB
 SECOND, REHEARSED = 8, 328  # the second size that is probed, and the first one that is rehearsed
-
-
-@pytest.fixture
-def device(fake_device: Any) -> Any:
-    return fake_device(budget_bytes=BUDGET)
-
-
-@pytest.fixture
-def search(fit: Any, device: Any) -> Callable[..., Any]:
-    """Search in ``fit``, or in another stage without training; returns the plan."""
-
-    def run(module: Any, *callbacks: Callback, stage: str = "fit", data: Any = None, **arguments: Any) -> Any:
-        finder = BatchFinder(**{"multiple_of": 1, "min_steps_per_epoch": None, **arguments.pop("options", {})})
-        steps = {"max_steps": 1} if stage == "fit" else {"max_epochs": 0}
-        trainer = fit(module, finder, device, *callbacks, **{"num_sanity_val_steps": 0, **steps, **arguments})
-        if stage != "fit":
-            getattr(trainer, stage)(module, dataloaders=data)
-        return finder.plan
-
-    return run
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from operator import methodcaller
 from typing import Any
 
 import pytest
@@ -10,133 +12,94 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from lightning_batchmem._lightning.data_source import (
+    DataSource,
     loader_batch_size,
     set_loader_batch_size,
-    stage_source,
     train_source,
     validation_source,
 )
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
 from lightning_batchmem.apply.loaders import StageLoaders
 from lightning_batchmem.measure.batches import ProbeBatches
+from tests.lawful import loader
+
+DATASET = TensorDataset(torch.arange(10))
 
 
-class Numbers(Dataset):
-    def __init__(self, length: int = 60) -> None:
-        self.length = length
+class Nameless(LightningModule):
+    """Has no attribute for the size."""
 
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.zeros(1)
-
-
-def loader(batch_size: int | None = 1) -> DataLoader[Any]:
-    return DataLoader(Numbers(), batch_size=batch_size)
-
-
-class Module(LightningModule):
-    """``train`` and ``val`` make loaders of a batch size."""
-
-    def __init__(
-        self,
-        train: Callable[[int], Any] | None = None,
-        val: Callable[[int], Any] | None = None,
-        name: str = "batch_size",
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(1, 1)
-        self.name = name
-        setattr(self, name, 32)
-        self.makes = {"train": train, "val": val}
         self.trained: list[Any] = []
-
-    def made(self, stage: str) -> Any:
-        make = self.makes[stage]
-        assert make is not None
-        return make(getattr(self, self.name))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.trained.append(batch)
-        return sum(parameter.sum() for parameter in self.parameters())  # type: ignore[return-value]
+        return self.layer.weight.sum()
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Module(Nameless):
+    batch_size = 32
+
+
 class WithHooks(Module):
+    """``train`` and ``val`` make loaders of a batch size."""
+
+    def __init__(self, train: Callable[[int], Any], val: Callable[[int], Any] = loader) -> None:
+        super().__init__()
+        self.train_loaders, self.val_loaders = train, val
+
     def train_dataloader(self) -> Any:
-        return self.made("train")
+        return self.train_loaders(self.batch_size)
 
     def val_dataloader(self) -> Any:
-        return self.made("val")
+        return self.val_loaders(self.batch_size)
 
 
-class Nameless(Module):
-    """Has no attribute for the size."""
-
-    def __init__(self) -> None:
-        super().__init__(name="unused")
-        del self.unused
-
-
-class Look(Callback):
-    def __init__(self, look: Callable[[Trainer, LightningModule], Any]) -> None:
-        self._look = look
-        self.seen: list[Any] = []
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.seen.append(self._look(trainer, pl_module))
-
-    on_test_start = on_fit_start
-
-
-def in_run(
-    look: Callable[[Trainer, LightningModule], Any], module: LightningModule, *, run: str = "fit", **data: Any
+def in_fit(
+    look: Callable[[BatchSizeSetting], Any],
+    module: LightningModule,
+    *,
+    source: Callable[[Trainer], DataSource] = train_source,
+    name: str = "batch_size",
+    **data: Any,
 ) -> Any:
-    """What ``look`` finds when a real run starts, which then trains a batch."""
-    callback = Look(look)
+    """What ``look`` returns at the start of a real fit, which then trains a batch."""
+    seen: list[Any] = []
+
+    class Look(Callback):
+        def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            seen.append(look(BatchSizeSetting(trainer, pl_module, name, source(trainer))))
+
     trainer = Trainer(
-        callbacks=[callback],
-        max_epochs=1,
-        limit_train_batches=1,
-        limit_val_batches=0 if run == "fit" and "val_dataloaders" not in data else 1,
-        num_sanity_val_steps=0,
+        callbacks=[Look()],
+        max_steps=1,
+        limit_val_batches=0,
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    getattr(trainer, run)(module, **data)
-    return callback.seen[0]
+    trainer.fit(module, **data)
+    return seen[0]
 
 
 def train_loaders(module: LightningModule, batch_size: int, **data: Any) -> StageLoaders:
-    def look(trainer: Trainer, module: LightningModule) -> StageLoaders:
-        setting = BatchSizeSetting(trainer, module, "batch_size", train_source(trainer))
+    def look(setting: BatchSizeSetting) -> StageLoaders:
         setting.check()
         restore = setting.keep()
         loaders = setting.loaders_for(batch_size)
         restore()
         return loaders
 
-    loaders: StageLoaders = in_run(look, module, **data)
-    return loaders
-
-
-def val_loaders(module: LightningModule, batch_size: int, name: str = "batch_size", **data: Any) -> StageLoaders:
-    def look(trainer: Trainer, module: LightningModule) -> StageLoaders:
-        setting = BatchSizeSetting(trainer, module, name, validation_source(trainer))
-        return setting.loaders_for(batch_size, may_be_fixed=True)
-
-    loaders: StageLoaders = in_run(look, module, **data)
-    return loaders
+    return in_fit(look, module, **data)
 
 
 def sizes_at(loaders: StageLoaders, batch_size: int) -> list[int]:
@@ -146,30 +109,31 @@ def sizes_at(loaders: StageLoaders, batch_size: int) -> list[int]:
 # Which sizes follow
 
 
-def test_a_single_loader_is_requested_once() -> None:
-    asked: list[int] = []
-    module = WithHooks(lambda size: (asked.append(size), loader(size))[1])
+@pytest.mark.parametrize(
+    ("make", "asked", "at_three", "at_ten", "batches"),
+    [
+        (loader, [3], [3], [10], 500),
+        (
+            lambda size: {"same": loader(size), "more": [loader(4 * size), loader(5)]},
+            [3, 6],
+            [3, 12, 5],
+            [10, 40, 5],
+            1000,
+        ),
+    ],
+)
+def test_loaders_that_follow_the_size(
+    make: Any, asked: list[int], at_three: list[int], at_ten: list[int], batches: int
+) -> None:
+    sizes: list[int] = []
+    module = WithHooks(lambda size: (sizes.append(size), make(size))[1])
     loaders = train_loaders(module, 3)
-    assert asked == [3, 3]  # the second one is Lightning's own
-    assert loaders.follows
-    assert sizes_at(loaders, 7) == [7]
-
-
-def test_several_loaders_follow_the_size() -> None:
-    asked: list[int] = []
-
-    def make(size: int) -> Any:
-        asked.append(size)
-        return {"same": loader(size), "more": [loader(4 * size), loader(5)]}
-
-    module = WithHooks(make)
-    loaders = train_loaders(module, 3)
-    assert asked[:2] == [3, 6]
+    assert sizes == [*asked, 3]  # the last one is Lightning's own
     assert module.batch_size == 3
-    assert [loader_batch_size(one.loader) for one in loaders.sized] == [3, 12, 5]
+    assert [loader_batch_size(one.loader) for one in loaders.sized] == at_three
     assert loaders.follows
-    assert sizes_at(loaders, 10) == [10, 40, 5]
-    assert loaders.batches(10) == 12
+    assert sizes_at(loaders, 10) == at_ten
+    assert loaders.batches(10) == batches
 
 
 @pytest.mark.parametrize(
@@ -190,7 +154,7 @@ def test_several_loaders_follow_the_size() -> None:
             lambda size: [loader(size), loader(None)],
             r"of train_dataloader must have a batch size .* got batch_size=None",
         ),
-        (lambda size: DataLoader(Numbers(), batch_sampler=[[0], [1, 2]]), r"must have .* got the batch sampler list"),
+        (lambda size: DataLoader(DATASET, batch_sampler=[[0], [1, 2]]), r"must have .* got the batch sampler list"),
     ],
 )
 def test_loaders_that_do_not_follow(make: Any, message: str) -> None:
@@ -211,15 +175,9 @@ def test_loaders_that_do_not_follow(make: Any, message: str) -> None:
     ],
 )
 def test_loaders_are_compared_at_the_chosen_size(make: Any, message: str | None) -> None:
-    def look(trainer: Trainer, module: LightningModule) -> None:
-        setting = BatchSizeSetting(trainer, module, "batch_size", train_source(trainer))
-        setting.check_loaders(40, setting.loaders_for(3))
-
-    if message is None:
-        in_run(look, WithHooks(make))
-        return
-    with pytest.raises(ValueError, match=f"train_dataloader must follow `batch_size` at every size, .*{message}"):
-        in_run(look, WithHooks(make))
+    refused = pytest.raises(ValueError, match=f"train_dataloader must follow `batch_size` at every size, .*{message}")
+    with nullcontext() if message is None else refused:
+        in_fit(lambda setting: setting.check_loaders(40, setting.loaders_for(3)), WithHooks(make))
 
 
 @pytest.mark.parametrize(
@@ -233,7 +191,9 @@ def test_loaders_are_compared_at_the_chosen_size(make: Any, message: str | None)
     ],
 )
 def test_validation_loaders_may_have_fixed_sizes(make: Any, at_nine: list[int] | None) -> None:
-    loaders = val_loaders(WithHooks(loader, make), 3)
+    loaders = in_fit(
+        methodcaller("loaders_for", 3, may_be_fixed=True), WithHooks(loader, make), source=validation_source
+    )
     assert loaders.follows == (at_nine is not None)
     assert sizes_at(loaders, 9) == (at_nine or [loader_batch_size(one.loader) for one in loaders.sized])
 
@@ -242,13 +202,12 @@ def test_validation_loaders_may_have_fixed_sizes(make: Any, at_nine: list[int] |
 
 
 def test_sizes_of_passed_loaders_are_set_and_restored() -> None:
-    passed = [loader(4), {"b": loader(4)}]
     module = Nameless()
-    loaders = train_loaders(module, 3, train_dataloaders=passed)
+    loaders = train_loaders(module, 3, train_dataloaders=[loader(4), {"b": loader(4)}])
     assert loaders.follows
     assert sizes_at(loaders, 7) == [7, 7]
     assert [loader_batch_size(one.loader) for one in loaders.sized] == [4, 4]
-    assert len(module.trained[0][0]) == len(module.trained[0][1]["b"]) == 4
+    assert len(module.trained[0][0][0]) == len(module.trained[0][1]["b"][0]) == 4
 
 
 def test_passed_loaders_of_different_sizes_are_refused_unchanged() -> None:
@@ -259,33 +218,20 @@ def test_passed_loaders_of_different_sizes_are_refused_unchanged() -> None:
     assert [loader_batch_size(one) for one in passed] == [4, 8, 4]
 
 
-@pytest.mark.parametrize("may_be_fixed", [False, True])
-def test_loaders_passed_to_another_stage_are_set(may_be_fixed: bool) -> None:
-    passed = [loader(4), loader(4)]
-
-    def look(trainer: Trainer, module: LightningModule) -> StageLoaders:
-        setting = BatchSizeSetting(trainer, module, "batch_size", stage_source(trainer))
-        return setting.loaders_for(3, may_be_fixed=may_be_fixed)
-
-    assert in_run(look, Nameless(), run="test", dataloaders=passed).follows
-    assert [loader_batch_size(one) for one in passed] == [3, 3]
-
-
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
 def test_other_attributes_of_a_passed_loader_are_unchanged() -> None:
     class Special(DataLoader):
         """A subclass with other arguments, which Lightning could not build anew."""
 
         def __init__(self, secret: int, **arguments: Any) -> None:
-            super().__init__(Numbers(length=10), batch_size=4, drop_last=True, pin_memory=True, **arguments)
+            super().__init__(torch.zeros(10, 1), batch_size=4, drop_last=True, pin_memory=True, **arguments)  # type: ignore[arg-type]
             self.secret = secret
 
     given: dict[str, Any] = {"sampler": range(9, 2, -1), "generator": torch.Generator(), "collate_fn": torch.cat}
     passed, trained = Special(7, **given), Module()
     before, random = dict(vars(passed)), given["generator"].get_state()
 
-    def look(trainer: Trainer, module: LightningModule) -> None:
-        setting = BatchSizeSetting(trainer, module, "batch_size", train_source(trainer))
+    def look(setting: BatchSizeSetting) -> None:
         restore = setting.keep()
         loaders = setting.loaders_for(2)
         ProbeBatches(loaders)
@@ -295,46 +241,39 @@ def test_other_attributes_of_a_passed_loader_are_unchanged() -> None:
         assert torch.equal(given["generator"].get_state(), random)
         setting.write(3)
 
-    in_run(look, trained, train_dataloaders=passed)
+    in_fit(look, trained, train_dataloaders=passed)
     assert {name: getattr(passed, name) for name in given} == given
     assert (passed.secret, passed.drop_last, passed.pin_memory) == (7, True, True)
     assert (len(passed), len(trained.trained[0])) == (2, 3)
 
 
-class MadeBefore:
+class MadeBefore(list):
     """A batch sampler whose batches do not follow its size."""
 
-    def __init__(self, batch_size: int) -> None:
-        self.batch_size = batch_size
-        self.batches = [list(range(start, start + batch_size)) for start in range(0, 40, batch_size)]
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
+    batch_size = 4
 
 
-def test_a_batch_sampler_that_does_not_follow() -> None:
+@pytest.mark.parametrize("batch_size", [2, 8])
+def test_a_batch_sampler_that_does_not_follow(batch_size: int) -> None:
+    sampler = MadeBefore(list(range(start, start + 4)) for start in range(0, 40, 4))
     with pytest.raises(ValueError, match=r"must make batches of its batch_size, got one of 4 samples"):
-        set_loader_batch_size(DataLoader(Numbers(), batch_sampler=MadeBefore(4)), 8)
+        set_loader_batch_size(DataLoader(range(40), batch_sampler=sampler), batch_size)  # type: ignore[arg-type]
 
 
 def test_setting_the_size_of_a_loader_in_place() -> None:
-    dataset = TensorDataset(torch.arange(10))
     loaders = [
-        DataLoader(dataset, batch_size=2),
-        DataLoader(dataset, batch_sampler=BatchSampler(SequentialSampler(dataset), 2, drop_last=False)),
+        DataLoader(DATASET, batch_size=2),
+        DataLoader(DATASET, batch_sampler=BatchSampler(SequentialSampler(DATASET), 2, drop_last=False)),
     ]
     for one in loaders:
         set_loader_batch_size(one, 4)
         assert loader_batch_size(one) == 4
         assert [len(batch[0]) for batch in one] == [4, 4, 2]
-    assert loader_batch_size(DataLoader(dataset, batch_size=None)) is None
-    assert loader_batch_size(DataLoader(dataset, batch_sampler=[[0], [1, 2]])) is None
+    assert loader_batch_size(DataLoader(DATASET, batch_size=None)) is None
+    assert loader_batch_size(DataLoader(DATASET, batch_sampler=[[0], [1, 2]])) is None
 
 
-@pytest.mark.parametrize(("given", "kind"), [([loader(), range(3)], "range"), ([[torch.zeros(1)]], "Tensor")])
+@pytest.mark.parametrize(("given", "kind"), [([loader(1), range(3)], "range"), ([[torch.zeros(1)]], "Tensor")])
 def test_other_loaders_than_torchs_are_refused(given: Any, kind: str) -> None:
     with pytest.raises(ValueError, match=rf"loaders of train_dataloader must be torch DataLoaders .*, got {kind}\."):
         train_loaders(Nameless(), 3, train_dataloaders=given)
@@ -352,24 +291,23 @@ class InDict(LightningDataModule):
         self.kwargs = {"batch_size": 32, "num_workers": 0}
 
     def train_dataloader(self) -> Any:
-        return DataLoader(Numbers(), **self.kwargs)
+        return DataLoader(DATASET, **self.kwargs)
 
 
 def test_a_path_through_a_dict() -> None:
     module, data = Nameless(), InDict()
 
-    def look(trainer: Trainer, module: LightningModule) -> tuple[int | None, list[int]]:
-        setting = BatchSizeSetting(trainer, module, "kwargs.batch_size", train_source(trainer))
+    def look(setting: BatchSizeSetting) -> tuple[int | None, list[int]]:
         setting.check()
         size = setting.size
         loaders = setting.loaders_for(4)
         setting.write(5, also_logged=True)
         return size, sizes_at(loaders, 9)
 
-    assert in_run(look, module, datamodule=data) == (32, [9])
+    assert in_fit(look, module, name="kwargs.batch_size", datamodule=data) == (32, [9])
     assert data.kwargs["batch_size"] == data.hparams.kwargs["batch_size"] == 5
     assert data.hparams_initial.kwargs["batch_size"] == 5
-    assert len(module.trained[0]) == 5
+    assert len(module.trained[0][0]) == 5
 
 
 def test_an_attribute_that_does_not_exist_is_an_error_with_those_that_may_be_meant() -> None:
@@ -434,8 +372,7 @@ def test_a_batch_sampler_as_sampler(kind: str, is_passed: bool) -> None:
             dataset, sampler=BatchSampler(SequentialSampler(dataset), size, drop_last=True), batch_size=None
         )
 
-    def look(trainer: Trainer, module: LightningModule) -> Any:
-        setting = BatchSizeSetting(trainer, module, "batch_size", train_source(trainer))
+    def look(setting: BatchSizeSetting) -> Any:
         loaders = setting.loaders_for(3)
         assert (loaders.batches(7), sizes_at(loaders, 7)) == (8, [7])
         batch, _ = ProbeBatches(loaders).batch(7)
@@ -443,7 +380,7 @@ def test_a_batch_sampler_as_sampler(kind: str, is_passed: bool) -> None:
         return batch
 
     module = Module() if is_passed else WithHooks(make)
-    batch = in_run(look, module, **({"train_dataloaders": make(5)} if is_passed else {}))
+    batch = in_fit(look, module, **({"train_dataloaders": make(5)} if is_passed else {}))
     assert type(batch) is type(module.trained[0])
     found = batch["x"] if kind == "dict" else batch
     assert len(found) == 7

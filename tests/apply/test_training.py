@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_batchmem import BatchFinder
-from tests.lawful import MIB, Lawful, found_size, law
+from tests.lawful import MIB, Lawful, Sizes, found_size, law
 
-BUDGET, SMALLER_BUDGET = 560 * MIB, 336 * MIB
-assert (found_size(BUDGET), found_size(SMALLER_BUDGET)) == (400, 200)
+BUDGET, SMALLER_BUDGET = 559 * MIB, 335 * MIB
+assert [found_size(budget_bytes, multiple_of=1) for budget_bytes in (BUDGET, SMALLER_BUDGET)] == [400, 200]
 
 
 class Rated(Lawful):
     """Has a learning rate in an attribute."""
 
-    def __init__(self, device_memory: Any, lr: Any = 0.1, batch_size: Any = 3, optimizer: Any = torch.optim.SGD):
-        super().__init__(device_memory, law, batch_size)
+    def __init__(self, device: Any, lr: Any = 0.1, batch_size: Any = 3, optimizer: Any = torch.optim.SGD):
+        super().__init__(device, law, batch_size)
         self.lr = lr
         self.optimizer = optimizer
 
@@ -30,25 +29,10 @@ class Rated(Lawful):
         return self.optimizer(self.parameters(), lr=self.lr)
 
 
-class Steps(Callback):
-    """Samples between one optimizer step and the next."""
-
-    def __init__(self) -> None:
-        self.samples = 0
-        self.per_step: list[int] = []
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.samples += len(batch[0])
-        if trainer.global_step > len(self.per_step):
-            self.per_step.append(self.samples)
-            self.samples = 0
-
-
 @pytest.fixture
-def device(fake_device: Any) -> Any:
-    return fake_device(budget_bytes=BUDGET)
+def device(device: Any) -> Any:
+    device.budget = BUDGET
+    return device
 
 
 @pytest.mark.parametrize(
@@ -60,31 +44,26 @@ def device(fake_device: Any) -> Any:
     ],
 )
 def test_the_target_is_reached_by_accumulation(
-    fit: Any, device: Any, target: int, size: int, accumulate: int, effective: int, limited_by: str
+    search: Any, device: Any, target: int, size: int, accumulate: int, effective: int, limited_by: str
 ) -> None:
-    finder, steps = BatchFinder(target_batch_size=target), Steps()
-    trainer = fit(Lawful(device, law), finder, device, steps)
-    plan = finder.plan
-    assert plan is not None
+    sizes, module = Sizes(), Lawful(device, law)
+    plan = search(module, sizes, options={"target_batch_size": target, "multiple_of": None})
     assert (plan.batch_size, plan.accumulate_grad_batches, plan.limited_by) == (size, accumulate, limited_by)
-    assert plan.effective_batch_size == effective
+    assert plan.effective_batch_size == sizes.per_step[0] == effective
     assert plan.verified
-    assert trainer.accumulate_grad_batches == accumulate
-    assert steps.per_step[0] == effective
+    assert module.trainer.accumulate_grad_batches == accumulate
     assert any("instead of" in note for note in plan.notes) == (effective != target)
 
 
-def test_an_epoch_shorter_than_an_optimizer_step(fit: Any, device: Any) -> None:
-    finder = BatchFinder(target_batch_size=4000, lr_scaling="linear", base_batch_size=400)
-    module = Rated(device)
-    fit(module, finder, device, limit_train_batches=2)
-    assert finder.plan is not None
-    assert (finder.plan.accumulate_grad_batches, finder.plan.effective_batch_size) == (10, 800)
-    assert "an epoch ends after 2 of 10 batches per optimizer step" in finder.plan.notes
+def test_an_epoch_shorter_than_an_optimizer_step(search: Any, device: Any) -> None:
+    module, options = Rated(device), {"target_batch_size": 4000, "lr_scaling": "linear", "base_batch_size": 400}
+    plan = search(module, options=options, limit_train_batches=2)
+    assert (plan.accumulate_grad_batches, plan.effective_batch_size) == (10, 800)
+    assert "an epoch ends after 2 of 10 batches per optimizer step" in plan.notes
     assert module.lr == pytest.approx(0.2)
 
 
-def test_steps_of_the_search_accumulate_for_a_target(fit: Any, device: Any) -> None:
+def test_steps_of_the_search_accumulate_for_a_target(search: Any, device: Any) -> None:
     """Gradients are alive in the second micro batch, where the peak may be."""
     seen: set[bool] = set()
 
@@ -93,7 +72,7 @@ def test_steps_of_the_search_accumulate_for_a_target(fit: Any, device: Any) -> N
             seen.add(self.layer.weight.grad is not None and self.trainer.accumulate_grad_batches > 1)
             return super().training_step(batch, batch_idx)
 
-    fit(Watched(device, law), BatchFinder(target_batch_size=64), device)
+    search(Watched(device, law), options={"target_batch_size": 64})
     assert seen == {True, False}
 
 
@@ -105,69 +84,64 @@ def test_steps_of_the_search_accumulate_for_a_target(fit: Any, device: Any) -> N
     ],
 )
 def test_a_target_next_to_other_accumulation_is_refused(
-    fit: Any, device: Any, automatic: bool, callbacks: list[Callback], message: str
+    search: Any, device: Any, automatic: bool, callbacks: list[Callback], message: str
 ) -> None:
     module = Lawful(device, law)
     module.automatic_optimization = automatic
     with pytest.raises(ValueError, match=f"target_batch_size {message}"):
-        fit(module, BatchFinder(target_batch_size=64), device, *callbacks)
+        search(module, *callbacks, options={"target_batch_size": 64})
     assert module.sizes == []
 
 
 @pytest.mark.parametrize(
-    ("arguments", "project", "trainer", "expected"),
+    ("options", "project", "trainer", "expected"),
     [
-        ({"lr_scaling": "linear", "base_batch_size": 100}, {}, {}, 0.4),
+        ({"base_batch_size": 100}, {}, {}, 0.4),
         # 400 x 2 over 40 x 2
-        (
-            {"lr_scaling": "linear", "min_steps_per_epoch": None},
-            {"batch_size": np.int64(40), "lr": np.float32(0.5)},
-            {"accumulate_grad_batches": 2},
-            5.0,
-        ),
+        ({}, {"batch_size": np.int64(40), "lr": np.float32(0.5)}, {"accumulate_grad_batches": 2}, 5.0),
     ],
 )
 def test_the_learning_rate_is_scaled(
-    fit: Any, device: Any, arguments: Any, project: Any, trainer: Any, expected: float
+    search: Any, device: Any, options: Any, project: Any, trainer: Any, expected: float
 ) -> None:
-    finder, module = BatchFinder(**arguments), Rated(device, **project)
-    run = fit(module, finder, device, **trainer)
-    assert finder.plan is not None
-    assert finder.plan.learning_rate == module.lr == pytest.approx(expected)
+    module = Rated(device, **project)
+    plan = search(module, options={"lr_scaling": "linear", **options}, **trainer)
+    assert plan.learning_rate == module.lr == pytest.approx(expected)
     assert type(module.lr) is float
-    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(expected)
-    assert f"{expected:.6g} instead of" in str(finder.plan)
-    assert not any("learning rate" in note for note in finder.plan.notes)
+    assert module.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(expected)
+    assert f"{expected:.6g} instead of" in str(plan)
+    assert not any("learning rate" in note for note in plan.notes)
 
 
-def test_the_learning_rate_in_hparams(fit: Any, device: Any) -> None:
-    class InHparams(Lawful):
-        def __init__(self, learning_rate: float = 0.1) -> None:
-            super().__init__(device, law)
-            self.save_hyperparameters()
+class RatedInHparams(Lawful):
+    def __init__(self, device: Any, learning_rate: float = 0.1) -> None:
+        super().__init__(device, law)
+        self.save_hyperparameters("learning_rate")
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=self.hparams.learning_rate)
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.learning_rate)
 
-    module = InHparams()
-    trainer = fit(module, BatchFinder(lr_scaling="linear", base_batch_size=100), device)
-    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.4)
+
+def test_the_learning_rate_in_hparams(search: Any, device: Any) -> None:
+    module = RatedInHparams(device)
+    search(module, options={"lr_scaling": "linear", "base_batch_size": 100})
+    assert module.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.4)
     assert module.hparams.learning_rate == pytest.approx(0.4)
     assert module.hparams_initial["learning_rate"] == pytest.approx(0.4)  # which Lightning logs
 
 
 def test_a_second_fit_does_not_scale_again(fit: Any, device: Any) -> None:
-    finder, module = BatchFinder(lr_scaling="linear", base_batch_size=100), Rated(device)
-    fit(module, finder, device)
-    device.budget = SMALLER_BUDGET
-    fit(module, finder, device)
-    assert module.lr == pytest.approx(0.2)
+    finder, module = BatchFinder(multiple_of=1, lr_scaling="linear", base_batch_size=100), Rated(device)
+    for budget_bytes, expected in ((BUDGET, 0.4), (SMALLER_BUDGET, 0.2)):
+        device.budget = budget_bytes
+        fit(module, finder, device)
+        assert module.lr == pytest.approx(expected)
 
 
-def test_a_learning_rate_that_is_not_used_is_a_warning(fit: Any, device: Any) -> None:
+def test_a_learning_rate_that_is_not_used_is_a_warning(search: Any, device: Any) -> None:
     module = Rated(device, optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=0.1))
     with pytest.warns(UserWarning, match="configure_optimizers does not use it"):
-        fit(module, BatchFinder(lr_scaling="linear"), device)
+        search(module, options={"lr_scaling": "linear"})
 
 
 @pytest.mark.parametrize(
@@ -179,33 +153,25 @@ def test_a_learning_rate_that_is_not_used_is_a_warning(fit: Any, device: Any) ->
         ({"batch_size": "32"}, r"base_batch_size must be given .* `batch_size` .* got batch_size='32'"),
     ],
 )
-def test_projects_whose_learning_rate_cannot_be_scaled(fit: Any, device: Any, project: Any, message: str) -> None:
+def test_projects_whose_learning_rate_cannot_be_scaled(search: Any, device: Any, project: Any, message: str) -> None:
     def optimizer(parameters: Any, lr: Any) -> Any:
         return torch.optim.SGD(parameters, lr=float(lr))
 
     module = Lawful(device, law) if project is None else Rated(device, **project, optimizer=optimizer)
     with pytest.raises(ValueError, match=message):
-        fit(module, BatchFinder(lr_scaling="linear"), device)
+        search(module, options={"lr_scaling": "linear"})
     assert module.sizes == []
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "target", "expected"),
-    [
-        (torch.optim.SGD, None, 'from 3 to 400: for SGD, lr_scaling="linear" multiplies the learning rate by 133.3'),
-        (torch.optim.SGD, 3, None),
-    ],
-)
+@pytest.mark.parametrize("target", [None, 3])
 def test_a_note_on_the_learning_rate_without_scaling(
-    fit: Any, device: Any, optimizer: Any, target: Any, expected: str | None, capsys: pytest.CaptureFixture[str]
+    search: Any, device: Any, target: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    finder, module = BatchFinder(target_batch_size=target), Rated(device, optimizer=optimizer)
-    fit(module, finder, device)
-    assert finder.plan is not None
-    notes = [note for note in finder.plan.notes if "samples per optimizer step" in note]
-    assert len(notes) == (expected is not None)
+    module = Rated(device)
+    plan = search(module, options={"target_batch_size": target})
+    notes = [note for note in plan.notes if "samples per optimizer step" in note]
+    assert len(notes) == (target is None)
     for note in notes:
-        assert expected is not None
-        assert re.search(expected, note)
+        assert 'from 3 to 400: for SGD, lr_scaling="linear" multiplies the learning rate by 133.3' in note
         assert note in capsys.readouterr().out
     assert module.lr == 0.1
