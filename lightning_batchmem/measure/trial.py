@@ -247,7 +247,8 @@ class TrialRunner:
         self._runner.warm_up(steps, batch_size, record, at_least=self._warmup_steps)
         warm, retries = len(record.held_bytes), self._retries()
         self._runner.run(steps, batch_size, record, _STEADY_STEPS, timed=True, varied=True)
-        if _differ(record.held_bytes[warm:]):
+        differ = _differ(record.held_bytes[warm:])
+        if any(self._ranks.exchange(differ)) if self.is_collective else differ:  # else a rank would wait forever
             self._runner.run(steps, batch_size, record, _MORE_STEPS, varied=True)
         return warm, retries
 

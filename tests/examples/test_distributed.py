@@ -5,10 +5,8 @@ from __future__ import annotations
 import csv
 import os
 import re
-import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,28 +20,20 @@ SHARDS_HERE = hasattr(torch.distributed.fsdp, "fully_shard") or torch.cuda.devic
 
 
 def run(starter: tuple[str, ...], name: str, directory: Path) -> str:
-    """Output of an example; its processes are ended afterwards."""
-    command = [*starter, str(REPOSITORY / "examples" / f"{name}.py")]
+    """Output of an example; `timeout` ends its processes too."""
+    command = ["timeout", "--kill-after=10", "240", *starter, str(REPOSITORY / "examples" / f"{name}.py")]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    process = subprocess.Popen(
+    done = subprocess.run(
         command,
         cwd=directory,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
+        check=False,
     )
-    try:
-        output, _ = process.communicate(timeout=240)
-    finally:
-        process.terminate()  # torchrun ends its own, which are in sessions of theirs
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=10)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output[-4000:]
-    return output
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
 
 
 @pytest.mark.slow
