@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -57,15 +56,12 @@ class Noisy(Dataset):
 class Net(LightningModule):
     """BatchNorm, dropout, a metric logged as an object, a non-persistent buffer and attributes that steps change."""
 
-    def __init__(
-        self, batch_size: int, optimizer: str = "sgd", workers: int = 0, lr: float = 1e-2, persistent: bool = True
-    ) -> None:
+    def __init__(self, batch_size: int, optimizer: str = "sgd", workers: int = 0, lr: float = 1e-2) -> None:
         super().__init__()
         self.batch_size = batch_size
         self.lr = lr
         self.optimizer_name = optimizer
         self.workers = workers
-        self.persistent = persistent
         self.layers = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
         self.accuracy = MulticlassAccuracy(num_classes=3)
         self.register_buffer("steps_seen", torch.zeros(()), persistent=False)
@@ -95,8 +91,6 @@ class Net(LightningModule):
 
     def configure_optimizers(self) -> Any:
         torch.rand(1)  # a hook that draws: it must find the generator where the hard-coded run has it
-        if self.optimizer_name == "adamw":
-            return torch.optim.AdamW(self.parameters(), lr=self.lr)
         sgd = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
         if self.optimizer_name == "onecycle":
             total = int(self.trainer.estimated_stepping_batches)
@@ -113,7 +107,7 @@ class Net(LightningModule):
             batch_size=self.batch_size,
             shuffle=True,
             num_workers=self.workers,
-            persistent_workers=self.persistent and self.workers > 0,
+            persistent_workers=self.workers > 0,
         )
 
     def val_dataloader(self) -> DataLoader[Any]:
@@ -178,23 +172,19 @@ class ManyLoaders(Net):
 
 
 class OwnValidationSize(Net):
-    """Validation has a batch size of its own, and keeps every score for its metric."""
+    """Validation has a batch size of its own, draws and counts."""
 
     def __init__(self, batch_size: int, eval_batch_size: int = 4) -> None:
         super().__init__(batch_size)
         self.eval_batch_size = eval_batch_size
-        self.validated: list[int] = []
-
-    def on_validation_epoch_start(self) -> None:
-        self.validated.clear()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
-        self.validated.append(len(batch[1]))
+        self.history.append(len(batch[1]))
         torch.rand(1)
 
     def on_validation_epoch_end(self) -> None:
-        self.log("batches", float(len(self.validated)))
+        self.log("batches", float(len(self.history)))
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(Noisy(), batch_size=self.eval_batch_size)
@@ -214,61 +204,36 @@ class Plain(Net):
     train_dataloader = LightningModule.train_dataloader
     val_dataloader = LightningModule.val_dataloader
 
-    def __init__(self) -> None:
-        super().__init__(0)
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(0, optimizer)
         del self.batch_size
 
 
-class Recorder(Callback):
-    """Writes down each call that a user's callback gets, with a checksum of the batch."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def _note(self, *what: object) -> None:
-        self.calls.append(" ".join(str(part) for part in what))
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._note("fit start", trainer.global_step, trainer.current_epoch)
-
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._note("sanity")
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._note("train start", trainer.num_training_batches, [m.training for m in pl_module.modules()])
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        tensors = tensors_in(batch)
-        self._note("batch", batch_idx, trainer.global_step, [(len(t), t.double().sum().item()) for t in tensors])
-
-    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        self._note("zero grad", trainer.global_step)
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._note("backward", sum(p.grad is not None for p in pl_module.parameters()))
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._note("batch end", batch_idx, sorted((k, float(v)) for k, v in trainer.logged_metrics.items()))
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._note("validation end", trainer.global_step)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._note("epoch end", sorted((k, float(v)) for k, v in trainer.callback_metrics.items()))
+class OfLists(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (x, y), (other, _) = batch
+        return super().training_step((x, y), batch_idx) + self.layers(other).square().mean()
 
 
-class Asking(Net):
-    """Asks the trainer for its data in the hooks before the first batch, and its logger for the directory in a step."""
+def halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+class Hooked(Net):
+    """Puts hooks on tensors and a parametrization on a layer, and asks the trainer for its data before the first batch.
+
+    A step asks the logger for its directory.
+    """
+
+    def on_fit_start(self) -> None:
+        self.layers[0].weight.register_hook(lambda gradient: gradient * 0.5)
+        self.layers[0].bias.register_post_accumulate_grad_hook(halve)
 
     def on_train_start(self) -> None:
-        self.known = (
-            len(self.trainer.train_dataloader),
-            int(self.trainer.num_training_batches),
-            len(self.trainer.val_dataloaders),
-            len(self.trainer.train_dataloader.dataset),
-        )
+        nn.utils.parametrizations.orthogonal(self.layers[4], orthogonal_map="householder")
+        loaders = self.trainer.train_dataloader, self.trainer.val_dataloaders
+        self.history += [*map(len, loaders), len(loaders[0].dataset), int(self.trainer.num_training_batches)]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         assert self.logger.log_dir
@@ -285,11 +250,11 @@ class Extractor:
 
 
 class Entangled(Net):
-    """A generator, an unregistered teacher, a hook that fills a list, a sparse buffer."""
+    """Generators, one of them the loader's; an unregistered teacher, a hook that fills a list, a sparse buffer."""
 
     def __init__(self, batch_size: int) -> None:
-        super().__init__(batch_size)
-        self.noise = torch.Generator().manual_seed(4)
+        super().__init__(batch_size, "onecycle")
+        self.noise, self.order = torch.Generator().manual_seed(4), torch.Generator().manual_seed(6)
         self.teacher = [nn.Linear(6, 3)]
         self.extractor = Extractor(self.layers[0])
         self.register_buffer("adjacency", torch.eye(6).to_sparse())
@@ -303,49 +268,17 @@ class Entangled(Net):
         features = self.extractor.features.pop()
         return loss + 0.01 * features.square().mean() + (self.teacher[0](x) - self.layers(x)).square().mean()
 
-
-class OwnOptimizer(Net):
-    """Makes its optimizer and schedule itself, once."""
-
-    def __init__(self, batch_size: int) -> None:
-        super().__init__(batch_size)
-        self.adam = torch.optim.Adam(self.parameters(), lr=1e-2)
-        self.schedule = torch.optim.lr_scheduler.StepLR(self.adam, 2)
-
-    def configure_optimizers(self) -> Any:
-        return {"optimizer": self.adam, "lr_scheduler": {"scheduler": self.schedule, "interval": "step"}}
-
-
-class Scripted(Net):
-    """A submodule in TorchScript."""
-
-    def __init__(self, batch_size: int) -> None:
-        super().__init__(batch_size)
-        self.layers = torch.jit.script(self.layers)
-
-
-class OneCyclePlain(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.optimizer_name = "onecycle"
-
-
-class OwnGenerator(Net):
-    """Its loader draws from a generator that the module holds."""
-
-    def __init__(self, batch_size: int) -> None:
-        super().__init__(batch_size, "onecycle")
-        self.order = torch.Generator().manual_seed(6)
-
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(Noisy(), batch_size=self.batch_size, shuffle=True, generator=self.order)
 
 
-class Auxiliary(Net):
-    """Keeps an optimizer and a schedule that Lightning never hears of, and steps them itself."""
+class OwnOptimizers(Net):
+    """Makes optimizers and schedules itself, once: those of Lightning, and others that it steps itself."""
 
     def __init__(self, batch_size: int) -> None:
         super().__init__(batch_size)
+        self.adam = torch.optim.Adam(self.layers.parameters(), lr=1e-2)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.adam, 2)
         self.offset = nn.Parameter(torch.zeros(3))
         self.aux = torch.optim.Adam([self.offset], lr=0.1)
         self.decay = torch.optim.lr_scheduler.OneCycleLR(self.aux, 0.1, total_steps=SAMPLES // SIZE)
@@ -358,46 +291,48 @@ class Auxiliary(Net):
         return super().training_step(batch, batch_idx) + self.offset.detach().sum() * self.layers[0].weight.sum()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.layers.parameters(), lr=1e-2)
+        return {"optimizer": self.adam, "lr_scheduler": {"scheduler": self.schedule, "interval": "step"}}
 
 
-def halve(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.mul_(0.5)
+def scripted(batch_size: int) -> Net:
+    module = Net(batch_size)
+    module.layers = torch.jit.script(module.layers)
+    return module
 
 
-class Hooked(Net):
-    """Puts hooks on tensors, and a parametrization on a layer, when fit starts."""
+class Recorder(Callback):
+    """Writes down each call that a user's callback gets: the tensors in its arguments, and the state at that time."""
 
-    def on_fit_start(self) -> None:
-        self.layers[0].weight.register_hook(lambda gradient: gradient * 0.5)
-        self.layers[0].bias.register_post_accumulate_grad_hook(halve)
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
 
-    def on_train_start(self) -> None:
-        nn.utils.parametrizations.orthogonal(self.layers[4], orthogonal_map="householder")
-
-
-class Popping(Noisy):
-    def __getitem__(self, index: int) -> Any:
-        x, y = super().__getitem__(index)
-        return {"x": x, "y": y}
+    def note(self, hook: str, trainer: Trainer, module: LightningModule, *arguments: Any) -> None:
+        tensors = [(tuple(tensor.shape), tensor.double().sum().item()) for tensor in tensors_in(arguments)]
+        gradients = sum(parameter.grad is not None for parameter in module.parameters())
+        state = (trainer.global_step, trainer.current_epoch, trainer.num_training_batches, gradients)
+        modes = [one.training for one in module.modules()]
+        self.calls.append((hook, tensors, state, modes, dict(trainer.callback_metrics), dict(trainer.logged_metrics)))
 
 
-def pop(samples: list[Any]) -> Any:
-    y = torch.stack([sample.pop("y") for sample in samples])
-    return torch.stack([sample.pop("x") for sample in samples]), y
+for _hook in [name for name in dir(Callback) if name.startswith("on_")]:
+    setattr(Recorder, _hook, lambda self, *arguments, hook=_hook: self.note(hook, *arguments))
 
 
 class Collate:
-    """Counts its calls, and the count changes the batch."""
+    """Takes the samples apart and counts its calls, and the count changes the batch."""
 
     def __init__(self) -> None:
         self.calls = 0
 
     def __call__(self, samples: list[Any]) -> Any:
         self.calls += 1
-        x, y = default_collate(samples)
-        return x + 0.01 * self.calls, y
+        y = torch.stack([sample.pop() for sample in samples])
+        return torch.stack([sample.pop() for sample in samples]) + 0.01 * self.calls, y
+
+
+class Popping(Noisy):
+    def __getitem__(self, index: int) -> Any:
+        return list(super().__getitem__(index))
 
 
 class Splitting(Data):
@@ -442,12 +377,6 @@ class Case:
     limited_by: str = "max_batch_size"
 
 
-class OfLists(Plain):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (x, y), (other, _) = batch
-        return super().training_step((x, y), batch_idx) + self.layers(other).square().mean()
-
-
 def one_of(size: int, own: bool = False) -> DataLoader[Any]:
     return DataLoader(Noisy(own), batch_size=size, shuffle=not own)
 
@@ -465,15 +394,12 @@ class OwnArguments(DataLoader):
 
 CASES = {
     "sgd_momentum": Case(Net),
-    "adamw": Case(lambda size: Net(size, "adamw")),
-    "onecycle_from_estimated_steps": Case(lambda size: Net(size, "onecycle")),
     "onecycle_from_a_larger_start": Case(lambda size: Net(size, "onecycle"), start=SAMPLES),
     "onecycle_of_few_steps": Case(lambda size: Net(size, "onecycle"), trainer={"max_steps": 5, "max_epochs": -1}),
-    "onecycle_with_workers": Case(lambda size: Net(size, "onecycle", workers=2)),
+    "onecycle_with_persistent_workers": Case(lambda size: Net(size, "onecycle", workers=2)),
     "reduce_on_plateau": Case(lambda size: Net(size, "plateau")),
     "manual_two_optimizers": Case(Adversarial),
-    "two_persistent_workers": Case(lambda size: Net(size, workers=2)),
-    "two_workers": Case(lambda size: Net(size, workers=2, persistent=False)),
+    "two_workers": Case(lambda size: Plain(), fit=lambda size: loader(size, dataset=Noisy(), num_workers=2)),
     "several_loaders_of_several_sizes": Case(ManyLoaders),
     "loaders_passed_in_a_list": Case(
         lambda size: OfLists(), fit=lambda size: {"train_dataloaders": [one_of(size), one_of(size, own=True)]}
@@ -500,8 +426,7 @@ CASES = {
         hard_coded=lambda size: Net(size, "onecycle", lr=2e-2),
     ),
     "worst_case_of_the_user": Case(Net, finder={"worst_case": lambda sample: float(sample[0].sum())}),
-    "accumulation": Case(Net, trainer={"accumulate_grad_batches": 4}),
-    "clipping": Case(Net, trainer={"gradient_clip_val": 0.1}),
+    "accumulation_and_clipping": Case(Net, trainer={"accumulate_grad_batches": 4, "gradient_clip_val": 0.1}),
     "bf16_mixed": Case(Net, trainer={"precision": "bf16-mixed"}),
     "weights_averaged_stochastically": Case(
         Net, callbacks=lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)]
@@ -510,22 +435,16 @@ CASES = {
     "datamodule_that_caches_a_random_split": Case(
         lambda size: Plain(), fit=lambda size: {"datamodule": Splitting(size)}
     ),
-    "hooks_that_ask_the_trainer": Case(Asking),
-    "optimizer_made_once": Case(OwnOptimizer),
-    "scripted": Case(Scripted),
+    "hooks_on_tensors_that_ask_the_trainer": Case(Hooked),
+    "optimizers_of_its_own": Case(OwnOptimizers, trainer={"max_epochs": 1}),
+    "scripted": Case(scripted),
     "entangled_attributes": Case(Entangled),
-    "onecycle_of_a_loader_with_generator": Case(
-        lambda size: OneCyclePlain(),
-        fit=lambda size: loader(size, dataset=Noisy(), generator=torch.Generator().manual_seed(5)),
+    "onecycle_of_a_loader_with_generators": Case(
+        lambda size: Plain("onecycle"),
+        fit=lambda size: loader(size, dataset=Noisy(True), generator=torch.Generator().manual_seed(5)),
     ),
-    "onecycle_of_a_generator_in_the_module": Case(OwnGenerator),
-    "an_optimizer_and_a_schedule_of_its_own": Case(Auxiliary, trainer={"max_epochs": 1}),
-    "hooks_on_tensors": Case(Hooked),
-    "collate_that_takes_samples_apart": Case(
-        lambda size: Plain(), fit=lambda size: loader(size, dataset=Popping(), collate_fn=pop)
-    ),
-    "stateful_collate": Case(
-        lambda size: Plain(), fit=lambda size: loader(size, dataset=Noisy(), collate_fn=Collate())
+    "stateful_collate_that_takes_samples_apart": Case(
+        lambda size: Plain(), fit=lambda size: loader(size, dataset=Popping(), collate_fn=Collate())
     ),
     "subset_sampler": Case(
         lambda size: Plain(),
@@ -533,11 +452,6 @@ CASES = {
             "train_dataloaders": DataLoader(Noisy(), batch_size=size, sampler=SubsetRandomSampler(range(0, SAMPLES, 2)))
         },
     ),
-    "loader_with_generator": Case(
-        lambda size: Plain(),
-        fit=lambda size: loader(size, dataset=Noisy(), generator=torch.Generator().manual_seed(5)),
-    ),
-    "data_set_with_generator": Case(lambda size: Plain(), fit=lambda size: loader(size, dataset=Noisy(True))),
     "loader_subclass": Case(
         lambda size: Plain(), fit=lambda size: {"train_dataloaders": OwnArguments(7, Noisy(), size)}
     ),
@@ -557,48 +471,55 @@ CASES = {
     "steps_of_an_epoch": Case(
         Net, finder={"max_batch_size": None, "min_steps_per_epoch": SAMPLES // SIZE}, limited_by="min_steps_per_epoch"
     ),
-    "no_sanity_check": Case(Net, trainer={"num_sanity_val_steps": 0}),
-    "validation_within_epoch": Case(Net, trainer={"val_check_interval": 0.5}),
+    "validation_within_epoch": Case(Net, trainer={"val_check_interval": 0.5, "num_sanity_val_steps": 0}),
     "limited_batches": Case(Net, trainer={"limit_train_batches": 3, "limit_val_batches": 2}),
 }
 if hasattr(lightning_callbacks, "EMAWeightAveraging"):  # since lightning 2.6
     CASES["weights_averaged_exponentially"] = Case(Net, callbacks=lambda: [lightning_callbacks.EMAWeightAveraging()])
 
 
-def outcome_of(folder: Path, case: Case, size: int, finder: BatchFinder | None) -> dict[str, Any]:
+def trainer_of(folder: Path, *callbacks: Callback | None, **arguments: Any) -> Trainer:
+    """A trainer that logs to ``folder``, after the random numbers start anew."""
     seed_everything(3, verbose=False)
-    recorder = Recorder()
-    module = (case.hard_coded or case.module)(size) if finder is None else case.module(size)
-    callbacks = [recorder, *case.callbacks(), *([finder] if finder is not None else [])]
-    trainer = Trainer(
+    return Trainer(
         accelerator="cpu",
         default_root_dir=folder,
-        logger=CSVLogger(folder, name="log", version=0),
-        callbacks=callbacks,
+        callbacks=[callback for callback in callbacks if callback is not None],
         log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"max_epochs": 2, **case.trainer, **(case.follows if finder is None else {})},
+        **{"logger": CSVLogger(folder, name="log", version=0), **arguments},
     )
-    trainer.fit(module, **case.fit(size))
-    with (folder / "log" / "version_0" / "metrics.csv").open() as file:
-        logged = list(csv.DictReader(file))
+
+
+def left_by(trainer: Trainer, module: Any, recorder: Recorder, folder: Path) -> dict[str, Any]:
+    """Everything that a run leaves."""
+    files = sorted(folder.rglob("*"))
     return {
         "weights": module.state_dict(),
         "buffers": dict(module.named_buffers()),
-        "attributes": (module.history, module.running, module.epoch_steps),
+        "attributes": (module.history, module.running, getattr(module, "epoch_steps", None)),
         "flags": [m.training for m in module.modules()],
         "gradients": [p.grad for p in module.parameters()],
         "optimizers": [o.state_dict() for o in trainer.optimizers],
         "schedulers": [s.scheduler.state_dict() for s in trainer.lr_scheduler_configs],
+        "accumulation": trainer.accumulate_grad_batches,
         "random": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1]),
         "progress": trainer.fit_loop.state_dict(),
         "metrics": dict(trainer.callback_metrics),
-        "logged": logged,
         "calls": recorder.calls,
-        "hyperparameters": [path.read_text() for path in folder.rglob("hparams.yaml")],
-        "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")),
+        "files": [str(path.relative_to(folder)) for path in files],
+        "texts": [path.read_text() for path in files if path.suffix in (".csv", ".yaml")],
     }
+
+
+def outcome_of(folder: Path, case: Case, size: int, finder: BatchFinder | None) -> dict[str, Any]:
+    recorder = Recorder()
+    arguments = {"max_epochs": 2, **case.trainer, **(case.follows if finder is None else {})}
+    trainer = trainer_of(folder, recorder, *case.callbacks(), finder, **arguments)
+    module = (case.hard_coded or case.module)(size) if finder is None else case.module(size)
+    trainer.fit(module, **case.fit(size))
+    return left_by(trainer, module, recorder, folder)
 
 
 def assert_same(one: Any, other: Any, where: str) -> None:
@@ -662,27 +583,11 @@ class Judged(Net):
 
 
 def evaluation_of(folder: Path, stage: str, size: int, finder: BatchFinder | None) -> dict[str, Any]:
-    seed_everything(3, verbose=False)
     recorder = Recorder()
+    trainer = trainer_of(folder, recorder, finder)
     module = Judged(size)
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=CSVLogger(folder, name="log", version=0),
-        callbacks=[recorder, *([finder] if finder is not None else [])],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
     returned = getattr(trainer, stage)(module, **({} if stage == "predict" else {"verbose": False}))
-    return {
-        "returned": returned,
-        "weights": module.state_dict(),
-        "attributes": (module.history, module.running),
-        "flags": [m.training for m in module.modules()],
-        "random": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1]),
-        "metrics": dict(trainer.callback_metrics),
-        "calls": recorder.calls,
-        "files": sorted((str(path.relative_to(folder)), path.read_text()) for path in folder.rglob("*.csv")),
-    }
+    return {"returned": returned, **left_by(trainer, module, recorder, folder)}
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
@@ -698,37 +603,22 @@ def test_no_trace_of_a_search_before_an_evaluation(stage: str, tmp_path: Path) -
     assert_same(searched, hard_coded, stage)
 
 
-def resumed_of(
-    folder: Path, module: Callable[[], LightningModule], accumulate: int, finders: list[BatchFinder]
-) -> dict[str, Any]:
+def resumed_of(folder: Path, lr: float, size: int, accumulate: int, finders: list[BatchFinder]) -> dict[str, Any]:
     """One epoch, and two more in another Trainer that goes on from its checkpoint."""
-    seed_everything(3, verbose=False)
-    for epochs in (1, 3):
-        trained = module()
-        trainer = Trainer(
-            accelerator="cpu",
-            logger=False,
-            callbacks=[*([finders.pop(0)] if finders else []), ModelCheckpoint(folder / str(epochs), filename="last")],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            max_epochs=epochs,
-            accumulate_grad_batches=accumulate,
-        )
-        trainer.fit(trained, ckpt_path=None if epochs == 1 else folder / "1" / "last.ckpt")
-    return {
-        "weights": trained.state_dict(),
-        "optimizers": [o.state_dict() for o in trainer.optimizers],
-        "random": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1]),
-        "progress": trainer.fit_loop.state_dict(),
-        "accumulation": trainer.accumulate_grad_batches,
-    }
+    for epochs, finder in zip((1, 3), finders or [None, None], strict=True):
+        recorder, saver = Recorder(), ModelCheckpoint(folder / str(epochs), filename="last")
+        arguments = {"max_epochs": epochs, "accumulate_grad_batches": accumulate, "logger": False}
+        trainer = trainer_of(folder, recorder, finder, saver, **arguments)
+        module = Net(size, lr=lr)
+        trainer.fit(module, ckpt_path=None if epochs == 1 else folder / "1" / "last.ckpt")
+    return left_by(trainer, module, recorder, folder)
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed from")
 def test_no_trace_in_a_resumed_run(tmp_path: Path) -> None:
     arguments = {"max_batch_size": SIZE, "target_batch_size": 16, "lr_scaling": "linear", "base_batch_size": 4}
     finders = [BatchFinder(**arguments), BatchFinder(**arguments)]
-    searched = resumed_of(tmp_path / "searched", lambda: Net(3, lr=0.01), 1, list(finders))
-    hard_coded = resumed_of(tmp_path / "hard", lambda: Net(SIZE, lr=0.04), 2, [])
+    searched = resumed_of(tmp_path / "searched", 0.01, 3, 1, finders)
+    hard_coded = resumed_of(tmp_path / "hard", 0.04, SIZE, 2, [])
     assert finders[1].plan == finders[0].plan
     assert_same(searched, hard_coded, "resumed")
