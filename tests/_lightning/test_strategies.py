@@ -24,14 +24,16 @@ def test_supported_strategies(kind: type) -> None:
     check_strategy(trainer_on(kind))
 
 
-def test_deepspeed_is_refused_with_a_remedy() -> None:
-    with pytest.raises(ValueError, match=r"DeepSpeedStrategy .* cannot be made again.* train_micro_batch_size_per_gpu"):
-        check_strategy(trainer_on(DeepSpeedStrategy))
-
-
-def test_another_strategy_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"ModelParallelStrategy .* got FSDPStrategy"):
-        check_strategy(trainer_on(FSDPStrategy))
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (DeepSpeedStrategy, r"DeepSpeedStrategy .* cannot be made again.* train_micro_batch_size_per_gpu"),
+        (FSDPStrategy, r"ModelParallelStrategy .* got FSDPStrategy"),
+    ],
+)
+def test_refused_strategies(kind: type, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_strategy(trainer_on(kind))
 
 
 @pytest.mark.parametrize(

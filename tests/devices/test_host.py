@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -87,11 +88,11 @@ def test_a_copy_opens_its_own_files_and_every_file_is_closed(duplicate: Callable
     assert psutil.Process().num_fds() == before
 
 
-@pytest.mark.parametrize(("name", "replacement"), [("_CLEAR_REFS", "missing"), ("_STATUS", "missing")])
+@pytest.mark.parametrize("name", ["_CLEAR_REFS", "_STATUS"])
 def test_without_the_files_of_the_kernel_the_peak_is_the_current_value(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, replacement: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
-    monkeypatch.setattr(host, name, tmp_path / replacement)
+    monkeypatch.setattr(host, name, tmp_path / "missing")
     assert not peak_can_be_reset()
     device_memory = HostMemory(quick=True)
     touch(64 * MIB).close()
@@ -123,18 +124,6 @@ def test_a_resource_limit_bounds_the_budget(monkeypatch: pytest.MonkeyPatch, lim
     assert room_bytes == pytest.approx(300 * MIB, abs=10 * MIB)
 
 
-class Clock:
-    """A replacement of ``time`` that the test sets."""
-
-    wall = busy = 10.0
-
-    def monotonic(self) -> float:
-        return self.wall
-
-    def process_time(self) -> float:
-        return self.busy
-
-
 @pytest.mark.parametrize(
     ("quota", "seconds", "percents"),
     [
@@ -145,17 +134,14 @@ class Clock:
     ],
 )
 def test_cpu_utilization_is_the_share_of_the_usable_cores_since_the_last_call(
-    monkeypatch: pytest.MonkeyPatch,
-    quota: float | None,
-    seconds: list[tuple[float, float]],
-    percents: list[float | None],
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, seconds: Any, percents: list[float | None]
 ) -> None:
-    clock = Clock()
+    clock = SimpleNamespace(wall=10.0, busy=10.0)
+    clock.monotonic, clock.process_time = lambda: clock.wall, lambda: clock.busy
     monkeypatch.setattr(host, "time", clock)
     monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda self: [0, 1, 2, 3])
     monkeypatch.setattr(host, "cpu_quota_cores", lambda: quota)
     utilization = cpu_utilization()
     assert utilization.key == "cpu_pct"
     for (clock.wall, clock.busy), percent in zip(seconds, percents, strict=True):
-        found = utilization.percent()
-        assert found == (None if percent is None else pytest.approx(percent))
+        assert utilization.percent() == (None if percent is None else pytest.approx(percent))

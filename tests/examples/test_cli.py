@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import inspect
 import re
 import runpy
@@ -16,9 +15,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch import LightningDataModule, LightningModule
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder, MemoryProfiler
 
@@ -72,25 +68,13 @@ def no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", sys.argv[:1])
 
 
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """The example's main.py, where the types of its arguments can be looked up."""
-    spec = importlib.util.spec_from_file_location("cli_example", EXAMPLE / "main.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [("objective", "speed"), ("max_batch_sise", 64), ("csv", "perhaps")],
-)
+@pytest.mark.parametrize(("argument", "value"), [("objective", "speed"), ("max_batch_sise", 64), ("csv", "perhaps")])
 def test_errors_in_the_yaml_name_the_argument(
-    example: types.ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], argument: str, value: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argument: str, value: Any
 ) -> None:
+    example = types.ModuleType("cli_example")
+    monkeypatch.setitem(sys.modules, example.__name__, example)  # where the types of its arguments are looked up
+    exec((EXAMPLE / "main.py").read_text(), vars(example))
     config = yaml.safe_load((EXAMPLE / "config.yaml").read_text())
     profiler, finder = (callback["init_args"] for callback in config["trainer"]["callbacks"])
     (profiler if argument == "csv" else finder)[argument] = value
@@ -102,9 +86,6 @@ def test_errors_in_the_yaml_name_the_argument(
     error = capsys.readouterr().err.partition("error:")[2]
     before_the_whole_value = error.partition("Given value: [")[0]
     assert argument in before_the_whole_value
-
-
-# every argument ------------------------------------------------------------------------------------------------------
 
 
 def parse(callback: type, **arguments: Any) -> Any:
@@ -146,51 +127,3 @@ def test_values_of_an_argument(name: str) -> None:
     for value in wrong:
         with pytest.raises((ArgumentError, ValueError), match=name):
             BatchFinder(**parse(BatchFinder, **{name: value}))  # jsonargparse 4.39 lets through what cannot be called
-
-
-# places of the size --------------------------------------------------------------------------------------------------
-
-
-class Sized(LightningModule):
-    def __init__(self, batch_size: int = 2) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.layer = nn.Linear(1, 1)
-        self.seen: set[int] = set()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.seen.add(len(batch[0]))
-        return self.layer(batch[0]).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Data(LightningDataModule):
-    def __init__(self, batch_size: int = 2) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(torch.zeros(24, 1)), batch_size=self.hparams["batch_size"])
-
-
-def test_the_size_is_set_in_linked_init_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-
-    class Linked(LightningCLI):
-        def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-            parser.link_arguments("data.batch_size", "model.batch_size")
-
-    monkeypatch.chdir(tmp_path)
-    finder = {"class_path": "lightning_batchmem.BatchFinder", "init_args": {"min_batch_size": 8, "max_batch_size": 8}}
-    trainer = {"accelerator": "cpu", "max_epochs": 1, "logger": False, "callbacks": finder}
-    config = {"seed_everything": False, "trainer": trainer, "data": {"batch_size": 4}}
-    Path("linked.yaml").write_text(yaml.safe_dump(config))
-    cli = Linked(Sized, Data, args=["fit", "--config", "linked.yaml"])
-    assert cli.trainer.train_dataloader.batch_size == 8
-    assert 8 in cli.model.seen
-    (checkpoint,) = tmp_path.rglob("*.ckpt")
-    saved = torch.load(checkpoint, weights_only=True)
-    for key in ("hyper_parameters", "datamodule_hyper_parameters"):
-        assert saved[key]["batch_size"] == 8

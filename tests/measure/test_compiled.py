@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
@@ -28,8 +29,8 @@ class Programs:
 
 
 class Compiled(Lawful):
-    def __init__(self, device_memory: Any, programs: Programs, batch_size: int = 3) -> None:
-        super().__init__(device_memory, law, batch_size)
+    def __init__(self, device: Any, programs: Programs, batch_size: int) -> None:
+        super().__init__(device, law, batch_size)
         compiled = torch.compile(nn.Linear(1, 1), backend=programs)
         self.compiled = lambda x: compiled(x)  # a function: the finder puts the insides of other attributes back
 
@@ -48,24 +49,26 @@ class Notes(Callback):
     """What had been compiled when training began."""
 
     def __init__(self, programs: Programs) -> None:
-        self.programs = programs
-        self.before = -1
+        self.programs, self.before = programs, -1
 
     def on_train_start(self, *_: Any) -> None:
         self.before = len(self.programs.made)
 
 
 def test_each_size_is_static_and_training_is_compiled_as_if_hard_coded(fit: Any, fake_device: Any) -> None:
-    def run(batch_size: int, *callbacks: Callback) -> tuple[list[int | str], list[int | str], Any]:
+    """Beyond its limit of programs for one function torch.compile gives up, and a probe would run something else."""
+
+    def run(batch_size: int, *callbacks: Callback) -> tuple[list[int | str], list[int | str]]:
         torch.compiler.reset()
-        device_memory, programs = fake_device(budget_bytes=500 * MIB), Programs()
+        device, programs = fake_device(budget_bytes=500 * MIB), Programs()
         notes = Notes(programs)
-        fit(Compiled(device_memory, programs, batch_size), notes, device_memory, *callbacks, max_steps=-1, max_epochs=2)
-        return programs.made[: notes.before], programs.made[notes.before :], notes
+        with torch._dynamo.config.patch(cache_size_limit=2):
+            fit(Compiled(device, programs, batch_size), notes, device, *callbacks, max_steps=-1, max_epochs=2)
+        return programs.made[: notes.before], programs.made[notes.before :]
 
     finder = BatchFinder()
-    in_search, searched, _ = run(3, finder)
-    before, hard_coded, _ = run(344)
+    in_search, searched = run(3, finder)
+    before, hard_coded = run(344)
     assert finder.plan is not None
     assert [trial.batch_size for trial in finder.plan.trials] == [2, 8, 328, 344]
     assert in_search == [2, 8, 328, 80, 344, 184]  # each rehearsal also has the last batch of an epoch
@@ -73,21 +76,8 @@ def test_each_size_is_static_and_training_is_compiled_as_if_hard_coded(fit: Any,
     assert searched == hard_coded == [344, "any"]  # the last batch of an epoch is short, and compiled for any size
 
 
-def test_many_sizes_do_not_exhaust_the_compiler(fit: Any, fake_device: Any) -> None:
-    """Beyond its limit of programs for one function torch.compile gives up, and a probe would run something else."""
-    from torch._dynamo import config
-
-    device_memory, programs, finder = fake_device(budget_bytes=500 * MIB), Programs(), BatchFinder()
-    with config.patch(cache_size_limit=2):
-        fit(Compiled(device_memory, programs), finder, device_memory, max_steps=1)
-    assert finder.plan is not None
-    assert len(finder.plan.trials) > 2
-    assert programs.made == [2, 8, 328, 80, 344, 184, 344]
-
-
 def test_the_users_setting_is_restored() -> None:
-    from torch._dynamo import config
-
+    config = torch._dynamo.config
     assert config.automatic_dynamic_shapes
     with each_size_static():
         assert not config.automatic_dynamic_shapes
