@@ -11,6 +11,7 @@ from __future__ import annotations
 from pytorch_lightning import Callback
 
 from lightning_batchmem import batch_finder, memory_profiler
+from lightning_batchmem._lightning import hooks
 
 __all__ = ["BatchFinder", "MemoryProfiler"]
 
@@ -21,3 +22,7 @@ class BatchFinder(batch_finder.BatchFinder, Callback):  # type: ignore[misc]  # 
 
 class MemoryProfiler(memory_profiler.MemoryProfiler, Callback):  # type: ignore[misc]  # as above
     """:class:`lightning_batchmem.MemoryProfiler` for a Trainer of ``pytorch_lightning``."""
+
+
+class CallbackAdder(hooks.CallbackAdder, Callback):  # type: ignore[misc]  # as above
+    """:class:`lightning_batchmem._lightning.hooks.CallbackAdder` for a Trainer of ``pytorch_lightning``."""

@@ -1,0 +1,128 @@
+"""Callbacks from the variable LIGHTNING_BATCHMEM, through the entry points of the installed distribution."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch as lightning_pytorch
+import pytest
+import torch
+
+from lightning_batchmem import BatchFinder, MemoryProfiler, factory
+
+pl = pytest.importorskip("pytorch_lightning")
+pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+GROUPS = PROJECT["project"]["entry-points"]
+
+WITHOUT = """
+import sys
+from importlib.metadata import EntryPoint
+for value in sys.argv[1:]:
+    assert EntryPoint("batchmem", value, "group").load()() == []
+heavy = {"torch", "lightning", "pytorch_lightning", "rich", "numpy", "psutil"} & sys.modules.keys()
+assert not heavy, heavy
+"""
+
+
+def test_without_the_variable_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(factory.VARIABLE, raising=False)
+    assert sorted(GROUPS) == ["lightning.pytorch.callbacks_factory", "pytorch_lightning.callbacks_factory"]
+    values = [value for group in GROUPS.values() for value in group.values()]
+    assert len(values) == 2
+    subprocess.run([sys.executable, "-c", WITHOUT, *values], check=True, timeout=60)
+
+
+def run(package: ModuleType, folder: Path, *callbacks: Any) -> Any:
+    """A training with what the entry point of ``package`` returns; the wheel may not be installed here."""
+    name = "callbacks_of_pytorch_lightning" if package is pl else "callbacks"
+    added = getattr(factory, name)()
+    assert all(isinstance(one, package.Callback) for one in added)
+    trainer = package.Trainer(
+        accelerator="cpu",
+        callbacks=[*callbacks, *added],
+        default_root_dir=folder,
+        logger=False,
+        max_steps=2,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+    class Net(package.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+            self.batch_size = 3
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.layer(batch).square().mean()
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(torch.ones(100, 4), batch_size=self.batch_size)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters())
+
+    module = Net()
+    trainer.fit(module)
+    return trainer, module
+
+
+def kinds(trainer: Any) -> list[str]:
+    names = [type(callback).__name__ for callback in trainer.callbacks]
+    return [name for name in names if name in ("BatchFinder", "MemoryProfiler")]
+
+
+@pytest.mark.parametrize("package", [lightning_pytorch, pl], ids=["lightning", "pytorch_lightning"])
+def test_find_with_options(package: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(factory.VARIABLE, "find:max_batch_size=16, memory_limit=900MiB,objective=throughput")
+    trainer, module = run(package, tmp_path)
+    assert kinds(trainer) == ["BatchFinder", "MemoryProfiler"]
+    assert all(isinstance(callback, package.Callback) for callback in trainer.callbacks)
+    assert module.batch_size <= 16
+    assert (tmp_path / "batch_plan.json").exists()
+    saved = torch.load(next(tmp_path.rglob("*.ckpt")), weights_only=True)["callbacks"]
+    assert saved["BatchFinder"]["plan"]["batch_size"] == module.batch_size
+    trainer.fit(module)
+    assert kinds(trainer) == ["BatchFinder", "MemoryProfiler"]  # once, also in a second run
+
+
+def test_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(factory.VARIABLE, "profile:csv=False")
+    trainer, module = run(lightning_pytorch, tmp_path)
+    assert kinds(trainer) == ["MemoryProfiler"]
+    assert module.batch_size == 3
+    assert not list(tmp_path.rglob("*.csv"))
+
+
+def test_callbacks_of_the_script_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(factory.VARIABLE, "find:max_batch_size=16")
+    finder = BatchFinder(max_batch_size=8)
+    trainer, module = run(lightning_pytorch, tmp_path, finder)
+    assert kinds(trainer) == ["BatchFinder", "MemoryProfiler"]
+    assert (finder in trainer.callbacks, module.batch_size) == (True, 8)
+    monkeypatch.setenv(factory.VARIABLE, "profile")
+    profiler = MemoryProfiler(csv=False)
+    trainer, _ = run(lightning_pytorch, tmp_path, profiler)
+    assert [one for one in trainer.callbacks if isinstance(one, MemoryProfiler)] == [profiler]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("search", 'LIGHTNING_BATCHMEM must be one of "profile", "find", got \'search\''),
+        ("find:limit=3", "must have options of BatchFinder (objective, memory_limit, .*), got 'limit'"),
+        ("find:memory_limit", "memory_limit must be a whole number of bytes, .* got ''"),
+        ("find:max_batch_size=0", "max_batch_size must be a whole number of at least 1, got 0"),
+        ("profile:memory_limit=3", "must have options of MemoryProfiler (.*), got 'memory_limit'"),
+    ],
+)
+def test_a_wrong_value(value: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(factory.VARIABLE, value)
+    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)").replace("[", r"\[")):
+        factory.callbacks()
