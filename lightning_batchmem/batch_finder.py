@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -27,6 +28,7 @@ from lightning_batchmem.apply.training import (
 )
 from lightning_batchmem.devices import DeviceMemory, device_memory_for, device_name
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
+from lightning_batchmem.measure.earlier_plan import earlier_plan, search_conditions
 from lightning_batchmem.measure.limits import memory_limit_bytes
 from lightning_batchmem.measure.peaks import RequestedBytes
 from lightning_batchmem.measure.ranks import Ranks
@@ -75,6 +77,9 @@ class BatchFinder(Callback):
         base_batch_size: samples per optimizer step that the learning rate was chosen for; ``None``: those that the
             project had before the search.
         search_on_resume: search again where a checkpoint holds a plan.
+        plan: a plan of an earlier ``fit`` to use again: a ``Plan``, its JSON file, or a log directory. If device,
+            limit, ranks, precision, parameters and options are the same, only a rehearsal at its size is run. If they
+            are not, or the rehearsal fails, the search runs, and a note of the new plan has the reason.
         verbose: print the whole plan, with all reasons and every size that was run, instead of six lines.
 
     Attributes:
@@ -106,6 +111,7 @@ class BatchFinder(Callback):
         lr_scaling: LearningRateScaling | None = None,
         base_batch_size: int | None = None,
         search_on_resume: bool = False,
+        plan: Plan | str | Path | None = None,
         verbose: bool = False,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name in SearchOptions.__dataclass_fields__}
@@ -113,6 +119,9 @@ class BatchFinder(Callback):
         self.plan: Plan | None = None
         self._options = SearchOptions(**arguments)
         self._search_on_resume, self._verbose = search_on_resume, verbose
+        if not isinstance(plan, Plan | str | Path | None):
+            raise ValueError(f"plan must be a Plan, a path or None, got {plan!r:.80}")
+        self._earlier = plan
         self._plan_of_fit: Plan | None = None
         self._checkpoint: dict[str, Any] = {}
         self._before: tuple[RandomStates, ModuleState] | None = None  # as of before configure_optimizers
@@ -169,8 +178,10 @@ class BatchFinder(Callback):
     ) -> Plan:
         trainer = setting.trainer
         before = record_training_setup(trainer, setting, self._options, self._plan_of_fit)
-        search = BatchSizeSearch(trainer, device_memory, self._options, random, module_state)
+        earlier, why_not = earlier_plan(trainer, device_memory, self._options, self._earlier)
+        search = BatchSizeSearch(trainer, device_memory, self._options, random, module_state, earlier)
         plan = _checked(search.training(setting), setting)
+        plan = replace(plan, notes=(*plan.notes, *why_not), conditions=search_conditions(trainer, self._options))
         if device_memory.name != "host" and search.start_bytes > 0:
             self._start = (device_memory, search.start_bytes)
         return complete_plan(trainer, plan, self._options, before, search.epoch_batches)

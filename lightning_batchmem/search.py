@@ -35,7 +35,9 @@ from lightning_batchmem.measure.trial import TrialRunner
 from lightning_batchmem.plan.decide import decide
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.reasons import not_used_text
 from lightning_batchmem.plan.records import NextSize, SearchFailed, SearchLimits, Trial, mib
+from lightning_batchmem.plan.reuse import reuse
 from lightning_batchmem.report.tables import SearchProgress, breakdown_text
 
 
@@ -48,6 +50,7 @@ class _Stage:
     runner: TrialRunner
     workers: WorkerMemory
     start: Callable[[], ExitStack]  # enters the state in which the stage starts
+    reused: Plan | None = None
 
 
 class BatchSizeSearch:
@@ -60,7 +63,9 @@ class BatchSizeSearch:
         options: SearchOptions,
         random: RandomStates,
         module_state: ModuleState,
+        reused: Plan | None = None,
     ) -> None:
+        self._reused = reused
         self._trainer, self._device, self._options = trainer, device, options
         self._callback = PhaseCallback(device)
         self._attempts = Attempts(trainer, device, self._callback, random, module_state)
@@ -126,7 +131,7 @@ class BatchSizeSearch:
             workers = WorkerMemory([one.probe_batches for one in (steps, evaluation) if one is not None])
             bounds = training_bounds(trainer, loaders, phase.loaders if phase else None, options, project_size)
             limits = self._limits(workers, bounds, options.target_batch_size)
-            stage = _Stage(setting, loaders, self._runner(steps, phase), workers, start)
+            stage = _Stage(setting, loaders, self._runner(steps, phase), workers, start, self._reused)
             outcome = self._search(stage, limits)
             if isinstance(outcome, Plan) and outcome.trials and is_synchronized(trainer):
                 outcome = self._synchronized(outcome, stage, limits)
@@ -149,13 +154,24 @@ class BatchSizeSearch:
         """Search over the steps of an evaluation."""
         workers = WorkerMemory([steps.probe_batches])
         limits = self._limits(workers, stage_bounds(self._trainer, setting.source.stage, steps.loaders), None)
-        outcome = self._search(_Stage(setting, steps.loaders, self._runner(None, steps), workers, start), limits)
+        reused = self._reused and self._reused.evaluation
+        stage = _Stage(setting, steps.loaders, self._runner(None, steps), workers, start, reused)
+        outcome = self._search(stage, limits)
         return outcome if isinstance(outcome, SearchFailed) else _with_notes(outcome, steps, setting)
 
-    def _search(self, stage: _Stage, limits: SearchLimits, trials_run: Sequence[Trial] = ()) -> Plan | SearchFailed:
-        """Measure, fit, decide."""
-        trials, runner = list(trials_run), stage.runner
-        while isinstance(step := decide(trials, limits), NextSize):
+    def _search(
+        self, stage: _Stage, limits: SearchLimits, trials_run: Sequence[Trial] | None = None
+    ) -> Plan | SearchFailed:
+        """Measure, fit, decide; or only rehearse the size of a plan that is used again."""
+        trials, runner, notes = list(trials_run or ()), stage.runner, list[str]()
+        reused = stage.reused if trials_run is None else None
+        while True:
+            step = reuse(reused, trials, limits) if reused is not None else decide(trials, limits)
+            if isinstance(step, str):
+                notes, trials, reused = [not_used_text(step)], [], None
+                continue
+            if not isinstance(step, NextSize):
+                break
             self._progress.trying(step, trials)
             if step.kind != "probe":
                 self._attempts.restart(stage.start)
@@ -188,7 +204,7 @@ class BatchSizeSearch:
             )
         if isinstance(step, Plan):
             stage.setting.check_loaders(step.batch_size, stage.loaders)
-            step = replace(step, notes=(*step.notes, *runner.notes))
+            step = replace(step, notes=(*step.notes, *notes, *runner.notes))
         return step
 
     def _synchronized(self, plan: Plan, stage: _Stage, limits: SearchLimits) -> Plan | SearchFailed:

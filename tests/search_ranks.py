@@ -124,7 +124,10 @@ def run_case(case: Case, directory: Path, ranks: int) -> dict[str, Any]:
         _devices.append(FakeDevice(budget_bytes=budgets[rank] * MIB))
         batch_finder.device_memory_for = lambda device: _devices[0]  # type: ignore[assignment,return-value]
     seed_everything(7, verbose=False)
-    finder, recorder = BatchFinder(**{"min_steps_per_epoch": None, **case.get("finder", {})}), Recorder()
+    options = {"min_steps_per_epoch": None, **case.get("finder", {})}
+    if case.get("reuses"):  # a file that only the first rank can read
+        options["plan"] = directory / ("plan.txt" if rank == 0 else "none")
+    finder, recorder = BatchFinder(**options), Recorder()
     callbacks: list[Callback] = [recorder, finder] if case.get("search", True) else [recorder]
     if case.get("saves"):
         callbacks.append(ModelCheckpoint(directory, "last", every_n_train_steps=2))
@@ -147,6 +150,8 @@ def run_case(case: Case, directory: Path, ranks: int) -> dict[str, Any]:
         trainer.validate(module, data, verbose=False)
     else:
         trainer.fit(module, data, data, ckpt_path=directory / "last.ckpt" if case.get("resumes") else None)
+    if case.get("saves") and rank == 0:
+        (directory / "plan.txt").write_text(finder.plan.to_json())
     states = [state for optimizer in trainer.optimizers for state in optimizer.state_dict()["state"].values()]
     return {
         "plan": json.loads(finder.plan.to_json()) if finder.plan else None,

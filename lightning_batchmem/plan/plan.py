@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
@@ -42,6 +42,8 @@ class Plan:
         ranks: how many processes searched together; peaks are the highest of them, times the slowest's.
         held_peak_bytes: what the rehearsal took from the device: reserved bytes (CUDA) or the resident set (host);
             ``None`` when it is not known.
+        conditions: what has to match before ``BatchFinder(plan=...)`` uses the plan again: its options, ranks,
+            precision and parameters; ``None`` for a plan of an evaluation, and of version 0.1.0.
     """
 
     batch_size: int
@@ -63,6 +65,7 @@ class Plan:
     evaluation: Plan | None = None
     ranks: int = 1
     held_peak_bytes: int | None = None
+    conditions: Mapping[str, Any] | None = None
 
     def __str__(self) -> str:
         table = [_HEADINGS, *map(self._cells, self.trials)] if self.trials else []

@@ -28,7 +28,7 @@ def size_limit_text(limits: SearchLimits) -> str:
     return _LIMITS.get(reason, f"{reason} allows no more than {{size}} samples").format(size=size)
 
 
-def _outcome_text(trial: Trial) -> str:
+def outcome_text(trial: Trial) -> str:
     """What happened to a trial that did not fit."""
     text = _OUTCOMES[trial.outcome].format(needed=mib(trial.needed_bytes))
     return f"{text} ({trial.error})" if trial.error else text
@@ -44,14 +44,14 @@ def empty_range_text(limits: SearchLimits) -> str:
 def nothing_fits_text(trial: Trial, limits: SearchLimits) -> str:
     """Why the smallest size allowed does not do."""
     return (
-        f"Nothing fits: {trial.batch_size} samples, the smallest size allowed, {_outcome_text(trial)} under a limit of"
+        f"Nothing fits: {trial.batch_size} samples, the smallest size allowed, {outcome_text(trial)} under a limit of"
         f" {mib(limits.limit_bytes)}. {_REMEDY}"
     )
 
 
 def no_rehearsal_text(trial: Trial) -> str:
     """Why the search ended without a rehearsal that passed."""
-    return f"No size passed its rehearsal, and {trial.batch_size} samples {_outcome_text(trial)}. {_REMEDY}"
+    return f"No size passed its rehearsal, and {trial.batch_size} samples {outcome_text(trial)}. {_REMEDY}"
 
 
 def memory_text(failed: Sequence[Trial], batch_size: int) -> str:
@@ -60,7 +60,7 @@ def memory_text(failed: Sequence[Trial], batch_size: int) -> str:
     if not above:
         return "the largest size that is predicted to fit"
     smallest = min(above, key=lambda trial: trial.batch_size)
-    return f"{smallest.batch_size} samples {_outcome_text(smallest)}"
+    return f"{smallest.batch_size} samples {outcome_text(smallest)}"
 
 
 def dropped_text(batch_size: int) -> str:
@@ -74,3 +74,8 @@ def fragmentation_text(trial: Trial) -> str:
         f"The allocator reserved {mib(trial.held_bytes)} for {mib(trial.peak_bytes)} of tensors."
         " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may let a larger size fit."
     )
+
+
+def not_used_text(reason: str) -> str:
+    """A note about an earlier plan."""
+    return f"The earlier plan was not used: {reason}."

@@ -94,6 +94,8 @@ TWO_RANKS: dict[str, Case] = {
     "target": {"finder": {"target_batch_size": 96, "lr_scaling": "linear", "base_batch_size": 48}},
     "saves": {"budgets": [300, 250], "saves": True},
     "resumes": {"budgets": [300, 250], "resumes": True, "trainer": {"max_steps": 5}},
+    "reuses": {"budgets": [300, 250], "reuses": True},
+    "reuses with less on rank 1": {"budgets": [300, 200], "reuses": True},
     "validate": {"budgets": [300, 250], "entry": "validate", "trainer": VALIDATES},
     "ddp": {"ddp": {"bucket_cap_mb": 0.0001}, "trainer": ACCUMULATES, **UP_TO_24},
     "ddp with views": {
@@ -182,6 +184,20 @@ def test_a_resumed_run_continues_without_a_search(seen):
     plan = same_plan(seen["saves"])
     assert same_plan(seen["resumes"]) == plan
     assert [(one["releases"], one["left"]["steps"]) for one in seen["resumes"]] == [(0, 5)] * 2
+
+
+def test_the_first_rank_decides_whether_an_earlier_plan_is_used_again(seen):
+    plan, again = same_plan(seen["saves"]), same_plan(seen["reuses"])
+    assert (
+        again["reason"] == f"{plan['batch_size']} samples: the size of an earlier plan, which passed a rehearsal again."
+    )
+    assert [trial["kind"] for trial in again["trials"]].count(
+        "rehearsal"
+    ) == 2  # one that failed or was smaller, and this
+    assert again["limit_bytes"] == plan["limit_bytes"]
+    searched = same_plan(seen["reuses with less on rank 1"])
+    assert "The earlier plan was not used: it held" in " ".join(searched["notes"])
+    assert searched["batch_size"] < plan["batch_size"]
 
 
 @pytest.mark.parametrize("case", UP_TO_24_CASES)
