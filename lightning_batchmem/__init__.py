@@ -1,10 +1,44 @@
 """Measure what fills the memory of a Lightning training step, and compute the batch size instead of guessing it."""
 
-from lightning_batchmem.batch_finder import BatchFinder
-from lightning_batchmem.memory_profiler import MemoryProfiler
-from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import Line, MemoryModel, TimeModel, Trial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_batchmem.batch_finder import BatchFinder
+    from lightning_batchmem.comparison import Comparison, Variant, compare
+    from lightning_batchmem.find import find_batch_size
+    from lightning_batchmem.memory_profiler import MemoryProfiler
+    from lightning_batchmem.plan.plan import Plan
+    from lightning_batchmem.plan.records import Line, MemoryModel, TimeModel, Trial
 
 __version__ = "0.1.0"
 
-__all__ = ["BatchFinder", "Line", "MemoryModel", "MemoryProfiler", "Plan", "TimeModel", "Trial"]
+__all__ = [
+    "BatchFinder",
+    "Comparison",
+    "Line",
+    "MemoryModel",
+    "MemoryProfiler",
+    "Plan",
+    "TimeModel",
+    "Trial",
+    "Variant",
+]
+__all__ += ["compare", "find_batch_size"]
+
+_NAMES = {
+    "batch_finder": ("BatchFinder",),
+    "comparison": ("Comparison", "Variant", "compare"),
+    "find": ("find_batch_size",),
+    "memory_profiler": ("MemoryProfiler",),
+    "plan.plan": ("Plan",),
+    "plan.records": ("Line", "MemoryModel", "TimeModel", "Trial"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is used first: every Trainer imports this package, for ``factory``."""
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,20 +1,35 @@
-"""``python -m lightning_batchmem LOG_DIR``: draw the figures of a finished run."""
+"""The command line: ``find`` and ``compare`` without a training, ``draw`` for the figures of a finished run."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from lightning_batchmem.batch_finder import BatchFinder
+from lightning_batchmem.comparison import compare, make_and_find
+from lightning_batchmem.factory import parse_options, parse_value
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.report.figures import draw, save
 from lightning_batchmem.report.step_csv import NAME, PLAN_NAME, Row, read_rows
 from lightning_batchmem.report.tables import SUMMARY_NAME, Summary
 
-_DESCRIPTION = f"""\
+_EXAMPLES = """\
+examples:
+  python -m lightning_batchmem find my_module:make --limit 20GiB
+  python -m lightning_batchmem compare my_module:make --trainer accelerator=gpu
+  python -m lightning_batchmem draw lightning_logs/version_0
+
+make is a function without arguments that returns (model, data); data is a datamodule, training
+loaders or None."""
+_DRAW = f"""\
 Draw the figures of a run, finished or not, from the files in LOG_DIR and below:
 
   {NAME}  of MemoryProfiler: memory over the steps
@@ -33,30 +48,133 @@ _READERS: dict[str, Callable[[Path], list[Row] | Plan | Summary]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, and return its exit code: 0 when a figure was drawn, else 1."""
+    """Run the command line, and return its exit code: 0 for a result, 1 for none, 2 for wrong arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m lightning_batchmem",
-        description=_DESCRIPTION,
-        epilog="Exit code: 0 when a figure was drawn, 1 when none was, 2 for wrong arguments.",
+        description="Compute a batch size, compare settings, or draw figures.",
+        epilog=f"{_EXAMPLES}\n\nExit code: 0 for a result, 1 for none, 2 for wrong arguments.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("log_dir", metavar="LOG_DIR", type=Path, help="log directory of one or more runs")
-    parser.add_argument("--out", metavar="DIR", type=Path, help="where to write; default: next to each file")
-    parser.add_argument("--format", choices=("png", "svg"), default="png", help="of the figures; default: %(default)s")
-    options = parser.parse_args(arguments)
-    log_dir: Path = options.log_dir
-    if not log_dir.is_dir():
-        parser.error(f"LOG_DIR must be a directory, got {str(log_dir)!r}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    finding = _add_command(commands, "find", "compute the batch size, without a training", _EXAMPLES)
+    comparing = _add_command(commands, "compare", "compute the batch size under several settings", _EXAMPLES)
+    drawing = _add_command(commands, "draw", "draw the figures of a run", _DRAW)
+    for command in (finding, comparing):
+        command.usage = "%(prog)s MODULE:MAKE [--limit VALUE] [...]"
+        command.add_argument("make", metavar="MODULE:MAKE", help="the function that returns (model, data)")
+        command.add_argument(
+            "--trainer",
+            metavar="NAME=VALUE",
+            action="append",
+            default=[],
+            help="an argument of the Trainer; repeatable",
+        )
+        _add_options(command)
+    finding.add_argument("--out", metavar="FILE", type=Path, help="where to write the plan as JSON")
+    finding.set_defaults(variants=None)
+    comparing.add_argument("--variants", metavar="NAME", help="a dictionary of variants in the module of make")
+    comparing.add_argument("--out", metavar="FILE", type=Path, help="where to write the table as Markdown")
+    drawing.add_argument("log_dir", metavar="LOG_DIR", type=Path, help="log directory of one or more runs")
+    drawing.add_argument("--out", metavar="DIR", type=Path, help="where to write; default: next to each file")
+    drawing.add_argument("--format", choices=("png", "svg"), default="png", help="of the figures; default: %(default)s")
+    options = parser.parse_args(_with_command(list(sys.argv[1:] if arguments is None else arguments)))
+    if options.command == "draw":
+        if not options.log_dir.is_dir():
+            drawing.error(f"LOG_DIR must be a directory, got {str(options.log_dir)!r}")
+        return _draw(options.log_dir, options.out or options.log_dir, options.format)
+    command = finding if options.command == "find" else comparing
+    search = {name: getattr(options, name) for name in _search_options() if hasattr(options, name)}
+    try:
+        BatchFinder(**search)
+    except ValueError as error:
+        command.error(str(error))
+    make, base = _named(command, options.make), parse_options(options.trainer)
+    variants = _named(command, f"{options.make.partition(':')[0]}:{options.variants}") if options.variants else None
+    try:
+        result: Any = (
+            compare(make, variants, base=base, **search)
+            if command is comparing
+            else make_and_find(make, {}, base, search)
+        )
+    except (ValueError, RuntimeError) as error:
+        if not _is_own(error):
+            raise
+        _print(f"{options.command} failed: {error}", sys.stderr)
+        return 1
+    sys.stdout.write(f"{result}\n")
+    if options.out is not None:
+        text = result.to_json() if command is finding else result.to_markdown()
+        options.out.write_text(f"{text}\n", encoding="utf-8")
+    return 0 if command is finding or result.fastest is not None else 1
+
+
+def _with_command(arguments: list[str]) -> list[str]:
+    """The arguments with ``draw`` before a log directory, as in version 0.1."""
+    return ["draw", *arguments] if arguments and Path(arguments[0]).is_dir() else arguments
+
+
+def _add_command(commands: Any, name: str, summary: str, description: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    return parser
+
+
+def _search_options() -> dict[str, str]:
+    """The arguments of BatchFinder that make sense without a training, with the text of its docstring."""
+    names = [name for name in inspect.signature(BatchFinder).parameters if name not in ("search_on_resume", "verbose")]
+    texts = dict(re.findall(r"^ {8}(\w+): (.*?)(?=^ {0,8}\S|^$)", BatchFinder.__doc__ or "", re.MULTILINE | re.DOTALL))
+    return {name: " ".join(texts.get(name, "").replace("`", "").split()) for name in names}
+
+
+def _add_options(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("search")
+    for name, text in _search_options().items():
+        flags = [f"--{name.replace('_', '-')}", *(["--limit"] if name == "memory_limit" else [])]
+        group.add_argument(
+            *flags,
+            dest=name,
+            metavar="VALUE",
+            type=parse_value,
+            default=argparse.SUPPRESS,
+            help=text.replace("%", "%%"),
+        )
+
+
+def _named(command: argparse.ArgumentParser, target: str) -> Any:
+    """What ``module:name`` names; for a wrong name an error that lists what exists."""
+    module_name, _, name = target.partition(":")
+    try:
+        module = import_module(module_name)
+    except (ModuleNotFoundError, ValueError) as error:
+        if isinstance(error, ModuleNotFoundError) and not module_name.startswith(str(error.name)):
+            raise  # a module that the user's own imports
+        found = ", ".join(sorted(path.stem for path in Path.cwd().glob("*.py"))) or "none"
+        command.error(f"MODULE:MAKE must name a module, got {module_name!r}; modules in {Path.cwd()}: {found}")
+    if not name or not hasattr(module, name):
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        found = ", ".join(own) or "none"
+        command.error(f"MODULE:MAKE must name a function of {module_name}, got {name!r}; it has: {found}")
+    return getattr(module, name)
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether this package has raised an error, whose message is enough; the user's own needs its traceback."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith("lightning_batchmem")
+
+
+def _draw(log_dir: Path, out: Path, extension: str) -> int:
     drawn = 0
     for path, name in _files(log_dir):
-        directory = (options.out or log_dir) / path.parent.relative_to(log_dir)
+        directory = out / path.parent.relative_to(log_dir)
         number = path.stem.removeprefix(Path(name).stem)
         try:
             figures = draw(_READERS[name](path))
             if not figures:
                 _print(f"{path} has nothing to draw", sys.stderr)
             for figure_name, figure in figures.items():
-                target = directory / f"{figure_name}{number}.{options.format}"
+                target = directory / f"{figure_name}{number}.{extension}"
                 save(figure, target)
                 drawn += 1
                 _print(f"{target}", sys.stdout)

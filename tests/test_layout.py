@@ -25,9 +25,12 @@ LEVELS = {
     "search": 5,
     "memory_profiler": 5,
     "batch_finder": 6,
-    "__init__": 7,
-    "pytorch_lightning": 7,
-    "__main__": 8,
+    "find": 7,
+    "comparison": 8,
+    "__init__": 9,
+    "pytorch_lightning": 9,
+    "factory": 6,
+    "__main__": 10,
 }
 
 
@@ -84,7 +87,7 @@ def test_plan_imports_only_the_standard_library_and_itself() -> None:
 
 def test_sizes() -> None:
     modules = [path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]
-    assert len(modules) <= 6, modules
+    assert len(modules) <= 9, modules
     assert len(list(PACKAGE.glob("*/__init__.py"))) <= 7
     assert [str(path) for path in FILES if len(path.read_text().splitlines()) > 300] == []
 

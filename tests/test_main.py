@@ -58,7 +58,7 @@ def drawn(directory: Path) -> list[str]:
 
 
 def test_a_finished_run(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(log_dir)]) == 0
+    assert main(["draw", str(log_dir)]) == 0
     assert drawn(log_dir) == ALL_FIGURES
     output = capsys.readouterr()
     assert sorted(output.out.splitlines()) == [str(log_dir / name) for name in ALL_FIGURES]
@@ -68,7 +68,7 @@ def test_a_finished_run(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_another_directory_and_format(log_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     before = sorted(log_dir.rglob("*"))
-    assert main([str(log_dir), "--out", "figures", "--format", "svg"]) == 0
+    assert main(["draw", str(log_dir), "--out", "figures", "--format", "svg"]) == 0
     assert (tmp_path / "figures" / "memory_over_steps.svg").read_text().startswith("<?xml")
     assert sorted(log_dir.rglob("*")) == before
 
@@ -80,7 +80,7 @@ def test_figures_of_numbered_files_get_their_number(log_dir: Path) -> None:
     plan = json.loads((log_dir / "batch_plan.json").read_text())
     (log_dir / "below").mkdir()
     (log_dir / "below" / "batch_plan.json").write_text(json.dumps({**plan, "evaluation": plan}))
-    assert main([str(log_dir)]) == 0
+    assert main(["draw", str(log_dir)]) == 0
     numbered = [name.replace(".png", "_1.png") for name in ALL_FIGURES]
     below = [f"below/{prefix}{name}" for prefix in ("", "evaluation_") for name in SEARCH_FIGURES]
     assert drawn(log_dir) == sorted([*ALL_FIGURES, *numbered, *below, "memory_composition_test.png"])
@@ -116,7 +116,7 @@ def test_a_damaged_file_is_one_line_and_the_rest_is_drawn(log_dir: Path, capsys:
         path = log_dir / file_name
         damaged.append(path.with_stem(f"{path.stem}_{name}"))
         damaged[-1].write_text(damage(path.read_text()))
-    assert main([str(log_dir)]) == 0
+    assert main(["draw", str(log_dir)]) == 0
     lines = capsys.readouterr().err.splitlines()
     files = [re.split(" could not be drawn: | has nothing to draw$", line)[0] for line in lines]
     assert sorted(files) == sorted(str(path).replace("\n", " ") for path in damaged)
@@ -133,15 +133,15 @@ def test_a_run_that_was_killed(log_dir: Path) -> None:
     assert read_rows(path) == whole[:4]
     path.write_text("".join(lines[:5]) + lines[5][:30] + "\r\n" + "".join(lines[6:]))  # a resumed run appended
     assert read_rows(path) == whole[:4] + whole[5:]
-    assert main([str(log_dir)]) == 0
+    assert main(["draw", str(log_dir)]) == 0
 
 
 def test_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 1
+    assert main(["draw", str(tmp_path)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"No figure was drawn from {tmp_path}; it needs a memory_per_batch.csv or ")
     with pytest.raises(SystemExit) as error:
-        main([str(tmp_path / "missing")])
+        main(["draw", str(tmp_path / "missing")])
     assert error.value.code == 2
     assert "LOG_DIR must be a directory, got" in capsys.readouterr().err
 
@@ -149,9 +149,9 @@ def test_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_no_place_to_write_and_no_matplotlib(
     log_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(log_dir), "--out", str(log_dir / FILES[0])]) == 1
+    assert main(["draw", str(log_dir), "--out", str(log_dir / FILES[0])]) == 1
     *lines, _ = capsys.readouterr().err.splitlines()
     assert [str(log_dir / FILES[0]) in line for line in lines] == [True] * 3
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # type: ignore[arg-type]
-    assert main([str(log_dir)]) == 1
+    assert main(["draw", str(log_dir)]) == 1
     assert capsys.readouterr().err == 'figures need matplotlib: pip install "lightning-batchmem[plot]"\n'

@@ -1,0 +1,117 @@
+"""The search without a training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from lightning_batchmem._lightning.data_source import generators_of, loader_batch_size, set_loader_batch_size
+from lightning_batchmem._lightning.hooks import call_before, mute_callbacks_and_loggers
+from lightning_batchmem._lightning.module_state import ModuleState
+from lightning_batchmem._lightning.strategies import lightning_name
+from lightning_batchmem._lightning.trainer_state import RandomStates, TrainerState, callbacks_of
+from lightning_batchmem.batch_finder import BatchFinder
+from lightning_batchmem.plan.plan import Plan
+
+
+def find_batch_size(
+    trainer: Trainer,
+    model: LightningModule,
+    datamodule: LightningDataModule | None = None,
+    train_dataloaders: Any = None,
+    val_dataloaders: Any = None,
+    **options: Any,
+) -> Plan:
+    """Compute the batch size without a training, and without a change of anything else.
+
+    The search is that of :class:`~lightning_batchmem.BatchFinder` in ``trainer.fit``. The hooks ``prepare_data``,
+    ``setup`` and ``teardown`` run; callbacks and loggers of the trainer do not. Afterwards the model, the data, the
+    trainer and all random states are as before, so set the size yourself.
+
+    Args:
+        trainer: the Trainer of the later training.
+        model: the module to train.
+        datamodule: the data to train with.
+        train_dataloaders: loaders to train with, instead of a datamodule.
+        val_dataloaders: loaders of validation, with ``train_dataloaders``.
+        **options: arguments of :class:`~lightning_batchmem.BatchFinder`.
+
+    Returns:
+        The plan; ``plan.batch_size`` is in samples for each rank.
+
+    Raises:
+        ValueError: for an argument out of range, a trainer that would not train, and a project whose batch size cannot
+            be set.
+        RuntimeError: when no size fits.
+
+    Example:
+        >>> import lightning_batchmem
+        >>> plan = lightning_batchmem.find_batch_size(trainer, model, memory_limit=0.9)  # doctest: +SKIP
+        >>> model.batch_size = plan.batch_size  # doctest: +SKIP
+    """
+    finder = _SearchOnly(callbacks_of(trainer), options)
+    loaders = [*_loaders(trainer, train_dataloaders), *_loaders(trainer, val_dataloaders)]
+    generators = [generator for loader in loaders for generator in generators_of(loader)]
+    data = SimpleNamespace(generators=generators, data_sets=[loader.dataset for loader in loaders])
+    others = (one for one in (datamodule, train_dataloaders) if _is_datamodule(trainer, one))
+    with ExitStack() as undo:  # in reverse order, each of them even where another one fails
+        undo.callback(RandomStates().restore)
+        undo.callback(ModuleState(getattr(model, "_orig_mod", model), [data, *others]).restore)  # or compiled
+        for loader in loaders:
+            if (size := loader_batch_size(loader)) is not None:
+                undo.callback(set_loader_batch_size, loader, size)
+        undo.callback(TrainerState(trainer, trainer.fit_loop).restore)
+        undo.callback(setattr, trainer.strategy, "optimizers", [])
+        undo.callback(setattr, trainer.strategy, "lr_scheduler_configs", [])
+        mute_callbacks_and_loggers(trainer, finder)
+        undo.callback(
+            call_before(trainer.strategy, "setup_environment", lambda: finder.mute_callbacks_of_model(trainer))
+        )
+        trainer.fit(model, train_dataloaders, val_dataloaders, datamodule)
+    if finder.plan is None:
+        raise ValueError(
+            "trainer must be one that trains in this process for find_batch_size, got fast_dev_run, no batches or"
+            " epochs, or a strategy that starts other processes"
+        )
+    return finder.plan
+
+
+class _SearchOnly(BatchFinder):
+    """A BatchFinder that ends ``fit`` after the search."""
+
+    def __init__(self, callbacks: list[Callback], options: dict[str, Any]) -> None:
+        super().__init__(**options)
+        self._callbacks = callbacks
+
+    def mute_callbacks_of_model(self, trainer: Trainer) -> None:
+        """Remove what ``configure_callbacks`` of the module has added."""
+        self._callbacks = [*self._callbacks, *(one for one in callbacks_of(trainer) if one is not self)]
+        trainer.callbacks = [self]  # type: ignore[attr-defined]  # set where mypy does not look
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Search, with the callbacks of the training in sight, which need memory themselves."""
+        trainer.callbacks = self._callbacks  # type: ignore[attr-defined]  # as above
+        try:
+            super().on_fit_start(trainer, pl_module)
+        finally:
+            trainer.callbacks = [self]  # type: ignore[attr-defined]  # as above
+        raise lightning_name(trainer, "utilities.exceptions._TunerExitException")  # private in 2.5.0 to 2.6.6
+
+    def _report(self, trainer: Trainer, plan: Plan) -> None:
+        """Print nothing: the plan is returned."""
+
+
+def _is_datamodule(trainer: Trainer, data: Any) -> bool:
+    return isinstance(data, lightning_name(trainer, "core.LightningDataModule"))
+
+
+def _loaders(trainer: Trainer, loaders: Any) -> Iterator[DataLoader[Any]]:
+    if not (loaders is None or _is_datamodule(trainer, loaders)):
+        combined = lightning_name(trainer, "utilities.CombinedLoader")
+        flat = (loaders if isinstance(loaders, combined) else combined(loaders, "sequential")).flattened
+        yield from (loader for loader in flat if isinstance(loader, DataLoader))

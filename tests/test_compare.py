@@ -1,0 +1,237 @@
+"""compare: several variants of one model, each in a new process where that can import it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_batchmem import Comparison, Line, MemoryModel, Plan, Trial, Variant, compare, comparison
+from lightning_batchmem.plan.records import MIB
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
+
+    def forward(self, x: Any) -> Any:
+        return self.layers(x)
+
+
+class Net(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 2
+        self.blocks = nn.Sequential(Block(), Block(), Block())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.blocks(batch[0]).square().mean()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.ones(100, 8)), batch_size=self.batch_size)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def plan_of(size: int, intercept_mib: int, slope_mib: int, step_seconds: float) -> Plan:
+    trials = (Trial(2, "ok", {}, step_seconds=9.0), Trial(size, "ok", {}, "rehearsal", step_seconds=step_seconds))
+    memory = MemoryModel({"forward": Line(intercept_mib * MIB, slope_mib * MIB, 2, size), "backward": Line(1, 1, 2, 4)})
+    return Plan(size, "max_batch_size", True, 10**9, None, None, trials, memory, None)
+
+
+RESULT = Comparison(
+    (
+        Variant("plain", plan_of(100, 1000, 4, 2.0)),
+        Variant("half", plan_of(250, 1100, 2, 2.5)),
+        Variant("a|b", None, "ValueError: no"),
+    ),
+    ("A note.",),
+)
+
+
+def test_the_table() -> None:
+    assert [one.batch_size for one in RESULT.variants] == [100, 250, None]
+    assert [one.samples_per_second for one in RESULT.variants] == [50.0, 100.0, None]
+    assert RESULT.fastest is RESULT.variants[1]
+    assert str(RESULT).splitlines() == [
+        "variant        fixed MiB  MiB per sample  largest size      samples/s      limited by",
+        "-" * 85,
+        "  plain          1,000.0           4.000           100           50.0  max batch size",
+        "   half  1,100.0 (1.10x)   2.000 (0.50x)   250 (2.50x)  100.0 (2.00x)  max batch size",
+        "    a|b                -               -             -              -          failed",
+        "fastest under the limit: half",
+        "a|b failed: ValueError: no",
+        "A note.",
+    ]
+    assert RESULT.to_markdown().splitlines()[2:] == [
+        "| plain | 1,000.0 | 4.000 | 100 | 50.0 | max batch size |",
+        "| half | 1,100.0 (1.10x) | 2.000 (0.50x) | 250 (2.50x) | 100.0 (2.00x) | max batch size |",
+        r"| a\|b | - | - | - | - | failed |",
+        "",
+        "- fastest under the limit: half",
+        "- a|b failed: ValueError: no",
+        "- A note.",
+    ]
+    assert str(Comparison(())).startswith("variant")
+    assert Comparison((RESULT.variants[2],)).fastest is None
+
+
+SCRIPT = """
+import json, os, sys
+from typing import Any
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from lightning_batchmem import compare
+{classes}
+with open("runs", "a") as file:
+    file.write(__name__ + " " + os.environ.get("LIGHTNING_BATCHMEM", "-") + "\\n")
+class Mine(Net):
+    pass
+def make():
+    if os.environ.get("KILLED"):
+        os.kill(os.getpid(), 9)
+    return Mine(), None
+{start}
+variants = {{"plain": {{}}, "wrong": {{"precision": "no"}}}}
+if os.environ.get("KILLED"):
+    variants = {{"plain": {{}}}}
+try:
+    comparison = compare(make, variants, base={{"accelerator": "cpu"}}, max_batch_size=8)
+except Exception:
+    sys.exit("compare raised an error that the script catches")
+print(json.dumps([(one.name, one.batch_size, one.error) for one in comparison.variants]))
+print(json.dumps(comparison.notes))
+"""
+CLASSES = f"{inspect.getsource(Block)}\n{inspect.getsource(Net)}"
+NOT_IMPORTABLE = "The variants ran in this process, one after another, because a new one cannot import them: "
+
+
+def run(folder: Path, script: str, *, stdin: bool = False, **environment: str) -> tuple[Any, Any, list[str]]:
+    """Rows, notes, and the names under which the script ran."""
+    path = folder / "script.py"
+    path.write_text(script)
+    repository = str(Path(__file__).parents[1])
+    variables = {**os.environ, "PYTHONPATH": repository, "LIGHTNING_BATCHMEM": "nonsense", **environment}
+    variables.pop("LIGHTNING_BATCHMEM") if stdin else None
+    done = subprocess.run(
+        [sys.executable, "-" if stdin else str(path)],
+        input=script if stdin else None,
+        cwd=folder,
+        env=variables,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    rows, notes = map(json.loads, done.stdout.splitlines()[-2:])
+    return rows, notes, (folder / "runs").read_text().splitlines()
+
+
+def test_a_script_without_a_guard_runs_each_variant_in_a_new_process(tmp_path: Path) -> None:
+    rows, notes, runs = run(tmp_path, SCRIPT.format(classes=CLASSES, start=""))
+    assert rows[0] == ["plain", 8, ""]
+    assert rows[1][1] is None
+    assert rows[1][2].startswith("ValueError: Precision 'no' is invalid.")
+    assert notes == []
+    assert runs == ["__main__ nonsense", *["__mp_main__ -"] * 2]  # once for each variant, without the variable
+
+
+def test_a_process_that_is_killed_is_a_row(tmp_path: Path) -> None:
+    rows, _, _ = run(tmp_path, SCRIPT.format(classes=CLASSES, start=""), KILLED="1")
+    assert rows == [
+        ["plain", None, "its process ended with exit code -9, killed perhaps because the host's memory was full"]
+    ]
+
+
+def test_what_a_new_process_cannot_import_runs_in_this_one(tmp_path: Path) -> None:
+    rows, notes, runs = run(tmp_path, SCRIPT.format(classes=CLASSES, start=""), stdin=True)
+    assert rows[0] == ["plain", 8, ""]
+    assert notes == [f"{NOT_IMPORTABLE}they are defined in a notebook or an interactive session."]
+    assert runs == ["__main__ -"]
+    (tmp_path / "runs").unlink()
+    guarded = SCRIPT.format(classes=CLASSES, start="if __name__ != '__main__': del make")
+    rows, (note,), runs = run(tmp_path, guarded, LIGHTNING_BATCHMEM="")
+    assert rows[0] == ["plain", 8, ""]
+    assert note.startswith(f"{NOT_IMPORTABLE}SystemExit: ")
+    assert runs == ["__main__ ", "__mp_main__ -"]
+
+
+def test_a_variant_changes_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, since a lambda cannot be imported elsewhere."""
+    seen: dict[str, Any] = {}
+
+    def search(trainer: Any, model: Any, train_dataloaders: Any, **options: Any) -> Plan:
+        model = getattr(model, "_orig_mod", model)
+        hooks = [len(module._forward_pre_hooks) for module in model.modules() if isinstance(module, Block)]
+        seen[str(len(seen))] = (trainer.precision, hooks, type(model).__name__, model.batch_size, options)
+        return plan_of(8, 1, 1, 1.0)
+
+    monkeypatch.setattr(comparison, "find_batch_size", search)
+
+    def larger(model: Any) -> None:
+        model.batch_size = 3
+
+    other = type("Other", (Net,), {})
+    compare(lambda: (Net(), None), base={"accelerator": "cpu"}, max_batch_size=8)
+    compare(lambda: (Net(), None), {"t": {"transform": larger}, "o": {"transform": lambda model: other()}})
+    compiled = compare(lambda: (Net(), None), {"c": {"checkpoint": {nn.Linear}, "compile": True}})
+    assert compiled.variants[0].error == ""
+    assert list(seen.values()) == [
+        ("32-true", [0, 0, 0], "Net", 2, {"max_batch_size": 8}),
+        ("bf16-mixed", [0, 0, 0], "Net", 2, {"max_batch_size": 8}),
+        ("32-true", [1, 1, 1], "Net", 2, {"max_batch_size": 8}),
+        ("bf16-mixed", [1, 1, 1], "Net", 2, {"max_batch_size": 8}),
+        ("32-true", [0, 0, 0], "Net", 3, {}),
+        ("32-true", [0, 0, 0], "Other", 2, {}),
+        ("32-true", [0, 0, 0], "Net", 2, {}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "variants", "error"),
+    [
+        (lambda: Net(), {"x": {}}, "ValueError: make must return (model, data), got Net"),
+        (
+            lambda: (Net(), None),
+            {"x": {"checkpoint": {nn.Conv2d}}},
+            "ValueError: checkpoint must name classes of modules in the model, got Conv2d, which it does not have",
+        ),
+        (
+            lambda: (nn.Sequential(nn.Linear(1, 1)), None),
+            {"x": {"checkpoint": True}},
+            "ValueError: checkpoint must name classes of blocks, got a model that has no block twice",
+        ),
+    ],
+)
+def test_a_variant_that_fails_has_its_reason(make: Any, variants: Any, error: str) -> None:
+    (row,) = compare(make, variants).variants
+    assert (row.plan, row.error) == (None, error)
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="devices must be 1 in base and variants, got 2 in 'x'"):
+        compare(lambda: (Net(), None), {"x": {"devices": 2}})
+    with pytest.raises(ValueError, match="max_batch_size must be a whole number"):
+        compare(lambda: (Net(), None), {}, max_batch_size=0)
+
+
+def test_the_most_repeated_block() -> None:
+    assert comparison._most_repeated(Net()) is Block  # not the Sequential in each of them, nor a layer
+    plain = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
+    assert comparison._most_repeated(plain) is nn.Sequential
