@@ -65,8 +65,8 @@ class Measurements:
         if result["error"]:
             outcome += f" at size {result.get('last_new_size')} after {result.get('steps', 0)} training steps"
         line = f"{name}, {way}:{size} {outcome}; peak {used} of {workload.room_bytes / MIB:,.0f} MiB"
-        if result.get("plan"):
-            line += f"; {_predicted(result['plan'])}; search {result['search_seconds']:.1f} s"
+        if "search_seconds" in result:
+            line += f"; search {result['search_seconds']:.1f} s"
         print(
             f"{time.strftime('%H:%M:%S')} {line}; {time.monotonic() - begin:.0f} s in all", file=sys.stderr, flush=True
         )
@@ -153,14 +153,6 @@ def _summary(values: Sequence[float], form: str) -> str:
 def _prediction_error(run: dict[str, Any]) -> float | None:
     predicted, measured = (run.get("plan", {}).get(f"{name}_peak_bytes") for name in ("predicted", "measured"))
     return predicted / measured - 1 if predicted and measured else None
-
-
-def _predicted(plan: dict[str, Any]) -> str:
-    predicted, measured, limit = (
-        "unknown" if plan.get(name) is None else f"{plan[name] / MIB:,.0f}"
-        for name in ("predicted_peak_bytes", "measured_peak_bytes", "limit_bytes")
-    )
-    return f"predicted {predicted}, measured {measured}, limit {limit} MiB"
 
 
 def main() -> None:

@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_batchmem._lightning.data_source import attach_loaders, validation_loop, validation_source
 from lightning_batchmem._lightning.hooks import configure_optimizers_again, freeze_schedulers
 from lightning_batchmem._lightning.module_state import ModuleState
 from lightning_batchmem._lightning.run_step import EvaluationLoop, begin_training
-from lightning_batchmem._lightning.strategies import (
-    in_every_package,
-    is_synchronized,
-    steps_are_collective,
-    wrap_again,
+from lightning_batchmem._lightning.strategies import is_synchronized, wrap_again
+from lightning_batchmem._lightning.trainer_state import (
+    RandomStates,
+    callbacks_of,
+    saves_checkpoints,
+    weight_average_bytes,
 )
-from lightning_batchmem._lightning.trainer_state import RandomStates
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
 from lightning_batchmem.apply.loaders import Bound, StageLoaders, limited_batches, stage_bounds, training_bounds
 from lightning_batchmem.apply.training import Attempts
 from lightning_batchmem.devices import DeviceMemory
 from lightning_batchmem.measure.batches import ProbeBatches
 from lightning_batchmem.measure.breakdown import measure_breakdown
-from lightning_batchmem.measure.limits import WorkerMemory, search_limits, with_workers
+from lightning_batchmem.measure.limits import (
+    WorkerMemory,
+    expected_seconds,
+    own_limit_bytes,
+    search_limits,
+    with_workers,
+)
 from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes
-from lightning_batchmem.measure.step_runner import PhaseCallback, each_size_static
+from lightning_batchmem.measure.step_runner import PhaseCallback, each_size_static, forget_compiled
 from lightning_batchmem.measure.steps import EvaluationSteps, TrainingSteps
 from lightning_batchmem.measure.trial import TrialRunner
 from lightning_batchmem.plan.decide import decide
@@ -39,6 +46,8 @@ from lightning_batchmem.plan.reasons import not_used_text
 from lightning_batchmem.plan.records import NextSize, SearchFailed, SearchLimits, Trial, mib
 from lightning_batchmem.plan.reuse import reuse
 from lightning_batchmem.report.tables import SearchProgress, breakdown_text
+
+_LONG_SECONDS = 30.0  # of a search, from which its expected time is shown
 
 
 @dataclass
@@ -71,7 +80,8 @@ class BatchSizeSearch:
         self._attempts = Attempts(trainer, device, self._callback, random, module_state)
         self._ranks = Ranks(trainer)
         self._first = options.first_size
-        self._callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]  # set where mypy does not look
+        self._callbacks = callbacks_of(trainer)
+        self._averages_bytes = weight_average_bytes(trainer) if device.name != "host" else 0
         shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
         self._progress = SearchProgress(enabled=shown)
         self.epoch_batches = math.inf  # at the size that was found; inf when unknown
@@ -94,12 +104,14 @@ class BatchSizeSearch:
             return self._attempts.restoring([setting], loop)
 
         with self._ranks.fail_together(), self._progress, each_size_static(), self._attempts.begin(start):
+            loaders: StageLoaders | None = None
             try:
                 loaders = setting.loaders_for(self._first, may_be_fixed=True)
             except ValueError as error:  # an error in training; here the stage may not be meant for the finder
                 rank_zero_warn(str(error))
+            if not all(self._ranks.exchange(loaders is not None and loaders.follows)) or loaders is None:
                 return None
-            return self._over(setting, self._evaluation_steps(loaders, loop), start) if loaders.follows else None
+            return self._over(setting, self._evaluation_steps(loaders, loop), start)
 
     def _training(self, setting: BatchSizeSetting) -> Plan | SearchFailed:
         trainer, options = self._trainer, self._options
@@ -125,6 +137,8 @@ class BatchSizeSearch:
         with self._progress, each_size_static(), self._attempts.begin(start):
             loaders = setting.loaders_for(self._first)
             evaluation = self._validation(validation, is_own=own_name is not None)
+            if not all(self._ranks.exchange(evaluation is not None)):
+                evaluation = None
             steps = TrainingSteps(trainer, self._probe_batches(loaders), loaders.batches)
             self._attempts.restart(start)
             phase = None if own_name is not None else evaluation
@@ -165,6 +179,7 @@ class BatchSizeSearch:
         """Measure, fit, decide; or only rehearse the size of a plan that is used again."""
         trials, runner, notes = list(trials_run or ()), stage.runner, list[str]()
         reused = stage.reused if trials_run is None else None
+        begin, is_announced = time.monotonic(), False
         while True:
             step = reuse(reused, trials, limits) if reused is not None else decide(trials, limits)
             if isinstance(step, str):
@@ -172,33 +187,29 @@ class BatchSizeSearch:
                 continue
             if not isinstance(step, NextSize):
                 break
+            if step.kind != "probe" and not is_announced:
+                seconds, is_announced = time.monotonic() - begin + expected_seconds(trials, limits), True
+                if seconds > _LONG_SECONDS:
+                    rank_zero_info(f"BatchFinder expects to search for {seconds:.0f} s.")
             self._progress.trying(step, trials)
-            if step.kind != "probe":
-                self._attempts.restart(stage.start)
-                if runner.has_training:
-                    configure_optimizers_again(self._trainer)
-                    freeze_schedulers(self._trainer)
-                self.start_bytes = runner.current_bytes()
+            if step.kind != "probe" or (trials and trials[-1].outcome != "ok"):
+                self._restart(stage)
             stage.setting.write(step.batch_size)
             if not trials and self._ranks.size > 1 and not runner.is_collective:
                 runner.is_collective = any(self._ranks.exchange(runner.calls_collectives(step.batch_size)))
                 if runner.is_collective:  # a step has ended before its first collective
-                    self._attempts.restart(stage.start)
+                    self._restart(stage)
                     stage.setting.write(step.batch_size)
-            if step.kind == "probe":
-                trial = runner.probe(step.batch_size)
-            elif step.kind == "climb":
-                trial = runner.climb(step.batch_size)
-            else:
-                smaller = stage.loaders.last_batch_size(step.batch_size)
-                trial = runner.rehearse(step.batch_size, smaller, limits.limit_bytes)
+            smaller = stage.loaders.last_batch_size(step.batch_size)
+            trial = runner.run(step.kind, step.batch_size, smaller, limits.limit_bytes)
             trial = with_workers(trial, stage.workers, self._device, limits.limit_bytes)
             trials.append(self._ranks.worst_of_all(trial))
             self._progress.measured(trials[-1])
-            budgets = self._ranks.exchange(own_budget_bytes(self._device, self._trainer))
+            # other processes may have filled the device meanwhile
+            own_bytes = own_limit_bytes(self._trainer, self._device, self._averages_bytes)
             limits = replace(
                 limits,
-                limit_bytes=min(limits.limit_bytes, *budgets),  # other processes may have filled the device meanwhile
+                limit_bytes=min(limits.limit_bytes, *self._ranks.exchange(own_bytes)),
                 steps_are_collective=runner.is_collective,
                 max_sizes=4 if runner.is_compiled else limits.max_sizes,
             )
@@ -207,10 +218,20 @@ class BatchSizeSearch:
             step = replace(step, notes=(*step.notes, *notes, *runner.notes))
         return step
 
+    def _restart(self, stage: _Stage) -> None:
+        """Restore the state in which the stage starts, with new optimizers."""
+        forget_compiled()
+        self._attempts.restart(stage.start)
+        if stage.runner.has_training:
+            configure_optimizers_again(self._trainer)
+            freeze_schedulers(self._trainer)
+        self.start_bytes = stage.runner.current_bytes()
+
     def _synchronized(self, plan: Plan, stage: _Stage, limits: SearchLimits) -> Plan | SearchFailed:
         """The plan after a step in which the ranks exchange gradients; room is left for the buffers of the exchange."""
         room = limits = replace(limits, limit_bytes=plan.limit_bytes)  # may have become smaller meanwhile
         while True:
+            self._restart(stage)
             stage.setting.write(plan.batch_size)
             held_bytes = max(self._ranks.exchange(stage.runner.synchronized_step(plan.batch_size)))
             if held_bytes <= limits.limit_bytes:
@@ -224,33 +245,13 @@ class BatchSizeSearch:
             plan = outcome
 
     def _runner(self, training: TrainingSteps | None, evaluation: EvaluationSteps | None) -> TrialRunner:
-        return TrialRunner(
-            self._trainer,
-            self._device,
-            self._callback,
-            self._ranks,
-            training=training,
-            evaluation=evaluation,
-            is_collective=steps_are_collective(self._trainer),
-            samples_bytes=sum(one.probe_batches.held_bytes for one in (training, evaluation) if one is not None),
-            saves_checkpoints=training is not None and self._has("callbacks.Checkpoint"),
-        )
+        saved = self._callbacks if training is not None and saves_checkpoints(self._callbacks) else ()
+        found = self._trainer, self._device, self._callback, self._ranks
+        return TrialRunner(*found, training=training, evaluation=evaluation, saved_callbacks=saved)
 
     def _limits(self, workers: WorkerMemory, bounds: list[Bound], target: int | None) -> SearchLimits:
-        return search_limits(
-            self._trainer,
-            self._device,
-            self._ranks,
-            self._options,
-            workers,
-            bounds=bounds,
-            target_batch_size=target,
-            averages_weights=self._has("callbacks.StochasticWeightAveraging"),
-        )
-
-    def _has(self, callback_class: str) -> bool:
-        classes = in_every_package(callback_class)
-        return any(isinstance(callback, classes) for callback in self._callbacks)
+        found = self._trainer, self._device, self._ranks, self._options, workers
+        return search_limits(*found, bounds=bounds, target_batch_size=target, averages_bytes=self._averages_bytes)
 
     def _validation(self, setting: BatchSizeSetting, *, is_own: bool) -> EvaluationSteps | None:
         """The steps of validation; ``None`` where there is none, or its loaders cannot be probed."""

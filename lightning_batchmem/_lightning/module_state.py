@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import weakref
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from lightning_batchmem._lightning.attributes import AttributeState
 from lightning_batchmem.devices.tensors import plain_tensors
 
-_CHUNK_BYTES = 2**24  # small chunks keep the share of the page cache low
+_CHUNK_BYTES = 2**24  # in memory, and in the page cache, at one time
 
 
 class SavedStorages:
@@ -32,7 +33,8 @@ class SavedStorages:
         try:
             for chunk in self._host_chunks():
                 self._file.write(chunk.numpy())  # type: ignore[arg-type]  # an array of bytes is a buffer
-            self._file.flush()
+                self._file.flush()
+                self._drop_pages()
         except OSError as error:
             total_bytes = sum(flat.numel() for flat in self._on_host)
             raise OSError(
@@ -50,6 +52,13 @@ class SavedStorages:
             # unchanged memory may be mapped read-only, or shared until it is written
             if not torch.equal(chunk, kept):
                 chunk.copy_(kept)
+            self._drop_pages()
+
+    def _drop_pages(self) -> None:
+        """Remove the file from the page cache, which counts against a memory control group."""
+        if hasattr(os, "posix_fadvise"):  # on Linux
+            os.fdatasync(self._file.fileno())
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _host_chunks(self) -> Iterable[Tensor]:
         return (chunk for flat in self._on_host for chunk in torch.split(flat, _CHUNK_BYTES))

@@ -11,7 +11,8 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.loops.loop import _Loop  # private in 2.5.0 to 2.6.6
 
 from lightning_batchmem._lightning.hooks import keep_learning_rate
-from lightning_batchmem._lightning.strategies import lightning_name
+from lightning_batchmem._lightning.strategies import in_every_package, lightning_name
+from lightning_batchmem.devices.tensors import bytes_of
 
 Loop = _Loop
 
@@ -67,6 +68,19 @@ def _loops(loop: Loop) -> Iterator[Loop]:
 def callbacks_of(trainer: Trainer) -> list[Callback]:
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not look
     return callbacks
+
+
+def saves_checkpoints(callbacks: Iterable[Callback]) -> bool:
+    return any(isinstance(callback, in_every_package("callbacks.Checkpoint")) for callback in callbacks)
+
+
+def weight_average_bytes(trainer: Trainer) -> int:
+    """Bytes that StochasticWeightAveraging will take on the trainer's device; until then its copy is on the CPU."""
+    kinds, device = in_every_package("callbacks.StochasticWeightAveraging"), trainer.strategy.root_device
+    averages: list[Any] = [callback for callback in callbacks_of(trainer) if isinstance(callback, kinds)]
+    # `_device` is private in 2.5.0 to 2.6.6; None is the device of the module
+    moves = any(callback._device is None or callback._device.type == device.type for callback in averages)
+    return bytes_of(trainer.lightning_module.parameters()) if moves else 0
 
 
 def datamodules_of(trainer: Trainer) -> list[LightningDataModule]:

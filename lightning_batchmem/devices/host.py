@@ -30,6 +30,8 @@ _STATM = Path("/proc/self/statm")
 
 _KIB = 1024  # "kB" in /proc. Source: proc_pid_status(5)
 
+_LARGEST_HOLE_BYTES, _SMALLEST_HOLE_BYTES = 2**25, 2**16  # glibc maps larger blocks than the first
+
 # Since Linux 6.2 each core may hold some pages back from getrusage.
 _READINGS_AGREE_BYTES = 2**20
 
@@ -113,10 +115,12 @@ class HostMemory:
         return nullcontext(False)
 
     def release_cached(self) -> None:
-        """Collect garbage, and return free heap blocks to the kernel."""
+        """Collect garbage, return free heap blocks to the kernel, and begin with a heap like that of a new process."""
         gc.collect()
-        if (malloc_trim := _malloc_trim()) is not None:
-            malloc_trim(0)
+        if (library := _c_library()) is not None:
+            library.malloc_trim(0)
+            if hasattr(library, "mallinfo2") and not _resource_limit_rooms(self._process.memory_info()):
+                _set_holes_aside(library)
 
     def synchronize(self) -> None:
         """Return at once: the host has no pending work."""
@@ -218,10 +222,40 @@ def _resource_limit_rooms(memory: Any) -> list[int]:
     return [limit - used_bytes for limit, used_bytes in limits if limit != resource.RLIM_INFINITY]
 
 
+class _HeapUse(ctypes.Structure):
+    """The C library's ``struct mallinfo2``. Source: mallinfo(3)."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
+
+
 @functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    """Glibc's function that returns free heap blocks to the kernel; see malloc_trim(3)."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+def _c_library() -> Any:
+    """The C library where it has ``malloc_trim``; glibc from 2.33 on also has ``mallinfo2``."""
+    library: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(library, "mallinfo2"):
+        library.mallinfo2.restype = _HeapUse
+        library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        library.free.argtypes = [ctypes.c_void_p]
+    return library if hasattr(library, "malloc_trim") else None
+
+
+def _set_holes_aside(library: Any) -> None:
+    """Allocate the free blocks inside the heap for good, without writing to them: they take addresses, no memory.
+
+    Blocks of later sizes would scatter over the holes that earlier ones left. Measured after steps of 86 samples of a
+    U-Net: 66 samples held 339 MiB, with the holes set aside 250 MiB as in a new process.
+    """
+    size = _LARGEST_HOLE_BYTES
+    while size >= _SMALLEST_HOLE_BYTES:
+        before = library.mallinfo2()
+        if size <= before.fordblks - before.keepcost and (block := library.malloc(size)) is not None:
+            after = library.mallinfo2()
+            if (after.arena, after.hblks, after.keepcost) == (before.arena, before.hblks, before.keepcost):
+                continue  # a hole was that large, and another one may be
+            if after.hblks == before.hblks:  # a mapped block stays: freeing it would raise the threshold of mapping
+                library.free(block)
+        size //= 2
 
 
 def _headroom_bytes(group: Path) -> int | None:

@@ -23,17 +23,7 @@ _MAX_DRAWS, _MAX_DRAWN_SIZES = 1_000, 1_000_000  # large batches are drawn less 
 
 
 class ProbeBatches:
-    """Batches of any size from the loaders of a stage, made of real samples that are read once.
-
-    Where samples differ in size, batches are those that need most memory: of the largest sample where the collate
-    function pads, or as large as the largest of 1,000 random ones where it concatenates. The samples hold at most a
-    quarter of ``room_bytes``, but at least one is kept for each loader.
-
-    Attributes:
-        held_bytes: what the samples hold in this process.
-        longest_bytes: of the largest sample in a batch, for each loader.
-        notes: for the plan.
-    """
+    """Batches of any size from real samples that are read once; where these differ in size, the worst batches."""
 
     def __init__(self, loaders: StageLoaders, worst_case: WorstCase = None, *, room_bytes: int | None = None) -> None:
         share = math.inf if room_bytes is None else room_bytes * _SHARE_OF_ROOM / len(loaders.sized)

@@ -14,12 +14,15 @@ from lightning_batchmem._lightning.strategies import processes_on_node, steps_ar
 from lightning_batchmem.apply.loaders import Bound, LoaderInfo
 from lightning_batchmem.devices import DeviceMemory
 from lightning_batchmem.devices.host import HostMemory
-from lightning_batchmem.devices.tensors import bytes_of
 from lightning_batchmem.measure.batches import ProbeBatches
 from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes
+from lightning_batchmem.plan.decide import decide
+from lightning_batchmem.plan.fit import fit_memory, fit_time
 from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions, parse_memory_limit
-from lightning_batchmem.plan.records import SearchLimits, SearchPolicy, Trial, mib
+from lightning_batchmem.plan.records import NextSize, SearchLimits, SearchPolicy, Trial, mib
 
+_STEPS = {"probe": 7, "climb": 8, "rehearsal": 14}  # of a trial, its evaluation included
+_RESTART_SECONDS = 2.0  # to collect garbage and restore everything before a trial
 _LIMIT_SHARE = 0.95  # of what the device can provide; the rest is for libraries, fragmentation and other processes
 
 
@@ -55,7 +58,7 @@ def search_limits(
     *,
     bounds: Sequence[Bound],
     target_batch_size: int | None = None,
-    averages_weights: bool = False,
+    averages_bytes: int = 0,
 ) -> SearchLimits:
     """The limits of a search, the same on every rank."""
     limit_bytes = memory_limit_bytes(trainer, device, options)
@@ -64,8 +67,7 @@ def search_limits(
         raise ValueError(
             f"memory_limit must be above the {mib(held_bytes)} that the process already holds, got {mib(limit_bytes)}"
         )
-    if averages_weights:  # one more copy of the parameters
-        limit_bytes -= bytes_of(trainer.lightning_module.parameters())
+    limit_bytes -= averages_bytes
     largest_allowed: list[Bound] = [(options.max_batch_size or UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size"), *bounds]
     if target_batch_size is not None:
         largest_allowed.append((target_batch_size, "target_batch_size"))
@@ -91,6 +93,11 @@ def search_limits(
     )
 
 
+def own_limit_bytes(trainer: Trainer, device: DeviceMemory, averages_bytes: int) -> int:
+    """What this rank may hold at this moment; ``averages_bytes`` are taken later."""
+    return _share_of(own_budget_bytes(device, trainer), device) - averages_bytes
+
+
 def memory_limit_bytes(trainer: Trainer, device: DeviceMemory, options: SearchOptions) -> int:
     """What this process may hold; a warning where the user asks for more than the device can provide."""
     budget_bytes = own_budget_bytes(device, trainer)
@@ -99,7 +106,24 @@ def memory_limit_bytes(trainer: Trainer, device: DeviceMemory, options: SearchOp
         rank_zero_warn(
             f"memory_limit={options.memory_limit!r} is more than the device can provide, {mib(budget_bytes)}."
         )
-    return min(wanted_bytes, int(_LIMIT_SHARE * budget_bytes))
+    return min(wanted_bytes, _share_of(budget_bytes, device))
+
+
+def _share_of(budget_bytes: int, device: DeviceMemory) -> int:
+    held_bytes = device.current().allocated_bytes if device.name == "host" else 0  # the interpreter and libraries too
+    return held_bytes + int(_LIMIT_SHARE * (budget_bytes - held_bytes))
+
+
+def expected_seconds(trials: Sequence[Trial], limits: SearchLimits) -> float:
+    """How long the rest of a search will take if every size fits as predicted; 0 when it is not known."""
+    memory, times, run, seconds = fit_memory(trials), fit_time(trials), list(trials), 0.0
+    if memory is None or times is None:
+        return 0.0
+    while isinstance(step := decide(run, limits), NextSize):
+        size, predicted_bytes = step.batch_size, int(memory.predict_bytes(step.batch_size))
+        run.append(Trial(size, "ok", {memory.phase_at(size): predicted_bytes}, step.kind))
+        seconds += _STEPS[step.kind] * times.step_seconds(size) + _RESTART_SECONDS
+    return seconds
 
 
 def with_workers(trial: Trial, workers: WorkerMemory, device: DeviceMemory, limit_bytes: int) -> Trial:

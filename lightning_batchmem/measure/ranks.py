@@ -23,11 +23,7 @@ class RankFailedError(RuntimeError):
 
 
 class Ranks:
-    """The processes that search together.
-
-    Every rank calls :meth:`exchange` equally often. A rank that fails in between takes part in one more exchange, which
-    raises on the others. A rank that fails inside a collective step ends instead: then the launcher ends the others.
-    """
+    """The processes that search together; each calls :meth:`exchange` equally often, once more after an error."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.size, self.rank = trainer.world_size, trainer.global_rank

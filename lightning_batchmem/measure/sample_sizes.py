@@ -26,7 +26,7 @@ MAX_SIZES = 10_000  # that are measured at most
 
 # So many samples of one size count as a data set of one size. While they are read quickly, more are measured first,
 # since one long sample in 64 is missed in a third of the cases.
-_EQUAL_SIZES, _EQUAL_SIZES_QUICK, _EQUAL_SECONDS = 64, 512, 0.5
+_EQUAL_SIZES, _EQUAL_SIZES_QUICK, _EQUAL_SECONDS = 64, 512, 2.0
 
 _SCAN_SECONDS = 20.0
 _SAMPLE_SECONDS = 60.0  # a worker that waits for a thread of its parent process waits forever
@@ -200,6 +200,8 @@ def _scan(reader: DataLoader[Any], worst_case: WorstCase) -> DrawnSamples:
                     drawn.sample_bytes.append(measured.batch_bytes)
                 if measured.size > largest:
                     largest, drawn.largest, drawn.largest_bytes = measured.size, sample, measured.batch_bytes
+            if not drawn.sizes:
+                start = time.monotonic()  # the start of a worker may take longer than all samples
             drawn.sizes.append(measured.size)
             smallest = min(smallest, measured.size)
             seconds = time.monotonic() - start

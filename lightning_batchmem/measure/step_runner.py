@@ -132,18 +132,7 @@ class StepRunner:
         timed: bool = False,
         varied: bool = False,
     ) -> None:
-        """Run full steps and record what they used.
-
-        Args:
-            steps: what runs.
-            batch_size: samples in each call.
-            record: gets the peaks, times and counts.
-            count: full steps.
-            live: whether to count live storages (host); the resident set is not recorded then.
-            counted: whether the peaks of the phases count.
-            timed: whether the times count.
-            varied: whether every other step gets a batch of other lengths.
-        """
+        """Run full steps; ``live`` counts storages on the host, ``varied`` takes other lengths in every other step."""
         counter: DeviceMemory | LiveStorages | RequestedBytes = self.device
         if self.live is not None and (live or not self.is_host):
             counter = self.live
@@ -167,15 +156,21 @@ class StepRunner:
                     record.samples += batch_size
                 record.full_steps += steps is record.main
 
+    def track_lasting(self) -> None:
+        """Count optimizer states and gradients, which steps before have made, without keeping them alive."""
+        if isinstance(self.live, LiveStorages):
+            self.live.track(tensors_in([optimizer.state for optimizer in self.trainer.optimizers]))
+            self.live.track(tensors_in([one.grad for one in self.trainer.lightning_module.parameters()]))
+
     def held_bytes(self) -> int:
         """What this process has taken from the device at this moment."""
         stats = self.device.current()
         held_bytes = stats.allocated_bytes if stats.reserved_bytes is None else stats.reserved_bytes
         return held_bytes - self._samples_bytes
 
-    def state_bytes(self) -> int:
-        """Bytes of the weights and the optimizer state, which saving a checkpoint copies in host memory."""
-        states = [optimizer.state for optimizer in self.trainer.optimizers]
+    def state_bytes(self, callbacks: Iterable[Callback]) -> int:
+        """Bytes of weights, optimizer and callback state, which saving a checkpoint copies in host memory."""
+        states = [*(optimizer.state for optimizer in self.trainer.optimizers), *(one.state_dict() for one in callbacks)]
         tensors = tensors_in([self.trainer.lightning_module.state_dict(), *states])
         return bytes_of(tensors, torch.device("cpu"))
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 
-from lightning_batchmem._lightning.strategies import without_synchronization
+from lightning_batchmem._lightning.strategies import steps_are_collective, without_synchronization
 from lightning_batchmem.devices import DeviceMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.measure.peaks import LiveStorages, StepPeaks
@@ -19,7 +19,6 @@ from lightning_batchmem.measure.step_runner import (
     PhaseCallback,
     StepRecords,
     StepRunner,
-    compiled_frames,
     forget_compiled,
 )
 from lightning_batchmem.measure.steps import EvaluationSteps, Steps, TrainingSteps
@@ -32,7 +31,9 @@ _STEADY_STEPS = 5  # with fewer, simulated trainings ran out of memory in later 
 _WORST_SMALLER_SHARE = 0.75
 _MORE_STEPS = 15  # while steps differ, as with random depth or image size
 _DIFFERENCE = 0.1  # of the highest: more is no noise
-_RESERVE_SHARE = 0.25  # of the growth of the resident set, by which later steps exceed the first ones
+_RESERVE_SHARE = 0.12  # of the growth of the resident set: 60 steps exceeded the first eight by up to 7 %
+_SLOW_SECONDS = 2.0  # of a step, from which fewer of them are repeated
+_SHORT_SHARE = 0.25  # the same after the two steps of a climb
 _RESERVE_SHARE_INEXACT = 0.4  # the same where live bytes cannot be counted, so that the size is less certain
 
 
@@ -48,17 +49,18 @@ class TrialRunner:
         *,
         training: TrainingSteps | None,
         evaluation: EvaluationSteps | None,
-        is_collective: bool,
-        samples_bytes: int = 0,
-        saves_checkpoints: bool = False,
+        saved_callbacks: Sequence[Callback] = (),
     ) -> None:
         self._trainer, self._device, self._callback, self._ranks = trainer, device, callback, ranks
         self._training, self._evaluation = training, evaluation
         self._main: Any = training or evaluation
-        self.is_collective = is_collective
-        self._saves_checkpoints = saves_checkpoints
-        self._runner = StepRunner(trainer, device, callback, samples_bytes=samples_bytes, counts_live=not is_collective)
-        self._is_first = True
+        self.is_collective = steps_are_collective(trainer)
+        self._saved_callbacks = saved_callbacks  # whose state is in checkpoints; empty where none are saved
+        samples_bytes = sum(one.probe_batches.held_bytes for one in (training, evaluation) if one is not None)
+        self._runner = StepRunner(
+            trainer, device, callback, samples_bytes=samples_bytes, counts_live=not self.is_collective
+        )
+        self._is_first, self._is_slow = True, False
         self._fixed_evaluation: list[StepPeaks] = []  # of loaders that do not follow the batch size
 
     @property
@@ -108,69 +110,64 @@ class TrialRunner:
                 steps.release()
         return detector.found
 
-    def probe(self, batch_size: int) -> Trial:
+    def run(self, kind: TrialKind, batch_size: int, smaller_size: int, limit_bytes: int) -> Trial:
+        """Run a trial; before a climb or a rehearsal the caller restores the state in which training starts."""
+
+        def probe(record: StepRecords) -> Outcome:
+            self._probe(batch_size, record)
+            return "ok"
+
+        def rehearse(record: StepRecords) -> Outcome:
+            return self._rehearse(kind, batch_size, smaller_size, limit_bytes, record)
+
+        return self._trial(kind, batch_size, probe if kind == "probe" else rehearse)
+
+    def _probe(self, batch_size: int, record: StepRecords) -> None:
         """Run a few steps and measure the peak of each phase."""
+        if self._training is not None:
+            self._runner.series(self._training, batch_size, record, self._probe_steps)
+            record.fixed_bytes = max(0, self._runner.current_bytes() - self._runner.gradient_bytes())
+        if self._evaluation is not None:
+            if self._training is None or self._evaluation.loaders.follows or not self._fixed_evaluation:
+                before = len(record.exact)
+                self._runner.series(self._evaluation, batch_size, record, self._probe_steps)
+                self._fixed_evaluation = record.exact[before:]
+            else:
+                record.exact += self._fixed_evaluation
+        self._is_first = False
 
-        def run(record: StepRecords) -> Outcome:
-            if self._training is not None:
-                self._runner.series(self._training, batch_size, record, self._probe_steps)
-                record.fixed_bytes = max(0, self._runner.current_bytes() - self._runner.gradient_bytes())
-            if self._evaluation is not None:
-                if self._training is None or self._evaluation.loaders.follows or not self._fixed_evaluation:
-                    before = len(record.exact)
-                    self._runner.series(self._evaluation, batch_size, record, self._probe_steps)
-                    self._fixed_evaluation = record.exact[before:]
-                else:
-                    record.exact += self._fixed_evaluation
-            self._is_first = False
-            return "ok"
-
-        return self._trial("probe", batch_size, run)
-
-    def climb(self, batch_size: int) -> Trial:
-        """Run a few steps and an evaluation from the state in which training starts."""
-
-        def run(record: StepRecords) -> Outcome:
-            start_bytes = self._runner.held_bytes()
-            self._runner.series(self._main, batch_size, record, self._climb_steps)
-            if self._main is self._training and self._evaluation is not None:
-                self._runner.series(self._evaluation, batch_size, record, self._two_steps)
-            record.reserve_bytes = self._reserve(record, start_bytes)
-            self._count_live(batch_size, record)
-            return "ok"
-
-        return self._trial("climb", batch_size, run)
-
-    def rehearse(self, batch_size: int, smaller_size: int, limit_bytes: int) -> Trial:
-        """Run steps as training will, under the limit; the caller has restored the state in which training starts."""
-        main = self._main
+    def _rehearse(
+        self, kind: TrialKind, batch_size: int, smaller_size: int, limit_bytes: int, record: StepRecords
+    ) -> Outcome:
+        """Run steps as training will, under the limit; a climb is short and enforces none."""
+        main, series, is_full = self._main, self._runner.series, kind == "rehearsal"
         evaluation = self._evaluation if self._training is not None else None
-
-        def run(record: StepRecords) -> Outcome:
-            enforcing = nullcontext(False) if self.is_collective else self._device.limit_enforced(limit_bytes)
-            start_bytes = self._runner.held_bytes()
-            with enforcing as is_enforced:
-                if evaluation is not None and self._trainer.num_sanity_val_steps:
-                    self._runner.series(evaluation, batch_size, record, self._two_steps)
-                warm, retries = self._runner.series(main, batch_size, record, self._steady_steps)
+        enforces = is_full and not self.is_collective
+        start_bytes = self._runner.held_bytes()
+        with self._device.limit_enforced(limit_bytes) if enforces else nullcontext(False) as is_enforced:
+            if is_full and evaluation is not None and self._trainer.num_sanity_val_steps:
+                series(evaluation, batch_size, record, self._two_steps)
+            warm, retries = series(main, batch_size, record, self._steady_steps if is_full else self._climb_steps)
+            if evaluation is not None:
+                series(evaluation, batch_size, record, self._two_steps)
+            if is_full:
                 if evaluation is not None:
-                    self._runner.series(evaluation, batch_size, record, self._two_steps)
-                    self._runner.series(evaluation, smaller_size, record, self._one_step)
-                self._runner.series(main, smaller_size, record, self._one_step)
-                self._runner.series(main, batch_size, record, self._two_steps)
+                    series(evaluation, smaller_size, record, self._one_step)
+                series(main, smaller_size, record, self._one_step)
+                series(main, batch_size, record, self._two_steps)
                 if not (self._runner.is_host or self.is_compiled):  # another size is compiled again
                     for size in (max(1, int(_WORST_SMALLER_SHARE * batch_size)), batch_size):
-                        self._runner.series(main, size, record, self._one_step)
-                retries = self._retries() - retries
-            if self._runner.is_host:
-                record.reserve_bytes = self._reserve(record, start_bytes)
-                self._count_live(batch_size, record)
-            if retries > 0:
-                return "allocator_retry"
-            needed_bytes = max(record.held_bytes[warm:]) + record.reserve_bytes
-            return "over_limit" if not is_enforced and needed_bytes > limit_bytes else "ok"
-
-        return self._trial("rehearsal", batch_size, run)
+                        series(main, size, record, self._one_step)
+            retries = self._retries() - retries
+        if self._runner.is_host:
+            record.reserve_bytes = self._reserve(record, start_bytes, _RESERVE_SHARE if is_full else _SHORT_SHARE)
+            for steps in (self._training, self._evaluation):
+                if steps is not None:
+                    series(steps, batch_size, record, self._live_steps)
+        if retries > 0:
+            return "allocator_retry"
+        needed_bytes = max(record.held_bytes[warm:]) + record.reserve_bytes
+        return "over_limit" if not is_enforced and needed_bytes > limit_bytes else "ok"
 
     def synchronized_step(self, batch_size: int) -> int:
         """Run a step in which the ranks exchange gradients, and return what was held at its peak."""
@@ -180,8 +177,8 @@ class TrialRunner:
         return max(record.held_bytes)
 
     def _trial(self, kind: TrialKind, batch_size: int, run: Callable[[StepRecords], Outcome]) -> Trial:
-        forget_compiled()
-        if kind == "probe" or compiled_frames():  # the caller has released caches before the other kinds
+        if kind == "probe":  # the caller has done so before the other kinds
+            forget_compiled()
             self._device.release_cached()
         record, outcome = StepRecords(self._main), "out_of_memory"
         alone: AbstractContextManager[None] = without_synchronization(self._trainer)
@@ -196,6 +193,8 @@ class TrialRunner:
         finally:
             for handle in handles:
                 handle.remove()
+        seconds = statistics.median(record.seconds) if record.seconds else None
+        self._is_slow = not self.is_collective and (seconds or 0.0) > _SLOW_SECONDS  # ranks step equally often together
         if record.error:
             for steps in (self._training, self._evaluation):
                 if steps is not None:
@@ -209,7 +208,7 @@ class TrialRunner:
             peak_held_bytes=max(record.held_bytes, default=None),
             reserve_bytes=record.reserve_bytes,
             fixed_bytes=record.fixed_bytes,
-            step_seconds=statistics.median(record.seconds) if record.seconds else None,
+            step_seconds=seconds,
             full_steps=record.full_steps,
             samples_run=record.samples,
             error=record.error,
@@ -218,28 +217,27 @@ class TrialRunner:
     def _probe_steps(self, steps: Steps, batch_size: int, record: StepRecords) -> None:
         at_least = 2 if self._is_first else self._warmup_steps
         self._runner.warm_up(steps, batch_size, record, at_least=at_least)
-        self._runner.run(steps, batch_size, record, 2, timed=True)
+        self._runner.run(steps, batch_size, record, 1 if self._is_slow else 2, timed=True)
         self._live_steps(steps, batch_size, record)
 
     def _one_step(self, steps: Steps, batch_size: int, record: StepRecords) -> None:
         self._runner.run(steps, batch_size, record, 1)
 
-    def _climb_steps(self, steps: Steps, batch_size: int, record: StepRecords) -> None:
+    def _climb_steps(self, steps: Steps, batch_size: int, record: StepRecords) -> tuple[int, int]:
+        """Warm up and run two steps; returns as :meth:`_steady_steps`."""
         self._runner.warm_up(steps, batch_size, record, at_least=self._warmup_steps)
         self._runner.run(steps, batch_size, record, 2, timed=True, varied=True)
-
-    def _count_live(self, batch_size: int, record: StepRecords) -> None:
-        for steps in (self._training, self._evaluation):
-            if steps is not None:
-                self._runner.series(steps, batch_size, record, self._live_steps)
+        return 0, self._retries()
 
     def _two_steps(self, steps: Steps, batch_size: int, record: StepRecords) -> None:
-        self._runner.run(steps, batch_size, record, 2)
+        self._runner.run(steps, batch_size, record, 1 if self._is_slow else 2)
 
     def _live_steps(self, steps: Steps, batch_size: int, record: StepRecords) -> None:
         """Count live bytes on the host, in steps of their own: counting uses memory itself."""
         if isinstance(self._runner.live, LiveStorages):
-            self._runner.run(steps, batch_size, record, 1, live=True, counted=False)  # finds older storages
+            self._runner.track_lasting()
+            if self._is_first:  # finds what else the module holds
+                self._runner.run(steps, batch_size, record, 1, live=True, counted=False)
             self._runner.run(steps, batch_size, record, 1, live=True)
 
     def _steady_steps(self, steps: Steps, batch_size: int, record: StepRecords) -> tuple[int, int]:
@@ -249,18 +247,19 @@ class TrialRunner:
         self._runner.run(steps, batch_size, record, _STEADY_STEPS, timed=True, varied=True)
         differ = _differ(record.held_bytes[warm:])
         if any(self._ranks.exchange(differ)) if self.is_collective else differ:  # else a rank would wait forever
-            self._runner.run(steps, batch_size, record, _MORE_STEPS, varied=True)
+            self._runner.run(steps, batch_size, record, 5 if self._is_slow else _MORE_STEPS, varied=True)
         return warm, retries
 
     def _retries(self) -> int:
         return self._device.counters().get("num_alloc_retries", 0)
 
-    def _reserve(self, record: StepRecords, start_bytes: int) -> int:
+    def _reserve(self, record: StepRecords, start_bytes: int, share: float) -> int:
         """Bytes to keep free for later steps and checkpoints, on top of the highest resident set."""
         peak_bytes = max(record.held_bytes)
         grown_bytes = max(0, peak_bytes - start_bytes)
-        saving_bytes = self._runner.held_bytes() + self._runner.state_bytes() if self._saves_checkpoints else 0
-        share = _RESERVE_SHARE_INEXACT if self._runner.live is None else _RESERVE_SHARE
+        saved = self._saved_callbacks
+        saving_bytes = self._runner.held_bytes() + self._runner.state_bytes(saved) if saved else 0
+        share = _RESERVE_SHARE_INEXACT if self._runner.live is None else share
         return max(int(share * grown_bytes), saving_bytes - peak_bytes)
 
 

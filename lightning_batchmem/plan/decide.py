@@ -215,7 +215,7 @@ class _SearchState:
         return tuple(notes)
 
     def _second_size(self) -> NextSize | LimitedBy:
-        """A second size before there is a line; sizes that fit for certain, or the next one above."""
+        """A second size before there is a line: one that fits for certain, or the next one above."""
         size, highest = self.largest.batch_size, min(self.highest, self.failed_size - 1)
         if (following := rounded(size + 1, self.limits, up=True)) > highest:
             return self._next(size, "rehearsal", "the largest size allowed") if not self.passed else _MEMORY
@@ -243,12 +243,12 @@ class _SearchState:
     def _candidate(self) -> int:
         """The largest size that is predicted to fit, less a step for each failure."""
         policy = self.policy
-        share = policy.collective_share if self.limits.steps_are_collective else policy.candidate_share
-        size = self._largest_within(share)
+        share = 1.0 if self.limits.out_of_memory_kills else policy.candidate_share  # the former include a reserve
+        size = self._largest_within(policy.collective_share if self.limits.steps_are_collective else share)
         if self.failed:
             # the last size should fit, and the one after two that ran out of memory
             is_third = sum(trial.outcome == "out_of_memory" for trial in self.failed) > 1
-            more = 2 if self.sizes_left == 1 else int(self.limits.out_of_memory_kills or is_third)
+            more = 2 if self.sizes_left == 1 else int(is_third)
             shrink = policy.step_down[min(len(self.failed) + more, len(policy.step_down)) - 1]
             size = min(size, self._rounded(int(self.failed_size * (1 - shrink))))
             if len(self.failed) >= len(policy.step_down):  # the prediction is far too large: search in between
@@ -257,12 +257,13 @@ class _SearchState:
 
     def _climb(self, candidate: int) -> NextSize | LimitedBy:
         """Approach the candidate in stages where exceeding the limit ends the process."""
-        if self.passed:
+        least = (1 + self.policy.min_gain_when_killed) * self.passed[-1].batch_size if self.passed else 0
+        if candidate < least or (self.passed and self.failed):
             return _MEMORY
         stage = sum(trial.kind == "climb" for trial in self.trials)
-        for share in () if self.failed else self.policy.climb[stage:]:
-            part = int(share * largest_where(lambda size: self._within(size, self.policy.candidate_share), 0, 10**9))
-            target = max(self.lowest, self._rounded(part))
+        for share in () if self.failed or self.passed else self.policy.climb[stage:]:
+            fits = largest_where(lambda size: self._within(size, 1.0), 0, 10**9)
+            target = max(self.lowest, self._rounded(int(share * fits)))
             if 1.1 * self.largest.batch_size < target < candidate:
                 return self._next(target, "climb", "a part of the predicted size, to measure what is held")
         return self._next(candidate, "rehearsal", "predicted to fit")
@@ -278,11 +279,12 @@ class _SearchState:
         predicted_bytes = self.model.predict_bytes(size)
         if not self.limits.out_of_memory_kills:
             return predicted_bytes <= share * limit_bytes
-        # What is held beyond live bytes grows with them: scale by the largest size that trained from the start.
+        # what is held grows with live bytes, as far as they are written; probes are too small to show how much
         ran = ran_through(self.trials)
         first, last = ran[0], ran[-1]
-        grown, is_climbing = last.peak_bytes - first.peak_bytes, any(trial.kind != "probe" for trial in self.trials)
-        ratio = max(1.0, (last.needed_bytes - first.held_bytes) / grown) if grown > 0 and is_climbing else 1.0
+        least, most = (0.75, math.inf) if last.kind != "probe" else (1.0, 2.5)
+        grown_bytes = max(1, last.peak_bytes - first.peak_bytes)
+        ratio = min(most, max(least, (last.needed_bytes - first.needed_bytes) / grown_bytes))
         needed_bytes = last.needed_bytes + ratio * (predicted_bytes - last.peak_bytes)
         return needed_bytes <= share * limit_bytes
 

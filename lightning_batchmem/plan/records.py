@@ -79,8 +79,8 @@ class Trial:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that were taken from the device, as far as it is known."""
-        return max(self.peak_bytes, self.peak_held_bytes or 0)
+        """Bytes that were taken from the device; live bytes where it is not known."""
+        return self.peak_bytes if self.peak_held_bytes is None else self.peak_held_bytes
 
     @property
     def needed_bytes(self) -> int:
@@ -93,11 +93,12 @@ class Trial:
         trials = list(trials)
         worst = min(trials, key=lambda trial: _OUTCOMES.index(trial.outcome))
         phases = [phase for phase in PHASES if any(phase in trial.phase_peak_bytes for trial in trials)]
+        is_held_known = any(trial.peak_held_bytes is not None for trial in trials)
         return replace(
             worst,
             phase_peak_bytes={p: max(trial.phase_peak_bytes.get(p, 0) for trial in trials) for p in phases},
             is_exact=all(trial.is_exact for trial in trials),
-            peak_held_bytes=_largest(trial.peak_held_bytes for trial in trials),
+            peak_held_bytes=max(trial.held_bytes for trial in trials) if is_held_known else None,
             reserve_bytes=max(trial.reserve_bytes for trial in trials),
             fixed_bytes=min(trial.fixed_bytes for trial in trials),
             step_seconds=_largest(trial.step_seconds for trial in trials),
@@ -220,8 +221,9 @@ class SearchPolicy:
     step_up_share: float = 0.94  # of the limit, tried once after a rehearsal has passed
     collective_share: float = 0.85  # of the limit where ranks step together and no limit can be enforced
     step_down: tuple[float, ...] = (0.052, 0.12, 0.25, 0.5)  # by which a size shrinks after each failure
-    climb: tuple[float, ...] = (0.5, 0.75)  # of the candidate, rehearsed first where exceeding the limit kills
-    min_gain: float = 0.02  # a smaller gain is not worth another size
+    climb: tuple[float, ...] = (0.5, 0.8)  # of the candidate, rehearsed first where exceeding the limit kills
+    min_gain: float = 0.02  # a smaller gain is not worth another size ...
+    min_gain_when_killed: float = 0.1  # ... or, where exceeding the limit kills, not worth the risk
     throughput_share: float = 0.95  # of the best throughput: beyond, more memory gains next to no speed
 
 

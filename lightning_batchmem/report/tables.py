@@ -118,7 +118,8 @@ class Summary:
 
 def mib(count_bytes: float) -> str:
     """Format bytes as MiB for a table, e.g. ``"1,536.0"``; without a decimal from 10,000 on."""
-    return f"{count_bytes / MIB:,.{1 if count_bytes < 10_000 * MIB else 0}f}"
+    decimals = 1 if count_bytes < 10_000 * MIB else 0
+    return f"{round(count_bytes / MIB, decimals) + 0.0:,.{decimals}f}"  # + 0.0: no "-0.0"
 
 
 def show_summary(summary: Summary, console: Console) -> None:

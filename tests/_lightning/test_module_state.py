@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ctypes
+import mmap
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,17 @@ def test_the_copy_is_neither_a_visible_file_nor_resident_memory(
     assert device_memory.current().allocated_bytes - resident < 8 * 2**20
     assert not list(tmp_path.iterdir())
     kept.write_back()
+    assert pages_in_cache(kept._file.fileno()) == 0
+
+
+def pages_in_cache(descriptor: int) -> int:
+    with mmap.mmap(descriptor, 0) as mapped:
+        first = ctypes.c_char.from_buffer(mapped)
+        resident = (ctypes.c_ubyte * (len(mapped) // mmap.PAGESIZE))()
+        address = ctypes.c_void_p(ctypes.addressof(first))
+        assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(len(mapped)), resident) == 0
+        del first
+    return sum(page & 1 for page in resident)
 
 
 class Deep(LightningModule):

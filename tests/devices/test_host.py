@@ -145,3 +145,17 @@ def test_cpu_utilization_is_the_share_of_the_usable_cores_since_the_last_call(
     assert utilization.key == "cpu_pct"
     for (clock.wall, clock.busy), percent in zip(seconds, percents, strict=True):
         assert utilization.percent() == (None if percent is None else pytest.approx(percent))
+
+
+@pytest.mark.skipif(not hasattr(host._c_library(), "mallinfo2"), reason="needs mallinfo2 of glibc 2.33")
+def test_holes_in_the_heap_are_set_aside() -> None:
+    library, device_memory = host._c_library(), HostMemory()
+    device_memory.release_cached()
+    blocks = [torch.empty(100 * 1024, dtype=torch.uint8) for _ in range(512)]  # below glibc's mmap threshold
+    del blocks[::2]
+    held_bytes, holes_bytes = device_memory.current().allocated_bytes, library.mallinfo2().fordblks
+    assert holes_bytes > 20 * MIB
+    device_memory.release_cached()
+    heap = library.mallinfo2()
+    assert heap.fordblks - heap.keepcost < 0.4 * holes_bytes
+    assert device_memory.current().allocated_bytes <= held_bytes + 2 * MIB

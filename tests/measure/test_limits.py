@@ -13,6 +13,7 @@ from lightning_batchmem.measure import limits
 from lightning_batchmem.measure.batches import ProbeBatches
 from lightning_batchmem.measure.limits import WorkerMemory
 from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions
+from lightning_batchmem.plan.records import SearchLimits, Trial
 
 KIB = 1024
 
@@ -79,3 +80,10 @@ def test_all_ranks_use_the_least_limits_and_the_longest_sample(
     assert [one.longest_bytes for one in memory.stages] == [[9 * KIB], [KIB]]
     assert memory.stages[0].notes == ("longer",)
     assert memory.bytes_at(8) == 3 * 8 * (9 + 1) * KIB
+
+
+def test_the_expected_time_is_that_of_the_sizes_to_come() -> None:
+    bounds = SearchLimits(1000, 1, 50, "dataset")
+    trials = [Trial(size, "ok", {"forward": 100 + 10 * size}, step_seconds=size / 10) for size in (2, 8)]
+    assert limits.expected_seconds(trials[:1], bounds) == 0
+    assert limits.expected_seconds(trials, bounds) == pytest.approx(14 * 5 + 2)  # a rehearsal of 50 samples

@@ -127,7 +127,15 @@ def test_skipped_optimizer_steps_prolong_the_warm_up(search: Any, device: Any) -
     assert [trial.full_steps for trial in rehearsed(search(Scaling(device)))] == [15, 15]
     never = Scaling(device)
     never.skipped = 10**6
-    assert [trial.full_steps for trial in rehearsed(search(never))] == [30, 30]  # 20 to warm up
+    plan = search(never)
+    assert [trial.full_steps for trial in rehearsed(plan)] == [30, 30]  # 20 to warm up
+    assert any("An optimizer did not step in the first 20 steps" in note for note in plan.notes)
+
+
+def test_slow_steps_are_repeated_less_often(search: Any, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_batchmem.measure.trial._SLOW_SECONDS", 0.0)
+    steps = [trial.full_steps for trial in search(Stepping(device)).trials]
+    assert steps == [4, 2, 2, 10, 10]  # instead of 4, 3, 3, 11, 11
 
 
 def test_steps_that_differ_at_random_are_repeated(search: Any, device: Any) -> None:
@@ -173,9 +181,9 @@ def test_a_checkpoint_takes_a_copy_of_the_state(
     reserves: list[int] = []
     reserve = TrialRunner._reserve
 
-    def noted(self: Any, record: Any, start_bytes: int) -> int:
+    def noted(self: Any, record: Any, start_bytes: int, share: float) -> int:
         flat = replace(record, held_bytes=[start_bytes])  # as if the steps took nothing
-        reserves.append(reserve(self, flat, start_bytes))
+        reserves.append(reserve(self, flat, start_bytes, share))
         return reserves[-1]
 
     monkeypatch.setattr(TrialRunner, "_reserve", noted)
@@ -183,4 +191,4 @@ def test_a_checkpoint_takes_a_copy_of_the_state(
     assert set(reserves) == {0}
     reserves.clear()
     search(Stepping(device), ModelCheckpoint(tmp_path), options={"max_batch_size": 4}, enable_checkpointing=True)
-    assert set(reserves) == {2 * 3 * 4 + 2 * 4}  # weight and bias with two moments, and two step counts
+    assert set(reserves) == {2 * 3 * 4 + 2 * 4 + 4}  # weights, moments, step counts, and a score of the callback

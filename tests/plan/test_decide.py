@@ -106,6 +106,13 @@ def passing(largest: int) -> Run:
     return device(STRAIGHT, largest_passed=largest)
 
 
+def shrinking(run: Run) -> Run:
+    """The reserve of short trials is a third of what they hold, that of rehearsals is a twentieth."""
+    return lambda step: with_changes(
+        trial := run(step), reserve_bytes=trial.held_bytes // {"probe": 10**9, "climb": 3, "rehearsal": 20}[step.kind]
+    )
+
+
 KILLS = {"out_of_memory_kills": True}
 # by hand: the candidate needs 0.9 of the limit, the step up 0.94, steps down are 5, 12, 25 and 50 %
 CASES: list[tuple[Run, dict[str, Any], str, int]] = [
@@ -126,8 +133,9 @@ CASES: list[tuple[Run, dict[str, Any], str, int]] = [
     (device(STRAIGHT), {"max_sizes": 4}, "2p 8p 266r 280r", 280),  # compiled modules
     (passing(200), {"max_sizes": 4}, "2p 8p 266r! 199r", 199),
     (passing(100), {"max_sizes": 4}, "2p 8p 266r! 199r! 8r", 8),
-    (device(STRAIGHT, kills=True), KILLS, "2p 8p 133c 199c 266r", 266),
-    (device(STRAIGHT, kills=True, held_share=0.5), KILLS, "2p 8p 131c 177r", 177),
+    (device(STRAIGHT, kills=True), KILLS, "2p 8p 150c 240c 300r", 300),
+    (device(STRAIGHT, kills=True, held_share=0.5), KILLS, "2p 8p 100c 159c 200r", 200),
+    (shrinking(device(STRAIGHT, kills=True)), KILLS, "2p 8p 150c 169c 214r 283r", 283),
     (device(STRAIGHT), {"target_batch_size": 512, "multiple_of": None}, "2p 8p 64p 256r", 256),
     (device(STRAIGHT), {"target_batch_size": 480, "multiple_of": 10}, "10p 40p 240r", 240),
     (device(STRAIGHT), {"multiple_of": 24}, "24p 96p 264r", 264),
