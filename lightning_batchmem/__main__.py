@@ -56,24 +56,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    finding = _add_command(commands, "find", "compute the batch size, without a training", _EXAMPLES)
-    comparing = _add_command(commands, "compare", "compute the batch size under several settings", _EXAMPLES)
-    drawing = _add_command(commands, "draw", "draw the figures of a run", _DRAW)
+    finding, comparing, drawing = (
+        commands.add_parser(name, help=summary, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+        for name, summary, text in (
+            ("find", "compute the batch size, without a training", _EXAMPLES),
+            ("compare", "compute the batch size under several settings", _EXAMPLES),
+            ("draw", "draw the figures of a run", _DRAW),
+        )
+    )
     for command in (finding, comparing):
         command.usage = "%(prog)s MODULE:MAKE [--limit VALUE] [...]"
         command.add_argument("make", metavar="MODULE:MAKE", help="the function that returns (model, data)")
-        command.add_argument(
-            "--trainer",
-            metavar="NAME=VALUE",
-            action="append",
-            default=[],
-            help="an argument of the Trainer; repeatable",
-        )
-        _add_options(command)
-    finding.add_argument("--out", metavar="FILE", type=Path, help="where to write the plan as JSON")
+        trainer = command.add_argument("--trainer", metavar="NAME=VALUE", action="append", default=[])
+        trainer.help = "an argument of the Trainer; repeatable"
+        command.add_argument("--out", metavar="FILE", type=Path, help="for the plan as JSON, or the table as Markdown")
+        group = command.add_argument_group("search")
+        for name, text in _search_options().items():
+            flags = [f"--{name.replace('_', '-')}", *(["--limit"] if name == "memory_limit" else [])]
+            option = group.add_argument(*flags, dest=name, metavar="VALUE", type=parse_value, default=argparse.SUPPRESS)
+            option.help = text.replace("%", "%%")
     finding.set_defaults(variants=None)
     comparing.add_argument("--variants", metavar="NAME", help="a dictionary of variants in the module of make")
-    comparing.add_argument("--out", metavar="FILE", type=Path, help="where to write the table as Markdown")
     drawing.add_argument("log_dir", metavar="LOG_DIR", type=Path, help="log directory of one or more runs")
     drawing.add_argument("--out", metavar="DIR", type=Path, help="where to write; default: next to each file")
     drawing.add_argument("--format", choices=("png", "svg"), default="png", help="of the figures; default: %(default)s")
@@ -92,9 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     variants = _named(command, f"{options.make.partition(':')[0]}:{options.variants}") if options.variants else None
     try:
         result: Any = (
-            compare(make, variants, base=base, **search)
-            if command is comparing
-            else make_and_find(make, {}, base, search)
+            make_and_find(make, {}, base, search)
+            if command is finding
+            else compare(make, variants, base=base, **search)
         )
     except (ValueError, RuntimeError) as error:
         if not _is_own(error):
@@ -113,32 +116,13 @@ def _with_command(arguments: list[str]) -> list[str]:
     return ["draw", *arguments] if arguments and Path(arguments[0]).is_dir() else arguments
 
 
-def _add_command(commands: Any, name: str, summary: str, description: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    return parser
-
-
 def _search_options() -> dict[str, str]:
     """The arguments of BatchFinder that make sense without a training, with the text of its docstring."""
     names = [name for name in inspect.signature(BatchFinder).parameters if name not in ("search_on_resume", "verbose")]
-    texts = dict(re.findall(r"^ {8}(\w+): (.*?)(?=^ {0,8}\S|^$)", BatchFinder.__doc__ or "", re.MULTILINE | re.DOTALL))
-    return {name: " ".join(texts.get(name, "").replace("`", "").split()) for name in names}
-
-
-def _add_options(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("search")
-    for name, text in _search_options().items():
-        flags = [f"--{name.replace('_', '-')}", *(["--limit"] if name == "memory_limit" else [])]
-        group.add_argument(
-            *flags,
-            dest=name,
-            metavar="VALUE",
-            type=parse_value,
-            default=argparse.SUPPRESS,
-            help=text.replace("%", "%%"),
-        )
+    texts = dict(
+        reversed(re.findall(r"^ {8}(\w+): (.*?)(?=^ {0,8}\S|^$)", BatchFinder.__doc__ or "", re.MULTILINE | re.DOTALL))
+    )  # Args before Attributes
+    return {name: " ".join(re.sub(r":\w+:`~?|`", "", texts.get(name, "")).split()) for name in names}
 
 
 def _named(command: argparse.ArgumentParser, target: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shutil
@@ -14,7 +15,7 @@ from lightning.pytorch import Trainer
 
 import lightning_batchmem.batch_finder
 import lightning_batchmem.memory_profiler
-from lightning_batchmem import BatchFinder, MemoryProfiler
+from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
 from lightning_batchmem.__main__ import main
 from lightning_batchmem.report.step_csv import read_rows
 from tests.conftest import FakeDevice
@@ -155,3 +156,97 @@ def test_no_place_to_write_and_no_matplotlib(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # type: ignore[arg-type]
     assert main(["draw", str(log_dir)]) == 1
     assert capsys.readouterr().err == 'figures need matplotlib: pip install "lightning-batchmem[plot]"\n'
+
+
+# find and compare ----------------------------------------------------------------------------------------------------
+
+PROJECT = """
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
+
+def make():
+    return BoringModel(), DataLoader(RandomDataset(32, 100), batch_size=3)
+
+def broken():
+    return BoringModel(), DataLoader(RandomDataset(31, 100), batch_size=3)
+
+variants = {"plain": {}, "wrong": {"checkpoint": True}}
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "my_project.py").write_text(PROJECT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_project", raising=False)
+    return tmp_path
+
+
+def test_find(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--max-batch-size",
+        "8",
+        "--limit",
+        "900MiB",
+        "--trainer",
+        "accelerator=cpu",
+        "--trainer",
+        "max_epochs=2",
+    ]
+    assert main(["find", "my_project:make", *arguments, "--out", "plan.json"]) == 0
+    plan = Plan.from_json(Path("plan.json").read_text())
+    assert (plan.batch_size, plan.limit_bytes) == (8, 900 * MIB)
+    assert capsys.readouterr().out.endswith(f"\n{plan}\n")  # after the line of progress
+    assert sorted(path.name for path in project.iterdir() if path.suffix) == ["my_project.py", "plan.json"]
+    assert main(["find", "my_project:make", "--limit", "1MiB"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("find failed: memory_limit must be above the ")
+    with pytest.raises(
+        RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"
+    ):  # of the user, with a traceback
+        main(["find", "my_project:broken"])
+
+
+def test_compare(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--max-batch-size", "8", "--trainer", "accelerator=cpu", "--variants", "variants", "--out", "table.md"]
+    assert main(["compare", "my_project:make", *arguments]) == 0
+    assert "fastest under the limit: plain\nwrong failed: ValueError: checkpoint must" in capsys.readouterr().out
+    assert Path("table.md").read_text().startswith("| variant | fixed MiB |")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["find", "my_project:mak"], "a function of my_project, got 'mak'; it has: make, broken"),
+        (["find", "my_project"], "a function of my_project, got ''; it has: make, broken"),
+        (["find", "my_projec:make"], "must name a module, got 'my_projec'; modules in {cwd}: my_project"),
+        (["compare", "my_project:make", "--variants", "none"], "a function of my_project, got 'none'"),
+        (["find", "my_project:make", "--objective", "speed"], 'objective must be one of "memory", "throughput"'),
+        (["find", "my_project:make", "--no-such", "1"], "unrecognized arguments: --no-such 1"),
+        (["fin", "my_project:make"], "(choose from"),
+    ],
+)
+def test_wrong_names(project: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 2
+    assert message.format(cwd=project) in capsys.readouterr().err
+
+
+def test_help_describes_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["find", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    options = [
+        name for name in inspect.signature(BatchFinder).parameters if name not in ("search_on_resume", "verbose")
+    ]
+    for name in options:
+        assert re.search(rf"--{name.replace('_', '-')} VALUE(, --limit VALUE)? \"?\w+", text), name
+    assert "the largest size to consider, in samples" in text
+    assert "--plan VALUE a plan of an earlier fit to use again" in text
+
+
+def test_a_directory_alone_is_drawn(log_dir: Path) -> None:
+    assert main([str(log_dir)]) == 0
+    assert drawn(log_dir) == ALL_FIGURES
