@@ -1,8 +1,6 @@
-"""The networks of the benchmarks: small enough for two cores, large enough to fill memory; two real sizes for CUDA."""
+"""The networks of the benchmarks: small enough for two cores, large enough to fill memory."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -77,10 +75,6 @@ class Transformer(nn.Module):
         return scores.transpose(1, 2)
 
 
-GPT2 = partial(Transformer, width=768, layers=12, heads=12, tokens=50_257)
-"""An encoder with the sizes of GPT-2 small. Source: Radford et al. 2019, table 2."""
-
-
 class LSTM(nn.Module):
     """A two-layer LSTM over 100 steps."""
 
@@ -123,37 +117,6 @@ class GAN(nn.Module):
         device = next(self.generator.parameters()).device
         images: Tensor = self.generator(torch.randn(count, LATENT, device=device))
         return images
-
-
-class Residual(nn.Module):
-    """The sum of a body and a shortcut, and a ReLU."""
-
-    def __init__(self, body: nn.Module, shortcut: nn.Module) -> None:
-        super().__init__()
-        self.body, self.shortcut = body, shortcut
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.relu(self.body(x) + self.shortcut(x), inplace=True)
-
-
-def resnet50(classes: int = 1000) -> nn.Module:
-    """ResNet-50 for 3 x 224 x 224 images, with the stride in the 3 x 3 convolution, as in torchvision.
-
-    Source: He et al. 2015, arXiv 1512.03385, table 1.
-    """
-    layers: list[nn.Module] = [*_convolution(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)]
-    inputs = 64
-    for width, blocks, first_stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
-        for block in range(blocks):
-            stride, outputs = first_stride if block == 0 else 1, 4 * width
-            narrow = [*_convolution(inputs, width, 1), nn.ReLU(inplace=True)]
-            middle = [*_convolution(width, width, 3, stride), nn.ReLU(inplace=True)]
-            shortcut = _convolution(inputs, outputs, 1, stride) if block == 0 else []
-            layers.append(
-                Residual(nn.Sequential(*narrow, *middle, *_convolution(width, outputs, 1)), nn.Sequential(*shortcut))
-            )
-            inputs = outputs
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
 
 
 def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Module]:

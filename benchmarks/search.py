@@ -26,15 +26,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import in_fresh_process, machine
+from benchmarks.common import in_fresh_process, machine, markdown
 from benchmarks.oracle import largest_surviving
 from benchmarks.ways import WAYS
 from benchmarks.workloads import MIB, WORKLOADS
-
-HEAD = (
-    "network", "room MiB", "way", "found", "survives", "share", "no size found", "killed after it",
-    "killed in a fresh process", "prediction error", "search s", "samples run / size",
-)  # fmt: skip
 
 
 class Measurements:
@@ -108,31 +103,33 @@ def measure(measurements: Measurements, name: str, ways: Sequence[str], repeats:
 
 def table(by_name: dict[str, Any]) -> str:
     """The results as Markdown: medians with the range, and a note for each kind of error."""
-    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+    rows: list[dict[str, str]] = []
     notes = []
     for name, known in by_name.items():
         best = known.get("oracle")
         for way, runs in known["searches"].items():
             found = [run for run in runs if run.get("batch_size")]
             fresh = [run for size in sorted(set(_sizes(runs))) for run in known["trainings"].get(str(size), [])]
-            cells = [
-                name,
-                f"{WORKLOADS[name].room_bytes / MIB:,.0f}",
-                way,
-                _summary(_sizes(runs), "{:,.0f}"),
-                f"{best:,}" if best else "unknown",
-                _summary([size / best for size in _sizes(runs)], "{:.0%}") if best else "unknown",
-                f"{len(runs) - len(found)} of {len(runs)}",
-                _failures(found),
-                _failures(fresh),
-                _summary([error for run in found if (error := _prediction_error(run)) is not None], "{:+.1%}"),
-                _summary([run["search_seconds"] for run in found], "{:.1f}"),
-                _summary([run["samples_run"] / run["batch_size"] for run in found], "{:.1f}"),
-            ]
-            lines.append("| " + " | ".join(cells) + " |")
+            row = {
+                "network": name,
+                "room MiB": f"{WORKLOADS[name].room_bytes / MIB:,.0f}",
+                "way": way,
+                "found": _summary(_sizes(runs), "{:,.0f}"),
+                "survives": f"{best:,}" if best else "unknown",
+                "share": _summary([size / best for size in _sizes(runs)], "{:.0%}") if best else "unknown",
+                "no size found": f"{len(runs) - len(found)} of {len(runs)}",
+                "killed after it": _failures(found),
+                "killed in a fresh process": _failures(fresh),
+                "prediction error": _summary(
+                    [e for run in found if (e := _prediction_error(run)) is not None], "{:+.1%}"
+                ),
+                "search s": _summary([run["search_seconds"] for run in found], "{:.1f}"),
+                "samples run / size": _summary([run["samples_run"] / run["batch_size"] for run in found], "{:.1f}"),
+            }
+            rows.append(row)
             errors = {run["error"] for run in [*runs, *fresh]} - {None, "killed"}
             notes += [f"- {name}, {way}: {error}" for error in sorted(errors)]
-    return "\n".join([*lines, *([""] if notes else []), *notes])
+    return "\n".join([markdown(rows), *([""] if notes else []), *notes])
 
 
 def _sizes(runs: Sequence[dict[str, Any]]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The trainings of the benchmarks: networks of different kinds on random data, on CUDA also two at their real sizes."""
+"""The trainings of the benchmarks: networks of different kinds on random data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from benchmarks.caps import DEVICE_SHARE
 from benchmarks.common import emit
-from benchmarks.networks import CLASSES, GAN, GPT2, LSTM, TOKENS, ConvNet, Transformer, UNet, resnet50, wide_mlp
+from benchmarks.networks import CLASSES, GAN, LSTM, TOKENS, ConvNet, Transformer, UNet, wide_mlp
 
 MIB = 2**20
 SAMPLES = 1_000_000
@@ -46,12 +46,12 @@ class RandomSamples(Dataset[Sample]):
         return self.make(torch.Generator().manual_seed(index))
 
 
-def _floats(g: torch.Generator, *, shape: tuple[int, ...], classes: int = CLASSES) -> Sample:
-    return torch.randn(shape, generator=g), torch.randint(classes, (), generator=g)
+def _floats(g: torch.Generator, *, shape: tuple[int, ...]) -> Sample:
+    return torch.randn(shape, generator=g), torch.randint(CLASSES, (), generator=g)
 
 
-def _tokens(g: torch.Generator, *, length: int, vocabulary: int = TOKENS) -> Sample:
-    return torch.randint(vocabulary, (length,), generator=g), torch.randint(vocabulary, (length,), generator=g)
+def _tokens(g: torch.Generator, *, length: int) -> Sample:
+    return torch.randint(TOKENS, (length,), generator=g), torch.randint(TOKENS, (length,), generator=g)
 
 
 def _long_tailed_tokens(g: torch.Generator) -> Sample:
@@ -189,10 +189,6 @@ WORKLOADS = {
     "long-tailed text": Workload(Transformer, _long_tailed_tokens, 300, collate=_padded),
     "wide MLP": Workload(wide_mlp, partial(_floats, shape=(1024,)), 800),
 }
-
-if torch.cuda.is_available():  # too large for a host
-    WORKLOADS["ResNet-50"] = Workload(resnet50, partial(_floats, shape=(3, 224, 224), classes=1000), 0)
-    WORKLOADS["GPT-2"] = Workload(GPT2, partial(_tokens, length=1024, vocabulary=50_257), 0)
 
 
 def module_for(name: str, batch_size: int = 2) -> Training:
