@@ -67,7 +67,6 @@ class LoaderInfo:
 
     @property
     def follows(self) -> bool:
-        """Whether its size follows the batch size."""
         return self.requested_at is not None
 
     @property

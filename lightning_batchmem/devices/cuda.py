@@ -44,20 +44,16 @@ class CudaMemory:
         self._device = device
 
     def reset_peak(self) -> None:
-        """Restart the peaks from the memory in use now."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # else torch raises (2.5.1 to 2.13)
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> MemoryStats:
-        """Return the highest allocated, reserved and requested bytes since :meth:`reset_peak`."""
         return self._read("peak")
 
     def current(self) -> MemoryStats:
-        """Return the allocated, reserved and requested bytes now."""
         return self._read("current")
 
     def private_bytes(self) -> int:
-        """Return the allocated bytes now."""
         return self.current().allocated_bytes
 
     def budget_bytes(self) -> int:
@@ -105,7 +101,6 @@ class CudaMemory:
         torch.cuda.empty_cache()
 
     def synchronize(self) -> None:
-        """Wait for all work of the device."""
         torch.cuda.synchronize(self._device)
 
     def counters(self) -> dict[str, int]:

@@ -64,8 +64,6 @@ class ProbeBatches:
 
 
 class _LoaderBatches:
-    """Batches of one loader."""
-
     def __init__(self, info: LoaderInfo, worst_case: WorstCase, share_bytes: float) -> None:
         loader = self._loader = info.loader
         self.info = info
@@ -102,7 +100,6 @@ class _LoaderBatches:
         return self._collate([copied(self._samples[i], share_tensors=share) for i in chosen])
 
     def batch_bytes(self, batch_size: int, longest_bytes: int) -> int:
-        """Bytes of the largest batch."""
         count = self._count(batch_size)
         return self._largest_draw(count) if self._is_sum else count * longest_bytes
 

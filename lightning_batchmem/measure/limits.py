@@ -36,7 +36,6 @@ class WorkerMemory:
         self.stages = stages
 
     def bytes_at(self, batch_size: int) -> int:
-        """Bytes of all workers."""
         batches = [one for stage in self.stages for one in stage.batch_bytes(batch_size)]
         return sum(_batches_ahead(info) * batch_bytes for info, batch_bytes in batches)
 

@@ -53,15 +53,12 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         self._count(key, storage, storage.nbytes())
 
     def reset_peak(self) -> None:
-        """Start the peak again from the live bytes."""
         self._peak_bytes = self._bytes
 
     def peak(self) -> MemoryStats:
-        """Highest live bytes since :meth:`reset_peak`."""
         return MemoryStats(self._peak_bytes)
 
     def current(self) -> MemoryStats:
-        """Live bytes at this moment."""
         return MemoryStats(self._bytes)
 
     def _count(self, key: int, storage: Any, size_bytes: int) -> None:
@@ -81,15 +78,12 @@ class RequestedBytes:
         self._device = device
 
     def reset_peak(self) -> None:
-        """Start the peak again from what is in use now."""
         self._device.reset_peak()
 
     def peak(self) -> MemoryStats:
-        """Highest requested bytes since :meth:`reset_peak`."""
         return _requested(self._device.peak())
 
     def current(self) -> MemoryStats:
-        """Requested bytes at this moment."""
         return _requested(self._device.current())
 
 
@@ -98,8 +92,6 @@ def _requested(stats: MemoryStats) -> MemoryStats:
 
 
 class StepPeaks(NamedTuple):
-    """The peaks of one step."""
-
     phase_peak_bytes: dict[str, int]
     peak_reserved_bytes: int | None = None
 
@@ -123,7 +115,6 @@ class PhasePeaks:
         self._reserved_bytes: int | None = None
 
     def start(self, phase: str = "forward") -> None:
-        """Begin a step in ``phase``."""
         self._peaks, self._reserved_bytes = {}, None
         if self._device_memory is not None:
             self._phase = phase
@@ -144,7 +135,6 @@ class PhasePeaks:
             device_memory.reset_peak()
 
     def stop(self) -> StepPeaks:
-        """End the step and return its peaks."""
         self.enter(None)
         return StepPeaks(self._peaks, self._reserved_bytes)
 

@@ -40,7 +40,6 @@ class Ranks:
         return [row[1] for row in rows]
 
     def worst_of_all(self, trial: Trial) -> Trial:
-        """The trials of all ranks as one."""
         trials = self.exchange(trial)
         if len({one.batch_size for one in trials}) > 1:
             raise RuntimeError("BatchFinder's ranks ran different batch sizes; please report this as a bug.")

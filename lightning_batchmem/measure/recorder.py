@@ -81,18 +81,15 @@ class StepRecorder:
             self._handles += [optimizer.register_step_post_hook(self._note_step) for optimizer in optimizers]
 
     def restart(self) -> None:
-        """Start the next step now."""
         self._timer.restart()
         self._mark()
 
     def begin_evaluation(self, stage: str) -> None:
-        """Pause the timer of training for an evaluation."""
         self.main.pause()
         self._timer = StageTimer(stage)
         self.restart()
 
     def end_evaluation(self) -> None:
-        """Continue with training."""
         self._timer = self.main
         self.main.resume()
         self.main.forget_wait()  # starting workers, and other callbacks, take time around an evaluation
@@ -100,7 +97,6 @@ class StepRecorder:
             self._utilization.percent()  # excludes the evaluation from the next reading
 
     def start(self, module: LightningModule, batch: object) -> None:
-        """Begin a step."""
         timer = self._timer
         if not timer.start():
             self._mark()
@@ -145,7 +141,6 @@ class StepRecorder:
         return record
 
     def leave(self) -> None:
-        """Start the wait for the next batch: the callback's own work has ended."""
         self._timer.leave()
 
     def is_logging_step(self, trainer: Trainer) -> bool:

@@ -38,8 +38,6 @@ _FATAL = ("DataLoader worker (pid", "bootstrapping phase")
 
 @dataclass
 class DrawnSamples:
-    """Samples of one data set."""
-
     samples: list[Any] = field(default_factory=list)  # spread over the data set
     sample_bytes: list[int] = field(default_factory=list)  # of each of them in a batch
     sizes: list[float] = field(default_factory=list)  # of all measured ones: bytes, or what the user's callable returns

@@ -50,17 +50,14 @@ class StageTimer:
         self.restart()
 
     def restart(self) -> None:
-        """Start the next step now."""
         self._since = self._wait_since = self._paused = time.perf_counter()
         self._is_wait_known = True
         self._wait_seconds: float | None = None
 
     def pause(self) -> None:
-        """Exclude the time until :meth:`resume`."""
         self._paused = time.perf_counter()
 
     def resume(self) -> None:
-        """Continue after :meth:`pause`."""
         gap = time.perf_counter() - self._paused
         self._since += gap
         self._wait_since += gap
@@ -111,7 +108,6 @@ class StepTotals:
     device_steps: int = 0
 
     def add(self, step: StepRecord) -> None:
-        """Add one step."""
         self.steps += 1
         self._raise_peaks(step.number, step.batch_size, step.peaks.phase_peak_bytes, step.peaks.peak_reserved_bytes)
         seconds = step.seconds
@@ -128,7 +124,6 @@ class StepTotals:
             self.waited_seconds += seconds
 
     def merge(self, later: StepTotals) -> None:
-        """Add the steps of ``later``."""
         if later.steps:
             self._raise_peaks(later.peak_step, later.peak_batch_size, later.phase_peak_bytes, later.peak_reserved_bytes)
             self.batch_size = later.batch_size

@@ -23,26 +23,22 @@ _OUTCOMES = {
 
 
 def size_limit_text(limits: SearchLimits) -> str:
-    """What set the largest size."""
     reason, size = limits.max_reason, limits.max_batch_size
     return _LIMITS.get(reason, f"{reason} allows no more than {{size}} samples").format(size=size)
 
 
 def outcome_text(trial: Trial) -> str:
-    """What happened to a trial that did not fit."""
     text = _OUTCOMES[trial.outcome].format(needed=mib(trial.needed_bytes))
     return f"{text} ({trial.error})" if trial.error else text
 
 
 def empty_range_text(limits: SearchLimits) -> str:
-    """Why no size is allowed."""
     wanted = f"No multiple of {limits.multiple_of}" if limits.multiple_of else "No size"
     lowest = max(1, limits.min_batch_size)
     return f"{wanted} lies between min_batch_size={lowest} and the largest size: {size_limit_text(limits)}."
 
 
 def nothing_fits_text(trial: Trial, limits: SearchLimits) -> str:
-    """Why the smallest size allowed does not do."""
     return (
         f"Nothing fits: {trial.batch_size} samples, the smallest size allowed, {outcome_text(trial)} under a limit of"
         f" {mib(limits.limit_bytes)}. {_REMEDY}"
@@ -50,7 +46,6 @@ def nothing_fits_text(trial: Trial, limits: SearchLimits) -> str:
 
 
 def no_rehearsal_text(trial: Trial) -> str:
-    """Why the search ended without a rehearsal that passed."""
     return f"No size passed its rehearsal, and {trial.batch_size} samples {outcome_text(trial)}. {_REMEDY}"
 
 
@@ -64,12 +59,10 @@ def memory_text(failed: Sequence[Trial], batch_size: int) -> str:
 
 
 def dropped_text(batch_size: int) -> str:
-    """A note about a size that the fit left out."""
     return f"The peak at {batch_size} samples is above that of a larger size and was left out of the fit."
 
 
 def fragmentation_text(trial: Trial) -> str:
-    """Advice for an allocator whose reserved memory is much more than was requested."""
     return (
         f"The allocator reserved {mib(trial.held_bytes)} for {mib(trial.peak_bytes)} of tensors."
         " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may let a larger size fit."

@@ -57,7 +57,6 @@ class StepReporter:
         self._epoch_peak_bytes = self._run_peak_bytes = self._steady_peak_bytes = 0
 
     def add(self, record: StepRecord) -> None:
-        """Queue the record of a step."""
         self._queue.append(record)
         if len(self._queue) >= _MAX_QUEUED:
             self.process()
@@ -111,7 +110,6 @@ class StepReporter:
         return max(self._run_peak_bytes, self._epoch_peak_bytes) or None
 
     def begin_epoch(self) -> None:
-        """Reset the peak of the epoch."""
         self._run_peak_bytes, self._epoch_peak_bytes = self.run_peak_bytes or 0, 0
 
     def log(self, stage: str, step: int | None, reading: DeviceReading) -> None:
@@ -152,7 +150,6 @@ class StepReporter:
         _warn(self.alerts.evaluation("validate", *peaks))
 
     def progress_bar_values(self) -> dict[str, float]:
-        """Return the run's peak and the limit in GiB."""
         values = {"peak_gib": self.run_peak_bytes, "limit_gib": self.limit_bytes}
         return {name: round(value / 2**30, 2) for name, value in values.items() if value is not None}
 

@@ -62,7 +62,6 @@ class StepCsv:
             rank_zero_warn(f"{self.path} gets no more rows: {error}")
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
         try:
             self._file.close()
         except OSError as error:

@@ -223,6 +223,5 @@ class SearchProgress(Progress):
         self.update(self._task, description=f"size {probe.batch_size}{predicted}")
 
     def measured(self, trial: Trial) -> None:
-        """Add the memory that was measured."""
         shown = self.tasks[self._task].description
         self.update(self._task, description=f"{shown}, measured {mib(trial.peak_bytes)} MiB")
