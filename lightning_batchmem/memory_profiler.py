@@ -19,7 +19,7 @@ from lightning_batchmem.measure.recorder import StepRecorder
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.report.reporter import StepReporter
 from lightning_batchmem.report.step_csv import NAME, StepCsv, make_log_dir
-from lightning_batchmem.report.tables import Summary, out_of_memory_text, show_summary
+from lightning_batchmem.report.tables import Summary, show_summary
 
 
 class MemoryProfiler(Callback):
@@ -210,8 +210,7 @@ class MemoryProfiler(Callback):
         """Report the steps so far, remove all hooks, and add a note to an out-of-memory error."""
         try:
             if is_out_of_memory(exception) and self._recorder is not None:
-                report = self._recorder.explain_out_of_memory(trainer, pl_module)
-                exception.add_note(f"MemoryProfiler: {out_of_memory_text(report)}")
+                exception.add_note(f"MemoryProfiler: {self._recorder.explain_out_of_memory(trainer, pl_module)}")
                 if self._snapshot is not None:
                     exception.add_note(f"MemoryProfiler: {self._snapshot.write(trainer.global_rank)}")
             self._finish(trainer, is_complete=False)

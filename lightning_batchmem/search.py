@@ -45,7 +45,7 @@ from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.reasons import not_used_text
 from lightning_batchmem.plan.records import NextSize, SearchFailed, SearchLimits, Trial, mib
 from lightning_batchmem.plan.reuse import reuse
-from lightning_batchmem.report.tables import SearchProgress, breakdown_text
+from lightning_batchmem.report.tables import SearchProgress
 
 _LONG_SECONDS = 30.0  # of a search, from which its expected time is shown
 
@@ -289,7 +289,7 @@ class BatchSizeSearch:
             start_bytes=self._device.current().allocated_bytes,
             peak_bytes=trial.peak_bytes,
         )
-        text = f"At {trial.batch_size} samples the memory held {breakdown_text(breakdown)}"
+        text = f"At {trial.batch_size} samples the memory held {breakdown}"
         if trial.worker_bytes and self._device.name == "host":
             text += f"; DataLoader workers hold {mib(trial.worker_bytes)} more"
         return replace(failure, reason=f"{failure.reason} {text}.")

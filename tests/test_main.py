@@ -127,7 +127,7 @@ def test_a_damaged_file_is_one_line_and_the_rest_is_drawn(log_dir: Path, capsys:
 def test_a_run_that_was_killed(log_dir: Path) -> None:
     path = log_dir / "memory_per_batch.csv"
     whole, lines = read_rows(path), path.read_text().splitlines(keepends=True)
-    assert whole[0].peak_reserved_bytes is None  # an empty cell
+    assert whole[0]["peak_reserved_mib"] is None  # an empty cell
     path.write_text("".join(lines[:5]) + lines[5][:30])  # four steps, and a piece of the fifth
     assert read_rows(path) == whole[:4]
     path.write_text("".join(lines[:5]) + lines[5].rstrip()[:-2])  # all columns, but half of the last number

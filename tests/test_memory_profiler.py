@@ -504,8 +504,7 @@ def test_no_files(tmp_path, device_memory, monkeypatch, arguments, options):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_ends_the_csv_and_not_the_training(tmp_path, device_memory, monkeypatch):
-    monkeypatch.setattr(lightning_batchmem.report.step_csv, "_FLUSH_SECONDS", 0.0)
+def test_a_full_disk_ends_the_csv_and_not_the_training(tmp_path, device_memory):
     net, profiler = Net(), MemoryProfiler()
 
     def fill_disk(trainer, module):

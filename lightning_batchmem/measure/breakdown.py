@@ -13,6 +13,17 @@ from torch.optim import Optimizer
 
 from lightning_batchmem.devices import DeviceMemory
 from lightning_batchmem.devices.tensors import is_on, plain_tensors, tensors_in
+from lightning_batchmem.plan.records import mib
+
+PARTS = (
+    ("parameters and buffers", "parameters_bytes"),
+    ("gradients", "gradients_bytes"),
+    ("optimizer state", "optimizer_state_bytes"),
+    ("batch data", "batch_bytes"),
+    ("activations and temporaries", "activations_bytes"),
+    ("other", "other_bytes"),
+)
+"""Names of the parts, and of the fields of :class:`MemoryBreakdown`."""
 
 _MAX_BREAKDOWNS = 3  # steps in which gradients are looked for; a manual step may free them before it ends
 
@@ -49,6 +60,9 @@ class MemoryBreakdown:
     batch_bytes: int
     activations_bytes: int
     other_bytes: int
+
+    def __str__(self) -> str:
+        return ", ".join(f"{mib(getattr(self, field))} {name}" for name, field in PARTS)
 
     @property
     def peak_bytes(self) -> int:

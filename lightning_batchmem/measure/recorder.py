@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
@@ -16,22 +16,14 @@ from lightning_batchmem._lightning.trainer_state import logs_at_all, logs_now
 from lightning_batchmem.devices import DeviceMemory, utilization_for
 from lightning_batchmem.devices.cuda import CudaTimer
 from lightning_batchmem.devices.tensors import samples_in
-from lightning_batchmem.measure.breakdown import MemoryBreakdown, SteadyBreakdown
+from lightning_batchmem.measure.breakdown import SteadyBreakdown
 from lightning_batchmem.measure.peaks import PhasePeaks
 from lightning_batchmem.measure.step_record import DeviceReading, StageTimer, StepRecord
 from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.records import mib
 
 _UNLOGGED_INTERVAL = 50  # steps between two reports if log_every_n_steps=0; Lightning's default
 LIMIT_INTERVAL_SECONDS = 1.0  # the limit changes slowly, and reading it takes system calls
-
-
-class OutOfMemoryReport(NamedTuple):
-    """Where a step ran out of memory, and what the memory contained."""
-
-    where: str
-    peak_bytes: int
-    limit_bytes: int | None
-    breakdown: MemoryBreakdown | None
 
 
 class StepRecorder:
@@ -161,8 +153,8 @@ class StepRecorder:
             self._record = None
         return DeviceReading(self.limit_bytes, utilization, retries)
 
-    def explain_out_of_memory(self, trainer: Trainer, module: LightningModule) -> OutOfMemoryReport:
-        """Describe the step that ran out of memory."""
+    def explain_out_of_memory(self, trainer: Trainer, module: LightningModule) -> str:
+        """The note of an error: the step that ran out of memory, and what the memory contained."""
         where = "between two steps"
         if self._in_step:
             stage = self._timer.stage
@@ -171,10 +163,11 @@ class StepRecorder:
                 where += f" with a batch of {samples:,} samples"
         if trainer.world_size > 1:
             where += f" on rank {trainer.global_rank}"
-        peak_bytes, breakdown = self.phase_peaks.stop().peak_bytes, None
-        if self.breakdown is not None:
+        text, peak_bytes = f"memory ran out {where}.", self.phase_peaks.stop().peak_bytes
+        if self.breakdown is not None and self.limit_bytes is not None:
             breakdown = self.breakdown.at_failure(module, self._optimizers, self._batch, peak_bytes)
-        return OutOfMemoryReport(where, peak_bytes, self.limit_bytes, breakdown)
+            text += f" Until then it held up to {mib(peak_bytes)} of {mib(self.limit_bytes)}: {breakdown}."
+        return text
 
     def close(self) -> None:
         """Remove the hooks from the optimizers."""

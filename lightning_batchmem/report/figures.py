@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_batchmem.measure.breakdown import PARTS
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, PHASES, mib
 from lightning_batchmem.report.step_csv import Row, read_rows
@@ -31,15 +32,8 @@ _STAGE_STYLES = {"validate": (SKY, "D"), "test": (PURPLE, "P"), "predict": (GREE
 
 _POINTS: dict[str, Any] = {"markersize": 7, "clip_on": False}  # a point near size 0 is not cut off by the axis
 
-# from the bottom of the bar: first what is the same at every batch size
-_BREAKDOWN = (
-    ("other", "other_bytes", GREY),
-    ("model (parameters, buffers)", "parameters_bytes", BLUE),
-    ("gradients", "gradients_bytes", PURPLE),
-    ("optimizer state", "optimizer_state_bytes", GREEN),
-    ("batch", "batch_bytes", SKY),
-    ("activations, temporaries", "activations_bytes", ORANGE),
-)
+# from the bottom of the bar: "other" can be negative, and what grows with the batch size comes last
+_BREAKDOWN = tuple(zip((PARTS[-1], *PARTS[:-1]), (GREY, BLUE, PURPLE, GREEN, SKY, ORANGE), strict=True))
 
 _MAX_POINTS = 1000  # of a line: a figure is 640 pixels wide, and Agg cannot draw a line of very many points
 _FAR = 3.0  # a limit above so many times the data is named in the legend only: the data would be too low to be read
@@ -52,23 +46,23 @@ def plot_memory_vs_batch_size(plan: Plan) -> Figure | None:
     if not completed:
         return None
     sizes = _sizes(plan)
-    highest_bytes: float = max(trial.held_bytes for trial in completed)
+    held, limit = [trial.held_bytes / MIB for trial in completed], plan.limit_bytes / MIB
+    highest = max(held)
     title = f"Memory of a step{plan.device and f' on {plan.device}'}"
     figure, axes = _new_figure(title, "batch size (samples)", "memory (MiB)")
     if plan.memory is not None:
-        predicted_bytes = [plan.memory.predict_bytes(size) for size in sizes]
-        highest_bytes = max(highest_bytes, *predicted_bytes)
-        axes.plot(sizes, [count / MIB for count in predicted_bytes], label="fitted line", color=BLUE, linewidth=1.8)
+        predicted = [plan.memory.predict_bytes(size) / MIB for size in sizes]
+        highest = max(highest, *predicted)
+        axes.plot(sizes, predicted, label="fitted line", color=BLUE, linewidth=1.8)
     measured = [trial.batch_size for trial in completed]
     if any(trial.held_bytes != trial.peak_bytes for trial in completed):
         live = [trial.peak_bytes / MIB for trial in completed]
         axes.plot(measured, live, "o", label="live", color=ORANGE, fillstyle="none", **_POINTS)
-    axes.plot(measured, [trial.held_bytes / MIB for trial in completed], "o", label="measured", color=BLACK, **_POINTS)
+    axes.plot(measured, held, "o", label="measured", color=BLACK, **_POINTS)
     if failed:  # at the limit: the peak of a trial that ran out of memory is not known
-        highest_bytes = max(highest_bytes, plan.limit_bytes)
-        at_limit = [plan.limit_bytes / MIB] * len(failed)
-        axes.plot(failed, at_limit, "X", label="did not fit", color=VERMILLION, markersize=11, zorder=4)
-    _draw_limit(axes, [0, sizes[-1]], [plan.limit_bytes] * 2, highest_bytes)
+        highest = max(highest, limit)
+        axes.plot(failed, [limit] * len(failed), "X", label="did not fit", color=VERMILLION, markersize=11, zorder=4)
+    _draw_limit(axes, [0, sizes[-1]], [limit] * 2, highest)
     _draw_chosen_size(axes, plan, sizes[-1])
     return _with_legend(figure, axes)
 
@@ -94,16 +88,16 @@ def plot_throughput_vs_batch_size(plan: Plan) -> Figure | None:
 
 def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
     """Plot the peak memory of every step and of its phases, the evaluations between them, and the limit."""
-    peaks_bytes = [row.peak_reserved_bytes or row.peak_bytes for row in rows if row.peak_bytes is not None]
-    if not peaks_bytes:
+    peaks = [row.get("peak_reserved_mib") or row["peak_allocated_mib"] for row in rows if row["peak_allocated_mib"]]
+    if not peaks:
         return None
     # stage -> its rows and the steps to draw them at: for an evaluation, the training step before it
     stages: dict[str, list[tuple[int, Row]]] = {}
     train_step = None
     for row in rows:
-        if row.stage == "train":
-            train_step = row.step
-        stages.setdefault(row.stage, []).append((row.step if train_step is None else train_step, row))
+        if row["stage"] == "train":
+            train_step = row["step"]
+        stages.setdefault(row["stage"], []).append((row["step"] if train_step is None else train_step, row))
     steps = [step for placed in stages.values() for step, _ in placed]
     width = (max(steps) - min(steps)) // _MAX_POINTS + 1
     title = "Peak memory of each step" if width == 1 else f"Peak memory, highest of every {width:,} steps"
@@ -111,23 +105,22 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
     for stage, placed in stages.items():
         if stage == "train":
             for index, name in enumerate(("reserved", *PHASES)):  # often the same peak: a later line is thinner
-                reserved = name == "reserved"
-                points = [(n, r.peak_reserved_bytes if reserved else r.phase_peak_bytes.get(name)) for n, r in placed]
-                x, y = _extreme(points, width)
+                column = "peak_reserved_mib" if name == "reserved" else f"{name}_peak_mib"
+                x, y = _extreme(placed, column, width)
                 if x:
                     label, color = name.replace("_", " "), _LINE_COLORS[index]
                     axes.plot(x, y, label=label, color=color, linewidth=5.5 - index)
-        x, y = _extreme([(step, row.peak_bytes) for step, row in placed], width)
+        x, y = _extreme(placed, "peak_allocated_mib", width)
         if stage == "train":
             axes.plot(x, y, label="peak", color=BLACK, linewidth=1.0, marker=".", markersize=3)
         else:
             color, marker = _STAGE_STYLES.get(stage, (GREY, "x"))
             line = "none" if "train" in stages else "solid"
             axes.plot(x, y, label=f"peak ({stage})", color=color, marker=marker, linestyle=line)
-    x, y = _extreme([(step, row.limit_bytes) for placed in stages.values() for step, row in placed], width, min)
+    x, y = _extreme([point for placed in stages.values() for point in placed], "limit_mib", width, min)
     if x:
         x, y = [*x, max(steps)], [*y, y[-1]]
-    _draw_limit(axes, x, [limit * MIB for limit in y], max(peaks_bytes))
+    _draw_limit(axes, x, y, max(peaks))
     return _with_legend(figure, axes)
 
 
@@ -139,14 +132,14 @@ def plot_breakdown(summary: Summary) -> Figure | None:
     title = f"Memory of a step ({summary.stage}): {mib(breakdown.peak_bytes)}"
     title += "" if summary.limit_bytes is None else f", limit {mib(summary.limit_bytes)}"
     figure, axes = _new_figure(title, "", "memory (MiB)")
-    parts = [(name, getattr(breakdown, field), color) for name, field, color in _BREAKDOWN]
+    parts = [(name, getattr(breakdown, field), color) for (name, field), color in _BREAKDOWN]
     parts += [("cached by the allocator, unused", summary.cached_bytes, PALE)] if summary.cached_bytes else []
     base_bytes = 0
     for name, count_bytes, color in parts:
         share = f" ({count_bytes / breakdown.peak_bytes:.1%})" if color != PALE else ""  # the cache is not in the peak
         label = f"{name}\n{mib(count_bytes)}{share}"
         axes.bar(0, count_bytes / MIB, 0.8, base_bytes / MIB, label=label, color=color, edgecolor="white")
-        base_bytes += max(0, count_bytes)  # only other_bytes, which comes first, can be below 0
+        base_bytes += max(0, count_bytes)
     axes.set(xlim=(-0.6, 0.6), xticks=[])
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, labelspacing=0.9)
@@ -196,15 +189,14 @@ def _with_legend(figure: Figure, axes: Axes) -> Figure:
     return figure
 
 
-def _draw_limit(axes: Axes, x: Sequence[float], limits_bytes: Sequence[float], highest_bytes: float) -> None:
+def _draw_limit(axes: Axes, x: Sequence[float], limits: Sequence[float], highest: float) -> None:
     """Draw the limit, and let the axis begin at 0 and end above the data, and above the limit unless that is far."""
-    if limits_bytes:
-        near = limits_bytes[-1] <= _FAR * highest_bytes
-        highest_bytes = max(highest_bytes, *limits_bytes) if near else highest_bytes
-        label = f"limit {mib(limits_bytes[-1])}{'' if near else ' (above)'}"
-        y = [limit / MIB for limit in limits_bytes]
-        axes.plot(x, y, label=label, color=VERMILLION, linewidth=2, drawstyle="steps-post")
-    axes.set_ylim(0, 1.08 * highest_bytes / MIB or 1)
+    if limits:
+        near = limits[-1] <= _FAR * highest
+        highest = max(highest, *limits) if near else highest
+        label = f"limit {limits[-1]:,.1f} MiB{'' if near else ' (above)'}"
+        axes.plot(x, limits, label=label, color=VERMILLION, linewidth=2, drawstyle="steps-post")
+    axes.set_ylim(0, 1.08 * highest or 1)
 
 
 def _draw_chosen_size(axes: Axes, plan: Plan, last_size: float) -> None:
@@ -213,16 +205,17 @@ def _draw_chosen_size(axes: Axes, plan: Plan, last_size: float) -> None:
 
 
 def _extreme(
-    points: Iterable[tuple[int, int | None]], width: int, choose: Callable[[int, int], int] = max
+    placed: Iterable[tuple[int, Row]], column: str, width: int, choose: Callable[[float, float], float] = max
 ) -> tuple[list[int], list[float]]:
-    """Steps, and the highest or lowest MiB of each ``width`` of them; steps without a reading are left out."""
-    found: dict[int, int] = {}
-    for step, count_bytes in points:
-        if count_bytes is not None:
+    """Steps, and the highest or lowest value of each ``width`` of them; steps without a reading are left out."""
+    found: dict[int, float] = {}
+    for step, row in placed:
+        value: float | None = row.get(column)
+        if value is not None:
             first = step - step % width
-            found[first] = choose(count_bytes, found.get(first, count_bytes))
+            found[first] = choose(value, found.get(first, value))
     steps = sorted(found)
-    return steps, [found[step] / MIB for step in steps]
+    return steps, [found[step] for step in steps]
 
 
 def _sizes(plan: Plan) -> list[float]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import csv
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from itertools import count, takewhile
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import NamedTuple, TextIO
+from typing import Any, TextIO
 
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -24,7 +23,6 @@ COLUMNS = (
     *("items_per_s", "step_ms", "data_wait_pct", "gpu_pct", "cpu_pct", *(f"{phase}_peak_mib" for phase in PHASES)),
 )
 _HEADER = ",".join(COLUMNS) + "\r\n"
-_FLUSH_SECONDS = 1.0
 
 
 def make_log_dir(directory: Path) -> None:
@@ -45,17 +43,13 @@ class StepCsv:
         newest = own_path or next(reversed([*takewhile(Path.exists, _paths(directory))]), None)
         self.path, self._file = (resume and newest and _appended(newest)) or _created(directory)
         self._rows = csv.writer(self._file)
-        self._flushed_at = time.monotonic()
 
     def write(self, steps: Iterable[StepRecord], *, world_size: int = 1) -> None:
-        """Add a row for each step; it reaches the file within a second, or with :meth:`close`."""
+        """Add a row for each step; it is in the file at once."""
         if self._file.closed:
             return
         try:
             self._rows.writerows([_cells(step, world_size) for step in steps])
-            if (now := time.monotonic()) - self._flushed_at >= _FLUSH_SECONDS:
-                self._flushed_at = now
-                self._file.flush()
         except OSError as error:
             with suppress(OSError):  # closing flushes again
                 self._file.close()
@@ -113,9 +107,8 @@ def _created(directory: Path) -> tuple[Path, TextIO]:
     while True:
         path = next(path for path in _paths(directory) if not path.exists())
         with suppress(FileExistsError):  # another run created it in the meantime
-            file = path.open("x", newline="", encoding="utf-8")
+            file = path.open("x", buffering=1, newline="", encoding="utf-8")
             file.write(_HEADER)
-            file.flush()
             return path, file
 
 
@@ -128,24 +121,17 @@ def _appended(path: Path) -> tuple[Path, TextIO] | None:
             return None
         file.seek(-1, 2)
         is_cut_off = file.read(1) != b"\n"  # a killed run leaves half a row
-    appended = path.open("a", newline="", encoding="utf-8")
+    appended = path.open("a", buffering=1, newline="", encoding="utf-8")
     appended.write("\r\n" if is_cut_off else "")
     return path, appended
 
 
-class Row(NamedTuple):
-    """The memory in one row of ``memory_per_batch.csv``; None where the file has no value."""
-
-    step: int
-    stage: str
-    peak_bytes: int | None
-    peak_reserved_bytes: int | None
-    limit_bytes: int | None
-    phase_peak_bytes: Mapping[str, int]
+Row = dict[str, Any]
+"""``step``, ``stage`` and all columns in MiB, which are None where the file has no value."""
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the complete rows of a file, about 600 bytes of memory each; those cut off by a killed run are skipped."""
+    """Return the complete rows of a file, about 500 bytes of memory each; those cut off by a killed run are skipped."""
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         lines = (line for line in file if line.endswith("\n"))  # the last may be cut off inside a number
         reader = csv.DictReader(lines, restkey="more", quoting=csv.QUOTE_NONE)
@@ -157,18 +143,9 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _row(cells: Mapping[str, str]) -> Row | None:
-    def count_bytes(name: str) -> int | None:
-        return round(float(cells[name]) * MIB) if cells.get(name) else None
-
+    memory = {name: text for name, text in cells.items() if name.endswith("_mib")}
     try:
-        phases = {phase: count_bytes(f"{phase}_peak_mib") for phase in PHASES}
-        return Row(
-            step=int(cells["step"]),
-            stage=cells["stage"],
-            peak_bytes=count_bytes("peak_allocated_mib"),
-            peak_reserved_bytes=count_bytes("peak_reserved_mib"),
-            limit_bytes=count_bytes("limit_mib"),
-            phase_peak_bytes={phase: peak_bytes for phase, peak_bytes in phases.items() if peak_bytes is not None},
-        )
-    except (ValueError, OverflowError):  # the row is incomplete or damaged
+        counts = {name: float(text) if text else None for name, text in memory.items()}
+        return {"step": int(cells["step"]), "stage": cells["stage"], **counts}
+    except ValueError:  # the row is incomplete or damaged
         return None

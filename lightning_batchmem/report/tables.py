@@ -11,21 +11,12 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lightning_batchmem.measure.breakdown import MemoryBreakdown
-from lightning_batchmem.measure.recorder import OutOfMemoryReport
+from lightning_batchmem.measure.breakdown import PARTS, MemoryBreakdown
 from lightning_batchmem.plan.fit import fit_memory
-from lightning_batchmem.plan.records import MIB, NextSize, Trial
+from lightning_batchmem.plan.records import NextSize, Trial, mib
 
 SUMMARY_NAME = "memory_summary.json"
 
-_PARTS = (
-    ("parameters and buffers", "parameters_bytes"),
-    ("gradients", "gradients_bytes"),
-    ("optimizer state", "optimizer_state_bytes"),
-    ("activations and temporaries", "activations_bytes"),
-    ("batch data", "batch_bytes"),
-    ("other", "other_bytes"),
-)
 _OTHER = {"host": "other (interpreter, libraries)", "cuda": "other (workspaces, kept tensors)"}
 _STAGES = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
 
@@ -116,12 +107,6 @@ class Summary:
         return cls(**known)
 
 
-def mib(count_bytes: float) -> str:
-    """Format bytes as MiB for a table, e.g. ``"1,536.0"``; without a decimal from 10,000 on."""
-    decimals = 1 if count_bytes < 10_000 * MIB else 0
-    return f"{round(count_bytes / MIB, decimals) + 0.0:,.{decimals}f}"  # + 0.0: no "-0.0"
-
-
 def show_summary(summary: Summary, console: Console) -> None:
     """Print the table of a run, and its other numbers below it."""
     if summary.peak_bytes is not None:
@@ -133,12 +118,12 @@ def summary_table(summary: Summary) -> Table:
     """Return the memory breakdown of a run at its highest peak, in MiB and per cent."""
     table = Table(title=f"Memory of a {_STAGES[summary.stage]} step ({summary.device})", title_justify="left")
     table.add_column("part")
-    for heading in ("MiB", "of the peak"):
+    for heading in ("memory", "of the peak"):
         table.add_column(heading, justify="right")
     breakdown = summary.breakdown
     peak_bytes = (summary.peak_bytes or 0) if breakdown is None else breakdown.peak_bytes
     if breakdown is not None:
-        for name, attribute in _PARTS:
+        for name, attribute in PARTS:
             count_bytes = getattr(breakdown, attribute)
             label = _OTHER.get(summary.device, name) if attribute == "other_bytes" else name
             table.add_row(label, mib(count_bytes), f"{count_bytes / peak_bytes:.1%}" if peak_bytes else "")
@@ -158,22 +143,22 @@ def _caption(summary: Summary) -> list[str]:
     samples = "" if summary.batch_size is None else f" ({summary.batch_size:,} samples)"
     lines = []
     if summary.peak_bytes is not None:
-        lines.append(f"Highest peak: {mib(summary.peak_bytes)} MiB at step {summary.peak_step}{samples}")
+        lines.append(f"Highest peak: {mib(summary.peak_bytes)} at step {summary.peak_step}{samples}")
     if summary.peak_reserved_bytes is not None:
-        lines.append(f"Reserved: {mib(summary.peak_reserved_bytes)} MiB")
+        lines.append(f"Reserved: {mib(summary.peak_reserved_bytes)}")
     if summary.limit_bytes is not None:
-        lines.append(f"Limit of this process: {mib(summary.limit_bytes)} MiB")
+        lines.append(f"Limit of this process: {mib(summary.limit_bytes)}")
     lines.append(_speed(summary))
     if summary.data_wait_share is not None:
         lines.append(f"{summary.data_wait_share:.1%} of the time waiting for data")
     if peaks := summary.rank_peaks_bytes:
         highest = peaks.index(max(peaks))
         lines.append(
-            f"Peaks of {len(peaks)} ranks: {mib(min(peaks))} to {mib(max(peaks))} MiB, highest on {highest};"
-            f" {mib(sum(peaks))} MiB in all"
+            f"Peaks of {len(peaks)} ranks: {mib(min(peaks))} to {mib(max(peaks))}, highest on {highest};"
+            f" {mib(sum(peaks))} in all"
         )
     if (validation := summary.validation) is not None:
-        peak = "" if validation.peak_bytes is None else f"highest peak {mib(validation.peak_bytes)} MiB, "
+        peak = "" if validation.peak_bytes is None else f"highest peak {mib(validation.peak_bytes)}, "
         lines.append(f"Validation: {peak}{_speed(validation)}")
     start = "the first step after an optimizer step" if summary.stage == "train" else "the second step"
     if summary.breakdown is None and summary.peak_bytes is not None:
@@ -194,20 +179,6 @@ def _speed(summary: Summary) -> str:
     return text
 
 
-def breakdown_text(breakdown: MemoryBreakdown) -> str:
-    """Format a breakdown in one line, for an error message: ``"0.2 MiB parameters and buffers, ..."``."""
-    return ", ".join(f"{mib(getattr(breakdown, attribute))} MiB {name}" for name, attribute in _PARTS)
-
-
-def out_of_memory_text(report: OutOfMemoryReport) -> str:
-    """Format the note that an out-of-memory error gets."""
-    text = f"memory ran out {report.where}."
-    if report.breakdown is not None and report.limit_bytes is not None:
-        held = f"{mib(report.peak_bytes)} MiB of {mib(report.limit_bytes)} MiB"
-        text += f" Until then it held up to {held}: {breakdown_text(report.breakdown)}."
-    return text
-
-
 class SearchProgress(Progress):
     """A line with the size that runs; without a terminal only its last state is printed."""
 
@@ -219,9 +190,9 @@ class SearchProgress(Progress):
     def trying(self, probe: NextSize, trials: Sequence[Trial]) -> None:
         """Show the size that runs next, and the memory that the trials so far predict for it."""
         model = fit_memory(trials)
-        predicted = "" if model is None else f", predicted {mib(model.predict_bytes(probe.batch_size))} MiB"
+        predicted = "" if model is None else f", predicted {mib(model.predict_bytes(probe.batch_size))}"
         self.update(self._task, description=f"size {probe.batch_size}{predicted}")
 
     def measured(self, trial: Trial) -> None:
         shown = self.tasks[self._task].description
-        self.update(self._task, description=f"{shown}, measured {mib(trial.peak_bytes)} MiB")
+        self.update(self._task, description=f"{shown}, measured {mib(trial.peak_bytes)}")

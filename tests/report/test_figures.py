@@ -61,9 +61,8 @@ PLAN = Plan(
 
 
 def row(step: int, peak: int | None = 100, *, stage: str = "train", limit: int | None = None, **other: object) -> Row:
-    phases = {} if peak is None else {"forward": peak * MIB, "backward": (peak - 10) * MIB}
-    peak_bytes, limit_bytes = (None if count is None else count * MIB for count in (peak, limit))
-    return Row(step, stage, peak_bytes, None, limit_bytes, phases)._replace(**other)  # type: ignore[arg-type]
+    phases = {"forward_peak_mib": peak, "backward_peak_mib": None if peak is None else peak - 10}
+    return {"step": step, "stage": stage, "peak_allocated_mib": peak, "limit_mib": limit, **phases, **other}
 
 
 BREAKDOWN = MemoryBreakdown(100 * MIB, 90 * MIB, 200 * MIB, 50 * MIB, 1500 * MIB, 60 * MIB)
@@ -117,7 +116,7 @@ def test_throughput_vs_batch_size() -> None:
 
 
 def test_memory_over_steps_shows_peaks_phases_and_limit() -> None:
-    reserved = {"peak_reserved_bytes": 150 * MIB}
+    reserved = {"peak_reserved_mib": 150}
     figure = plot_memory_over_steps(
         [row(step, 100 + step, limit=300 - step if step % 5 == 0 else None, **reserved) for step in range(12)]
     )
@@ -155,11 +154,11 @@ def test_the_breakdown_adds_up_to_the_peak() -> None:
     ]  # fmt: skip
     assert labels(figure) == [
         "cached by the allocator, unused\n600.0 MiB",
-        "activations, temporaries\n1,500.0 MiB (75.0%)",
-        "batch\n50.0 MiB (2.5%)",
+        "activations and temporaries\n1,500.0 MiB (75.0%)",
+        "batch data\n50.0 MiB (2.5%)",
         "optimizer state\n200.0 MiB (10.0%)",
         "gradients\n90.0 MiB (4.5%)",
-        "model (parameters, buffers)\n100.0 MiB (5.0%)",
+        "parameters and buffers\n100.0 MiB (5.0%)",
         "other\n60.0 MiB (3.0%)",
     ]
 

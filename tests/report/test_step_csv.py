@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import lightning_batchmem.report.step_csv
 from lightning_batchmem.measure.peaks import StepPeaks
 from lightning_batchmem.measure.step_record import StepRecord
 from lightning_batchmem.report.step_csv import COLUMNS, StepCsv, make_log_dir, read_rows
@@ -76,19 +75,20 @@ def test_two_runs_that_start_at_once_have_two_files(tmp_path, monkeypatch):
 
 def test_rows_are_read_back(tmp_path):
     (row,) = read_rows(written(tmp_path, replace(STEP, limit_bytes=16 * MIB)))
-    assert row == (7, "train", 3 * MIB, 4 * MIB, 16 * MIB, PEAKS.phase_peak_bytes)
+    peaks = {"forward_peak_mib": 3, "backward_peak_mib": 2.5, "optimizer_step_peak_mib": 1, "evaluation_peak_mib": None}
+    memory = {"peak_allocated_mib": 3, "peak_reserved_mib": 4, "limit_mib": 16, **peaks}
+    assert row == {"step": 7, "stage": "train", **memory}
     (tmp_path / "other.csv").write_text("step,other\n1,2\n")
     with pytest.raises(ValueError, match=r"must be that of a memory_per_batch\.csv, got .*'step,other'"):
         read_rows(tmp_path / "other.csv")
 
 
-def test_rows_reach_the_file_within_a_second(tmp_path, monkeypatch):
-    file = StepCsv(tmp_path)
+@pytest.mark.parametrize("resume", [False, True])
+def test_rows_are_in_the_file_at_once(tmp_path, resume):
+    written(tmp_path, STEP)
+    file = StepCsv(tmp_path, resume=resume)
     file.write([STEP])
-    assert rows(file.path) == []
-    monkeypatch.setattr(lightning_batchmem.report.step_csv, "_FLUSH_SECONDS", 0.0)
-    file.write([STEP])
-    assert len(rows(file.path)) == 2
+    assert len(rows(file.path)) == 1 + resume
     file.close()
     file.close()
 

@@ -49,13 +49,13 @@ def cells(summary):
 
 def test_every_part_with_its_share():
     assert cells(SUMMARY) == {
-        "parameters and buffers": ("100.0", "5.0%"),
-        "gradients": ("100.0", "5.0%"),
-        "optimizer state": ("200.0", "10.0%"),
-        "activations and temporaries": ("1,500.0", "75.0%"),
-        "batch data": ("50.0", "2.5%"),
-        "other (interpreter, libraries)": ("50.0", "2.5%"),
-        "peak": ("2,000.0", "100.0%"),
+        "parameters and buffers": ("100.0 MiB", "5.0%"),
+        "gradients": ("100.0 MiB", "5.0%"),
+        "optimizer state": ("200.0 MiB", "10.0%"),
+        "activations and temporaries": ("1,500.0 MiB", "75.0%"),
+        "batch data": ("50.0 MiB", "2.5%"),
+        "other (interpreter, libraries)": ("50.0 MiB", "2.5%"),
+        "peak": ("2,000.0 MiB", "100.0%"),
     }
 
 
@@ -64,9 +64,9 @@ def test_every_part_with_its_share():
     [
         (SUMMARY, ["2,000.0 MiB at step 37 (64 samples)", "8,192.0 MiB", "1,200 steps of 12.5 ms"], ["Reserved"]),
         (SUMMARY, ["1,234.5 samples/s", "25.0% of the time waiting for data"], ["No breakdown", "not resident"]),
-        (CUDA, ["Reserved: 2,100.0 MiB", "cached, unused │ 100.0", "other (workspaces, kept tensors)"], []),
+        (CUDA, ["Reserved: 2,100.0 MiB", "cached, unused │ 100.0 MiB", "other (workspaces, kept tensors)"], []),
         (MORE, ["Validation: highest peak 2,500.0 MiB, 3 steps of 12.5 ms", "Warning: Something rises."], []),
-        (MORE, ["Peaks of 2 ranks: 1.0 to 2.0 MiB, highest on 1; 3.0 MiB in all", "samples/s, 99.5 items/s"], []),
+        (MORE, ["Peaks of 2 ranks: 1.0 MiB to 2.0 MiB, highest on 1; 3.0 MiB in all", "samples/s, 99.5 items/s"], []),
         (VALIDATION, ["Memory of a validation step (host)"], []),
         (UNKNOWN, ["No breakdown: the run ended before the first step after an optimizer"], ["samples", "waiting"]),
         (NO_MEMORY, ["1,200 steps of 12.5 ms"], ["MiB"]),
