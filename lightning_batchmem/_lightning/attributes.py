@@ -174,8 +174,8 @@ class AttributeState:
     def _add_object(self, path: str, value: Any) -> Found:
         attributes = getattr(value, "__dict__", None)
         kept = dict(attributes) if isinstance(attributes, dict) else {}
-        names = [name for kind in type(value).__mro__ for name in _slot_names(kind)]
-        slots = {name: getattr(value, name) for name in names if hasattr(value, name)}
+        state = object.__getstate__(value)  # the class may have another; with slots it is a pair
+        slots = state[1] if isinstance(state, tuple) else {}
         held = [*kept.items(), *slots.items()]
         if not isinstance(value, Module) and any(isinstance(item, _LIVE_RESOURCES) for _, item in held):
             self.not_restorable.append(f"{path} (it holds a lock, a thread, a file or a socket)")
@@ -197,15 +197,6 @@ def _class_containers(value: object) -> Found:
             for name, item in vars(kind).items():
                 if isinstance(item, list | dict | set | deque | bytearray) and not name.startswith("__"):
                     yield f"{kind.__name__}.{name}", item
-
-
-def _slot_names(kind: type) -> list[str]:
-    if kind.__module__ == "builtins" or issubclass(kind, Tensor | np.ndarray):
-        return []
-    slots = vars(kind).get("__slots__", ())
-    names = [slots] if isinstance(slots, str) else list(slots)
-    private = f"_{kind.__name__.lstrip('_')}"  # prefix of names with two leading underscores
-    return [private + name if name.startswith("__") else name for name in names if not name.endswith("__")]
 
 
 def _key_text(key: object) -> str:
