@@ -38,13 +38,16 @@ class ProbeBatches:
         """Number of loaders that follow each other; 1 if each batch has samples of all of them."""
         return len(self._each) if combined_mode(self._loaders.combined) == "sequential" else 1
 
-    def batch(self, batch_size: int, index: int = 0) -> tuple[Any, int]:
-        """The ``index``-th batch on the host, and its ``dataloader_idx``; batches of one loader are alike."""
-        return self._combined(batch_size, index, varied=False)
+    def batch(self, batch_size: int, index: int = 0, *, varied: bool = False) -> tuple[Any, int]:
+        """The ``index``-th batch on the host, and its ``dataloader_idx``; batches of one loader are alike.
 
-    def varied_batch(self, batch_size: int, index: int) -> tuple[Any, int]:
-        """A batch like :meth:`batch`, but no larger and with samples of other sizes if they differ."""
-        return self._combined(batch_size, index, varied=True)
+        A ``varied`` one is no larger, and has samples of other sizes if they differ.
+        """
+        if combined_mode(self._loaders.combined) == "sequential":
+            turn, loader_index = divmod(index, len(self._each))
+            return self._each[loader_index].batch(batch_size, turn if varied else None), loader_index
+        batches = [one.batch(batch_size, index if varied else None) for one in self._each]
+        return in_structure(self._loaders.combined, batches), 0
 
     def batch_bytes(self, batch_size: int) -> list[tuple[LoaderInfo, int]]:
         """Bytes of the largest batch of each loader."""
@@ -54,13 +57,6 @@ class ProbeBatches:
     def agree(self, of_ranks: Sequence[tuple[list[int], tuple[str, ...]]]) -> None:
         """Use the longest samples and the notes of the rank that found the longest ones."""
         self.longest_bytes, self.notes = max(of_ranks)
-
-    def _combined(self, batch_size: int, index: int, *, varied: bool) -> tuple[Any, int]:
-        if combined_mode(self._loaders.combined) == "sequential":
-            turn, loader_index = divmod(index, len(self._each))
-            return self._each[loader_index].batch(batch_size, turn if varied else None), loader_index
-        batches = [one.batch(batch_size, index if varied else None) for one in self._each]
-        return in_structure(self._loaders.combined, batches), 0
 
 
 class _LoaderBatches:

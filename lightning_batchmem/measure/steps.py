@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from lightning.pytorch import Trainer
 
@@ -36,7 +35,7 @@ class TrainingSteps:
 
     def run(self, batch_size: int, index: int, *, varied: bool = False) -> None:
         """Run a training step; under gradient accumulation, a micro batch."""
-        run_step(self._trainer, lambda: _batch(self.probe_batches, batch_size, index, varied)[0])
+        run_step(self._trainer, lambda: self.probe_batches.batch(batch_size, index, varied=varied)[0])
 
     def end(self) -> None:
         """Nothing to undo."""
@@ -70,7 +69,7 @@ class EvaluationSteps:
 
     def run(self, batch_size: int, index: int, *, varied: bool = False) -> None:
         """Run an evaluation step."""
-        run_evaluation_step(self._loop, lambda: _batch(self.probe_batches, batch_size, index, varied))
+        run_evaluation_step(self._loop, lambda: self.probe_batches.batch(batch_size, index, varied=varied))
 
     def end(self) -> None:
         """Leave the evaluation."""
@@ -81,7 +80,3 @@ class EvaluationSteps:
 
 
 Steps = TrainingSteps | EvaluationSteps
-
-
-def _batch(probe_batches: ProbeBatches, batch_size: int, index: int, varied: bool) -> tuple[Any, int]:
-    return (probe_batches.varied_batch if varied else probe_batches.batch)(batch_size, index)

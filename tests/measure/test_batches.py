@@ -220,7 +220,7 @@ def test_batches_that_are_padded_are_made_of_the_longest_sample() -> None:
         probe = batches(RAGGED, worst_case, collate_fn=pad)
         assert probe.batch(3)[0].tolist() == [[37] * 16] * 3
         assert probe.batch_bytes(50)[0][1] == 50 * 16 * 8
-        varied = [probe.varied_batch(3, index)[0].shape for index in range(33)]
+        varied = [probe.batch(3, index, varied=True)[0].shape for index in range(33)]
         assert {(3, 4), (3, 16)} <= set(varied)
     assert batches(RAGGED, collate_fn=pad).longest_bytes == [16 * 8]
     assert batches(RAGGED, lambda sample: -int(sample[0]), collate_fn=pad).batch(1)[0].tolist() == [[0] * 4]
@@ -234,7 +234,7 @@ def test_batches_that_are_concatenated_are_the_largest_of_random_ones() -> None:
     assert 50 * 15 < elements < 50 * 18  # 23 each if the longest were repeated
     assert probe.batch_bytes(50)[0][1] == pytest.approx(elements * 8, rel=0.02)
     assert probe.batch(200)[0].numel() == pytest.approx(200 * 13.5, rel=0.02)  # all of them
-    varied = [probe.varied_batch(50, index)[0].numel() for index in range(5)]
+    varied = [probe.batch(50, index, varied=True)[0].numel() for index in range(5)]
     assert len(set(varied)) > 1
     assert max(varied) <= elements
     assert torch.equal(probe.batch(50)[0], batches(dataset, collate_fn=torch.cat).batch(50)[0])
@@ -254,7 +254,7 @@ def test_batches_that_the_model_combines_are_made_of_the_longest_sample(collate:
 def test_typical_samples_are_those_drawn() -> None:
     probe = batches(RAGGED, "typical", collate_fn=pad)
     assert probe.batch(3)[0].tolist() == [[0] * 4, [6] * 4, [12] * 4]
-    assert torch.equal(probe.varied_batch(3, 1)[0], probe.batch(3)[0])
+    assert torch.equal(probe.batch(3, 1, varied=True)[0], probe.batch(3)[0])
     assert not probe.notes
 
 
@@ -320,8 +320,8 @@ def test_a_batch_has_the_collection_of_the_loaders(mode: Any) -> None:
 def test_in_a_sequence_the_loaders_follow_each_other() -> None:
     probe = ProbeBatches(several("sequential"))
     assert probe.loaders_in_turn == 3
-    for make in (probe.batch, probe.varied_batch):
-        made = [make(5, index) for index in range(4)]
+    for varied in (False, True):
+        made = [probe.batch(5, index, varied=varied) for index in range(4)]
         assert [loader_index for _, loader_index in made] == [0, 1, 2, 0]
         assert [batch.flatten().tolist() for batch, _ in made] == [[1] * 5, [2] * 3, [3] * 10, [1] * 5]
 
