@@ -233,16 +233,14 @@ class MemoryProfiler(Callback):
         device_memory, timer = device_memory_for(device, quick=True), timer_for(device)
         if device_memory is None:
             rank_zero_warn(f"MemoryProfiler measures no memory, because {device.type} has no peak counter.")
-        plans = [vars(callback)["plan"] for callback in callbacks_of(trainer) if "plan" in vars(callback)]
+        plans = (vars(callback).get("plan") for callback in callbacks_of(trainer))
         plan = next((plan for plan in plans if isinstance(plan, Plan)), None)
         csv = None
         if self._has_csv and self._log_dir is not None and trainer.is_global_zero:
             csv = StepCsv(self._log_dir, resume=trainer.global_step > 0, own_path=self._csv_path)
             self._csv_path = csv.path
         self._recorder = StepRecorder(trainer, module, device_memory, stage, timer, items_fn=self._items_fn, plan=plan)
-        self._reporter = StepReporter(
-            trainer, device_memory, stage, timer, plan=plan, csv=csv, advises_finder=not plans
-        )
+        self._reporter = StepReporter(trainer, device_memory, stage, timer, plan=plan, csv=csv)
         if self._has_snapshot:
             self._snapshot = OomSnapshot.start(self._log_dir, device)
         self._recorder.restart()  # the first step starts now

@@ -18,7 +18,6 @@ import lightning_batchmem.batch_finder
 import lightning_batchmem.measure.recorder
 import lightning_batchmem.measure.step_record
 import lightning_batchmem.memory_profiler
-import lightning_batchmem.report.step_csv
 from lightning_batchmem import BatchFinder, Line, MemoryModel, MemoryProfiler, Plan, Trial
 from lightning_batchmem.measure.breakdown import MemoryBreakdown
 from lightning_batchmem.measure.peaks import StepPeaks
@@ -457,8 +456,10 @@ def test_the_plan_of_a_finder_is_found(tmp_path, fake_device, monkeypatch):
 ALERTS = {
     "prediction": ("The peak in step 1 .*the most that BatchFinder.s plan predicts", {}),
     "allocator retries": ("released its cache and retried 2 times", {}),
-    "nearly full": (r"The peak, 1,000\.0 MiB, is above 95%.*BatchFinder\(memory_limit", {"log_every_n_steps": 0}),
-    "nearly full with a finder": (r"Use a smaller batch, or recompute", {}),
+    "nearly full": (
+        r"The peak, 1,000\.0 MiB, is above 95%.*Use a smaller batch, or recompute",
+        {"log_every_n_steps": 0},
+    ),
     "leak": (r"grows by 1\.0 MiB a step", {"loader": data(samples=800)}),
 }
 
@@ -475,14 +476,12 @@ def test_an_alert_is_one_warning_and_in_the_summary(tmp_path, device_memory, cap
             device_memory.free()
         elif kind == "allocator retries":
             device_memory.num_alloc_retries = 2 * (step >= 3)
-        elif "nearly full" in kind:
+        elif kind == "nearly full":
             spike(device_memory, 2, "backward", 999)(step, where)
         elif kind == "leak" and where == "forward":
             device_memory.use(MIB)
 
-    planned = [Planned()] * (kind in ("prediction", "nearly full with a finder"))
-    if kind == "nearly full with a finder":  # which has no plan yet
-        planned[0].plan = None
+    planned = [Planned()] * (kind == "prediction")
     with pytest.warns(UserWarning, match=f"MemoryProfiler: .*{text}") as issued:
         profiler, _ = profiled(tmp_path, Net(work), *planned, **options)
     assert len([warning for warning in issued if "MemoryProfiler: " in str(warning.message)]) == 1

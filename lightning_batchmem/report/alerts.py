@@ -18,19 +18,15 @@ _SENTENCES = {
     " {limit} at about step {end}. Keep loss.item() or loss.detach() instead of the loss, and no outputs, list states"
     " of metrics or caches that grow.",
     "validation": "The peak of evaluation ({stage}), {peak}, is above the {train_peak} of training. Keep less from"
-    " batch to batch, or use a smaller batch size in the {stage} DataLoader{finder}.",
+    " batch to batch, or use a smaller batch size in the {stage} DataLoader.",
     "nearly full": "The peak, {peak}, is above 95% of the {limit} that this process may hold. Use a smaller"
-    " batch{finder}, or recompute activations (torch.utils.checkpoint).",
+    " batch, or recompute activations (torch.utils.checkpoint).",
     "prediction": "The peak in step {number} ({batch_size} samples), {peak}, is above {allowed}, the most that"
     " BatchFinder's plan predicts. Look for memory that the search did not see (longer samples: worst_case; work in"
     " every N-th step; layers unfrozen later), or search again with a lower memory_limit.",
     "data": "{share:.0%} of the last {seconds:.0f} s ({steps} steps) passed before the next batch arrived{busy}. Use"
     " more num_workers in the train DataLoader with persistent_workers=True, and pin_memory=True on a GPU, or move work"
     " out of the data set.",
-}
-_FINDER = {
-    "validation": " (BatchFinder finds one with eval_batch_arg_name)",
-    "nearly full": " (BatchFinder(memory_limit=0.9) finds one)",
 }
 
 # CUDA allocates the same bytes for the same step; the resident set of the host varies by up to 30 % of its growth.
@@ -47,9 +43,9 @@ _WAIT_STEPS, _WAIT_SECONDS, _WAIT_SHARE, _BUSY_PERCENT = 20, 10.0, 0.5, 50.0
 class Alerts:
     """The alerts of one run. Each method returns the new sentences."""
 
-    def __init__(self, *, granularity_bytes: int, plan: Plan | None = None, advises_finder: bool = True) -> None:
+    def __init__(self, *, granularity_bytes: int, plan: Plan | None = None) -> None:
         self.issued: dict[str, str] = {}  # kind of alert -> sentence
-        self._granularity_bytes, self._plan, self._advises_finder = granularity_bytes, plan, advises_finder
+        self._granularity_bytes, self._plan = granularity_bytes, plan
         self._prediction = None if plan is None else Prediction(plan, granularity_bytes)
         self._leaks = LeakDetector(granularity_bytes)
         self._retries, self._has_read_retries = 0, False
@@ -120,8 +116,7 @@ class Alerts:
     def _issue(self, kind: str, **values: object) -> list[str]:
         if kind in self.issued:
             return []
-        finder = _FINDER.get(kind, "") if self._advises_finder else ""
-        self.issued[kind] = _SENTENCES[kind].format(finder=finder, **values)
+        self.issued[kind] = _SENTENCES[kind].format(**values)
         return [self.issued[kind]]
 
 

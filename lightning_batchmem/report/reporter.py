@@ -38,10 +38,9 @@ class StepReporter:
         *,
         plan: Plan | None = None,
         csv: StepCsv | None = None,
-        advises_finder: bool = True,
     ) -> None:
         granularity_bytes = 0 if device_memory is None else device_memory.granularity_bytes
-        self.alerts = Alerts(granularity_bytes=granularity_bytes, plan=plan, advises_finder=advises_finder)
+        self.alerts = Alerts(granularity_bytes=granularity_bytes, plan=plan)
         self.limit_bytes: int | None = None
         self._strategy, device = trainer.strategy, trainer.strategy.root_device
         self._is_host = device.type == "cpu"
