@@ -106,12 +106,8 @@ class Attempts:
                 optimizer.state.clear()
 
 
-@dataclass(frozen=True)
-class TrainingSetup:
-    """Samples per optimizer step over all ranks, and learning rate of a run before its search."""
-
-    effective_batch_size: int | None
-    learning_rate: float | None
+TrainingSetup = tuple[int | None, float | None]
+"""Samples per optimizer step over all ranks, and learning rate of a run before its search."""
 
 
 def record_training_setup(
@@ -140,7 +136,7 @@ def record_training_setup(
             )
     if previous is not None and options.base_batch_size is not None and learning_rate == previous.learning_rate:
         learning_rate = previous.learning_rate_before
-    return TrainingSetup(effective, learning_rate)
+    return effective, learning_rate
 
 
 def complete_plan(
@@ -156,10 +152,10 @@ def complete_plan(
     if epoch_batches < accumulate:  # Lightning steps at the end of an epoch in any case
         batches_per_step = max(1, int(epoch_batches))
         notes.append(f"an epoch ends after {batches_per_step} of {accumulate} batches per optimizer step")
-    effective, base = plan.batch_size * batches_per_step * trainer.world_size, before.effective_batch_size
+    effective, (base, rate_before) = plan.batch_size * batches_per_step * trainer.world_size, before
     learning_rate = None
-    if base is not None and options.lr_scaling is not None and before.learning_rate is not None:
-        learning_rate = before.learning_rate * learning_rate_factor(options.lr_scaling, effective, base)
+    if base is not None and options.lr_scaling is not None and rate_before is not None:
+        learning_rate = rate_before * learning_rate_factor(options.lr_scaling, effective, base)
     elif base is not None:
         names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
         note = learning_rate_note(names, effective_batch_size=effective, base_batch_size=base)
@@ -171,7 +167,7 @@ def complete_plan(
         accumulate_grad_batches=accumulate,
         effective_batch_size=effective,
         learning_rate=learning_rate,
-        learning_rate_before=None if learning_rate is None else before.learning_rate,
+        learning_rate_before=None if learning_rate is None else rate_before,
         notes=tuple(notes),
     )
 

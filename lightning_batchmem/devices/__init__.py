@@ -13,18 +13,10 @@ DeviceMemory = CudaMemory | HostMemory
 
 
 def device_memory_for(device: torch.device, *, quick: bool = False) -> DeviceMemory | None:
-    """Return the memory reader of a device.
+    """Return the memory reader of a device, with cheap readings for every step if ``quick``.
 
-    Args:
-        device: where the model is trained, e.g. ``trainer.strategy.root_device``.
-        quick: prefer a cheap reading for every step to the most exact one; see :class:`.host.HostMemory`.
-
-    Returns:
-        The reader; ``None`` without a peak counter: on MPS, and on a host whose ``/proc/self/clear_refs`` cannot be
-        written (not Linux, some sandboxes).
-
-    Raises:
-        ValueError: for another kind of device.
+    ``None`` without a peak counter: on MPS, and on a host whose ``/proc/self/clear_refs`` cannot be written (not Linux,
+    some sandboxes).
     """
     if device.type == "cuda":
         return CudaMemory(device)

@@ -54,12 +54,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     other error remains. cuBLAS, cuDNN and oneDNN report other faults with the same words, so quote an error at the
     first size. ``CUDNN_STATUS_INTERNAL_ERROR`` and ``CUDNN_STATUS_NOT_INITIALIZED`` do not count: they mostly mean a
     broken installation or device (but see pytorch/pytorch#81620). ``KeyboardInterrupt`` and the like never count.
-
-    Example:
-        >>> is_out_of_memory(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."))
-        True
-        >>> is_out_of_memory(ValueError("memory must be positive"))
-        False
     """
     return isinstance(error, Exception) and any(_matches(related) for related in _related(error))
 

@@ -29,7 +29,7 @@ class ProbeBatches:
         share = math.inf if room_bytes is None else room_bytes * _SHARE_OF_ROOM / len(loaders.sized)
         self._loaders = loaders
         self._each = [_LoaderBatches(one, worst_case, share) for one in loaders.sized]
-        self.held_bytes = sum(one.held_bytes for one in self._each)
+        self.held_bytes = sum(one.held_bytes for one in self._each)  # in this process
         self.longest_bytes = [one.longest_bytes for one in self._each]
         self.notes = tuple(dict.fromkeys(note for one in self._each for note in one.notes))
 

@@ -76,15 +76,9 @@ class MemoryBreakdown:
         return known_bytes + self.other_bytes
 
     def at_peak(self, peak_bytes: int) -> MemoryBreakdown:
-        """Return the same parts with the activations of another peak.
-
-        A peak below the start (two readings of the host may differ by some pages) lowers ``other_bytes``, so that the
-        activations are never negative and the sum stays exact.
-
-        Args:
-            peak_bytes: the peak of the step, in bytes.
-        """
+        """Return the same parts with the activations of another peak."""
         above_bytes = peak_bytes - self.start_bytes
+        # two readings of the host may differ by some pages; activations are never negative, and the sum stays exact
         other_bytes = self.other_bytes + min(0, above_bytes)
         return replace(self, activations_bytes=max(0, above_bytes), other_bytes=other_bytes)
 

@@ -30,18 +30,12 @@ def dropped_sizes(trials: Iterable[Trial]) -> list[int]:
 
 
 def fit_memory(trials: Sequence[Trial]) -> MemoryModel | None:
-    """Fit one line of peak bytes over samples to each phase.
+    """Fit one line of peak bytes over samples to each phase; ``None`` with fewer than two sizes.
 
     At any moment of a step the live bytes are ``a + b * batch_size``, so the peak of a phase is a maximum of lines:
     convex, and never falling. The largest sizes therefore predict larger ones best. A line is fitted to the longest run
-    of the largest sizes that lies on one line, and goes through the last two sizes where no three do.
-
-    Args:
-        trials: what was run; trials of one size count as the worst of them. Sizes with a higher peak than a larger
-            size are left out.
-
-    Returns:
-        The lines in bytes; ``None`` with fewer than two sizes.
+    of the largest sizes that lies on one line, and goes through the last two sizes where no three do. Trials of one
+    size count as the worst of them; sizes with a higher peak than a larger size are left out.
 
     Source: least squares as in :func:`statistics.linear_regression`.
     """
@@ -64,11 +58,7 @@ def fit_memory(trials: Sequence[Trial]) -> MemoryModel | None:
 def fit_time(trials: Sequence[Trial]) -> TimeModel | None:
     """Fit the wall time of a step, ``step_seconds = t0 + c * batch_size``, to the trials that were timed.
 
-    Args:
-        trials: what was run; trials that ran out of memory or have no ``step_seconds`` are left out.
-
-    Returns:
-        The line in seconds over samples, neither of whose parts is negative; ``None`` with fewer than two timed sizes.
+    Neither part of the line is negative. ``None`` with fewer than two timed sizes.
 
     Source: a step costs a fixed launch overhead ``t0`` plus ``c`` for each sample: the start-up time and the asymptotic
     rate of Hockney and Jesshope, Parallel Computers 2, 1988 (n-half and r-infinity); least squares as in

@@ -175,36 +175,19 @@ class TimeModel:
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """What limits a search.
+    """What limits a search; sizes in samples."""
 
-    Args:
-        limit_bytes: what this process may hold.
-        min_batch_size: smallest size to try, in samples.
-        max_batch_size: largest size to try, in samples.
-        max_reason: what set ``max_batch_size``.
-        multiple_of: sizes are rounded down to a multiple of it; ``None``: to the largest power of two that is at most
-            a 64th of the size.
-        objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest that is nearly as
-            fast as the fastest.
-        target_batch_size: samples for each optimizer step over all ranks; sizes are then those of which a whole
-            number makes the target. ``None``: any size.
-        ranks: processes that train together.
-        out_of_memory_kills: whether exceeding the limit ends the process, as on the host.
-        steps_are_collective: whether ranks take every step together.
-        max_sizes: how many distinct sizes a search may run.
-    """
-
-    limit_bytes: int
+    limit_bytes: int  # what this process may hold
     min_batch_size: int
     max_batch_size: int
-    max_reason: SizeLimit
-    multiple_of: int | None = None
+    max_reason: SizeLimit  # what set it
+    multiple_of: int | None = None  # None: of the largest power of two that is at most a 64th of the size
     objective: Objective = "memory"
-    target_batch_size: int | None = None
-    ranks: int = 1
-    out_of_memory_kills: bool = False
-    steps_are_collective: bool = False
-    max_sizes: int = 8
+    target_batch_size: int | None = None  # of each optimizer step over all ranks: a whole number of sizes makes it
+    ranks: int = 1  # processes that train together
+    out_of_memory_kills: bool = False  # whether exceeding the limit ends the process, as on the host
+    steps_are_collective: bool = False  # whether ranks take every step together
+    max_sizes: int = 8  # distinct sizes that may run
 
 
 @dataclass(frozen=True)
@@ -229,13 +212,7 @@ class SearchPolicy:
 
 @dataclass(frozen=True)
 class NextSize:
-    """The next size to run.
-
-    Args:
-        batch_size: samples to run.
-        kind: how to run it; see :class:`Trial`.
-        reason: one sentence for the person who watches.
-    """
+    """The next size to run, and a sentence why."""
 
     batch_size: int
     kind: TrialKind
@@ -244,12 +221,7 @@ class NextSize:
 
 @dataclass(frozen=True)
 class SearchFailed:
-    """No size can be named.
-
-    Args:
-        reason: one sentence: what was measured, and what would help.
-        trials: what had been run by then.
-    """
+    """No size fits: what was measured, and what to do."""
 
     reason: str
-    trials: tuple[Trial, ...] = ()
+    trials: tuple[Trial, ...] = ()  # what had been run by then
