@@ -36,7 +36,7 @@ _MESSAGES = re.compile(
             # strerror(ENOMEM) as torch and Python write it: a failed mmap, a worker that cannot be forked.
             r"\bcannot allocate memory \(12\)|\[errno 12\] cannot allocate memory",
             r"\bstd::bad_alloc\b",
-            # oneDNN gives no reason. A missing "primitive descriptor" means an unsupported operation.
+            # oneDNN names no reason. A missing "primitive descriptor" means an unsupported operation.
             # Source: pytorch/pytorch#55884 (fails above an input size); measured under RLIMIT_DATA with torch 2.13.
             r"could not (create|execute) a primitive(?! descriptor)",
             # MPS: a buffer larger than Metal allows. Source: pytorch/pytorch#141909

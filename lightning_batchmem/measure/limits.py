@@ -98,7 +98,7 @@ def own_limit_bytes(trainer: Trainer, device: DeviceMemory, averages_bytes: int)
 
 
 def memory_limit_bytes(trainer: Trainer, device: DeviceMemory, options: SearchOptions) -> int:
-    """What this process may hold; a warning where the user asks for more than the device can provide."""
+    """What this process may hold; a warning where ``memory_limit`` is above what the device can provide."""
     budget_bytes = own_budget_bytes(device, trainer)
     wanted_bytes = parse_memory_limit(options.memory_limit, budget_bytes)
     if wanted_bytes > budget_bytes:

@@ -22,7 +22,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of the tensor storages that operators create, from their first use until they are freed.
 
     Storages that exist before are counted from the first operator that reads them, so the second of two equal steps is
-    complete. What an operator allocates and frees inside itself is not seen.
+    complete. What an operator allocates and frees inside itself is not counted.
     """
 
     def __init__(self, other_bytes: int = 0) -> None:
@@ -143,8 +143,4 @@ class PhasePeaks:
 
         Lightning has no hook after ``optimizer.step``; in manual optimization another forward may follow it.
         """
-
-        def begin_forward(*_: Any) -> None:
-            self.enter("forward")
-
-        return [optimizer.register_step_post_hook(begin_forward) for optimizer in optimizers]
+        return [optimizer.register_step_post_hook(lambda *_: self.enter("forward")) for optimizer in optimizers]

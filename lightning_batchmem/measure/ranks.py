@@ -43,14 +43,9 @@ class Ranks:
         trials = self.exchange(trial)
         if len({one.batch_size for one in trials}) > 1:
             raise RuntimeError("BatchFinder's ranks ran different batch sizes; please report this as a bug.")
-        if self.size == 1:
-            return trial
-        return Trial.worst_of(
-            [
-                replace(one, error=f"on rank {rank}: {one.error}") if one.error else one
-                for rank, one in enumerate(trials)
-            ]
-        )
+        if self.size > 1:
+            trials = [replace(one, error=one.error and f"on rank {i}: {one.error}") for i, one in enumerate(trials)]
+        return Trial.worst_of(trials)
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:

@@ -170,7 +170,7 @@ def copy_or_warn(value: Any, name: str) -> Any:
 def _reader(loader: DataLoader[Any], dataset: Any, measure: _Measure, *, num_workers: int) -> DataLoader[Any]:
     arguments: dict[str, Any] = {"batch_size": 1, "num_workers": num_workers, "collate_fn": measure}
     if not isinstance(dataset, IterableDataset):
-        # Several passes over the whole data set: wherever the scan ends, it has seen samples from everywhere.
+        # Several passes over the whole data set: wherever the scan ends, it has read samples from everywhere.
         indices = indices_to_draw(loader, MAX_SIZES)
         passes = max(1, len(indices) // MAX_SAMPLES)
         arguments["sampler"] = [index for start in range(passes) for index in indices[start::passes]]

@@ -37,7 +37,7 @@ class Plan:
         effective_batch_size: samples to an optimizer step over all ranks; ``None`` for a plan of evaluation.
         learning_rate: the module's new learning rate; ``None`` when it was left alone.
         learning_rate_before: the learning rate before that; ``None`` likewise.
-        notes: what else a person should know, a sentence each.
+        notes: remarks on the search and the training, a sentence each.
         evaluation: the plan of validation's own size, if it has one.
         ranks: how many processes searched together; peaks are the highest of them, times the slowest's.
         held_peak_bytes: what the rehearsal took from the device: reserved bytes (CUDA) or the resident set (host);

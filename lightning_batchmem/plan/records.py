@@ -48,7 +48,7 @@ class Trial:
         is_exact: whether the peaks count live bytes. ``False`` where only the resident set could be measured.
         peak_held_bytes: highest bytes that were taken from the device. CUDA: reserved by the allocator. Host: the
             resident set. ``None`` where it is not known.
-        reserve_bytes: bytes to keep free on top, for what a few steps cannot show (host only).
+        reserve_bytes: bytes to keep free on top, for what a few steps cannot measure (host only).
         fixed_bytes: live bytes that last from one step to the next, without gradients; 0 where it is not known.
         step_seconds: median wall time of a measured step (of a micro-batch under gradient accumulation); ``None``
             when none was completed.
@@ -168,7 +168,7 @@ class TimeModel:
         return self.line.at(batch_size)
 
     def samples_per_second(self, batch_size: float) -> float:
-        """Expected throughput; ``inf`` where the line gives a step no time."""
+        """Expected throughput; ``inf`` where the line is not above 0."""
         seconds = self.step_seconds(batch_size)
         return batch_size / seconds if seconds > 0 else math.inf
 
@@ -198,7 +198,7 @@ class SearchPolicy:
     """
 
     first_size: int = 2  # a batch of one sample is an error to BatchNorm and takes other code paths
-    second_growth: int = 4  # the second size as a multiple of the first: far enough apart to see the slope
+    second_growth: int = 4  # the second size as a multiple of the first: far enough apart to measure the slope
     large_probe_share: float = 0.25  # of the candidate, for a third probe that shows a bend while it is harmless
     candidate_share: float = 0.90  # of the limit; the rest is for rounding and fragmentation
     step_up_share: float = 0.94  # of the limit, tried once after a rehearsal has passed

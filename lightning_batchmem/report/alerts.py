@@ -22,8 +22,8 @@ _SENTENCES = {
     "nearly full": "The peak, {peak}, is above 95% of the {limit} that this process may hold. Use a smaller"
     " batch, or recompute activations (torch.utils.checkpoint).",
     "prediction": "The peak in step {number} ({batch_size} samples), {peak}, is above {allowed}, the most that"
-    " BatchFinder's plan predicts. Look for memory that the search did not see (longer samples: worst_case; work in"
-    " every N-th step; layers unfrozen later), or search again with a lower memory_limit.",
+    " BatchFinder's plan predicts. Look for memory that the search could not measure (longer samples: worst_case; work"
+    " in every N-th step; layers unfrozen later), or search again with a lower memory_limit.",
     "data": "{share:.0%} of the last {seconds:.0f} s ({steps} steps) passed before the next batch arrived{busy}. Use"
     " more num_workers in the train DataLoader with persistent_workers=True, and pin_memory=True on a GPU, or move work"
     " out of the data set.",
@@ -73,9 +73,8 @@ class Alerts:
 
     def evaluation(self, stage: str, peak_bytes: int | None, train_peak_bytes: int | None) -> list[str]:
         """Compare an evaluation with the training around it."""
-        if peak_bytes is None or train_peak_bytes is None:
-            return []
-        if peak_bytes - train_peak_bytes <= max(self._granularity_bytes, _EVALUATION_ABOVE * train_peak_bytes):
+        tolerance_bytes = max(self._granularity_bytes, _EVALUATION_ABOVE * (train_peak_bytes or 0))
+        if peak_bytes is None or train_peak_bytes is None or peak_bytes - train_peak_bytes <= tolerance_bytes:
             return []
         return self._issue("validation", stage=stage, peak=mib(peak_bytes), train_peak=mib(train_peak_bytes))
 

@@ -48,7 +48,7 @@ class StepReporter:
         self._stage, self._plan, self._csv, self._device_timer = stage, plan, csv, device_timer
         self._world_size, self._loggers = trainer.world_size, list(trainer.loggers)
         if csv is not None and plan is not None:
-            csv.write_beside(PLAN_NAME, plan.to_json())
+            csv.write_text(PLAN_NAME, plan.to_json())
         self._queue: list[StepRecord] = []
         self._num_counted = 0  # of the queue, from its left end
         self._intervals: defaultdict[str, StepTotals] = defaultdict(StepTotals)
@@ -176,7 +176,7 @@ class StepReporter:
                 self._csv.close()
         summary = self._summary(self._stage, recorder.breakdown, rank_peaks_bytes)
         if summary is not None and self._csv is not None:
-            self._csv.write_beside(summary_name(self._stage), summary.to_json())
+            self._csv.write_text(summary_name(self._stage), summary.to_json())
         if summary is not None and is_complete and is_training and trainer.is_global_zero:
             log_figures(self._loggers, None if self._csv is None else self._csv.path, self._plan, summary, step)
         return summary

@@ -61,7 +61,7 @@ class StepCsv:
         except OSError as error:
             rank_zero_warn(f"{self.path} lacks its last rows: {error}")
 
-    def write_beside(self, name: str, text: str) -> None:
+    def write_text(self, name: str, text: str) -> None:
         """Write another file of this run, with the number of the CSV in its name; warn if this fails."""
         path = self.path.with_name(name.replace(".", self.path.stem.removeprefix(Path(NAME).stem) + "."))
         try:

@@ -96,9 +96,9 @@ def test_rows_are_in_the_file_at_once(tmp_path, resume):
 def test_other_files_have_the_number_of_the_csv(tmp_path):
     written(tmp_path, STEP)
     file = StepCsv(tmp_path)
-    file.write_beside("memory_summary.json", "{}")
+    file.write_text("memory_summary.json", "{}")
     assert (tmp_path / "memory_summary_1.json").read_text() == "{}"
     (tmp_path / "batch_plan_1.json").mkdir()
     with pytest.warns(UserWarning, match=r"batch_plan_1\.json could not be written"):
-        file.write_beside("batch_plan.json", "{}")
+        file.write_text("batch_plan.json", "{}")
     file.close()
