@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import lru_cache
 from itertools import count, takewhile
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -94,7 +93,6 @@ def _cells(step: StepRecord, world_size: int) -> tuple[object, ...]:
     )
 
 
-@lru_cache(maxsize=64)  # phases and steps often have the same peak
 def _mib(count_bytes: int | None) -> str:
     return "" if count_bytes is None else str(round(count_bytes / MIB, 3))
 
