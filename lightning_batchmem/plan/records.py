@@ -30,7 +30,8 @@ _OUTCOMES: tuple[Outcome, ...] = ("out_of_memory", "over_limit", "allocator_retr
 
 def mib(count_bytes: float) -> str:
     """Bytes as a person reads them, e.g. ``"1,536.0 MiB"``; three decimals below one MiB."""
-    return f"{count_bytes / MIB:,.{1 if abs(count_bytes) >= MIB else 3}f} MiB"
+    decimals = 1 if abs(count_bytes) >= MIB else 3
+    return f"{round(count_bytes / MIB, decimals) + 0.0:,.{decimals}f} MiB"  # + 0.0: no "-0.0"
 
 
 @dataclass(frozen=True)
