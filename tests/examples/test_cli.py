@@ -44,7 +44,7 @@ def test_the_example_runs_from_its_folder_and_from_the_root(
     monkeypatch.setattr(sys, "argv", [f"{prefix}main.py", "fit", "--config", f"{prefix}config.yaml"])
     runpy.run_path(f"{prefix}main.py", run_name="__main__")
     done = capsys.readouterr().out
-    printed = re.search(r"^batch size (\d+), limited by", done, re.MULTILINE)
+    printed = re.search(r"^BatchFinder: batch size (\d+), limited by", done, re.MULTILINE)
     assert printed, done
     found = int(printed[1])
     assert found % 8 == 0

@@ -53,7 +53,7 @@ def test_both_ranks_train_with_one_size(name: str, starter: tuple[str, ...], tmp
     with (tmp_path / "logs" / name / "version_0" / "memory_per_batch.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["stage"] == "train"]
     assert rows[0]["batch_size"] == sizes["0"]
-    assert output.count("BatchFinder: the sizes") == 1  # rank zero speaks for all
+    assert output.count("BatchFinder: batch size") == 1  # rank zero speaks for all
     if name == "fsdp2":
         shares = re.findall(r"holding ([\d,]+) of ([\d,]+) parameters", output)
         own, whole = ([int(text.replace(",", "")) for text in texts] for texts in zip(*shares, strict=True))
