@@ -13,6 +13,7 @@ import lightning_batchmem.batch_finder
 import lightning_batchmem.memory_profiler
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.devices.base import MemoryStats
+from tests.lawful import quiet_trainer
 
 
 def pytest_collection_finish() -> None:
@@ -116,14 +117,7 @@ def fit(monkeypatch: pytest.MonkeyPatch, fake_device: Any) -> Callable[..., Trai
             for key in ("train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path")
             if key in arguments
         }
-        trainer = Trainer(
-            accelerator="cpu",
-            callbacks=[finder, *callbacks],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **{"max_steps": 3, "enable_checkpointing": False, **arguments},
-        )
+        trainer = quiet_trainer(finder, *callbacks, **{"max_steps": 3, **arguments})
         trainer.fit(module, **keywords)
         return trainer
 

@@ -34,6 +34,12 @@ def loader(size: int | None, samples: int = SAMPLES, **arguments: Any) -> DataLo
     return DataLoader(TensorDataset(torch.zeros(samples, 1)), batch_size=size, **arguments)
 
 
+def quiet_trainer(*callbacks: Callback, **arguments: Any) -> Trainer:
+    """A trainer on the CPU that writes and prints nothing, where ``arguments`` do not change that."""
+    defaults = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return Trainer(callbacks=list(callbacks), **{"accelerator": "cpu", **defaults, **arguments})
+
+
 class Lawful(LightningModule):
     """A module whose memory on a fake device follows a law of the batch size; the real tensors are tiny."""
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from tests.lawful import quiet_trainer
 
 MIB = 2**20
 METRICS = {
@@ -66,18 +68,9 @@ def data(samples=24, batch_size=4):
 
 
 def trainer_for(tmp_path, *callbacks, **options):
-    defaults = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "default_root_dir": tmp_path,
-        "logger": False,
-        "max_epochs": 1,
-        "log_every_n_steps": 1,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
-    }
-    return Trainer(callbacks=list(callbacks), **{**defaults, **options})
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    defaults = {"devices": 1, "max_epochs": 1, "log_every_n_steps": 1, "enable_checkpointing": saves}
+    return quiet_trainer(*callbacks, default_root_dir=tmp_path, **{**defaults, **options})
 
 
 def rows(path):

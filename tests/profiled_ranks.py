@@ -9,12 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import MemoryProfiler
+from tests.lawful import quiet_trainer
 
 MIB = 2**20
 
@@ -44,18 +45,8 @@ class Sharded(Uneven):
 
 def train(module, strategy, directory):
     profiler = MemoryProfiler()
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_epochs=2,
-        callbacks=[profiler],
-        logger=CSVLogger(directory),
-        log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    options = {"devices": 2, "strategy": strategy, "max_epochs": 2, "log_every_n_steps": 1}
+    trainer = quiet_trainer(profiler, logger=CSVLogger(directory), **options)
     trainer.fit(module, DataLoader(TensorDataset(torch.zeros(24, 64)), batch_size=4))
     summary = profiler.summary
     found = {"peaks": summary.rank_peaks_bytes, "own": summary.peak_bytes, "breakdown": asdict(summary.breakdown)}

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder, batch_finder
 from tests.conftest import FakeDevice
+from tests.lawful import quiet_trainer
 
 MIB = 2**20
 Case = dict[str, Any]
@@ -132,16 +133,12 @@ def run_case(case: Case, directory: Path, ranks: int) -> dict[str, Any]:
     if case.get("saves"):
         callbacks.append(ModelCheckpoint(directory, "last", every_n_train_steps=2))
     sharded = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        *callbacks,
         devices=ranks,
         strategy=sharded if case.get("strategy") == "fsdp2" else DDPStrategy(**case.get("ddp", {})),
-        callbacks=callbacks,
-        logger=False,
         default_root_dir=directory,
         enable_checkpointing=bool(case.get("saves")),
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **{"max_steps": 3, "limit_val_batches": 0, **case.get("trainer", {})},
     )
     module, x = Net(case), torch.randn(600, 8, generator=torch.Generator().manual_seed(0))

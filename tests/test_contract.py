@@ -21,6 +21,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
     default_collate,
@@ -209,6 +210,17 @@ class Plain(Net):
         del self.batch_size
 
 
+class InHparams(Plain):
+    """The size in the hyperparameters of the module."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Noisy(), batch_size=self.hparams.batch_size, shuffle=True)
+
+
 class OfLists(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (x, y), (other, _) = batch
@@ -316,6 +328,11 @@ class Recorder(Callback):
 
 for _hook in [name for name in dir(Callback) if name.startswith("on_")]:
     setattr(Recorder, _hook, lambda self, *arguments, hook=_hook: self.note(hook, *arguments))
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(Noisy())  # type: ignore[call-overload]
 
 
 class Collate:
@@ -431,6 +448,9 @@ CASES = {
     "weights_averaged_stochastically": Case(
         Net, callbacks=lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)]
     ),
+    "hparams": Case(InHparams),
+    "hparams_of_module_and_datamodule": Case(InHparams, fit=lambda size: {"datamodule": Data(size)}),
+    "stream": Case(lambda size: Plain(), fit=lambda size: {"train_dataloaders": DataLoader(Stream(), batch_size=size)}),
     "datamodule_hparams": Case(lambda size: Plain(), fit=lambda size: {"datamodule": Data(size)}),
     "datamodule_that_caches_a_random_split": Case(
         lambda size: Plain(), fit=lambda size: {"datamodule": Splitting(size)}

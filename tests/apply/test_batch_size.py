@@ -21,7 +21,7 @@ from lightning_batchmem._lightning.data_source import (
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
 from lightning_batchmem.apply.loaders import StageLoaders
 from lightning_batchmem.measure.batches import ProbeBatches
-from tests.lawful import loader
+from tests.lawful import loader, quiet_trainer
 
 DATASET = TensorDataset(torch.arange(10))
 
@@ -77,17 +77,7 @@ def in_fit(
         def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
             seen.append(look(BatchSizeSetting(trainer, pl_module, name, source(trainer))))
 
-    trainer = Trainer(
-        callbacks=[Look()],
-        max_steps=1,
-        limit_val_batches=0,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, **data)
+    quiet_trainer(Look(), max_steps=1, limit_val_batches=0).fit(module, **data)
     return seen[0]
 
 

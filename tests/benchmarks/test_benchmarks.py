@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import overhead, trace
+from benchmarks import trace
 from benchmarks.common import in_fresh_process
 from benchmarks.oracle import largest_surviving
 from benchmarks.workloads import WORKLOADS
@@ -46,12 +46,3 @@ def test_trace_of_one_way_to_train() -> None:
     assert (found["BatchFinder"], found["no finder"]) == ("identical", "identical")
     assert {"weights", "random"} <= set(found["power"].split(", "))
     assert total[1:] == ["1 of 1 identical", "0 of 1 identical", "0 of 1 identical", "1 of 1 identical"]
-
-
-@pytest.mark.filterwarnings("ignore")  # of the other callbacks
-def test_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overhead, "STEPS_BY_INTERVAL", {50: 50})
-    monkeypatch.setattr(overhead, "WARM_UP_STEPS", 2)
-    head, *rows = rows_of(overhead.table([overhead.run("cpu", 50, turn=0)]))
-    cells = dict(zip(head, next(row for row in rows if overhead.OURS in row), strict=True))
-    assert float(cells["median us"]) > 0

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.devices.cuda import CudaMemory
+from tests.lawful import quiet_trainer
 
 STEPS = 30
 
@@ -75,19 +76,8 @@ def ooms(device_memory: CudaMemory) -> int:
     return device_memory.counters().get("num_ooms", 0)
 
 
-def train(module: ConvNet, folder: Path, *callbacks: Callback, accelerator: str = "gpu") -> ConvNet:
-    trainer = Trainer(
-        accelerator=accelerator,
-        devices=1,
-        max_steps=STEPS,
-        callbacks=list(callbacks),
-        logger=False,
-        default_root_dir=folder,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module)
+def train(module: ConvNet, folder: Path, *callbacks: Callback) -> ConvNet:
+    quiet_trainer(*callbacks, accelerator="gpu", devices=1, max_steps=STEPS, default_root_dir=folder).fit(module)
     return module
 
 

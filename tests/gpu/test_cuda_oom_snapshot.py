@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_batchmem import MemoryProfiler
 from lightning_batchmem.devices import device_memory_for
+from tests.lawful import quiet_trainer
 
 MIB = 1 << 20
 
@@ -40,18 +40,8 @@ class Hungry(BoringModel):
 
 @pytest.mark.filterwarnings("ignore:GPU utilization cannot be read")  # MIG, a sandbox without NVML
 def test_the_profiler_writes_it_and_names_the_file_in_the_error(tmp_path: Path) -> None:
-    trainer = Trainer(
-        accelerator="gpu",
-        devices=1,
-        max_steps=5,
-        limit_val_batches=0,
-        callbacks=[MemoryProfiler(snapshot="on_oom", csv=False)],
-        logger=False,
-        default_root_dir=tmp_path,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    options = {"accelerator": "gpu", "devices": 1, "max_steps": 5, "limit_val_batches": 0}
+    trainer = quiet_trainer(MemoryProfiler(snapshot="on_oom", csv=False), default_root_dir=tmp_path, **options)
     with pytest.raises(torch.cuda.OutOfMemoryError) as caught:
         trainer.fit(Hungry())
     path = tmp_path / "oom_snapshot_rank0.pickle"
