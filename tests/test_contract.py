@@ -362,10 +362,11 @@ class Splitting(Data):
 
 
 class InDict(LightningDataModule):
-    """The size in a dict of arguments, as in torch_geometric."""
+    """The size in a dict of arguments, as in torch_geometric, and in the hyperparameters."""
 
     def __init__(self, batch_size: int) -> None:
         super().__init__()
+        self.save_hyperparameters({"kwargs": {"batch_size": batch_size}})
         self.kwargs = {"batch_size": batch_size, "shuffle": True}
 
     def train_dataloader(self) -> DataLoader[Any]:

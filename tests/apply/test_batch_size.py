@@ -67,7 +67,6 @@ def in_fit(
     module: LightningModule,
     *,
     source: Callable[[Trainer], DataSource] = train_source,
-    name: str = "batch_size",
     **data: Any,
 ) -> Any:
     """What ``look`` returns at the start of a real fit, which then trains a batch."""
@@ -75,7 +74,7 @@ def in_fit(
 
     class Look(Callback):
         def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            seen.append(look(BatchSizeSetting(trainer, pl_module, name, source(trainer))))
+            seen.append(look(BatchSizeSetting(trainer, pl_module, "batch_size", source(trainer))))
 
     quiet_trainer(Look(), max_steps=1, limit_val_batches=0).fit(module, **data)
     return seen[0]
@@ -273,31 +272,14 @@ def test_other_loaders_than_torchs_are_refused(given: Any, kind: str) -> None:
 
 
 class InDict(LightningDataModule):
-    """The size in a dict, and in a dict of the hyperparameters, as torch_geometric's LightningDataset has it."""
+    """The size in a dict, as torch_geometric's LightningDataset has it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.save_hyperparameters({"kwargs": {"batch_size": 32}})
         self.kwargs = {"batch_size": 32, "num_workers": 0}
 
     def train_dataloader(self) -> Any:
         return DataLoader(DATASET, **self.kwargs)
-
-
-def test_a_path_through_a_dict() -> None:
-    module, data = Nameless(), InDict()
-
-    def look(setting: BatchSizeSetting) -> tuple[int | None, list[int]]:
-        setting.check()
-        size = setting.size
-        loaders = setting.loaders_for(4)
-        setting.write(5, also_logged=True)
-        return size, sizes_at(loaders, 9)
-
-    assert in_fit(look, module, name="kwargs.batch_size", datamodule=data) == (32, [9])
-    assert data.kwargs["batch_size"] == data.hparams.kwargs["batch_size"] == 5
-    assert data.hparams_initial.kwargs["batch_size"] == 5
-    assert len(module.trained[0][0]) == 5
 
 
 def test_an_attribute_that_does_not_exist_is_an_error_with_those_that_may_be_meant() -> None:

@@ -65,18 +65,6 @@ def test_cached_segments_are_released_before_an_allocation_fails(capacity: int, 
     assert (allocator.reserved, allocator.num_alloc_retries, allocator.num_ooms) == (30 * MIB, 2, 1)
 
 
-def test_state_created_after_a_large_step_pins_its_segment() -> None:
-    # https://github.com/pytorch/pytorch/issues/35901
-    state_last, state_first = CachingAllocator(60 * MIB), CachingAllocator(60 * MIB)
-    state_last.free(state_last.malloc(40 * MIB))
-    state_last.malloc(12 * MIB)
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        state_last.malloc(40 * MIB)
-    state_first.malloc(12 * MIB)
-    state_first.malloc(40 * MIB)
-    assert state_first.num_alloc_retries == 0
-
-
 def test_peaks_start_again_from_the_current_use() -> None:
     allocator = CachingAllocator(100 * MIB)
     kept, freed = allocator.malloc(10 * MIB), allocator.malloc(20 * MIB)
