@@ -72,8 +72,11 @@ class Lawful(LightningModule):
 class Evaluated(Lawful):
     """Each sample of an evaluation takes twice as much as in training."""
 
-    def __init__(self, device_memory: Any, size_name: str = "batch_size", samples: int = SAMPLES) -> None:
+    def __init__(
+        self, device_memory: Any, size_name: str = "batch_size", samples: int = SAMPLES, *, drop_last: bool = False
+    ) -> None:
         super().__init__(device_memory, law)
+        self.drop_last = drop_last
         self.eval_batch_size, self.fixed_size = 7, 50
         self.size_name, self.samples = size_name, samples
         self.factor, self.fails_at = 2, 0
@@ -95,7 +98,7 @@ class Evaluated(Lawful):
     test_step = predict_step = validation_step
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return loader(getattr(self, self.size_name), self.samples)
+        return loader(getattr(self, self.size_name), self.samples, drop_last=self.drop_last)
 
     test_dataloader = predict_dataloader = val_dataloader
 

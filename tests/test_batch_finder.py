@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
 from lightning_batchmem.devices.host import HostMemory
-from tests.lawful import MIB, SAMPLES, Lawful, Sizes, found_size, law, loader, quiet_trainer
+from tests.lawful import MIB, SAMPLES, Evaluated, Lawful, Sizes, found_size, law, loader, quiet_trainer
 
 PROJECT_SIZE = 3
 BUDGET = 500 * MIB  # of the fixture `device`
@@ -358,20 +358,6 @@ def test_on_the_host(tmp_path: Path) -> None:
 # settings of the trainer that a size may break ------------------------------------------------------------------------
 
 
-class Validated(Lawful):
-    """Validation of 40 samples, whose loader may drop its last batch."""
-
-    def __init__(self, device: Any, *, drop_last: bool = False) -> None:
-        super().__init__(device, law)
-        self.drop_last, self.batches = drop_last, 0
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.batches += not self.trainer.sanity_checking
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return loader(self.batch_size, 40, drop_last=self.drop_last)
-
-
 @pytest.mark.parametrize(
     ("trainer", "drop_last", "size", "limited_by"),
     [
@@ -384,14 +370,14 @@ class Validated(Lawful):
 def test_settings_that_a_size_may_break_bound_it(
     search: Any, device: Any, trainer: dict[str, Any], drop_last: bool, size: int, limited_by: str
 ) -> None:
-    module = Validated(device, drop_last=drop_last)
+    module = Evaluated(device, samples=40, drop_last=drop_last)
     plan = search(module, max_steps=-1, max_epochs=1, limit_train_batches=60, **trainer)
     assert (plan.batch_size, plan.limited_by) == (size, limited_by)
-    assert module.batches > 0
+    assert module.evaluated
 
 
 def test_a_setting_that_no_size_satisfies_is_an_error_before_any_step(search: Any, device: Any) -> None:
-    module = Validated(device)
+    module = Evaluated(device)
     message = "No .* lies between .*: val_check_interval allows no more than 0 samples"
     with pytest.raises(RuntimeError, match=message):
         search(module, limit_train_batches=40, val_check_interval=50)

@@ -417,7 +417,6 @@ CASES = {
     "onecycle_with_persistent_workers": Case(lambda size: Net(size, "onecycle", workers=2)),
     "reduce_on_plateau": Case(lambda size: Net(size, "plateau")),
     "manual_two_optimizers": Case(Adversarial),
-    "two_workers": Case(lambda size: Plain(), fit=lambda size: loader(size, dataset=Noisy(), num_workers=2)),
     "several_loaders_of_several_sizes": Case(ManyLoaders),
     "loaders_passed_in_a_list": Case(
         lambda size: OfLists(), fit=lambda size: {"train_dataloaders": [one_of(size), one_of(size, own=True)]}

@@ -141,6 +141,9 @@ def test_a_fraction_must_leave_a_batch(limit: int | float, size: int) -> None:
     assert largest(one_loader(100), limit) == size
 
 
+OVERFIT = dict.fromkeys(("overfit_batches", "limit_train_batches", "limit_val_batches"), 0.1)  # as the Trainer sets
+
+
 @pytest.mark.parametrize(
     ("settings", "validation", "expected"),
     [
@@ -151,16 +154,8 @@ def test_a_fraction_must_leave_a_batch(limit: int | float, size: int) -> None:
         ({"limit_val_batches": 0.1}, one_loader(30), (3, "limit_val_batches")),  # 9 batches of 3 and one of 3
         ({"limit_val_batches": 5}, one_loader(30), (1000, "dataset")),
         ({"limit_train_batches": 0.1}, one_loader(30), (111, "limit_train_batches")),
-        (
-            {"overfit_batches": 0.1, "limit_train_batches": 0.1, "limit_val_batches": 0.1},
-            None,
-            (111, "overfit_batches"),
-        ),
-        (
-            {"overfit_batches": 0.1, "limit_train_batches": 0.1, "limit_val_batches": 0.1},
-            one_loader(30),
-            (3, "overfit_batches"),
-        ),
+        (OVERFIT, None, (111, "overfit_batches")),
+        (OVERFIT, one_loader(30), (3, "overfit_batches")),
         ({"val_check_interval": 50}, None, (20, "val_check_interval")),
         ({"val_check_interval": 50, "limit_train_batches": 0.5}, None, (10, "val_check_interval")),
         ({"val_check_interval": 50, "limit_train_batches": 40}, None, (0, "val_check_interval")),
