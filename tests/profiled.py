@@ -11,9 +11,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.lawful import quiet_trainer
+from tests.lawful import MIB, quiet_trainer
 
-MIB = 2**20
 METRICS = {
     "memory/peak_allocated_mib",
     "memory/limit_mib",

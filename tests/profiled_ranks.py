@@ -15,9 +15,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import MemoryProfiler
-from tests.lawful import quiet_trainer
-
-MIB = 2**20
+from tests.lawful import MIB, quiet_trainer
 
 
 class Uneven(LightningModule):

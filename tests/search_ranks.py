@@ -23,9 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder, batch_finder
 from tests.conftest import FakeDevice
-from tests.lawful import quiet_trainer
+from tests.lawful import MIB, quiet_trainer
 
-MIB = 2**20
 Case = dict[str, Any]
 _real_device_memory_for = batch_finder.device_memory_for
 _devices: list[FakeDevice] = []

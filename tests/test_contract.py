@@ -403,13 +403,6 @@ def loader(size: int, **arguments: Any) -> dict[str, Any]:
     return {"train_dataloaders": DataLoader(batch_size=size, shuffle=True, **arguments)}
 
 
-class OwnArguments(DataLoader):
-    """A loader that Lightning cannot build anew: its own arguments are not attributes."""
-
-    def __init__(self, secret: int, samples: Dataset, size: int) -> None:
-        super().__init__(samples, batch_size=size, shuffle=True)
-
-
 CASES = {
     "sgd_momentum": Case(Net),
     "onecycle_from_a_larger_start": Case(lambda size: Net(size, "onecycle"), start=SAMPLES),
@@ -471,9 +464,6 @@ CASES = {
         fit=lambda size: {
             "train_dataloaders": DataLoader(Noisy(), batch_size=size, sampler=SubsetRandomSampler(range(0, SAMPLES, 2)))
         },
-    ),
-    "loader_subclass": Case(
-        lambda size: Plain(), fit=lambda size: {"train_dataloaders": OwnArguments(7, Noisy(), size)}
     ),
     "size_in_a_dict": Case(
         lambda size: Plain(),

@@ -7,8 +7,6 @@ import torch
 
 from lightning_batchmem.devices.cuda import CudaMemory
 
-MIB = 1 << 20
-
 
 @pytest.fixture(autouse=True)
 def _cuda() -> None:
