@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import tempfile
 import weakref
@@ -32,7 +33,8 @@ class SavedStorages:
         self._on_device = [(flat, flat.cpu()) for flat in storages.values() if flat.device.type != "cpu"]
         try:
             for chunk in self._host_chunks():
-                self._file.write(chunk.numpy())  # type: ignore[arg-type]  # an array of bytes is a buffer
+                # no array: torch refuses to resize a storage once it has had one
+                self._file.write((ctypes.c_char * chunk.numel()).from_address(chunk.data_ptr()))
                 self._file.flush()
                 self._drop_pages()
         except OSError as error:
@@ -46,6 +48,9 @@ class SavedStorages:
         for flat, copied in self._on_device:
             flat.copy_(copied)
         self._file.seek(0)
+        for flat in self._on_host:
+            if flat.untyped_storage().nbytes() != flat.numel():  # a step resized a tensor in place
+                flat.untyped_storage().resize_(flat.numel())
         for chunk in self._host_chunks():
             kept = torch.empty_like(chunk)
             self._file.readinto(kept.numpy())

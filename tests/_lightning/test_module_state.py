@@ -48,6 +48,18 @@ def test_storages_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [tensor.tolist() for tensor in tensors] == [list(range(length)) for length in (0, 1, 7, 23)]
 
 
+@pytest.mark.parametrize("size", [0, 2, 9])
+def test_a_tensor_that_a_step_resizes(size: int) -> None:
+    module = LightningModule()
+    module.register_buffer("values", torch.arange(4.0))
+    state = ModuleState(module)
+    module.values.untyped_storage().resize_(4 * size)
+    module.values.resize_(size).fill_(-1)
+    state.restore()
+    assert torch.equal(module.values, torch.arange(4.0))
+    module.values.resize_(9)  # in training
+
+
 def test_a_full_directory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: open("/dev/full", "wb", buffering=0))  # noqa: SIM115
     with pytest.raises(OSError, match=rf"optimizer state \(400 bytes\) to {tempfile.gettempdir()}.* Set TMPDIR to"):
