@@ -102,12 +102,12 @@ def _paths(directory: Path) -> Iterator[Path]:
 
 
 def _created(directory: Path) -> tuple[Path, TextIO]:
-    while True:
-        path = next(path for path in _paths(directory) if not path.exists())
-        with suppress(FileExistsError):  # another run created it in the meantime
+    for path in _paths(directory):
+        with suppress(FileExistsError):  # also of a link to nothing
             file = path.open("x", buffering=1, newline="", encoding="utf-8")
             file.write(_HEADER)
             return path, file
+    raise AssertionError("the paths do not end")
 
 
 def _appended(path: Path) -> tuple[Path, TextIO] | None:

@@ -56,6 +56,11 @@ def test_a_new_run_has_another_file_and_a_resumed_run_appends_below_one_header(t
     assert [row["step"] for row in rows(second)] == ["7", "7"]
 
 
+def test_a_link_to_nothing_keeps_its_name(tmp_path):
+    (tmp_path / "memory_per_batch.csv").symlink_to(tmp_path / "deleted")
+    assert written(tmp_path, STEP).name == "memory_per_batch_1.csv"
+
+
 @pytest.mark.parametrize("content", [b"step,other\n1,2\n", b"\xff\xfe\x00step", b"", None])
 def test_a_resumed_run_leaves_a_foreign_file_alone(tmp_path, content):
     """Another header, not UTF-8, empty, or a directory."""
