@@ -78,8 +78,10 @@ class BatchSizeSetting:
             return
         try:
             self.attribute.set(batch_size, also_logged=also_logged)
-        except AttributeError as error:
-            raise ValueError(f"`{self.name}` must be an attribute that can be set, got {error}") from error
+        except Exception as error:  # a setter or a read-only configuration may refuse in any way
+            raise ValueError(
+                f"`{self.name}` must be an attribute that can be set, got {type(error).__name__}: {error}"
+            ) from error
         if (actual := self.attribute.value) != batch_size:
             raise ValueError(
                 f"`{self.name}` must keep the value it is set to, got {actual} after it was set to {batch_size}."

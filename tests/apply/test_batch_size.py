@@ -282,6 +282,25 @@ class InDict(LightningDataModule):
         return DataLoader(DATASET, **self.kwargs)
 
 
+class ReadOnly(dict[str, int]):
+    """A configuration that refuses changes with an error of its library, as OmegaConf's does."""
+
+    def __setitem__(self, name: str, value: int) -> None:
+        raise RuntimeError("Cannot change read-only config container")
+
+
+def test_a_read_only_configuration_is_named() -> None:
+    data = InDict()
+    data.kwargs = ReadOnly(data.kwargs)
+
+    def look(setting: BatchSizeSetting) -> None:
+        message = r"`kwargs.batch_size` must be an attribute that can be set, got RuntimeError: Cannot change read-only"
+        with pytest.raises(ValueError, match=message):
+            setting.write(4)
+
+    in_fit(look, Nameless(), name="kwargs.batch_size", datamodule=data)
+
+
 def test_an_attribute_that_does_not_exist_is_an_error_with_those_that_may_be_meant() -> None:
     data = InDict()
     data.width, data.table = 32, torch.zeros(3)
