@@ -148,7 +148,7 @@ class BatchFinder(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, apply the size, and print the plan."""
-        before, self._before, self._fit_started = self._before, None, True
+        before, self._before, self._fit_started, self._cancel = self._before, None, True, None
         if is_fast_dev_run(trainer):
             rank_zero_info("BatchFinder does nothing under fast_dev_run")
             return
@@ -220,7 +220,8 @@ class BatchFinder(Callback):
         if "plan" not in state_dict:
             return
         self._checkpoint = state_dict
-        if self._fit_started and self.plan is not None:
+        # a LearningRateFinder loads the checkpoint that it saved after the search
+        if self._fit_started and self.plan is not None and state_dict != self.state_dict():
             rank_zero_warn(
                 f"BatchFinder searched again and uses batch size {self.plan.batch_size}, because this strategy loads"
                 f" the checkpoint (batch size {state_dict['plan']['batch_size']}) after the search. To keep its size,"
@@ -250,7 +251,7 @@ class BatchFinder(Callback):
 
     def _evaluation(self, trainer: Trainer, module: LightningModule) -> None:
         """Search with forward passes, where the loaders of the stage follow the batch size."""
-        loop, source, options = stage_loop(trainer), stage_source(trainer), self._options
+        loop, source, options, self._cancel = stage_loop(trainer), stage_source(trainer), self._options, None
         if getattr(trainer, f"limit_{source.stage}_batches") == 0:
             return
         check_step(module, "validation_step" if source.stage == "val" else f"{source.stage}_step")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import signal
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -196,6 +198,46 @@ def test_an_error_in_a_step_keeps_its_traceback_and_both_sizes_are_restored(
     assert (module.batch_size, data.hparams.batch_size) == (7, PROJECT_SIZE)
     assert (module.sizes, finder.plan) == ([], None)
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+class Plain(LightningModule):
+    """A module that can be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size, self.lr = PROJECT_SIZE, 0.1
+        self.layer = nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layer(batch[0]).mean()
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader(self.batch_size)
+
+    val_dataloader = train_dataloader
+
+
+@pytest.mark.parametrize("run", ["fit", "validate"])
+def test_a_finder_that_ran_can_be_pickled(fit: Any, device: Any, run: str) -> None:
+    finder = BatchFinder(max_batch_size=8)
+    trainer = fit(Plain(), finder, device)
+    if run == "validate":
+        trainer.validate(Plain(), verbose=False)
+    assert finder.plan is not None
+    assert pickle.loads(pickle.dumps(finder)).plan == finder.plan
+
+
+def test_a_learning_rate_finder_after_the_search_is_no_warning(
+    fit: Any, device: Any, recwarn: pytest.WarningsRecorder, tmp_path: Path
+) -> None:
+    finder, tuner = BatchFinder(max_batch_size=8), LearningRateFinder(num_training_steps=4)
+    fit(Plain(), finder, device, tuner, default_root_dir=tmp_path)
+    assert not [str(one.message) for one in recwarn if "BatchFinder" in str(one.message)]
 
 
 def test_a_loader_built_before_the_search_is_a_warning(search: Any, device: Any) -> None:
