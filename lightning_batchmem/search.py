@@ -131,6 +131,8 @@ class BatchSizeSearch:
                     attach_loaders(trainer, loaders.combined, loaders.batches(self._first), combined, counts)
                     if options.target_batch_size is not None:
                         trainer.accumulate_grad_batches = 2  # gradients are then alive in backward too
+                    configure_optimizers_again(trainer)  # what this sets in the module was restored too
+                    freeze_schedulers(trainer)
                     begin_training(trainer)
                 return attempt.pop_all()  # an error in the user's hooks restores at once
 
@@ -219,12 +221,9 @@ class BatchSizeSearch:
         return step
 
     def _restart(self, stage: _Stage) -> None:
-        """Restore the state in which the stage starts, with new optimizers."""
+        """Restore the state in which the stage starts."""
         forget_compiled()
         self._attempts.restart(stage.start)
-        if stage.runner.has_training:
-            configure_optimizers_again(self._trainer)
-            freeze_schedulers(self._trainer)
         self.start_bytes = stage.runner.current_bytes()
 
     def _synchronized(self, plan: Plan, stage: _Stage, limits: SearchLimits) -> Plan | SearchFailed:

@@ -306,6 +306,18 @@ class OwnOptimizers(Net):
         return {"optimizer": self.adam, "lr_scheduler": {"scheduler": self.schedule, "interval": "step"}}
 
 
+class KeepsSchedule(Net):
+    """Keeps the schedule that ``configure_optimizers`` makes, and steps it itself."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return optimizer
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        self.schedule.step()
+
+
 def scripted(batch_size: int) -> Net:
     module = Net(batch_size)
     module.layers = torch.jit.script(module.layers)
@@ -450,6 +462,7 @@ CASES = {
     ),
     "hooks_on_tensors_that_ask_the_trainer": Case(Hooked),
     "optimizers_of_its_own": Case(OwnOptimizers, trainer={"max_epochs": 1}),
+    "schedule_kept_in_the_module": Case(KeepsSchedule),
     "scripted": Case(scripted),
     "entangled_attributes": Case(Entangled),
     "onecycle_of_a_loader_with_generators": Case(
