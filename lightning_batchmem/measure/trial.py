@@ -260,7 +260,7 @@ class TrialRunner:
         saved = self._saved_callbacks
         saving_bytes = self._runner.held_bytes() + self._runner.state_bytes(saved) if saved else 0
         share = _RESERVE_SHARE_INEXACT if self._runner.live is None else share
-        return max(int(share * grown_bytes), saving_bytes - peak_bytes)
+        return int(share * grown_bytes) + max(0, saving_bytes - peak_bytes)  # a later step, then a checkpoint
 
 
 def _differ(peaks_bytes: list[int]) -> bool:
