@@ -189,7 +189,7 @@ def test_find(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "--max-batch-size",
         "8",
         "--limit",
-        "900MiB",
+        "4GiB",
         "--trainer",
         "accelerator=cpu",
         "--trainer",
@@ -197,7 +197,7 @@ def test_find(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert main(["find", "my_project:make", *arguments, "--out", "plan.json"]) == 0
     plan = Plan.from_json(Path("plan.json").read_text())
-    assert (plan.batch_size, plan.limit_bytes) == (8, 900 * MIB)
+    assert (plan.batch_size, plan.limit_bytes) == (8, 4096 * MIB)
     assert capsys.readouterr().out.endswith(f"\n{plan}\n")  # after the line of progress
     assert sorted(path.name for path in project.iterdir() if path.suffix) == ["my_project.py", "plan.json"]
     assert main(["find", "my_project:make", "--limit", "1MiB"]) == 1
