@@ -125,7 +125,15 @@ def draw_samples(
 
     They hold at most ``share_bytes`` in this process, but at least one is read; ``collate`` may be called here.
     """
-    drawn = _draw(loader, collate, worst_case, share_bytes)
+    try:
+        drawn = _draw(loader, collate, worst_case, share_bytes)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise RuntimeError(
+                f"Memory ran out while BatchFinder read a single sample of {type(loader.dataset).__name__}. Free memory"
+                " or make the samples smaller."
+            ) from error
+        raise
     if not drawn.sizes:
         raise ValueError("the data set must have at least one sample, got none")
     return drawn

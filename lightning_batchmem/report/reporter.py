@@ -27,7 +27,7 @@ _SAME = ("steps", "peak_bytes", "peak_step", "phase_peak_bytes", "peak_reserved_
 
 
 class StepReporter:
-    """Reports the records of one run; each is queued until its limit and its time on the device are known."""
+    """Reports the records of one run; each is queued until it is logged and its time on the device is known."""
 
     def __init__(
         self,
@@ -50,23 +50,26 @@ class StepReporter:
         if csv is not None and plan is not None:
             csv.write_text(PLAN_NAME, plan.to_json())
         self._queue: list[StepRecord] = []
+        self._num_counted = 0  # of the queue, from its left end
         self._intervals: defaultdict[str, StepTotals] = defaultdict(StepTotals)
         self._logged: defaultdict[str, StepTotals] = defaultdict(StepTotals)
         self._epoch_peak_bytes = self._run_peak_bytes = self._steady_peak_bytes = 0
 
     def add(self, record: StepRecord) -> None:
-        self._count(record)
         self._queue.append(record)
         if len(self._queue) >= _MAX_QUEUED:
-            self._write()
+            self.process()
 
-    def _write(self, *, is_last: bool = False) -> None:
-        """Write the records whose time is known; the last call writes all."""
+    def process(self, *, is_last: bool = False) -> None:
+        """Count the records that are new, and write those whose time is known; the last call writes all."""
         queue = self._queue
+        for record in queue[self._num_counted :]:
+            self._count(record)
         known = len(queue) if self._device_timer is None else self._read_device_seconds(self._device_timer, is_last)
         if known and self._csv is not None:
             self._csv.write(queue[:known], world_size=self._world_size)
         del queue[:known]
+        self._num_counted = len(queue)
 
     def _read_device_seconds(self, timer: CudaTimer, is_last: bool) -> int:
         """Read the device's time of the queued steps in order; return how many can be written."""
@@ -96,11 +99,13 @@ class StepReporter:
     @property
     def epoch_peak_bytes(self) -> int | None:
         """Highest allocated bytes in a step of this epoch; None before its first step ended."""
+        self.process()
         return self._epoch_peak_bytes or None
 
     @property
     def run_peak_bytes(self) -> int | None:
         """Highest allocated bytes in a step of this run; None before its first step ended."""
+        self.process()
         return max(self._run_peak_bytes, self._epoch_peak_bytes) or None
 
     def begin_epoch(self) -> None:
@@ -109,7 +114,7 @@ class StepReporter:
     def log(self, stage: str, step: int | None, reading: DeviceReading) -> None:
         """Send the metrics of the stage since the last call to the loggers (not if ``step`` is None)."""
         self.limit_bytes = reading.limit_bytes
-        self._write()
+        self.process()
         interval = self._intervals[stage]
         if not interval.steps:
             return
@@ -149,6 +154,7 @@ class StepReporter:
 
     def join_ranks(self, step: int | None = None) -> tuple[int, ...]:
         """Exchange the totals of training, which every rank must do, and log them if ``step`` is given."""
+        self.process()
         peaks, speeds = gather_ranks(self._total("train"), self._strategy)
         if step is not None:
             self._log_metrics(rank_metrics(peaks, speeds), step)
@@ -165,7 +171,7 @@ class StepReporter:
             if is_complete and is_training and self._world_size > 1:
                 rank_peaks_bytes = self.join_ranks()
         finally:
-            self._write(is_last=True)
+            self.process(is_last=True)
             if self._csv is not None:
                 self._csv.close()
         summary = self._summary(self._stage, recorder.breakdown, rank_peaks_bytes)

@@ -165,6 +165,8 @@ def _caption(summary: Summary) -> list[str]:
         lines.append(f"No breakdown: the run ended before {start}.")
     elif summary.breakdown is not None and summary.breakdown.peak_bytes < (summary.peak_bytes or 0):
         lines.append(f"The highest peak came before {start}; the breakdown is that of the steps after it.")
+    if summary.breakdown is not None and summary.breakdown.other_bytes < 0:
+        lines.append('"Other" is negative: some tensors are not resident (swapped out, or mapped from a file).')
     return [*lines, *(f"Warning: {alert}" for alert in summary.alerts)]
 
 

@@ -63,7 +63,7 @@ def test_every_part_with_its_share():
     ("summary", "present", "missing"),
     [
         (SUMMARY, ["2,000.0 MiB at step 37 (64 samples)", "8,192.0 MiB", "1,200 steps of 12.5 ms"], ["Reserved"]),
-        (SUMMARY, ["1,234.5 samples/s", "25.0% of the time waiting for data"], ["No breakdown"]),
+        (SUMMARY, ["1,234.5 samples/s", "25.0% of the time waiting for data"], ["No breakdown", "not resident"]),
         (CUDA, ["Reserved: 2,100.0 MiB", "cached, unused │ 100.0 MiB", "other (workspaces, kept tensors)"], []),
         (MORE, ["Validation: highest peak 2,500.0 MiB, 3 steps of 12.5 ms", "Warning: Something rises."], []),
         (MORE, ["Peaks of 2 ranks: 1.0 MiB to 2.0 MiB, highest on 1; 3.0 MiB in all", "samples/s, 99.5 items/s"], []),
@@ -71,6 +71,7 @@ def test_every_part_with_its_share():
         (UNKNOWN, ["No breakdown: the run ended before the first step after an optimizer"], ["samples", "waiting"]),
         (NO_MEMORY, ["1,200 steps of 12.5 ms"], ["MiB"]),
         (replace(SUMMARY, peak_bytes=2001 * MIB), ["came before the first step after an optimizer step"], []),
+        (replace(SUMMARY, breakdown=MemoryBreakdown(2100 * MIB, 0, 0, 0, 0, -MIB)), ["are not resident"], []),
     ],
 )
 def test_other_numbers_are_below_the_table(summary, present, missing):
