@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from itertools import count, takewhile
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -49,6 +50,7 @@ class StepCsv:
             return
         try:
             self._rows.writerows([_cells(step, world_size) for step in steps])
+            self._file.flush()  # once for many rows
         except OSError as error:
             with suppress(OSError):  # closing flushes again
                 self._file.close()
@@ -93,6 +95,7 @@ def _cells(step: StepRecord, world_size: int) -> tuple[object, ...]:
     )
 
 
+@lru_cache(maxsize=64)  # phases and steps often have the same peak
 def _mib(count_bytes: int | None) -> str:
     return "" if count_bytes is None else str(round(count_bytes / MIB, 3))
 
@@ -104,8 +107,9 @@ def _paths(directory: Path) -> Iterator[Path]:
 def _created(directory: Path) -> tuple[Path, TextIO]:
     for path in _paths(directory):
         with suppress(FileExistsError):  # also of a link to nothing
-            file = path.open("x", buffering=1, newline="", encoding="utf-8")
+            file = path.open("x", newline="", encoding="utf-8")
             file.write(_HEADER)
+            file.flush()
             return path, file
     raise AssertionError("the paths do not end")
 
@@ -119,7 +123,7 @@ def _appended(path: Path) -> tuple[Path, TextIO] | None:
             return None
         file.seek(-1, 2)
         is_cut_off = file.read(1) != b"\n"  # a killed run leaves half a row
-    appended = path.open("a", buffering=1, newline="", encoding="utf-8")
+    appended = path.open("a", newline="", encoding="utf-8")
     appended.write("\r\n" if is_cut_off else "")
     return path, appended
 

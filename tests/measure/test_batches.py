@@ -334,3 +334,16 @@ def test_each_loader_has_its_own_longest_sample_and_share() -> None:
     assert probe.longest_bytes == [20 * 8, 12 * 8]
     assert len(probe.notes) == 2
     assert [one.shape[0] for one in ProbeBatches(stage, room_bytes=0).batch(3)[0]] == [3, 3]
+
+
+class OneHugeSample(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 200000000000 bytes.")
+
+
+def test_a_sample_that_does_not_fit_is_explained() -> None:
+    with pytest.raises(RuntimeError, match="Memory ran out while BatchFinder read a single sample of OneHugeSample"):
+        read_sizes(OneHugeSample())
