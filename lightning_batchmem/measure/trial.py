@@ -64,11 +64,6 @@ class TrialRunner:
         self._fixed_evaluation: list[StepPeaks] = []  # of loaders that do not follow the batch size
 
     @property
-    def has_training(self) -> bool:
-        """Whether the steps train."""
-        return self._training is not None
-
-    @property
     def is_compiled(self) -> bool:
         """Whether the steps have compiled anything."""
         return self._runner.is_compiled

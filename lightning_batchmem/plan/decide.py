@@ -18,8 +18,6 @@ from lightning_batchmem.plan.records import (
     SearchLimits,
     SearchPolicy,
     Trial,
-    TrialKind,
-    mib,
 )
 from lightning_batchmem.plan.scaling import largest_where, rounded, size_range
 
@@ -60,14 +58,14 @@ def decide(
             reason = f"{highest} samples: {reasons.size_limit_text(limits)}. Nothing was run."
             return Plan(highest, "dataset", False, limits.limit_bytes, None, None, (), None, None, reason)
         first = min(max(lowest, rounded(policy.first_size, limits, up=True)), highest)
-        return NextSize(first, "probe", f"{first} samples: the smallest size to measure.")
+        return NextSize(first, "probe")
     state = _SearchState(tuple(trials), limits, policy, lowest, highest)
     step = state.smaller() if not state.fitting else state.next_size()
     if isinstance(step, NextSize):
         if step.batch_size in state.tried or state.sizes_left:
             return step
         if not state.passed and state.fitting:  # a size that was probed costs no other one
-            return NextSize(state.largest.batch_size, "rehearsal", f"{state.largest.batch_size} samples: the last try.")
+            return NextSize(state.largest.batch_size, "rehearsal")  # the last try
         step = _MEMORY
     if isinstance(step, SearchFailed):
         return step
@@ -138,27 +136,27 @@ class _SearchState:
         if self.failed and self.failed[-1].kind == "probe" and self.sizes_left > 3 and not kills:
             between = self._rounded(math.isqrt(self.largest.batch_size * int(self.failed_size)))
             if between >= 2 * self.largest.batch_size:
-                return self._next(between, "probe", "between a size that fits and one that does not")
+                return NextSize(between, "probe")  # between a size that fits and one that does not
         candidate = self._candidate()
         probes_only = not self.passed and not self.failed and not kills
         if probes_only and self.limits.max_sizes > 4:
             large = self._rounded(int(self.policy.large_probe_share * candidate))
             if large >= 2 * self.largest.batch_size and self._within(large, self.policy.candidate_share / 2):
-                return self._next(large, "probe", "a larger size, to check the lines")
+                return NextSize(large, "probe")  # to check the lines
         if kills:
             return self._climb(candidate)
         if not self.passed:
-            return self._next(candidate, "rehearsal", "predicted to fit")
+            return NextSize(candidate, "rehearsal")
         if self.failed or self.limits.steps_are_collective or len(self.passed) > 1:
             return _MEMORY
         higher = self._largest_within(self.policy.step_up_share)
         is_gain = higher == self.highest or higher >= (1 + self.policy.min_gain) * self.passed[-1].batch_size
-        return self._next(higher, "rehearsal", "a few per cent more") if is_gain else _MEMORY
+        return NextSize(higher, "rehearsal") if is_gain else _MEMORY
 
     def smaller(self) -> NextSize | SearchFailed:
         """A smaller first size when the first one did not fit."""
         if self.lowest < self.failed_size:
-            return NextSize(self.lowest, "probe", f"{self.lowest} samples: {self.failed_size} did not fit.")
+            return NextSize(self.lowest, "probe")
         hint = " Or pass min_batch_size=1." if self.lowest == self.policy.first_size else ""
         return SearchFailed(reasons.nothing_fits_text(self.failed[-1], self.limits) + hint, self.trials)
 
@@ -179,7 +177,7 @@ class _SearchState:
         rehearsed = {trial.batch_size for trial in self.trials if trial.kind == "rehearsal"}
         may_run = target in self.tried or self.sizes_left
         if chosen.batch_size != target and target not in rehearsed and may_run:
-            return NextSize(target, "rehearsal", f"{target} samples: {share:.0%} of the throughput at {size}.")
+            return NextSize(target, "rehearsal")
         return self.plan(chosen, "throughput" if chosen is not best else limited_by)
 
     def plan(self, chosen: Trial, limited_by: LimitedBy) -> Plan:
@@ -218,16 +216,15 @@ class _SearchState:
         """A second size before there is a line: one that fits for certain, or the next one above."""
         size, highest = self.largest.batch_size, min(self.highest, self.failed_size - 1)
         if (following := rounded(size + 1, self.limits, up=True)) > highest:
-            return self._next(size, "rehearsal", "the largest size allowed") if not self.passed else _MEMORY
+            return NextSize(size, "rehearsal") if not self.passed else _MEMORY
         second = self._rounded(int(min(self.policy.second_growth * size, self._guaranteed(), highest)))
         if self.failed:
             second = min(second, self._rounded(math.isqrt(size * int(self.failed_size))))
         if second > size:
-            why = "a second size, to measure the growth with each sample"
-            return self._next(second, "rehearsal" if second == self.highest else "probe", why)
+            return NextSize(second, "rehearsal" if second == self.highest else "probe")
         if not self.passed:
-            return self._next(size, "rehearsal", "the next size may not fit")
-        return _MEMORY if self.limits.out_of_memory_kills else self._next(following, "rehearsal", "one size more")
+            return NextSize(size, "rehearsal")  # the next size may not fit
+        return _MEMORY if self.limits.out_of_memory_kills else NextSize(following, "rehearsal")
 
     def _guaranteed(self) -> int:
         """The largest size that fits if all that does not last grows in proportion to the batch.
@@ -265,8 +262,8 @@ class _SearchState:
             fits = largest_where(lambda size: self._within(size, 1.0), 0, 10**9)
             target = max(self.lowest, self._rounded(int(share * fits)))
             if 1.1 * self.largest.batch_size < target < candidate:
-                return self._next(target, "climb", "a part of the predicted size, to measure what is held")
-        return self._next(candidate, "rehearsal", "predicted to fit")
+                return NextSize(target, "climb")  # to measure what is held
+        return NextSize(candidate, "rehearsal")
 
     def _largest_within(self, share: float) -> int:
         return self._rounded(largest_where(lambda size: self._within(size, share), 0, self.highest))
@@ -290,8 +287,3 @@ class _SearchState:
 
     def _rounded(self, size: int) -> int:
         return self.highest if size >= self.highest else rounded(size, self.limits)
-
-    def _next(self, size: int, kind: TrialKind, why: str) -> NextSize:
-        if self.model is not None:
-            why += f"; predicted {mib(self.model.predict_bytes(size))} of {mib(self.limits.limit_bytes)}"
-        return NextSize(size, kind, f"{size} samples: {why}.")

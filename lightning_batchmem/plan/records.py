@@ -213,11 +213,10 @@ class SearchPolicy:
 
 @dataclass(frozen=True)
 class NextSize:
-    """The next size to run, and a sentence why."""
+    """The next size to run."""
 
     batch_size: int
     kind: TrialKind
-    reason: str
 
 
 @dataclass(frozen=True)

@@ -44,4 +44,4 @@ def reuse(plan: Plan, trials: Sequence[Trial], limits: SearchLimits) -> NextSize
         return f"it has {size} samples, and sizes from {lowest} to {highest} are allowed: {size_limit_text(limits)}"
     if plan.limited_by not in ("memory", "throughput") and size != highest:
         return f"its size was limited by {plan.limited_by.replace('_', ' ')} to {size} and may now be {highest}"
-    return NextSize(size, "rehearsal", f"{size} samples: the size of an earlier plan.")
+    return NextSize(size, "rehearsal")

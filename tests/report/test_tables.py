@@ -100,9 +100,9 @@ def test_the_line_of_a_search_has_the_size_with_its_prediction_and_its_peak(enab
     monkeypatch.setattr(tables, "Console", lambda: console)
     trials = [Trial(size, "ok", {"forward": (100 + size) * MIB}) for size in (2, 8)]
     with SearchProgress(enabled=enabled) as progress:
-        progress.trying(NextSize(2, "probe", ""), [])
+        progress.trying(NextSize(2, "probe"), [])
         progress.refresh()
-        progress.trying(NextSize(400, "rehearsal", ""), trials)
+        progress.trying(NextSize(400, "rehearsal"), trials)
         progress.measured(Trial(400, "ok", {"forward": 501 * MIB}))
     states = list(dict.fromkeys(re.findall(r"BatchFinder: ([^\r\n]*) 0:00:0\d", console.file.getvalue())))
     last = "size 400, predicted 500.0 MiB, measured 501.0 MiB"
