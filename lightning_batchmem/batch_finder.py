@@ -58,7 +58,7 @@ class BatchFinder(Callback):
         min_batch_size: the smallest size to consider, in samples; ``None``: 2 (one sample is an error to BatchNorm).
         multiple_of: sizes are rounded down to a multiple of it; ``None``: to the largest power of two that is
             at most a 64th of the size.
-        min_steps_per_epoch: an epoch keeps so many optimizer steps: the size is at most samples / (steps x
+        min_steps_per_epoch: an epoch keeps at least this many optimizer steps: the size is at most samples / (steps x
             accumulation x ranks), but not below the size of the project or ``min_batch_size``. ``None``, and where
             ``max_batch_size`` or ``target_batch_size`` is given: no limit.
         batch_arg_name: the attribute of the module, the datamodule or their hparams that holds the size, or a path to

@@ -158,8 +158,9 @@ def compare(
     BatchFinder(**options)  # raises for wrong options
     for name, variant in variants.items():
         arguments = {**_BASE, **(base or {}), **variant}
-        if arguments["devices"] not in (1, "1") or arguments.get("num_nodes", 1) != 1:
-            raise ValueError(f"devices must be 1 in base and variants, got {arguments['devices']!r} in {name!r}")
+        devices, nodes = arguments["devices"], arguments.get("num_nodes", 1)
+        if (devices not in (1, "1") and not (isinstance(devices, list) and len(devices) == 1)) or nodes != 1:
+            raise ValueError(f"devices must be one device, got {devices!r} on {nodes} nodes in {name!r}")
     console, results = Console(stderr=True), []
     why_here = ""
     for number, (name, variant) in enumerate(variants.items(), start=1):

@@ -36,14 +36,16 @@ def callbacks_of_pytorch_lightning() -> list[Any]:
 
 def parse_options(texts: Iterable[str]) -> dict[str, Any]:
     """Options from texts such as ``"memory_limit=0.9"``; see :func:`parse_value`."""
-    pairs = (text.partition("=") for text in texts)
-    return {name.strip(): parse_value(value.strip()) for name, _, value in pairs}
+    pairs = [(text, *text.partition("=")) for text in texts]
+    if wrong := [text for text, _, equals, _ in pairs if not equals]:
+        raise ValueError(f"options must be NAME=VALUE, got {wrong[0]!r}")
+    return {name.strip(): parse_value(value.strip()) for _, name, _, value in pairs}
 
 
 def parse_value(text: str) -> Any:
-    """The Python literal in ``text``; the text if it is none."""
+    """The Python literal in ``text``, also ``true``, ``false`` and ``none``; the text if it is none."""
     try:
-        return ast.literal_eval(text)
+        return ast.literal_eval(text.capitalize() if text in ("true", "false", "none") else text)
     except (ValueError, SyntaxError):
         return text
 

@@ -180,11 +180,12 @@ class BatchSizeSearch:
     ) -> Plan | SearchFailed:
         """Measure, fit, decide; or only rehearse the size of a plan that is used again."""
         trials, runner, notes = list(trials_run or ()), stage.runner, list[str]()
-        reused = stage.reused if trials_run is None else None
-        begin, is_announced = time.monotonic(), False
+        reused, begin, is_announced = stage.reused if trials_run is None else None, time.monotonic(), False
         while True:
             step = reuse(reused, trials, limits) if reused is not None else decide(trials, limits)
             if isinstance(step, str):
+                if trials:
+                    self._restart(stage, self._first)
                 notes, trials, reused = [not_used_text(step)], [], None
                 continue
             if not isinstance(step, NextSize):
@@ -195,43 +196,43 @@ class BatchSizeSearch:
                     rank_zero_info(f"BatchFinder expects to search for {seconds:.0f} s.")
             self._progress.trying(step, trials)
             if step.kind != "probe" or (trials and trials[-1].outcome != "ok"):
-                self._restart(stage)
+                self._restart(stage, step.batch_size)
             stage.setting.write(step.batch_size)
             if not trials and self._ranks.size > 1 and not runner.is_collective:
                 runner.is_collective = any(self._ranks.exchange(runner.calls_collectives(step.batch_size)))
-                if runner.is_collective:  # a step has ended before its first collective
-                    self._restart(stage)
-                    stage.setting.write(step.batch_size)
+                if runner.is_collective or step.kind != "probe":  # a step has ended early, or changed the start
+                    self._restart(stage, step.batch_size)
             smaller = stage.loaders.last_batch_size(step.batch_size)
             trial = runner.run(step.kind, step.batch_size, smaller, limits.limit_bytes)
             trial = with_workers(trial, stage.workers, self._device, limits.limit_bytes)
             trials.append(self._ranks.worst_of_all(trial))
             self._progress.measured(trials[-1])
             # other processes may have filled the device meanwhile
-            own_bytes = own_limit_bytes(self._trainer, self._device, self._averages_bytes)
+            own = own_limit_bytes(self._trainer, self._device, self._averages_bytes), runner.is_compiled
+            of_ranks, are_compiled = zip(*self._ranks.exchange(own), strict=True)
             limits = replace(
                 limits,
-                limit_bytes=min(limits.limit_bytes, *self._ranks.exchange(own_bytes)),
+                limit_bytes=min(limits.limit_bytes, *of_ranks),
                 steps_are_collective=runner.is_collective,
-                max_sizes=4 if runner.is_compiled else limits.max_sizes,
+                max_sizes=4 if any(are_compiled) else limits.max_sizes,
             )
         if isinstance(step, Plan):
             stage.setting.check_loaders(step.batch_size, stage.loaders)
             step = replace(step, notes=(*step.notes, *notes, *runner.notes))
         return step
 
-    def _restart(self, stage: _Stage) -> None:
-        """Restore the state in which the stage starts."""
+    def _restart(self, stage: _Stage, batch_size: int) -> None:
+        """Restore the state in which the stage starts, and set the size of the next steps."""
         forget_compiled()
         self._attempts.restart(stage.start)
         self.start_bytes = stage.runner.current_bytes()
+        stage.setting.write(batch_size)
 
     def _synchronized(self, plan: Plan, stage: _Stage, limits: SearchLimits) -> Plan | SearchFailed:
         """The plan after a step in which the ranks exchange gradients; room is left for the buffers of the exchange."""
         room = limits = replace(limits, limit_bytes=plan.limit_bytes)  # may have become smaller meanwhile
         while True:
-            self._restart(stage)
-            stage.setting.write(plan.batch_size)
+            self._restart(stage, plan.batch_size)
             held_bytes = max(self._ranks.exchange(stage.runner.synchronized_step(plan.batch_size)))
             if held_bytes <= limits.limit_bytes:
                 return replace(plan, limit_bytes=limits.limit_bytes)
@@ -241,7 +242,7 @@ class BatchSizeSearch:
             outcome = self._search(stage, room, kept)
             if isinstance(outcome, SearchFailed):
                 return outcome
-            plan = outcome
+            plan = replace(outcome, notes=tuple(dict.fromkeys([*plan.notes, *outcome.notes])))
 
     def _runner(self, training: TrainingSteps | None, evaluation: EvaluationSteps | None) -> TrialRunner:
         saved = self._callbacks if training is not None and saves_checkpoints(self._callbacks) else ()

@@ -394,7 +394,7 @@ def test_on_the_host(tmp_path: Path) -> None:
     assert profiler.summary is not None
     assert profiler.summary.batch_size == finder.plan.batch_size
     assert profiler.summary.peak_bytes <= limit
-    assert 11 <= finder.plan.batch_size <= 25  # 16 MiB each; a reserve for what the kernel holds more
+    assert 11 <= finder.plan.batch_size <= 35  # 16 MiB each; a reserve for what the kernel holds more
 
 
 # settings of the trainer that a size may break ------------------------------------------------------------------------

@@ -225,7 +225,7 @@ def test_a_variant_that_fails_has_its_reason(make: Any, variants: Any, error: st
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match="devices must be 1 in base and variants, got 2 in 'x'"):
+    with pytest.raises(ValueError, match="devices must be one device, got 2 on 1 nodes in 'x'"):
         compare(lambda: (Net(), None), {"x": {"devices": 2}})
     with pytest.raises(ValueError, match="max_batch_size must be a whole number"):
         compare(lambda: (Net(), None), {}, max_batch_size=0)

@@ -117,7 +117,7 @@ def test_callbacks_of_the_script_stay(tmp_path: Path, monkeypatch: pytest.Monkey
     [
         ("search", 'LIGHTNING_BATCHMEM must be one of "profile", "find", got \'search\''),
         ("find:limit=3", "must have options of BatchFinder (objective, memory_limit, .*), got 'limit'"),
-        ("find:memory_limit", "memory_limit must be a whole number of bytes, .* got ''"),
+        ("find:memory_limit", "options must be NAME=VALUE, got 'memory_limit'"),
         ("find:max_batch_size=0", "max_batch_size must be a whole number of at least 1, got 0"),
         ("profile:memory_limit=3", "must have options of MemoryProfiler (.*), got 'memory_limit'"),
     ],

@@ -167,6 +167,7 @@ class TrialRunner:
     def synchronized_step(self, batch_size: int) -> int:
         """Run a step in which the ranks exchange gradients, and return what was held at its peak."""
         record = StepRecords(self._main)
+        self._is_slow = False  # all ranks run equally many steps
         with self._ranks.collective_step(batch_size):
             self._runner.series(self._main, batch_size, record, self._two_steps)
         return max(record.held_bytes)

@@ -39,6 +39,7 @@ def reuse(plan: Plan, trials: Sequence[Trial], limits: SearchLimits) -> NextSize
             trials=(*earlier, trials[-1]),
             reason=f"{size} samples: the size of an earlier plan, which passed a rehearsal again.",
             notes=(),
+            evaluation=None,  # it has a search of its own
         )
     if not lowest <= size <= highest:
         return f"it has {size} samples, and sizes from {lowest} to {highest} are allowed: {size_limit_text(limits)}"

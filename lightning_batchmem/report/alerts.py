@@ -131,7 +131,7 @@ class Prediction:
         self._bound = MemoryModel(lines) if self._is_host else self._model  # the heap keeps memory of evaluation
         self._smallest, self._largest = min(sizes, default=0), _MAX_EXTRAPOLATION * max(sizes, default=0)
         # the lines are live bytes, and the profiler reads the resident set of the host, which is larger
-        beyond = (trial.held_bytes - trial.peak_bytes for trial in plan.trials if trial.outcome == "ok")
+        beyond = (trial.needed_bytes - trial.peak_bytes for trial in plan.trials if trial.outcome == "ok")
         self._beyond_bytes = max(beyond, default=0) if self._is_host else 0
         self._allowed_bytes: dict[int | None, float] = {}
 

@@ -67,6 +67,7 @@ def in_fit(
     module: LightningModule,
     *,
     source: Callable[[Trainer], DataSource] = train_source,
+    name: str = "batch_size",
     **data: Any,
 ) -> Any:
     """What ``look`` returns at the start of a real fit, which then trains a batch."""
@@ -74,7 +75,7 @@ def in_fit(
 
     class Look(Callback):
         def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            seen.append(look(BatchSizeSetting(trainer, pl_module, "batch_size", source(trainer))))
+            seen.append(look(BatchSizeSetting(trainer, pl_module, name, source(trainer))))
 
     quiet_trainer(Look(), max_steps=1, limit_val_batches=0).fit(module, **data)
     return seen[0]
