@@ -15,7 +15,7 @@ _CALLBACKS = {"profile": ("MemoryProfiler",), "find": ("BatchFinder", "MemoryPro
 
 
 def callbacks() -> list[Any]:
-    """Return what :data:`VARIABLE` asks for, for a Trainer of ``lightning.pytorch``.
+    """Return the callbacks that :data:`VARIABLE` names, for a Trainer of ``lightning.pytorch``.
 
     ``profile`` is a MemoryProfiler, ``find`` a BatchFinder too. Options follow as
     ``find:memory_limit=0.9,target_batch_size=256``.

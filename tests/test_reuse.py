@@ -46,6 +46,8 @@ def test_only_a_rehearsal_is_run(again: Any, device: Any, earlier: Plan, tmp_pat
     (run / "batch_plan.json").write_text("of an older run")
     os.utime(run / "batch_plan.json", (1, 1))
     (run / "batch_plan_1.json").write_text(earlier.to_json())
+    os.utime(run / "batch_plan_1.json", (2, 2))
+    (run / "batch_plan_2.json").write_text(replace(earlier, conditions=None).to_json())  # of an evaluation
     for given in (earlier, run / "batch_plan_1.json", str(tmp_path)):
         used: list[int] = []
 

@@ -45,12 +45,12 @@ class SavedStorages:
             ) from error
 
     def write_back(self) -> None:
+        for flat in (*self._on_host, *(flat for flat, _ in self._on_device)):
+            if flat.untyped_storage().nbytes() != flat.numel():  # a step resized a tensor in place
+                flat.untyped_storage().resize_(flat.numel())
         for flat, copied in self._on_device:
             flat.copy_(copied)
         self._file.seek(0)
-        for flat in self._on_host:
-            if flat.untyped_storage().nbytes() != flat.numel():  # a step resized a tensor in place
-                flat.untyped_storage().resize_(flat.numel())
         for chunk in self._host_chunks():
             kept = torch.empty_like(chunk)
             self._file.readinto(kept.numpy())

@@ -155,7 +155,7 @@ def cuda_utilization(device: torch.device) -> Utilization | None:
     def percent() -> float | None:
         try:
             return float(torch.cuda.utilization(device))
-        except Exception:  # noqa: BLE001  # NVML, amdsmi, a missing module: unrelated types, never worth a run
+        except Exception:  # noqa: BLE001  # NVML, amdsmi, a missing module: unrelated types; a missing reading ends no run
             return None
 
     if percent() is None:

@@ -241,10 +241,9 @@ def _c_library() -> Any:
 
 
 def _set_holes_aside(library: Any) -> None:
-    """Allocate the free blocks inside the heap for good, without writing to them: they take addresses, no memory.
+    """Allocate the free blocks inside the heap and never free them: unwritten, they take addresses but no memory.
 
-    Blocks of later sizes would scatter over the holes that earlier ones left. Measured after steps of 86 samples of a
-    U-Net: 66 samples held 339 MiB, with the holes set aside 250 MiB as in a new process.
+    Blocks of later sizes would else scatter over the holes that earlier ones left, and hold more than in a new process.
     """
     size = _LARGEST_HOLE_BYTES
     while size >= _SMALLEST_HOLE_BYTES:

@@ -13,13 +13,17 @@ from lightning_batchmem.plan.scaling import size_range
 
 
 def load_plan(plan: Plan | str | Path) -> Plan:
-    """A plan, or that of a file, or the newest one below a log directory; OSError or ValueError without one."""
+    """A plan, or that of a file, or the newest of a fit below a log directory; OSError or ValueError without one."""
     if isinstance(plan, Plan):
         return plan
     path = Path(plan)
     if path.is_dir():
-        found = sorted(path.rglob("batch_plan*.json"), key=lambda one: one.stat().st_mtime)
-        path = found[-1] if found else path / "batch_plan.json"
+        found = sorted(path.rglob("batch_plan*.json"), key=lambda one: one.stat().st_mtime, reverse=True)
+        for one in found:
+            earlier = Plan.from_json(one.read_text(encoding="utf-8"))
+            if earlier.conditions is not None:  # not the plan of an evaluation
+                return earlier
+        path = found[0] if found else path / "batch_plan.json"
     return Plan.from_json(path.read_text(encoding="utf-8"))
 
 

@@ -26,7 +26,7 @@ _HEADER = ",".join(COLUMNS) + "\r\n"
 
 
 def make_log_dir(directory: Path) -> None:
-    """Create the log directory, and raise the OSError that says what to do if it cannot be written."""
+    """Create the log directory, and raise an OSError with a remedy if it cannot be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=directory).close()
