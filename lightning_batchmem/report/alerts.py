@@ -31,7 +31,7 @@ _SENTENCES = {
 
 # CUDA allocates the same bytes for the same step; the resident set of the host varies by up to 30 % of its growth.
 _TOLERANCE = {"device": 0.05, "host": 0.30}
-_HOST_TOLERANCE_BYTES = 16 * MIB  # at least: loggers and libraries allocate memory during training
+_HOST_TOLERANCE_BYTES = 64 * MIB  # at least: libraries are loaded, and loggers allocate memory, during training
 _MAX_EXTRAPOLATION = 1.5  # of the largest size that was measured
 _NEARLY_FULL = 0.95
 _EVALUATION_ABOVE = 0.02

@@ -128,8 +128,7 @@ def is_above(one: Alerts, size: int | None, peak_bytes: float) -> bool:
         (GRANULARITY, "cuda", 10, 112),  # the granularity
         (GRANULARITY, "cuda", 3, 112),  # below the measured sizes the smallest counts
         (GRANULARITY, "cuda", 150, 257.5),
-        (GRANULARITY, "host", 100, 230),  # 30 % of the growth
-        (GRANULARITY, "host", 20, 136),  # 16 MiB at least
+        (GRANULARITY, "host", 100, 264),  # 64 MiB at least
     ],
 )
 def test_a_step_may_be_above_the_plan_by_a_share_of_the_growth(
@@ -143,9 +142,9 @@ def test_a_step_may_be_above_the_plan_by_a_share_of_the_growth(
     assert one.step(step(61, 100, 10**15), None) == []  # once
 
 
-@pytest.mark.parametrize(("device", "allowed_mib"), [("cuda", 205), ("host", 200 + 60 + 0.3 * 160)])
+@pytest.mark.parametrize(("device", "allowed_mib"), [("cuda", 205), ("host", 200 + 200 + 0.3 * 300)])
 def test_the_resident_set_may_exceed_the_live_bytes_as_in_the_search(device: str, allowed_mib: float) -> None:
-    held = Trial(100, "ok", {"backward": 200 * MIB}, "rehearsal", peak_held_bytes=260 * MIB)
+    held = Trial(100, "ok", {"backward": 200 * MIB}, "rehearsal", peak_held_bytes=400 * MIB)
     one = replace(plan(device=device), trials=(held,))
     assert not is_above(alerts(plan=one), 100, allowed_mib * MIB)
     assert is_above(alerts(plan=one), 100, allowed_mib * MIB + 1)
