@@ -27,7 +27,6 @@ _STATUS = Path("/proc/self/status")
 _GROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _STATM = Path("/proc/self/statm")
-
 _KIB = 1024  # "kB" in /proc. Source: proc_pid_status(5)
 
 _LARGEST_HOLE_BYTES, _SMALLEST_HOLE_BYTES = 2**25, 2**16  # glibc maps larger blocks than the first
@@ -35,8 +34,7 @@ _LARGEST_HOLE_BYTES, _SMALLEST_HOLE_BYTES = 2**25, 2**16  # glibc maps larger bl
 # Since Linux 6.2 each core may hold some pages back from getrusage.
 _READINGS_AGREE_BYTES = 2**20
 
-# Version 1 of control groups writes "no limit" as the largest page counter, 2^63 less a page.
-# Source: https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
+# Version 1 of control groups writes "no limit" as 2^63 less a page. Source: docs.kernel.org/admin-guide/cgroup-v1
 _NO_LIMIT_BYTES = 1 << 62
 
 
@@ -87,7 +85,7 @@ class HostMemory:
         """Return the largest resident set since :meth:`reset_peak`."""
         if self._quick:  # inline, because every step reads it three times
             return MemoryStats(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB)
-        peak_bytes = _peak_resident_bytes() if self._clear_refs is not None else None
+        peak_bytes = _status_bytes("VmHWM") if self._clear_refs is not None else None
         return self.current() if peak_bytes is None else MemoryStats(peak_bytes)
 
     def current(self) -> MemoryStats:
@@ -100,6 +98,10 @@ class HostMemory:
             return int(self._process.memory_info().rss)
         resident, shared = os.pread(self._statm, 256, 0).split()[1:3]  # Source: proc_pid_statm(5), in pages
         return (int(resident) - int(shared)) * resource.getpagesize()
+
+    def file_bytes(self) -> int:
+        """Return the resident pages of files, such as libraries."""
+        return _status_bytes("RssFile") or 0
 
     def budget_bytes(self) -> int:
         """Return the resident set plus the least of available memory, control group and resource limits."""
@@ -190,7 +192,7 @@ def _open_clear_refs() -> int | None:
     """Open the file and restart the peak; ``None`` where one of the kernel's two files is missing (some sandboxes)."""
     clear_refs = None
     try:
-        if _peak_resident_bytes() is None:
+        if _status_bytes("VmHWM") is None:
             return None
         clear_refs = os.open(_CLEAR_REFS, os.O_WRONLY)
         os.write(clear_refs, b"5")
@@ -202,14 +204,14 @@ def _open_clear_refs() -> int | None:
 
 
 def _readings_agree() -> bool:
-    peak_bytes = _peak_resident_bytes()
+    peak_bytes = _status_bytes("VmHWM")
     rusage_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
     return peak_bytes is not None and abs(peak_bytes - rusage_bytes) <= _READINGS_AGREE_BYTES
 
 
-def _peak_resident_bytes() -> int | None:
-    """The kernel's high-water mark of the resident set; ``None`` where it has none."""
-    _, found, rest = _STATUS.read_bytes().partition(b"\nVmHWM:")
+def _status_bytes(name: str) -> int | None:
+    """A number of the kernel about this process; ``None`` where there is none. Source: proc_pid_status(5)."""
+    _, found, rest = _STATUS.read_bytes().partition(f"\n{name}:".encode())
     return int(rest.split(maxsplit=1)[0]) * _KIB if found else None
 
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_batchmem.devices import DeviceMemory
+from lightning_batchmem.devices.host import HostMemory
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.measure.peaks import LiveStorages, PhasePeaks, RequestedBytes, StepPeaks
 from lightning_batchmem.measure.steps import Steps
@@ -85,6 +86,7 @@ class StepRunner:
         self.trainer, self.device, self.callback = trainer, device, callback
         self.is_host = device.name == "host"
         self._samples_bytes = samples_bytes if self.is_host else 0
+        self._file_bytes = device.file_bytes() if isinstance(device, HostMemory) else 0
         self.live = self._live_counter(counts_live)
         self._frames_before = compiled_frames()
         self.has_idle_optimizer = False  # one that did not step while others warmed up
@@ -152,7 +154,7 @@ class StepRunner:
                     record.seconds += [seconds] if timed and steps is record.main else []
                     if not live:
                         held_bytes = found.peak_bytes if self.is_host else found.peak_reserved_bytes or found.peak_bytes
-                        record.held_bytes.append(held_bytes - self._samples_bytes)
+                        record.held_bytes.append(held_bytes - self._not_counted_bytes())
                     record.samples += batch_size
                 record.full_steps += steps is record.main
 
@@ -166,7 +168,12 @@ class StepRunner:
         """What this process has taken from the device at this moment."""
         stats = self.device.current()
         held_bytes = stats.allocated_bytes if stats.reserved_bytes is None else stats.reserved_bytes
-        return held_bytes - self._samples_bytes
+        return held_bytes - self._not_counted_bytes()
+
+    def _not_counted_bytes(self) -> int:
+        """Bytes of the search's samples, and of files mapped since the start: the kernel drops these first."""
+        new_bytes = self.device.file_bytes() - self._file_bytes if isinstance(self.device, HostMemory) else 0
+        return self._samples_bytes + max(0, new_bytes)
 
     def state_bytes(self, callbacks: Iterable[Callback]) -> int:
         """Bytes of weights, optimizer and callback state, which saving a checkpoint copies in host memory."""
