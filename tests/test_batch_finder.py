@@ -397,6 +397,23 @@ def test_on_the_host(tmp_path: Path) -> None:
     assert 11 <= finder.plan.batch_size <= 35  # 16 MiB each; a reserve for what the kernel holds more
 
 
+def test_pages_of_files_are_not_memory_held_on_the_host(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(256 * MIB))
+    mapped = torch.from_file(str(path), size=256 * MIB, dtype=torch.uint8)  # as in a data set on disk
+
+    class Mapped(Deep):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            mapped.max()
+            return super().training_step(batch, batch_idx)
+
+    finder = BatchFinder(max_batch_size=3)
+    quiet_trainer(finder, max_steps=1, default_root_dir=tmp_path).fit(Mapped())
+    assert finder.plan is not None
+    assert finder.plan.held_peak_bytes is not None
+    assert finder.plan.held_peak_bytes < HostMemory().current().allocated_bytes - 64 * MIB
+
+
 # settings of the trainer that a size may break ------------------------------------------------------------------------
 
 
