@@ -192,3 +192,12 @@ def test_a_checkpoint_takes_a_copy_of_the_state(
     reserves.clear()
     search(Stepping(device), ModelCheckpoint(tmp_path), options={"max_batch_size": 4}, enable_checkpointing=True)
     assert set(reserves) == {2 * 3 * 4 + 2 * 4 + 4}  # weights, moments, step counts, and a score of the callback
+
+
+def test_a_reserve_is_kept_for_holes_in_the_heap(search: Any, device: Any) -> None:
+    device.name, device._base_bytes = "host", MIB
+    device.free()
+    plan = search(Stepping(device), options={"max_batch_size": 4})
+    trial = rehearsed(plan)[0]
+    grown_bytes = trial.held_bytes - MIB
+    assert trial.reserve_bytes / grown_bytes == pytest.approx(0.12 + 0.25, abs=0.01)  # tensors take few bytes here
