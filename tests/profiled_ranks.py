@@ -1,12 +1,10 @@
-"""Train two processes with the profiler under DDP and FSDP2; the last line of rank zero has both results."""
+"""A rank of test_totals.py: trains with the profiler under DDP and FSDP2, and writes what it found to a file."""
 
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningModule
@@ -47,14 +45,11 @@ def train(module, strategy, directory):
     trainer = quiet_trainer(profiler, logger=CSVLogger(directory), **options)
     trainer.fit(module, DataLoader(TensorDataset(torch.zeros(24, 64)), batch_size=4))
     summary = profiler.summary
-    found = {"peaks": summary.rank_peaks_bytes, "own": summary.peak_bytes, "breakdown": asdict(summary.breakdown)}
-    return found if trainer.is_global_zero else None
+    return {"peaks": summary.rank_peaks_bytes, "own": summary.peak_bytes, "breakdown": asdict(summary.breakdown)}
 
 
-if __name__ == "__main__":
+def profile(rank, directory):
     warnings.simplefilter("ignore")
-    directory = Path(sys.argv[1])
     sharded = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     found = [train(Uneven(), "ddp", directory / "ddp"), train(Sharded(), sharded, directory / "fsdp2")]
-    if found[0] is not None:
-        print("\n" + json.dumps(found))  # noqa: T201
+    (directory / f"{rank}.json").write_text(json.dumps(found))

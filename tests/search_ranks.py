@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import itertools
 import json
@@ -115,7 +114,6 @@ def digest(tensors: list[Any]) -> str:
 def run_case(case: Case, directory: Path, ranks: int) -> dict[str, Any]:
     """Train, or validate, and return what this rank saw."""
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
     (directory / f"{os.getpid()}.pid").touch()
     _devices.clear()
@@ -163,13 +161,8 @@ def run_case(case: Case, directory: Path, ranks: int) -> dict[str, Any]:
     }
 
 
-def run_rank(rank: int, cases: dict[str, Case], directory: Path, ranks: int, port: int) -> None:
+def run_cases(rank: int, directory: Path, cases: dict[str, Case], ranks: int) -> None:
     """Run the cases one after the other; an error of a single case is part of the result."""
-    gc.freeze()  # the search collects garbage often, and half a million objects of torch are not part of it
-    output = os.open(directory / f"{rank}.out", os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     seen = {}
     for name, case in cases.items():
         try:

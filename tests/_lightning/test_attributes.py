@@ -27,10 +27,10 @@ class Tracker:
     inner: dict[str, Any] = field(default_factory=dict)
     count: int = 0
 
-    def append_two(self) -> None:
+    def append_two(self):
         self.values.append(2)
 
-    def __next__(self) -> int:  # an iterator of the user's is restored as any object
+    def __next__(self):  # an iterator of the user's is restored as any object
         self.count += 1
         return self.count
 
@@ -43,21 +43,21 @@ class Slotted:
 class Module(LightningModule):
     """Has one attribute, whatever a test wants."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value):
         super().__init__()
         self.value = value
 
 
-def append(value: Any) -> None:
+def append(value):
     value.append(1)
 
 
-def fill(value: Any) -> None:
+def fill(value):
     value["new"] = 1
     value.pop("old")
 
 
-def grow(value: Any) -> None:
+def grow(value):
     value.values.append(2)
     value.inner["deep"].append(3)
     value.count += 1
@@ -72,18 +72,10 @@ def grow(value: Any) -> None:
         (defaultdict(int, old=1), fill, dict),
         ({1, 2}, lambda v: v.add(3), set),
         (bytearray(b"ab"), lambda v: v.append(3), bytes),
-        (
-            Tracker([1], {"deep": [1]}),
-            grow,
-            lambda v: (list(v.values), v.inner["deep"][:], v.count, "extra" in vars(v)),
-        ),
+        (Tracker([1], {"deep": [1]}), grow, lambda v: (list(v.values), str(v.inner), v.count, "extra" in vars(v))),
         (([1],), lambda v: v[0].append(2), lambda v: v[0][:]),
         (np.zeros(3), lambda v: v.__iadd__(1), np.ndarray.tolist),
-        (
-            np.array([[1], "text", None], dtype=object),
-            lambda v: v.__setitem__(1, v[0].append(2)),
-            lambda v: [list(v[0]), *v[1:]],
-        ),
+        (np.array([[1], "text"], object), lambda v: v.__setitem__(1, v[0].append(2)), lambda v: [list(v[0]), v[1]]),
         (random.Random(0), random.Random.random, random.Random.getstate),
         (np.random.RandomState(0), lambda v: v.rand(), lambda v: [*v.get_state()[1].tolist(), v.get_state()[2]]),
         (Slotted([1]), lambda v: setattr(v, "values", v.values.append(2)), lambda v: list(v.values or [])),
@@ -96,7 +88,7 @@ def grow(value: Any) -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_contents_are_restored_in_the_same_object(value: Any, disturb: Any, look: Any) -> None:
+def test_contents_are_restored_in_the_same_object(value, disturb, look):
     module = Module(value)
     before = look(value)
     kept = ModuleState(module)
@@ -107,7 +99,7 @@ def test_contents_are_restored_in_the_same_object(value: Any, disturb: Any, look
     assert look(value) == before
 
 
-def test_unregistered_and_shared_objects_are_met_once() -> None:
+def test_unregistered_and_shared_objects_are_met_once():
     teacher = nn.Linear(2, 2)
     module = Module([teacher, {"again": teacher}])
     module.other = module.value  # the same list
@@ -135,7 +127,7 @@ class Derived(Base):
     buffer = bytearray(b"ab")
 
 
-def test_containers_of_the_users_classes_are_restored() -> None:
+def test_containers_of_the_users_classes_are_restored():
     module, data = Derived(), LightningDataModule()
     data.train = Counting()
     kept = ModuleState(module, [data])
@@ -151,7 +143,7 @@ def test_containers_of_the_users_classes_are_restored() -> None:
 
 
 class Run:
-    def __init__(self) -> None:
+    def __init__(self):
         self.lock = threading.Lock()
 
 
@@ -159,7 +151,7 @@ class Hides:
     """Lets nobody look."""
 
     @property
-    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+    def __dict__(self):
         raise RuntimeError("no")
 
 
@@ -180,7 +172,7 @@ TOO_LARGE = LARGEST_ARRAY_BYTES + 4
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_an_object_that_is_not_restored_is_named_and_the_others_are_restored(value: Any, why: str) -> None:
+def test_an_object_that_is_not_restored_is_named_and_the_others_are_restored(value, why):
     module = Module({"refuses": value, "other": [1]})
     module.weight = nn.Parameter(torch.zeros(LARGEST_ARRAY_BYTES // 4 + 1))  # a parameter of any size is restored
     kept = ModuleState(module)
@@ -192,7 +184,7 @@ def test_an_object_that_is_not_restored_is_named_and_the_others_are_restored(val
     assert not module.weight.any()
 
 
-def test_weights_and_structure_are_restored_when_the_walk_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_structure_are_restored_when_the_walk_ends_early(monkeypatch):
     monkeypatch.setattr("lightning_batchmem._lightning.attributes.MOST_OBJECTS", 100)
     module, data = Module(nn.Linear(2, 2)), LightningDataModule()
     module.rows = [[index] for index in range(1000)]
@@ -212,7 +204,7 @@ def test_weights_and_structure_are_restored_when_the_walk_ends_early(monkeypatch
     assert any("(more than 100)" in what for what in kept.not_restorable)
 
 
-def test_a_buffer_written_with_its_graph_is_restored() -> None:
+def test_a_buffer_written_with_its_graph_is_restored():
     module = Module(nn.Linear(1, 1))
     module.register_buffer("last", torch.zeros(1))
     kept = ModuleState(module)
@@ -227,11 +219,11 @@ def test_a_buffer_written_with_its_graph_is_restored() -> None:
 class Refuses(list):
     """Lets nobody clear it."""
 
-    def clear(self) -> None:
+    def clear(self):
         raise TypeError("no")
 
 
-def test_an_object_that_refuses_to_be_restored_is_a_warning() -> None:
+def test_an_object_that_refuses_to_be_restored_is_a_warning():
     module = Module([Refuses([1]), [1]])
     kept = ModuleState(module)
     for value in module.value:

@@ -1,10 +1,6 @@
-from __future__ import annotations
-
 import ctypes
 import mmap
 import tempfile
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +15,7 @@ from lightning_batchmem._lightning.module_state import ModuleState, SavedStorage
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
 )
-def test_storages_are_restored_in_place(dtype: torch.dtype) -> None:
+def test_storages_are_restored_in_place(dtype):
     tensor = torch.randn(7, 5).to(dtype)
     before, address = tensor.clone(), tensor.data_ptr()
     kept = SavedStorages(iter([tensor]))
@@ -29,7 +25,7 @@ def test_storages_are_restored_in_place(dtype: torch.dtype) -> None:
     assert tensor.data_ptr() == address
 
 
-def test_views_and_shared_storages_are_kept_once() -> None:
+def test_views_and_shared_storages_are_kept_once():
     base = torch.arange(12.0)
     kept = SavedStorages(iter([base[3:7], base.view(3, 4).t(), base]))
     assert len(kept._on_host) == 1
@@ -38,7 +34,7 @@ def test_views_and_shared_storages_are_kept_once() -> None:
     assert torch.equal(base, torch.arange(12.0))
 
 
-def test_storages_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storages_of_several_chunks(monkeypatch):
     monkeypatch.setattr("lightning_batchmem._lightning.module_state._CHUNK_BYTES", 7)
     tensors = [torch.arange(length) for length in (0, 1, 7, 23)]
     kept = SavedStorages(tensors)
@@ -49,7 +45,7 @@ def test_storages_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 2, 9])
-def test_a_tensor_that_a_step_resizes(size: int) -> None:
+def test_a_tensor_that_a_step_resizes(size):
     module = LightningModule()
     module.register_buffer("values", torch.arange(4.0))
     state = ModuleState(module)
@@ -60,15 +56,13 @@ def test_a_tensor_that_a_step_resizes(size: int) -> None:
     module.values.resize_(9)  # in training
 
 
-def test_a_full_directory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_directory_is_named(monkeypatch):
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: open("/dev/full", "wb", buffering=0))  # noqa: SIM115
     with pytest.raises(OSError, match=rf"optimizer state \(400 bytes\) to {tempfile.gettempdir()}.* Set TMPDIR to"):
         SavedStorages([torch.zeros(100)])
 
 
-def test_the_copy_is_neither_a_visible_file_nor_resident_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_copy_is_neither_a_visible_file_nor_resident_memory(tmp_path, monkeypatch):
     from lightning_batchmem.devices.host import HostMemory
 
     device_memory = HostMemory()
@@ -82,7 +76,7 @@ def test_the_copy_is_neither_a_visible_file_nor_resident_memory(
     assert pages_in_cache(kept._file.fileno()) == 0
 
 
-def pages_in_cache(descriptor: int) -> int:
+def pages_in_cache(descriptor):
     with mmap.mmap(descriptor, 0) as mapped:
         first = ctypes.c_char.from_buffer(mapped)
         resident = (ctypes.c_ubyte * (len(mapped) // mmap.PAGESIZE))()
@@ -93,7 +87,7 @@ def pages_in_cache(descriptor: int) -> int:
 
 
 class Deep(LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
         self.layers[1].eval()
@@ -101,13 +95,13 @@ class Deep(LightningModule):
         self.tied.weight = self.layers[0].weight
         self.register_buffer("hidden", torch.zeros(2), persistent=False)
         self.metric = MeanMetric()
-        self.memory: list[Any] = [1, [2, 3]]
+        self.memory = [1, [2, 3]]
         self.alias = self.memory
         self.average = torch.ones(3)
         self.data = TensorDataset(torch.zeros(4))
 
 
-def disturb(module: Deep) -> None:
+def disturb(module):
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
             tensor.add_(1)
@@ -125,7 +119,7 @@ def disturb(module: Deep) -> None:
     del module.alias
 
 
-def described(module: Deep) -> list[Any]:
+def described(module):
     """Everything that ``disturb`` changes, and which objects hold it."""
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(), ("average", module.average)]
     return [
@@ -135,9 +129,9 @@ def described(module: Deep) -> list[Any]:
     ]
 
 
-def test_a_module_is_restored() -> None:
+def test_a_module_is_restored():
     module = Deep()
-    called: list[int] = []
+    called = []
     handle = module.layers.register_forward_pre_hook(lambda *_: called.append(1))
     before = described(module)
     kept = ModuleState(module)
@@ -151,9 +145,9 @@ def test_a_module_is_restored() -> None:
     assert called == [1]
 
 
-def test_a_lazy_parameter_is_refused() -> None:
+def test_a_lazy_parameter_is_refused():
     class Lazy(LightningModule):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layer = nn.LazyLinear(3)
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -10,17 +8,17 @@ from lightning.pytorch.strategies import (
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
-from torch.nn import BatchNorm1d, Module, SyncBatchNorm
+from torch.nn import BatchNorm1d, SyncBatchNorm
 
 from lightning_batchmem._lightning.strategies import check_strategy, steps_are_collective
 
 
-def trainer_on(kind: type) -> SimpleNamespace:
+def trainer_on(kind):
     return SimpleNamespace(strategy=object.__new__(kind))
 
 
 @pytest.mark.parametrize("kind", [SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy])
-def test_supported_strategies(kind: type) -> None:
+def test_supported_strategies(kind):
     check_strategy(trainer_on(kind))
 
 
@@ -31,7 +29,7 @@ def test_supported_strategies(kind: type) -> None:
         (FSDPStrategy, r"ModelParallelStrategy .* got FSDPStrategy"),
     ],
 )
-def test_refused_strategies(kind: type, message: str) -> None:
+def test_refused_strategies(kind, message):
     with pytest.raises(ValueError, match=message):
         check_strategy(trainer_on(kind))
 
@@ -45,8 +43,6 @@ def test_refused_strategies(kind: type, message: str) -> None:
         (ModelParallelStrategy, BatchNorm1d(2), 2, True),
     ],
 )
-def test_sharding_and_synchronized_batch_norm_make_steps_collective(
-    kind: type, layer: Module, ranks: int, expected: bool
-) -> None:
+def test_sharding_and_synchronized_batch_norm_make_steps_collective(kind, layer, ranks, expected):
     trainer = SimpleNamespace(strategy=object.__new__(kind), lightning_module=layer, world_size=ranks)
     assert steps_are_collective(trainer) is expected

@@ -1,25 +1,20 @@
-from __future__ import annotations
-
-from collections.abc import Callable
 from contextlib import nullcontext
 from operator import methodcaller
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from torch import Tensor, nn
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from lightning_batchmem._lightning.data_source import (
-    DataSource,
     loader_batch_size,
     set_loader_batch_size,
     train_source,
     validation_source,
 )
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
-from lightning_batchmem.apply.loaders import StageLoaders
 from lightning_batchmem.measure.batches import ProbeBatches
 from tests.lawful import loader, quiet_trainer
 
@@ -29,18 +24,18 @@ DATASET = TensorDataset(torch.arange(10))
 class Nameless(LightningModule):
     """Has no attribute for the size."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(1, 1)
-        self.trained: list[Any] = []
+        self.trained = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         self.trained.append(batch)
         return self.layer.weight.sum()
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def validation_step(self, batch, batch_idx, dataloader_idx=0): ...
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
@@ -51,38 +46,31 @@ class Module(Nameless):
 class WithHooks(Module):
     """``train`` and ``val`` make loaders of a batch size."""
 
-    def __init__(self, train: Callable[[int], Any], val: Callable[[int], Any] = loader) -> None:
+    def __init__(self, train, val=loader):
         super().__init__()
         self.train_loaders, self.val_loaders = train, val
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return self.train_loaders(self.batch_size)
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self):
         return self.val_loaders(self.batch_size)
 
 
-def in_fit(
-    look: Callable[[BatchSizeSetting], Any],
-    module: LightningModule,
-    *,
-    source: Callable[[Trainer], DataSource] = train_source,
-    name: str = "batch_size",
-    **data: Any,
-) -> Any:
+def in_fit(look, module, *, source=train_source, name="batch_size", **data):
     """What ``look`` returns at the start of a real fit, which then trains a batch."""
-    seen: list[Any] = []
+    seen = []
 
-    class Look(Callback):
-        def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            seen.append(look(BatchSizeSetting(trainer, pl_module, name, source(trainer))))
+    def on_fit_start(trainer, pl_module):
+        seen.append(look(BatchSizeSetting(trainer, pl_module, name, source(trainer))))
 
-    quiet_trainer(Look(), max_steps=1, limit_val_batches=0).fit(module, **data)
+    trainer = quiet_trainer(LambdaCallback(on_fit_start=on_fit_start), max_steps=1, limit_val_batches=0)
+    trainer.fit(module, **data)
     return seen[0]
 
 
-def train_loaders(module: LightningModule, batch_size: int, **data: Any) -> StageLoaders:
-    def look(setting: BatchSizeSetting) -> StageLoaders:
+def train_loaders(module, batch_size, **data):
+    def look(setting):
         setting.check()
         restore = setting.keep()
         loaders = setting.loaders_for(batch_size)
@@ -92,30 +80,23 @@ def train_loaders(module: LightningModule, batch_size: int, **data: Any) -> Stag
     return in_fit(look, module, **data)
 
 
-def sizes_at(loaders: StageLoaders, batch_size: int) -> list[int]:
+def sizes_at(loaders, batch_size):
     return [one.size_at(batch_size) for one in loaders.sized]
 
 
 # Which sizes follow
 
 
+def several_loaders(size):
+    return {"same": loader(size), "more": [loader(4 * size), loader(5)]}
+
+
 @pytest.mark.parametrize(
     ("make", "asked", "at_three", "at_ten", "batches"),
-    [
-        (loader, [3], [3], [10], 500),
-        (
-            lambda size: {"same": loader(size), "more": [loader(4 * size), loader(5)]},
-            [3, 6],
-            [3, 12, 5],
-            [10, 40, 5],
-            1000,
-        ),
-    ],
+    [(loader, [3], [3], [10], 500), (several_loaders, [3, 6], [3, 12, 5], [10, 40, 5], 1000)],
 )
-def test_loaders_that_follow_the_size(
-    make: Any, asked: list[int], at_three: list[int], at_ten: list[int], batches: int
-) -> None:
-    sizes: list[int] = []
+def test_loaders_that_follow_the_size(make, asked, at_three, at_ten, batches):
+    sizes = []
     module = WithHooks(lambda size: (sizes.append(size), make(size))[1])
     loaders = train_loaders(module, 3)
     assert sizes == [*asked, 3]  # the last one is Lightning's own
@@ -147,7 +128,7 @@ def test_loaders_that_follow_the_size(
         (lambda size: DataLoader(DATASET, batch_sampler=[[0], [1, 2]]), r"must have .* got the batch sampler list"),
     ],
 )
-def test_loaders_that_do_not_follow(make: Any, message: str) -> None:
+def test_loaders_that_do_not_follow(make, message):
     with pytest.raises(ValueError, match=message):
         train_loaders(WithHooks(make), 3)
 
@@ -156,15 +137,12 @@ def test_loaders_that_do_not_follow(make: Any, message: str) -> None:
     ("make", "message"),
     [
         (lambda size: [loader(size), loader(5), loader(4 * size)], None),
-        (
-            lambda size: loader(min(size, 16)),
-            "got loaders of batch sizes 16 instead of 40 after it was set to 40",
-        ),
+        (lambda size: loader(min(size, 16)), "got loaders of batch sizes 16 instead of 40 after it was set to 40"),
         (lambda size: [loader(size), loader(min(2 * size, 16))], "batch sizes 40, 16 instead of 40, 80"),
         (lambda size: [loader(size)] * (1 + size // 40), "batch sizes 40, 40 instead of 40"),
     ],
 )
-def test_loaders_are_compared_at_the_chosen_size(make: Any, message: str | None) -> None:
+def test_loaders_are_compared_at_the_chosen_size(make, message):
     refused = pytest.raises(ValueError, match=f"train_dataloader must follow `batch_size` at every size, .*{message}")
     with nullcontext() if message is None else refused:
         in_fit(lambda setting: setting.check_loaders(40, setting.loaders_for(3)), WithHooks(make))
@@ -180,7 +158,7 @@ def test_loaders_are_compared_at_the_chosen_size(make: Any, message: str | None)
         (lambda size: [loader(5), loader(7)], None),
     ],
 )
-def test_validation_loaders_may_have_fixed_sizes(make: Any, at_nine: list[int] | None) -> None:
+def test_validation_loaders_may_have_fixed_sizes(make, at_nine):
     loaders = in_fit(
         methodcaller("loaders_for", 3, may_be_fixed=True), WithHooks(loader, make), source=validation_source
     )
@@ -191,7 +169,7 @@ def test_validation_loaders_may_have_fixed_sizes(make: Any, at_nine: list[int] |
 # Passed loaders
 
 
-def test_sizes_of_passed_loaders_are_set_and_restored() -> None:
+def test_sizes_of_passed_loaders_are_set_and_restored():
     module = Nameless()
     loaders = train_loaders(module, 3, train_dataloaders=[loader(4), {"b": loader(4)}])
     assert loaders.follows
@@ -200,7 +178,7 @@ def test_sizes_of_passed_loaders_are_set_and_restored() -> None:
     assert len(module.trained[0][0][0]) == len(module.trained[0][1]["b"][0]) == 4
 
 
-def test_passed_loaders_of_different_sizes_are_refused_unchanged() -> None:
+def test_passed_loaders_of_different_sizes_are_refused_unchanged():
     passed = [loader(4), loader(8), loader(4)]
     message = r"passed must have one batch size, got 4, 8\. Build them in train_dataloader instead"
     with pytest.raises(ValueError, match=message):
@@ -209,19 +187,19 @@ def test_passed_loaders_of_different_sizes_are_refused_unchanged() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
-def test_other_attributes_of_a_passed_loader_are_unchanged() -> None:
+def test_other_attributes_of_a_passed_loader_are_unchanged():
     class Special(DataLoader):
         """A subclass with other arguments, which Lightning could not build anew."""
 
-        def __init__(self, secret: int, **arguments: Any) -> None:
-            super().__init__(torch.zeros(10, 1), batch_size=4, drop_last=True, pin_memory=True, **arguments)  # type: ignore[arg-type]
+        def __init__(self, secret, **arguments):
+            super().__init__(torch.zeros(10, 1), batch_size=4, drop_last=True, pin_memory=True, **arguments)
             self.secret = secret
 
-    given: dict[str, Any] = {"sampler": range(9, 2, -1), "generator": torch.Generator(), "collate_fn": torch.cat}
+    given = {"sampler": range(9, 2, -1), "generator": torch.Generator(), "collate_fn": torch.cat}
     passed, trained = Special(7, **given), Module()
     before, random = dict(vars(passed)), given["generator"].get_state()
 
-    def look(setting: BatchSizeSetting) -> None:
+    def look(setting):
         restore = setting.keep()
         loaders = setting.loaders_for(2)
         ProbeBatches(loaders)
@@ -244,13 +222,13 @@ class MadeBefore(list):
 
 
 @pytest.mark.parametrize("batch_size", [2, 8])
-def test_a_batch_sampler_that_does_not_follow(batch_size: int) -> None:
+def test_a_batch_sampler_that_does_not_follow(batch_size):
     sampler = MadeBefore(list(range(start, start + 4)) for start in range(0, 40, 4))
     with pytest.raises(ValueError, match=r"must make batches of its batch_size, got one of 4 samples"):
-        set_loader_batch_size(DataLoader(range(40), batch_sampler=sampler), batch_size)  # type: ignore[arg-type]
+        set_loader_batch_size(DataLoader(range(40), batch_sampler=sampler), batch_size)
 
 
-def test_setting_the_size_of_a_loader_in_place() -> None:
+def test_setting_the_size_of_a_loader_in_place():
     loaders = [
         DataLoader(DATASET, batch_size=2),
         DataLoader(DATASET, batch_sampler=BatchSampler(SequentialSampler(DATASET), 2, drop_last=False)),
@@ -264,7 +242,7 @@ def test_setting_the_size_of_a_loader_in_place() -> None:
 
 
 @pytest.mark.parametrize(("given", "kind"), [([loader(1), range(3)], "range"), ([[torch.zeros(1)]], "Tensor")])
-def test_other_loaders_than_torchs_are_refused(given: Any, kind: str) -> None:
+def test_other_loaders_than_torchs_are_refused(given, kind):
     with pytest.raises(ValueError, match=rf"loaders of train_dataloader must be torch DataLoaders .*, got {kind}\."):
         train_loaders(Nameless(), 3, train_dataloaders=given)
 
@@ -275,26 +253,26 @@ def test_other_loaders_than_torchs_are_refused(given: Any, kind: str) -> None:
 class InDict(LightningDataModule):
     """The size in a dict, as torch_geometric's LightningDataset has it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.kwargs = {"batch_size": 32, "num_workers": 0}
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return DataLoader(DATASET, **self.kwargs)
 
 
 class ReadOnly(dict[str, int]):
     """A configuration that refuses changes with an error of its library, as OmegaConf's does."""
 
-    def __setitem__(self, name: str, value: int) -> None:
+    def __setitem__(self, name, value):
         raise RuntimeError("Cannot change read-only config container")
 
 
-def test_a_read_only_configuration_is_named() -> None:
+def test_a_read_only_configuration_is_named():
     data = InDict()
     data.kwargs = ReadOnly(data.kwargs)
 
-    def look(setting: BatchSizeSetting) -> None:
+    def look(setting):
         message = r"`kwargs.batch_size` must be an attribute that can be set, got RuntimeError: Cannot change read-only"
         with pytest.raises(ValueError, match=message):
             setting.write(4)
@@ -302,7 +280,7 @@ def test_a_read_only_configuration_is_named() -> None:
     in_fit(look, Nameless(), name="kwargs.batch_size", datamodule=data)
 
 
-def test_an_attribute_that_does_not_exist_is_an_error_with_those_that_may_be_meant() -> None:
+def test_an_attribute_that_does_not_exist_is_an_error_with_those_that_may_be_meant():
     data = InDict()
     data.width, data.table = 32, torch.zeros(3)
     with pytest.raises(ValueError, match="batch_arg_name must name an attribute") as error:
@@ -316,19 +294,19 @@ def test_an_attribute_that_does_not_exist_is_an_error_with_those_that_may_be_mea
 class PerDevice(LightningDataModule):
     """The size derived in ``setup``, as in the data module of lightning-hydra-template."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.save_hyperparameters({"batch_size": 64})
         self.batch_size_per_device = 0
 
-    def setup(self, stage: str) -> None:
+    def setup(self, stage):
         self.batch_size_per_device = self.hparams.batch_size // 2
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return loader(self.batch_size_per_device)
 
 
-def test_a_size_derived_in_setup_is_an_error_that_names_it() -> None:
+def test_a_size_derived_in_setup_is_an_error_that_names_it():
     message = (
         r"got loaders of batch sizes 32 after it was set to 3\. Pass batch_arg_name=\"batch_size_per_device\", or pass"
         r" the loaders to fit\."
@@ -340,14 +318,14 @@ def test_a_size_derived_in_setup_is_an_error_that_names_it() -> None:
 class ReadsBatches(Dataset):
     """Reads a list of indices at once."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         self.values, self.kind = torch.arange(60.0), kind
-        self.read: list[int] = []
+        self.read = []
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 60
 
-    def __getitem__(self, indices: list[int]) -> Any:
+    def __getitem__(self, indices):
         self.read.append(len(indices))
         values = self.values[indices]
         kinds = {"dict": {"x": values, "y": values.numpy(), "name": "a"}, "list": values.tolist(), "tensor": values}
@@ -356,15 +334,15 @@ class ReadsBatches(Dataset):
 
 @pytest.mark.parametrize("kind", ["dict", "list", "tensor"])
 @pytest.mark.parametrize("is_passed", [False, True])
-def test_a_batch_sampler_as_sampler(kind: str, is_passed: bool) -> None:
+def test_a_batch_sampler_as_sampler(kind, is_passed):
     dataset = ReadsBatches(kind)
 
-    def make(size: int) -> DataLoader[Any]:
+    def make(size):
         return DataLoader(
             dataset, sampler=BatchSampler(SequentialSampler(dataset), size, drop_last=True), batch_size=None
         )
 
-    def look(setting: BatchSizeSetting) -> Any:
+    def look(setting):
         loaders = setting.loaders_for(3)
         assert (loaders.batches(7), sizes_at(loaders, 7)) == (8, [7])
         batch, _ = ProbeBatches(loaders).batch(7)

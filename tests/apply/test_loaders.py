@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,21 +18,21 @@ MODES = ["min_size", "max_size", "max_size_cycle", "sequential"]
 
 
 class Stream(IterableDataset):
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(range(100))
 
 
 class SizedStream(Stream):
-    def __init__(self, length: int | None) -> None:
+    def __init__(self, length):
         self.length = length
 
-    def __len__(self) -> int:
+    def __len__(self):
         if self.length is None:
             raise TypeError("no length")
         return self.length
 
 
-def test_count_samples() -> None:
+def test_count_samples():
     dataset = TensorDataset(torch.zeros(10, 1))
     assert count_samples(DataLoader(dataset, batch_size=3)) == 10
     assert count_samples(DataLoader(dataset, batch_size=3, sampler=[1, 2, 3, 4])) == 4
@@ -46,7 +43,7 @@ def test_count_samples() -> None:
     assert count_samples(DataLoader(SizedStream(None), batch_size=3)) is None
 
 
-def loader_of(samples: int, batch_size: int, drop_last: bool, kind: str) -> DataLoader[Any]:
+def loader_of(samples, batch_size, drop_last, kind):
     dataset = TensorDataset(torch.zeros(samples, 1))
     if kind == "stream":
         return DataLoader(SizedStream(samples), batch_size=batch_size, drop_last=drop_last)
@@ -67,16 +64,16 @@ STAGES = st.tuples(st.lists(LOADERS, min_size=1, max_size=3), st.sampled_from(MO
 LIMITS = st.one_of(st.integers(1, 50), st.just(1.0), st.floats(0.01, 1.0))
 
 
-def settings_of_trainer(**settings: Any) -> Any:
+def settings_of_trainer(**settings):
     defaults = {"limit_train_batches": 1.0, "limit_val_batches": 1.0, "overfit_batches": 0.0, "val_check_interval": 1.0}
     return SimpleNamespace(**{**defaults, "check_val_every_n_epoch": 1, "accumulate_grad_batches": 1, **settings})
 
 
-def largest(loaders: StageLoaders, limit: float) -> int:
+def largest(loaders, limit):
     return min(size for size, _ in stage_bounds(settings_of_trainer(limit_train_batches=limit), "train", loaders))
 
 
-def stage_at(stage: Any, batch_size: int) -> StageLoaders:
+def stage_at(stage, batch_size):
     """The stage as a project builds it at ``batch_size``."""
     made, mode, _ = stage
     sized = []
@@ -90,20 +87,20 @@ def stage_at(stage: Any, batch_size: int) -> StageLoaders:
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 @given(stage=STAGES, batch_size=st.integers(1, 50))
 @settings(deadline=None)
-def test_batches_are_those_of_lightning(stage: Any, batch_size: int) -> None:
+def test_batches_are_those_of_lightning(stage, batch_size):
     loaders = stage_at(stage, batch_size)
-    expected = len(iter(loaders.combined))  # type: ignore[arg-type]
+    expected = len(iter(loaders.combined))
     assert stage_at(stage, stage[2]).batches(batch_size) == expected  # asked at another size
     assert loaders.batches(batch_size) == expected
 
 
 @given(stage=STAGES, limit=LIMITS)
 @settings(deadline=None)
-def test_the_largest_size_is_the_largest_that_lightning_trains_a_full_batch_of(stage: Any, limit: int | float) -> None:
-    def trains(batch_size: int) -> bool:
+def test_the_largest_size_is_the_largest_that_lightning_trains_a_full_batch_of(stage, limit):
+    def trains(batch_size):
         at_size = stage_at(stage, batch_size)
         follow = [one for one in at_size.sized if one.requested_at is not None]
-        if any(one.size > count_samples(one.loader) for one in follow):  # type: ignore[operator]
+        if any(one.size > count_samples(one.loader) for one in follow):
             return False
         try:
             limits = [_parse_num_batches(RunningStage.TRAINING, len(one.loader), limit) for one in follow]
@@ -118,25 +115,25 @@ def test_the_largest_size_is_the_largest_that_lightning_trains_a_full_batch_of(s
     assert largest(loaders, limit) == max((size for size in range(1, 42) if trains(size)), default=0)
 
 
-def test_streams_have_no_bound_and_no_end() -> None:
+def test_streams_have_no_bound_and_no_end():
     stream = LoaderInfo(DataLoader(Stream(), batch_size=4), 4, 4)
     sized = LoaderInfo(loader_of(40, 4, False, "plain"), 4, 4)
     alone = StageLoaders(CombinedLoader([stream.loader]), (stream,))
     assert largest(alone, 1.0) == UNBOUNDED_MAX_BATCH_SIZE
     assert alone.follows
     for mode, batches in zip(MODES, [10, math.inf, math.inf, math.inf], strict=True):
-        both = StageLoaders(CombinedLoader([stream.loader, sized.loader], mode), (stream, sized))  # type: ignore[arg-type]
+        both = StageLoaders(CombinedLoader([stream.loader, sized.loader], mode), (stream, sized))
         assert largest(both, 1.0) == 40
         assert both.batches(4) == batches
 
 
-def one_loader(samples: int, *, drop_last: bool = False, requested_at: int | None = 2) -> StageLoaders:
+def one_loader(samples, *, drop_last=False, requested_at=2):
     one = LoaderInfo(loader_of(samples, 2, drop_last, "plain"), 2, requested_at)
     return StageLoaders(CombinedLoader(one.loader), (one,))
 
 
 @pytest.mark.parametrize(("limit", "size"), [(1.0, 100), (5, 100), (0.5, 99), (0.1, 11), (0.03, 3), (0.001, 0)])
-def test_a_fraction_must_leave_a_batch(limit: int | float, size: int) -> None:
+def test_a_fraction_must_leave_a_batch(limit, size):
     """0.1 of the batches is one only where there are ten: 9 of 11 samples and one of 1."""
     assert largest(one_loader(100), limit) == size
 
@@ -163,7 +160,7 @@ OVERFIT = dict.fromkeys(("overfit_batches", "limit_train_batches", "limit_val_ba
         ({"val_check_interval": 0.01}, None, (1000, "dataset")),
     ],
 )
-def test_settings_that_bound_the_size(settings: dict[str, Any], validation: Any, expected: tuple[int, str]) -> None:
+def test_settings_that_bound_the_size(settings, validation, expected):
     options = SearchOptions(min_steps_per_epoch=None)
     found = training_bounds(settings_of_trainer(**settings), one_loader(1000), validation, options, None)
     assert min(found, key=lambda bound: bound[0]) == expected
@@ -185,15 +182,13 @@ def test_settings_that_bound_the_size(settings: dict[str, Any], validation: Any,
         ({"target_batch_size": 900}, {}, 2, None),
     ],
 )
-def test_an_epoch_keeps_optimizer_steps(
-    arguments: dict[str, Any], settings: dict[str, Any], project_size: int | None, expected: int | None
-) -> None:
+def test_an_epoch_keeps_optimizer_steps(arguments, settings, project_size, expected):
     options, trainer = SearchOptions(**arguments), settings_of_trainer(**settings)
     bounds = {reason: size for size, reason in training_bounds(trainer, one_loader(1000), None, options, project_size)}
     assert bounds.get("min_steps_per_epoch") == expected
 
 
-def test_steps_of_an_epoch_on_ranks_and_of_streams() -> None:
+def test_steps_of_an_epoch_on_ranks_and_of_streams():
     ranks = LoaderInfo(loader_of(1000, 2, False, "plain"), 2, 2, replicas=4)
     stream = LoaderInfo(DataLoader(Stream(), batch_size=2), 2, 2)
     for one, expected in ((ranks, 25), (stream, UNBOUNDED_MAX_BATCH_SIZE)):
@@ -202,7 +197,7 @@ def test_steps_of_an_epoch_on_ranks_and_of_streams() -> None:
         assert bounds[-1] == (expected, "min_steps_per_epoch")
 
 
-def test_a_loader_of_half_the_size_follows_it_downwards() -> None:
+def test_a_loader_of_half_the_size_follows_it_downwards():
     half = LoaderInfo(loader_of(10, 1, False, "plain"), 1, 2)
     assert [half.size_at(size) for size in (1, 2, 3, 4, 20)] == [1, 1, 1, 2, 10]
     assert largest(StageLoaders(CombinedLoader(half.loader), (half,)), 1.0) == 21

@@ -1,13 +1,8 @@
 """Accumulation for a target, the learning rate, and notes on both."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_batchmem import BatchFinder
@@ -20,17 +15,17 @@ assert [found_size(budget_bytes, multiple_of=1) for budget_bytes in (BUDGET, SMA
 class Rated(Lawful):
     """Has a learning rate in an attribute."""
 
-    def __init__(self, device: Any, lr: Any = 0.1, batch_size: Any = 3, optimizer: Any = torch.optim.SGD):
+    def __init__(self, device, lr=0.1, batch_size=3, optimizer=torch.optim.SGD):
         super().__init__(device, law, batch_size)
         self.lr = lr
         self.optimizer = optimizer
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return self.optimizer(self.parameters(), lr=self.lr)
 
 
 @pytest.fixture
-def device(device: Any) -> Any:
+def device(device):
     device.budget = BUDGET
     return device
 
@@ -43,9 +38,7 @@ def device(device: Any) -> Any:
         (1601, 400, 4, 1600, "memory"),  # a prime
     ],
 )
-def test_the_target_is_reached_by_accumulation(
-    search: Any, device: Any, target: int, size: int, accumulate: int, effective: int, limited_by: str
-) -> None:
+def test_the_target_is_reached_by_accumulation(search, device, target, size, accumulate, effective, limited_by):
     sizes, module = Sizes(), Lawful(device, law)
     plan = search(module, sizes, options={"target_batch_size": target, "multiple_of": None})
     assert (plan.batch_size, plan.accumulate_grad_batches, plan.limited_by) == (size, accumulate, limited_by)
@@ -55,7 +48,7 @@ def test_the_target_is_reached_by_accumulation(
     assert any("instead of" in note for note in plan.notes) == (effective != target)
 
 
-def test_an_epoch_shorter_than_an_optimizer_step(search: Any, device: Any) -> None:
+def test_an_epoch_shorter_than_an_optimizer_step(search, device):
     module, options = Rated(device), {"target_batch_size": 4000, "lr_scaling": "linear", "base_batch_size": 400}
     plan = search(module, options=options, limit_train_batches=2)
     assert (plan.accumulate_grad_batches, plan.effective_batch_size) == (10, 800)
@@ -63,12 +56,12 @@ def test_an_epoch_shorter_than_an_optimizer_step(search: Any, device: Any) -> No
     assert module.lr == pytest.approx(0.2)
 
 
-def test_steps_of_the_search_accumulate_for_a_target(search: Any, device: Any) -> None:
+def test_steps_of_the_search_accumulate_for_a_target(search, device):
     """Gradients are alive in the second micro batch, where the peak may be."""
-    seen: set[bool] = set()
+    seen = set()
 
     class Watched(Lawful):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             seen.add(self.layer.weight.grad is not None and self.trainer.accumulate_grad_batches > 1)
             return super().training_step(batch, batch_idx)
 
@@ -83,9 +76,7 @@ def test_steps_of_the_search_accumulate_for_a_target(search: Any, device: Any) -
         (False, [], "must be None under manual optimization"),
     ],
 )
-def test_a_target_next_to_other_accumulation_is_refused(
-    search: Any, device: Any, automatic: bool, callbacks: list[Callback], message: str
-) -> None:
+def test_a_target_next_to_other_accumulation_is_refused(search, device, automatic, callbacks, message):
     module = Lawful(device, law)
     module.automatic_optimization = automatic
     with pytest.raises(ValueError, match=f"target_batch_size {message}"):
@@ -101,9 +92,7 @@ def test_a_target_next_to_other_accumulation_is_refused(
         ({}, {"batch_size": np.int64(40), "lr": np.float32(0.5)}, {"accumulate_grad_batches": 2}, 5.0),
     ],
 )
-def test_the_learning_rate_is_scaled(
-    search: Any, device: Any, options: Any, project: Any, trainer: Any, expected: float
-) -> None:
+def test_the_learning_rate_is_scaled(search, device, options, project, trainer, expected):
     module = Rated(device, **project)
     plan = search(module, options={"lr_scaling": "linear", **options}, **trainer)
     assert plan.learning_rate == module.lr == pytest.approx(expected)
@@ -114,15 +103,15 @@ def test_the_learning_rate_is_scaled(
 
 
 class RatedInHparams(Lawful):
-    def __init__(self, device: Any, learning_rate: float = 0.1) -> None:
+    def __init__(self, device, learning_rate=0.1):
         super().__init__(device, law)
         self.save_hyperparameters("learning_rate")
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.learning_rate)
 
 
-def test_the_learning_rate_in_hparams(search: Any, device: Any) -> None:
+def test_the_learning_rate_in_hparams(search, device):
     module = RatedInHparams(device)
     search(module, options={"lr_scaling": "linear", "base_batch_size": 100})
     assert module.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.4)
@@ -130,7 +119,7 @@ def test_the_learning_rate_in_hparams(search: Any, device: Any) -> None:
     assert module.hparams_initial["learning_rate"] == pytest.approx(0.4)  # which Lightning logs
 
 
-def test_a_second_fit_does_not_scale_again(fit: Any, device: Any) -> None:
+def test_a_second_fit_does_not_scale_again(fit, device):
     finder, module = BatchFinder(multiple_of=1, lr_scaling="linear", base_batch_size=100), Rated(device)
     for budget_bytes, expected in ((BUDGET, 0.4), (SMALLER_BUDGET, 0.2)):
         device.budget = budget_bytes
@@ -138,7 +127,7 @@ def test_a_second_fit_does_not_scale_again(fit: Any, device: Any) -> None:
         assert module.lr == pytest.approx(expected)
 
 
-def test_a_learning_rate_that_is_not_used_is_a_warning(search: Any, device: Any) -> None:
+def test_a_learning_rate_that_is_not_used_is_a_warning(search, device):
     module = Rated(device, optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=0.1))
     with pytest.warns(UserWarning, match="configure_optimizers does not use it"):
         search(module, options={"lr_scaling": "linear"})
@@ -153,8 +142,8 @@ def test_a_learning_rate_that_is_not_used_is_a_warning(search: Any, device: Any)
         ({"batch_size": "32"}, r"base_batch_size must be given .* `batch_size` .* got batch_size='32'"),
     ],
 )
-def test_projects_whose_learning_rate_cannot_be_scaled(search: Any, device: Any, project: Any, message: str) -> None:
-    def optimizer(parameters: Any, lr: Any) -> Any:
+def test_projects_whose_learning_rate_cannot_be_scaled(search, device, project, message):
+    def optimizer(parameters, lr):
         return torch.optim.SGD(parameters, lr=float(lr))
 
     module = Lawful(device, law) if project is None else Rated(device, **project, optimizer=optimizer)
@@ -164,9 +153,7 @@ def test_projects_whose_learning_rate_cannot_be_scaled(search: Any, device: Any,
 
 
 @pytest.mark.parametrize("target", [None, 3])
-def test_a_note_on_the_learning_rate_without_scaling(
-    search: Any, device: Any, target: int | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_note_on_the_learning_rate_without_scaling(search, device, target, capsys):
     module = Rated(device)
     plan = search(module, options={"target_batch_size": target})
     notes = [note for note in plan.notes if "samples per optimizer step" in note]

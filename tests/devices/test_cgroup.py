@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from lightning_batchmem.devices.host import cpu_quota_cores, memory_headroom_bytes
@@ -10,7 +6,7 @@ MIB = 1 << 20
 UNLIMITED_V1 = str(0x7FFFFFFFFFFFF000)
 
 
-def write_files(root: Path, files: dict[str, object]) -> None:
+def write_files(root, files):
     """Write files of groups; integers are in MiB."""
     for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -18,11 +14,11 @@ def write_files(root: Path, files: dict[str, object]) -> None:
 
 
 @pytest.fixture
-def membership(tmp_path: Path) -> Path:
+def membership(tmp_path):
     return tmp_path / "self_cgroup"
 
 
-def headroom_mib(root: Path, membership: Path) -> float | None:
+def headroom_mib(root, membership):
     headroom_bytes = memory_headroom_bytes(root=root, membership=membership)
     return None if headroom_bytes is None else headroom_bytes / MIB
 
@@ -34,7 +30,7 @@ GROUP_V1 = {"memory/abc/memory.limit_in_bytes": 200, "memory/abc/memory.usage_in
 ANCESTORS = {"a/memory.max": 100, "a/memory.current": 80, "a/b/memory.max": "max", "a/b/memory.current": 60}
 
 
-GROUPS: dict[str, tuple[str, dict[str, object], int | None]] = {
+GROUPS = {
     "no page cache": ("0::/app", {"app/memory.max": 100, "app/memory.current": 90, "app/memory.stat": STATISTICS}, 40),
     "ancestor": ("0::/a/b/c", {**ANCESTORS, "a/b/c/memory.max": 90, "a/b/c/memory.current": 10}, 20),
     "throttled": ("0::/app", {"app/memory.max": 100, "app/memory.high": 70, "app/memory.current": 10}, 60),
@@ -62,19 +58,19 @@ GROUPS: dict[str, tuple[str, dict[str, object], int | None]] = {
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_headroom(tmp_path: Path, membership: Path, name: str) -> None:
+def test_headroom(tmp_path, membership, name):
     line, files, expected_mib = GROUPS[name]
     membership.write_text(f"{line}\n")
     write_files(tmp_path / "root", files)
     assert headroom_mib(tmp_path / "root", membership) == expected_mib
 
 
-def test_without_control_groups_there_is_no_limit(tmp_path: Path, membership: Path) -> None:
+def test_without_control_groups_there_is_no_limit(tmp_path, membership):
     assert headroom_mib(tmp_path, membership) is None
     assert cpu_quota_cores(root=tmp_path, membership=membership) is None
 
 
-def test_a_change_of_limit_use_or_group_is_seen(tmp_path: Path, membership: Path) -> None:
+def test_a_change_of_limit_use_or_group_is_seen(tmp_path, membership):
     membership.write_text("0::/a\n")
     write_files(tmp_path, {"b/memory.max": 30, "b/memory.current": 10, "a/memory.max": "max", "a/memory.current": 10})
     assert headroom_mib(tmp_path, membership) is None
@@ -98,7 +94,7 @@ PERIOD_V1 = {"cpu,cpuacct/x/cpu.cfs_period_us": "100000"}
         ("1:cpu,cpuacct:/x", {**PERIOD_V1, "cpu,cpuacct/x/cpu.cfs_quota_us": "-1"}, None),
     ],
 )
-def test_cpu_quota(tmp_path: Path, membership: Path, line: str, files: dict[str, object], cores: float | None) -> None:
+def test_cpu_quota(tmp_path, membership, line, files, cores):
     membership.write_text(f"{line}\n")
     write_files(tmp_path, files)
     assert cpu_quota_cores(root=tmp_path, membership=membership) == cores

@@ -1,10 +1,6 @@
 """CUDA readings with patched functions of torch.cuda; tests/gpu runs them on a device."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -17,54 +13,45 @@ GIB = 1 << 30
 DEVICE = torch.device("cuda", 1)
 
 
-@dataclass
-class Driver:
+@pytest.fixture
+def driver(monkeypatch):
     """State behind the patched functions, for device 1."""
+    driver = SimpleNamespace(
+        calls=[], free_bytes=20 * GIB, fraction=1.0, is_integrated=0, requested=(2 * GIB, 8 * GIB), backend="native"
+    )
+    driver.settings = {"expandable_segments": False}
 
-    calls: list[str] = field(default_factory=list)
-    free_bytes: int = 20 * GIB
-    total_bytes: int = 80 * GIB
-    fraction: float = 1.0
-    is_integrated: int = 0
-    requested: tuple[int, int] = (2 * GIB, 8 * GIB)
-    backend: str = "native"
-    settings: dict[str, Any] = field(default_factory=lambda: {"expandable_segments": False})
-
-    def stats(self, device: torch.device) -> dict[str, object]:
+    def stats(device):
         assert device == DEVICE
         return {
             "allocated_bytes": {"all": {"current": 3 * GIB, "peak": 9 * GIB}, "large_pool": {"peak": 1}},
             "reserved_bytes": {"all": {"current": 4 * GIB, "peak": 12 * GIB}},
-            "requested_bytes": {"all": {"current": self.requested[0], "peak": self.requested[1]}},
+            "requested_bytes": {"all": dict(zip(("current", "peak"), driver.requested, strict=True))},
             "num_ooms": 2,
             "num_alloc_retries": 5,
             "num_device_free": 3,
             "num_device_alloc": 77,
         }
 
-    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+    def mem_get_info(device):
         assert device == DEVICE
-        return self.free_bytes, self.total_bytes
+        return driver.free_bytes, 80 * GIB
 
-    def set_fraction(self, fraction: float, device: torch.device) -> None:
+    def set_fraction(fraction, device):
         assert device == DEVICE
         assert 0 <= fraction <= 1
-        self.fraction = fraction
+        driver.fraction = fraction
 
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    driver = Driver()
     functions = {
-        "memory_stats_as_nested_dict": driver.stats,
-        "mem_get_info": driver.mem_get_info,
+        "memory_stats_as_nested_dict": stats,
+        "mem_get_info": mem_get_info,
         "is_initialized": lambda: True,
         "reset_peak_memory_stats": lambda device: driver.calls.append(f"reset {device}"),
         "empty_cache": lambda: driver.calls.append("empty"),
         "synchronize": lambda device: driver.calls.append(f"synchronize {device}"),
         "get_device_properties": lambda device: SimpleNamespace(is_integrated=driver.is_integrated),
         "get_per_process_memory_fraction": lambda device: driver.fraction,
-        "set_per_process_memory_fraction": driver.set_fraction,
+        "set_per_process_memory_fraction": set_fraction,
         "get_allocator_backend": lambda: driver.backend,
     }
     for name, function in functions.items():
@@ -73,7 +60,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
-def test_readings_are_the_counters_of_the_allocator(driver: Driver) -> None:
+def test_readings_are_the_counters_of_the_allocator(driver):
     device_memory = CudaMemory(DEVICE)
     assert device_memory.peak() == MemoryStats(9 * GIB, 12 * GIB, 8 * GIB)
     assert device_memory.current() == MemoryStats(3 * GIB, 4 * GIB, 2 * GIB)
@@ -83,7 +70,7 @@ def test_readings_are_the_counters_of_the_allocator(driver: Driver) -> None:
     assert device_memory.peak().requested_bytes is None
 
 
-def test_only_synchronize_synchronizes(driver: Driver) -> None:
+def test_only_synchronize_synchronizes(driver):
     device_memory = CudaMemory(DEVICE)
     device_memory.reset_peak()
     device_memory.peak()
@@ -103,17 +90,13 @@ def test_only_synchronize_synchronizes(driver: Driver) -> None:
     ("changes", "budget_gib"),
     [({}, 24), ({"fraction": 0.125}, 10), ({"is_integrated": 1}, 10), ({"fraction": 0.5}, 24)],
 )
-def test_budget_is_free_and_reserved_memory_within_the_limits(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], budget_gib: int
-) -> None:
+def test_budget_is_free_and_reserved_memory_within_the_limits(driver, monkeypatch, changes, budget_gib):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=6 * GIB))
     vars(driver).update(changes)
     assert CudaMemory(DEVICE).budget_bytes() == budget_gib * GIB
 
 
-def test_a_torch_without_the_getter_has_a_budget_and_enforces_nothing(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torch_without_the_getter_has_a_budget_and_enforces_nothing(driver, monkeypatch):
     monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
     assert CudaMemory(DEVICE).budget_bytes() == 24 * GIB
     with CudaMemory(DEVICE).limit_enforced(8 * GIB) as is_enforced:
@@ -123,19 +106,17 @@ def test_a_torch_without_the_getter_has_a_budget_and_enforces_nothing(
 
 # 60 GiB are in use, 4 of them reserved by this process
 @pytest.mark.parametrize(("free_gib", "other_gib"), [(20, 56), (76, 0), (77, None)])
-def test_memory_outside_the_allocator(driver: Driver, free_gib: int, other_gib: int | None) -> None:
+def test_memory_outside_the_allocator(driver, free_gib, other_gib):
     driver.free_bytes = free_gib * GIB
     assert CudaMemory(DEVICE).non_torch_bytes() == (None if other_gib is None else other_gib * GIB)
 
 
 @pytest.mark.parametrize(("previous", "limit_gib", "fraction"), [(1.0, 20, 0.25), (0.5, 60, 0.5), (1.0, 200, 1.0)])
-def test_the_limit_is_enforced_and_the_previous_one_restored(
-    driver: Driver, previous: float, limit_gib: int, fraction: float
-) -> None:
+def test_the_limit_is_enforced_and_the_previous_one_restored(driver, previous, limit_gib, fraction):
     driver.fraction = previous
     fractions = []
 
-    def fail_under_the_limit() -> None:
+    def fail_under_the_limit():
         with CudaMemory(DEVICE).limit_enforced(limit_gib * GIB) as is_enforced:
             fractions.append(driver.fraction if is_enforced else None)
             raise RuntimeError("the step failed")
@@ -155,20 +136,19 @@ def test_the_limit_is_enforced_and_the_previous_one_restored(
         {"backend": "cudaMallocAsync"},
     ],
 )
-def test_the_limit_is_not_enforced_where_it_would_be_wrong(driver: Driver, changes: dict[str, Any]) -> None:
+def test_the_limit_is_not_enforced_where_it_would_be_wrong(driver, changes):
     vars(driver).update(changes)
     with CudaMemory(DEVICE).limit_enforced(8 * GIB) as is_enforced:
         assert not is_enforced
         assert driver.fraction == 1.0
 
 
-def test_utilization_is_that_of_the_driver_and_missing_where_it_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(device: torch.device) -> int:
+def test_utilization_is_that_of_the_driver_and_missing_where_it_cannot_be_read(monkeypatch):
+    def fail(device):
         raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
 
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: 0)
     utilization = cuda_utilization(DEVICE)
-    assert utilization is not None
     assert (utilization.key, utilization.percent()) == ("gpu_pct", 0)
     monkeypatch.setattr(torch.cuda, "utilization", fail)
     assert utilization.percent() is None
@@ -181,25 +161,25 @@ class Event:
 
     count = 0
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing=False):
         assert enable_timing
         self.is_reached = False
 
-    def record(self, stream: str) -> None:
+    def record(self, stream):
         assert stream == "stream of cuda:1"
         Event.count += 1
         self.at_ms = 10.0 * Event.count
 
-    def query(self) -> bool:
+    def query(self):
         return self.is_reached
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end):
         assert self.is_reached, "torch raises"
         assert end.is_reached, "torch raises"
         return end.at_ms - self.at_ms
 
 
-def test_seconds_are_known_once_the_device_has_reached_both_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_are_known_once_the_device_has_reached_both_events(monkeypatch):
     """Those of another stream may be reached in the other order."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
@@ -207,5 +187,5 @@ def test_seconds_are_known_once_the_device_has_reached_both_events(monkeypatch: 
     timer = CudaTimer(DEVICE)
     earlier, later = timer.mark(), timer.mark()
     for reached in ((False, False), (True, False), (False, True), (True, True)):
-        earlier.is_reached, later.is_reached = reached  # type: ignore[attr-defined]
+        earlier.is_reached, later.is_reached = reached
         assert timer.seconds_between(earlier, later) == (0.01 if all(reached) else None)

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,22 +9,22 @@ from lightning_batchmem.devices.cuda import OomSnapshot
 class History:
     """Records the calls of the patched torch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.is_on = False
-        self.calls: list[tuple[object, dict[str, object]]] = []
-        self.dump_error: BaseException | None = None
-        self.record_error: BaseException | None = None
+        self.calls = []
+        self.dump_error = None
+        self.record_error = None
 
-    def record(self, enabled: object = "all", **options: object) -> None:
+    def record(self, enabled="all", **options):
         self.calls.append((enabled, options))
         self.is_on = enabled is not None
 
-    def is_enabled(self) -> bool:
+    def is_enabled(self):
         if self.record_error is not None:
             raise self.record_error
         return self.is_on
 
-    def dump(self, filename: str) -> None:
+    def dump(self, filename):
         with open(filename, "wb") as file:
             if self.dump_error is not None:
                 file.write(b"half of it")
@@ -36,7 +33,7 @@ class History:
 
 
 @pytest.fixture
-def history(monkeypatch: pytest.MonkeyPatch) -> History:
+def history(monkeypatch):
     history = History()
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", history.is_enabled, raising=False)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", history.record)
@@ -47,13 +44,13 @@ def history(monkeypatch: pytest.MonkeyPatch) -> History:
 CUDA = torch.device("cuda", 0)
 
 
-def started(directory: Path) -> OomSnapshot:
+def started(directory):
     snapshot = OomSnapshot.start(directory, CUDA)
     assert snapshot is not None
     return snapshot
 
 
-def test_a_bounded_history_is_recorded_and_stopped(history: History, tmp_path: Path) -> None:
+def test_a_bounded_history_is_recorded_and_stopped(history, tmp_path):
     snapshot = started(tmp_path)
     (enabled, options), *others = history.calls
     assert enabled == "all"
@@ -65,7 +62,7 @@ def test_a_bounded_history_is_recorded_and_stopped(history: History, tmp_path: P
     assert not history.is_on
 
 
-def test_a_foreign_history_continues_and_is_written(history: History, tmp_path: Path) -> None:
+def test_a_foreign_history_continues_and_is_written(history, tmp_path):
     history.is_on = True
     snapshot = started(tmp_path)
     snapshot.write(0)
@@ -75,7 +72,7 @@ def test_a_foreign_history_continues_and_is_written(history: History, tmp_path: 
     assert (tmp_path / "oom_snapshot_rank0.pickle").exists()
 
 
-def test_the_sentence_names_the_file_and_no_older_one_is_overwritten(history: History, tmp_path: Path) -> None:
+def test_the_sentence_names_the_file_and_no_older_one_is_overwritten(history, tmp_path):
     directory = tmp_path / "made" / "when written"
     snapshot = started(directory)
     assert not directory.exists()
@@ -92,7 +89,7 @@ def test_the_sentence_names_the_file_and_no_older_one_is_overwritten(history: Hi
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), MemoryError("host"), RuntimeError("not meaningful\nmore")]
 )
-def test_a_failure_is_a_sentence_and_leaves_no_half_file(history: History, tmp_path: Path, error: Exception) -> None:
+def test_a_failure_is_a_sentence_and_leaves_no_half_file(history, tmp_path, error):
     history.dump_error = error
     sentence = started(tmp_path).write(0)
     assert str(error).splitlines()[0] in sentence
@@ -109,9 +106,7 @@ def test_a_failure_is_a_sentence_and_leaves_no_half_file(history: History, tmp_p
         ("cuda", True, RuntimeError("cudaMallocAsync has no recordHistory.\nException raised from"), "cudaMallocAsync"),
     ],
 )
-def test_no_snapshot_is_a_warning(
-    history: History, tmp_path: Path, device: str, is_local: bool, error: RuntimeError | None, reason: str
-) -> None:
+def test_no_snapshot_is_a_warning(history, tmp_path, device, is_local, error, reason):
     history.record_error = error
     with pytest.warns(UserWarning, match=f"No memory snapshot will be written: {reason}"):
         assert OomSnapshot.start(tmp_path if is_local else None, torch.device(device)) is None

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 
 import numpy as np
@@ -62,7 +60,7 @@ class DerivedError(RuntimeError):
     """Like torch.AcceleratorError (2.8 and later), DistBackendError and the errors of TorchDynamo."""
 
 
-def caused_by(error: BaseException, cause: BaseException) -> BaseException:
+def caused_by(error, cause):
     error.__cause__ = cause
     return error
 
@@ -88,12 +86,12 @@ DO_NOT_COUNT = [
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_errors_that_count(counts: bool) -> None:
+def test_errors_that_count(counts):
     errors = COUNT if counts else DO_NOT_COUNT
     assert [error for error in errors if is_out_of_memory(error) is not counts] == []
 
 
-def test_real_errors() -> None:
+def test_real_errors():
     with pytest.raises(RuntimeError) as torch_error:
         torch.empty(10**15)
     assert is_out_of_memory(torch_error.value)
@@ -106,7 +104,7 @@ def test_real_errors() -> None:
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_a_context_counts_unless_it_is_suppressed(hidden: bool) -> None:
+def test_a_context_counts_unless_it_is_suppressed(hidden):
     error = ValueError("clean-up failed")
     error.__context__ = KeyError("between")
     error.__context__.__context__ = MemoryError()
@@ -114,7 +112,7 @@ def test_a_context_counts_unless_it_is_suppressed(hidden: bool) -> None:
     assert is_out_of_memory(error) is not hidden
 
 
-def test_a_cycle_of_causes_ends() -> None:
+def test_a_cycle_of_causes_ends():
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
     assert not is_out_of_memory(first)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -11,33 +9,25 @@ CUDA, CPU, MPS = torch.device("cuda", 1), torch.device("cpu"), torch.device("mps
 
 
 @pytest.mark.parametrize("is_resettable", [True, False])
-def test_the_host_has_a_reader_if_its_peak_can_be_reset(is_resettable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_has_a_reader_if_its_peak_can_be_reset(is_resettable, monkeypatch):
     monkeypatch.setattr("lightning_batchmem.devices.peak_can_be_reset", lambda: is_resettable)
     assert isinstance(device_memory_for(CPU), HostMemory) is is_resettable
 
 
-def test_mps_has_no_reader() -> None:
-    assert device_memory_for(MPS) is None
-    assert utilization_for(MPS) is None
-    assert timer_for(MPS) is timer_for(CPU) is None
-
-
-def test_cuda_has_all_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_of_each_device(monkeypatch):
     assert isinstance(device_memory_for(CUDA), CudaMemory)
     assert isinstance(timer_for(CUDA), CudaTimer)
+    assert device_memory_for(MPS) is utilization_for(MPS) is None
+    assert timer_for(MPS) is timer_for(CPU) is None
+    with pytest.raises(ValueError, match="device must be a cuda, cpu or mps device, got meta"):
+        device_memory_for(torch.device("meta"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
     assert [device_name(device) for device in (CUDA, CPU, MPS)] == ["GPU 1", "host", "mps"]
 
 
-def test_another_device_is_an_error() -> None:
-    with pytest.raises(ValueError, match="device must be a cuda, cpu or mps device, got meta"):
-        device_memory_for(torch.device("meta"))
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="another test may have started CUDA")
-def test_creating_and_reading_the_readers_starts_no_cuda_context() -> None:
+def test_creating_and_reading_the_readers_starts_no_cuda_context():
     device_memory = device_memory_for(CUDA)
-    assert device_memory is not None
     timer_for(CUDA)
     device_memory.reset_peak()
     assert device_memory.peak() == (0, 0, 0)

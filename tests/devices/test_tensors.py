@@ -54,21 +54,21 @@ def test_iterators_are_not_consumed():
     assert next(batch) is ones
 
 
-def test_a_batch_may_refer_to_itself_and_to_its_model() -> None:
+def test_a_batch_may_refer_to_itself_and_to_its_model():
     class Own:
-        def __init__(self) -> None:
+        def __init__(self):
             self.x = torch.ones(4, 2)
             self.me = self
             self.model = torch.nn.Linear(3, 3)
 
-        def to(self, device: torch.device) -> None: ...
+        def to(self, device): ...
 
     assert [tuple(tensor.shape) for tensor in tensors_in(Own())] == [(4, 2)]
     shared = [torch.ones(2)]
     assert [tuple(tensor.shape) for tensor in tensors_in([torch.ones(1), [shared, shared]])] == [(1,), (2,), (2,)]
 
 
-def test_a_copy_does_not_keep_the_storage_of_a_view() -> None:
+def test_a_copy_does_not_keep_the_storage_of_a_view():
     sample = {"image": torch.ones(1000)[:2], "names": ["a"]}
     copy = copied(sample)
     assert copy["image"].untyped_storage().nbytes() == 8
@@ -78,7 +78,7 @@ def test_a_copy_does_not_keep_the_storage_of_a_view() -> None:
     assert shared["names"] is not sample["names"]
 
 
-def test_a_device_without_an_index_is_any_of_its_type() -> None:
+def test_a_device_without_an_index_is_any_of_its_type():
     assert is_on(torch.device("cuda:1"), torch.device("cuda"))
     assert not is_on(torch.device("cuda:1"), torch.device("cuda:0"))
     assert not is_on(torch.device("cpu"), torch.device("cuda"))

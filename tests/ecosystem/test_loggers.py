@@ -1,43 +1,31 @@
 """Metrics and figures in the loggers of W&B and MLflow."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 
 from lightning_batchmem import BatchFinder, MemoryProfiler
 from tests.ecosystem.twice import MARKS, MISSING
-from tests.profiled import METRICS, Net, data
+from tests.profiled import METRICS, Net, data, trainer_for
 
 pytestmark = MARKS
 FIGURES = {"memory_composition", "memory_over_steps", "memory_vs_batch_size", "throughput_vs_batch_size"}
 KEYS = {*METRICS, "memory/predicted_mib"} - {"utilization/cpu_pct"}  # needs some time between two readings
 
 
-def fit(logger: Any, tmp_path: Path) -> None:
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        log_every_n_steps=1,
-        logger=logger,
-        callbacks=[MemoryProfiler(), BatchFinder(max_batch_size=8)],
-        default_root_dir=tmp_path,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-    )
+def fit(logger, tmp_path):
+    callbacks = [MemoryProfiler(), BatchFinder(max_batch_size=8)]
+    trainer = trainer_for(tmp_path, *callbacks, logger=logger, max_epochs=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(Net(), data(48))
     assert [str(one.message) for one in caught if "MemoryProfiler" in str(one.message)] == []
 
 
-def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason=MISSING)
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = WandbLogger(project="memory", save_dir=str(tmp_path), offline=True)
@@ -50,7 +38,7 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names == FIGURES
 
 
-def test_mlflow(tmp_path: Path) -> None:
+def test_mlflow(tmp_path):
     pytest.importorskip("mlflow", reason=MISSING)
     logger = MLFlowLogger(
         tracking_uri=f"sqlite:///{tmp_path}/runs.db", artifact_location=(tmp_path / "artifacts").as_uri()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -20,20 +19,18 @@ class Recorder(Callback):
     losses: ClassVar[list[float]] = []
     callbacks: ClassVar[list[Any]] = []
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer, pl_module):
         Recorder.losses, Recorder.callbacks = [], trainer.callbacks
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         Recorder.losses.append(float(outputs["loss"]))
 
     @staticmethod
-    def find(kind: type[Any]) -> Any:
+    def find(kind):
         return next(callback for callback in Recorder.callbacks if isinstance(callback, kind))
 
 
-def train_twice(
-    train: Callable[[int, list[Any]], torch.nn.Module], finder: type[Any], profiler: type[Any], **arguments: Any
-) -> tuple[Any, Any]:
+def train_twice(train, finder, profiler, **arguments):
     """Return the plan and the profiler's summary; ``train`` takes a batch size and callbacks."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

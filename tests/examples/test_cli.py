@@ -1,8 +1,5 @@
 """LightningCLI: the example in examples/cli, and the arguments of both callbacks."""
 
-from __future__ import annotations
-
-import csv
 import inspect
 import re
 import runpy
@@ -10,13 +7,13 @@ import shutil
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from lightning_batchmem import BatchFinder, MemoryProfiler
+from tests.profiled import rows
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "examples" / "cli"
@@ -34,14 +31,14 @@ pytestmark = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:MemoryProfiler. The peak in step")  # as tests before leave holes in the heap
 @pytest.mark.parametrize(("folder", "prefix"), [("examples/cli", ""), (".", "examples/cli/")])
-def test_the_example_runs_from_its_folder_and_from_the_root(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: str, prefix: str
-) -> None:
+def test_the_example_runs_from_its_folder_and_from_the_root(tmp_path, monkeypatch, capsys, folder, prefix):
     shutil.copytree(EXAMPLE, tmp_path / "examples" / "cli", ignore=shutil.ignore_patterns("logs", "__pycache__"))
     monkeypatch.chdir(tmp_path / folder)
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # seed_everything writes it; pytest takes it away again
-    monkeypatch.setattr(sys, "argv", [f"{prefix}main.py", "fit", "--config", f"{prefix}config.yaml"])
+    shorter = ["--model.channels=4", "--trainer.max_epochs=1"]
+    monkeypatch.setattr(sys, "argv", [f"{prefix}main.py", "fit", "--config", f"{prefix}config.yaml", *shorter])
     runpy.run_path(f"{prefix}main.py", run_name="__main__")
     done = capsys.readouterr().out
     printed = re.search(r"^BatchFinder: batch size (\d+), limited by", done, re.MULTILINE)
@@ -52,8 +49,7 @@ def test_the_example_runs_from_its_folder_and_from_the_root(
     assert "Memory of a training step" in done
 
     logs = tmp_path / folder / "logs" / "cli" / "version_0"
-    with (logs / "memory_per_batch.csv").open() as file:
-        assert max(int(row["batch_size"]) for row in csv.DictReader(file)) == found
+    assert max(int(row["batch_size"]) for row in rows(logs / "memory_per_batch.csv")) == found
     assert yaml.safe_load((logs / "hparams.yaml").read_text())["batch_size"] == found
     (checkpoint,) = (logs / "checkpoints").glob("*.ckpt")
     saved = torch.load(checkpoint, weights_only=True)
@@ -63,15 +59,13 @@ def test_the_example_runs_from_its_folder_and_from_the_root(
 
 
 @pytest.fixture(autouse=True)
-def no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_command_line(monkeypatch):
     """LightningCLI warns when it gets arguments while pytest has some too."""
     monkeypatch.setattr(sys, "argv", sys.argv[:1])
 
 
 @pytest.mark.parametrize(("argument", "value"), [("objective", "speed"), ("max_batch_sise", 64), ("csv", "perhaps")])
-def test_errors_in_the_yaml_name_the_argument(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argument: str, value: Any
-) -> None:
+def test_errors_in_the_yaml_name_the_argument(tmp_path, monkeypatch, capsys, argument, value):
     example = types.ModuleType("cli_example")
     monkeypatch.setitem(sys.modules, example.__name__, example)  # where the types of its arguments are looked up
     exec((EXAMPLE / "main.py").read_text(), vars(example))
@@ -88,17 +82,17 @@ def test_errors_in_the_yaml_name_the_argument(
     assert argument in before_the_whole_value
 
 
-def parse(callback: type, **arguments: Any) -> Any:
+def parse(callback, **arguments):
     """The arguments of a callback as LightningCLI reads them from a YAML."""
     from lightning.pytorch.cli import LightningArgumentParser
 
     parser = LightningArgumentParser(exit_on_error=False)
-    parser.add_lightning_class_args(callback, "callback")  # type: ignore[arg-type]
+    parser.add_lightning_class_args(callback, "callback")
     return parser.parse_string(yaml.safe_dump({"callback": arguments})).callback
 
 
 @pytest.mark.parametrize("callback", [BatchFinder, MemoryProfiler])
-def test_every_argument_is_documented_and_has_its_default(callback: type) -> None:
+def test_every_argument_is_documented_and_has_its_default(callback):
     parsed, documented = parse(callback), inspect.getdoc(callback) or ""
     for name, parameter in inspect.signature(callback).parameters.items():
         assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
@@ -118,7 +112,7 @@ VALUES = {  # one argument of each type of BatchFinder
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_values_of_an_argument(name: str) -> None:
+def test_values_of_an_argument(name):
     from jsonargparse import ArgumentError
 
     right, wrong = VALUES[name]

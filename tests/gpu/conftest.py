@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
 
@@ -9,28 +5,28 @@ from lightning_batchmem.devices.cuda import CudaMemory
 
 
 @pytest.fixture(autouse=True)
-def _cuda() -> None:
+def _cuda():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture
-def device() -> torch.device:
+def device():
     return torch.device("cuda", 0)
 
 
 @pytest.fixture
-def native(device: torch.device) -> None:
+def native(device):
     """Skip a test of what only torch's own allocator has."""
     if torch.cuda.get_allocator_backend() != "native":
         pytest.skip("needs torch's own allocator")
 
 
 @pytest.fixture
-def limit_to(device: torch.device) -> Iterator[Callable[[int], None]]:
+def limit_to(device):
     """Limit the memory of this process for one test, in bytes."""
 
-    def limit(limit_bytes: int) -> None:
+    def limit(limit_bytes):
         torch.cuda.set_per_process_memory_fraction(limit_bytes / torch.cuda.mem_get_info(device)[1], device)
 
     CudaMemory(device).release_cached()

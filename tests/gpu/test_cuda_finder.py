@@ -1,16 +1,12 @@
 """BatchFinder on a CUDA device: training at the size found completes, and nothing of the search is left."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from torch import Tensor, nn
+from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder
@@ -28,7 +24,7 @@ pytestmark = [
 class ConvNet(LightningModule):
     """Convolutions of 32 channels on 128 x 128 pixels: some 40 MiB of activations a sample, few parameters."""
 
-    def __init__(self, batch_size: int = 2) -> None:
+    def __init__(self, batch_size=2):
         super().__init__()
         self.batch_size = batch_size
         widths = (3, *[32] * 7)
@@ -39,44 +35,30 @@ class ConvNet(LightningModule):
         ]
         self.layers = nn.Sequential(nn.Upsample(scale_factor=8), *blocks)
 
-    def forward(self, x: Tensor) -> Tensor:
-        pixels: Tensor = self.layers(x)
-        return pixels.mean((2, 3))
+    def forward(self, x):
+        return self.layers(x).mean((2, 3))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = self(batch[0]).square().mean()
-        return loss
+    def training_step(self, batch, batch_idx):
+        return self(batch[0]).square().mean()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("loss", self(batch[0]).square().mean())
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters())
 
-    def train_dataloader(self) -> DataLoader[Any]:
+    def train_dataloader(self):
         return DataLoader(TensorDataset(torch.ones(20_000, 3, 16, 16)), batch_size=self.batch_size, shuffle=True)
 
-    def val_dataloader(self) -> DataLoader[Any]:
+    def val_dataloader(self):
         return DataLoader(TensorDataset(torch.ones(64, 3, 16, 16)), batch_size=self.batch_size)
 
 
-class OomsInSearch(Callback):
-    """The out-of-memory errors until training begins, which is after the search."""
-
-    def __init__(self, device_memory: CudaMemory) -> None:
-        self.device_memory = device_memory
-        self.count = -1
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.count = ooms(self.device_memory)
-        self.device_memory.reset_peak()
-
-
-def ooms(device_memory: CudaMemory) -> int:
+def ooms(device_memory):
     return device_memory.counters().get("num_ooms", 0)
 
 
-def train(module: ConvNet, folder: Path, *callbacks: Callback) -> ConvNet:
+def train(module, folder, *callbacks):
     quiet_trainer(*callbacks, accelerator="gpu", devices=1, max_steps=STEPS, default_root_dir=folder).fit(module)
     return module
 
@@ -85,30 +67,30 @@ def train(module: ConvNet, folder: Path, *callbacks: Callback) -> ConvNet:
     not hasattr(torch.cuda, "get_per_process_memory_fraction"), reason="this torch cannot report the memory fraction"
 )
 @pytest.mark.parametrize("limit_gib", [3, 9])  # not a share of the device: on a large one a step takes half a second
-def test_training_at_the_size_found_completes_within_the_limit(
-    limit_gib: int, device: torch.device, limit_to: Callable[[int], None], tmp_path: Path
-) -> None:
+def test_training_at_the_size_found_completes_within_the_limit(limit_gib, device, limit_to, tmp_path):
     device_memory, limit_bytes = CudaMemory(device), limit_gib * 2**30
     fraction = limit_bytes / torch.cuda.mem_get_info(device)[1]
     if device_memory.budget_bytes() < limit_bytes:
         pytest.skip("the device is too small, or other processes use it")
     limit_to(limit_bytes)
-    before, in_search, finder = ooms(device_memory), OomsInSearch(device_memory), BatchFinder(min_steps_per_epoch=None)
-    train(ConvNet(), tmp_path, in_search, finder)
-    assert finder.plan is not None
+    before, finder = ooms(device_memory), BatchFinder(min_steps_per_epoch=None)
+    after_search = []
+
+    def on_train_start(*_):
+        after_search.append(ooms(device_memory))
+        device_memory.reset_peak()
+
+    train(ConvNet(), tmp_path, LambdaCallback(on_train_start=on_train_start), finder)
     assert finder.plan.limited_by == "memory"
-    assert in_search.count - before <= 2
-    assert ooms(device_memory) == in_search.count
+    assert after_search[0] - before <= 2
+    assert ooms(device_memory) == after_search[0]
     assert torch.cuda.get_per_process_memory_fraction(device) == pytest.approx(fraction, abs=1e-6)
     peak = device_memory.peak()
-    assert peak.reserved_bytes is not None
     assert peak.allocated_bytes <= peak.reserved_bytes <= limit_bytes
     assert peak.requested_bytes is None or peak.requested_bytes <= peak.allocated_bytes
 
 
-def test_training_after_a_search_is_that_of_the_hard_coded_size(
-    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_after_a_search_is_that_of_the_hard_coded_size(device, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     finder = BatchFinder(max_batch_size=16)
     seed_everything(1, verbose=False)
@@ -116,7 +98,6 @@ def test_training_after_a_search_is_that_of_the_hard_coded_size(
     random_state = torch.cuda.get_rng_state(device)
     seed_everything(1, verbose=False)
     hard_coded = train(ConvNet(16), tmp_path)
-    assert finder.plan is not None
     assert finder.plan.batch_size == 16
     assert torch.equal(random_state, torch.cuda.get_rng_state(device))
     for name, tensor in hard_coded.state_dict().items():

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -18,7 +15,7 @@ needs_fraction = pytest.mark.skipif(
 
 
 @pytest.fixture
-def device_memory(device: torch.device) -> Iterator[CudaMemory]:
+def device_memory(device):
     torch.empty(1, device=device)
     device_memory = CudaMemory(device)
     device_memory.release_cached()
@@ -27,16 +24,16 @@ def device_memory(device: torch.device) -> Iterator[CudaMemory]:
     device_memory.release_cached()
 
 
-def block(size_mib: int, device: torch.device) -> torch.Tensor:
+def block(size_mib, device):
     return torch.empty(size_mib * MIB, dtype=torch.uint8, device=device)
 
 
-def multiply(matrix: torch.Tensor) -> None:
+def multiply(matrix):
     for _ in range(200):
         matrix @ matrix
 
 
-def test_peak_is_exact_and_restarts_after_a_reset(device_memory: CudaMemory, device: torch.device) -> None:
+def test_peak_is_exact_and_restarts_after_a_reset(device_memory, device):
     before = device_memory.current()
     tensor = block(256, device)
     assert device_memory.current().allocated_bytes - before.allocated_bytes == 256 * MIB
@@ -51,9 +48,7 @@ def test_peak_is_exact_and_restarts_after_a_reset(device_memory: CudaMemory, dev
 
 
 @needs_fraction
-def test_the_budget_is_true_and_the_error_above_it_is_recognized(
-    device_memory: CudaMemory, device: torch.device, limit_to: Callable[[int], None], native: None
-) -> None:
+def test_the_budget_is_true_and_the_error_above_it_is_recognized(device_memory, device, limit_to, native):
     limit_to(1024 * MIB)
     budget_bytes = device_memory.budget_bytes()
     assert budget_bytes == pytest.approx(1024 * MIB, abs=MIB)
@@ -70,9 +65,7 @@ def test_the_budget_is_true_and_the_error_above_it_is_recognized(
 
 @needs_fraction
 @pytest.mark.parametrize("previous_mib", [None, 2048])
-def test_an_enforced_limit_fails_above_it_and_is_lifted_afterwards(
-    device_memory: CudaMemory, device: torch.device, limit_to: Callable[[int], None], previous_mib: int | None
-) -> None:
+def test_an_enforced_limit_fails_above_it_and_is_lifted_afterwards(device_memory, device, limit_to, previous_mib):
     if previous_mib is not None:
         limit_to(previous_mib * MIB)
     is_expandable = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
@@ -88,7 +81,7 @@ def test_an_enforced_limit_fails_above_it_and_is_lifted_afterwards(
     block(512, device)
 
 
-def test_no_reading_waits_for_the_device(device_memory: CudaMemory, device: torch.device) -> None:
+def test_no_reading_waits_for_the_device(device_memory, device):
     matrix = torch.ones(4096, 4096, device=device)
     timer = CudaTimer(device)
     matrix @ matrix

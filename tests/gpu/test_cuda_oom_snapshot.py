@@ -1,8 +1,4 @@
-from __future__ import annotations
-
 import pickle
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +10,7 @@ from tests.lawful import MIB, quiet_trainer
 
 
 @pytest.fixture(autouse=True)
-def _limit_of_a_gibibyte(device: torch.device, native: None) -> Iterator[None]:
+def _limit_of_a_gibibyte(device, native):
     device_memory_for(device).release_cached()  # with what an error before kept alive
     torch.cuda.set_per_process_memory_fraction(1024 * MIB / torch.cuda.mem_get_info(device)[1], device)
     yield
@@ -23,21 +19,17 @@ def _limit_of_a_gibibyte(device: torch.device, native: None) -> Iterator[None]:
     device_memory_for(device).release_cached()
 
 
-def run_out(device: torch.device) -> None:
-    held = []
-    while True:
-        held.append(torch.empty(100 * MIB, dtype=torch.uint8, device=device))
-
-
 class Hungry(BoringModel):
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> object:
+    def training_step(self, batch, batch_idx):
         if batch_idx == 2:
-            run_out(self.device)
+            held = []
+            while True:
+                held.append(torch.empty(100 * MIB, dtype=torch.uint8, device=self.device))
         return super().training_step(batch, batch_idx)
 
 
 @pytest.mark.filterwarnings("ignore:GPU utilization cannot be read")  # MIG, a sandbox without NVML
-def test_the_profiler_writes_it_and_names_the_file_in_the_error(tmp_path: Path) -> None:
+def test_the_profiler_writes_it_and_names_the_file_in_the_error(tmp_path):
     options = {"accelerator": "gpu", "devices": 1, "max_steps": 5, "limit_val_batches": 0}
     trainer = quiet_trainer(MemoryProfiler(snapshot="on_oom", csv=False), default_root_dir=tmp_path, **options)
     with pytest.raises(torch.cuda.OutOfMemoryError) as caught:

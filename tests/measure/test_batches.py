@@ -5,9 +5,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -26,26 +24,20 @@ MIB = 2**20
 class Numbers(Dataset):
     """Tensors of ``elements`` numbers, or of other ``lengths``, that contain their index; counts the reads here."""
 
-    def __init__(
-        self,
-        length: int = 100,
-        elements: int = 4,
-        lengths: dict[int, int] | None = None,
-        sample: Callable[[int], Any] | None = None,
-    ) -> None:
+    def __init__(self, length=100, elements=4, lengths=None, sample=None):
         self.length, self.elements, self.lengths = length, elements, lengths or {}
         self.sample = sample
         self.reads = 0
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         self.reads += 1
         return self.sample(index) if self.sample else torch.full((self.lengths.get(index, self.elements),), index)
 
 
-def changed(sample: Callable[[int], Any], length: int = 100) -> Numbers:
+def changed(sample, length=100):
     """A data set whose samples come from a function of the index."""
     return Numbers(length, sample=sample)
 
@@ -53,28 +45,27 @@ def changed(sample: Callable[[int], Any], length: int = 100) -> Numbers:
 class Stream(IterableDataset):
     """An iterator that can be used up."""
 
-    def __init__(self, numbers: Iterator[int]) -> None:
+    def __init__(self, numbers):
         self.numbers = numbers
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self):
         return (torch.tensor([number]) for number in self.numbers)
 
 
-def pad(samples: list[Tensor]) -> Tensor:
+def pad(samples):
     return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
 
 
-def info(loader: DataLoader[Any], follows: bool = True) -> LoaderInfo:
-    assert loader.batch_size is not None
+def info(loader, follows=True):
     return LoaderInfo(loader, loader.batch_size, 2 if follows else None)
 
 
-def batches(dataset: Any, worst_case: Any = None, *, room_bytes: int | None = None, **arguments: Any) -> ProbeBatches:
+def batches(dataset, worst_case=None, *, room_bytes=None, **arguments):
     loader = DataLoader(dataset, batch_size=2, **arguments)
     return ProbeBatches(StageLoaders(CombinedLoader(loader), (info(loader),)), worst_case, room_bytes=room_bytes)
 
 
-def read_sizes(dataset: Any, worst_case: Any = None, **arguments: Any) -> sample_sizes.DrawnSamples:
+def read_sizes(dataset, worst_case=None, **arguments):
     loader = DataLoader(dataset, batch_size=2, **arguments)
     return sample_sizes.draw_samples(loader, loader.collate_fn, worst_case, float("inf"))
 
@@ -82,7 +73,7 @@ def read_sizes(dataset: Any, worst_case: Any = None, **arguments: Any) -> sample
 # Reading samples
 
 
-def test_samples_are_read_in_another_process_and_leave_no_trace() -> None:
+def test_samples_are_read_in_another_process_and_leave_no_trace():
     dataset, own, random = changed(lambda index: torch.tensor(os.getpid())), torch.Generator(), torch.get_rng_state()
     batch, _ = batches(dataset, generator=own).batch(2)
     assert dataset.reads == 0
@@ -92,17 +83,17 @@ def test_samples_are_read_in_another_process_and_leave_no_trace() -> None:
     assert not batch.is_shared()
 
 
-def test_a_stream_is_not_consumed() -> None:
+def test_a_stream_is_not_consumed():
     stream = Stream(iter(range(100)))
     assert batches(stream).batch(5)[0].shape == (5, 1)
     assert batches(stream, float).batch(2)[0].tolist() == [[99], [99]]
     assert next(stream.numbers) == 0
 
 
-def test_a_data_set_that_no_worker_can_read_is_copied() -> None:
+def test_a_data_set_that_no_worker_can_read_is_copied():
     here = os.getpid()
 
-    def sample(index: int) -> Tensor:
+    def sample(index):
         if os.getpid() != here:
             raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.")
         return torch.tensor(index)
@@ -112,8 +103,8 @@ def test_a_data_set_that_no_worker_can_read_is_copied() -> None:
     assert dataset.reads == 0
 
 
-def test_an_error_of_the_data_set_or_of_the_callable_is_raised_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    def failing(value: Any) -> Any:
+def test_an_error_of_the_data_set_or_of_the_callable_is_raised_as_it_is(caplog):
+    def failing(value):
         raise KeyError("the user's own mistake")
 
     with caplog.at_level(logging.INFO):
@@ -124,24 +115,24 @@ def test_an_error_of_the_data_set_or_of_the_callable_is_raised_as_it_is(caplog: 
 
 
 @pytest.mark.parametrize("returned", [None, "long", float("nan"), torch.zeros(2)])
-def test_a_callable_must_return_a_number(returned: Any) -> None:
+def test_a_callable_must_return_a_number(returned):
     with pytest.raises(ValueError, match=r"^worst_case must return a number for a sample, got"):
         batches(Numbers(), lambda sample: returned)
 
 
-def test_an_empty_data_set_is_an_error() -> None:
+def test_an_empty_data_set_is_an_error():
     with pytest.raises(ValueError, match="the data set must have at least one sample, got none"):
         batches(Stream(iter(())))
 
 
-def test_a_sample_that_ends_its_worker_is_not_read_again() -> None:
+def test_a_sample_that_ends_its_worker_is_not_read_again():
     dataset = changed(lambda index: os._exit(3) if index == 3 else torch.zeros(1))
     with pytest.raises(RuntimeError, match=r"worker .* exited unexpectedly"):
         batches(dataset)
     assert dataset.reads == 0
 
 
-def test_slow_samples_are_kept_as_far_as_they_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_samples_are_kept_as_far_as_they_were_read(monkeypatch):
     monkeypatch.setattr(sample_sizes, "_SCAN_SECONDS", 0.1)
     dataset = changed(lambda index: (time.sleep(0.05), torch.zeros(1))[1])
     drawn = read_sizes(dataset)
@@ -152,7 +143,7 @@ def test_slow_samples_are_kept_as_far_as_they_were_read(monkeypatch: pytest.Monk
     assert not batches(dataset, "typical").notes
 
 
-def test_a_worker_that_hangs_ends_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_hangs_ends_the_reading(monkeypatch):
     monkeypatch.setattr(sample_sizes, "_SAMPLE_SECONDS", 1.0)
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # until it terminates the worker
     dataset = changed(lambda index: (time.sleep(100 if index == 9 else 0), torch.zeros(1))[1])
@@ -162,17 +153,17 @@ def test_a_worker_that_hangs_ends_the_reading(monkeypatch: pytest.MonkeyPatch) -
     assert dataset.reads == 0
 
 
-def test_workers_are_initialized_as_those_of_the_loader() -> None:
+def test_workers_are_initialized_as_those_of_the_loader():
     loader = {"num_workers": 1, "worker_init_fn": lengthen, "collate_fn": pad}
     assert batches(Numbers(), "longest", **loader).batch(1)[0].tolist() == [[7] * 9]
 
 
-def lengthen(worker: int) -> None:
-    torch.utils.data.get_worker_info().dataset.lengths[7] = 9  # type: ignore[union-attr]
+def lengthen(worker):
+    torch.utils.data.get_worker_info().dataset.lengths[7] = 9
 
 
-def test_no_file_descriptor_is_kept() -> None:
-    def descriptors_after(times: int) -> int:
+def test_no_file_descriptor_is_kept():
+    def descriptors_after(times):
         kept = [batches(Numbers(40)) for _ in range(times)]
         gc.collect()
         assert len(kept) == times
@@ -186,7 +177,7 @@ def test_no_file_descriptor_is_kept() -> None:
 # How many samples
 
 
-def test_large_samples_hold_at_most_a_quarter_of_the_room() -> None:
+def test_large_samples_hold_at_most_a_quarter_of_the_room():
     dataset = Numbers(length=8, elements=MIB // 8)
     for room_mib, count in ((17, 4), (1, 1), (0, 1)):
         probe = batches(dataset, room_bytes=room_mib * MIB)
@@ -194,7 +185,7 @@ def test_large_samples_hold_at_most_a_quarter_of_the_room() -> None:
         assert len({sample[0].item() for sample in probe.batch(50)[0]}) == count
 
 
-def test_the_scan_ends_when_all_sizes_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scan_ends_when_all_sizes_are_equal(monkeypatch):
     assert len(read_sizes(Numbers(2000)).sizes) == 512
     monkeypatch.setattr(sample_sizes, "_EQUAL_SECONDS", 0.0)  # as of slow samples
     assert len(read_sizes(Numbers(2000)).sizes) == 64
@@ -202,7 +193,7 @@ def test_the_scan_ends_when_all_sizes_are_equal(monkeypatch: pytest.MonkeyPatch)
     assert len(read_sizes(Numbers(100), "longest").sizes) == 100
 
 
-def test_the_scan_of_samples_that_differ_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scan_of_samples_that_differ_ends_at_its_limit(monkeypatch):
     assert MAX_SIZES == 10_000
     monkeypatch.setattr(sample_sizes, "MAX_SIZES", 100)
     dataset = Numbers(2000, lengths={0: 5})
@@ -215,7 +206,7 @@ def test_the_scan_of_samples_that_differ_ends_at_its_limit(monkeypatch: pytest.M
 RAGGED = Numbers(200, lengths={37: 16, 38: 12})
 
 
-def test_batches_that_are_padded_are_made_of_the_longest_sample() -> None:
+def test_batches_that_are_padded_are_made_of_the_longest_sample():
     for worst_case in (None, "longest", len):
         probe = batches(RAGGED, worst_case, collate_fn=pad)
         assert probe.batch(3)[0].tolist() == [[37] * 16] * 3
@@ -226,7 +217,7 @@ def test_batches_that_are_padded_are_made_of_the_longest_sample() -> None:
     assert batches(RAGGED, lambda sample: -int(sample[0]), collate_fn=pad).batch(1)[0].tolist() == [[0] * 4]
 
 
-def test_batches_that_are_concatenated_are_the_largest_of_random_ones() -> None:
+def test_batches_that_are_concatenated_are_the_largest_of_random_ones():
     dataset = Numbers(200, lengths={index: 4 + index % 20 for index in range(200)})  # a mean of 13.5
     probe = batches(dataset, collate_fn=torch.cat)
     assert probe.batch(1)[0].numel() == 23
@@ -240,18 +231,18 @@ def test_batches_that_are_concatenated_are_the_largest_of_random_ones() -> None:
     assert torch.equal(probe.batch(50)[0], batches(dataset, collate_fn=torch.cat).batch(50)[0])
 
 
-def of_one_length(samples: list[Tensor]) -> Tensor:
+def of_one_length(samples):
     assert len(samples) > 1, "at least two"
     return torch.stack(samples)
 
 
 @pytest.mark.parametrize("collate", [list, of_one_length, lambda samples: ["text" * len(one) for one in samples]])
-def test_batches_that_the_model_combines_are_made_of_the_longest_sample(collate: Any) -> None:
+def test_batches_that_the_model_combines_are_made_of_the_longest_sample(collate):
     batch, _ = batches(RAGGED, collate_fn=collate).batch(2)
     assert len(batch[0]) == len(batch[1]) == (64 if isinstance(batch[0], str) else 16)
 
 
-def test_typical_samples_are_those_drawn() -> None:
+def test_typical_samples_are_those_drawn():
     probe = batches(RAGGED, "typical", collate_fn=pad)
     assert probe.batch(3)[0].tolist() == [[0] * 4, [6] * 4, [12] * 4]
     assert torch.equal(probe.batch(3, 1, varied=True)[0], probe.batch(3)[0])
@@ -261,7 +252,7 @@ def test_typical_samples_are_those_drawn() -> None:
 @pytest.mark.parametrize(
     ("collate", "used"), [(pad, "of the largest sample only"), (torch.cat, "as large as the largest of 1,000 random")]
 )
-def test_the_note_names_the_sizes_and_the_way_out(collate: Any, used: str) -> None:
+def test_the_note_names_the_sizes_and_the_way_out(collate, used):
     (note,) = batches(RAGGED, collate_fn=collate).notes
     assert "of 200 the largest has 128 bytes in a batch and the median 32" in note
     assert used in note
@@ -281,7 +272,7 @@ ROWS = torch.zeros(1000, 100)
 
 
 @pytest.mark.parametrize(("workers", "is_shared"), [(0, False), (1, True)])
-def test_a_batch_is_made_of_new_samples_without_the_storage_around_them(workers: int, is_shared: bool) -> None:
+def test_a_batch_is_made_of_new_samples_without_the_storage_around_them(workers, is_shared):
     """Without workers each sample takes memory, as in a fetch; with them only the containers are new."""
     dataset = changed(lambda index: Frozen(ROWS[index], range(index)), length=1000)
     probe = batches(dataset, collate_fn=list, num_workers=workers)
@@ -294,18 +285,18 @@ def test_a_batch_is_made_of_new_samples_without_the_storage_around_them(workers:
     assert sent.x.untyped_storage().nbytes() == 400
 
 
-def several(mode: Any) -> StageLoaders:
-    def loader(size: int, tag: int) -> DataLoader[Any]:
+def several(mode):
+    def loader(size, tag):
         return DataLoader(changed(lambda index: torch.full((1,), tag), length=60), batch_size=size)
 
     loaders = {"a": loader(2, 1), "b": [loader(3, 2), loader(4, 3)]}
     combined = CombinedLoader(loaders, mode)
-    fixed = loaders["b"][0]  # type: ignore[index]
+    fixed = loaders["b"][0]
     return StageLoaders(combined, tuple(info(one, follows=one is not fixed) for one in combined.flattened))
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
-def test_a_batch_has_the_collection_of_the_loaders(mode: Any) -> None:
+def test_a_batch_has_the_collection_of_the_loaders(mode):
     loaders = several(mode)
     probe = ProbeBatches(loaders)
     assert probe.loaders_in_turn == 1
@@ -317,7 +308,7 @@ def test_a_batch_has_the_collection_of_the_loaders(mode: Any) -> None:
     assert [batch_bytes for _, batch_bytes in probe.batch_bytes(5)] == [5 * 8, 3 * 8, 10 * 8]
 
 
-def test_in_a_sequence_the_loaders_follow_each_other() -> None:
+def test_in_a_sequence_the_loaders_follow_each_other():
     probe = ProbeBatches(several("sequential"))
     assert probe.loaders_in_turn == 3
     for varied in (False, True):
@@ -326,7 +317,7 @@ def test_in_a_sequence_the_loaders_follow_each_other() -> None:
         assert [batch.flatten().tolist() for batch, _ in made] == [[1] * 5, [2] * 3, [3] * 10, [1] * 5]
 
 
-def test_each_loader_has_its_own_longest_sample_and_share() -> None:
+def test_each_loader_has_its_own_longest_sample_and_share():
     loaders = [DataLoader(Numbers(60, 4, {7: length}), 2, collate_fn=pad) for length in (20, 12)]
     stage = StageLoaders(CombinedLoader(loaders, "min_size"), tuple(map(info, loaders)))
     probe = ProbeBatches(stage, room_bytes=10**9)
@@ -336,14 +327,6 @@ def test_each_loader_has_its_own_longest_sample_and_share() -> None:
     assert [one.shape[0] for one in ProbeBatches(stage, room_bytes=0).batch(3)[0]] == [3, 3]
 
 
-class OneHugeSample(Dataset[Tensor]):
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Tensor:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 200000000000 bytes.")
-
-
-def test_a_sample_that_does_not_fit_is_explained() -> None:
-    with pytest.raises(RuntimeError, match="Memory ran out while BatchFinder read a single sample of OneHugeSample"):
-        read_sizes(OneHugeSample())
+def test_a_sample_that_does_not_fit_is_explained():
+    with pytest.raises(RuntimeError, match="Memory ran out while BatchFinder read a single sample of Numbers"):
+        read_sizes(changed(lambda index: torch.empty(10**15)))

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -109,7 +107,7 @@ class Lookahead(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
-def test_the_state_of_an_optimizer_inside_another() -> None:
+def test_the_state_of_an_optimizer_inside_another():
     module = nn.Linear(4, 10)
     optimizer = Lookahead(torch.optim.Adam(module.parameters()))
     trained(module, optimizer, torch.ones(2, 4))

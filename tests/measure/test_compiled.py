@@ -1,14 +1,9 @@
 """Compiled modules: each size a program of its own, and training compiled as with the size hard-coded."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 import torch._dynamo
-from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 from lightning_batchmem import BatchFinder
@@ -19,64 +14,54 @@ from tests.lawful import MIB, Lawful, law
 class Programs:
     """A backend of ``torch.compile`` that notes for which batch size each program is made; ``"any"`` for a symbol."""
 
-    def __init__(self) -> None:
-        self.made: list[int | str] = []
+    def __init__(self):
+        self.made = []
 
-    def __call__(self, graph: Any, inputs: list[Any]) -> Any:
+    def __call__(self, graph, inputs):
         sizes = [value.shape[0] if isinstance(value, Tensor) else value for value in inputs]
         self.made.append("any" if any(isinstance(size, torch.SymInt) for size in sizes) else max(sizes))
         return graph.forward
 
 
 class Compiled(Lawful):
-    def __init__(self, device: Any, programs: Programs, batch_size: int) -> None:
+    def __init__(self, device, programs, batch_size):
         super().__init__(device, law, batch_size)
         compiled = torch.compile(nn.Linear(1, 1), backend=programs)
         self.compiled = lambda x: compiled(x)  # a function: the finder puts the insides of other attributes back
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) + self.compiled(batch[0]).mean()
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
+def fresh_compiler():
     torch.compiler.reset()
     yield
     torch.compiler.reset()
 
 
-class Notes(Callback):
-    """What had been compiled when training began."""
-
-    def __init__(self, programs: Programs) -> None:
-        self.programs, self.before = programs, -1
-
-    def on_train_start(self, *_: Any) -> None:
-        self.before = len(self.programs.made)
-
-
-def test_each_size_is_static_and_training_is_compiled_as_if_hard_coded(fit: Any, fake_device: Any) -> None:
+def test_each_size_is_static_and_training_is_compiled_as_if_hard_coded(fit, fake_device):
     """Beyond its limit of programs for one function torch.compile gives up, and a probe would run something else."""
 
-    def run(batch_size: int, *callbacks: Callback) -> tuple[list[int | str], list[int | str]]:
+    def run(batch_size, *callbacks):
         torch.compiler.reset()
         device, programs = fake_device(budget_bytes=500 * MIB), Programs()
-        notes = Notes(programs)
+        before = []
+        notes = LambdaCallback(on_train_start=lambda *_: before.extend(programs.made))
         with torch._dynamo.config.patch(cache_size_limit=2):
             fit(Compiled(device, programs, batch_size), notes, device, *callbacks, max_steps=-1, max_epochs=2)
-        return programs.made[: notes.before], programs.made[notes.before :]
+        return before, programs.made[len(before) :]
 
     finder = BatchFinder()
     in_search, searched = run(3, finder)
     before, hard_coded = run(344)
-    assert finder.plan is not None
     assert [trial.batch_size for trial in finder.plan.trials] == [2, 8, 328, 344]
     assert in_search == [2, 8, 328, 80, 344, 184]  # each rehearsal also has the last batch of an epoch
     assert before == []
     assert searched == hard_coded == [344, "any"]  # the last batch of an epoch is short, and compiled for any size
 
 
-def test_the_users_setting_is_restored() -> None:
+def test_the_users_setting_is_restored():
     config = torch._dynamo.config
     assert config.automatic_dynamic_shapes
     with each_size_static():
@@ -84,8 +69,8 @@ def test_the_users_setting_is_restored() -> None:
     assert config.automatic_dynamic_shapes
 
 
-def test_the_compiler_is_reset_only_if_something_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    resets: list[int] = []
+def test_the_compiler_is_reset_only_if_something_was_compiled(monkeypatch):
+    resets = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
     counters = torch._dynamo.utils.counters
     monkeypatch.setitem(counters, "frames", type(counters["frames"])())

@@ -1,6 +1,4 @@
-from __future__ import annotations
-
-from typing import Any, cast
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +6,6 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem.apply.loaders import LoaderInfo, StageLoaders
-from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.measure import limits
 from lightning_batchmem.measure.batches import ProbeBatches
 from lightning_batchmem.measure.limits import WorkerMemory
@@ -18,7 +15,7 @@ from lightning_batchmem.plan.records import SearchLimits, Trial
 KIB = 1024
 
 
-def stage(*loaders: dict[str, Any]) -> ProbeBatches:
+def stage(*loaders):
     """Loaders of samples of 1 KiB."""
     dataset = TensorDataset(torch.zeros(1, KIB // 4).expand(100_000, -1))
     made = [DataLoader(dataset, **{"batch_size": 2, **one}) for one in loaders]
@@ -27,29 +24,21 @@ def stage(*loaders: dict[str, Any]) -> ProbeBatches:
     )
 
 
-def test_the_batches_ahead_are_counted_and_one_that_is_being_fetched() -> None:
+def test_the_batches_ahead_are_counted_and_one_that_is_being_fetched():
     ahead = stage({"num_workers": 2, "prefetch_factor": 3}, {"num_workers": 1}, {})
     memory = WorkerMemory([ahead, stage({"num_workers": 1, "batch_size": 4})])
     assert memory.bytes_at(8) == (7 * 8 + 3 * 8 + 3 * 16) * KIB
 
 
-def test_pinned_batches_count_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_batches_count_twice(monkeypatch):
     probe = stage({"num_workers": 1, "pin_memory": True})
     assert WorkerMemory([probe]).bytes_at(8) == 3 * 8 * KIB
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert WorkerMemory([probe]).bytes_at(8) == 2 * 3 * 8 * KIB
 
 
-class FakeHost:
-    def budget_bytes(self) -> int:
-        return 1000 * KIB
-
-    def current(self) -> MemoryStats:
-        return MemoryStats(400 * KIB)
-
-
-def test_free_host_memory_limits_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HostMemory", FakeHost)
+def test_free_host_memory_limits_the_size(monkeypatch, fake_device):
+    monkeypatch.setattr(limits, "HostMemory", lambda: fake_device(1000 * KIB, base_bytes=400 * KIB))
     memory = WorkerMemory([stage({"num_workers": 1})])
     assert memory.largest_in_host_memory() == 200
     assert memory.largest_in_host_memory(processes=2) == 100
@@ -57,32 +46,23 @@ def test_free_host_memory_limits_the_size(monkeypatch: pytest.MonkeyPatch) -> No
     assert WorkerMemory([stage({})]).largest_in_host_memory() == UNBOUNDED_MAX_BATCH_SIZE
 
 
-class TwoRanks:
-    """Exchange with another rank, which found a sample of 9 KiB and runs no validation."""
-
-    size = 2
-
-    def exchange(self, value: Any) -> list[Any]:
-        return [value, (700 * KIB, (50, "dataset"), [([9 * KIB], ("longer",))])]
-
-
-def test_all_ranks_use_the_least_limits_and_the_longest_sample(
-    monkeypatch: pytest.MonkeyPatch, fake_device: Any
-) -> None:
+def test_all_ranks_use_the_least_limits_and_the_longest_sample(monkeypatch, fake_device):
     monkeypatch.setattr(limits, "steps_are_collective", lambda trainer: False)
     monkeypatch.setattr(limits, "own_budget_bytes", lambda device, trainer: 1000 * KIB)
-    trainer, ranks = cast("Any", None), cast("Any", TwoRanks())
+    # the other rank found a sample of 9 KiB and runs no validation
+    other = (700 * KIB, (50, "dataset"), [([9 * KIB], ("longer",))])
+    ranks = SimpleNamespace(size=2, exchange=lambda value: [value, other])
     device = fake_device(budget_bytes=1000 * KIB)
     device.name = "host"
     memory = WorkerMemory([stage({"num_workers": 1}), stage({"num_workers": 1})])
-    found = limits.search_limits(trainer, device, ranks, SearchOptions(), memory, bounds=[(100, "dataset")])
+    found = limits.search_limits(None, device, ranks, SearchOptions(), memory, bounds=[(100, "dataset")])
     assert (found.limit_bytes, found.max_batch_size, found.max_reason) == (700 * KIB, 50, "dataset")
     assert [one.longest_bytes for one in memory.stages] == [[9 * KIB], [KIB]]
     assert memory.stages[0].notes == ("longer",)
     assert memory.bytes_at(8) == 3 * 8 * (9 + 1) * KIB
 
 
-def test_the_expected_time_is_that_of_the_sizes_to_come() -> None:
+def test_the_expected_time_is_that_of_the_sizes_to_come():
     bounds = SearchLimits(1000, 1, 50, "dataset")
     trials = [Trial(size, "ok", {"forward": 100 + 10 * size}, step_seconds=size / 10) for size in (2, 8)]
     assert limits.expected_seconds(trials[:1], bounds) == 0

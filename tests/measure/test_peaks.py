@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -14,7 +10,7 @@ MLP = nn.Sequential(nn.Linear(16, 2), nn.ReLU(), nn.Linear(2, 2), nn.Tanh(), nn.
 CONVNET = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6 * 6, 1))
 
 
-def peak_bytes(module: nn.Module, shape: tuple[int, ...], size: int) -> int:
+def peak_bytes(module, shape, size):
     """The peak of the forward pass in the second of two equal training steps."""
     optimizer = torch.optim.Adam(module.parameters())
     counter = LiveStorages()
@@ -32,14 +28,14 @@ def peak_bytes(module: nn.Module, shape: tuple[int, ...], size: int) -> int:
 
 
 @pytest.mark.parametrize(("module", "shape"), [(MLP, (16,)), (CONVNET, (2, 8, 8))])
-def test_live_bytes_are_exactly_linear(module: nn.Module, shape: tuple[int, ...]) -> None:
+def test_live_bytes_are_exactly_linear(module, shape):
     peaks = {size: peak_bytes(module, shape, size) for size in (4, 16, 100, 256)}
     slope = (peaks[16] - peaks[4]) // 12
     assert slope > 0
     assert {size: peaks[4] + slope * (size - 4) for size in peaks} == peaks
 
 
-def test_storages_count_once_and_until_they_are_freed() -> None:
+def test_storages_count_once_and_until_they_are_freed():
     counter = LiveStorages(other_bytes=1000)
     old = torch.zeros(10)
     with counter:
@@ -56,13 +52,13 @@ def test_storages_count_once_and_until_they_are_freed() -> None:
     assert counter.peak() == MemoryStats(1040)
 
 
-def test_another_dispatch_mode_makes_counting_impossible() -> None:
+def test_another_dispatch_mode_makes_counting_impossible():
     assert LiveStorages.is_possible()
     with TorchDispatchMode():
         assert not LiveStorages.is_possible()
 
 
-def test_requested_bytes_replace_allocated_bytes_where_the_device_counts_them(fake_device: type) -> None:
+def test_requested_bytes_replace_allocated_bytes_where_the_device_counts_them(fake_device):
     device = fake_device(budget_bytes=1000, base_bytes=100)
     assert RequestedBytes(device).current() == MemoryStats(100)
     device.current = lambda: MemoryStats(512, 2048, 100)
@@ -73,16 +69,16 @@ def test_requested_bytes_replace_allocated_bytes_where_the_device_counts_them(fa
 
 
 @pytest.fixture
-def device_memory(fake_device: Any) -> Any:
+def device_memory(fake_device):
     return fake_device(budget_bytes=10_000, base_bytes=100)
 
 
-def use_and_free(device_memory: Any, size_bytes: int) -> None:
+def use_and_free(device_memory, size_bytes):
     device_memory.use(size_bytes)
     device_memory.free()
 
 
-def test_what_happens_between_two_steps_belongs_to_none(device_memory: Any) -> None:
+def test_what_happens_between_two_steps_belongs_to_none(device_memory):
     phase_peaks = PhasePeaks(device_memory)
     phase_peaks.start()
     first = phase_peaks.stop()
@@ -95,7 +91,7 @@ def test_what_happens_between_two_steps_belongs_to_none(device_memory: Any) -> N
     assert phase_peaks.stop() == StepPeaks({"forward": 110}, None)
 
 
-def test_after_an_optimizers_step_forward_runs_again_until_the_handles_are_removed(device_memory: Any) -> None:
+def test_after_an_optimizers_step_forward_runs_again_until_the_handles_are_removed(device_memory):
     optimizers = [torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1) for _ in range(2)]
     phase_peaks = PhasePeaks(device_memory)
     handles = phase_peaks.watch(optimizers)

@@ -1,20 +1,14 @@
 """Searches on several ranks, with real processes (gloo)."""
 
-from __future__ import annotations
-
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -23,17 +17,16 @@ import torch.distributed.fsdp
 from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes
 from lightning_batchmem.plan.records import Trial
-from tests.search_ranks import MIB, Case, run_rank
+from tests.rank_processes import WAIT_SECONDS, run_ranks
+from tests.search_ranks import MIB, run_cases
 
 ROOT = Path(__file__).parents[2]
-WAIT_SECONDS = 240
 SHARDS_HERE = hasattr(torch.distributed.fsdp, "fully_shard")  # FSDP2 of torch 2.5 needs GPUs
 pytestmark = pytest.mark.slow
-Seen = dict[str, list[dict[str, Any]]]
 
 
 def test_one_rank_exchanges_nothing_and_keeps_its_error():
-    trainer: Any = SimpleNamespace(world_size=1, global_rank=0)
+    trainer = SimpleNamespace(world_size=1, global_rank=0)
     ranks, trial = Ranks(trainer), Trial(8, "ok", {"forward": 50})
     assert (ranks.exchange(3), ranks.worst_of_all(trial)) == ([3], trial)
     with pytest.raises(ValueError, match="the user's own error"), ranks.fail_together():
@@ -41,38 +34,26 @@ def test_one_rank_exchanges_nothing_and_keeps_its_error():
 
 
 @pytest.mark.parametrize(("name", "processes", "own_bytes"), [("host", 1, 900), ("host", 4, 300), ("cuda", 4, 900)])
-def test_ranks_of_one_node_share_the_memory_of_the_host(name: str, processes: int, own_bytes: int):
-    device: Any = SimpleNamespace(name=name, budget_bytes=lambda: 900, current=lambda: MemoryStats(100))
-    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(num_processes=processes))
+def test_ranks_of_one_node_share_the_memory_of_the_host(name, processes, own_bytes):
+    device = SimpleNamespace(name=name, budget_bytes=lambda: 900, current=lambda: MemoryStats(100))
+    trainer = SimpleNamespace(strategy=SimpleNamespace(num_processes=processes))
     assert own_budget_bytes(device, trainer) == own_bytes
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[list[int], Seen, list[str]]]:
+def launch(tmp_path_factory):
     """Run cases on ranks; returns exit codes, what the ranks saw in each case, and their output."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.search_ranks"])  # torch and Lightning are imported once
 
-    def run(cases: dict[str, Case], ranks: int = 2) -> tuple[list[int], Seen, list[str]]:
+    def run(cases, ranks=2):
         directory = tmp_path_factory.mktemp("ranks")
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            arguments = (cases, directory, ranks, free.getsockname()[1])
-        processes = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        until = time.monotonic() + WAIT_SECONDS
-        for process in processes:
-            process.join(max(0, until - time.monotonic()))
-            process.kill()  # one that has not ended then has -SIGKILL as its exit code
+        codes, output = run_ranks(run_cases, directory, cases, ranks, ranks=ranks)
         seen = [json.loads(file.read_text()) for file in sorted(directory.glob("*.json"))]
-        of_cases = {name: [one[name] for one in seen] for name in cases if seen}
-        output = [(directory / f"{rank}.out").read_text() for rank in range(ranks)]
-        return [process.join() or process.exitcode for process in processes], of_cases, output
+        return codes, {name: [one[name] for one in seen] for name in cases if seen}, output
 
     return run
 
 
-def fails(error: str, where: str, size: int, **more: Any) -> dict[str, Any]:
+def fails(error, where, size, **more):
     """A failure on rank 1, or another, in every step of at least this size."""
     return {"fails": {"error": error, "where": where, "size": size, **more}}
 
@@ -81,7 +62,7 @@ OUT = "OutOfMemoryError"
 UP_TO_24 = {"finder": {"max_batch_size": 24}, "budgets": None}  # with the memory of the host
 VALIDATES = {"limit_val_batches": 1.0}
 ACCUMULATES = {"accumulate_grad_batches": 2, "max_steps": -1, "max_epochs": 2, **VALIDATES}
-TWO_RANKS: dict[str, Case] = {
+TWO_RANKS = {
     "less on rank 0": {"budgets": [300, 400]},
     **{f"{OUT} in {where}": fails(OUT, where, 100) for where in ("backward", "optimizer")},
     "nothing fits": fails(OUT, "backward", 1),
@@ -107,13 +88,13 @@ TWO_RANKS: dict[str, Case] = {
 if SHARDS_HERE:
     TWO_RANKS["fsdp2 budgets"] = {"strategy": "fsdp2", "budgets": [400, 300]}
     TWO_RANKS["fsdp2"] = {"strategy": "fsdp2", "trainer": ACCUMULATES, **UP_TO_24}
-THREE_RANKS: dict[str, Case] = {"three budgets": {"budgets": [400, 200, 300]}}
+THREE_RANKS = {"three budgets": {"budgets": [400, 200, 300]}}
 ALL = TWO_RANKS | THREE_RANKS
 UP_TO_24_CASES = [name for name, case in ALL.items() if case.items() >= UP_TO_24.items()]
 
 
 @pytest.fixture(scope="module")
-def seen(launch) -> Seen:
+def seen(launch):
     """What each rank saw in each case; all cases of as many ranks run in one process group."""
     found = {}
     coded = {f"{name}, coded": {**ALL[name], "search": False, "batch_size": 24} for name in UP_TO_24_CASES}
@@ -124,7 +105,7 @@ def seen(launch) -> Seen:
     return found
 
 
-def same_plan(of_ranks: list[dict[str, Any]]) -> Any:
+def same_plan(of_ranks):
     """The plan of all ranks, which they train with."""
     plans = [one.get("plan") or one for one in of_ranks]
     assert all(plan == plans[0] for plan in plans), plans
@@ -133,7 +114,7 @@ def same_plan(of_ranks: list[dict[str, Any]]) -> Any:
 
 
 @pytest.mark.parametrize("case", [name for name, case in ALL.items() if case.get("budgets") and name != "resumes"])
-def test_the_rank_with_the_least_memory_decides(seen, case: str):
+def test_the_rank_with_the_least_memory_decides(seen, case):
     plan, least = same_plan(seen[case]), min(ALL[case]["budgets"])
     share = 0.85 if case in ("collectives", "fsdp2 budgets") else 0.94  # of the limit, 0.95 of the budget
     assert (plan["limited_by"], plan["limit_bytes"]) == ("memory", int(0.95 * least * MIB))
@@ -142,7 +123,7 @@ def test_the_rank_with_the_least_memory_decides(seen, case: str):
 
 
 @pytest.mark.parametrize("where", ["backward", "optimizer"])
-def test_out_of_memory_on_one_rank_makes_all_step_down(seen, where: str):
+def test_out_of_memory_on_one_rank_makes_all_step_down(seen, where):
     plan = same_plan(seen[f"{OUT} in {where}"])
     failed = [trial for trial in plan["trials"] if trial["outcome"] == "out_of_memory"]
     assert {trial["error"] for trial in failed} == {"on rank 1: OutOfMemoryError: made up"}
@@ -156,7 +137,7 @@ def test_no_size_fits_on_one_rank(seen):
 
 
 @pytest.mark.parametrize("case", [name for name in ALL if name.startswith("error")])
-def test_an_error_between_steps_reaches_the_other_rank(seen, case: str):
+def test_an_error_between_steps_reaches_the_other_rank(seen, case):
     rank = ALL[case]["fails"].get("rank", 1)
     assert seen[case][rank]["error"] == "ValueError: made up"
     assert seen[case][1 - rank]["error"] == f"RankFailedError: rank {rank} ended the search: ValueError: made up"
@@ -188,12 +169,10 @@ def test_a_resumed_run_continues_without_a_search(seen):
 
 def test_the_first_rank_decides_whether_an_earlier_plan_is_used_again(seen):
     plan, again = same_plan(seen["saves"]), same_plan(seen["reuses"])
-    assert (
-        again["reason"] == f"{plan['batch_size']} samples: the size of an earlier plan, which passed a rehearsal again."
-    )
-    assert [trial["kind"] for trial in again["trials"]].count(
-        "rehearsal"
-    ) == 2  # one that failed or was smaller, and this
+    reason = f"{plan['batch_size']} samples: the size of an earlier plan, which passed a rehearsal again."
+    assert again["reason"] == reason
+    rehearsals = [trial for trial in again["trials"] if trial["kind"] == "rehearsal"]
+    assert len(rehearsals) == 2  # one that failed or was smaller, and this
     assert again["limit_bytes"] == plan["limit_bytes"]
     searched = same_plan(seen["reuses with less on rank 1"])
     assert "The earlier plan was not used: it held" in " ".join(searched["notes"])
@@ -201,7 +180,7 @@ def test_the_first_rank_decides_whether_an_earlier_plan_is_used_again(seen):
 
 
 @pytest.mark.parametrize("case", UP_TO_24_CASES)
-def test_training_is_that_with_the_size_hard_coded(seen, case: str):
+def test_training_is_that_with_the_size_hard_coded(seen, case):
     assert same_plan(seen[case])["batch_size"] == 24
     for name in ("left", "sizes", "batches"):
         assert [one[name] for one in seen[case]] == [one[name] for one in seen[f"{case}, coded"]]
@@ -213,7 +192,7 @@ def test_training_is_that_with_the_size_hard_coded(seen, case: str):
     [{"collectives": True, **fails(OUT, "forward", 8)}, fails(OUT, "backward", 8, synchronized=True)],
     ids=["collectives of the user", "the synchronized step"],
 )
-def test_out_of_memory_in_a_collective_step_ends_both_ranks(launch, case: Case):
+def test_out_of_memory_in_a_collective_step_ends_both_ranks(launch, case):
     codes, _, output = launch({"case": {"ends": True, **case}})
     assert codes == [1, 1]
     assert "that all ranks take together" in output[0]
@@ -230,7 +209,7 @@ SCRIPT = [str(ROOT / "tests" / "search_ranks.py")]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *SCRIPT]
 
 
-def lives(pid: int) -> bool:
+def lives(pid):
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
@@ -239,7 +218,7 @@ def lives(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("launcher", "error"), [(TORCHRUN, "ValueError"), (SCRIPT, "SIGKILL")], ids=["torchrun", "Lightning"]
 )
-def test_the_launcher_ends_all_ranks(tmp_path: Path, launcher: list[str], error: str):
+def test_the_launcher_ends_all_ranks(tmp_path, launcher, error):
     case = {"collectives": True, **fails(error, "backward", 8)}
     command = ["timeout", "--kill-after=5", str(WAIT_SECONDS), sys.executable, *launcher, json.dumps(case), tmp_path]
     done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)

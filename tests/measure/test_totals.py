@@ -1,11 +1,4 @@
-from __future__ import annotations
-
-import csv
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +6,11 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_batchmem.measure.peaks import StepPeaks
 from lightning_batchmem.measure.step_record import StepRecord, StepTotals, gather_ranks, rank_metrics
+from tests.profiled import rows
+from tests.profiled_ranks import profile
+from tests.rank_processes import run_ranks
 
 MIB = 2**20
-ROOT = Path(__file__).parents[2]
 
 
 def step(number, peak, *, size=4, seconds=2.0, wait=0.5, reserved=None, items=None):
@@ -69,20 +64,15 @@ def test_one_rank():
 
 @pytest.mark.slow
 def test_two_processes_are_joined_at_the_end_of_each_epoch(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "tests" / "profiled_ranks.py"), str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    ddp, fsdp2 = json.loads(done.stdout.splitlines()[-1])
+    codes, outputs = run_ranks(profile, tmp_path)
+    assert codes == [0, 0], outputs
+    ddp, fsdp2 = json.loads((tmp_path / "0.json").read_text())
     zero, one = ddp["peaks"]
     assert zero == ddp["own"]
     assert one - zero > 40 * MIB
-    assert done.stdout.count("Peaks of 2 ranks") == 2  # rank zero only
+    assert [output.count("Peaks of 2 ranks") for output in outputs] == [2, 0]
     (path,) = (tmp_path / "ddp").rglob("metrics.csv")
-    with path.open() as file:
-        joined = [row for row in csv.DictReader(file) if row["ranks/highest_rank"]]
+    joined = [row for row in rows(path) if row["ranks/highest_rank"]]
     assert [row["step"] for row in joined] == ["2", "5"]
     for row in joined:
         assert row["ranks/highest_rank"] == "1.0"

@@ -1,53 +1,46 @@
 """Trials in a real Trainer on a fake device: what they record, and what a rehearsal finds."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_batchmem import Plan
 from lightning_batchmem.measure.trial import TrialRunner
-from lightning_batchmem.plan.records import Trial
 from tests.lawful import MIB, Lawful, law
 
 
 class Stepping(Lawful):
     """Calls ``during(size, number)`` inside each training step; the steps are numbered in each trial."""
 
-    def __init__(self, device_memory: Any, during: Callable[[int, int], None] = lambda size, number: None) -> None:
+    def __init__(self, device_memory, during=lambda size, number: None):
         super().__init__(device_memory, law)
-        steps: dict[int, int] = {}
+        steps = {}
 
-        def count(size: int) -> None:  # a function, which the search does not restore
+        def count(size):  # a function, which the search does not restore
             steps[size] = steps.get(size, 0) + 1
             during(size, steps[size])
 
         self.count = count
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         self.count(len(batch[0]))
         return super().training_step(batch, batch_idx)
 
 
 @pytest.fixture
-def device(device: Any) -> Any:
+def device(device):
     device.enforces_limits = True
     return device
 
 
-def rehearsed(plan: Plan) -> list[Trial]:
+def rehearsed(plan):
     return [trial for trial in plan.trials if trial.kind == "rehearsal"]
 
 
-def test_what_trials_record(search: Any, device: Any) -> None:
-    budgets: dict[int, set[int]] = {}
+def test_what_trials_record(search, device):
+    budgets = {}
     plan = search(Stepping(device, lambda size, number: budgets.setdefault(size, set()).add(device.budget)))
     # the limit is 475 MiB: 0.9 of it are 328 samples, 0.94 are 347
     assert [(trial.batch_size, trial.kind) for trial in plan.trials] == [
@@ -66,24 +59,21 @@ def test_what_trials_record(search: Any, device: Any) -> None:
     assert plan.limit_bytes in budgets[328]
 
 
-def test_a_step_that_runs_out_of_memory_is_an_outcome(search: Any, device: Any) -> None:
-    def during(size: int, number: int) -> None:
+def test_a_step_that_runs_out_of_memory_is_an_outcome(search, device):
+    def during(size, number):
         if size > 300 and number == 3:
             device.use(10**12)
 
     plan = search(Stepping(device, during))
     assert plan.batch_size == 232  # 5 % less than 328, then 25 % less
     failed = [trial for trial in plan.trials if trial.outcome != "ok"]
-    assert [(trial.batch_size, trial.outcome) for trial in failed] == [
-        (328, "out_of_memory"),
-        (310, "out_of_memory"),
-    ]
+    assert [(trial.batch_size, trial.outcome) for trial in failed] == [(328, "out_of_memory"), (310, "out_of_memory")]
     assert failed[0].error.startswith("OutOfMemoryError: CUDA out of memory")
 
 
-def test_a_half_made_optimizer_state_is_dropped(search: Any, device: Any) -> None:
+def test_a_half_made_optimizer_state_is_dropped(search, device):
     class Half(Stepping):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        def optimizer_step(self, epoch, batch_idx, optimizer, closure=None):
             closure()
             state = optimizer.state[self.layer.weight]
             if self.sizes[-1] == 2 and not state:
@@ -95,9 +85,9 @@ def test_a_half_made_optimizer_state_is_dropped(search: Any, device: Any) -> Non
     assert [(trial.batch_size, trial.outcome) for trial in plan.trials] == [(2, "out_of_memory"), (1, "ok"), (1, "ok")]
 
 
-def test_a_retry_of_the_allocator_fails_a_rehearsal_once_optimizers_have_state(search: Any, device: Any) -> None:
-    def retry_in_step(first: int, wanted: int) -> Callable[[int, int], None]:
-        def during(size: int, number: int) -> None:
+def test_a_retry_of_the_allocator_fails_a_rehearsal_once_optimizers_have_state(search, device):
+    def retry_in_step(first, wanted):
+        def during(size, number):
             if size == first and number == wanted:
                 device.num_alloc_retries += 1
 
@@ -112,13 +102,13 @@ def test_a_retry_of_the_allocator_fails_a_rehearsal_once_optimizers_have_state(s
     assert [trial.outcome for trial in rehearsed(warm)] == ["ok", "ok"]
 
 
-def test_skipped_optimizer_steps_prolong_the_warm_up(search: Any, device: Any) -> None:
+def test_skipped_optimizer_steps_prolong_the_warm_up(search, device):
     class Scaling(Stepping):
         """Skips its first optimizer steps, as a gradient scaler does."""
 
         skipped = 4
 
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        def optimizer_step(self, epoch, batch_idx, optimizer, closure=None):
             closure()
             self.seen = getattr(self, "seen", 0) + 1
             if self.seen > self.skipped:
@@ -132,19 +122,19 @@ def test_skipped_optimizer_steps_prolong_the_warm_up(search: Any, device: Any) -
     assert any("An optimizer did not step in the first 20 steps" in note for note in plan.notes)
 
 
-def test_slow_steps_are_repeated_less_often(search: Any, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_steps_are_repeated_less_often(search, device, monkeypatch):
     monkeypatch.setattr("lightning_batchmem.measure.trial._SLOW_SECONDS", 0.0)
     steps = [trial.full_steps for trial in search(Stepping(device)).trials]
     assert steps == [4, 2, 2, 10, 10]  # instead of 4, 3, 3, 11, 11
 
 
-def test_steps_that_differ_at_random_are_repeated(search: Any, device: Any) -> None:
+def test_steps_that_differ_at_random_are_repeated(search, device):
     class Different(Stepping):
-        def __init__(self, device_memory: Any) -> None:
+        def __init__(self, device_memory):
             super().__init__(device_memory)
             numbers = iter(range(10**6))
 
-            def use(size: int) -> None:
+            def use(size):
                 device_memory.use(law(size // (1 + next(numbers) % 2)))
                 device_memory.free()
 
@@ -153,19 +143,19 @@ def test_steps_that_differ_at_random_are_repeated(search: Any, device: Any) -> N
     assert {trial.full_steps for trial in rehearsed(search(Different(device)))} == {26}
 
 
-def test_steady_steps_use_batches_of_other_lengths(search: Any, device: Any) -> None:
-    lengths: dict[int, list[int]] = {}
+def test_steady_steps_use_batches_of_other_lengths(search, device):
+    lengths = {}
 
     class Padded(Stepping):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        def training_step(self, batch, batch_idx):
             lengths.setdefault(len(batch), []).append(batch.shape[1])
             self.use(len(batch))
             return self.layer(batch[:, :1]).mean()
 
-        def train_dataloader(self) -> DataLoader[Any]:
+        def train_dataloader(self):
             samples = [torch.zeros(1 + i % 4) for i in range(640)]
             pad = torch.nn.utils.rnn.pad_sequence
-            return DataLoader(samples, self.batch_size, collate_fn=lambda each: pad(each, batch_first=True))  # type: ignore[arg-type]
+            return DataLoader(samples, self.batch_size, collate_fn=lambda each: pad(each, batch_first=True))
 
     plan = search(Padded(device))
     probe, rehearsal = plan.trials[0].batch_size, rehearsed(plan)[0].batch_size
@@ -173,15 +163,13 @@ def test_steady_steps_use_batches_of_other_lengths(search: Any, device: Any) -> 
     assert len(set(lengths[rehearsal])) > 1
 
 
-def test_a_checkpoint_takes_a_copy_of_the_state(
-    search: Any, device: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_a_checkpoint_takes_a_copy_of_the_state(search, device, monkeypatch, tmp_path):
     device.name, device._base_bytes = "host", MIB
     device.free()
-    reserves: list[int] = []
+    reserves = []
     reserve = TrialRunner._reserve
 
-    def noted(self: Any, record: Any, start_bytes: int, share: float) -> int:
+    def noted(self, record, start_bytes, share):
         flat = replace(record, held_bytes=[start_bytes])  # as if the steps took nothing
         reserves.append(reserve(self, flat, start_bytes, share))
         return reserves[-1]
@@ -194,7 +182,7 @@ def test_a_checkpoint_takes_a_copy_of_the_state(
     assert set(reserves) == {2 * 3 * 4 + 2 * 4 + 4}  # weights, moments, step counts, and a score of the callback
 
 
-def test_a_reserve_is_kept_for_holes_in_the_heap(search: Any, device: Any) -> None:
+def test_a_reserve_is_kept_for_holes_in_the_heap(search, device):
     device.name, device._base_bytes = "host", MIB
     device.free()
     plan = search(Stepping(device), options={"max_batch_size": 4})

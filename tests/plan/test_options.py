@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,12 +30,12 @@ BUDGET = 100 * 2**30
         (np.float64(0.5), BUDGET // 2),
     ],
 )
-def test_memory_limit_in_bytes(memory_limit: Any, expected: int) -> None:
+def test_memory_limit_in_bytes(memory_limit, expected):
     assert parse_memory_limit(memory_limit, BUDGET) == expected
 
 
 @given(st.floats(0.001, 1.0), st.integers(1, 2**45))
-def test_a_fraction_is_never_more_than_the_budget(memory_limit: float, budget_bytes: int) -> None:
+def test_a_fraction_is_never_more_than_the_budget(memory_limit, budget_bytes):
     assert 0 <= parse_memory_limit(memory_limit, budget_bytes) <= budget_bytes
 
 
@@ -47,7 +44,7 @@ NO_LIMITS += ["9" * 400 + "GB", 10**400, "1e3GB", np.array([1, 2]), torch.tensor
 
 
 @pytest.mark.parametrize("value", NO_LIMITS, ids=lambda value: repr(value)[:20])
-def test_memory_limit_is_named_with_its_value(value: Any) -> None:
+def test_memory_limit_is_named_with_its_value(value):
     with pytest.raises(ValueError, match=r"^memory_limit must be a whole number of bytes, .* got ") as error:
         SearchOptions(memory_limit=value)
     assert repr(value)[:80] in str(error.value)
@@ -59,7 +56,7 @@ def test_memory_limit_is_named_with_its_value(value: Any) -> None:
     ["max_batch_size", "min_batch_size", "multiple_of", "target_batch_size", "base_batch_size", "min_steps_per_epoch"],
 )
 @pytest.mark.parametrize("value", [0, -8, 2.0, True, "8", np.float64(2)], ids=repr)
-def test_sizes_are_positive_whole_numbers(name: str, value: Any) -> None:
+def test_sizes_are_positive_whole_numbers(name, value):
     with pytest.raises(ValueError, match=f"^{name} must be a whole number of at least 1, got "):
         SearchOptions(**{"lr_scaling": "sqrt", name: value})
 
@@ -83,7 +80,7 @@ def test_sizes_are_positive_whole_numbers(name: str, value: Any) -> None:
         ({"eval_batch_arg_name": "batch_size"}, "eval_batch_arg_name must differ from batch_arg_name, got"),
     ],
 )
-def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+def test_wrong_arguments(arguments, message):
     with pytest.raises(ValueError, match="must") as error:
         SearchOptions(**arguments)
     assert str(error.value).startswith(message)
@@ -93,24 +90,24 @@ def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
     ("arguments", "size"),
     [({}, 2), ({"min_batch_size": 1}, 1), ({"multiple_of": 4}, 4), ({"min_batch_size": 5, "multiple_of": 4}, 8)],
 )
-def test_the_first_size_is_a_multiple(arguments: dict[str, Any], size: int) -> None:
+def test_the_first_size_is_a_multiple(arguments, size):
     assert SearchOptions(**arguments).first_size == size
 
 
 @pytest.mark.parametrize("worst_case", [None, "typical", "longest", len, dict])
-def test_worst_case(worst_case: Any) -> None:
+def test_worst_case(worst_case):
     assert SearchOptions(worst_case=worst_case).worst_case is worst_case
 
 
-def test_numbers_of_numpy_become_plain() -> None:
-    options = SearchOptions(memory_limit=np.float32(0.5), max_batch_size=np.int64(64), multiple_of=np.int32(8))  # type: ignore[arg-type]
+def test_numbers_of_numpy_become_plain():
+    options = SearchOptions(memory_limit=np.float32(0.5), max_batch_size=np.int64(64), multiple_of=np.int32(8))
     values = (options.memory_limit, options.max_batch_size, options.multiple_of)
     assert values == (0.5, 64, 8)
     assert [type(value) for value in values] == [float, int, int]
     assert type(SearchOptions(memory_limit=np.int64(2**30)).memory_limit) is int
 
 
-def test_as_json() -> None:
+def test_as_json():
     written = SearchOptions(worst_case=len, max_batch_size=64).as_json()
     assert json.loads(json.dumps(written)) == written
     assert (written["worst_case"], written["max_batch_size"], written["objective"]) == ("len", 64, "memory")

@@ -1,49 +1,33 @@
-from __future__ import annotations
-
 import json
-from dataclasses import replace
-from typing import get_args
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import MIB, PHASES, LimitedBy, Line, MemoryModel, TimeModel, Trial
+from lightning_batchmem.plan.records import MIB, PHASES, Line, MemoryModel, TimeModel, Trial
 from tests.lawful import OLD_PLAN
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
-COUNTS = st.integers(0, 2**50)
-TRIALS = st.builds(
-    Trial,
-    batch_size=st.integers(1, 2**31),
-    outcome=st.sampled_from(["ok", "out_of_memory", "over_limit", "allocator_retry"]),
-    phase_peak_bytes=st.dictionaries(st.sampled_from(PHASES), COUNTS),
-    kind=st.sampled_from(["probe", "rehearsal"]),
-    is_exact=st.booleans(),
-    peak_held_bytes=st.none() | COUNTS,
-    step_seconds=st.none() | st.floats(0, 1e6),
-    error=st.text(),
-)
-LINES = st.builds(Line, FINITE, FINITE, st.integers(1, 100), st.integers(100, 10**7))
-PLANS = st.builds(
+
+
+def any_of(kind, **strategies):
+    """Instances of a dataclass, with every field that has no strategy drawn by its type."""
+    return st.builds(kind, **{**{field.name: ... for field in fields(kind)}, **strategies})
+
+
+PEAKS = st.dictionaries(st.sampled_from(PHASES), st.integers(0, 2**50))
+LINES = any_of(Line, intercept=FINITE, slope=FINITE)
+PLANS = any_of(
     Plan,
-    batch_size=st.integers(1, 2**31),
-    limited_by=st.sampled_from(get_args(LimitedBy)),
-    verified=st.booleans(),
-    limit_bytes=COUNTS,
-    predicted_peak_bytes=st.none() | COUNTS,
-    measured_peak_bytes=st.none() | COUNTS,
-    held_peak_bytes=st.none() | COUNTS,
-    trials=st.lists(TRIALS, max_size=5).map(tuple),
+    trials=st.lists(any_of(Trial, phase_peak_bytes=PEAKS, step_seconds=st.none() | FINITE), max_size=5).map(tuple),
     memory=st.none() | st.builds(MemoryModel, st.dictionaries(st.sampled_from(PHASES), LINES, min_size=1)),
     time=st.none() | st.builds(TimeModel, LINES),
-    reason=st.text(),
-    device=st.text(),
-    accumulate_grad_batches=st.integers(1, 1000),
-    effective_batch_size=st.none() | st.integers(1, 2**40),
     learning_rate=st.none() | FINITE,
-    notes=st.lists(st.text(), max_size=3).map(tuple),
+    learning_rate_before=st.none() | FINITE,
+    evaluation=st.none(),
+    conditions=st.dictionaries(st.text(), st.integers()),
 )
 PLAN = Plan(
     batch_size=32,
@@ -64,28 +48,27 @@ PLAN = Plan(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(PLANS)
-def test_a_plan_read_from_its_json_is_equal(plan: Plan) -> None:
+def test_a_plan_read_from_its_json_is_equal(plan):
     assert Plan.from_json(plan.to_json()) == plan
     both = replace(plan, evaluation=plan)
     assert Plan.from_json(both.to_json()) == both
 
 
-def test_a_plan_of_version_0_1_0_is_read() -> None:
+def test_a_plan_of_version_0_1_0_is_read():
     plan = Plan.from_json(json.dumps({**OLD_PLAN, "evaluation": {**OLD_PLAN, "batch_size": 8}}))
     assert (plan.batch_size, plan.limited_by, plan.effective_batch_size) == (64, "memory", 64)
     assert (plan.measured_peak_bytes, plan.held_peak_bytes, plan.notes) == (170_000_000, None, ())
     (trial,) = plan.trials
     assert (trial.batch_size, trial.kind, trial.peak_bytes, trial.step_seconds) == (64, "probe", 170_000_000, 0.1)
     assert plan.memory == MemoryModel({"forward": Line(1e8, 1e6, 2, 8)})
-    assert plan.evaluation is not None
     assert plan.evaluation.batch_size == 8
     assert Plan.from_json(plan.to_json()) == plan
     assert "batch size 64" in str(plan)
 
 
-def test_unknown_keys_are_ignored() -> None:
+def test_unknown_keys_are_ignored():
     data = json.loads(PLAN.to_json())
     for part in (data, data["trials"][0], data["memory"], data["memory"]["lines"]["forward"], data["time"]["line"]):
         part["of a later version"] = 1
@@ -93,12 +76,12 @@ def test_unknown_keys_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "1", "null", "{}", '{"memory": 3, "time": 1, "evaluation": null}'])
-def test_other_text_is_refused(text: str) -> None:
+def test_other_text_is_refused(text):
     with pytest.raises(ValueError, match=r"text must be the JSON of a Plan, got|Expecting value"):
         Plan.from_json(text)
 
 
-def test_the_text_of_a_plan() -> None:
+def test_the_text_of_a_plan():
     assert str(PLAN) == "\n".join(
         [
             "batch size 32, limited by memory, verified by a rehearsal",
@@ -117,7 +100,7 @@ def test_the_text_of_a_plan() -> None:
     )
 
 
-def test_the_text_has_what_else_a_person_should_know() -> None:
+def test_the_text_has_what_else_a_person_should_know():
     plan = replace(
         PLAN,
         verified=False,
@@ -144,7 +127,7 @@ def test_the_text_has_what_else_a_person_should_know() -> None:
     assert "  predicted" not in str(replace(PLAN, predicted_peak_bytes=None))
 
 
-def test_the_short_text_has_six_lines_at_most() -> None:
+def test_the_short_text_has_six_lines_at_most():
     changes = {"accumulate_grad_batches": 4, "effective_batch_size": 128}
     plan = replace(PLAN, **changes, notes=("the first", "a second"), evaluation=replace(PLAN, batch_size=48))
     assert plan.short_text() == "\n".join(

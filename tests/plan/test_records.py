@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -19,7 +17,7 @@ TRIALS = st.builds(
 )
 
 
-def test_peaks_and_what_is_held_and_needed() -> None:
+def test_peaks_and_what_is_held_and_needed():
     trial = Trial(4, "ok", {"forward": 100, "backward": 140})
     assert (trial.peak_bytes, trial.held_bytes, trial.needed_bytes) == (140, 140, 140)
     trial = replace(trial, peak_held_bytes=200, reserve_bytes=30)
@@ -28,7 +26,7 @@ def test_peaks_and_what_is_held_and_needed() -> None:
     assert Trial(4, "out_of_memory", {}).needed_bytes == 0
 
 
-def test_worst_of_takes_the_worst_of_each_field() -> None:
+def test_worst_of_takes_the_worst_of_each_field():
     phases = {"forward": 140, "backward": 90}
     first = Trial(4, "ok", phases, "rehearsal", True, 200, 5, 60, 0.1, full_steps=9, samples_run=36)
     second = Trial(4, "allocator_retry", {"forward": 145, "evaluation": 7}, "rehearsal", False, None, 9, 50, 0.3)
@@ -42,7 +40,7 @@ def test_worst_of_takes_the_worst_of_each_field() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(TRIALS, min_size=1, max_size=4))
-def test_worst_of_is_at_least_every_trial_and_does_not_depend_on_the_order(trials: list[Trial]) -> None:
+def test_worst_of_is_at_least_every_trial_and_does_not_depend_on_the_order(trials):
     worst = Trial.worst_of(trials)
     assert worst == Trial.worst_of(reversed(trials)) == Trial.worst_of([worst, *trials])
     for trial in trials:
@@ -51,5 +49,5 @@ def test_worst_of_is_at_least_every_trial_and_does_not_depend_on_the_order(trial
     assert (worst.outcome == "ok") == all(trial.outcome == "ok" for trial in trials)
 
 
-def test_mebibytes_have_three_decimals_below_one() -> None:
+def test_mebibytes_have_three_decimals_below_one():
     assert (mib(1536 * 2**20), mib(2**19)) == ("1,536.0 MiB", "0.500 MiB")

@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -24,14 +20,12 @@ from lightning_batchmem.plan.scaling import MicroBatch, learning_rate_factor, le
         (12, 16, 1, 8, (16, 1, 16)),  # half a unit is rounded up
     ],
 )
-def test_micro_batch(
-    target: int, largest: int, ranks: int, multiple_of: int | None, expected: tuple[int, int, int]
-) -> None:
+def test_micro_batch(target, largest, ranks, multiple_of, expected):
     found = micro_batch(target, largest=largest, ranks=ranks, multiple_of=multiple_of)
     assert (found.batch_size, found.accumulate_grad_batches, found.effective_batch_size) == expected
 
 
-def test_rounding_is_one_sentence() -> None:
+def test_rounding_is_one_sentence():
     found = micro_batch(1010, largest=256, ranks=4)
     assert found.rounding == "1,012 samples per optimizer step instead of 1,010: 1 x 253 on each of 4 ranks"
     assert micro_batch(1024, largest=256, ranks=4) == MicroBatch(256, 1, 1024)
@@ -43,7 +37,7 @@ def test_rounding_is_one_sentence() -> None:
     ranks=st.integers(1, 9),
     multiple_of=st.none() | st.integers(1, 64),
 )
-def test_properties_of_a_micro_batch(target: int, largest: int, ranks: int, multiple_of: int | None) -> None:
+def test_properties_of_a_micro_batch(target, largest, ranks, multiple_of):
     unit = multiple_of or 1
     assume(largest >= unit and target >= ranks * unit)
     found = micro_batch(target, largest=largest, ranks=ranks, multiple_of=multiple_of)
@@ -64,13 +58,13 @@ def test_properties_of_a_micro_batch(target: int, largest: int, ranks: int, mult
     ("scaling", "effective", "base", "expected"),
     [("linear", 256, 32, 0.8), ("linear", 32, 256, 0.0125), ("sqrt", 128, 32, 0.2), ("sqrt", 8, 32, 0.05)],
 )
-def test_scaled_learning_rate(scaling: Any, effective: int, base: int, expected: float) -> None:
+def test_scaled_learning_rate(scaling, effective, base, expected):
     assert 0.1 * learning_rate_factor(scaling, effective, base) == pytest.approx(expected, rel=1e-12)
 
 
 @given(st.floats(1e-8, 10.0), st.integers(1, 10**6), st.integers(1, 10**6))
-def test_linear_is_the_square_root_twice_and_a_rule_can_be_undone(rate: float, first: int, second: int) -> None:
-    def scaled(rate: float, scaling: Any, to: int, base: int) -> float:
+def test_linear_is_the_square_root_twice_and_a_rule_can_be_undone(rate, first, second):
+    def scaled(rate, scaling, to, base):
         return rate * learning_rate_factor(scaling, to, base)
 
     twice = scaled(scaled(rate, "sqrt", first, second), "sqrt", first, second)
@@ -79,6 +73,7 @@ def test_linear_is_the_square_root_twice_and_a_rule_can_be_undone(rate: float, f
     assert scaled(rate, "sqrt", first, first) == rate
 
 
+RATE_BY, SEE = "multiplies the learning rate by", "see docs/choosing-a-batch-size.md"
 NONE_KNOWN = "and no single rule is known for {}: tune the learning rate by hand"
 
 
@@ -87,23 +82,18 @@ NONE_KNOWN = "and no single rule is known for {}: tune the learning rate by hand
     [
         (["SGD"], 32, ""),
         ([], 64, ""),
-        (
-            ["SGD", "SGD"],
-            256,
-            ': for SGD, lr_scaling="linear" multiplies the learning rate by 8, see docs/choosing-a-batch-size.md',
-        ),
+        (["SGD", "SGD"], 256, f': for SGD, lr_scaling="linear" {RATE_BY} 8, {SEE}'),
         (
             ["Adam", "RMSprop"],
             320_000,
-            ': for Adam and RMSprop, lr_scaling="sqrt" multiplies the learning rate by 100 (untested beyond 8 times the'
-            " samples), see docs/choosing-a-batch-size.md",
+            f': for Adam and RMSprop, lr_scaling="sqrt" {RATE_BY} 100 (untested beyond 8 times the samples), {SEE}',
         ),
         (["SGD"], 3, ': for SGD, lr_scaling="linear" multiplies the learning rate by 0.09375 (untested beyond 8 times'),
         (["Lion"], 64, f", {NONE_KNOWN.format('Lion')}"),
         (["NAdam", "Adamax"], 64, f", {NONE_KNOWN.format('NAdam and Adamax')}"),
     ],
 )
-def test_note(names: list[str], effective: int, expected: str) -> None:
+def test_note(names, effective, expected):
     note = learning_rate_note(names, effective_batch_size=effective, base_batch_size=32)
     assert note.startswith(expected and f"samples per optimizer step went from 32 to {effective:,}{expected}")
     assert bool(note) == bool(expected)

@@ -1,10 +1,6 @@
-from __future__ import annotations
-
 import math
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,24 +17,24 @@ GRANULARITY = 2 * MIB
 LINE = Line(100 * MIB, MIB, 10, 100)  # 200 MiB at 100 samples
 
 
-def plan(*, device: str = "cuda", **lines: Line) -> Plan:
+def plan(*, device="cuda", **lines):
     trials = [Trial(size, "ok", {}) for size in (10, 20, 100)]
     trials.append(Trial(400, "out_of_memory", {}))
     memory = MemoryModel(lines or {"backward": LINE})
     return Plan(100, "memory", True, GIB, None, None, tuple(trials), memory, None, device=device)
 
 
-def alerts(granularity_bytes: int = GRANULARITY, **arguments: Any) -> Alerts:
+def alerts(granularity_bytes=GRANULARITY, **arguments):
     return Alerts(granularity_bytes=granularity_bytes, **arguments)
 
 
-def step(number: int, size: int | None, peak_bytes: float, start_bytes: int | None = None) -> StepRecord:
+def step(number, size, peak_bytes, start_bytes=None):
     return StepRecord(number, size, StepPeaks({"forward": int(peak_bytes)}), 0.1, 0.0, start_bytes=start_bytes)
 
 
 # --- leaks
 
-QUIET: dict[str, Callable[[int], float]] = {
+QUIET = {
     "constant": lambda n: GIB,
     "one jump": lambda n: GIB + (n > 40) * GIB,
     "a jump in every epoch": lambda n: GIB + (n % 100 > 50) * GIB,
@@ -48,7 +44,7 @@ QUIET: dict[str, Callable[[int], float]] = {
     "slows down as a logarithm": lambda n: GIB + GIB * math.log1p(n),
     "accumulation": lambda n: GIB + (n % 8 != 0) * GIB,
 }
-LEAKS: dict[str, Callable[[int], float]] = {
+LEAKS = {
     "from the start": lambda n: GIB + n * MIB,
     "after a warm-up": lambda n: GIB + min(n, 12) * GIB + n * MIB,
     "from a later step": lambda n: GIB + max(0, n - 3000) * MIB,
@@ -58,7 +54,7 @@ LEAKS: dict[str, Callable[[int], float]] = {
 }
 
 
-def leak(use: Callable[[int], float], steps: int, granularity_bytes: int = GRANULARITY) -> float | None:
+def leak(use, steps, granularity_bytes=GRANULARITY):
     detector = LeakDetector(granularity_bytes)
     number = 0
     while number < steps:
@@ -69,7 +65,7 @@ def leak(use: Callable[[int], float], steps: int, granularity_bytes: int = GRANU
 
 
 @pytest.mark.parametrize("name", [*QUIET, *LEAKS])
-def test_steady_growth_alone_is_a_leak(name: str) -> None:
+def test_steady_growth_alone_is_a_leak(name):
     if name in QUIET:
         assert leak(QUIET[name], 20_000) is None
     else:
@@ -88,20 +84,20 @@ def test_steady_growth_alone_is_a_leak(name: str) -> None:
     ],
 )
 def test_a_leak_is_16_mib_and_two_per_cent_and_above_the_granularity(
-    rise_bytes: float, base_bytes: int, granularity_bytes: int, is_leak: bool
-) -> None:
+    rise_bytes, base_bytes, granularity_bytes, is_leak
+):
     # 48 steps lie between the first step of the first window and that of the last
     assert (leak(lambda n: base_bytes + rise_bytes * n / 48, 64, granularity_bytes) is not None) is is_leak
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(0, 100 * GIB), st.integers(0, 100 * GIB), st.integers(0, 2**32))
-def test_noise_around_a_constant_is_no_leak(base_bytes: int, noise_bytes: int, seed: int) -> None:
+def test_noise_around_a_constant_is_no_leak(base_bytes, noise_bytes, seed):
     rng = random.Random(seed)
     assert leak(lambda n: base_bytes + rng.randint(0, noise_bytes), 5000) is None
 
 
-def test_the_alert_for_a_leak_names_pace_and_end_once() -> None:
+def test_the_alert_for_a_leak_names_pace_and_end_once():
     one = alerts()
     issued = [
         text for n in range(300) for text in one.step(step(n, 8, 1500 * MIB, GIB + n * MIB), limit_bytes=2000 * MIB)
@@ -115,7 +111,7 @@ def test_the_alert_for_a_leak_names_pace_and_end_once() -> None:
 # --- a step above the plan
 
 
-def is_above(one: Alerts, size: int | None, peak_bytes: float) -> bool:
+def is_above(one, size, peak_bytes):
     """Whether the second step at a size is above the plan; the first is not compared."""
     assert one.step(step(0, size, 10**15), None) == []
     return bool(one.step(step(60, size, peak_bytes), None))
@@ -131,9 +127,7 @@ def is_above(one: Alerts, size: int | None, peak_bytes: float) -> bool:
         (GRANULARITY, "host", 100, 264),  # 64 MiB at least
     ],
 )
-def test_a_step_may_be_above_the_plan_by_a_share_of_the_growth(
-    granularity_bytes: int, device: str, size: int, allowed_mib: float
-) -> None:
+def test_a_step_may_be_above_the_plan_by_a_share_of_the_growth(granularity_bytes, device, size, allowed_mib):
     assert not is_above(alerts(granularity_bytes, plan=plan(device=device)), size, allowed_mib * MIB)
     one = alerts(granularity_bytes, plan=plan(device=device))
     assert is_above(one, size, allowed_mib * MIB + 1)
@@ -143,7 +137,7 @@ def test_a_step_may_be_above_the_plan_by_a_share_of_the_growth(
 
 
 @pytest.mark.parametrize(("device", "allowed_mib"), [("cuda", 205), ("host", 200 + 200 + 0.3 * 300)])
-def test_the_resident_set_may_exceed_the_live_bytes_as_in_the_search(device: str, allowed_mib: float) -> None:
+def test_the_resident_set_may_exceed_the_live_bytes_as_in_the_search(device, allowed_mib):
     held = Trial(100, "ok", {"backward": 200 * MIB}, "rehearsal", peak_held_bytes=400 * MIB)
     one = replace(plan(device=device), trials=(held,))
     assert not is_above(alerts(plan=one), 100, allowed_mib * MIB)
@@ -151,7 +145,7 @@ def test_the_resident_set_may_exceed_the_live_bytes_as_in_the_search(device: str
 
 
 @pytest.mark.parametrize(("device", "above"), [("cuda", True), ("host", False)])
-def test_the_heap_of_the_host_keeps_the_memory_of_a_larger_batch_and_of_evaluation(device: str, above: bool) -> None:
+def test_the_heap_of_the_host_keeps_the_memory_of_a_larger_batch_and_of_evaluation(device, above):
     one = alerts(plan=plan(device=device))
     for number, size in enumerate((100, 10, 100)):
         assert one.step(step(number, size, 200 * MIB), None) == []
@@ -160,7 +154,7 @@ def test_the_heap_of_the_host_keeps_the_memory_of_a_larger_batch_and_of_evaluati
     assert is_above(alerts(plan=plan(device=device, backward=LINE, evaluation=evaluation)), 100, 401 * MIB) is above
 
 
-def test_the_prediction_is_the_highest_line_of_training() -> None:
+def test_the_prediction_is_the_highest_line_of_training():
     one = alerts(
         plan=plan(backward=LINE, forward=Line(150 * MIB, MIB / 4, 10, 100), evaluation=Line(MIB, GIB, 10, 100))
     )
@@ -180,7 +174,7 @@ NO_LINES = Plan(2, "memory", True, GIB, None, None, (), None, None)
         (None, 2),
     ],
 )
-def test_without_a_prediction_no_step_is_compared(of: Plan | None, size: int | None) -> None:
+def test_without_a_prediction_no_step_is_compared(of, size):
     one = alerts(plan=of)
     assert one.predicted_bytes(size) is None
     assert not is_above(one, size, 10**15)
@@ -190,7 +184,7 @@ def test_without_a_prediction_no_step_is_compared(of: Plan | None, size: int | N
 
 
 @pytest.mark.parametrize(("allowed_mib", "train_mib"), [(52, 50), (1020, 1000)])  # the granularity is 2 MiB
-def test_evaluation_above_training(allowed_mib: int, train_mib: int) -> None:
+def test_evaluation_above_training(allowed_mib, train_mib):
     one = alerts()
     assert one.evaluation("validate", allowed_mib * MIB, train_mib * MIB) == []
     (text,) = one.evaluation("validate", allowed_mib * MIB + 1, train_mib * MIB)
@@ -201,7 +195,7 @@ def test_evaluation_above_training(allowed_mib: int, train_mib: int) -> None:
 NOTHING = {"steps": 50, "seconds": 5.0, "wait_share": 0.0, "peak_bytes": 100 * MIB, "busy": None, "is_host": True}
 
 
-def interval(one: Alerts, *, retries: int | None = None, **changes: Any) -> list[str]:
+def interval(one, *, retries=None, **changes):
     seen = {**NOTHING, **changes}
     totals = StepTotals(steps=seen["steps"], seconds=seen["seconds"], peak_bytes=seen["peak_bytes"])
     if seen["wait_share"] is not None:
@@ -210,7 +204,7 @@ def interval(one: Alerts, *, retries: int | None = None, **changes: Any) -> list
     return one.interval(totals, DeviceReading(1000 * MIB, utilization, retries), is_host=seen["is_host"])
 
 
-def test_allocator_retries_after_the_first_interval() -> None:
+def test_allocator_retries_after_the_first_interval():
     one = alerts()
     assert [interval(one, retries=retries) for retries in (None, 7, 7)] == [[]] * 3  # a search may cause some
     (text,) = interval(one, retries=10)
@@ -219,7 +213,7 @@ def test_allocator_retries_after_the_first_interval() -> None:
     assert interval(one, retries=20) == []
 
 
-def test_nearly_full() -> None:
+def test_nearly_full():
     one = alerts()
     assert interval(one, peak_bytes=950 * MIB) == []
     (text,) = interval(one, peak_bytes=950 * MIB + 1)
@@ -245,11 +239,11 @@ def test_nearly_full() -> None:
         ({"wait_share": 0.9, "seconds": 9.9}, False),
     ],
 )
-def test_waiting_for_data(changes: dict[str, Any], issued: bool) -> None:
+def test_waiting_for_data(changes, issued):
     assert bool(interval(alerts(), **{"seconds": 10.0, **changes})) is issued
 
 
-def test_the_wait_is_summed_over_intervals() -> None:
+def test_the_wait_is_summed_over_intervals():
     one, slow = alerts(), {"steps": 5, "seconds": 3.0, "wait_share": 0.8}
     assert interval(one, seconds=1000.0, wait_share=0.1) == []  # and starts again after each check
     assert [interval(one, **slow, busy=busy) for busy in (10.0, 40.0, None)] == [[]] * 3

@@ -1,29 +1,22 @@
 """The data in each figure, read from its lines and bars, and the images in loggers."""
 
-from __future__ import annotations
-
 import io
 import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import matplotlib
 import numpy
 import pytest
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from matplotlib import pyplot
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import lightning_batchmem.report.figures
 from lightning_batchmem.measure.breakdown import MemoryBreakdown
-from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import MIB, PHASES, Line, MemoryModel, TimeModel, Trial
+from lightning_batchmem.plan.records import MIB, PHASES, Line, TimeModel, Trial
 from lightning_batchmem.report.figures import (
     draw,
     log_figures,
@@ -32,35 +25,25 @@ from lightning_batchmem.report.figures import (
     plot_memory_vs_batch_size,
     plot_throughput_vs_batch_size,
 )
-from lightning_batchmem.report.step_csv import Row
 from lightning_batchmem.report.tables import Summary
+from tests.plan.test_plan import PLAN as OTHER_PLAN
 
 
-def trial(size: int, *phases: int, seconds: float | None = None, reserved: int | None = None) -> Trial:
+def trial(size, *phases, seconds=None, reserved=None):
     peaks = dict(zip(PHASES, (count * MIB for count in phases), strict=False))
     return Trial(size, "ok", peaks, peak_held_bytes=reserved, step_seconds=seconds)
 
 
-PLAN = Plan(
-    batch_size=32,
-    limited_by="memory",
-    verified=True,
-    limit_bytes=200 * MIB,
-    predicted_peak_bytes=164 * MIB,
-    measured_peak_bytes=165 * MIB,
-    trials=(
-        trial(2, 104, 103, seconds=0.012),
-        trial(4, 108, 107, seconds=0.014),
-        trial(32, 165, 160, seconds=0.040),
-        Trial(48, "out_of_memory", {"forward": 90 * MIB}),
-    ),
-    memory=MemoryModel({"forward": Line(100 * MIB, 2 * MIB, 2, 32)}),
-    time=TimeModel(Line(0.010, 0.001, 2, 32)),
-    device="host",
+TRIALS = (
+    trial(2, 104, 103, seconds=0.012),
+    trial(4, 108, 107, seconds=0.014),
+    trial(32, 165, 160, seconds=0.040),
+    Trial(48, "out_of_memory", {"forward": 90 * MIB}),
 )
+PLAN = replace(OTHER_PLAN, trials=TRIALS, held_peak_bytes=None, device="host")
 
 
-def row(step: int, peak: int | None = 100, *, stage: str = "train", limit: int | None = None, **other: object) -> Row:
+def row(step, peak=100, *, stage="train", limit=None, **other):
     phases = {"forward_peak_mib": peak, "backward_peak_mib": None if peak is None else peak - 10}
     return {"step": step, "stage": stage, "peak_allocated_mib": peak, "limit_mib": limit, **phases, **other}
 
@@ -69,22 +52,21 @@ BREAKDOWN = MemoryBreakdown(100 * MIB, 90 * MIB, 200 * MIB, 50 * MIB, 1500 * MIB
 SUMMARY = Summary("host", 9, 2000 * MIB, 3, 64, {}, None, 4096 * MIB, BREAKDOWN, 10.0, 0.1, 0.2)
 
 
-def axes_of(figure: Figure | None) -> Axes:
-    assert figure is not None
+def axes_of(figure):
     return figure.axes[0]
 
 
-def line(figure: Figure | None, label: str) -> tuple[list[float], list[float]]:
+def line(figure, label):
     """Coordinates of the one line with this label."""
     (found,) = [line for line in axes_of(figure).lines if line.get_label() == label]
     return [float(x) for x in found.get_xdata()], [float(y) for y in found.get_ydata()]
 
 
-def labels(figure: Figure | None) -> list[str]:
+def labels(figure):
     return [text.get_text() for text in axes_of(figure).figure.legends[0].get_texts()]
 
 
-def test_memory_vs_batch_size_shows_trials_line_limit_and_chosen_size() -> None:
+def test_memory_vs_batch_size_shows_trials_line_limit_and_chosen_size():
     figure = plot_memory_vs_batch_size(PLAN)
     assert line(figure, "measured") == ([2, 4, 32], [104, 108, 165])
     assert line(figure, "did not fit") == ([48], [200])  # its peak is not known: 90 MiB is drawn nowhere
@@ -96,14 +78,14 @@ def test_memory_vs_batch_size_shows_trials_line_limit_and_chosen_size() -> None:
     assert labels(figure) == ["fitted line", "measured", "did not fit", "limit 200.0 MiB", "chosen: 32"]
 
 
-def test_missing_readings_repeated_steps_and_held_memory() -> None:
+def test_missing_readings_repeated_steps_and_held_memory():
     rows = [row(0), row(1, None), row(2), row(3), row(2, 120), row(3)]  # resumed from step 2
     assert line(plot_memory_over_steps(rows), "peak") == ([0, 2, 3], [100, 120, 100])
     figure = plot_memory_vs_batch_size(replace(PLAN, trials=(trial(2, 104, reserved=130 * MIB), trial(4, 108))))
     assert [line(figure, name)[1] for name in ("measured", "live")] == [[130, 108], [104, 108]]
 
 
-def test_throughput_vs_batch_size() -> None:
+def test_throughput_vs_batch_size():
     figure = plot_throughput_vs_batch_size(PLAN)
     sizes, speeds = line(figure, "measured")
     assert sizes == [2, 4, 32]  # the size that ran out of memory has no time
@@ -115,7 +97,7 @@ def test_throughput_vs_batch_size() -> None:
     assert axes_of(other).get_title(loc="left") == "Throughput of each rank on host"
 
 
-def test_memory_over_steps_shows_peaks_phases_and_limit() -> None:
+def test_memory_over_steps_shows_peaks_phases_and_limit():
     reserved = {"peak_reserved_mib": 150}
     figure = plot_memory_over_steps(
         [row(step, 100 + step, limit=300 - step if step % 5 == 0 else None, **reserved) for step in range(12)]
@@ -128,7 +110,7 @@ def test_memory_over_steps_shows_peaks_phases_and_limit() -> None:
     assert labels(figure) == ["reserved", "forward", "backward", "peak", "limit 290.0 MiB"]
 
 
-def test_an_evaluation_is_drawn_at_the_training_step_before_it() -> None:
+def test_an_evaluation_is_drawn_at_the_training_step_before_it():
     figure = plot_memory_over_steps(
         [row(0), row(1), row(0, 60, stage="validate"), row(1, 50, stage="validate"), row(2)]
     )
@@ -138,7 +120,7 @@ def test_an_evaluation_is_drawn_at_the_training_step_before_it() -> None:
     assert line(alone, "peak (test)") == ([0, 1, 2], [50, 51, 52])
 
 
-def test_the_highest_of_many_steps_is_drawn() -> None:
+def test_the_highest_of_many_steps_is_drawn():
     figure = plot_memory_over_steps([row(step, 900 if step == 1234 else 100) for step in range(2500)])
     steps, peaks = line(figure, "peak")
     assert [after - before for before, after in pairwise(steps)] == [3] * 833
@@ -146,7 +128,7 @@ def test_the_highest_of_many_steps_is_drawn() -> None:
     assert axes_of(figure).get_title(loc="left") == "Peak memory, highest of every 3 steps"
 
 
-def test_the_breakdown_adds_up_to_the_peak() -> None:
+def test_the_breakdown_adds_up_to_the_peak():
     figure = plot_breakdown(replace(SUMMARY, peak_reserved_bytes=2600 * MIB))
     bars = axes_of(figure).patches
     assert [(bar.get_y(), bar.get_height()) for bar in bars] == [
@@ -163,7 +145,7 @@ def test_the_breakdown_adds_up_to_the_peak() -> None:
     ]
 
 
-def test_all_figures_for_which_there_is_data() -> None:
+def test_all_figures_for_which_there_is_data():
     assert list(draw([row(0)], replace(PLAN, evaluation=PLAN), SUMMARY)) == [
         "memory_over_steps",
         "memory_vs_batch_size",
@@ -179,7 +161,7 @@ def test_all_figures_for_which_there_is_data() -> None:
     assert labels(plot_memory_vs_batch_size(one)) == ["measured", "limit 200.0 MiB", "chosen: 2"]
 
 
-def test_no_figure_is_left_in_pyplot_and_no_setting_changes() -> None:
+def test_no_figure_is_left_in_pyplot_and_no_setting_changes():
     settings, figures = dict(matplotlib.rcParams), pyplot.get_fignums()
     assert len(draw([row(0)], PLAN, SUMMARY)) == 4
     assert (dict(matplotlib.rcParams), pyplot.get_fignums()) == (settings, figures)
@@ -191,17 +173,17 @@ def test_no_figure_is_left_in_pyplot_and_no_setting_changes() -> None:
 class FakeLogger(CSVLogger):
     """A logger that records its images: name, pixels, and the step or run."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__("unused")
-        self.images: list[tuple[str, Any, Any]] = []
+        self.images = []
 
     @property
-    def experiment(self) -> Any:
-        return type("Client", (), {"log_image": staticmethod(self._log_image)})()  # type: ignore[attr-defined]
+    def experiment(self):
+        return type("Client", (), {"log_image": staticmethod(self._log_image)})()
 
 
 class LikeWandb(FakeLogger):
-    def log_image(self, key: str, images: list[Any], step: int | None = None) -> None:
+    def log_image(self, key, images, step=None):
         (image,) = images
         self.images.append((key, image, step))
 
@@ -209,22 +191,22 @@ class LikeWandb(FakeLogger):
 class LikeMlflow(FakeLogger):
     run_id = "one of many"
 
-    def _log_image(self, run_id: str, image: Any, artifact_file: str | None = None) -> None:
-        self.images.append((str(artifact_file), image, run_id))
+    def _log_image(self, run_id, image, artifact_file=None):
+        self.images.append((artifact_file, image, run_id))
 
 
 class LikeComet(FakeLogger):
-    def _log_image(self, image_data: Any, name: str | None = None, *, step: int) -> None:
-        self.images.append((str(name), image_data, step))
+    def _log_image(self, image_data, name=None, *, step):
+        self.images.append((name, image_data, step))
 
 
 class Unreachable(FakeLogger):
     @property
-    def experiment(self) -> Any:
+    def experiment(self):
         raise ConnectionError("no server")
 
 
-def test_tensorboard_images_can_be_read_back(tmp_path: Path) -> None:
+def test_tensorboard_images_can_be_read_back(tmp_path):
     logger, other = TensorBoardLogger(tmp_path), LikeWandb()
     path = tmp_path / "memory_per_batch.csv"
     path.write_text("step,stage,peak_allocated_mib\n0,train,100\n1,train,110\n")
@@ -246,7 +228,7 @@ def test_tensorboard_images_can_be_read_back(tmp_path: Path) -> None:
         (LikeComet, ("batchmem/memory_composition", 7)),
     ],
 )
-def test_other_loggers_get_an_image_in_colors(kind: type[FakeLogger], expected: tuple[str, Any]) -> None:
+def test_other_loggers_get_an_image_in_colors(kind, expected):
     logger = kind()
     log_figures([logger], None, None, SUMMARY, 7)
     ((name, image, other),) = logger.images
@@ -255,24 +237,23 @@ def test_other_loggers_get_an_image_in_colors(kind: type[FakeLogger], expected: 
     assert len(numpy.unique(image.reshape(-1, 3), axis=0)) > 8  # a bar, not an empty page
 
 
-def test_nothing_is_drawn_for_loggers_without_images(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # type: ignore[arg-type]
-    without: list[Logger] = [CSVLogger(tmp_path), DummyLogger()]
-    log_figures(without, None, PLAN, SUMMARY, 0)
-    assert not caplog.messages
+def test_nothing_is_drawn_for_loggers_without_images(tmp_path, monkeypatch):
+    messages = []
+    monkeypatch.setattr(lightning_batchmem.report.figures, "rank_zero_info", messages.append)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    log_figures([CSVLogger(tmp_path), DummyLogger()], None, PLAN, SUMMARY, 0)
+    assert messages == []
     log_figures([LikeWandb()], None, PLAN, SUMMARY, 0)
-    assert "lightning-batchmem[plot]" in caplog.messages[0]
+    assert "lightning-batchmem[plot]" in messages[0]
 
 
-def test_a_failing_logger_or_figure_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_logger_or_figure_is_a_warning(monkeypatch):
     logger = LikeWandb()
     with pytest.warns(UserWarning, match="could not log figures to Unreachable: ConnectionError: no server"):
         log_figures([Unreachable(), logger], None, None, SUMMARY, 0)
     assert len(logger.images) == 1
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise RuntimeError("no font")
 
     monkeypatch.setattr(lightning_batchmem.report.figures, "draw", fail)

@@ -100,7 +100,7 @@ class CachingAllocator:
         del block.pool.used[block.address]
         block.pool.add(block.address, block.size)
 
-    def empty_cache(self) -> None:
+    def release_cached(self) -> None:
         """Return free segments, or free pages of expandable segments, to the driver."""
         for pool in (self.large, self.small):
             for address, size in list(pool.sizes.items()):
@@ -121,7 +121,7 @@ class CachingAllocator:
         segment = math.ceil((needed if needed >= MIN_LARGE else pool.page) / ROUND_LARGE) * ROUND_LARGE
         for retry in (False, True):
             if retry:
-                self.empty_cache()
+                self.release_cached()
                 self.num_alloc_retries += 1
             if self.reserved + segment > self.limit_bytes:  # before it is known how many pages are missing
                 continue

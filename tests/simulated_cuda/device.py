@@ -17,10 +17,8 @@ class SimulatedCuda(CachingAllocator):
 
     name = "cuda"
 
-    def __init__(
-        self, trace: Trace, capacity_bytes: int, *, limit_bytes: int | None = None, expandable: bool = False
-    ) -> None:
-        super().__init__(capacity_bytes, limit_bytes=limit_bytes, expandable=expandable)
+    def __init__(self, trace: Trace, capacity_bytes: int, *, expandable: bool = False) -> None:
+        super().__init__(capacity_bytes, expandable=expandable)
         self.trace = trace
         self._live: dict[int, Block] = {}
         self._replay(list(enumerate(trace.persistent_bytes)))
@@ -60,11 +58,7 @@ class SimulatedCuda(CachingAllocator):
     def budget_bytes(self) -> int:
         return min(self.capacity_bytes, self.limit_bytes)
 
-    def release_cached(self) -> None:
-        self.empty_cache()
-
-    def synchronize(self) -> None:
-        return
+    def synchronize(self) -> None: ...
 
     def counters(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in ("num_ooms", "num_alloc_retries", "num_device_free")}

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import lightning_batchmem.batch_finder
 from lightning_batchmem import BatchFinder, Plan
+from tests.lawful import quiet_trainer
 from tests.simulated_cuda.device import SimulatedCuda
 
 SAMPLES = 10**7
@@ -88,9 +89,8 @@ def search(device: SimulatedCuda, **options: Any) -> Searched:
     """
     finder = BatchFinder(**options)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     with mock.patch.object(lightning_batchmem.batch_finder, "device_memory_for", return_value=device):
-        trainer = Trainer(accelerator="cpu", callbacks=[finder], max_steps=1, limit_val_batches=0.5, **quiet)
+        trainer = quiet_trainer(finder, max_steps=1, limit_val_batches=0.5)
         with mock.patch.object(Trainer, "_run_stage"):  # only what comes before the first step
             trainer.fit(simulated_module(device))
     plan = finder.plan
@@ -104,7 +104,7 @@ def search(device: SimulatedCuda, **options: Any) -> Searched:
 
 def _trains(device: SimulatedCuda, size: int, smaller: Callable[[int], int]) -> bool:
     device.drop(device.trace.gradients | device.trace.states)
-    device.empty_cache()
+    device.release_cached()
     try:
         for epoch in range(8):
             device.evaluation_step(size)  # at first, Lightning's sanity check

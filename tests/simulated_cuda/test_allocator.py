@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
@@ -24,13 +22,13 @@ from tests.simulated_cuda.allocator import MIB, CachingAllocator
         (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),
     ],
 )
-def test_sizes_of_one_allocation(requested: int, allocated: int, reserved: int) -> None:
+def test_sizes_of_one_allocation(requested, allocated, reserved):
     allocator = CachingAllocator(100 * MIB)
     allocator.malloc(requested)
     assert (allocator.requested, allocator.allocated, allocator.reserved) == (requested, allocated, reserved)
 
 
-def test_smallest_sufficient_free_block_of_the_pool_is_used_and_split() -> None:
+def test_smallest_sufficient_free_block_of_the_pool_is_used_and_split():
     allocator = CachingAllocator(100 * MIB)
     for block in [allocator.malloc(size * MIB) for size in (30, 12, 16)]:
         allocator.free(block)
@@ -41,21 +39,21 @@ def test_smallest_sufficient_free_block_of_the_pool_is_used_and_split() -> None:
     assert allocator.reserved == 60 * MIB  # a small request never uses the large pool
 
 
-def test_free_neighbours_merge_into_the_whole_segment() -> None:
+def test_free_neighbours_merge_into_the_whole_segment():
     allocator = CachingAllocator(100 * MIB)
     first, second, third = (allocator.malloc(4 * MIB) for _ in range(3))
     for block in (first, third):
         allocator.free(block)
-    allocator.empty_cache()
+    allocator.release_cached()
     assert (allocator.reserved, sorted(allocator.large.sizes.values())) == (20 * MIB, [4 * MIB, 12 * MIB])
     allocator.free(second)
     assert list(allocator.large.sizes.values()) == [20 * MIB]
-    allocator.empty_cache()
+    allocator.release_cached()
     assert (allocator.reserved, allocator.num_device_free) == (0, 1)
 
 
 @pytest.mark.parametrize(("capacity", "limit"), [(40 * MIB, None), (100 * MIB, 40 * MIB)])
-def test_cached_segments_are_released_before_an_allocation_fails(capacity: int, limit: int | None) -> None:
+def test_cached_segments_are_released_before_an_allocation_fails(capacity, limit):
     allocator = CachingAllocator(capacity, limit_bytes=limit)
     allocator.free(allocator.malloc(20 * MIB))
     allocator.malloc(30 * MIB)
@@ -65,7 +63,7 @@ def test_cached_segments_are_released_before_an_allocation_fails(capacity: int, 
     assert (allocator.reserved, allocator.num_alloc_retries, allocator.num_ooms) == (30 * MIB, 2, 1)
 
 
-def test_peaks_start_again_from_the_current_use() -> None:
+def test_peaks_start_again_from_the_current_use():
     allocator = CachingAllocator(100 * MIB)
     kept, freed = allocator.malloc(10 * MIB), allocator.malloc(20 * MIB)
     allocator.free(freed)
@@ -74,21 +72,21 @@ def test_peaks_start_again_from_the_current_use() -> None:
     assert (allocator.allocated_peak, allocator.reserved_peak) == (kept.size, 30 * MIB)
 
 
-def test_expandable_segments_grow_by_pages() -> None:
+def test_expandable_segments_grow_by_pages():
     allocator = CachingAllocator(200 * MIB, expandable=True)
     allocator.malloc(MIB)
     first, second, third = (allocator.malloc(size * MIB) for size in (25, 10, 10))
     assert (allocator.reserved, third.address) == (62 * MIB, 35 * MIB)  # 2 MiB, and three pages for 45 MiB
     allocator.free(first)
     allocator.free(third)
-    allocator.empty_cache()  # 0..25 has one whole page, 35..60 another one
+    allocator.release_cached()  # 0..25 has one whole page, 35..60 another one
     assert (allocator.reserved, second.address) == (22 * MIB, 25 * MIB)
     assert allocator.malloc(15 * MIB).address == 0  # the lowest address: page 0..20 again, with 20..25
     assert allocator.malloc(30 * MIB).address == 35 * MIB
     assert allocator.reserved == 82 * MIB  # 35..40 was mapped, 25 MiB take two pages
 
 
-def test_expandable_segments_check_the_limit_against_the_whole_request() -> None:
+def test_expandable_segments_check_the_limit_against_the_whole_request():
     allocator = CachingAllocator(100 * MIB, limit_bytes=60 * MIB, expandable=True)
     allocator.malloc(25 * MIB)
     with pytest.raises(torch.cuda.OutOfMemoryError):
@@ -97,7 +95,7 @@ def test_expandable_segments_check_the_limit_against_the_whole_request() -> None
     assert allocator.reserved == 60 * MIB
 
 
-def test_expandable_segments_fail_where_the_device_has_no_page_left() -> None:
+def test_expandable_segments_fail_where_the_device_has_no_page_left():
     allocator = CachingAllocator(50 * MIB, expandable=True)
     allocator.malloc(25 * MIB)
     with pytest.raises(torch.cuda.OutOfMemoryError):
@@ -107,7 +105,7 @@ def test_expandable_segments_fail_where_the_device_has_no_page_left() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 30 * MIB), st.integers(0, 3)), min_size=1, max_size=60), st.booleans())
-def test_bytes_are_conserved(requests: list[tuple[int, int]], expandable: bool) -> None:
+def test_bytes_are_conserved(requests, expandable):
     allocator = CachingAllocator(120 * MIB, limit_bytes=100 * MIB, expandable=expandable)
     live = []
     for size, num_freed in requests:
@@ -125,5 +123,5 @@ def test_bytes_are_conserved(requests: list[tuple[int, int]], expandable: bool) 
         assert all(a + size <= b for (a, size), (b, _) in pairwise(spans))
     for block in live:
         allocator.free(block)
-    allocator.empty_cache()
+    allocator.release_cached()
     assert (allocator.allocated, allocator.requested, allocator.reserved) == (0, 0, 0)
