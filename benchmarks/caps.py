@@ -112,13 +112,9 @@ def memory_group(room_bytes: int) -> Iterator[MemoryGroup | None]:
 
 
 def _group_of_this_process() -> Path:
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            base = _GROUPS / "memory"
-            break
-    else:
-        base = _GROUPS  # version 2: the last line is "0::PATH"
+    lines = (line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    paths = {controller: path for controllers, path in lines for controller in controllers.split(",")}
+    base = _GROUPS / "memory" if "memory" in paths else _GROUPS  # version 2 has no names of controllers
     # in a container the path may be that of the host, and its own group is mounted as the base
-    group = base / path.lstrip("/")
+    group = base / paths.get("memory", paths.get("", "")).lstrip("/")
     return group if group.is_dir() else base

@@ -1,8 +1,10 @@
-"""What benchmarks share: a bare Trainer, fresh processes that send JSON, tables, and files of results."""
+"""What benchmarks share: a command line, a bare Trainer, fresh processes, tables, and files of results."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import logging
 import os
 import platform
 import re
@@ -10,14 +12,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+import lightning
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, Trainer, seed_everything
 
 from benchmarks.caps import GROUP_VARIABLE, memory_group
 
@@ -27,6 +31,24 @@ CHILD_VARIABLE = "BENCHMARKS_CHILD"
 
 SAMPLING_SECONDS = 0.02
 """Time between two readings of the memory in use."""
+
+
+def command_line(
+    description: str | None, names: Iterable[str] = (), *, writes: bool = False
+) -> argparse.ArgumentParser:
+    """Seed this process, silence it, and make a parser: with ``--only`` for ``names``, with ``--write`` for results."""
+    warnings.filterwarnings("ignore")
+    for logger in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(logger).setLevel(logging.WARNING)
+    seed_everything(0, verbose=False)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if names := list(names):
+        parser.add_argument(
+            "--only", nargs="+", default=names, choices=names, metavar="NAME", help="these of %(choices)s"
+        )
+    if writes:
+        parser.add_argument("--write", action="store_true", help="write to benchmarks/results")
+    return parser
 
 
 def trainer_for(callbacks: Sequence[Callback], steps: int, **arguments: Any) -> Trainer:
@@ -115,17 +137,16 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table with a column for each key, in the order in which the keys appear."""
-    head = list(dict.fromkeys(key for row in rows for key in row))
+def markdown(rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = (), *, without: str = "") -> str:
+    """A table with a column for each key, in the order in which the keys appear, and a list of notes."""
+    head = list(dict.fromkeys(key for row in rows for key in row if key != without))
     cells = [["" if row.get(key) is None else str(row[key]).replace("|", "/") for key in head] for row in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *cells))
+    lines = ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *cells)]
+    return "\n".join([*lines, *([""] if notes else []), *(f"- {note}" for note in notes)])
 
 
 def machine() -> str:
     """Versions, device and commit, as the first line above a table."""
-    import lightning
-
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     commit = ""
     with suppress(OSError):  # no git

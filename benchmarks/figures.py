@@ -1,20 +1,17 @@
 """Draw the pictures in ``docs/figures`` from a real run: a search, 60 training steps and an evaluation.
 
-python -m benchmarks.figures                     # writes to docs/figures
-python -m benchmarks.figures --out DIR
+python -m benchmarks.figures
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
-from lightning.pytorch import seed_everything
 from PIL import Image
 from torch import nn
 
-from benchmarks.common import machine, trainer_for
+from benchmarks.common import ROOT, command_line, machine, trainer_for
 from benchmarks.workloads import WORKLOADS, Training, Workload
 from lightning_batchmem import BatchFinder, MemoryProfiler
 from lightning_batchmem.report.figures import draw as draw_figures
@@ -35,7 +32,6 @@ def network() -> nn.Module:
 
 def draw(out: Path) -> None:
     """Search, train, and write every figure of the run as PNG."""
-    seed_everything(0)
     finder, profiler = BatchFinder(memory_limit=MEMORY_LIMIT, min_steps_per_epoch=None), MemoryProfiler()
     module = Training(Workload(network, WORKLOADS["ConvNet"].sample, room_mib=0))
     with tempfile.TemporaryDirectory() as directory:
@@ -52,12 +48,6 @@ def draw(out: Path) -> None:
         print(f"{path} ({path.stat().st_size / 1024:.0f} KiB)")
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("docs/figures"), help="directory; default: %(default)s")
-    draw(parser.parse_args().out)
-
-
 if __name__ == "__main__":
-    main()
+    command_line(__doc__).parse_args()
+    draw(ROOT / "docs" / "figures")

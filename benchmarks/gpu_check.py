@@ -19,19 +19,26 @@ part. The JSON file has tracebacks and the output of failed tests, too.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import ROOT, emit, in_fresh_process, machine, markdown, one_line, results_file, write_results
+from benchmarks.common import (
+    ROOT,
+    command_line,
+    emit,
+    in_fresh_process,
+    machine,
+    markdown,
+    one_line,
+    results_file,
+    write_results,
+)
 
 PARTS = {"tests": 205.0, "search": 160.0, "simulator": 40.0, "overhead": 35.0, "sync": 30.0, "compile": 80.0}
 """Part -> its time budget in seconds."""
@@ -50,49 +57,38 @@ def run_part(part: str) -> None:
     emit(is_complete=True)
 
 
-def part_in_process(part: str) -> dict[str, Any]:
-    """Run a part in a new process: its ``rows``, and ``head`` and ``path`` of the files."""
-    begin = time.monotonic()
-    found = in_fresh_process("benchmarks.gpu_check", "--part", part, timeout_seconds=PARTS[part])
-    rows = found.setdefault("rows", [])
-    if found["error"] and not found.get("is_complete"):  # a process that is slow to end has measured everything
-        rows.append({**found.get("running", {}), "error": found["error"]})
-    print(f"{part}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
-    return found
-
-
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
     """One Markdown table for each part, without logs."""
-    short = {part: [{key: row[key] for key in row if key != "log"} for row in rows] for part, rows in results.items()}
-    return "\n\n".join(f"## {part}\n\n{markdown(rows)}" for part, rows in short.items())
+    return "\n\n".join(f"## {part}\n\n{markdown(rows, without='log')}" for part, rows in results.items())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; 2 without a CUDA device, 1 if something failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), help="these parts, without writing files")
+    parser = command_line(__doc__, PARTS)
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)  # in this process
     chosen = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("gpu_check needs a CUDA device, and torch finds none.", file=sys.stderr)
         return 2
     if chosen.part:
-        warnings.filterwarnings("ignore")
-        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
         emit(head=machine(), path=str(results_file("gpu_check")))
         run_part(chosen.part)
         return 0
     results: dict[str, list[dict[str, Any]]] = {}
-    known: dict[str, Any] = {
-        "head": "unknown device",
-        "path": ROOT / "benchmarks/results/unknown-device/gpu_check.json",
-    }
-    for part in chosen.only or PARTS:
-        known |= part_in_process(part)  # only there CUDA starts: a device may allow one process at a time
-        results[part] = known["rows"]
-        if chosen.only is None:
-            write_results(Path(known["path"]), f"{known['head']}\n\n{table(results)}", results)
-    print(f"{known['head']}\n\n{table(results)}")
+    head, path, text = "unknown device", "benchmarks/results/unknown-device/gpu_check.json", ""
+    for part in chosen.only:
+        begin = time.monotonic()
+        found = in_fresh_process("benchmarks.gpu_check", "--part", part, timeout_seconds=PARTS[part])
+        rows = results[part] = found.get("rows", [])
+        if found["error"] and not found.get("is_complete"):  # a process that is slow to end has measured everything
+            rows.append({**found.get("running", {}), "error": found["error"]})
+        print(f"{part}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+        # only there CUDA starts: a device may allow one process at a time
+        head, path = found.get("head", head), found.get("path", path)
+        text = f"{head}\n\n{table(results)}"
+        if chosen.only == list(PARTS):
+            write_results(ROOT / path, text, results)
+    print(text)
     return int(any("error" in row for rows in results.values() for row in rows))
 
 

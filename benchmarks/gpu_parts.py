@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from benchmarks import large_networks
 from benchmarks import overhead as hooks
 from benchmarks.common import ROOT, one_line, trainer_for
+from benchmarks.oracle import largest_that
 from lightning_batchmem import BatchFinder, MemoryProfiler
 from lightning_batchmem.devices.cuda import CudaMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
@@ -36,7 +37,7 @@ MIB, GB = 2**20, 10**9
 DEVICE = torch.device("cuda", 0)
 ALLOCATORS = ("default", "expandable_segments:True", "backend:cudaMallocAsync", "max_split_size_mb:128")
 LIMITS_GB = (8, 24)
-"""As in ``benchmarks/results/simulated_cuda.md``; at 80 GB a step of some networks takes seconds."""
+"""Of those in ``benchmarks.simulated_cuda``; at 80 GB a step of some networks takes seconds."""
 
 SEARCHED = ("GPT 12x768 AdamW bf16", "U-Net 256 AdamW", "ResNet-18 SGD", "MLP 8x4096 Adam")
 
@@ -56,23 +57,15 @@ def tested(allocator: str) -> Row:
     if allocator != "default":
         variables["PYTORCH_CUDA_ALLOC_CONF"] = allocator
     options = ["-q", "-p", "no:cacheprovider", "-W", "default", "-o", "addopts=", "--import-mode=importlib"]
-    command = [sys.executable, "-m", "pytest", *options, "-o", "timeout=30", "tests/gpu"]
-    begin, status, code = time.monotonic(), "", 1
-    with tempfile.TemporaryFile("w+") as file:
-        try:
-            code = subprocess.run(
-                command, cwd=ROOT, env=variables, stdout=file, stderr=subprocess.STDOUT, timeout=60
-            ).returncode
-        except subprocess.TimeoutExpired:
-            status = "no end after 60 s; "
-        file.seek(0)
-        output = file.read()
-    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", "".join(output.splitlines()[-1:]))
+    command = ["timeout", "60", sys.executable, "-m", "pytest", *options, "-o", "timeout=30", "tests/gpu"]
+    begin = time.monotonic()
+    run = subprocess.run(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", "".join(run.stdout.splitlines()[-1:]))
     row: Row = {kind: int(count) for count, kind in counts} | {"seconds": round(time.monotonic() - begin, 1)}
-    if code:
-        failed = re.findall(r"^(?:FAILED|ERROR) \S*?::(.+)", output, re.MULTILINE)
-        row["error"] = status + ("; ".join(dict.fromkeys(failed)) or f"pytest ended with {code}")
-        row["log"] = output[-20_000:]
+    if run.returncode:
+        failed = re.findall(r"^(?:FAILED|ERROR) \S*?::(.+)", run.stdout, re.MULTILINE)
+        row["error"] = "; ".join(dict.fromkeys(failed)) or f"pytest ended with {run.returncode} (124: after 60 s)"
+        row["log"] = run.stdout[-20_000:]
     return row
 
 
@@ -81,18 +74,13 @@ def network_of(name: str) -> large_networks.Network:
     return next(network for network in large_networks.NETWORKS if network.name == name)
 
 
-def batch_on(device: torch.device, network: Any, size: int) -> list[Tensor]:
-    """Inputs and targets of zeros."""
-    return [torch.zeros(one.shape, dtype=one.dtype, device=device) for one in network.batch(size)]
-
-
 def steps(network: Any, size: int, count: int) -> Iterator[None]:
     """Train without Lightning, on the device; the memory of the last step is released at the end."""
     with DEVICE:
         module = network.module()
     optimizer = network.optimizer(module.parameters())
     for _ in range(count):
-        inputs, target = batch_on(DEVICE, network, size)
+        inputs, target = network.batch(size, DEVICE)
         loss = network.criterion(module(inputs), target)
         optimizer.zero_grad()
         loss.backward()
@@ -116,7 +104,7 @@ class Trained(LightningModule):
         self.run = self.module if compiled is None else torch.compile(self.module, **compiled)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        inputs, target = batch_on(self.device, self.network, len(batch))
+        inputs, target = self.network.batch(len(batch), self.device)
         loss: Tensor = self.network.criterion(self.run(inputs), target)
         return loss
 
@@ -153,10 +141,10 @@ def compared(name: str, limit_bytes: int) -> Row:
     free_bytes = torch.cuda.mem_get_info(DEVICE)[0]
     if free_bytes < limit_bytes:
         return {"note": f"not run: {free_bytes / GB:.1f} GB are free"}
-    row = searched(Trained(name), 40, limit_bytes)
+    row = searched(functools.partial(Trained, name), 40, limit_bytes)
     if row.get("found"):
         with limited(limit_bytes):
-            largest = largest_trained(functools.partial(trains, network_of(name)), row["found"])
+            largest = largest_that(functools.partial(trains, network_of(name)), row["found"], growth=1.25)
         row |= {"bisection": largest, "share": round(row["found"] / largest, 3) if largest else None}
     return row
 
@@ -165,15 +153,11 @@ def compile() -> Cases:  # noqa: A001 - the name of the part
     """A search and 30 steps with compiled modules."""
     torch.set_float32_matmul_precision("high")
     for mode in ("default", "reduce-overhead"):
-        yield {"mode": mode}, functools.partial(compiled, mode)
+        module = functools.partial(Trained, "MLP 8x4096 Adam", {"mode": mode})
+        yield {"mode": mode}, functools.partial(searched, module, 30, LIMITS_GB[0] * GB)
 
 
-def compiled(mode: str) -> Row:
-    """A search and training with one mode of ``torch.compile``."""
-    return searched(Trained("MLP 8x4096 Adam", {"mode": mode}), 30, LIMITS_GB[0] * GB)
-
-
-def searched(module: Trained, count: int, limit_bytes: int) -> Row:
+def searched(module: Callable[[], Trained], count: int, limit_bytes: int) -> Row:
     """The result of one search and of a training of ``count`` steps after it, with the allocator's events in both."""
 
     def read(*_: Any) -> None:
@@ -184,7 +168,7 @@ def searched(module: Trained, count: int, limit_bytes: int) -> Row:
     with limited(limit_bytes):
         read()
         try:  # training starts after the search
-            trainer_for([finder, LambdaCallback(on_train_start=read)], count).fit(module)
+            trainer_for([finder, LambdaCallback(on_train_start=read)], count).fit(module())
         except Exception as error:  # noqa: BLE001 - a failure is a result, and what was found is another
             row["error"] = one_line(error)
         read()
@@ -209,18 +193,6 @@ def trains(network: Any, size: int) -> bool:
     finally:
         CudaMemory(DEVICE).release_cached()
     return True
-
-
-def largest_trained(trains_at: Callable[[int], bool], start: int) -> int:
-    """The largest size that trains, to 2 % or one sample; searched from ``start``."""
-    low, high = (start, 0) if trains_at(start) else (0, start)
-    while not high:
-        larger = max(low + 1, low * 5 // 4)
-        low, high = (larger, 0) if trains_at(larger) else (low, larger)
-    while high - low > max(1, low // 50):
-        middle = (low + high) // 2 if low else max(1, high * 3 // 4)
-        low, high = (middle, high) if trains_at(middle) else (low, middle)
-    return low
 
 
 def simulator() -> Cases:
@@ -253,14 +225,9 @@ def peaks(size: int, step: int) -> Row:
 
 
 def overhead() -> Cases:
-    """Mean time per step inside the hooks of monitoring callbacks."""
+    """Mean time per step inside the hooks of monitoring callbacks, in microseconds."""
     for interval in hooks.STEPS_BY_INTERVAL:
-        yield {"log_every_n_steps": interval}, functools.partial(hook_times, interval)
-
-
-def hook_times(interval: int) -> Row:
-    """Microseconds of each callback."""
-    return {f"{name} us": round(1e6 * mean, 1) for name, mean in hooks.run("gpu", interval, 0)["mean"].items()}
+        yield {"log_every_n_steps": interval}, functools.partial(hooks.run, "gpu", interval, 0)
 
 
 def sync() -> Cases:
@@ -276,7 +243,7 @@ def synchronizations(callbacks: Sequence[Callback]) -> Row:
         trainer = trainer_for(callbacks, 30, logger=CSVLogger(folder), log_every_n_steps=1)
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            trainer.fit(hooks.Small(30))
+            trainer.fit(hooks.small())
         finally:
             torch.cuda.set_sync_debug_mode("default")
     places = [f"{one.filename}:{one.lineno}" for one in caught if "synchroniz" in str(one.message)]

@@ -22,8 +22,8 @@ class Network(NamedTuple):
     criterion: Callable[[Tensor, Tensor], Tensor]
     workspaces: bool = False
 
-    def batch(self, size: int) -> list[Tensor]:
-        return [torch.empty(size, *shape, dtype=dtype, device="meta") for shape, dtype in self.samples]
+    def batch(self, size: int, device: torch.device | str = "meta") -> list[Tensor]:
+        return [torch.zeros(size, *shape, dtype=dtype, device=device) for shape, dtype in self.samples]
 
 
 def convolution(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> list[nn.Module]:

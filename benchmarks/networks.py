@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.large_networks import convolution
+
 CLASSES = 10
 TOKENS = 512
 """Vocabulary of the small language models."""
@@ -14,23 +16,19 @@ LATENT = 32
 """Numbers from which the generator makes an image."""
 
 
-class ConvNet(nn.Module):
-    """A residual convolutional network for 3 x 32 x 32 images."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, width, 3, padding=1)
-        self.blocks = nn.ModuleList(nn.Sequential(*_convolution(width, width, 3), nn.ReLU()) for _ in range(4))
-        self.head = nn.Linear(width, CLASSES)
+class Residual(nn.Sequential):
+    """The input plus its layers' output."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for i, block in enumerate(self.blocks):
-            x = x + block(x)
-            if i == 1:
-                x = functional.max_pool2d(x, 2)
-        scores: Tensor = self.head(x.mean((2, 3)))
-        return scores
+        return x + super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def conv_net(width: int = 16) -> nn.Module:
+    """A residual convolutional network for 3 x 32 x 32 images."""
+    stem = nn.Conv2d(3, width, 3, padding=1)
+    blocks = [Residual(*convolution(width, width), nn.ReLU()) for _ in range(4)]
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, CLASSES)
+    return nn.Sequential(stem, *blocks[:2], nn.MaxPool2d(2), *blocks[2:], *head)
 
 
 class UNet(nn.Module):
@@ -117,8 +115,3 @@ class GAN(nn.Module):
         device = next(self.generator.parameters()).device
         images: Tensor = self.generator(torch.randn(count, LATENT, device=device))
         return images
-
-
-def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Module]:
-    convolution = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
-    return [convolution, nn.BatchNorm2d(outputs)]

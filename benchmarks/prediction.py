@@ -10,64 +10,55 @@ smaller sizes). The error is predicted over measured peak, less one.
 
 from __future__ import annotations
 
-import argparse
+import json
 import statistics
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch import seed_everything
 from torch.utils.data import default_collate
 
-from benchmarks.common import emit, in_fresh_process, markdown, report, trainer_for
-from benchmarks.ways import Limit
-from benchmarks.workloads import MIB, WORKLOADS, module_for
-from lightning_batchmem import BatchFinder, MemoryProfiler
+from benchmarks.common import command_line, in_fresh_process, markdown, report
+from benchmarks.workloads import MIB, WORKLOADS
+from lightning_batchmem import Plan
 
 NAMES = [name for name, workload in WORKLOADS.items() if workload.collate is default_collate]
 SHARES = (0.5, 0.9)
 STEPS = 20
 
 
-def search(name: str) -> None:
-    """Search in this process; emit the sizes to train at and their predictions in bytes."""
-    finder = BatchFinder(memory_limit=None, min_steps_per_epoch=None)
-    trainer_for([Limit(WORKLOADS[name].room_bytes), finder], 1).fit(module_for(name))
-    plan = finder.plan
-    assert plan is not None
-    assert plan.memory is not None
-    run = {trial.batch_size for trial in plan.trials}
-    sizes = {round(share * plan.batch_size) for share in SHARES} - run
-    predicted = {size: plan.memory.predict_bytes(size) for size in sorted(sizes)}
-    emit(predicted={**predicted, plan.batch_size: plan.predicted_peak_bytes}, found=plan.batch_size)
-
-
-def train(name: str, batch_size: int) -> None:
-    """Train in this process; emit the peak in bytes."""
-    profiler = MemoryProfiler(csv=False)
-    limit = Limit(WORKLOADS[name].room_bytes)
-    trainer_for([limit, profiler], STEPS * WORKLOADS[name].optimizers).fit(module_for(name, batch_size))
-    assert profiler.summary is not None
-    emit(profiled_bytes=profiler.summary.peak_reserved_bytes or profiler.summary.peak_bytes)
-
-
 def measure(name: str) -> dict[str, Any]:
-    """Search and train in fresh processes; ``measured`` has the peak by size."""
+    """Search and train in fresh processes: ``predicted`` and ``measured`` have peaks by size, in bytes."""
     room_bytes = WORKLOADS[name].room_bytes
-    found = in_fresh_process("benchmarks.prediction", "--search", name, room_bytes=room_bytes)
-    found["measured"] = {}
-    for size in found.get("predicted", {}):
-        trained = in_fresh_process("benchmarks.prediction", "--train", name, size, room_bytes=room_bytes)
+    search = in_fresh_process("benchmarks.ways", name, "BatchFinder", "--steps", "3", room_bytes=room_bytes)
+    found: dict[str, Any] = {
+        "error": search["error"],
+        "found": search.get("batch_size"),
+        "predicted": {},
+        "measured": {},
+    }
+    if "plan" in search:
+        found["predicted"] = predictions(Plan.from_json(json.dumps(search["plan"])))
+    for size in found["predicted"]:
+        arguments = (name, str(size), "--steps", str(STEPS), "--profile")
+        trained = in_fresh_process("benchmarks.ways", *arguments, room_bytes=room_bytes)
         found["measured"][size] = trained.get("profiled_bytes")
         found["error"] = found["error"] or trained["error"]
     print(f"{name}: {found['error'] or errors(found)}", file=sys.stderr)
     return found
 
 
+def predictions(plan: Plan) -> dict[int, float | None]:
+    """Size -> predicted peak in bytes, at sizes that the search did not run and at the size found."""
+    assert plan.memory is not None
+    sizes = {round(share * plan.batch_size) for share in SHARES} - {trial.batch_size for trial in plan.trials}
+    predicted = {size: plan.memory.predict_bytes(size) for size in sorted(sizes)}
+    return {**predicted, plan.batch_size: plan.predicted_peak_bytes}
+
+
 def errors(found: dict[str, Any]) -> list[float]:
     """The relative errors of the predictions of one search."""
-    measured, predicted = found["measured"], found.get("predicted", {})
+    measured, predicted = found["measured"], found["predicted"]
     return [predicted[size] / measured[size] - 1 for size in predicted if predicted[size] and measured[size]]
 
 
@@ -75,12 +66,11 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     """The results as Markdown, one row per network, and a note for each failed process."""
     rows = list[dict[str, Any]]()
     for name, found in results.items():
-        peak_bytes = found["measured"].get(str(found.get("found")))
-        row = {"network": name, "found": found.get("found"), "peak MiB": peak_bytes and f"{peak_bytes / MIB:,.0f}"}
-        rows.append(row | summary(errors(found)))
+        peak_bytes = found["measured"].get(found["found"])
+        peak = peak_bytes and f"{peak_bytes / MIB:,.0f}"
+        rows.append({"network": name, "found": found["found"], "peak MiB": peak, **summary(errors(found))})
     rows.append({"network": "all"} | summary([error for found in results.values() for error in errors(found)]))
-    notes = [f"- {name}: {found['error']}" for name, found in results.items() if found["error"]]
-    return "\n".join([markdown(rows), *([""] if notes else []), *notes])
+    return markdown(rows, [f"{name}: {found['error']}" for name, found in results.items() if found["error"]])
 
 
 def summary(values: Sequence[float]) -> dict[str, str]:
@@ -97,21 +87,9 @@ def summary(values: Sequence[float]) -> dict[str, str]:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--search", metavar="NAME", help=argparse.SUPPRESS)
-    parser.add_argument("--train", nargs=2, metavar=("NAME", "SIZE"), help=argparse.SUPPRESS)
-    parser.add_argument("--only", nargs="+", default=NAMES, choices=NAMES, help="these networks only")
-    parser.add_argument("--write", action="store_true", help="write to benchmarks/results")
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    seed_everything(0, verbose=False)
-    if arguments.search:
-        search(arguments.search)
-    elif arguments.train:
-        train(arguments.train[0], int(arguments.train[1]))
-    else:
-        results = {name: measure(name) for name in arguments.only}
-        report("prediction", table(results), results, write=arguments.write)
+    arguments = command_line(__doc__, NAMES, writes=True).parse_args()
+    results = {name: measure(name) for name in arguments.only}
+    report("prediction", table(results), results, write=arguments.write)
 
 
 if __name__ == "__main__":

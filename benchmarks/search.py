@@ -9,7 +9,7 @@ On the host each process runs in a memory control group (version 1 or 2; needs r
 of its network beyond the memory in use at the start of ``fit``. Exceeding it is SIGKILL. For each search:
 
 1. a fresh process searches, and trains for 60 steps with three evaluations and the Trainer's default checkpointing;
-2. a fresh process trains for 60 steps in the same way with the size that was found.
+2. a fresh process trains for 60 steps in the same way with the size that was found. A size found twice gets two.
 
 "survives" is the largest size at which 5 of 5 trainings in fresh processes complete, found by bisection with the same
 trainings. Results are written to a file as they are measured (``--file``); the same command continues from it.
@@ -17,19 +17,21 @@ trainings. Results are written to a file as they are measured (``--file``); the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import in_fresh_process, machine, markdown
+from benchmarks.common import command_line, in_fresh_process, machine, markdown
 from benchmarks.oracle import largest_surviving
 from benchmarks.ways import WAYS
 from benchmarks.workloads import MIB, WORKLOADS
+
+_PRINTED = ("error", "batch_size", "last_new_size", "steps", "used_bytes", "peak_bytes", "search_seconds")
 
 
 class Measurements:
@@ -50,21 +52,14 @@ class Measurements:
 
     def run(self, name: str, way: str, runs: list[dict[str, Any]]) -> None:
         """Run one process, append its result to ``runs`` and write everything."""
-        begin = time.monotonic()
-        workload = WORKLOADS[name]
-        result = in_fresh_process("benchmarks.ways", name, way, room_bytes=workload.room_bytes)
+        result = in_fresh_process("benchmarks.ways", name, way, room_bytes=WORKLOADS[name].room_bytes)
         runs.append(result)
-        size = "" if way.isdecimal() else f" {result.get('batch_size', 'no size')}"
-        used = f"{result.get('used_bytes', 0) / MIB:,.0f} (with page cache {result.get('peak_bytes', 0) / MIB:,.0f})"
-        outcome = result["error"] or "survived"
-        if result["error"]:
-            outcome += f" at size {result.get('last_new_size')} after {result.get('steps', 0)} training steps"
-        line = f"{name}, {way}:{size} {outcome}; peak {used} of {workload.room_bytes / MIB:,.0f} MiB"
-        if "search_seconds" in result:
-            line += f"; search {result['search_seconds']:.1f} s"
-        print(
-            f"{time.strftime('%H:%M:%S')} {line}; {time.monotonic() - begin:.0f} s in all", file=sys.stderr, flush=True
-        )
+        self.save()
+        shown = {key: result[key] for key in _PRINTED if key in result}
+        print(f"{time.strftime('%H:%M:%S')} {name}, {way}: {shown}", file=sys.stderr, flush=True)
+
+    def save(self) -> None:
+        """Write everything, so that the file is whole at any time."""
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             partial = self._path.with_suffix(".partial")
@@ -85,7 +80,7 @@ class Measurements:
 
 
 def measure(measurements: Measurements, name: str, ways: Sequence[str], repeats: int, *, has_oracle: bool) -> None:
-    """Measure one network: ``repeats`` searches in each way, as many trainings at each size found, the oracle."""
+    """Measure one network: ``repeats`` searches in each way, a training for each size that one found, the oracle."""
     known = measurements.of(name)
     for repeat in range(repeats):
         for way in ways:
@@ -93,11 +88,13 @@ def measure(measurements: Measurements, name: str, ways: Sequence[str], repeats:
             if len(runs) <= repeat:
                 measurements.run(name, way, runs)
     outcomes = measurements.trainings(name)
-    for size in sorted({size for way in ways for size in _sizes(known["searches"][way])}):
-        outcomes(size, repeats)
+    found = Counter(size for way in ways for size in _sizes(known["searches"].get(way, [])[:repeats]))
+    for size, count in found.items():
+        outcomes(size, count)
     if has_oracle:
         survivals = {int(size): [run["error"] is None for run in runs] for size, runs in known["trainings"].items()}
-        known["oracle"] = largest_surviving(outcomes, known=survivals, largest=65_536)
+        known["oracle"] = largest_surviving(outcomes, known=survivals)
+        measurements.save()
         print(f"{name}: {known['oracle']}", file=sys.stderr)
 
 
@@ -107,7 +104,7 @@ def table(by_name: dict[str, Any]) -> str:
     notes = []
     for name, known in by_name.items():
         best = known.get("oracle")
-        for way, runs in known["searches"].items():
+        for way, runs in (known["searches"] or {"none": []}).items():
             found = [run for run in runs if run.get("batch_size")]
             fresh = [run for size in sorted(set(_sizes(runs))) for run in known["trainings"].get(str(size), [])]
             row = {
@@ -120,16 +117,13 @@ def table(by_name: dict[str, Any]) -> str:
                 "no size found": f"{len(runs) - len(found)} of {len(runs)}",
                 "killed after it": _failures(found),
                 "killed in a fresh process": _failures(fresh),
-                "prediction error": _summary(
-                    [e for run in found if (e := _prediction_error(run)) is not None], "{:+.1%}"
-                ),
                 "search s": _summary([run["search_seconds"] for run in found], "{:.1f}"),
                 "samples run / size": _summary([run["samples_run"] / run["batch_size"] for run in found], "{:.1f}"),
             }
             rows.append(row)
-            errors = {run["error"] for run in [*runs, *fresh]} - {None, "killed"}
-            notes += [f"- {name}, {way}: {error}" for error in sorted(errors)]
-    return "\n".join([markdown(rows), *([""] if notes else []), *notes])
+            causes = {run["error"] for run in [*runs, *fresh]} - {None, "killed"}
+            notes += [f"{name}, {way}: {cause}" for cause in sorted(causes)]
+    return markdown(rows, notes)
 
 
 def _sizes(runs: Sequence[dict[str, Any]]) -> list[int]:
@@ -147,30 +141,24 @@ def _summary(values: Sequence[float], form: str) -> str:
     return form.format(statistics.median(values)) + ("" if low == high else f" ({low} to {high})")
 
 
-def _prediction_error(run: dict[str, Any]) -> float | None:
-    predicted, measured = (run.get("plan", {}).get(f"{name}_peak_bytes") for name in ("predicted", "measured"))
-    return predicted / measured - 1 if predicted and measured else None
-
-
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS), help="these networks")
+    parser = command_line(__doc__, WORKLOADS)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="these ways to search")
-    parser.add_argument("--repeats", type=int, default=5, help="searches, and trainings at each size found; default: 5")
+    parser.add_argument("--repeats", type=int, default=5, help="searches; 0: only the largest size; default: 5")
     parser.add_argument("--quick", action="store_true", help="one search and one training, no largest surviving size")
-    parser.add_argument("--sizes", nargs="+", type=int, help="no search: train --repeats times at each of these sizes")
+    parser.add_argument(
+        "--sizes", nargs="+", type=int, default=[], help="no search: train --repeats times at each of these sizes"
+    )
     parser.add_argument("--file", type=Path, help="write results to this JSON file, and continue from it")
     arguments = parser.parse_args()
-    measurements = Measurements(arguments.file)
+    measurements, repeats = Measurements(arguments.file), 1 if arguments.quick else arguments.repeats
     for name in arguments.only:
-        if arguments.sizes:
-            for size in arguments.sizes:
-                outcomes = measurements.trainings(name)(size, 1 if arguments.quick else arguments.repeats)
-                print(f"{name} at {size}: {outcomes.count(True)} of {len(outcomes)} survived")
-            continue
-        repeats = 1 if arguments.quick else arguments.repeats
-        measure(measurements, name, arguments.ways, repeats, has_oracle=not arguments.quick)
+        for size in arguments.sizes:
+            outcomes = measurements.trainings(name)(size, repeats)
+            print(f"{name} at {size}: {outcomes.count(True)} of {len(outcomes)} survived")
+        if not arguments.sizes:
+            measure(measurements, name, arguments.ways, repeats, has_oracle=not arguments.quick)
     if not arguments.sizes:
         print(f"{machine()}\n\n{table(measurements.by_name)}")
 

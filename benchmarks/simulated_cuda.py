@@ -1,44 +1,29 @@
 """Searches on a simulated CUDA allocator, compared with the largest size that trains: one table.
 
-Run ``python -m benchmarks.simulated_cuda`` for the whole table, which is also written to ``benchmarks/results``, or
-``--only "ResNet-18 SGD" --gigabytes 8`` for some of its rows.
+Kinds of trials: `p`: probe, `r`: rehearsal, `!`: did not fit. Quiet: trains without an allocator retry at the limit.
+
+    python -m benchmarks.simulated_cuda                                         # the whole table; minutes
+    python -m benchmarks.simulated_cuda --only "ResNet-18 SGD" --gigabytes 8    # some of its rows
+    python -m benchmarks.simulated_cuda --write                                 # also to benchmarks/results
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
+import sys
 import time
-import warnings
-from pathlib import Path
+from typing import Any
 
 import torch
 
+from benchmarks.common import command_line, markdown, report
 from benchmarks.large_networks import NETWORKS
 from tests.simulated_cuda.device import SimulatedCuda
 from tests.simulated_cuda.search import search
 from tests.simulated_cuda.trace import Trace, trace_of
 
-RESULT = Path(__file__).parent / "results" / "simulated_cuda.md"
-NAMES = [network.name for network in NETWORKS]
-CAPACITIES = [8, 24, 80]
 LIMITS = (1.0, 0.9)
-HEADER = (
-    "network",
-    "GB",
-    "limit",
-    "found",
-    "of quiet",
-    "of capacity",
-    "out of memory",
-    "trains",
-    "trains, other sizes",
-    "steps at size",
-    "sizes",
-    "tried",
-    "s",
-)
 
 
 def trains(trace: Trace, limit_bytes: int, size: int, *, quietly: bool = False, num_steps: int = 200) -> bool:
@@ -73,52 +58,42 @@ def largest(trace: Trace, limit_bytes: int, *, quietly: bool = False) -> int:
     return low
 
 
-def measure(name: str, gigabytes: int, limit: float) -> tuple[str, ...]:
+def measure(name: str, gigabytes: int, limit: float) -> dict[str, Any]:
     """One row of the table."""
     trace, capacity_bytes, begin = trace_of(name), gigabytes * 10**9, time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         found = search(SimulatedCuda(trace, capacity_bytes), memory_limit=limit)
     seconds, size = time.perf_counter() - begin, found.plan.batch_size
     quiet = largest(trace, int(min(limit, 0.95) * capacity_bytes), quietly=True)
-    trained = largest(trace, capacity_bytes)
     tried = (f"{t.batch_size}{t.kind[0]}{'' if t.outcome == 'ok' else '!'}" for t in found.plan.trials)
-    return (
-        name,
-        str(gigabytes),
-        str(limit),
-        str(size),
-        f"{size / max(1, quiet):.3f}",
-        f"{size / max(1, trained):.3f}",
-        str(found.num_ooms),
-        "yes" if found.trains else "no",
-        "yes" if found.trains_with_varied_sizes else "no",
-        str(found.steps_at_size),
-        str(found.sizes),
-        " ".join(tried),
-        f"{seconds:.0f}",
-    )
+    return {
+        "network": name,
+        "GB": gigabytes,
+        "limit": limit,
+        "found": size,
+        "of quiet": f"{size / max(1, quiet):.3f}",
+        "of capacity": f"{size / max(1, largest(trace, capacity_bytes)):.3f}",
+        "out of memory": found.num_ooms,
+        "trains": "yes" if found.trains else "no",
+        "trains, other sizes": "yes" if found.trains_with_varied_sizes else "no",
+        "steps at size": found.steps_at_size,
+        "sizes": found.sizes,
+        "tried": " ".join(tried),
+        "s": f"{seconds:.0f}",
+    }
 
 
 def main() -> None:
-    """Print each row; write the table where it is complete."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="networks")
-    parser.add_argument("--gigabytes", nargs="+", type=int, default=CAPACITIES, help="capacities of the device")
-    chosen = parser.parse_args()
-    warnings.simplefilter("ignore")
-    lines = ["| " + " | ".join(HEADER) + " |", "|---" * len(HEADER) + "|"]
-    print("\n".join(lines))
+    """Run the command line."""
+    parser = command_line(__doc__, [network.name for network in NETWORKS], writes=True)
+    parser.add_argument("--gigabytes", nargs="+", type=int, default=[8, 24, 80], help="capacities of the device")
+    chosen, rows = parser.parse_args(), list[dict[str, Any]]()
     for name in chosen.only:
         for gigabytes in chosen.gigabytes:
             for limit in LIMITS:
-                lines.append("| " + " | ".join(measure(name, gigabytes, limit)) + " |")
-                print(lines[-1], flush=True)
-    if (chosen.only, chosen.gigabytes) == (NAMES, CAPACITIES):
-        text = (
-            "`p`: probe, `r`: rehearsal, `!`: did not fit. Quiet: trains without an allocator retry at the limit.\n\n"
-        )
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text("# Searches on a simulated CUDA allocator\n\n" + text + "\n".join(lines) + "\n")
+                rows.append(measure(name, gigabytes, limit))
+                print(rows[-1], file=sys.stderr, flush=True)
+    report("simulated_cuda", markdown(rows), rows, write=chosen.write)
 
 
 if __name__ == "__main__":

@@ -11,24 +11,21 @@ their largest size, and meet no memory limit.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import io
-import logging
 import sys
 import tempfile
-import warnings
-from collections.abc import Callable
 from contextlib import redirect_stdout
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.common import markdown, one_line, report
+from benchmarks.common import command_line, markdown, one_line, report
 from lightning_batchmem import BatchFinder
 from tests.test_contract import CASES, SIZE, Case, Net, Noisy, assert_same, outcome_of
 
@@ -36,28 +33,16 @@ START = 2
 FINDERS = ("BatchFinder", "power", "binsearch", "no finder")
 
 
-def plain_data() -> Dataset[Any]:
-    """The samples of the contract without noise."""
-    return TensorDataset(Noisy().x, Noisy().y)
-
-
 class Calm(Net):
     """The network of the contract without anything random, unless arguments add it."""
 
-    def __init__(
-        self,
-        batch_size: int,
-        optimizer: str = "sgd",
-        between: Callable[[], nn.Module] = nn.ReLU,
-        data: Callable[[], Dataset[Any]] = plain_data,
-        shuffle: bool = False,
-    ) -> None:
+    def __init__(self, batch_size: int, optimizer: str = "sgd", layer: Any = nn.ReLU, **data: Any) -> None:
         super().__init__(batch_size, optimizer)
-        self.layers = nn.Sequential(nn.Linear(6, 16), between(), nn.Linear(16, 3))
-        self.data, self.shuffle = data(), shuffle
+        self.layers, self.data = nn.Sequential(nn.Linear(6, 16), layer(), nn.Linear(16, 3)), deepcopy(data)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.data, batch_size=self.batch_size, shuffle=self.shuffle)
+        samples = TensorDataset(Noisy().x, Noisy().y)
+        return DataLoader(**{"dataset": samples, "batch_size": self.batch_size, **self.data})
 
     val_dataloader = train_dataloader
 
@@ -69,15 +54,14 @@ def way(trainer: dict[str, Any] | None = None, **module: Any) -> Case:
 
 WAYS = {
     "SGD with momentum, nothing random": way(),
-    "AdamW": way(optimizer="adamw"),
     "OneCycleLR over estimated_stepping_batches": way(optimizer="onecycle"),
     "ReduceLROnPlateau": way(optimizer="plateau"),
-    "BatchNorm": way(between=partial(nn.BatchNorm1d, 16)),
-    "dropout": way(between=nn.Dropout),
+    "BatchNorm": way(layer=partial(nn.BatchNorm1d, 16)),
+    "dropout": way(layer=nn.Dropout),
     "shuffled data": way(shuffle=True),
-    "augmentation (torch, numpy, random)": way(data=Noisy),
-    "augmentation, also from a generator in the data set": way(data=partial(Noisy, True)),
-    "gradient accumulation": way({"accumulate_grad_batches": 2}, optimizer="adamw"),
+    "augmentation (torch, numpy, random)": way(dataset=Noisy()),
+    "augmentation, also from a generator in the data set": way(dataset=Noisy(True)),
+    "gradient accumulation": way({"accumulate_grad_batches": 2}),
     "bf16-mixed": way({"precision": "bf16-mixed"}),
     "validation within the epoch": way({"val_check_interval": 0.5}),
     "no sanity check": way({"num_sanity_val_steps": 0}),
@@ -109,16 +93,13 @@ def compare(name: str, finder_name: str) -> dict[str, Any]:
         if finder is not None:
             size = finder.plan.batch_size if finder_name == "BatchFinder" else finder.optimal_batch_size
         hard_coded = outcome_of(Path(folder, "hard_coded"), WAYS[name], size, None)
-    return {"batch_size": size, "differs": [key for key in searched if not is_same(searched[key], hard_coded[key])]}
-
-
-def is_same(one: Any, other: Any) -> bool:
-    """Whether two values are equal in every bit."""
-    try:
-        assert_same(one, other, "")
-    except AssertionError:
-        return False
-    return True
+    differs = []
+    for key, value in searched.items():
+        try:
+            assert_same(value, hard_coded[key], "")
+        except AssertionError:
+            differs.append(key)
+    return {"batch_size": size, "differs": differs}
 
 
 def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
@@ -129,21 +110,15 @@ def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
         for finder, found in by_finder.items():
             row[finder] = "error" if "error" in found else ", ".join(found["differs"]) or "identical"
             counts[finder] += row[finder] == "identical"
-            notes += [f"- {name}, {finder}: {found['error']}"] if "error" in found else []
+            notes += [f"{name}, {finder}: {found['error']}"] if "error" in found else []
         rows.append(row)
     total = {"way to train": "all"} | {name: f"{count} of {len(results)} identical" for name, count in counts.items()}
-    return "\n".join([markdown([*rows, total]), *([""] if notes else []), *notes])
+    return markdown([*rows, total], notes)
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=list(WAYS), choices=WAYS, metavar="WAY", help="these ways only")
-    parser.add_argument("--write", action="store_true", help="write to benchmarks/results")
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    arguments = command_line(__doc__, WAYS, writes=True).parse_args()
     results: dict[str, dict[str, dict[str, Any]]] = {}
     for name in arguments.only:
         results[name] = {finder: compare(name, finder) for finder in FINDERS}

@@ -12,14 +12,14 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from benchmarks.caps import DEVICE_SHARE
 from benchmarks.common import emit
-from benchmarks.networks import CLASSES, GAN, LSTM, TOKENS, ConvNet, Transformer, UNet, wide_mlp
+from benchmarks.networks import CLASSES, GAN, LSTM, TOKENS, Transformer, UNet, conv_net, wide_mlp
 
 MIB = 2**20
-SAMPLES = 1_000_000
 LENGTH = 128
 """Tokens in a sample of the small transformer."""
 
@@ -32,21 +32,20 @@ SAMPLES_RUN: Counter[int] = Counter()
 Sample = tuple[Tensor, Tensor]
 
 
+@dataclass(eq=False)
 class RandomSamples(Dataset[Sample]):
-    """Samples made from their index when they are read, so that the data set holds no memory."""
+    """A million samples made from their index when they are read, so that the data set holds no memory."""
 
-    def __init__(self, make: Callable[[torch.Generator], Sample], length: int = SAMPLES) -> None:
-        self.make = make
-        self.length = length
+    make: Callable[[torch.Generator], Sample]
 
     def __len__(self) -> int:
-        return self.length
+        return 1_000_000
 
     def __getitem__(self, index: int) -> Sample:
         return self.make(torch.Generator().manual_seed(index))
 
 
-def _floats(g: torch.Generator, *, shape: tuple[int, ...]) -> Sample:
+def floats(g: torch.Generator, *, shape: tuple[int, ...]) -> Sample:
     return torch.randn(shape, generator=g), torch.randint(CLASSES, (), generator=g)
 
 
@@ -65,10 +64,7 @@ def _pixels(g: torch.Generator) -> Sample:
 
 def _padded(samples: list[Sample]) -> Sample:
     inputs, targets = zip(*samples, strict=True)
-    return (
-        torch.nn.utils.rnn.pad_sequence(list(inputs), batch_first=True),
-        torch.nn.utils.rnn.pad_sequence(list(targets), batch_first=True, padding_value=IGNORED),
-    )
+    return pad_sequence(list(inputs), True), pad_sequence(list(targets), True, IGNORED)
 
 
 class Training(LightningModule):
@@ -84,8 +80,9 @@ class Training(LightningModule):
         self.batch_size = batch_size
         self.workload = workload
         self.network = workload.network()
+        self.automatic_optimization = workload.optimizers == 1
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         self.count(len(batch[0]))
         return self.loss(batch)
 
@@ -119,22 +116,15 @@ class Adversarial(Training):
 
     network: GAN
 
-    def __init__(self, workload: Workload, batch_size: int = 2) -> None:
-        super().__init__(workload, batch_size)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> None:
         self.count(len(batch[0]))
-        loss: Tensor = batch[0].new_zeros(())
         optimizers: Any = self.optimizers()
         for optimizer, loss_of in zip(optimizers, (self._generator_loss, self.loss), strict=True):
             self.toggle_optimizer(optimizer)
             optimizer.zero_grad()
-            loss = loss_of(batch)
-            self.manual_backward(loss)
+            self.manual_backward(loss_of(batch))
             optimizer.step()
             self.untoggle_optimizer(optimizer)
-        return loss.detach()
 
     def _generator_loss(self, batch: Any) -> Tensor:
         scores: Tensor = self.network.discriminator(self.network.imagine(len(batch[0])))
@@ -181,13 +171,13 @@ class Workload:
 
 
 WORKLOADS = {
-    "ConvNet": Workload(ConvNet, partial(_floats, shape=(3, 32, 32)), 600),
+    "ConvNet": Workload(conv_net, partial(floats, shape=(3, 32, 32)), 600),
     "U-Net": Workload(UNet, _pixels, 500),
-    "GAN": Workload(GAN, partial(_floats, shape=(1, 32, 32)), 250, training=Adversarial, optimizers=2),
-    "LSTM": Workload(LSTM, partial(_floats, shape=(100, 64)), 200),
+    "GAN": Workload(GAN, partial(floats, shape=(1, 32, 32)), 250, training=Adversarial, optimizers=2),
+    "LSTM": Workload(LSTM, partial(floats, shape=(100, 64)), 200),
     "transformer": Workload(Transformer, partial(_tokens, length=LENGTH), 300),
     "long-tailed text": Workload(Transformer, _long_tailed_tokens, 300, collate=_padded),
-    "wide MLP": Workload(wide_mlp, partial(_floats, shape=(1024,)), 800),
+    "wide MLP": Workload(wide_mlp, partial(floats, shape=(1024,)), 800),
 }
 
 

@@ -80,7 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     drawing.add_argument("log_dir", metavar="LOG_DIR", type=Path, help="log directory of one or more runs")
     drawing.add_argument("--out", metavar="DIR", type=Path, help="where to write; default: next to each file")
     drawing.add_argument("--format", choices=("png", "svg"), default="png", help="of the figures; default: %(default)s")
-    options = parser.parse_args(_with_command(list(sys.argv[1:] if arguments is None else arguments)))
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and Path(given[0]).is_dir():  # a log directory without a command, as in version 0.1
+        given = ["draw", *given]
+    options = parser.parse_args(given)
     if options.command == "draw":
         if not options.log_dir.is_dir():
             drawing.error(f"LOG_DIR must be a directory, got {str(options.log_dir)!r}")
@@ -109,11 +112,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = result.to_json() if command is finding else result.to_markdown()
         options.out.write_text(f"{text}\n", encoding="utf-8")
     return 0 if command is finding or result.fastest is not None else 1
-
-
-def _with_command(arguments: list[str]) -> list[str]:
-    """The arguments with ``draw`` before a log directory, as in version 0.1."""
-    return ["draw", *arguments] if arguments and Path(arguments[0]).is_dir() else arguments
 
 
 def _search_options() -> dict[str, str]:

@@ -154,14 +154,15 @@ class BatchFinder(Callback):
             return
         if 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches):
             return  # no training
-        check_training(trainer, pl_module, self._options)
-        source = train_source(trainer)
-        random, module_state = before or current_state(trainer, pl_module, source)
-        discard_train_loader(trainer)  # built already where configure_optimizers read estimated_stepping_batches
-        setting = BatchSizeSetting(trainer, pl_module, self._options.batch_arg_name, source)
-        setting.check()
-        device_memory = _device_memory_of(trainer)
-        plan = resumed = self._resumed_plan(trainer, device_memory)
+        with Ranks(trainer).fail_together():  # settings and files may differ between ranks
+            check_training(trainer, pl_module, self._options)
+            source = train_source(trainer)
+            random, module_state = before or current_state(trainer, pl_module, source)
+            discard_train_loader(trainer)  # built already where configure_optimizers read estimated_stepping_batches
+            setting = BatchSizeSetting(trainer, pl_module, self._options.batch_arg_name, source)
+            setting.check()
+            device_memory = _device_memory_of(trainer)
+            plan = resumed = self._resumed_plan(trainer, device_memory)
         if plan is None:
             plan = self._search(setting, device_memory, random, module_state)
         else:

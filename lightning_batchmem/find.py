@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from lightning_batchmem._lightning.data_source import generators_of, loader_batch_size, set_loader_batch_size
+from lightning_batchmem._lightning.data_source import keep_sizes, state_of
 from lightning_batchmem._lightning.hooks import call_before, mute_callbacks_and_loggers
 from lightning_batchmem._lightning.module_state import ModuleState
 from lightning_batchmem._lightning.strategies import lightning_name
@@ -56,15 +55,12 @@ def find_batch_size(
     """
     finder = _SearchOnly(callbacks_of(trainer), options)
     loaders = [*_loaders(trainer, train_dataloaders), *_loaders(trainer, val_dataloaders)]
-    generators = [generator for loader in loaders for generator in generators_of(loader)]
-    data = SimpleNamespace(generators=generators, data_sets=[loader.dataset for loader in loaders])
     others = (one for one in (datamodule, train_dataloaders) if _is_datamodule(trainer, one))
     with ExitStack() as undo:  # in reverse order, each of them even where another one fails
         undo.callback(RandomStates().restore)
-        undo.callback(ModuleState(getattr(model, "_orig_mod", model), [data, *others]).restore)  # or compiled
-        for loader in loaders:
-            if (size := loader_batch_size(loader)) is not None:
-                undo.callback(set_loader_batch_size, loader, size)
+        module = getattr(model, "_orig_mod", model)  # of a compiled one
+        undo.callback(ModuleState(module, [state_of(loaders), *others]).restore)
+        undo.callback(keep_sizes(loaders))
         undo.callback(TrainerState(trainer, trainer.fit_loop).restore)
         undo.callback(setattr, trainer.strategy, "optimizers", [])
         undo.callback(setattr, trainer.strategy, "lr_scheduler_configs", [])

@@ -605,6 +605,12 @@ def test_an_out_of_memory_error_gets_a_note_and_a_snapshot(tmp_path, device_memo
     assert calls == [(tmp_path, "cpu"), ("write", 0), "stop"]
 
 
+@pytest.mark.parametrize("items", [None, "many"])
+def test_items_fn_must_return_a_number(tmp_path, items):
+    with pytest.raises(ValueError, match=f"items_fn must return a number, got {items!r}"):
+        profiled(tmp_path, Net(), profiler=MemoryProfiler(items_fn=lambda batch: items))
+
+
 @pytest.mark.parametrize("arguments", [{"snapshot": "always"}, {"items_fn": 3}])
 def test_invalid_arguments(arguments):
     with pytest.raises(ValueError, match=f"^{next(iter(arguments))} must be"):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -119,13 +121,24 @@ def batch_sampler_of(loader: DataLoader[Any]) -> Any:
     return loader.sampler if is_sampler and loader.batch_sampler is None else loader.batch_sampler
 
 
-def generators_of(loader: DataLoader[Any]) -> list[Any]:
-    """Random generators that are attributes of a loader or its samplers."""
-    batch_sampler = batch_sampler_of(loader)
-    holders = (loader, loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+def state_of(loaders: Sequence[DataLoader[Any]]) -> SimpleNamespace:
+    """Data sets of loaders, and random generators that are attributes of loaders and samplers."""
+    samplers = [batch_sampler_of(loader) for loader in loaders]
+    holders = [*loaders, *(loader.sampler for loader in loaders), *samplers]
+    holders += [getattr(sampler, "sampler", None) for sampler in samplers]
     kinds = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
     values = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
-    return [value for value in values if isinstance(value, kinds)]
+    generators = [value for value in values if isinstance(value, kinds)]
+    return SimpleNamespace(generators=generators, data_sets=[loader.dataset for loader in loaders])
+
+
+def keep_sizes(loaders: Iterable[DataLoader[Any]]) -> Callable[[], None]:
+    """Record the batch sizes of loaders; returns a function that restores them."""
+    undo = ExitStack()
+    for loader in loaders:
+        if (size := loader_batch_size(loader)) is not None:
+            undo.callback(set_loader_batch_size, loader, size)
+    return undo.close
 
 
 def loader_batch_size(loader: DataLoader[Any]) -> int | None:

@@ -95,7 +95,8 @@ def logging_step(trainer: Trainer) -> int:
 
 def logs_now(trainer: Trainer) -> bool:
     """Whether values of ``self.log`` reach the loggers after the current batch, as in ``_LoggerConnector``."""
-    every, epoch_loop = _log_every_n_steps(trainer), trainer.fit_loop.epoch_loop
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set where mypy does not look
+    epoch_loop = trainer.fit_loop.epoch_loop
     if every == 0 or ((epoch_loop._batches_that_stepped + 1) % every and not trainer.should_stop):
         return False
     return not (epoch_loop._should_accumulate() and trainer.lightning_module.automatic_optimization)
@@ -103,12 +104,7 @@ def logs_now(trainer: Trainer) -> bool:
 
 def logs_at_all(trainer: Trainer) -> bool:
     """Whether ``log_every_n_steps`` lets any value reach the loggers."""
-    return _log_every_n_steps(trainer) != 0
-
-
-def _log_every_n_steps(trainer: Trainer) -> int:
-    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set where mypy does not look
-    return every
+    return bool(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # as above
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:

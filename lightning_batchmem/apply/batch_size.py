@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -87,14 +86,6 @@ class BatchSizeSetting:
                 f"`{self.name}` must keep the value it is set to, got {actual} after it was set to {batch_size}."
                 f" Remove the limit, or pass max_batch_size={actual}."
             )
-
-    def keep(self) -> Callable[[], None]:
-        """Record the sizes of loaders that were passed; returns a function that restores them."""
-        undo = ExitStack()
-        for loader in self.source.passed_loaders():
-            if (size := loader_batch_size(loader)) is not None:
-                undo.callback(set_loader_batch_size, loader, size)
-        return undo.close
 
     def loaders_for(self, batch_size: int, *, may_be_fixed: bool = False) -> StageLoaders:
         """Set the size and request the loaders; a ValueError where none follows it, unless they ``may_be_fixed``."""

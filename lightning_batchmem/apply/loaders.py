@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from typing import Any, cast
 
@@ -171,7 +172,7 @@ def single_samples(loader: DataLoader[Any]) -> DataLoader[Any]:
         return loader
     view = copy.copy(loader)
     vars(view).update(batch_sampler=sampler, dataset=_SingleSamples(loader.dataset))
-    vars(view).update(collate_fn=_Joined(loader.collate_fn))
+    vars(view).update(collate_fn=partial(_collated, loader.collate_fn))
     return view
 
 
@@ -188,16 +189,10 @@ class _SingleSamples(Dataset[Any]):
         return self.batched[[index]]
 
 
-@dataclass(frozen=True)
-class _Joined:
-    """Batches of one sample each joined to one batch, and then collated as the project does."""
-
-    collate_fn: Callable[[Any], Any]
-
-    def __call__(self, samples: list[Any]) -> Any:
-        first = samples[0]
-        is_list = isinstance(first, list) and len(first) == 1  # one sample; several are tensors of one batch
-        return self.collate_fn(list(chain(*samples)) if is_list else tree_map(_join, *samples))
+def _collated(collate_fn: Callable[[Any], Any], samples: list[Any]) -> Any:
+    """Join batches of one sample each to one batch, and then collate it as the project does."""
+    is_list = isinstance(samples[0], list) and len(samples[0]) == 1  # one sample; several are tensors of one batch
+    return collate_fn(list(chain(*samples)) if is_list else tree_map(_join, *samples))
 
 
 def _join(*parts: Any) -> Any:

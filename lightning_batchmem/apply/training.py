@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from types import SimpleNamespace
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -16,7 +15,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_batchmem._lightning.data_source import (
     DataSource,
     discard_train_loader,
-    generators_of,
+    keep_sizes,
+    state_of,
     validation_source,
 )
 from lightning_batchmem._lightning.hooks import configure_optimizers_again, mute_callbacks_and_loggers
@@ -45,11 +45,7 @@ def check_training(trainer: Trainer, module: LightningModule, options: SearchOpt
 
 def current_state(trainer: Trainer, module: LightningModule, source: DataSource) -> tuple[RandomStates, ModuleState]:
     """Everything outside the trainer that a search, or configuring the optimizers twice, may change."""
-    loaders = source.passed_loaders()
-    generators = [generator for loader in loaders for generator in generators_of(loader)]
-    data_sets = [loader.dataset for loader in loaders]
-    others = [SimpleNamespace(generators=generators, data_sets=data_sets), *datamodules_of(trainer)]
-    return RandomStates(), ModuleState(module, others)
+    return RandomStates(), ModuleState(module, [state_of(source.passed_loaders()), *datamodules_of(trainer)])
 
 
 def check_step(module: LightningModule, name: str) -> None:
@@ -76,7 +72,7 @@ class Attempts:
         with ExitStack() as undo:  # in reverse order, each of them even where another one fails
             undo.callback(self.random.restore)
             for setting in settings:
-                undo.callback(setting.keep())
+                undo.callback(keep_sizes(setting.source.passed_loaders()))
             undo.callback(self.module_state.restore)  # with the batch size, where an attribute holds it
             undo.callback(TrainerState(self.trainer, loop, self.module_state.schedulers).restore)
             mute_callbacks_and_loggers(self.trainer, self.callback)

@@ -180,11 +180,10 @@ def cpu_quota_cores(*, root: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> 
     """
     quotas = []
     for group in _groups("cpu", root, membership):
-        version_2 = _read(group / "cpu.max").split()
-        version_1 = [_read(group / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
-        for quota, period in (pair for pair in (version_2, version_1) if len(pair) == 2):
-            if quota.isdigit() and period.isdigit():  # neither "max" nor -1, which mean no quota
-                quotas.append(int(quota) / int(period))
+        version_1 = f"{_read(group / 'cpu.cfs_quota_us')} {_read(group / 'cpu.cfs_period_us')}"
+        for pair in (_read(group / "cpu.max").split(), version_1.split()):
+            if len(pair) == 2 and all(map(str.isdigit, pair)):  # neither "max" nor -1, which mean no quota
+                quotas.append(int(pair[0]) / int(pair[1]))
     return min(quotas, default=None)
 
 

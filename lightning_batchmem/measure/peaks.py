@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode  # private in torch 2.5 to 2.13
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from lightning_batchmem.devices import DeviceMemory
 from lightning_batchmem.devices.base import MemoryStats
@@ -137,10 +135,3 @@ class PhasePeaks:
     def stop(self) -> StepPeaks:
         self.enter(None)
         return StepPeaks(self._peaks, self._reserved_bytes)
-
-    def watch(self, optimizers: Iterable[Optimizer]) -> list[RemovableHandle]:
-        """Begin a forward phase after each optimizer step; return the handles that end this.
-
-        Lightning has no hook after ``optimizer.step``; in manual optimization another forward may follow it.
-        """
-        return [optimizer.register_step_post_hook(lambda *_: self.enter("forward")) for optimizer in optimizers]

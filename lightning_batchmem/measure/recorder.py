@@ -19,6 +19,7 @@ from lightning_batchmem.devices.tensors import samples_in
 from lightning_batchmem.measure.breakdown import SteadyBreakdown
 from lightning_batchmem.measure.peaks import PhasePeaks
 from lightning_batchmem.measure.step_record import DeviceReading, StageTimer, StepRecord
+from lightning_batchmem.plan.options import number_from
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import mib
 
@@ -68,9 +69,8 @@ class StepRecorder:
         if list(map(id, optimizers)) != list(map(id, self._optimizers)):
             self.close()
             self._optimizers = optimizers
-            # after an automatic optimization's step no forward follows
-            self._handles = [] if module.automatic_optimization else self.phase_peaks.watch(optimizers)
-            self._handles += [optimizer.register_step_post_hook(self._note_step) for optimizer in optimizers]
+            self._is_manual = not module.automatic_optimization
+            self._handles = [optimizer.register_step_post_hook(self._note_step) for optimizer in optimizers]
 
     def restart(self) -> None:
         self._timer.restart()
@@ -123,7 +123,7 @@ class StepRecorder:
             self._is_steady = True
         self._in_step, self._batch = False, None
         samples = self._samples_in(trainer, batch)
-        items = None if self._items_fn is None else float(self._items_fn(batch))
+        items = None if self._items_fn is None else number_from("items_fn", self._items_fn(batch))
         record = StepRecord(number, samples, peaks, seconds, wait_seconds, timer.stage, items, marks, self._start_bytes)
         if timer is self.main:
             record.is_steady = self.breakdown is not None and self.breakdown.num_taken > 0
@@ -205,3 +205,5 @@ class StepRecorder:
 
     def _note_step(self, *_: Any) -> None:
         self._stepped = self._is_steady = True
+        if self._is_manual:  # another forward may follow; Lightning has no hook after this step
+            self.phase_peaks.enter("forward")

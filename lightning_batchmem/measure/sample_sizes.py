@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_batchmem.apply.loaders import indices_to_draw
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.devices.tensors import copied, plain_tensors, tensors_in
-from lightning_batchmem.plan.options import WorstCase
+from lightning_batchmem.plan.options import WorstCase, number_from
 
 MAX_SAMPLES = 32  # that are kept for batches: enough for several lengths, few enough to be read quickly
 MAX_SIZES = 10_000  # that are measured at most
@@ -105,7 +105,7 @@ class _Measure:
             batch_bytes, _ = batched_bytes(self._collate, samples)
         except Exception:  # noqa: BLE001 - a user's function may need more samples than one
             batch_bytes = held_bytes(sample)
-        size = float(batch_bytes) if self._size_of is None else _as_number(self._size_of(sample))
+        size = float(batch_bytes) if self._size_of is None else number_from("worst_case", self._size_of(sample))
         is_kept = self._kept < MAX_SAMPLES and self._fits(sample)
         is_needed = is_kept or size > self._largest
         self._kept += is_kept
@@ -234,13 +234,3 @@ def _without_views(sample: Any) -> Any:
     """The sample, copied if a tensor in it is a view of a larger storage."""
     plain = [one for tensor in tensors_in(sample) for one in plain_tensors(tensor)]
     return copied(sample) if any(one.untyped_storage().nbytes() > one.nbytes for one in plain) else sample
-
-
-def _as_number(size: Any) -> float:
-    try:
-        number = float(size)
-    except (TypeError, ValueError):
-        number = math.nan
-    if math.isnan(number):
-        raise ValueError(f"worst_case must return a number for a sample, got {size!r}")
-    return number

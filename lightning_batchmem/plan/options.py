@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -118,6 +119,17 @@ def changes_since(
         changes.append(f"the limit was {mib(plan.limit_bytes)} and is {mib(limit_bytes)}")
     changed = [name for name, value in options.items() if old_options.get(name, value) != value]
     return changes + [f"{name} was {old_options[name]!r} and is {options[name]!r}" for name in changed]
+
+
+def number_from(argument: str, returned: Any) -> float:
+    """The number that a function of the user has returned."""
+    try:
+        number = float(returned)
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isnan(number):
+        raise ValueError(f"{argument} must return a number, got {returned!r:.80}")
+    return number
 
 
 def _plain_number(number: Real) -> int | float:

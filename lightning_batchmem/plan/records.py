@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal
 
 MIB = 2**20
 """Bytes in a mebibyte, the unit in which memory is shown to people."""
@@ -21,8 +21,6 @@ _DataLimit = Literal["dataset", "validation data", "host memory"]
 SizeLimit = Literal[_DataLimit, _ArgumentLimit, _ShareLimit, "overfit_batches", "val_check_interval"]
 LimitedBy = Literal["memory", "throughput", SizeLimit]
 Objective = Literal["memory", "throughput"]
-
-_Number = TypeVar("_Number", int, float)
 
 # worst first: several ranks or repetitions agree on the first of these that occurred
 _OUTCOMES: tuple[Outcome, ...] = ("out_of_memory", "over_limit", "allocator_retry", "ok")
@@ -102,15 +100,11 @@ class Trial:
             peak_held_bytes=max(trial.held_bytes for trial in trials) if is_held_known else None,
             reserve_bytes=max(trial.reserve_bytes for trial in trials),
             fixed_bytes=min(trial.fixed_bytes for trial in trials),
-            step_seconds=_largest(trial.step_seconds for trial in trials),
+            step_seconds=max((t.step_seconds for t in trials if t.step_seconds is not None), default=None),
             full_steps=min(trial.full_steps for trial in trials),
             samples_run=max(trial.samples_run for trial in trials),
             worker_bytes=max(trial.worker_bytes for trial in trials),
         )
-
-
-def _largest(values: Iterable[_Number | None]) -> _Number | None:
-    return max((value for value in values if value is not None), default=None)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from lightning_batchmem._lightning.data_source import (
+    keep_sizes,
     loader_batch_size,
     set_loader_batch_size,
     train_source,
@@ -72,7 +73,7 @@ def in_fit(look, module, *, source=train_source, name="batch_size", **data):
 def train_loaders(module, batch_size, **data):
     def look(setting):
         setting.check()
-        restore = setting.keep()
+        restore = keep_sizes(setting.source.passed_loaders())
         loaders = setting.loaders_for(batch_size)
         restore()
         return loaders
@@ -200,7 +201,7 @@ def test_other_attributes_of_a_passed_loader_are_unchanged():
     before, random = dict(vars(passed)), given["generator"].get_state()
 
     def look(setting):
-        restore = setting.keep()
+        restore = keep_sizes(setting.source.passed_loaders())
         loaders = setting.loaders_for(2)
         ProbeBatches(loaders)
         assert loaders.batches(2) == 3

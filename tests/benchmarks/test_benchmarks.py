@@ -1,10 +1,12 @@
 """The benchmarks run, and their tables can be read back."""
 
+import json
+
 import pytest
 
-from benchmarks import trace
+from benchmarks import search, trace
 from benchmarks.common import in_fresh_process
-from benchmarks.oracle import largest_surviving
+from benchmarks.oracle import largest_surviving, largest_that
 from benchmarks.workloads import WORKLOADS
 
 
@@ -18,8 +20,39 @@ def rows_of(table):
 @pytest.mark.parametrize("known", [{}, {1: [True], 450: [False]}])
 @pytest.mark.parametrize("limit", [1, 7, 90, 400])
 def test_largest_surviving_size(limit, known):
-    found = largest_surviving(lambda size, count: [size <= limit] * count, known=known, largest=500)
+    found = largest_surviving(lambda size, count: [size <= limit] * count, known=known)
+    assert found is not None
     assert 0.97 * limit <= found <= limit
+
+
+@pytest.mark.parametrize("start", [1, 100])
+@pytest.mark.parametrize("largest", [0, 1, 7, 90, 130, 1000])
+def test_the_largest_size_that_passes_is_found_from_any_start(largest, start):
+    assert 0.97 * largest <= largest_that(lambda size: size <= largest, start, growth=1.25) <= largest
+
+
+@pytest.mark.parametrize(("repeats", "sizes"), [(0, []), (3, [20, 20, 30])])
+def test_one_training_for_each_search_and_then_the_largest_size(repeats, sizes, monkeypatch, tmp_path):
+    trained, to_find = [], iter(sizes)
+
+    def in_fresh_process(module, name, way, *, room_bytes):
+        if not way.isdecimal():
+            return {"error": None, "batch_size": next(to_find), "search_seconds": 1.0, "samples_run": 60}
+        trained.append(int(way))
+        return {"error": None if int(way) <= 40 else "killed"}
+
+    monkeypatch.setattr(search, "in_fresh_process", in_fresh_process)
+    path = tmp_path / "results.json"
+    search.measure(search.Measurements(path), "LSTM", ["toma"], repeats, has_oracle=True)
+    assert trained[: len(sizes)] == sizes
+    known = json.loads(path.read_text())
+    assert known["LSTM"]["oracle"] == 40
+    head, row = rows_of(search.table(known))
+    found = dict(zip(head, row, strict=True))
+    assert (found["found"], found["survives"]) == ("20 (20 to 30)" if sizes else "none", "40")
+    before = len(trained)
+    search.measure(search.Measurements(path), "LSTM", ["toma"], repeats, has_oracle=True)
+    assert len(trained) == before  # it continues from the file
 
 
 @pytest.mark.slow

@@ -171,10 +171,3 @@ def test_a_run_of_pytest_is_one_row(allocator, monkeypatch):
     assert (row["failed"], row["passed"], row["skipped"]) == (1, 12, 2)
     assert row["error"] == "test_b[1 2] - assert 3 == 4"
     assert f"\n{allocator}\n" in row["log"]
-
-
-@pytest.mark.parametrize("largest", [0, 1, 7, 90, 130, 1000])
-def test_the_largest_size_that_trains_is_found_from_any_start(largest):
-    for start in (1, 100):
-        found = gpu_parts.largest_trained(lambda size: size <= largest, start)
-        assert 0.97 * largest <= found <= largest

@@ -70,6 +70,7 @@ TWO_RANKS = {
     "error on rank 1": fails("ValueError", "optimizer", 8),
     "error in the first step": {"collectives": True, **fails("ValueError", "forward", 1)},
     "error before the search": fails("ValueError", "configure_optimizers", 0),
+    "error in the checks before it": fails("ValueError", "check", 0),
     "exchanges": {"exchanges": True, "trainer": VALIDATES, **fails(OUT, "forward", 51)},
     "collectives": {"budgets": [400, 300], "collectives": True, "varies": 0},
     "target": {"finder": {"target_batch_size": 96, "lr_scaling": "linear", "base_batch_size": 48}},
