@@ -1,13 +1,9 @@
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable, Iterator
+import multiprocessing
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 
 import lightning_batchmem.batch_finder
 import lightning_batchmem.memory_profiler
@@ -16,9 +12,10 @@ from lightning_batchmem.devices.base import MemoryStats
 from tests.lawful import quiet_trainer
 
 
-def pytest_collection_finish() -> None:
-    """Leave the imported libraries out of garbage collections: a search makes four, of half a second each."""
+def pytest_collection_finish():
+    """Leave the imported libraries out of garbage collections: a search makes several."""
     gc.freeze()
+    torch.set_num_threads(1)  # several are slower for tiny networks
 
 
 class FakeDevice:
@@ -33,18 +30,18 @@ class FakeDevice:
         base_bytes: in use from the start and after ``free()``.
     """
 
-    def __init__(self, budget_bytes: int, base_bytes: int = 0) -> None:
+    def __init__(self, budget_bytes, base_bytes=0):
         self.name = "cuda"
         self.enforces_limits = False
         self.granularity_bytes = 0
         self.budget = budget_bytes
-        self.reserved_ratio: float | None = None  # if set, reserved bytes are this multiple of allocated bytes
+        self.reserved_ratio = None  # if set, reserved bytes are this multiple of allocated bytes
         self.num_ooms = 0
         self.num_alloc_retries = 0
         self.num_releases = 0
         self._base_bytes = self._current_bytes = self._peak_bytes = base_bytes
 
-    def use(self, size_bytes: int) -> None:
+    def use(self, size_bytes):
         """Use ``size_bytes`` more; raises ``torch.cuda.OutOfMemoryError`` above the budget."""
         wanted_bytes = self._current_bytes + size_bytes
         if wanted_bytes > self.budget:
@@ -53,30 +50,30 @@ class FakeDevice:
         self._current_bytes = wanted_bytes
         self._peak_bytes = max(self._peak_bytes, wanted_bytes)
 
-    def free(self) -> None:
+    def free(self):
         """Free all but ``base_bytes``."""
         self._current_bytes = self._base_bytes
 
-    def reset_peak(self) -> None:
+    def reset_peak(self):
         self._peak_bytes = self._current_bytes
 
-    def peak(self) -> MemoryStats:
+    def peak(self):
         return self._reading(self._peak_bytes)
 
-    def current(self) -> MemoryStats:
+    def current(self):
         return self._reading(self._current_bytes)
 
-    def private_bytes(self) -> int:
+    def private_bytes(self):
         return self._current_bytes
 
-    def budget_bytes(self) -> int:
+    def budget_bytes(self):
         return self.budget
 
-    def non_torch_bytes(self) -> None:
+    def non_torch_bytes(self):
         pass
 
     @contextmanager
-    def limit_enforced(self, limit_bytes: int) -> Iterator[bool]:
+    def limit_enforced(self, limit_bytes):
         previous = self.budget
         if self.enforces_limits:
             self.budget = min(previous, limit_bytes)
@@ -85,32 +82,36 @@ class FakeDevice:
         finally:
             self.budget = previous
 
-    def release_cached(self) -> None:
+    def release_cached(self):
         self.num_releases += 1
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         pass
 
-    def counters(self) -> dict[str, int]:
+    def counters(self):
         return {"num_ooms": self.num_ooms, "num_alloc_retries": self.num_alloc_retries}
 
-    def _reading(self, size_bytes: int) -> MemoryStats:
+    def _reading(self, size_bytes):
         return MemoryStats(size_bytes, None if self.reserved_ratio is None else int(size_bytes * self.reserved_ratio))
 
 
 @pytest.fixture
-def fake_device() -> type[FakeDevice]:
+def fake_device():
     """The class, for tests that do not import it: ``fake_device(budget_bytes=..., base_bytes=...)``."""
     return FakeDevice
 
 
 @pytest.fixture
-def fit(monkeypatch: pytest.MonkeyPatch, fake_device: Any) -> Callable[..., Trainer]:
+def reads_here(monkeypatch):
+    """Let a search read samples in this process where the loaders have no workers: the start of one takes long."""
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda **_: "spawn")
+
+
+@pytest.fixture
+def fit(monkeypatch, reads_here):
     """Train for a few steps on the fake device."""
 
-    def run(
-        module: LightningModule, finder: BatchFinder, device_memory: Any, *callbacks: Callback, **arguments: Any
-    ) -> Trainer:
+    def run(module, finder, device_memory, *callbacks, **arguments):
         monkeypatch.setattr(lightning_batchmem.batch_finder, "device_memory_for", lambda device: device_memory)
         keywords = {
             key: arguments.pop(key)
@@ -125,16 +126,16 @@ def fit(monkeypatch: pytest.MonkeyPatch, fake_device: Any) -> Callable[..., Trai
 
 
 @pytest.fixture
-def device(fake_device: Any) -> Any:
+def device(fake_device):
     """The fake device of a search: a budget of 500 MiB."""
     return fake_device(budget_bytes=500 * 2**20)
 
 
 @pytest.fixture
-def search(fit: Any, device: Any) -> Callable[..., Any]:
+def search(fit, device):
     """Search in ``fit``, or in another stage without training; returns the plan."""
 
-    def run(module: Any, *callbacks: Callback, stage: str = "fit", data: Any = None, **arguments: Any) -> Any:
+    def run(module, *callbacks, stage="fit", data=None, **arguments):
         finder = BatchFinder(**{"multiple_of": 1, "min_steps_per_epoch": None, **arguments.pop("options", {})})
         steps = {"max_steps": 1} if stage == "fit" else {"max_epochs": 0}
         trainer = fit(module, finder, device, *callbacks, **{"num_sanity_val_steps": 0, **steps, **arguments})
@@ -146,7 +147,7 @@ def search(fit: Any, device: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def device_memory(fake_device: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def device_memory(fake_device, monkeypatch):
     """The fake device of every profiler in the test: 1 MiB in use, a budget of 1 GiB."""
     device_memory = fake_device(budget_bytes=2**30, base_bytes=2**20)
     monkeypatch.setattr(lightning_batchmem.memory_profiler, "device_memory_for", lambda device, quick: device_memory)

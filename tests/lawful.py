@@ -1,15 +1,11 @@
 """Modules whose memory on a fake device follows a law of the batch size, and the size that a search finds for it."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem.plan.decide import SearchPolicy
@@ -18,11 +14,11 @@ SAMPLES = 5000
 MIB = 2**20
 
 
-def law(size: int) -> int:
+def law(size):
     return 99 * MIB + size * MIB
 
 
-def found_size(budget_bytes: int, *, memory_limit: int | None = None, multiple_of: int | None = None) -> int:
+def found_size(budget_bytes, *, memory_limit=None, multiple_of=None):
     """The size that a search finds for :func:`law`: within the highest share of the limit, rounded down."""
     limit_bytes = min(memory_limit or budget_bytes, int(0.95 * budget_bytes))
     size = int(SearchPolicy.step_up_share * limit_bytes - law(0)) // MIB
@@ -30,11 +26,11 @@ def found_size(budget_bytes: int, *, memory_limit: int | None = None, multiple_o
     return size // step * step
 
 
-def loader(size: int | None, samples: int = SAMPLES, **arguments: Any) -> DataLoader[Any]:
+def loader(size, samples=SAMPLES, **arguments):
     return DataLoader(TensorDataset(torch.zeros(samples, 1)), batch_size=size, **arguments)
 
 
-def quiet_trainer(*callbacks: Callback, **arguments: Any) -> Trainer:
+def quiet_trainer(*callbacks, **arguments):
     """A trainer on the CPU that writes and prints nothing, where ``arguments`` do not change that."""
     defaults = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     return Trainer(callbacks=list(callbacks), **{"accelerator": "cpu", **defaults, **arguments})
@@ -43,50 +39,48 @@ def quiet_trainer(*callbacks: Callback, **arguments: Any) -> Trainer:
 class Lawful(LightningModule):
     """A module whose memory on a fake device follows a law of the batch size; the real tensors are tiny."""
 
-    def __init__(self, device_memory: Any, law: Callable[[int], int], batch_size: int = 3) -> None:
+    def __init__(self, device_memory, law, batch_size=3):
         super().__init__()
         self.batch_size = batch_size
 
-        def use(size: int) -> None:  # a function, since the search works on copies of a module's other attributes
+        def use(size):  # a function, since the search works on copies of a module's other attributes
             device_memory.free()
             device_memory.use(law(size))
             device_memory.free()
 
         self.use = use
         self.layer = nn.Linear(1, 1)
-        self.sizes: list[int] = []
+        self.sizes = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         (x,) = batch
         self.sizes.append(len(x))
         self.use(x.numel())
         return self.layer(x[:, :1]).mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.Adam(self.parameters())
 
-    def train_dataloader(self) -> DataLoader[Any]:
+    def train_dataloader(self):
         return loader(self.batch_size)
 
 
 class Evaluated(Lawful):
     """Each sample of an evaluation takes twice as much as in training."""
 
-    def __init__(
-        self, device_memory: Any, size_name: str = "batch_size", samples: int = SAMPLES, *, drop_last: bool = False
-    ) -> None:
+    def __init__(self, device_memory, size_name="batch_size", samples=SAMPLES, *, drop_last=False):
         super().__init__(device_memory, law)
         self.drop_last = drop_last
         self.eval_batch_size, self.fixed_size = 7, 50
         self.size_name, self.samples = size_name, samples
         self.factor, self.fails_at = 2, 0
-        self.evaluated: list[int] = []
+        self.evaluated = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         assert self.training
         return super().training_step(batch, batch_idx)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def validation_step(self, batch, batch_idx):
         assert not self.training
         assert not torch.is_grad_enabled()
         self.evaluated.append(len(batch[0]))
@@ -97,7 +91,7 @@ class Evaluated(Lawful):
 
     test_step = predict_step = validation_step
 
-    def val_dataloader(self) -> DataLoader[Any]:
+    def val_dataloader(self):
         return loader(getattr(self, self.size_name), self.samples, drop_last=self.drop_last)
 
     test_dataloader = predict_dataloader = val_dataloader
@@ -106,17 +100,15 @@ class Evaluated(Lawful):
 class Sizes(Callback):
     """The batch sizes that training itself ran, and the samples between one optimizer step and the next."""
 
-    def __init__(self) -> None:
-        self.seen: set[int] = set()
+    def __init__(self):
+        self.seen = set()
         self.per_step = [0]
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, *_):
         self.seen.add(len(batch[0]))
         self.per_step[-1] += len(batch[0])
         if trainer.global_step == len(self.per_step):
             self.per_step.append(0)
 
 
-OLD_PLAN: dict[str, Any] = json.loads((Path(__file__).parent / "plan_of_0_1_0.json").read_text())  # of version 0.1.0
+OLD_PLAN = json.loads((Path(__file__).parent / "plan_of_0_1_0.json").read_text())  # of version 0.1.0

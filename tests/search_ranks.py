@@ -1,7 +1,5 @@
 """One rank of test_ranks.py: runs trainings in one process group, and writes what it saw to a file."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -11,10 +9,9 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
@@ -24,28 +21,27 @@ from lightning_batchmem import BatchFinder, batch_finder
 from tests.conftest import FakeDevice
 from tests.lawful import MIB, quiet_trainer
 
-Case = dict[str, Any]
 _real_device_memory_for = batch_finder.device_memory_for
-_devices: list[FakeDevice] = []
+_devices = []
 _steps = itertools.count()
 
 
 class Net(LightningModule):
     """A network that uses memory and fails as the case requires; DDP would exchange the buffers of its BatchNorm."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case):
         super().__init__()
         self.case, self.lr, self.size = case, 0.01, 0
         self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.case.get("strategy") == "fsdp2":
             from torch.distributed._composable.fsdp import fully_shard
 
             for layer in (self.layers[0], self.layers[3], self.layers):
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
-    def fail(self, where: str) -> None:
+    def fail(self, where):
         fails = self.case.get("fails", {})
         if (fails.get("where"), fails.get("rank", 1)) != (where, self.global_rank) or self.size < fails["size"]:
             return
@@ -58,7 +54,7 @@ class Net(LightningModule):
             os.kill(os.getpid(), signal.SIGKILL)
         raise {"ValueError": ValueError, "OutOfMemoryError": torch.cuda.OutOfMemoryError}[fails["error"]]("made up")
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         self.use_memory(len(batch[0]))
         self.fail("forward")
         loss = nn.functional.mse_loss(self.layers(batch[0]), batch[1])
@@ -71,21 +67,21 @@ class Net(LightningModule):
             loss.register_hook(lambda gradient: self.fail("backward"))
         return loss
 
-    def use_memory(self, size: int) -> None:
+    def use_memory(self, size):
         self.size = size
         is_small = self.case.get("varies") == self.global_rank and next(_steps) % 2
         for device in _devices:
             device.use((100 + (size // 2 if is_small else size)) * MIB)
             device.free()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.use_memory(len(batch[0]))
         self.log("val/loss", nn.functional.mse_loss(self.layers(batch[0]), batch[1]), sync_dist=True)
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         self.fail("optimizer")
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         self.fail("configure_optimizers")
         optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
         steps = int(self.trainer.estimated_stepping_batches)
@@ -96,22 +92,22 @@ class Net(LightningModule):
 class Recorder(Callback):
     """The batches of the run itself, without the search."""
 
-    def __init__(self) -> None:
-        self.batches: list[torch.Tensor] = []
+    def __init__(self):
+        self.batches = []
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, *_):
         self.batches.append(batch[0])
 
     on_validation_batch_end = on_train_batch_end
 
 
-def digest(tensors: list[Any]) -> str:
+def digest(tensors):
     """A hash of the tensors; of this rank's shards under FSDP2."""
     local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     return hashlib.sha256(b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in local)).hexdigest()
 
 
-def run_case(case: Case, directory: Path, ranks: int) -> dict[str, Any]:
+def run_case(case, directory, ranks):
     """Train, or validate, and return what this rank saw."""
     warnings.simplefilter("ignore")
     rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
@@ -120,13 +116,13 @@ def run_case(case: Case, directory: Path, ranks: int) -> dict[str, Any]:
     batch_finder.device_memory_for = _real_device_memory_for
     if budgets := case.get("budgets", [400] * ranks):
         _devices.append(FakeDevice(budget_bytes=budgets[rank] * MIB))
-        batch_finder.device_memory_for = lambda device: module.fail("check") or _devices[0]  # type: ignore[assignment,return-value]
+        batch_finder.device_memory_for = lambda device: module.fail("check") or _devices[0]
     seed_everything(7, verbose=False)
     options = {"min_steps_per_epoch": None, **case.get("finder", {})}
     if case.get("reuses"):  # a file that only the first rank can read
         options["plan"] = directory / ("plan.txt" if rank == 0 else "none")
     finder, recorder = BatchFinder(**options), Recorder()
-    callbacks: list[Callback] = [recorder, finder] if case.get("search", True) else [recorder]
+    callbacks = [recorder, finder] if case.get("search", True) else [recorder]
     if case.get("saves"):
         callbacks.append(ModelCheckpoint(directory, "last", every_n_train_steps=2))
     sharded = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
@@ -161,7 +157,7 @@ def run_case(case: Case, directory: Path, ranks: int) -> dict[str, Any]:
     }
 
 
-def run_cases(rank: int, directory: Path, cases: dict[str, Case], ranks: int) -> None:
+def run_cases(rank, directory, cases, ranks):
     """Run the cases one after the other; an error of a single case is part of the result."""
     seen = {}
     for name, case in cases.items():

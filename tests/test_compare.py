@@ -1,14 +1,8 @@
 """compare: several variants of one model, each in a new process where that can import it."""
 
-from __future__ import annotations
-
-import inspect
-import json
-import os
-import subprocess
 import sys
+import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,31 +17,31 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is dep
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         return self.layers(x)
 
 
 class Net(LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.batch_size = 2
         self.blocks = nn.Sequential(Block(), Block(), Block())
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return self.blocks(batch[0]).square().mean()
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return DataLoader(TensorDataset(torch.ones(100, 8)), batch_size=self.batch_size)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def plan_of(size: int, intercept_mib: int, slope_mib: int, step_seconds: float) -> Plan:
+def plan_of(size, intercept_mib, slope_mib, step_seconds):
     trials = (Trial(2, "ok", {}, step_seconds=9.0), Trial(size, "ok", {}, "rehearsal", step_seconds=step_seconds))
     memory = MemoryModel({"forward": Line(intercept_mib * MIB, slope_mib * MIB, 2, size), "backward": Line(1, 1, 2, 4)})
     return Plan(size, "max_batch_size", True, 10**9, None, None, trials, memory, None)
@@ -63,7 +57,7 @@ RESULT = Comparison(
 )
 
 
-def test_the_table() -> None:
+def test_the_table():
     assert [one.batch_size for one in RESULT.variants] == [100, 250, None]
     assert [one.samples_per_second for one in RESULT.variants] == [50.0, 100.0, None]
     assert RESULT.fastest is RESULT.variants[1]
@@ -91,92 +85,80 @@ def test_the_table() -> None:
 
 
 SCRIPT = """
-import json, os, sys
-from typing import Any
-import torch
-from lightning.pytorch import LightningModule
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+import os, sys
 from lightning_batchmem import compare
-{classes}
+from tests.test_compare import Net
 with open("runs", "a") as file:
     file.write(__name__ + " " + os.environ.get("LIGHTNING_BATCHMEM", "-") + "\\n")
 class Mine(Net):
     pass
 def make():
-    if os.environ.get("KILLED"):
-        os.kill(os.getpid(), 9)
     return Mine(), None
-{start}
-variants = {{"plain": {{}}, "wrong": {{"precision": "no"}}}}
-if os.environ.get("KILLED"):
-    variants = {{"plain": {{}}}}
+def kill(model):
+    os.kill(os.getpid(), 9)
+"""
+UNGUARDED = """
 try:
-    comparison = compare(make, variants, base={{"accelerator": "cpu"}}, max_batch_size=8)
+    comparison = compare(make, VARIANTS, base={"accelerator": "cpu"}, max_batch_size=8)
 except Exception:
     sys.exit("compare raised an error that the script catches")
-print(json.dumps([(one.name, one.batch_size, one.error) for one in comparison.variants]))
-print(json.dumps(comparison.notes))
 """
-CLASSES = f"{inspect.getsource(Block)}\n{inspect.getsource(Net)}"
+ALL_VARIANTS = "{'plain': {}, 'wrong': {'precision': 'no'}, 'killed': {'transform': kill}}"
 NOT_IMPORTABLE = "The variants ran in this process, one after another, because a new one cannot import them: "
 
 
-def run(folder: Path, script: str, *, stdin: bool = False, **environment: str) -> tuple[Any, Any, list[str]]:
-    """Rows, notes, and the names under which the script ran."""
-    path = folder / "script.py"
-    path.write_text(script)
-    repository = str(Path(__file__).parents[1])
-    variables = {**os.environ, "PYTHONPATH": repository, "LIGHTNING_BATCHMEM": "nonsense", **environment}
-    variables.pop("LIGHTNING_BATCHMEM") if stdin else None
-    done = subprocess.run(
-        [sys.executable, "-" if stdin else str(path)],
-        input=script if stdin else None,
-        cwd=folder,
-        env=variables,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=200,
-        check=True,
-    )
-    rows, notes = map(json.loads, done.stdout.splitlines()[-2:])
-    return rows, notes, (folder / "runs").read_text().splitlines()
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run a script as the main module, here rather than in one more process; returns rows, notes and its runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LIGHTNING_BATCHMEM", "nonsense")
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+
+    def run(text, file="script.py"):
+        main = types.ModuleType("__main__")
+        main.__package__ = None
+        if file:
+            main.__file__ = str(tmp_path / file)
+            Path(main.__file__).write_text(SCRIPT + text)
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        exec(SCRIPT + text, vars(main))
+        rows = [(one.name, one.batch_size, one.error) for one in main.comparison.variants]
+        return rows, main.comparison.notes, Path("runs").read_text().splitlines()
+
+    return run
 
 
-def test_a_script_without_a_guard_runs_each_variant_in_a_new_process(tmp_path: Path) -> None:
-    rows, notes, runs = run(tmp_path, SCRIPT.format(classes=CLASSES, start=""))
-    assert rows[0] == ["plain", 8, ""]
-    assert rows[1][1] is None
+def test_a_script_without_a_guard_runs_each_variant_in_a_new_process(run):
+    rows, notes, runs = run(UNGUARDED.replace("VARIANTS", ALL_VARIANTS))
+    assert rows[0] == ("plain", 8, "")
+    assert rows[1][:2] == ("wrong", None)
     assert rows[1][2].startswith("ValueError: Precision 'no' is invalid.")
-    assert notes == []
-    assert runs == ["__main__ nonsense", *["__mp_main__ -"] * 2]  # once for each variant, without the variable
+    error = "its process ended with exit code -9, killed perhaps because the host's memory was full"
+    assert rows[2] == ("killed", None, error)
+    assert notes == ()
+    assert runs == ["__main__ nonsense", *["__mp_main__ -"] * 3]  # once for each variant, without the variable
 
 
-def test_a_process_that_is_killed_is_a_row(tmp_path: Path) -> None:
-    rows, _, _ = run(tmp_path, SCRIPT.format(classes=CLASSES, start=""), KILLED="1")
-    assert rows == [
-        ["plain", None, "its process ended with exit code -9, killed perhaps because the host's memory was full"]
-    ]
+@pytest.mark.parametrize(
+    ("start", "file", "why", "runs"),
+    [
+        ("", None, "they are defined in a notebook or an interactive session.", []),
+        ("if __name__ != '__main__': del make", "script.py", "SystemExit: ", ["__mp_main__ -"]),
+    ],
+)
+def test_what_a_new_process_cannot_import_runs_in_this_one(run, monkeypatch, start, file, why, runs):
+    monkeypatch.setenv("LIGHTNING_BATCHMEM", "")
+    rows, (note,), found = run(start + UNGUARDED.replace("VARIANTS", "{'plain': {}}"), file)
+    assert rows == [("plain", 8, "")]
+    assert note.startswith(NOT_IMPORTABLE + why)
+    assert found == ["__main__ ", *runs]
 
 
-def test_what_a_new_process_cannot_import_runs_in_this_one(tmp_path: Path) -> None:
-    rows, notes, runs = run(tmp_path, SCRIPT.format(classes=CLASSES, start=""), stdin=True)
-    assert rows[0] == ["plain", 8, ""]
-    assert notes == [f"{NOT_IMPORTABLE}they are defined in a notebook or an interactive session."]
-    assert runs == ["__main__ -"]
-    (tmp_path / "runs").unlink()
-    guarded = SCRIPT.format(classes=CLASSES, start="if __name__ != '__main__': del make")
-    rows, (note,), runs = run(tmp_path, guarded, LIGHTNING_BATCHMEM="")
-    assert rows[0] == ["plain", 8, ""]
-    assert note.startswith(f"{NOT_IMPORTABLE}SystemExit: ")
-    assert runs == ["__main__ ", "__mp_main__ -"]
-
-
-def test_a_variant_changes_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variant_changes_the_model(monkeypatch):
     """In this process, since a lambda cannot be imported elsewhere."""
-    seen: dict[str, Any] = {}
+    seen = {}
 
-    def search(trainer: Any, model: Any, train_dataloaders: Any, **options: Any) -> Plan:
+    def search(trainer, model, train_dataloaders, **options):
         model = getattr(model, "_orig_mod", model)
         hooks = [len(module._forward_pre_hooks) for module in model.modules() if isinstance(module, Block)]
         seen[str(len(seen))] = (trainer.precision, hooks, type(model).__name__, model.batch_size, options)
@@ -184,7 +166,7 @@ def test_a_variant_changes_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(comparison, "find_batch_size", search)
 
-    def larger(model: Any) -> None:
+    def larger(model):
         model.batch_size = 3
 
     other = type("Other", (Net,), {})
@@ -219,19 +201,19 @@ def test_a_variant_changes_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_a_variant_that_fails_has_its_reason(make: Any, variants: Any, error: str) -> None:
+def test_a_variant_that_fails_has_its_reason(make, variants, error):
     (row,) = compare(make, variants).variants
     assert (row.plan, row.error) == (None, error)
 
 
-def test_wrong_arguments() -> None:
+def test_wrong_arguments():
     with pytest.raises(ValueError, match="devices must be one device, got 2 on 1 nodes in 'x'"):
         compare(lambda: (Net(), None), {"x": {"devices": 2}})
     with pytest.raises(ValueError, match="max_batch_size must be a whole number"):
         compare(lambda: (Net(), None), {}, max_batch_size=0)
 
 
-def test_the_most_repeated_block() -> None:
+def test_the_most_repeated_block():
     assert comparison._most_repeated(Net()) is Block  # not the Sequential in each of them, nor a layer
     plain = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
     assert comparison._most_repeated(plain) is nn.Sequential

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from lightning_batchmem import BatchFinder
 from lightning_batchmem.devices.tensors import tensors_in
 
 SIZE = 8  # what every search here ends with: the limit is far away, max_batch_size bounds
-SAMPLES = 48
+SAMPLES = 32
 
 
 class Noisy(Dataset):
@@ -52,6 +53,10 @@ class Noisy(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         noise = torch.randn(6, generator=self.generator) + random.random() + float(np.random.random())
         return self.x[index] + 0.1 * noise, self.y[index]
+
+
+def shuffled(size: int, dataset: Dataset[Any] | None = None, **arguments: Any) -> DataLoader[Any]:
+    return DataLoader(dataset or Noisy(), batch_size=size, shuffle=True, **arguments)
 
 
 class Net(LightningModule):
@@ -103,13 +108,7 @@ class Net(LightningModule):
         return sgd
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(
-            Noisy(),
-            batch_size=self.batch_size,
-            shuffle=True,
-            num_workers=self.workers,
-            persistent_workers=self.workers > 0,
-        )
+        return shuffled(self.batch_size, num_workers=self.workers, persistent_workers=self.workers > 0)
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(Noisy(), batch_size=self.batch_size)
@@ -153,7 +152,7 @@ class Data(LightningDataModule):
         self.save_hyperparameters()
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Noisy(), batch_size=self.hparams.batch_size, shuffle=True)
+        return shuffled(self.hparams.batch_size)
 
 
 class ManyLoaders(Net):
@@ -161,8 +160,8 @@ class ManyLoaders(Net):
 
     def train_dataloader(self) -> Any:
         return {
-            "labeled": DataLoader(Noisy(), batch_size=self.batch_size, shuffle=True),
-            "unlabeled": DataLoader(Noisy(True), batch_size=2 * self.batch_size, shuffle=True),
+            "labeled": shuffled(self.batch_size),
+            "unlabeled": shuffled(2 * self.batch_size, Noisy(True)),
             "anchors": DataLoader(Noisy(), batch_size=5),
         }
 
@@ -205,8 +204,8 @@ class Plain(Net):
     train_dataloader = LightningModule.train_dataloader
     val_dataloader = LightningModule.val_dataloader
 
-    def __init__(self, optimizer: str = "sgd") -> None:
-        super().__init__(0, optimizer)
+    def __init__(self, batch_size: int = 0, optimizer: str = "sgd") -> None:
+        super().__init__(batch_size, optimizer)
         del self.batch_size
 
 
@@ -218,7 +217,7 @@ class InHparams(Plain):
         self.save_hyperparameters()
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Noisy(), batch_size=self.hparams.batch_size, shuffle=True)
+        return shuffled(self.hparams.batch_size)
 
 
 class OfLists(Plain):
@@ -281,7 +280,7 @@ class Entangled(Net):
         return loss + 0.01 * features.square().mean() + (self.teacher[0](x) - self.layers(x)).square().mean()
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Noisy(), batch_size=self.batch_size, shuffle=True, generator=self.order)
+        return shuffled(self.batch_size, generator=self.order)
 
 
 class OwnOptimizers(Net):
@@ -370,7 +369,7 @@ class Splitting(Data):
     def train_dataloader(self) -> DataLoader[Any]:
         if not hasattr(self, "part"):
             self.part, _ = random_split(Noisy(), [SAMPLES - 8, 8])
-        return DataLoader(self.part, batch_size=self.hparams.batch_size, shuffle=True)
+        return shuffled(self.hparams.batch_size, self.part)
 
 
 class InDict(LightningDataModule):
@@ -407,45 +406,49 @@ class Case:
     limited_by: str = "max_batch_size"
 
 
-def one_of(size: int, own: bool = False) -> DataLoader[Any]:
-    return DataLoader(Noisy(own), batch_size=size, shuffle=not own)
+def given(make: Callable[[int], Any]) -> Callable[[int], dict[str, Any]]:
+    """What ``fit`` gets for training loaders."""
+    return lambda size: {"train_dataloaders": make(size)}
 
 
-def loader(size: int, **arguments: Any) -> dict[str, Any]:
-    return {"train_dataloaders": DataLoader(batch_size=size, shuffle=True, **arguments)}
+def in_order(size: int) -> DataLoader[Any]:
+    return DataLoader(Noisy(True), batch_size=size)
 
+
+def of_batches(size: int) -> DataLoader[Any]:
+    return DataLoader(ReadsBatches(), batch_size=None, sampler=BatchSampler(RandomSampler(range(SAMPLES)), size, True))
+
+
+def of_every_second(size: int) -> DataLoader[Any]:
+    return DataLoader(Noisy(), batch_size=size, sampler=SubsetRandomSampler(range(0, SAMPLES, 2)))
+
+
+onecycle = partial(Net, optimizer="onecycle")
 
 CASES = {
     "sgd_momentum": Case(Net),
-    "onecycle_from_a_larger_start": Case(lambda size: Net(size, "onecycle"), start=SAMPLES),
-    "onecycle_of_few_steps": Case(lambda size: Net(size, "onecycle"), trainer={"max_steps": 5, "max_epochs": -1}),
-    "onecycle_with_persistent_workers": Case(lambda size: Net(size, "onecycle", workers=2)),
-    "reduce_on_plateau": Case(lambda size: Net(size, "plateau")),
+    "onecycle_from_a_larger_start": Case(onecycle, start=SAMPLES),
+    "onecycle_of_few_steps": Case(onecycle, trainer={"max_steps": 5, "max_epochs": -1}),
+    "onecycle_with_persistent_workers": Case(partial(onecycle, workers=2)),
+    "reduce_on_plateau": Case(partial(Net, optimizer="plateau")),
     "manual_two_optimizers": Case(Adversarial),
     "several_loaders_of_several_sizes": Case(ManyLoaders),
-    "loaders_passed_in_a_list": Case(
-        lambda size: OfLists(), fit=lambda size: {"train_dataloaders": [one_of(size), one_of(size, own=True)]}
-    ),
+    "loaders_passed_in_a_list": Case(OfLists, fit=given(lambda size: [shuffled(size), in_order(size)])),
     "a_combined_loader": Case(
-        lambda size: OfLists(),
-        fit=lambda size: {"train_dataloaders": CombinedLoader([one_of(size), one_of(size)], "min_size")},
+        OfLists, fit=given(lambda size: CombinedLoader([shuffled(size), shuffled(size)], "min_size"))
     ),
     "validation_of_its_own_size": Case(
         OwnValidationSize,
         finder={"eval_batch_arg_name": "eval_batch_size"},
-        hard_coded=lambda size: OwnValidationSize(size, eval_batch_size=SIZE),
+        hard_coded=partial(OwnValidationSize, eval_batch_size=SIZE),
     ),
     "validation_of_fixed_sizes": Case(FixedValidation),
     "validation_loaders_passed_too": Case(
-        lambda size: Plain(), fit=lambda size: {**loader(size, dataset=Noisy()), "val_dataloaders": one_of(6, own=True)}
+        Plain, fit=lambda size: {"train_dataloaders": shuffled(size), "val_dataloaders": in_order(6)}
     ),
-    "target_batch_size": Case(
-        lambda size: Net(size, "onecycle"), finder={"target_batch_size": 16}, follows={"accumulate_grad_batches": 2}
-    ),
+    "target_batch_size": Case(onecycle, finder={"target_batch_size": 16}, follows={"accumulate_grad_batches": 2}),
     "scaled_learning_rate": Case(
-        lambda size: Net(size, "onecycle"),
-        finder={"lr_scaling": "linear", "base_batch_size": 4},
-        hard_coded=lambda size: Net(size, "onecycle", lr=2e-2),
+        onecycle, finder={"lr_scaling": "linear", "base_batch_size": 4}, hard_coded=partial(onecycle, lr=2e-2)
     ),
     "worst_case_of_the_user": Case(Net, finder={"worst_case": lambda sample: float(sample[0].sum())}),
     "accumulation_and_clipping": Case(Net, trainer={"accumulate_grad_batches": 4, "gradient_clip_val": 0.1}),
@@ -455,42 +458,26 @@ CASES = {
     ),
     "hparams": Case(InHparams),
     "hparams_of_module_and_datamodule": Case(InHparams, fit=lambda size: {"datamodule": Data(size)}),
-    "stream": Case(lambda size: Plain(), fit=lambda size: {"train_dataloaders": DataLoader(Stream(), batch_size=size)}),
-    "datamodule_hparams": Case(lambda size: Plain(), fit=lambda size: {"datamodule": Data(size)}),
-    "datamodule_that_caches_a_random_split": Case(
-        lambda size: Plain(), fit=lambda size: {"datamodule": Splitting(size)}
-    ),
+    "stream": Case(Plain, fit=given(lambda size: DataLoader(Stream(), batch_size=size))),
+    "datamodule_hparams": Case(Plain, fit=lambda size: {"datamodule": Data(size)}),
+    "datamodule_that_caches_a_random_split": Case(Plain, fit=lambda size: {"datamodule": Splitting(size)}),
     "hooks_on_tensors_that_ask_the_trainer": Case(Hooked),
     "optimizers_of_its_own": Case(OwnOptimizers, trainer={"max_epochs": 1}),
     "schedule_kept_in_the_module": Case(KeepsSchedule),
     "scripted": Case(scripted),
     "entangled_attributes": Case(Entangled),
     "onecycle_of_a_loader_with_generators": Case(
-        lambda size: Plain("onecycle"),
-        fit=lambda size: loader(size, dataset=Noisy(True), generator=torch.Generator().manual_seed(5)),
+        partial(Plain, optimizer="onecycle"),
+        fit=given(lambda size: shuffled(size, Noisy(True), generator=torch.Generator().manual_seed(5))),
     ),
     "stateful_collate_that_takes_samples_apart": Case(
-        lambda size: Plain(), fit=lambda size: loader(size, dataset=Popping(), collate_fn=Collate())
+        Plain, fit=given(lambda size: shuffled(size, Popping(), collate_fn=Collate()))
     ),
-    "subset_sampler": Case(
-        lambda size: Plain(),
-        fit=lambda size: {
-            "train_dataloaders": DataLoader(Noisy(), batch_size=size, sampler=SubsetRandomSampler(range(0, SAMPLES, 2)))
-        },
-    ),
+    "subset_sampler": Case(Plain, fit=given(of_every_second)),
     "size_in_a_dict": Case(
-        lambda size: Plain(),
-        fit=lambda size: {"datamodule": InDict(size)},
-        finder={"batch_arg_name": "kwargs.batch_size"},
+        Plain, fit=lambda size: {"datamodule": InDict(size)}, finder={"batch_arg_name": "kwargs.batch_size"}
     ),
-    "batch_sampler_as_sampler": Case(
-        lambda size: Plain(),
-        fit=lambda size: {
-            "train_dataloaders": DataLoader(
-                ReadsBatches(), batch_size=None, sampler=BatchSampler(RandomSampler(range(SAMPLES)), size, True)
-            )
-        },
-    ),
+    "batch_sampler_as_sampler": Case(Plain, fit=given(of_batches)),
     "steps_of_an_epoch": Case(
         Net, finder={"max_batch_size": None, "min_steps_per_epoch": SAMPLES // SIZE}, limited_by="min_steps_per_epoch"
     ),
@@ -565,6 +552,7 @@ def assert_same(one: Any, other: Any, where: str) -> None:
         assert one == other or (one != one and other != other), f"{where}: {one!r} is not {other!r}"
 
 
+@pytest.mark.usefixtures("reads_here")  # which may leave more traces than a worker; test_find.py has searches with one
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")
 @pytest.mark.parametrize("name", CASES)
 def test_no_trace(name: str, tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ it. Of the commands, those of the package run; for others their files and option
 marked "fresh-start" (installation, tests) run in .ci/run and in a fresh clone instead.
 """
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import importlib.util
@@ -16,15 +14,13 @@ import shlex
 import shutil
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 import yaml
 
-import lightning_batchmem
+import lightning_batchmem.comparison
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -40,11 +36,11 @@ class Block(NamedTuple):
     text: str
     mark: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.page.name}:{self.line}"
 
 
-def blocks_of(page: Path) -> Iterator[Block]:
+def blocks_of(page):
     text = page.read_text()
     for fence in FENCE.finditer(text):
         mark = MARK.search(text, 0, fence.start())
@@ -55,28 +51,18 @@ def blocks_of(page: Path) -> Iterator[Block]:
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
-def test_every_block_is_tested_or_marked() -> None:
+def test_every_block_is_tested_or_marked():
     assert {str(block) for block in BLOCKS if block.language not in ("python", "bash", "yaml", "text")} == set()
     marks = {block.mark for block in BLOCKS if block.language in ("python", "bash") and block.mark}
     assert marks <= {"fresh-start: run", "fresh-start: test"}
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Several threads are slower for tiny networks on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")  # Lightning's own
-def test_blocks_run_in_order(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_blocks_run_in_order(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    here = {"not_importable": "a page is no module"}
+    monkeypatch.setattr(lightning_batchmem.comparison, "_in_new_process", lambda work: here)
     shutil.copytree(REPOSITORY / "examples", tmp_path / "examples")
     module = types.ModuleType(page.stem.replace("-", "_"))  # in sys.modules, so that its classes can be pickled
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -96,12 +82,12 @@ def test_blocks_run_in_order(
                 check_command(shlex.split(line, comments=True))
 
 
-def run(block: Block, module: types.ModuleType) -> None:
+def run(block, module):
     """Run a Python block; tracebacks have the line numbers of the page."""
     exec(compile("\n" * (block.line - 1) + block.text, str(block.page), "exec", dont_inherit=True), module.__dict__)
 
 
-def check_command(words: list[str]) -> None:
+def check_command(words):
     """Run the package's command line; of a script, check that its files exist."""
     match words:
         case ["python", "-m", "lightning_batchmem", *arguments]:
@@ -114,7 +100,7 @@ def check_command(words: list[str]) -> None:
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=str)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*JsonargparseDeprecationWarning")
-def test_yaml_configures_the_cli_example(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yaml_configures_the_cli_example(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["main.py"])  # LightningCLI warns of pytest's arguments
     example = types.ModuleType("cli_example")
@@ -129,7 +115,7 @@ def test_yaml_configures_the_cli_example(block: Block, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_files_and_modules_exist(page: Path) -> None:
+def test_links_files_and_modules_exist(page):
     text = page.read_text()
     for module in re.findall(r"python -m ([\w.]+)", text):
         assert importlib.util.find_spec(module), module
@@ -139,13 +125,13 @@ def test_links_files_and_modules_exist(page: Path) -> None:
         assert (page.parent / link).exists(), link
 
 
-def test_the_site_has_every_page() -> None:
+def test_the_site_has_every_page():
     nav = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"]
     listed = {path for entry in nav for path in entry.values()}
     assert listed == {page.name for page in PAGES if page.parent.name == "docs"} | {"changelog.md"}
 
 
-def test_examples_in_docstrings() -> None:
+def test_examples_in_docstrings():
     names = [info.name for info in pkgutil.walk_packages(lightning_batchmem.__path__, "lightning_batchmem.")]
     modules = [importlib.import_module(name) for name in names if not name.endswith("__main__")]
     results = [doctest.testmod(module) for module in modules]

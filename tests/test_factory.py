@@ -1,13 +1,9 @@
 """Callbacks from the variable LIGHTNING_BATCHMEM, through the entry points of the installed distribution."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import lightning.pytorch as lightning_pytorch
 import pytest
@@ -30,7 +26,7 @@ assert not heavy, heavy
 """
 
 
-def test_without_the_variable_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_variable_nothing_is_imported(monkeypatch):
     monkeypatch.delenv(factory.VARIABLE, raising=False)
     assert sorted(GROUPS) == ["lightning.pytorch.callbacks_factory", "pytorch_lightning.callbacks_factory"]
     values = [value for group in GROUPS.values() for value in group.values()]
@@ -38,34 +34,29 @@ def test_without_the_variable_nothing_is_imported(monkeypatch: pytest.MonkeyPatc
     subprocess.run([sys.executable, "-c", WITHOUT, *values], check=True, timeout=60)
 
 
-def run(package: ModuleType, folder: Path, *callbacks: Any) -> Any:
+def run(package, folder, *callbacks):
     """A training with what the entry point of ``package`` returns; the wheel may not be installed here."""
     name = "callbacks_of_pytorch_lightning" if package is pl else "callbacks"
     added = getattr(factory, name)()
     assert all(isinstance(one, package.Callback) for one in added)
+    options = {"accelerator": "cpu", "default_root_dir": folder, "logger": False, "max_steps": 2}
     trainer = package.Trainer(
-        accelerator="cpu",
-        callbacks=[*callbacks, *added],
-        default_root_dir=folder,
-        logger=False,
-        max_steps=2,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        callbacks=[*callbacks, *added], enable_progress_bar=False, enable_model_summary=False, **options
     )
 
     class Net(package.LightningModule):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layer = torch.nn.Linear(4, 1)
             self.batch_size = 3
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             return self.layer(batch).square().mean()
 
-        def train_dataloader(self) -> Any:
+        def train_dataloader(self):
             return torch.utils.data.DataLoader(torch.ones(100, 4), batch_size=self.batch_size)
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             return torch.optim.Adam(self.parameters())
 
     module = Net()
@@ -73,13 +64,13 @@ def run(package: ModuleType, folder: Path, *callbacks: Any) -> Any:
     return trainer, module
 
 
-def kinds(trainer: Any) -> list[str]:
+def kinds(trainer):
     names = [type(callback).__name__ for callback in trainer.callbacks]
     return [name for name in names if name in ("BatchFinder", "MemoryProfiler")]
 
 
 @pytest.mark.parametrize("package", [lightning_pytorch, pl], ids=["lightning", "pytorch_lightning"])
-def test_find_with_options(package: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_with_options(package, tmp_path, monkeypatch):
     monkeypatch.setenv(factory.VARIABLE, "find:max_batch_size=16, memory_limit=900MiB,objective=throughput")
     trainer, module = run(package, tmp_path)
     assert kinds(trainer) == ["BatchFinder", "MemoryProfiler"]
@@ -92,15 +83,14 @@ def test_find_with_options(package: ModuleType, tmp_path: Path, monkeypatch: pyt
     assert kinds(trainer) == ["BatchFinder", "MemoryProfiler"]  # once, also in a second run
 
 
-def test_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile(tmp_path, monkeypatch):
     monkeypatch.setenv(factory.VARIABLE, "profile:csv=False")
     trainer, module = run(lightning_pytorch, tmp_path)
-    assert kinds(trainer) == ["MemoryProfiler"]
-    assert module.batch_size == 3
+    assert (kinds(trainer), module.batch_size) == (["MemoryProfiler"], 3)
     assert not list(tmp_path.rglob("*.csv"))
 
 
-def test_callbacks_of_the_script_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callbacks_of_the_script_stay(tmp_path, monkeypatch):
     monkeypatch.setenv(factory.VARIABLE, "find:max_batch_size=16")
     finder = BatchFinder(max_batch_size=8)
     trainer, module = run(lightning_pytorch, tmp_path, finder)
@@ -116,13 +106,13 @@ def test_callbacks_of_the_script_stay(tmp_path: Path, monkeypatch: pytest.Monkey
     ("value", "message"),
     [
         ("search", 'LIGHTNING_BATCHMEM must be one of "profile", "find", got \'search\''),
-        ("find:limit=3", "must have options of BatchFinder (objective, memory_limit, .*), got 'limit'"),
+        ("find:limit=3", "must have options of BatchFinder .objective, memory_limit, .*, got 'limit'"),
         ("find:memory_limit", "options must be NAME=VALUE, got 'memory_limit'"),
         ("find:max_batch_size=0", "max_batch_size must be a whole number of at least 1, got 0"),
-        ("profile:memory_limit=3", "must have options of MemoryProfiler (.*), got 'memory_limit'"),
+        ("profile:memory_limit=3", "must have options of MemoryProfiler .*, got 'memory_limit'"),
     ],
 )
-def test_a_wrong_value(value: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_value(value, message, monkeypatch):
     monkeypatch.setenv(factory.VARIABLE, value)
-    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)").replace("[", r"\[")):
+    with pytest.raises(ValueError, match=message):
         factory.callbacks()

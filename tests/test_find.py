@@ -1,21 +1,18 @@
 """find_batch_size: the plan of BatchFinder, and nothing else."""
 
-from __future__ import annotations
-
+import copy
 import random
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 
 import lightning_batchmem.batch_finder
 from lightning_batchmem import find_batch_size
-from tests.lawful import MIB, Lawful, found_size, law, loader
+from tests.lawful import MIB, Lawful, found_size, law, loader, quiet_trainer
 from tests.test_contract import CASES, SIZE, assert_same, outcome_of
 
 # ways of a search to leave a trace
@@ -29,12 +26,10 @@ PROJECTS = [
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")
 @pytest.mark.parametrize("name", PROJECTS)
-def test_a_training_after_a_search_is_the_training_without(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_after_a_search_is_the_training_without(name, tmp_path, monkeypatch):
     case, plans, fit = CASES[name], [], Trainer.fit
 
-    def search_and_fit(trainer: Trainer, model: LightningModule, **data: Any) -> None:
+    def search_and_fit(trainer, model, **data):
         with monkeypatch.context() as patch:
             patch.setattr(Trainer, "fit", fit)
             plans.append(find_batch_size(trainer, model, **data, max_batch_size=SIZE, **case.finder))
@@ -52,7 +47,7 @@ def test_a_training_after_a_search_is_the_training_without(
 class Forbidden(Callback):
     """A callback of which no hook may run."""
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name):
         if name.startswith(("on_", "setup", "teardown")):
             raise AssertionError(f"{name} was called")
         return super().__getattribute__(name)
@@ -61,108 +56,89 @@ class Forbidden(Callback):
 class Project(Lawful):
     """The hooks that ran."""
 
-    def __init__(self, device_memory: Any) -> None:
+    def __init__(self, device_memory):
         super().__init__(device_memory, law)
         self.save_hyperparameters({"lr": 1.0, "cannot_be_pickled": lambda: None})
-        self.hooks: list[str] = []
+        self.hooks = []
         self.fails_at = 0
 
-    def configure_callbacks(self) -> list[Callback]:
+    def configure_callbacks(self):
         return [Forbidden(), ModelCheckpoint(monitor="none")]
 
-    def setup(self, stage: Any) -> None:
+    def setup(self, stage):
         self.hooks.append("setup")
         self.added = torch.nn.Linear(2, 2)
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         if len(batch[0]) == self.fails_at:
             raise LookupError("of the user")
         return super().training_step(batch, batch_idx)
 
 
 class Data(LightningDataModule):
-    def __init__(self) -> None:
+    def __init__(self, calls):
         super().__init__()
-        self.hooks: list[str] = []
-        OF_DATA.clear()
+        self.hooks = []
+        self.note = calls.append
 
-    def prepare_data(self) -> None:
-        OF_DATA.append("prepare_data")
+    def prepare_data(self):
+        self.note("prepare_data")
 
-    def setup(self, stage: Any) -> None:
-        OF_DATA.append(f"setup {stage.value}")
+    def setup(self, stage):
+        self.note(f"setup {stage.value}")
         self.hooks.append("setup")
 
-    def teardown(self, stage: Any) -> None:
-        OF_DATA.append(f"teardown {stage.value}")
+    def teardown(self, stage):
+        self.note(f"teardown {stage.value}")
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return loader(self.trainer.lightning_module.batch_size)
-
-
-OF_DATA: list[str] = []
-
-
-def trainer_in(folder: Path) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        default_root_dir=folder,
-        logger=CSVLogger(folder),
-        callbacks=[Forbidden()],
-        max_epochs=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
 
 
 @pytest.mark.filterwarnings("ignore:Attribute .cannot_be_pickled. removed from hparams")
 @pytest.mark.parametrize("fails_at", [0, 8])
-def test_everything_is_as_before(fails_at: int, fake_device: Any, monkeypatch: Any, tmp_path: Path) -> None:
-    device_memory = fake_device(budget_bytes=500 * MIB)
-    monkeypatch.setattr(lightning_batchmem.batch_finder, "device_memory_for", lambda device: device_memory)
+def test_everything_is_as_before(fails_at, device, reads_here, monkeypatch, tmp_path):
+    monkeypatch.setattr(lightning_batchmem.batch_finder, "device_memory_for", lambda _: device)
     seed_everything(5, verbose=False)
-    module, data, trainer = Project(device_memory), Data(), trainer_in(tmp_path)
+    calls, options = [], {"max_epochs": 1, "logger": CSVLogger(tmp_path), "enable_checkpointing": True}
+    module, data = Project(device), Data(calls)
+    trainer = quiet_trainer(Forbidden(), default_root_dir=tmp_path, **options)
     module.fails_at = fails_at
     owners = (module, data, trainer, trainer.state, trainer.fit_loop, trainer.fit_loop.epoch_loop, *trainer.callbacks)
-    before = [dict(vars(owner)) for owner in owners]
-    lists = [list(trainer.callbacks), list(trainer.loggers), dict(module.hparams), list(module.hooks), list(data.hooks)]
-    numbers = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1])
-    weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+    def state():
+        lists = list(trainer.callbacks), list(trainer.loggers), dict(module.hparams)
+        return [dict(vars(owner)) for owner in owners], lists, list(module.hooks), list(data.hooks)
+
+    def numbers():
+        return torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
+
+    state_before, numbers_before, weights = state(), numbers(), copy.deepcopy(module.state_dict())
     if fails_at:
         with pytest.raises(LookupError, match="of the user"):
             find_batch_size(trainer, module, data)
-        assert OF_DATA == ["prepare_data", "setup fit"]  # as in a training that fails
+        assert calls == ["prepare_data", "setup fit"]  # as in a training that fails
     else:
         assert find_batch_size(trainer, module, data).batch_size == found_size(500 * MIB)
-        assert OF_DATA == ["prepare_data", "setup fit", "teardown fit"]
-    assert [dict(vars(owner)) for owner in owners] == before
-    assert [
-        list(trainer.callbacks),
-        list(trainer.loggers),
-        dict(module.hparams),
-        list(module.hooks),
-        list(data.hooks),
-    ] == lists
-    assert_same((torch.get_rng_state(), random.getstate(), np.random.get_state()[1]), numbers, "random states")
-    assert_same(dict(module.state_dict()), weights, "weights")
+        assert calls == ["prepare_data", "setup fit", "teardown fit"]
+    assert state() == state_before
+    assert_same(numbers(), numbers_before, "random states")
+    assert_same(module.state_dict(), weights, "weights")
     assert trainer.optimizers == trainer.lr_scheduler_configs == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_trainer_that_would_not_train(tmp_path: Path) -> None:
-    trainer = Trainer(max_epochs=0, accelerator="cpu", logger=False, enable_progress_bar=False)
+def test_a_trainer_that_would_not_train():
+    trainer, module = quiet_trainer(max_epochs=0), CASES["sgd_momentum"].module(4)
     with pytest.raises(ValueError, match="trainer must be one that trains in this process for find_batch_size, got"):
-        find_batch_size(trainer, CASES["sgd_momentum"].module(4))
+        find_batch_size(trainer, module)
     with pytest.raises(ValueError, match="max_batch_size must be a whole number of at least 1, got 0"):
-        find_batch_size(trainer, CASES["sgd_momentum"].module(4), max_batch_size=0)
+        find_batch_size(trainer, module, max_batch_size=0)
 
 
-def test_the_callbacks_of_the_training_count(fake_device: Any, monkeypatch: Any) -> None:
+def test_the_callbacks_of_the_training_count(device, reads_here, monkeypatch):
     """As in ``fit``, a copy of the weights for their average takes memory."""
-    device_memory = fake_device(budget_bytes=200 * MIB)
-    monkeypatch.setattr(lightning_batchmem.batch_finder, "device_memory_for", lambda device: device_memory)
-    limits = []
-    for callbacks in ([], [StochasticWeightAveraging(0.1)]):
-        trainer = Trainer(accelerator="cpu", callbacks=callbacks, logger=False, max_epochs=1, enable_progress_bar=False)
-        limits.append(find_batch_size(trainer, Lawful(device_memory, law)).limit_bytes)
-    assert limits == [190 * MIB, 190 * MIB - 8]  # two numbers of four bytes
+    monkeypatch.setattr(lightning_batchmem.batch_finder, "device_memory_for", lambda _: device)
+    trainers = quiet_trainer(max_epochs=1), quiet_trainer(StochasticWeightAveraging(0.1), max_epochs=1)
+    limits = [find_batch_size(trainer, Lawful(device, law)).limit_bytes for trainer in trainers]
+    assert limits == [475 * MIB, 475 * MIB - 8]  # two numbers of four bytes

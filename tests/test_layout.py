@@ -1,7 +1,5 @@
 """Rules of the layout: who imports what, how large a file is, and who touches Lightning's private attributes."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -34,18 +32,18 @@ LEVELS = {
 }
 
 
-def module_name(path: Path) -> str:
+def module_name(path):
     return ".".join(["lightning_batchmem", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
 
 
 MODULES = {module_name(path): path for path in FILES}
 
 
-def room(module: str) -> str:
+def room(module):
     return [*module.split("."), "__init__"][1]
 
 
-def imports_of(path: Path, tree: ast.Module | None = None) -> set[str]:
+def imports_of(path, tree=None):
     """Absolute names of the modules that a file, or a part of it, imports, at its top or inside its functions."""
     package = ["lightning_batchmem", *path.relative_to(PACKAGE).parts[:-1]]
     names = set()
@@ -63,7 +61,7 @@ def imports_of(path: Path, tree: ast.Module | None = None) -> set[str]:
 GRAPH = {module: {name for name in imports_of(path) if name in MODULES} for module, path in MODULES.items()}
 
 
-def test_every_import_goes_down() -> None:
+def test_every_import_goes_down():
     wrong = [
         f"{module} imports {imported}"
         for module, imports in GRAPH.items()
@@ -71,13 +69,10 @@ def test_every_import_goes_down() -> None:
         if room(module) != room(imported) and LEVELS[room(module)] <= LEVELS[room(imported)]
     ]
     assert not wrong
+    list(TopologicalSorter(GRAPH).static_order())  # raises CycleError where a file imports itself through others
 
 
-def test_no_file_imports_itself_through_others() -> None:
-    list(TopologicalSorter(GRAPH).static_order())  # raises CycleError
-
-
-def test_plan_imports_only_the_standard_library_and_itself() -> None:
+def test_plan_imports_only_the_standard_library_and_itself():
     paths = [path for module, path in MODULES.items() if room(module) == "plan"]
     assert paths
     for path in paths:
@@ -85,14 +80,14 @@ def test_plan_imports_only_the_standard_library_and_itself() -> None:
             assert imported.split(".")[0] in sys.stdlib_module_names or room(imported) == "plan", f"{path}: {imported}"
 
 
-def test_sizes() -> None:
+def test_sizes():
     modules = [path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]
     assert len(modules) <= 9, modules
     assert len(list(PACKAGE.glob("*/__init__.py"))) <= 7
     assert [str(path) for path in FILES if len(path.read_text().splitlines()) > 300] == []
 
 
-def test_lightnings_private_attributes_are_touched_in_one_folder_only() -> None:
+def test_lightnings_private_attributes_are_touched_in_one_folder_only():
     found = []
     for path in FILES:
         if "_lightning" in path.parts:
@@ -109,14 +104,14 @@ def test_lightnings_private_attributes_are_touched_in_one_folder_only() -> None:
     assert not found
 
 
-def test_nothing_heavy_is_imported_at_the_top_of_a_file() -> None:
+def test_nothing_heavy_is_imported_at_the_top_of_a_file():
     """Lightning may have loaded such a package already, which the test in a process below cannot see."""
     for path in FILES:
         top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
         assert not HEAVY & {name.split(".")[0] for name in imports_of(path, ast.Module(top, []))}, path
 
 
-def test_importing_the_package_loads_nothing_heavy_and_starts_no_cuda_context() -> None:
+def test_importing_the_package_loads_nothing_heavy_and_starts_no_cuda_context():
     program = f"""
 import sys
 import lightning.pytorch  # may load what it likes
@@ -130,7 +125,7 @@ assert not torch.cuda.is_initialized()
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-def test_public_names_are_sorted_and_documented() -> None:
+def test_public_names_are_sorted_and_documented():
     assert lightning_batchmem.__all__ == sorted(lightning_batchmem.__all__)
     for name in lightning_batchmem.__all__:
         assert getattr(lightning_batchmem, name).__doc__, name

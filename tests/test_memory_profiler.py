@@ -1,10 +1,9 @@
 """MemoryProfiler in real Trainers, mostly on a device whose use the test sets."""
 
-from __future__ import annotations
-
 import math
 import os
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import lightning_batchmem.batch_finder
 import lightning_batchmem.measure.recorder
@@ -113,20 +112,10 @@ def notes_of(error):
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that stands still between calls of ``sleep``."""
-
-    class Clock:
-        now = 100.0
-
-        @classmethod
-        def sleep(cls, seconds):
-            cls.now += seconds
-
-        @classmethod
-        def perf_counter(cls):
-            return cls.now
-
-    monkeypatch.setattr(lightning_batchmem.measure.step_record, "time", Clock)
-    return Clock
+    clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
+    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    monkeypatch.setattr(lightning_batchmem.measure.step_record, "time", clock)
+    return clock
 
 
 # --- rows, metrics and the summary of a training
@@ -282,16 +271,13 @@ def test_samples_that_are_never_known_are_one_warning(tmp_path, device_memory, r
 
 
 def test_steps_that_lightning_skips_are_no_steps(tmp_path, device_memory):
-    class Stream(IterableDataset):
-        def __iter__(self):
-            yield from (torch.ones(4), torch.ones(4), None, torch.ones(4))
-
     class StopsEarly(Net):
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 2 else None
 
+    samples = [torch.ones(4), torch.ones(4), None, torch.ones(4)]
     with pytest.warns(UserWarning, match="yielded None"):
-        profiler, _ = profiled(tmp_path, Constant(), loader=DataLoader(Stream(), batch_size=None))
+        profiler, _ = profiled(tmp_path, Constant(), loader=DataLoader(samples, batch_size=None))
     assert profiler.summary.steps == 3
     profiler, _ = profiled(tmp_path, StopsEarly(), max_epochs=2)
     assert profiler.summary.steps == 4
@@ -301,12 +287,11 @@ def test_steps_that_lightning_skips_are_no_steps(tmp_path, device_memory):
 
 
 def test_the_wait_for_data_is_part_of_the_step_and_known_separately(tmp_path, device_memory, clock):
-    class SlowToLoad(TensorDataset):
-        def __getitem__(self, index):
-            clock.sleep(3)
-            return super().__getitem__(index)
+    def slow(samples):
+        clock.sleep(3)
+        return default_collate(samples)
 
-    loader = DataLoader(SlowToLoad(torch.ones(4, 4), torch.ones(4, 1)), batch_size=1)
+    loader = DataLoader(TensorDataset(torch.ones(4, 4), torch.ones(4, 1)), collate_fn=slow)
     profiler, _ = profiled(tmp_path, Net(lambda *_: clock.sleep(1)), loader=loader)
     assert [(row["step_ms"], row["data_wait_pct"]) for row in csv_rows(tmp_path)] == [("6000.000", "50.00")] * 4
     assert (profiler.summary.step_seconds, profiler.summary.data_wait_share) == (6, 0.5)
@@ -577,17 +562,11 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_file(tmp_path, device_
 )
 def test_an_out_of_memory_error_gets_a_note_and_a_snapshot(tmp_path, device_memory, monkeypatch, where, at_step, text):
     calls = []
-
-    class FakeSnapshot:
-        def write(self, rank):
-            calls.append(("write", rank))
-            return "the snapshot is written"
-
-        def stop(self):
-            calls.append("stop")
-
-    class OomSnapshot:
-        start = staticmethod(lambda directory, device: calls.append((directory, device.type)) or FakeSnapshot())
+    snapshot = SimpleNamespace(
+        write=lambda rank: calls.append(("write", rank)) or "the snapshot is written",
+        stop=lambda: calls.append("stop"),
+    )
+    starts = SimpleNamespace(start=lambda directory, device: calls.append((directory, device.type)) or snapshot)
 
     def work(step, now):
         device_memory.use(50 * MIB)
@@ -595,7 +574,7 @@ def test_an_out_of_memory_error_gets_a_note_and_a_snapshot(tmp_path, device_memo
             device_memory.use(2000 * MIB)
         device_memory.free()
 
-    monkeypatch.setattr(lightning_batchmem.memory_profiler, "OomSnapshot", OomSnapshot)
+    monkeypatch.setattr(lightning_batchmem.memory_profiler, "OomSnapshot", starts)
     end = At(on_train_epoch_end=lambda trainer, module: work(module.steps, "epoch end"))
     trainer = trainer_for(tmp_path, MemoryProfiler(snapshot="on_oom"), end, num_sanity_val_steps=0)
     with pytest.raises(torch.cuda.OutOfMemoryError) as error:
@@ -651,7 +630,7 @@ def test_training_is_bit_identical_with_everything_on(tmp_path):
         torch.manual_seed(7)
         net = Dropout()
         trainer = trainer_for(tmp_path, *callbacks, max_epochs=2, accumulate_grad_batches=2)
-        loader = DataLoader(TensorDataset(*data(samples=300).dataset.tensors), batch_size=4, shuffle=True)
+        loader = DataLoader(data(samples=100).dataset, batch_size=4, shuffle=True)
         trainer.fit(net, loader, data(samples=4))
         moments = [value for entry in trainer.optimizers[0].state_dict()["state"].values() for value in entry.values()]
         return [*net.state_dict().values(), *moments, torch.get_rng_state()]

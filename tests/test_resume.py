@@ -1,10 +1,6 @@
 """A checkpoint holds the plan, and a resumed run continues with it."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,11 +16,11 @@ FOUND, SMALLER = found_size(BUDGET), found_size(300 * MIB)
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used")  # the saver
 
 
-_saved: list[bytes] = []
+_saved = []
 
 
 @pytest.fixture
-def checkpoint(fit: Any, device: Any, tmp_path: Path) -> Path:
+def checkpoint(fit, device, tmp_path):
     """A copy of the checkpoint of a run that searched."""
     if not _saved:
         _saved.append(save(fit, device, tmp_path, BatchFinder()).read_bytes())
@@ -33,29 +29,25 @@ def checkpoint(fit: Any, device: Any, tmp_path: Path) -> Path:
     return path
 
 
-def save(fit: Any, device: Any, folder: Path, callback: Any) -> Path:
+def save(fit, device, folder, callback):
     saver = ModelCheckpoint(folder, filename="last", save_on_train_epoch_end=True)
     arguments = {"max_epochs": 1, "max_steps": -1, "enable_checkpointing": True}
     fit(Lawful(device, law, 300), callback, device, saver, **arguments)
     return folder / "last.ckpt"
 
 
-def resume(fit: Any, device: Any, checkpoint: Path, finder: BatchFinder, **arguments: Any) -> tuple[Any, Any]:
+def resume(fit, device, checkpoint, finder, **arguments):
     module = Lawful(device, law)
     return module, fit(module, finder, device, ckpt_path=checkpoint, max_epochs=2, max_steps=-1, **arguments)
 
 
-def test_the_plan_in_the_checkpoint_is_plain(checkpoint: Path) -> None:
+def test_a_resumed_run_continues_with_the_plain_plan_of_the_checkpoint_without_a_search(fit, device, checkpoint):
     saved = torch.load(checkpoint, weights_only=True)["callbacks"]["BatchFinder"]
     assert json.loads(json.dumps(saved)) == saved
-    assert saved["plan"]["batch_size"] == FOUND
-
-
-def test_a_resumed_run_continues_with_the_plan_without_a_search(fit: Any, device: Any, checkpoint: Path) -> None:
     finder = BatchFinder()
     module, _ = resume(fit, device, checkpoint, finder)
     assert finder.plan is not None
-    assert finder.plan.batch_size == module.batch_size == FOUND
+    assert finder.plan.batch_size == module.batch_size == saved["plan"]["batch_size"] == FOUND
     assert module.sizes == [FOUND] * (SAMPLES // FOUND) + [SAMPLES % FOUND]  # no step but those of the second epoch
     device.budget = 300 * MIB
     fit(module, finder, device)  # does not resume, and so searches
@@ -71,9 +63,7 @@ def test_a_resumed_run_continues_with_the_plan_without_a_search(fit: Any, device
         ({"multiple_of": 4}, {"accumulate_grad_batches": 3}, 500, "multiple_of was None and is 4"),
     ],
 )
-def test_changed_conditions_are_a_warning(
-    fit: Any, device: Any, checkpoint: Path, arguments: Any, trainer: Any, budget_mib: int, changed: str
-) -> None:
+def test_changed_conditions_are_a_warning(fit, device, checkpoint, arguments, trainer, budget_mib, changed):
     device.budget = 10**4 * MIB
     device.budget_bytes = lambda: budget_mib * MIB  # steps above it do not fail
     with pytest.warns(UserWarning, match=f"continues with batch size {FOUND} of the checkpoint, although {changed}"):
@@ -82,26 +72,21 @@ def test_changed_conditions_are_a_warning(
     assert run.accumulate_grad_batches == trainer.get("accumulate_grad_batches", 1)
 
 
-def test_another_device_is_a_warning(fit: Any, device: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_device_is_a_warning(fit, device, checkpoint, monkeypatch):
     monkeypatch.setattr("lightning_batchmem.batch_finder.device_name", lambda device: "abacus")
     with pytest.warns(UserWarning, match="although it was found on host and this is abacus"):
         resume(fit, device, checkpoint, BatchFinder())
 
 
-def test_a_search_on_request(fit: Any, device: Any, checkpoint: Path) -> None:
+def test_a_search_on_request_and_without_a_plan(fit, device, checkpoint, tmp_path):
+    module, _ = resume(fit, device, save(fit, device, tmp_path / "other", Sizes()), BatchFinder())
+    assert module.batch_size == FOUND
     device.budget = 300 * MIB
     module, _ = resume(fit, device, checkpoint, BatchFinder(search_on_resume=True))
     assert module.batch_size == SMALLER
 
 
-def test_a_checkpoint_without_a_plan_leads_to_a_search(fit: Any, device: Any, tmp_path: Path) -> None:
-    module, _ = resume(fit, device, save(fit, device, tmp_path, Sizes()), BatchFinder())
-    assert module.batch_size == FOUND
-
-
-def test_a_strategy_that_restores_late_searches_again_with_a_warning(
-    fit: Any, device: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_strategy_that_restores_late_searches_again_with_a_warning(fit, device, checkpoint, monkeypatch):
     late = "lightning.pytorch.strategies.SingleDeviceStrategy.restore_checkpoint_after_setup"
     monkeypatch.setattr(late, True, raising=False)
     device.budget = 300 * MIB
@@ -111,7 +96,7 @@ def test_a_strategy_that_restores_late_searches_again_with_a_warning(
     assert module.batch_size == SMALLER
 
 
-def test_a_project_without_a_place_for_the_size(fit: Any, device: Any, checkpoint: Path) -> None:
+def test_a_project_without_a_place_for_the_size(fit, device, checkpoint):
     with pytest.raises(ValueError, match=r"got .size. and loaders of batch sizes 3\. Pass batch_arg_name=.batch_size."):
         resume(fit, device, checkpoint, BatchFinder(batch_arg_name="size"))
 
@@ -120,9 +105,7 @@ OLD_OPTIONS = {**SearchOptions().as_json(), "max_batch_size": 64}
 
 
 @pytest.mark.parametrize("max_batch_size", [64, 32])
-def test_a_checkpoint_of_version_0_1_0(
-    fit: Any, device: Any, checkpoint: Path, recwarn: pytest.WarningsRecorder, max_batch_size: int
-) -> None:
+def test_a_checkpoint_of_version_0_1_0(fit, device, checkpoint, recwarn, max_batch_size):
     saved = torch.load(checkpoint, weights_only=True)
     saved["callbacks"]["BatchFinder"] = {"plan": OLD_PLAN, "wishes": OLD_OPTIONS}
     torch.save(saved, checkpoint)

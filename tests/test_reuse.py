@@ -1,33 +1,36 @@
 """A plan of an earlier run is used again where nothing that matters has changed."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from lightning_batchmem import BatchFinder, Plan
-from tests.lawful import MIB, OLD_PLAN, Evaluated, Lawful, found_size, law
+from tests import lawful
+from tests.lawful import MIB, Evaluated, Lawful, found_size, law
 
 FOUND = found_size(500 * MIB, multiple_of=1)  # 500 MiB: the budget of the fixture `device`
 NOT_USED = "The earlier plan was not used: "
 
 
-@pytest.fixture
-def earlier(search: Any, device: Any) -> Plan:
-    return search(Lawful(device, law))
+_plans = []
 
 
 @pytest.fixture
-def again(search: Any, device: Any) -> Any:
+def earlier(search, device):
+    """The plan of one search."""
+    if not _plans:
+        _plans.append(search(Lawful(device, law)))
+    return _plans[0]
+
+
+@pytest.fixture
+def again(search, device):
     """Search with an earlier plan."""
 
-    def run(plan: Any, module: Any = None, options: Any = None, **arguments: Any) -> Plan:
+    def run(plan, module=None, options=None, **arguments):
         module = module or Lawful(device, law)
         found = search(module, options={"plan": plan, **(options or {})}, **arguments)
         assert found.batch_size == module.batch_size
@@ -36,11 +39,14 @@ def again(search: Any, device: Any) -> Any:
     return run
 
 
-def kinds(plan: Plan, since: int = 0) -> list[tuple[str, int]]:
+OLD_PLAN = Plan.from_json(json.dumps(lawful.OLD_PLAN))
+
+
+def kinds(plan, since=0):
     return [(trial.kind, trial.batch_size) for trial in plan.trials[since:]]
 
 
-def test_only_a_rehearsal_is_run(again: Any, device: Any, earlier: Plan, tmp_path: Path) -> None:
+def test_only_a_rehearsal_is_run(again, device, earlier, tmp_path):
     run = tmp_path / "lightning_logs" / "version_0"
     run.mkdir(parents=True)
     (run / "batch_plan.json").write_text("of an older run")
@@ -49,9 +55,9 @@ def test_only_a_rehearsal_is_run(again: Any, device: Any, earlier: Plan, tmp_pat
     os.utime(run / "batch_plan_1.json", (2, 2))
     (run / "batch_plan_2.json").write_text(replace(earlier, conditions=None).to_json())  # of an evaluation
     for given in (earlier, run / "batch_plan_1.json", str(tmp_path)):
-        used: list[int] = []
+        used = []
 
-        def recording(size: int, used: list[int] = used) -> int:
+        def recording(size, used=used):
             used.append(size)
             return law(size)
 
@@ -66,13 +72,13 @@ def test_only_a_rehearsal_is_run(again: Any, device: Any, earlier: Plan, tmp_pat
         assert Plan.from_json(plan.to_json()) == plan
 
 
-def changed_module(device: Any, law: Any) -> Lawful:
+def changed_module(device, law):
     module = Lawful(device, law)
     module.more = torch.nn.Linear(3, 1)
     return module
 
 
-def frozen(device: Any, law: Any) -> Lawful:
+def frozen(device, law):
     module = Lawful(device, law)
     module.layer.bias.requires_grad_(False)
     return module
@@ -92,15 +98,13 @@ LIMITED = {"limited_by": "dataset", "batch_size": 100}
         ({}, 500, Lawful, {"precision": "bf16-mixed"}, "precision was '32-true' and is 'bf16-mixed'."),
         ({}, 500, Lawful, {"options": {"multiple_of": 5}}, "multiple_of was 1 and is 5."),
         ({"verified": False}, 500, Lawful, {}, "it was not verified by a fit of this version."),
-        ({"conditions": None}, 500, Lawful, {}, "it was not verified by a fit of this version."),
+        ({"conditions": OLD_PLAN.conditions}, 500, Lawful, {}, "it was not verified by a fit of this version."),
         (LIMITED, 500, Lawful, {}, "its size was limited by dataset to 100 and may now be 5000."),
         ({"batch_size": 6000}, 500, Lawful, {}, "it has 6000 samples, and sizes from 2 to 5000 are allowed: (*)."),
         ({"batch_size": 500}, 500, Lawful, {}, "500 samples ran out of memory (*)."),
     ],
 )
-def test_otherwise_a_search_with_the_reason(
-    again: Any, device: Any, earlier: Plan, change: Any, budget_mib: int, module: Any, arguments: Any, note: str
-) -> None:
+def test_otherwise_a_search_with_the_reason(again, device, earlier, change, budget_mib, module, arguments, note):
     device.budget = budget_mib * MIB
     plan = again(replace(earlier, **change), module(device, law), **arguments)
     (reason,) = [one.removeprefix(NOT_USED) for one in plan.notes if one.startswith(NOT_USED)]
@@ -112,23 +116,35 @@ def test_otherwise_a_search_with_the_reason(
     assert kinds(plan)[0] == ("probe", max(2, multiple_of))
 
 
-def test_a_file_that_cannot_be_read(again: Any, tmp_path: Path) -> None:
+def test_after_a_rehearsal_that_fails_the_search_starts_from_the_restored_state(again, device, earlier):
+    states = []
+
+    class Watched(Lawful):
+        def training_step(self, batch, batch_idx):
+            states.append((len(batch[0]), self.layer.bias.item(), self.trainer.optimizers[0].state == {}))
+            return super().training_step(batch, batch_idx)
+
+    module = Watched(device, lambda size: law(size) if size != FOUND else law(size) * (1 + (len(states) > 2)))
+    bias = module.layer.bias.item()
+    again(earlier, module)
+    assert states[1][1] != bias  # the rehearsal trained
+    first_probe = next(state for state in states if state[0] == 2)
+    assert first_probe == (2, bias, True)
+
+
+def test_a_file_that_cannot_be_read(again, tmp_path):
     (tmp_path / "other.json").write_text("[]")
     for name, why in (("none", "No such file"), ("", "batch_plan.json"), ("other.json", "Plan")):
         plan = again(tmp_path / name)
         assert plan.batch_size == FOUND
         assert any(note.startswith(f"{NOT_USED}it cannot be read (") and why in note for note in plan.notes)
     with pytest.raises(ValueError, match="plan must be a Plan, a path or None, got 3"):
-        BatchFinder(plan=3)  # type: ignore[arg-type]
+        BatchFinder(plan=3)
 
 
-def test_validation_of_its_own_size(search: Any, again: Any, device: Any) -> None:
+def test_validation_of_its_own_size(search, again, device):
     options = {"eval_batch_arg_name": "eval_batch_size"}
     first = search(Evaluated(device, "eval_batch_size"), options=options)
     plan = again(first, Evaluated(device, "eval_batch_size"), options)
     assert plan.evaluation.batch_size == first.evaluation.batch_size
     assert plan.evaluation.reason.endswith("the size of an earlier plan, which passed a rehearsal again.")
-
-
-def test_a_plan_of_an_earlier_version_has_no_conditions() -> None:
-    assert Plan.from_json(json.dumps(OLD_PLAN)).conditions is None

@@ -1,17 +1,13 @@
 """Whole searches in a real Trainer on a fake device: validation, other stages, what limits the size, what is left."""
 
-from __future__ import annotations
-
 import weakref
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
@@ -34,13 +30,13 @@ SECOND, REHEARSED = 8, 328  # the second size that is probed, and the first one 
         ({"size_name": "fixed_size"}, FOUND, (law(100), law(100))),
     ],
 )
-def test_validation_is_a_phase(search: Any, device: Any, arguments: Any, size: int, peaks: tuple[int, int]) -> None:
+def test_validation_is_a_phase(search, device, arguments, size, peaks):
     plan = search(Evaluated(device, **arguments))
     assert (plan.batch_size, device.num_ooms) == (size, 0)
     assert tuple(plan.trials[index].phase_peak_bytes["evaluation"] for index in (0, -1)) == peaks
 
 
-def test_validation_has_its_own_size(search: Any, device: Any) -> None:
+def test_validation_has_its_own_size(search, device):
     module = Evaluated(device, "eval_batch_size")
     plan = search(module, options={"eval_batch_arg_name": "eval_batch_size"}, limit_val_batches=1)
     assert (plan.batch_size, plan.evaluation.batch_size) == (FOUND, HALF)
@@ -52,7 +48,7 @@ def test_validation_has_its_own_size(search: Any, device: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "message"), [(None, "Nothing fits"), ("eval_batch_size", "validation: Nothing fits")])
-def test_validation_that_does_not_fit(search: Any, device: Any, name: str | None, message: str) -> None:
+def test_validation_that_does_not_fit(search, device, name, message):
     module = Evaluated(device, name or "batch_size")
     module.factor = 250
     with pytest.raises(RuntimeError, match=f"^{message}"):
@@ -62,20 +58,20 @@ def test_validation_that_does_not_fit(search: Any, device: Any, name: str | None
 @pytest.mark.parametrize(
     ("loaders", "reason"), [([torch.zeros(4, 1)], "must be torch DataLoaders"), (loader(None), "batch_size=None")]
 )
-def test_validation_that_cannot_be_measured_is_left_out(search: Any, device: Any, loaders: Any, reason: str) -> None:
+def test_validation_that_cannot_be_measured_is_left_out(search, device, loaders, reason):
     with pytest.warns(UserWarning, match=f"leaves validation out of the search: .*{reason}"):
         assert search(Evaluated(device), val_dataloaders=loaders, limit_val_batches=1).batch_size == FOUND
 
 
 @pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")  # Lightning's own
-def test_an_empty_list_of_validation_loaders_is_no_validation(search: Any, device: Any) -> None:
+def test_an_empty_list_of_validation_loaders_is_no_validation(search, device):
     plan = search(Evaluated(device), val_dataloaders=[])
     assert plan.batch_size == FOUND
     assert "evaluation" not in plan.trials[0].phase_peak_bytes
 
 
 @pytest.mark.parametrize(("stage", "is_passed"), [("validate", False), ("test", True), ("predict", False)])
-def test_other_stages_are_searched_with_forward_passes(stage: str, is_passed: bool, search: Any, device: Any) -> None:
+def test_other_stages_are_searched_with_forward_passes(stage, is_passed, search, device):
     module, data = Evaluated(device), loader(3)
     plan = search(module, stage=stage, data=data if is_passed else None)
     assert plan.batch_size == (data if is_passed else module).batch_size == HALF
@@ -85,18 +81,18 @@ def test_other_stages_are_searched_with_forward_passes(stage: str, is_passed: bo
 
 
 @pytest.mark.parametrize(("size_name", "fast"), [("fixed_size", False), ("batch_size", True)])
-def test_a_stage_without_a_search(search: Any, device: Any, size_name: str, fast: bool) -> None:
+def test_a_stage_without_a_search(search, device, size_name, fast):
     module = Evaluated(device, size_name)
     assert search(module, stage="test", fast_dev_run=fast) is None
     assert (set(module.evaluated), module.batch_size) == ({3 if fast else 50}, 3)
 
 
-def test_a_stage_whose_loaders_cannot_be_set_is_a_warning(search: Any, device: Any) -> None:
+def test_a_stage_whose_loaders_cannot_be_set_is_a_warning(search, device):
     with pytest.warns(UserWarning, match=r"loaders of test_dataloader must have a batch size that can be set"):
         assert search(Evaluated(device), stage="test", data=loader(None, samples=2)) is None
 
 
-def test_a_stage_that_failed_can_be_repeated(search: Any, device: Any) -> None:
+def test_a_stage_that_failed_can_be_repeated(search, device):
     module = Evaluated(device)
     module.fails_at = SECOND
     with pytest.raises(IndexError, match="of the user"):
@@ -107,27 +103,27 @@ def test_a_stage_that_failed_can_be_repeated(search: Any, device: Any) -> None:
     assert module.batch_size == HALF
 
 
-def test_a_fraction_of_the_batches(search: Any, device: Any) -> None:
+def test_a_fraction_of_the_batches(search, device):
     device.budget = 10**6 * MIB
     plan = search(Lawful(device, law), limit_train_batches=0.25)
     assert (plan.batch_size, plan.limited_by) == (1666, "limit_train_batches")  # four batches, the last one short
 
 
-def test_accumulation_runs_two_micro_batches(search: Any, device: Any) -> None:
+def test_accumulation_runs_two_micro_batches(search, device):
     plan = search(Lawful(device, law), accumulate_grad_batches=4)
     probes = [trial for trial in plan.trials if trial.kind == "probe"]
     assert all(trial.samples_run == 2 * trial.full_steps * trial.batch_size for trial in probes)
     assert (plan.accumulate_grad_batches, plan.effective_batch_size) == (4, 4 * FOUND)
 
 
-def test_an_average_of_the_weights_takes_a_copy_of_the_parameters(search: Any, device: Any) -> None:
+def test_an_average_of_the_weights_takes_a_copy_of_the_parameters(search, device):
     plan = search(Lawful(device, law), StochasticWeightAveraging(0.01), max_epochs=1)
     assert plan.limit_bytes == LIMIT - 8  # a weight and a bias
     elsewhere = StochasticWeightAveraging(0.01, swa_epoch_start=2, device=torch.device("meta"))
     assert search(Lawful(device, law), elsewhere, max_epochs=3).limit_bytes == LIMIT
 
 
-def test_loader_workers_on_a_device(search: Any, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loader_workers_on_a_device(search, device, monkeypatch):
     host = SimpleNamespace(budget_bytes=lambda: 2000, current=lambda: MemoryStats(800))
     monkeypatch.setattr("lightning_batchmem.measure.limits.HostMemory", lambda: host)
     plan = search(Lawful(device, law), train_dataloaders=loader(3, num_workers=1))
@@ -135,7 +131,7 @@ def test_loader_workers_on_a_device(search: Any, device: Any, monkeypatch: pytes
     assert (plan.trials[-1].worker_bytes, plan.trials[-1].needed_bytes) == (1200, law(100))
 
 
-def test_loader_workers_on_the_host(search: Any, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loader_workers_on_the_host(search, device, monkeypatch):
     device.name = "host"
     monkeypatch.setattr(LiveStorages, "is_possible", lambda: False)  # the fake device has no live tensors
     monkeypatch.setattr(WorkerMemory, "bytes_at", lambda self, size: (100 + size) * MIB)
@@ -148,8 +144,8 @@ def test_loader_workers_on_the_host(search: Any, device: Any, monkeypatch: pytes
         search(Lawful(device, law))
 
 
-def test_a_device_that_fills_up_during_the_search(search: Any, device: Any) -> None:
-    def fill_up(size: int) -> int:
+def test_a_device_that_fills_up_during_the_search(search, device):
+    def fill_up(size):
         device.budget = 600 * MIB if size > 100 else device.budget
         return law(size)
 
@@ -158,8 +154,8 @@ def test_a_device_that_fills_up_during_the_search(search: Any, device: Any) -> N
     assert (plan.limit_bytes, plan.batch_size, device.num_ooms) == (570 * MIB, 436, 0)  # 0.94 of the limit
 
 
-def test_padded_samples_train_an_epoch(search: Any, device: Any) -> None:
-    samples: Any = [torch.zeros(40 if index % 64 == 33 else 10) for index in range(640)]  # some are long
+def test_padded_samples_train_an_epoch(search, device):
+    samples = [torch.zeros(40 if index % 64 == 33 else 10) for index in range(640)]  # some are long
     data = DataLoader(samples, 3, shuffle=True, collate_fn=lambda each: [pad_sequence(each, True)])
     arguments = {"train_dataloaders": data, "max_steps": -1, "max_epochs": 1}
     plan = search(Lawful(device, lambda elements: law(elements // 10)), **arguments)
@@ -172,13 +168,13 @@ def test_padded_samples_train_an_epoch(search: Any, device: Any) -> None:
 class Watched(Lawful):
     """Notes the state in which each size is first run, and in which training starts."""
 
-    def __init__(self, device_memory: Any, fails_at: int = 0) -> None:
+    def __init__(self, device_memory, fails_at=0):
         super().__init__(device_memory, law)
         self.fails_at = fails_at
-        seen: dict[Any, Any] = {}
+        seen = {}
         self.seen = lambda: seen  # a function, which the search does not restore
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         is_training = any(isinstance(callback, BatchFinder) for callback in self.trainer.callbacks)
         optimizer = self.trainer.optimizers[0]
         module_state = (self.layer.bias.item(), self.layer.bias.grad is None, len(self.sizes))
@@ -190,7 +186,7 @@ class Watched(Lawful):
         return super().training_step(batch, batch_idx)
 
 
-def test_rehearsals_and_training_start_from_the_state_before_the_search(search: Any, device: Any) -> None:
+def test_rehearsals_and_training_start_from_the_state_before_the_search(search, device):
     module = Watched(device)
     start = (module.layer.bias.item(), True, 0, False, 0)
     search(module)
@@ -200,7 +196,7 @@ def test_rehearsals_and_training_start_from_the_state_before_the_search(search: 
     assert all(one != other for one, other in zip(seen[SECOND], seen[2], strict=True))  # probes follow each other
 
 
-def test_a_probe_after_one_that_failed_starts_from_the_state_before_the_search(search: Any, device: Any) -> None:
+def test_a_probe_after_one_that_failed_starts_from_the_state_before_the_search(search, device):
     module, use = Watched(device), Lawful(device, lambda size: law(size) if size < SECOND else 10**12).use
     module.use, bias = use, module.layer.bias.item()
     search(module)
@@ -210,7 +206,7 @@ def test_a_probe_after_one_that_failed_starts_from_the_state_before_the_search(s
 
 
 @pytest.mark.parametrize("fails_at", [SECOND, REHEARSED])
-def test_everything_is_restored_after_an_error(search: Any, device: Any, fails_at: int) -> None:
+def test_everything_is_restored_after_an_error(search, device, fails_at):
     device.enforces_limits = True
     module, callback = Watched(device, fails_at), Callback()
     bias, random = module.layer.bias.item(), torch.get_rng_state()
@@ -225,11 +221,11 @@ def test_everything_is_restored_after_an_error(search: Any, device: Any, fails_a
     assert (module.batch_size, module.sizes, device.budget) == (3, [], BUDGET)
 
 
-def test_no_tensor_of_a_step_that_failed_is_left(search: Any, device: Any) -> None:
-    made: list[weakref.ref[Tensor]] = []
-    alive: set[int] = set()
+def test_no_tensor_of_a_step_that_failed_is_left(search, device):
+    made = []
+    alive = set()
 
-    def steep(size: int) -> int:
+    def steep(size):
         alive.add(sum(reference() is not None for reference in made))
         held = torch.zeros(size)  # in a frame of the traceback
         made.append(weakref.ref(held))
@@ -243,7 +239,7 @@ def test_no_tensor_of_a_step_that_failed_is_left(search: Any, device: Any) -> No
 
 
 class Logging(Lawful):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         if self.logger is not None and len(batch[0]) < FOUND:  # in the search
             self.logger.experiment.config.update({"a": 1})
             self.logger.experiment["b"] = self.logger.experiment.runs[0].name
@@ -251,9 +247,9 @@ class Logging(Lawful):
 
 
 @pytest.mark.parametrize("has_logger", [True, False])
-def test_with_a_logger_and_barebones(has_logger: bool, device: Any, monkeypatch: Any, tmp_path: Any) -> None:
+def test_with_a_logger_and_barebones(has_logger, device, monkeypatch, tmp_path):
     monkeypatch.setattr("lightning_batchmem.batch_finder.device_memory_for", lambda _: device)
-    arguments: Any = {"logger": CSVLogger(tmp_path)} if has_logger else {"barebones": True}
+    arguments = {"logger": CSVLogger(tmp_path)} if has_logger else {"barebones": True}
     trainer = Trainer(accelerator="cpu", callbacks=[BatchFinder(multiple_of=1)], max_steps=1, **arguments)
     trainer.fit(module := Logging(device, law))
     assert (module.batch_size, trainer.loggers) == (FOUND, [arguments["logger"]] if has_logger else [])

@@ -35,8 +35,6 @@ class SavedStorages:
             for chunk in self._host_chunks():
                 # no array: torch refuses to resize a storage once it has had one
                 self._file.write((ctypes.c_char * chunk.numel()).from_address(chunk.data_ptr()))
-                self._file.flush()
-                self._drop_pages()
         except OSError as error:
             total_bytes = sum(flat.numel() for flat in self._on_host)
             raise OSError(
@@ -57,16 +55,24 @@ class SavedStorages:
             # unchanged memory may be mapped read-only, or shared until it is written
             if not torch.equal(chunk, kept):
                 chunk.copy_(kept)
-            self._drop_pages()
 
     def _drop_pages(self) -> None:
         """Remove the file from the page cache, which counts against a memory control group."""
+        self._file.flush()
         if hasattr(os, "posix_fadvise"):  # on Linux
             os.fdatasync(self._file.fileno())
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _host_chunks(self) -> Iterable[Tensor]:
-        return (chunk for flat in self._on_host for chunk in torch.split(flat, _CHUNK_BYTES))
+        cached_bytes = 0
+        for flat in self._on_host:
+            for chunk in torch.split(flat, _CHUNK_BYTES):
+                yield chunk
+                cached_bytes += chunk.numel()
+                if cached_bytes >= _CHUNK_BYTES:  # not for each tensor: a disk takes milliseconds
+                    self._drop_pages()
+                    cached_bytes = 0
+        self._drop_pages()
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:
