@@ -1,95 +1,63 @@
-"""Predicted and measured peak memory at batch sizes that the search did not run.
+"""Predicted and measured live bytes at sizes at least twice as large as those that the lines were fitted to.
 
-For each network whose samples have one size: a fresh process searches, and fresh processes train for 20 steps at half
-and at nine tenths of the size found (predicted by the final lines) and at that size (predicted by the lines through the
-smaller sizes). The error is predicted over measured peak, less one.
+Reads the plans in results of ``benchmarks.search`` with the way BatchFinder. The error is predicted over measured live
+bytes, less one; that of the growth leaves out the peak of the smallest size, which is mostly interpreter and weights.
 
-    python -m benchmarks.prediction            # all networks, as a Markdown table
-    python -m benchmarks.prediction --write    # also to benchmarks/results
+    python -m benchmarks.prediction                 # the results in benchmarks/results
+    python -m benchmarks.prediction --file FILE
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-from torch.utils.data import default_collate
-
-from benchmarks.common import command_line, in_fresh_process, markdown, report
-from benchmarks.workloads import MIB, WORKLOADS
+from benchmarks.common import command_line, markdown, results_file
 from lightning_batchmem import Plan
-
-NAMES = [name for name, workload in WORKLOADS.items() if workload.collate is default_collate]
-SHARES = (0.5, 0.9)
-STEPS = 20
+from lightning_batchmem.plan.fit import fit_memory
 
 
-def measure(name: str) -> dict[str, Any]:
-    """Search and train in fresh processes: ``predicted`` and ``measured`` have peaks by size, in bytes."""
-    room_bytes = WORKLOADS[name].room_bytes
-    search = in_fresh_process("benchmarks.ways", name, "BatchFinder", "--steps", "3", room_bytes=room_bytes)
-    found: dict[str, Any] = {
-        "error": search["error"],
-        "found": search.get("batch_size"),
-        "predicted": {},
-        "measured": {},
+def errors(plan: Plan) -> Iterable[tuple[float, float]]:
+    """The error of the peak and that of its growth, for each trial with two trials of at most half its size."""
+    ran = [trial for trial in plan.trials if trial.outcome == "ok" and trial.is_exact]
+    for trial in ran:
+        smaller = [other for other in ran if 2 * other.batch_size <= trial.batch_size]
+        if (model := fit_memory(smaller)) is not None:
+            difference_bytes = model.predict_bytes(trial.batch_size) - trial.peak_bytes
+            first_bytes = min(other.peak_bytes for other in smaller)
+            yield difference_bytes / trial.peak_bytes, difference_bytes / (trial.peak_bytes - first_bytes)
+
+
+def table(by_name: dict[str, Any]) -> str:
+    """One row per network, and one for all."""
+    found = {
+        name: [error for run in known["searches"].get("BatchFinder", []) if "plan" in run for error in _of(run)]
+        for name, known in by_name.items()
     }
-    if "plan" in search:
-        found["predicted"] = predictions(Plan.from_json(json.dumps(search["plan"])))
-    for size in found["predicted"]:
-        arguments = (name, str(size), "--steps", str(STEPS), "--profile")
-        trained = in_fresh_process("benchmarks.ways", *arguments, room_bytes=room_bytes)
-        found["measured"][size] = trained.get("profiled_bytes")
-        found["error"] = found["error"] or trained["error"]
-    print(f"{name}: {found['error'] or errors(found)}", file=sys.stderr)
-    return found
+    found["all"] = [error for each in found.values() for error in each]
+    return markdown([{"network": name, **_columns(each)} for name, each in found.items()])
 
 
-def predictions(plan: Plan) -> dict[int, float | None]:
-    """Size -> predicted peak in bytes, at sizes that the search did not run and at the size found."""
-    assert plan.memory is not None
-    sizes = {round(share * plan.batch_size) for share in SHARES} - {trial.batch_size for trial in plan.trials}
-    predicted = {size: plan.memory.predict_bytes(size) for size in sorted(sizes)}
-    return {**predicted, plan.batch_size: plan.predicted_peak_bytes}
+def _of(run: dict[str, Any]) -> Iterable[tuple[float, float]]:
+    return errors(Plan.from_json(json.dumps(run["plan"])))
 
 
-def errors(found: dict[str, Any]) -> list[float]:
-    """The relative errors of the predictions of one search."""
-    measured, predicted = found["measured"], found["predicted"]
-    return [predicted[size] / measured[size] - 1 for size in predicted if predicted[size] and measured[size]]
-
-
-def table(results: dict[str, dict[str, Any]]) -> str:
-    """The results as Markdown, one row per network, and a note for each failed process."""
-    rows = list[dict[str, Any]]()
-    for name, found in results.items():
-        peak_bytes = found["measured"].get(found["found"])
-        peak = peak_bytes and f"{peak_bytes / MIB:,.0f}"
-        rows.append({"network": name, "found": found["found"], "peak MiB": peak, **summary(errors(found))})
-    rows.append({"network": "all"} | summary([error for found in results.values() for error in errors(found)]))
-    return markdown(rows, [f"{name}: {found['error']}" for name, found in results.items() if found["error"]])
-
-
-def summary(values: Sequence[float]) -> dict[str, str]:
-    """The columns about relative errors."""
-    if not values:
-        return {"predictions": "0"}
-    return {
-        "predictions": str(len(values)),
-        "median error": f"{statistics.median(map(abs, values)):.1%}",
-        "worst error": f"{max(values, key=abs):+.1%}",
-        "too low": f"{sum(value < 0 for value in values) / len(values):.0%}",
-    }
+def _columns(found: Sequence[tuple[float, float]]) -> dict[str, str]:
+    columns = {"predictions": str(len(found))}
+    for name, values in zip(("peak", "growth"), zip(*found, strict=True), strict=False):
+        columns[f"error of the {name}, median"] = f"{statistics.median(map(abs, values)):.2%}"
+        columns[f"error of the {name}, largest"] = f"{max(values, key=abs):+.2%}"
+    return columns
 
 
 def main() -> None:
     """Run the command line."""
-    arguments = command_line(__doc__, NAMES, writes=True).parse_args()
-    results = {name: measure(name) for name in arguments.only}
-    report("prediction", table(results), results, write=arguments.write)
+    parser = command_line(__doc__)
+    parser.add_argument("--file", type=Path, default=results_file("search"), help="default: %(default)s")
+    print(table(json.loads(parser.parse_args().file.read_text())))
 
 
 if __name__ == "__main__":

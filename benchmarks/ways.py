@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 from benchmarks.caps import cap
 from benchmarks.common import command_line, emit, one_line, trainer_for
 from benchmarks.workloads import SAMPLES_RUN, WORKLOADS, module_for
-from lightning_batchmem import BatchFinder, MemoryProfiler
+from lightning_batchmem import BatchFinder
 
 STEPS = 60
 """Training steps, after a search too."""
@@ -99,7 +99,7 @@ FUNCTIONS = {"accelerate": _accelerate, "toma": _toma}
 WAYS = [*CALLBACKS, *FUNCTIONS]
 
 
-def run(name: str, way: str, steps: int, limit: Limit, profiler: MemoryProfiler | None) -> None:
+def run(name: str, way: str, steps: int, limit: Limit) -> None:
     """Search if ``way`` is no size; train for ``steps`` steps with three evaluations, and a checkpoint after each."""
 
     def attempt(batch_size: int) -> int:  # as their documentation shows: everything is built anew for each size
@@ -113,7 +113,7 @@ def run(name: str, way: str, steps: int, limit: Limit, profiler: MemoryProfiler 
         limit.found(batch_size)
     with tempfile.TemporaryDirectory() as directory:
         trainer = trainer_for(
-            [callback for callback in (limit, finder, profiler, Progress(limit, finder)) if callback is not None],
+            [callback for callback in (limit, finder, Progress(limit, finder)) if callback is not None],
             steps * WORKLOADS[name].optimizers,
             default_root_dir=directory,
             enable_checkpointing=True,
@@ -129,16 +129,12 @@ def main() -> None:
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("way", help=f"one of {', '.join(WAYS)}, or a batch size")
     parser.add_argument("--steps", type=int, default=STEPS, help="of the training; default: %(default)s")
-    parser.add_argument("--profile", action="store_true", help="with MemoryProfiler, and its peak as a result")
     chosen = parser.parse_args()
     limit = Limit(WORKLOADS[chosen.workload].room_bytes)
-    profiler = MemoryProfiler(csv=False) if chosen.profile else None
     try:
-        run(chosen.workload, chosen.way, chosen.steps, limit, profiler)
+        run(chosen.workload, chosen.way, chosen.steps, limit)
     except Exception as error:  # noqa: BLE001 - near the limit memory may run out anywhere, with any error
         emit(error=one_line(error))
-    if profiler is not None and profiler.summary is not None:
-        emit(profiled_bytes=profiler.summary.peak_reserved_bytes or profiler.summary.peak_bytes)
 
 
 if __name__ == "__main__":

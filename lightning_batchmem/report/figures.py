@@ -57,8 +57,8 @@ def plot_memory_vs_batch_size(plan: Plan) -> Figure | None:
     measured = [trial.batch_size for trial in completed]
     if any(trial.held_bytes != trial.peak_bytes for trial in completed):
         live = [trial.peak_bytes / MIB for trial in completed]
-        axes.plot(measured, live, "o", label="live", color=ORANGE, fillstyle="none", **_POINTS)
-    axes.plot(measured, held, "o", label="measured", color=BLACK, **_POINTS)
+        axes.plot(measured, live, "o", label="live (tensors)", color=ORANGE, fillstyle="none", **_POINTS)
+    axes.plot(measured, held, "o", label="held", color=BLACK, **_POINTS)
     if failed:  # at the limit: the peak of a trial that ran out of memory is not known
         highest = max(highest, limit)
         axes.plot(failed, [limit] * len(failed), "X", label="did not fit", color=VERMILLION, markersize=11, zorder=4)

@@ -1,13 +1,16 @@
 """The benchmarks run, and their tables can be read back."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from benchmarks import search, trace
+from benchmarks import prediction, search, trace
 from benchmarks.common import in_fresh_process
 from benchmarks.oracle import largest_surviving, largest_that
 from benchmarks.workloads import WORKLOADS
+from lightning_batchmem.plan.records import Trial
+from tests.plan.test_plan import PLAN
 
 
 def rows_of(table):
@@ -76,3 +79,9 @@ def test_trace_of_one_way_to_train():
     assert (found["BatchFinder"], found["no finder"]) == ("identical", "identical")
     assert {"weights", "random"} <= set(found["power"].split(", "))
     assert total[1:] == ["1 of 1 identical", "0 of 1 identical", "0 of 1 identical", "1 of 1 identical"]
+
+
+def test_predictions_are_compared_with_trials_twice_as_large():
+    trials = [(2, 108), (8, 132), (20, 190)]  # 100 + 4 * size, then 10 more
+    plan = replace(PLAN, trials=tuple(Trial(size, "ok", {"backward": peak}) for size, peak in trials))
+    assert list(prediction.errors(plan)) == [(-10 / 190, -10 / 82)]

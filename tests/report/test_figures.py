@@ -68,21 +68,21 @@ def labels(figure):
 
 def test_memory_vs_batch_size_shows_trials_line_limit_and_chosen_size():
     figure = plot_memory_vs_batch_size(PLAN)
-    assert line(figure, "measured") == ([2, 4, 32], [104, 108, 165])
+    assert line(figure, "held") == ([2, 4, 32], [104, 108, 165])
     assert line(figure, "did not fit") == ([48], [200])  # its peak is not known: 90 MiB is drawn nowhere
     sizes, predicted = line(figure, "fitted line")
     assert (sizes[0], sizes[-1]) == (0, pytest.approx(1.1 * 48))
     assert predicted == pytest.approx([100 + 2 * size for size in sizes])
     assert line(figure, "limit 200.0 MiB")[1] == [200, 200]
     assert line(figure, "chosen: 32")[0] == [32, 32]
-    assert labels(figure) == ["fitted line", "measured", "did not fit", "limit 200.0 MiB", "chosen: 32"]
+    assert labels(figure) == ["fitted line", "held", "did not fit", "limit 200.0 MiB", "chosen: 32"]
 
 
 def test_missing_readings_repeated_steps_and_held_memory():
     rows = [row(0), row(1, None), row(2), row(3), row(2, 120), row(3)]  # resumed from step 2
     assert line(plot_memory_over_steps(rows), "peak") == ([0, 2, 3], [100, 120, 100])
     figure = plot_memory_vs_batch_size(replace(PLAN, trials=(trial(2, 104, reserved=130 * MIB), trial(4, 108))))
-    assert [line(figure, name)[1] for name in ("measured", "live")] == [[130, 108], [104, 108]]
+    assert [line(figure, name)[1] for name in ("held", "live (tensors)")] == [[130, 108], [104, 108]]
 
 
 def test_throughput_vs_batch_size():
@@ -158,7 +158,7 @@ def test_all_figures_for_which_there_is_data():
     assert draw([], [row(0, None)], replace(SUMMARY, breakdown=None)) == {}
     assert list(draw(replace(PLAN, trials=(trial(2, 104),)))) == ["memory_vs_batch_size"]
     one = replace(PLAN, batch_size=2, trials=PLAN.trials[:1], memory=None, time=None)
-    assert labels(plot_memory_vs_batch_size(one)) == ["measured", "limit 200.0 MiB", "chosen: 2"]
+    assert labels(plot_memory_vs_batch_size(one)) == ["held", "limit 200.0 MiB", "chosen: 2"]
 
 
 def test_no_figure_is_left_in_pyplot_and_no_setting_changes():
