@@ -32,7 +32,6 @@ _WORST_SMALLER_SHARE = 0.75
 _MORE_STEPS = 15  # while steps differ, as with random depth or image size
 _DIFFERENCE = 0.1  # of the highest: more is no noise
 _RESERVE_SHARE = 0.12  # of the growth of the resident set: 60 steps exceeded the first eight by up to 7 %
-_HOLES_SHARE = 0.25  # of what is held beyond live bytes: holes in the heap differ from process to process by so much
 _SLOW_SECONDS = 2.0  # of a step, from which fewer of them are repeated
 _SHORT_SHARE = 0.25  # the same after the two steps of a climb
 _RESERVE_SHARE_INEXACT = 0.4  # the same where live bytes cannot be counted, so that the size is less certain
@@ -156,14 +155,16 @@ class TrialRunner:
                         series(main, size, record, self._one_step)
             retries = self._retries() - retries
         if self._runner.is_host:
+            share = _RESERVE_SHARE if is_full else _SHORT_SHARE
             # read before live bytes are counted, which takes memory itself
-            record.reserve_bytes = self._reserve(record, start_bytes, _RESERVE_SHARE if is_full else _SHORT_SHARE)
+            record.reserve_bytes = self._reserve(record, start_bytes, share)
             for steps in (self._training, self._evaluation):
                 if steps is not None:
                     series(steps, batch_size, record, self._live_steps)
             if self._runner.live is not None:
-                grown_bytes = max(record.phase_peaks().values()) - start_live_bytes
-                record.reserve_bytes += int(_HOLES_SHARE * max(0, max(record.held_bytes) - start_bytes - grown_bytes))
+                live_bytes = max(record.phase_peaks().values()) - start_live_bytes
+                # holes in the heap differ between processes
+                record.reserve_bytes += int(share * max(0, max(record.held_bytes) - start_bytes - live_bytes))
         if retries > 0:
             return "allocator_retry"
         needed_bytes = max(record.held_bytes[warm:]) + record.reserve_bytes
