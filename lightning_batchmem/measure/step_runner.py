@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -64,11 +65,16 @@ class StepRecords:
     fixed_bytes: int = 0
     reserve_bytes: int = 0
     error: str = ""
+    most_held_bytes: float = math.inf  # a step that holds more ends the series
 
     def phase_peaks(self) -> dict[str, int]:
         """The highest peak of each phase."""
         phases = dict.fromkeys(phase for step in self.exact for phase in step.phase_peak_bytes)
         return {phase: max(step.phase_peak_bytes.get(phase, 0) for step in self.exact) for phase in phases}
+
+
+class OverLimitError(Exception):
+    """A step held more than its series may hold."""
 
 
 class StepRunner:
@@ -156,6 +162,8 @@ class StepRunner:
                         held_bytes = found.peak_bytes if self.is_host else found.peak_reserved_bytes or found.peak_bytes
                         record.held_bytes.append(held_bytes - self._not_counted_bytes())
                     record.samples += batch_size
+                    if record.held_bytes and record.held_bytes[-1] > record.most_held_bytes:
+                        raise OverLimitError
                 record.full_steps += steps is record.main
 
     def track_lasting(self) -> None:

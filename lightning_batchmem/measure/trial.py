@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import traceback
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.measure.peaks import LiveStorages, StepPeaks
 from lightning_batchmem.measure.ranks import CollectiveDetector, Ranks
 from lightning_batchmem.measure.step_runner import (
+    OverLimitError,
     PhaseCallback,
     StepRecords,
     StepRunner,
@@ -135,32 +137,23 @@ class TrialRunner:
         self, kind: TrialKind, batch_size: int, smaller_size: int, limit_bytes: int, record: StepRecords
     ) -> Outcome:
         """Run steps as training will, under the limit; a climb is short and enforces none."""
-        main, series, is_full = self._main, self._runner.series, kind == "rehearsal"
-        evaluation = self._evaluation if self._training is not None else None
-        enforces = is_full and not self.is_collective
+        is_full, is_alone, warm, retries = kind == "rehearsal", not self.is_collective, 0, 0
         start_bytes, start_live_bytes = self._runner.held_bytes(), self._runner.current_bytes()
-        with self._device.limit_enforced(limit_bytes) if enforces else nullcontext(False) as is_enforced:
-            if is_full and evaluation is not None and self._trainer.num_sanity_val_steps:
-                series(evaluation, batch_size, record, self._two_steps)
-            warm, retries = series(main, batch_size, record, self._steady_steps if is_full else self._climb_steps)
-            if evaluation is not None:
-                series(evaluation, batch_size, record, self._two_steps)
-            if is_full:
-                if evaluation is not None:
-                    series(evaluation, smaller_size, record, self._one_step)
-                series(main, smaller_size, record, self._one_step)
-                series(main, batch_size, record, self._two_steps)
-                if not (self._runner.is_host or self.is_compiled):  # another size is compiled again
-                    for size in (max(1, int(_WORST_SMALLER_SHARE * batch_size)), batch_size):
-                        series(main, size, record, self._one_step)
-            retries = self._retries() - retries
+        share = _RESERVE_SHARE if is_full else _SHORT_SHARE
+        if self._runner.is_host and is_alone:
+            record.most_held_bytes = (limit_bytes + share * start_bytes) / (1 + share)
+        with self._device.limit_enforced(limit_bytes) if is_full and is_alone else nullcontext(False) as is_enforced:
+            try:
+                warm, retries = self._steps_of_a_training(batch_size, smaller_size, record, is_full=is_full)
+            except OverLimitError:  # the next step might exceed the limit, which would end the process
+                self._device.release_cached()
         if self._runner.is_host:
-            share = _RESERVE_SHARE if is_full else _SHORT_SHARE
+            record.most_held_bytes = math.inf
             # read before live bytes are counted, which takes memory itself
             record.reserve_bytes = self._reserve(record, start_bytes, share)
             for steps in (self._training, self._evaluation):
                 if steps is not None:
-                    series(steps, batch_size, record, self._live_steps)
+                    self._runner.series(steps, batch_size, record, self._live_steps)
             if self._runner.live is not None:
                 live_bytes = max(record.phase_peaks().values()) - start_live_bytes
                 # holes in the heap differ between processes
@@ -169,6 +162,27 @@ class TrialRunner:
             return "allocator_retry"
         needed_bytes = max(record.held_bytes[warm:]) + record.reserve_bytes
         return "over_limit" if not is_enforced and needed_bytes > limit_bytes else "ok"
+
+    def _steps_of_a_training(
+        self, batch_size: int, smaller_size: int, record: StepRecords, *, is_full: bool
+    ) -> tuple[int, int]:
+        """Run what the training will run; returns the number of warm-up calls, and the retries after these."""
+        main, series = self._main, self._runner.series
+        evaluation = self._evaluation if self._training is not None else None
+        if is_full and evaluation is not None and self._trainer.num_sanity_val_steps:
+            series(evaluation, batch_size, record, self._two_steps)
+        warm, retries = series(main, batch_size, record, self._steady_steps if is_full else self._climb_steps)
+        if evaluation is not None:
+            series(evaluation, batch_size, record, self._two_steps)
+        if is_full:
+            if evaluation is not None:
+                series(evaluation, smaller_size, record, self._one_step)
+            series(main, smaller_size, record, self._one_step)
+            series(main, batch_size, record, self._two_steps)
+            if not (self._runner.is_host or self.is_compiled):  # another size is compiled again
+                for size in (max(1, int(_WORST_SMALLER_SHARE * batch_size)), batch_size):
+                    series(main, size, record, self._one_step)
+        return warm, self._retries() - retries
 
     def synchronized_step(self, batch_size: int) -> int:
         """Run a step in which the ranks exchange gradients, and return what was held at its peak."""

@@ -245,7 +245,7 @@ class _SearchState:
         if self.failed:
             # the last size should fit, and the one after two that ran out of memory
             is_third = sum(trial.outcome == "out_of_memory" for trial in self.failed) > 1
-            more = 2 if self.sizes_left == 1 else int(is_third)
+            more = 2 if self.sizes_left == 1 and not self.limits.out_of_memory_kills else int(is_third)
             shrink = policy.step_down[min(len(self.failed) + more, len(policy.step_down)) - 1]
             size = min(size, self._rounded(int(self.failed_size * (1 - shrink))))
             if len(self.failed) >= len(policy.step_down):  # the prediction is far too large: search in between

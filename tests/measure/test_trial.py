@@ -189,3 +189,18 @@ def test_a_reserve_is_kept_for_holes_in_the_heap(search, device):
     trial = rehearsed(plan)[0]
     grown_bytes = trial.held_bytes - MIB
     assert trial.reserve_bytes / grown_bytes == pytest.approx(2 * 0.12, abs=0.01)  # tensors take few bytes here
+
+
+def test_a_step_above_the_limit_ends_a_rehearsal_on_the_host(search, device):
+    device.name, device._base_bytes, device.enforces_limits = "host", MIB, False
+    device.free()
+    steps = []
+
+    def during(size, number):
+        steps.append(number)
+        if number == 10:  # the probe has six steps, and the fourth one of the rehearsal is a steady step
+            device.use(300 * MIB)
+
+    with pytest.raises(RuntimeError, match="4 samples, .* need 373.0 MiB"):
+        search(Stepping(device, during), options={"memory_limit": 200 * MIB, "min_batch_size": 4, "max_batch_size": 4})
+    assert max(steps) == 11  # one more counts live bytes
