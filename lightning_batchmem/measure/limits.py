@@ -21,7 +21,7 @@ from lightning_batchmem.plan.fit import fit_memory, fit_time
 from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions, parse_memory_limit
 from lightning_batchmem.plan.records import NextSize, SearchLimits, SearchPolicy, Trial, mib
 
-_STEPS = {"probe": 7, "climb": 8, "rehearsal": 14}  # of a trial, its evaluation included
+_STEPS = {"probe": 7, "rehearsal": 14}  # of a trial, its evaluation included
 _RESTART_SECONDS = 2.0  # to collect garbage and restore everything before a trial
 _LIMIT_SHARE = 0.95  # of what the device can provide; the rest is for libraries, fragmentation and other processes
 

@@ -35,7 +35,6 @@ _MORE_STEPS = 15  # while steps differ, as with random depth or image size
 _DIFFERENCE = 0.1  # of the highest: more is no noise
 _RESERVE_SHARE = 0.12  # of the growth of the resident set: 60 steps exceeded the first eight by up to 7 %
 _SLOW_SECONDS = 2.0  # of a step, from which fewer of them are repeated
-_SHORT_SHARE = 0.25  # the same after the two steps of a climb
 _RESERVE_SHARE_INEXACT = 0.4  # the same where live bytes cannot be counted, so that the size is less certain
 
 
@@ -108,14 +107,14 @@ class TrialRunner:
         return detector.found
 
     def run(self, kind: TrialKind, batch_size: int, smaller_size: int, limit_bytes: int) -> Trial:
-        """Run a trial; before a climb or a rehearsal the caller restores the state in which training starts."""
+        """Run a trial; before a rehearsal the caller restores the state in which training starts."""
 
         def probe(record: StepRecords) -> Outcome:
             self._probe(batch_size, record)
             return "ok"
 
         def rehearse(record: StepRecords) -> Outcome:
-            return self._rehearse(kind, batch_size, smaller_size, limit_bytes, record)
+            return self._rehearse(batch_size, smaller_size, limit_bytes, record)
 
         return self._trial(kind, batch_size, probe if kind == "probe" else rehearse)
 
@@ -133,18 +132,16 @@ class TrialRunner:
                 record.exact += self._fixed_evaluation
         self._is_first = False
 
-    def _rehearse(
-        self, kind: TrialKind, batch_size: int, smaller_size: int, limit_bytes: int, record: StepRecords
-    ) -> Outcome:
-        """Run steps as training will, under the limit; a climb is short and enforces none."""
-        is_full, is_alone, warm, retries = kind == "rehearsal", not self.is_collective, 0, 0
+    def _rehearse(self, batch_size: int, smaller_size: int, limit_bytes: int, record: StepRecords) -> Outcome:
+        """Run steps as training will, under the limit."""
+        is_alone, warm, retries = not self.is_collective, 0, 0
         start_bytes, start_live_bytes = self._runner.held_bytes(), self._runner.current_bytes()
-        share = _RESERVE_SHARE if is_full else _SHORT_SHARE
+        share = _RESERVE_SHARE if self._runner.live is not None else _RESERVE_SHARE_INEXACT
         if self._runner.is_host and is_alone:
             record.most_held_bytes = (limit_bytes + share * start_bytes) / (1 + share)
-        with self._device.limit_enforced(limit_bytes) if is_full and is_alone else nullcontext(False) as is_enforced:
+        with self._device.limit_enforced(limit_bytes) if is_alone else nullcontext(False) as is_enforced:
             try:
-                warm, retries = self._steps_of_a_training(batch_size, smaller_size, record, is_full=is_full)
+                warm, retries = self._steps_of_a_training(batch_size, smaller_size, record)
             except OverLimitError:  # the next step might exceed the limit, which would end the process
                 self._device.release_cached()
         if self._runner.is_host:
@@ -163,25 +160,21 @@ class TrialRunner:
         needed_bytes = max(record.held_bytes[warm:]) + record.reserve_bytes
         return "over_limit" if not is_enforced and needed_bytes > limit_bytes else "ok"
 
-    def _steps_of_a_training(
-        self, batch_size: int, smaller_size: int, record: StepRecords, *, is_full: bool
-    ) -> tuple[int, int]:
+    def _steps_of_a_training(self, batch_size: int, smaller_size: int, record: StepRecords) -> tuple[int, int]:
         """Run what the training will run; returns the number of warm-up calls, and the retries after these."""
         main, series = self._main, self._runner.series
         evaluation = self._evaluation if self._training is not None else None
-        if is_full and evaluation is not None and self._trainer.num_sanity_val_steps:
+        if evaluation is not None and self._trainer.num_sanity_val_steps:
             series(evaluation, batch_size, record, self._two_steps)
-        warm, retries = series(main, batch_size, record, self._steady_steps if is_full else self._climb_steps)
+        warm, retries = series(main, batch_size, record, self._steady_steps)
         if evaluation is not None:
             series(evaluation, batch_size, record, self._two_steps)
-        if is_full:
-            if evaluation is not None:
-                series(evaluation, smaller_size, record, self._one_step)
-            series(main, smaller_size, record, self._one_step)
-            series(main, batch_size, record, self._two_steps)
-            if not (self._runner.is_host or self.is_compiled):  # another size is compiled again
-                for size in (max(1, int(_WORST_SMALLER_SHARE * batch_size)), batch_size):
-                    series(main, size, record, self._one_step)
+            series(evaluation, smaller_size, record, self._one_step)
+        series(main, smaller_size, record, self._one_step)
+        series(main, batch_size, record, self._two_steps)
+        if not (self._runner.is_host or self.is_compiled):  # another size is compiled again
+            for size in (max(1, int(_WORST_SMALLER_SHARE * batch_size)), batch_size):
+                series(main, size, record, self._one_step)
         return warm, self._retries() - retries
 
     def synchronized_step(self, batch_size: int) -> int:
@@ -239,12 +232,6 @@ class TrialRunner:
     def _one_step(self, steps: Steps, batch_size: int, record: StepRecords) -> None:
         self._runner.run(steps, batch_size, record, 1)
 
-    def _climb_steps(self, steps: Steps, batch_size: int, record: StepRecords) -> tuple[int, int]:
-        """Warm up and run two steps; returns as :meth:`_steady_steps`."""
-        self._runner.warm_up(steps, batch_size, record, at_least=self._warmup_steps)
-        self._runner.run(steps, batch_size, record, 2, timed=True, varied=True)
-        return 0, self._retries()
-
     def _two_steps(self, steps: Steps, batch_size: int, record: StepRecords) -> None:
         self._runner.run(steps, batch_size, record, 1 if self._is_slow else 2)
 
@@ -275,7 +262,6 @@ class TrialRunner:
         grown_bytes = max(0, peak_bytes - start_bytes)
         saved = self._saved_callbacks
         saving_bytes = self._runner.held_bytes() + self._runner.state_bytes(saved) if saved else 0
-        share = _RESERVE_SHARE_INEXACT if self._runner.live is None else share
         return int(share * grown_bytes) + max(0, saving_bytes - peak_bytes)  # a later step, then a checkpoint
 
 

@@ -254,15 +254,13 @@ class _SearchState:
 
     def _climb(self, candidate: int) -> NextSize | LimitedBy:
         """Approach the candidate in stages where exceeding the limit ends the process."""
-        least = (1 + self.policy.min_gain_when_killed) * self.passed[-1].batch_size if self.passed else 0
-        if candidate < least or (self.passed and self.failed):
+        if self.passed and candidate < (1 + self.policy.min_gain_when_killed) * self.passed[-1].batch_size:
             return _MEMORY
-        stage = sum(trial.kind == "climb" for trial in self.trials)
-        for share in () if self.failed or self.passed else self.policy.climb[stage:]:
+        for share in () if self.failed else self.policy.climb[len(self.passed) :]:
             fits = largest_where(lambda size: self._within(size, 1.0), 0, 10**9)
             target = max(self.lowest, self._rounded(int(share * fits)))
             if 1.1 * self.largest.batch_size < target < candidate:
-                return NextSize(target, "climb")  # to measure what is held
+                return NextSize(target, "rehearsal")  # to measure what is held
         return NextSize(candidate, "rehearsal")
 
     def _largest_within(self, share: float) -> int:

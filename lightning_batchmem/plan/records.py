@@ -14,7 +14,7 @@ PHASES = ("forward", "backward", "optimizer_step", "evaluation")
 """The parts of a step whose peaks are measured and fitted apart, in the order in which they run."""
 
 Outcome = Literal["ok", "out_of_memory", "over_limit", "allocator_retry"]
-TrialKind = Literal["probe", "climb", "rehearsal"]
+TrialKind = Literal["probe", "rehearsal"]
 _ShareLimit = Literal["limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"]
 _ArgumentLimit = Literal["max_batch_size", "target_batch_size", "min_steps_per_epoch"]
 _DataLimit = Literal["dataset", "validation data", "host memory"]
@@ -43,7 +43,7 @@ class Trial:
         phase_peak_bytes: highest live bytes in each phase that ran (keys from :data:`PHASES`). CUDA: bytes requested
             from the allocator. Host: bytes of live tensors, plus what the process held before its first step.
         kind: ``"probe"`` for a few steps that are only measured, ``"rehearsal"`` for the steps of a training from its
-            start, ``"climb"`` for a short rehearsal at a part of the predicted size.
+            start.
         is_exact: whether the peaks count live bytes. ``False`` where only the resident set could be measured.
         peak_held_bytes: highest bytes that were taken from the device. CUDA: reserved by the allocator. Host: the
             resident set. ``None`` where it is not known.

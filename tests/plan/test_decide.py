@@ -97,9 +97,10 @@ def passing(largest):
 
 
 def shrinking(run):
-    """The reserve of short trials is a third of what they hold, that of rehearsals is a twentieth."""
+    """The reserve of the first rehearsal is a third of what it holds, that of the others is a twentieth."""
     return lambda step: with_changes(
-        trial := run(step), reserve_bytes=trial.held_bytes // {"probe": 10**9, "climb": 3, "rehearsal": 20}[step.kind]
+        trial := run(step),
+        reserve_bytes=trial.held_bytes // (10**9 if step.kind == "probe" else 3 if step.batch_size < 160 else 20),
     )
 
 
@@ -123,9 +124,11 @@ CASES = [
     (device(STRAIGHT), {"max_sizes": 4}, "2p 8p 266r 280r", 280),  # compiled modules
     (passing(200), {"max_sizes": 4}, "2p 8p 266r! 199r", 199),
     (passing(100), {"max_sizes": 4}, "2p 8p 266r! 199r! 8r", 8),
-    (device(STRAIGHT, kills=True), KILLS, "2p 8p 150c 240c 300r", 300),
-    (device(STRAIGHT, kills=True, held_share=0.5), KILLS, "2p 8p 100c 159c 200r", 200),
-    (shrinking(device(STRAIGHT, kills=True)), KILLS, "2p 8p 150c 169c 214r 283r", 283),
+    (device(STRAIGHT, kills=True), KILLS, "2p 8p 150r 240r 300r", 300),
+    (device(STRAIGHT, kills=True, held_share=0.5), KILLS, "2p 8p 100r 159r 200r", 200),
+    (device(STRAIGHT, kills=True, largest_passed=230), KILLS, "2p 8p 150r 240r! 227r", 227),
+    (device(STRAIGHT, kills=True, largest_passed=160), KILLS, "2p 8p 150r 240r! 227r! 199r!", 150),
+    (shrinking(device(STRAIGHT, kills=True)), KILLS, "2p 8p 150r 169r 283r", 283),
     (device(STRAIGHT), {"target_batch_size": 512, "multiple_of": None}, "2p 8p 64p 256r", 256),
     (device(STRAIGHT), {"target_batch_size": 480, "multiple_of": 10}, "10p 40p 240r", 240),
     (device(STRAIGHT), {"multiple_of": 24}, "24p 96p 264r", 264),

@@ -38,7 +38,7 @@ PLAN = Plan(
     measured_peak_bytes=165 * MIB,
     trials=(
         Trial(2, "ok", {"forward": 103 * MIB, "backward": 104 * MIB}, step_seconds=0.012),
-        Trial(64, "over_limit", {"forward": 228 * MIB}, "climb", peak_held_bytes=250 * MIB),
+        Trial(64, "over_limit", {"forward": 228 * MIB}, "rehearsal", peak_held_bytes=250 * MIB),
         Trial(32, "ok", {"forward": 165 * MIB}, "rehearsal", peak_held_bytes=180 * MIB, step_seconds=0.04),
     ),
     memory=MemoryModel({"forward": Line(100 * MIB, 2 * MIB, 2, 32)}),
@@ -94,7 +94,7 @@ def test_the_text_of_a_plan():
             "  why       32 samples: the largest size that is predicted to fit.",
             "  run       result       size  live MiB  line MiB  held MiB        ms samples/s",
             "  probe     ok              2     104.0     104.0                12.0       167",
-            "  climb     over limit     64     228.0     228.0     250.0",
+            "  rehearsal over limit     64     228.0     228.0     250.0",
             "  rehearsal ok             32     165.0     164.0     180.0      40.0       800",
         ]
     )
