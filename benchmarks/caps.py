@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 GROUP_VARIABLE = "BENCHMARKS_GROUP"
-"""Environment variable with the directory of the control group of a process."""
 
 DEVICE_SHARE = 0.5
 """Share of a CUDA device that a process may use."""
@@ -33,12 +32,7 @@ def cap(room_bytes: int) -> None:
 
 
 class MemoryGroup:
-    """A memory control group, version 1 or 2.
-
-    Args:
-        path: its directory.
-        room_bytes: bytes that may be used beyond the use at :meth:`limit`.
-    """
+    """A memory control group, version 1 or 2; ``room_bytes`` may be used beyond the use at :meth:`limit`."""
 
     def __init__(self, path: Path, room_bytes: int) -> None:
         self.path = path
@@ -52,7 +46,6 @@ class MemoryGroup:
         self._events = path / ("memory.events" if is_version_2 else "memory.oom_control")
 
     def limit(self) -> None:
-        """Set the limit from the present use."""
         self._limit.write_text(str(self.used_bytes() + self.room_bytes))
         if self._peak.name == "memory.max_usage_in_bytes":
             self._peak.write_text("0")  # importing torch may have filled more page cache than the limit allows

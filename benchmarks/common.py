@@ -30,7 +30,6 @@ CHILD_VARIABLE = "BENCHMARKS_CHILD"
 """Environment variable that is set in the processes of :func:`in_fresh_process`."""
 
 SAMPLING_SECONDS = 0.02
-"""Time between two readings of the memory in use."""
 
 
 def command_line(
@@ -53,15 +52,8 @@ def command_line(
 
 def trainer_for(callbacks: Sequence[Callback], steps: int, **arguments: Any) -> Trainer:
     """Make a Trainer that does nothing but train, unless ``arguments`` add to it."""
-    defaults: dict[str, Any] = {
-        "accelerator": "auto",
-        "devices": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(max_steps=steps, callbacks=list(callbacks), **{**defaults, **arguments})
+    defaults = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return Trainer(max_steps=steps, callbacks=list(callbacks), devices=1, **{**defaults, **arguments})
 
 
 def emit(**values: Any) -> None:
@@ -74,8 +66,7 @@ def in_fresh_process(module: str, *arguments: str, room_bytes: int = 0, timeout_
     """Run ``python -m module`` in a new process, on the host in a memory control group.
 
     Args:
-        module: module with a command line that calls :func:`emit`.
-        arguments: arguments of its command line.
+        module: module with a command line that calls :func:`emit`, and its ``arguments``.
         room_bytes: room of the control group, which the process sets by :func:`benchmarks.caps.cap`. 0: no group.
         timeout_seconds: the process and those that it started are killed after this time.
 
@@ -132,7 +123,6 @@ def in_fresh_process(module: str, *arguments: str, room_bytes: int = 0, timeout_
 
 
 def one_line(error: BaseException) -> str:
-    """An error as one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

@@ -1,15 +1,14 @@
 """Everything that a CUDA device has to confirm, in under ten minutes and without a network connection.
 
     python -m benchmarks.gpu_check                        # all parts; writes benchmarks/results/<device>/gpu_check.*
-    python -m benchmarks.gpu_check --only simulator sync  # these parts; prints the tables only
+    python -m benchmarks.gpu_check --only search compile   # these parts; prints the tables only
 
 Parts, each in a process with a time budget:
 
-- tests: ``tests/gpu`` with four configurations of the allocator, each in a process;
+- tests: ``tests/gpu`` (also: MemoryProfiler never waits for the device) with four configurations of the allocator;
 - search: a search, training, and the largest size found by bisection, for four networks at two limits;
 - simulator: peaks of ResNet-18 on the device and in ``tests/simulated_cuda``;
 - overhead: time inside the hooks of monitoring callbacks;
-- sync: whether MemoryProfiler waits for the device;
 - compile: a search and training with ``torch.compile``, without and with CUDA graphs.
 
 What fails or takes too long is a row of its table, and the rest runs anyway. The files are written again after each
@@ -40,7 +39,7 @@ from benchmarks.common import (
     write_results,
 )
 
-PARTS = {"tests": 205.0, "search": 160.0, "simulator": 40.0, "overhead": 35.0, "sync": 30.0, "compile": 80.0}
+PARTS = {"tests": 205.0, "search": 160.0, "simulator": 40.0, "overhead": 35.0, "compile": 80.0}
 """Part -> its time budget in seconds."""
 
 
@@ -55,11 +54,6 @@ def run_part(part: str) -> None:
             rows.append({**case, "error": one_line(error), "log": traceback.format_exc()})
         emit(rows=rows, running={})
     emit(is_complete=True)
-
-
-def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """One Markdown table for each part, without logs."""
-    return "\n\n".join(f"## {part}\n\n{markdown(rows, without='log')}" for part, rows in results.items())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{part}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
         # only there CUDA starts: a device may allow one process at a time
         head, path = found.get("head", head), found.get("path", path)
-        text = f"{head}\n\n{table(results)}"
+        tables = (f"## {part}\n\n{markdown(rows, without='log')}" for part, rows in results.items())
+        text = "\n\n".join([head, *tables])
         if chosen.only == list(PARTS):
             write_results(ROOT / path, text, results)
     print(text)

@@ -7,17 +7,14 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -25,8 +22,8 @@ from torch.utils.data import DataLoader
 from benchmarks import large_networks
 from benchmarks import overhead as hooks
 from benchmarks.common import ROOT, one_line, trainer_for
-from benchmarks.oracle import largest_that
-from lightning_batchmem import BatchFinder, MemoryProfiler
+from benchmarks.search import largest_that
+from lightning_batchmem import BatchFinder
 from lightning_batchmem.devices.cuda import CudaMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 
@@ -43,7 +40,6 @@ SEARCHED = ("GPT 12x768 AdamW bf16", "U-Net 256 AdamW", "ResNet-18 SGD", "MLP 8x
 
 
 def tests() -> Cases:
-    """``tests/gpu`` with each configuration of the allocator."""
     for allocator in ALLOCATORS:
         yield {"allocator": allocator}, functools.partial(tested, allocator)
 
@@ -70,7 +66,6 @@ def tested(allocator: str) -> Row:
 
 
 def network_of(name: str) -> large_networks.Network:
-    """One of the simulated networks."""
     return next(network for network in large_networks.NETWORKS if network.name == name)
 
 
@@ -90,12 +85,7 @@ def steps(network: Any, size: int, count: int) -> Iterator[None]:
 
 
 class Trained(LightningModule):
-    """One of the simulated networks; its batches are made on the device, so that loading takes no time.
-
-    Args:
-        name: the network.
-        compiled: arguments of ``torch.compile``; ``None``: not compiled.
-    """
+    """One of the simulated networks; its batches are made on the device, so that loading takes no time."""
 
     def __init__(self, name: str, compiled: dict[str, Any] | None = None) -> None:
         super().__init__()
@@ -137,7 +127,6 @@ def search() -> Cases:
 
 
 def compared(name: str, limit_bytes: int) -> Row:
-    """A search and training, and the largest size that trains."""
     free_bytes = torch.cuda.mem_get_info(DEVICE)[0]
     if free_bytes < limit_bytes:
         return {"note": f"not run: {free_bytes / GB:.1f} GB are free"}
@@ -150,7 +139,6 @@ def compared(name: str, limit_bytes: int) -> Row:
 
 
 def compile() -> Cases:  # noqa: A001 - the name of the part
-    """A search and 30 steps with compiled modules."""
     torch.set_float32_matmul_precision("high")
     for mode in ("default", "reduce-overhead"):
         module = functools.partial(Trained, "MLP 8x4096 Adam", {"mode": mode})
@@ -196,7 +184,6 @@ def trains(network: Any, size: int) -> bool:
 
 
 def simulator() -> Cases:
-    """Peaks of the second step and of a later one, simulated and on the device."""
     for size in (8, 32, 64, 128):
         for step in (2, 5):
             yield {"network": "ResNet-18 SGD", "size": size, "step": step}, functools.partial(peaks, size, step)
@@ -225,27 +212,5 @@ def peaks(size: int, step: int) -> Row:
 
 
 def overhead() -> Cases:
-    """Mean time per step inside the hooks of monitoring callbacks, in microseconds."""
     for interval in hooks.STEPS_BY_INTERVAL:
         yield {"log_every_n_steps": interval}, functools.partial(hooks.run, "gpu", interval, 0)
-
-
-def sync() -> Cases:
-    """Operations that wait for the device in 30 steps, which torch warns of, without and with MemoryProfiler."""
-    yield {"callback": "none"}, functools.partial(synchronizations, [])
-    yield {"callback": "MemoryProfiler"}, lambda: synchronizations([MemoryProfiler()])
-
-
-def synchronizations(callbacks: Sequence[Callback]) -> Row:
-    """Their number, and those in this package."""
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = trainer_for(callbacks, 30, logger=CSVLogger(folder), log_every_n_steps=1)
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            trainer.fit(hooks.small())
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    places = [f"{one.filename}:{one.lineno}" for one in caught if "synchroniz" in str(one.message)]
-    ours = {place for place in places if "/lightning_batchmem/" in place}
-    return {"synchronizations": len(places)} | ({"error": f"in {', '.join(sorted(ours))}"} if ours else {})

@@ -28,8 +28,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from torch.optim import Optimizer
 
 from benchmarks.common import command_line, markdown, report, trainer_for
-from benchmarks.networks import wide_mlp
-from benchmarks.workloads import Training, Workload, floats
+from benchmarks.workloads import Training, Workload, floats, wide_mlp
 from lightning_batchmem import MemoryProfiler
 
 OURS = "MemoryProfiler"
@@ -92,7 +91,6 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__, writes=True)
     parser.add_argument("--runs", type=int, default=6, help="runs of each kind, a multiple of 3; default: %(default)s")
     arguments = parser.parse_args()

@@ -18,28 +18,33 @@ trainings. Results are written to a file as they are measured (``--file``); the 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import command_line, in_fresh_process, machine, markdown
-from benchmarks.oracle import largest_surviving
 from benchmarks.ways import WAYS
 from benchmarks.workloads import MIB, WORKLOADS
+
+AGREEING = 5
+"""Trainings, each in a fresh process, that must all survive."""
+
+RESOLUTION = 0.02
+"""Share of the size at which bisection stops."""
+
+FIRST_SIZE = 32
 
 _PRINTED = ("error", "batch_size", "last_new_size", "steps", "used_bytes", "peak_bytes", "search_seconds")
 
 
 class Measurements:
-    """Results by network, written to a file as they are measured.
-
-    Args:
-        path: JSON file; ``None``: not written.
-    """
+    """Results by network, written to a JSON file as they are measured, if there is a path."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -62,21 +67,16 @@ class Measurements:
         """Write everything, so that the file is whole at any time."""
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self._path.with_suffix(".partial")
-            partial.write_text(json.dumps(self.by_name, indent=1) + "\n")
-            partial.replace(self._path)
+            written = self._path.with_suffix(".partial")
+            written.write_text(json.dumps(self.by_name, indent=1) + "\n")
+            written.replace(self._path)
 
-    def trainings(self, name: str) -> Callable[[int, int], list[bool]]:
-        """(size, count) -> whether each training survived; runs what is missing of ``count`` trainings."""
-        known = self.of(name)["trainings"]
-
-        def outcomes(size: int, count: int) -> list[bool]:
-            runs = known.setdefault(str(size), [])
-            while len(runs) < count:
-                self.run(name, str(size), runs)
-            return [run["error"] is None for run in runs]
-
-        return outcomes
+    def outcomes(self, name: str, size: int, count: int) -> list[bool]:
+        """Whether each training at a size survived; runs what is missing of ``count`` trainings."""
+        runs = self.of(name)["trainings"].setdefault(str(size), [])
+        while len(runs) < count:
+            self.run(name, str(size), runs)
+        return [run["error"] is None for run in runs]
 
 
 def measure(measurements: Measurements, name: str, ways: Sequence[str], repeats: int, *, has_oracle: bool) -> None:
@@ -87,7 +87,7 @@ def measure(measurements: Measurements, name: str, ways: Sequence[str], repeats:
             runs = known["searches"].setdefault(way, [])
             if len(runs) <= repeat:
                 measurements.run(name, way, runs)
-    outcomes = measurements.trainings(name)
+    outcomes = partial(measurements.outcomes, name)
     found = Counter(size for way in ways for size in _sizes(known["searches"].get(way, [])[:repeats]))
     for size, count in found.items():
         outcomes(size, count)
@@ -98,31 +98,69 @@ def measure(measurements: Measurements, name: str, ways: Sequence[str], repeats:
         print(f"{name}: {known['oracle']}", file=sys.stderr)
 
 
+def largest_surviving(outcomes: Callable[[int, int], list[bool]], *, known: Mapping[int, list[bool]]) -> int | None:
+    """Bracket, bisect with single trainings, then require five of five and step down where one fails.
+
+    One failure is enough to go below a size; one survival is not enough to stay. ``outcomes(size, count)`` has at least
+    ``count`` outcomes in fresh processes.
+    """
+
+    def survives(size: int, count: int = 1) -> bool:
+        return all(all(outcomes(size, number)) for number in range(1, count + 1))
+
+    above = min((size for size, each in known.items() if not all(each)), default=math.inf)
+    start = max((size for size in known if size < above), default=max(1, min(FIRST_SIZE, round(min(above, 64) / 1.5))))
+    size = largest_that(survives, start, above=above)
+    while size > 0 and not survives(size, AGREEING):
+        size -= max(1, int(RESOLUTION * size))
+    return size or None
+
+
+def largest_that(
+    passes: Callable[[int], bool],
+    start: int,
+    *,
+    above: float = math.inf,
+    growth: float = 1.5,
+    resolution: float = RESOLUTION,
+) -> int:
+    """The largest size that passes, bracketed from ``start`` in steps of ``growth`` and bisected; 0 if none does."""
+    below, size = 0, start
+    while above - below > max(1, int(resolution * below)):
+        if passes(size):
+            below = size
+        else:
+            above = size
+        if above == math.inf:
+            size = max(size + 1, round(size * growth))
+        else:
+            size = (below + int(above)) // 2 if below else max(1, int(size / growth))
+    return below
+
+
 def table(by_name: dict[str, Any]) -> str:
-    """The results as Markdown: medians with the range, and a note for each kind of error."""
-    rows: list[dict[str, str]] = []
-    notes = []
+    """The results as Markdown: a row for each network, a column for each way, and a note for each kind of error.
+
+    A cell has the size found (median and range), its share of the largest size that survives, how many processes did
+    not survive (a search with its training, or a training in a fresh process), and the time of a search.
+    """
+    rows, notes = list[dict[str, str]](), list[str]()
     for name, known in by_name.items():
         best = known.get("oracle")
-        for way, runs in (known["searches"] or {"none": []}).items():
-            found = [run for run in runs if run.get("batch_size")]
-            fresh = [run for size in sorted(set(_sizes(runs))) for run in known["trainings"].get(str(size), [])]
-            row = {
-                "network": name,
-                "room MiB": f"{WORKLOADS[name].room_bytes / MIB:,.0f}",
-                "way": way,
-                "found": _summary(_sizes(runs), "{:,.0f}"),
-                "survives": f"{best:,}" if best else "unknown",
-                "share": _summary([size / best for size in _sizes(runs)], "{:.0%}") if best else "unknown",
-                "no size found": f"{len(runs) - len(found)} of {len(runs)}",
-                "killed after it": _failures(found),
-                "killed in a fresh process": _failures(fresh),
-                "search s": _summary([run["search_seconds"] for run in found], "{:.1f}"),
-                "samples run / size": _summary([run["samples_run"] / run["batch_size"] for run in found], "{:.1f}"),
-            }
-            rows.append(row)
-            causes = {run["error"] for run in [*runs, *fresh]} - {None, "killed"}
-            notes += [f"{name}, {way}: {cause}" for cause in sorted(causes)]
+        room = f"{WORKLOADS[name].room_bytes / MIB:,.0f}"
+        row = {"network": name, "room MiB": room, "largest that survives": f"{best:,}" if best else "unknown"}
+        for way, runs in known["searches"].items():
+            sizes = _sizes(runs)
+            trained = [run for size in sorted(set(sizes)) for run in known["trainings"].get(str(size), [])]
+            failed = [run["error"] for run in [*runs, *trained] if run["error"]]
+            cell = [_summary(sizes, "{:,.0f}") if sizes else "no size"]
+            cell += [f"{statistics.median(sizes) / best:.0%}"] if sizes and best else []
+            cell += [f"failed {len(failed)} of {len(runs) + len(trained)}"]
+            seconds = [run["search_seconds"] for run in runs if run.get("batch_size")]
+            cell += [_summary(seconds, "{:.0f}") + " s"] if seconds else []
+            row[way] = ", ".join(cell)
+            notes += [f"{name}, {way}: {error}" for error in dict.fromkeys(failed) if error != "killed"]
+        rows.append(row)
     return markdown(rows, notes)
 
 
@@ -130,19 +168,12 @@ def _sizes(runs: Sequence[dict[str, Any]]) -> list[int]:
     return [run["batch_size"] for run in runs if run.get("batch_size")]
 
 
-def _failures(runs: Sequence[dict[str, Any]]) -> str:
-    return f"{sum(run['error'] is not None for run in runs)} of {len(runs)}"
-
-
 def _summary(values: Sequence[float], form: str) -> str:
-    if not values:
-        return "none"
     low, high = form.format(min(values)), form.format(max(values))
     return form.format(statistics.median(values)) + ("" if low == high else f" ({low} to {high})")
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__, WORKLOADS)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="these ways to search")
     parser.add_argument("--repeats", type=int, default=5, help="searches; 0: only the largest size; default: 5")
@@ -155,7 +186,7 @@ def main() -> None:
     measurements, repeats = Measurements(arguments.file), 1 if arguments.quick else arguments.repeats
     for name in arguments.only:
         for size in arguments.sizes:
-            outcomes = measurements.trainings(name)(size, repeats)
+            outcomes = measurements.outcomes(name, size, repeats)
             print(f"{name} at {size}: {outcomes.count(True)} of {len(outcomes)} survived")
         if not arguments.sizes:
             measure(measurements, name, arguments.ways, repeats, has_oracle=not arguments.quick)

@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.common import command_line, markdown, report
 from benchmarks.large_networks import NETWORKS
+from benchmarks.search import largest_that
 from tests.simulated_cuda.device import SimulatedCuda
 from tests.simulated_cuda.search import search
 from tests.simulated_cuda.trace import Trace, trace_of
@@ -26,12 +27,12 @@ from tests.simulated_cuda.trace import Trace, trace_of
 LIMITS = (1.0, 0.9)
 
 
-def trains(trace: Trace, limit_bytes: int, size: int, *, quietly: bool = False, num_steps: int = 200) -> bool:
+def trains(trace: Trace, limit_bytes: int, size: int, *, quietly: bool) -> bool:
     """Whether a new process trains; ``quietly``: without an allocator retry after the first step."""
     device = SimulatedCuda(trace, limit_bytes)
     retries = 0
     try:
-        for step in range(num_steps):
+        for step in range(200):
             device.train_step(size)
             retries = device.num_alloc_retries if step == 0 else retries
             if quietly and device.num_alloc_retries > retries:
@@ -41,30 +42,22 @@ def trains(trace: Trace, limit_bytes: int, size: int, *, quietly: bool = False, 
     return True
 
 
-def largest(trace: Trace, limit_bytes: int, *, quietly: bool = False) -> int:
+def largest(trace: Trace, limit_bytes: int, start: int, *, quietly: bool = False) -> int:
     """The largest size that trains within ``limit_bytes``; ``quietly``: as do 1.5 and 3 % smaller ones."""
 
     def passes(size: int) -> bool:
         sizes = (max(1, round(share * size)) for share in ((1.0, 0.985, 0.97) if quietly else (1.0,)))
         return all(trains(trace, limit_bytes, each, quietly=quietly) for each in sizes)
 
-    high = 1
-    while trains(trace, limit_bytes, high, num_steps=1):
-        high *= 2
-    low = high // 4 if passes(max(high // 4, 1)) else 0
-    while high - low > max(1, low // 500):  # to 0.2 %
-        middle = (low + high) // 2
-        low, high = (middle, high) if passes(middle) else (low, middle)
-    return low
+    return largest_that(passes, start, growth=1.1, resolution=0.002)
 
 
 def measure(name: str, gigabytes: int, limit: float) -> dict[str, Any]:
-    """One row of the table."""
     trace, capacity_bytes, begin = trace_of(name), gigabytes * 10**9, time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         found = search(SimulatedCuda(trace, capacity_bytes), memory_limit=limit)
     seconds, size = time.perf_counter() - begin, found.plan.batch_size
-    quiet = largest(trace, int(min(limit, 0.95) * capacity_bytes), quietly=True)
+    quiet = largest(trace, int(min(limit, 0.95) * capacity_bytes), size, quietly=True)
     tried = (f"{t.batch_size}{t.kind[0]}{'' if t.outcome == 'ok' else '!'}" for t in found.plan.trials)
     return {
         "network": name,
@@ -72,7 +65,7 @@ def measure(name: str, gigabytes: int, limit: float) -> dict[str, Any]:
         "limit": limit,
         "found": size,
         "of quiet": f"{size / max(1, quiet):.3f}",
-        "of capacity": f"{size / max(1, largest(trace, capacity_bytes)):.3f}",
+        "of capacity": f"{size / max(1, largest(trace, capacity_bytes, size)):.3f}",
         "out of memory": found.num_ooms,
         "trains": "yes" if found.trains else "no",
         "trains, other sizes": "yes" if found.trains_with_varied_sizes else "no",
@@ -84,7 +77,6 @@ def measure(name: str, gigabytes: int, limit: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__, [network.name for network in NETWORKS], writes=True)
     parser.add_argument("--gigabytes", nargs="+", type=int, default=[8, 24, 80], help="capacities of the device")
     chosen, rows = parser.parse_args(), list[dict[str, Any]]()

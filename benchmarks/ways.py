@@ -24,7 +24,6 @@ from benchmarks.workloads import SAMPLES_RUN, WORKLOADS, module_for
 from lightning_batchmem import BatchFinder
 
 STEPS = 60
-"""Training steps, after a search too."""
 
 STEPS_PER_ATTEMPT = 3
 """Steps at each size in the functions given to accelerate and toma: as many as Lightning's finder runs by default."""
@@ -47,7 +46,6 @@ class Limit(Callback):
             self._start_seconds = time.perf_counter()
 
     def found(self, batch_size: int) -> None:
-        """Emit the size, and what its search took."""
         emit(
             batch_size=batch_size,
             search_seconds=time.perf_counter() - self._start_seconds,
@@ -76,18 +74,16 @@ class Progress(Callback):
             emit(steps=self._steps)
 
 
-def _accelerate(attempt: Callable[[int], int]) -> int:
+def _accelerate(attempt: Callable[[int], int]) -> Any:
     from accelerate.utils import find_executable_batch_size
 
-    size: int = find_executable_batch_size(attempt, starting_batch_size=FIRST_SIZE)()
-    return size
+    return find_executable_batch_size(attempt, starting_batch_size=FIRST_SIZE)()
 
 
-def _toma(attempt: Callable[[int], int]) -> int:
+def _toma(attempt: Callable[[int], int]) -> Any:
     from toma import simple
 
-    size: int = simple.batch(attempt, FIRST_SIZE)
-    return size
+    return simple.batch(attempt, FIRST_SIZE)
 
 
 CALLBACKS: dict[str, Callable[[], Callback]] = {
@@ -124,7 +120,6 @@ def run(name: str, way: str, steps: int, limit: Limit) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("way", help=f"one of {', '.join(WAYS)}, or a batch size")

@@ -1,4 +1,4 @@
-"""The trainings of the benchmarks: networks of different kinds on random data."""
+"""The trainings of the benchmarks: networks small enough for two cores and large enough to fill memory."""
 
 from __future__ import annotations
 
@@ -10,26 +10,125 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from benchmarks.caps import DEVICE_SHARE
 from benchmarks.common import emit
-from benchmarks.networks import CLASSES, GAN, LSTM, TOKENS, Transformer, UNet, conv_net, wide_mlp
+from benchmarks.large_networks import convolution
 
 MIB = 2**20
-LENGTH = 128
-"""Tokens in a sample of the small transformer."""
-
-IGNORED = -100
-"""Target that cross entropy leaves out. Source: its ``ignore_index``."""
+CLASSES = 10
+TOKENS = 512  # vocabulary of the small language models
+LATENT = 32  # numbers from which the generator makes an image
+LENGTH = 128  # tokens in a sample
 
 SAMPLES_RUN: Counter[int] = Counter()
 """Batch size -> samples given to ``training_step`` in this process."""
 
 Sample = tuple[Tensor, Tensor]
+
+
+class Residual(nn.Sequential):
+    """The input plus its layers' output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def conv_net(width: int = 16) -> nn.Module:
+    """A residual convolutional network for 3 x 32 x 32 images."""
+    stem = nn.Conv2d(3, width, 3, padding=1)
+    blocks = [Residual(*convolution(width, width), nn.ReLU()) for _ in range(4)]
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, CLASSES)
+    return nn.Sequential(stem, *blocks[:2], nn.MaxPool2d(2), *blocks[2:], *head)
+
+
+class UNet(nn.Module):
+    """Two levels down and up with skip connections; a class for each of 1 x 64 x 64 pixels."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+
+        def double(inputs: int, outputs: int) -> nn.Sequential:
+            return nn.Sequential(
+                nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(),
+                nn.Conv2d(outputs, outputs, 3, padding=1), nn.ReLU(),
+            )  # fmt: skip
+
+        self.down1, self.down2 = double(1, width), double(width, 2 * width)
+        self.bottom = double(2 * width, 4 * width)
+        self.up2, self.up1 = double(6 * width, 2 * width), double(3 * width, width)
+        self.head = nn.Conv2d(width, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.down1(x)
+        second = self.down2(functional.max_pool2d(first, 2))
+        bottom = self.bottom(functional.max_pool2d(second, 2))
+        up = self.up2(torch.cat([functional.interpolate(bottom, scale_factor=2.0), second], 1))
+        up = self.up1(torch.cat([functional.interpolate(up, scale_factor=2.0), first], 1))
+        scores: Tensor = self.head(up)
+        return scores
+
+
+class Transformer(nn.Module):
+    """An encoder that predicts a token at each position."""
+
+    def __init__(self, width: int = 128, layers: int = 3, heads: int = 4, tokens: int = TOKENS) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, width)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, tokens)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.encoder(self.embedding(x)))
+        return scores.transpose(1, 2)
+
+
+class LSTM(nn.Module):
+    """A two-layer LSTM over 100 steps."""
+
+    def __init__(self, width: int = 192) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(64, width, 2, batch_first=True)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.lstm(x)[0][:, -1])
+        return scores
+
+
+def wide_mlp(width: int = 1024, layers: int = 12) -> nn.Module:
+    """Large weights and small activations."""
+    hidden = [module for _ in range(layers) for module in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(width, CLASSES))
+
+
+class GAN(nn.Module):
+    """A generator of 1 x 32 x 32 images, and a discriminator."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(
+            nn.Linear(LATENT, 2 * width * 8 * 8), nn.Unflatten(1, (2 * width, 8, 8)), nn.ReLU(),
+            nn.ConvTranspose2d(2 * width, width, 4, stride=2, padding=1), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.ConvTranspose2d(width, width // 2, 4, stride=2, padding=1), nn.BatchNorm2d(width // 2), nn.ReLU(),
+            nn.Conv2d(width // 2, 1, 3, padding=1), nn.Tanh(),
+        )  # fmt: skip
+        self.discriminator = nn.Sequential(
+            nn.Conv2d(1, width, 3, padding=1), nn.LeakyReLU(0.2),
+            nn.Conv2d(width, 2 * width, 4, stride=2, padding=1), nn.LeakyReLU(0.2),
+            nn.Conv2d(2 * width, 2 * width, 4, stride=2, padding=1), nn.LeakyReLU(0.2),
+            nn.Flatten(), nn.Linear(2 * width * 8 * 8, 1),
+        )  # fmt: skip
+
+    def imagine(self, count: int) -> Tensor:
+        device = next(self.generator.parameters()).device
+        images: Tensor = self.generator(torch.randn(count, LATENT, device=device))
+        return images
 
 
 @dataclass(eq=False)
@@ -64,16 +163,11 @@ def _pixels(g: torch.Generator) -> Sample:
 
 def _padded(samples: list[Sample]) -> Sample:
     inputs, targets = zip(*samples, strict=True)
-    return pad_sequence(list(inputs), True), pad_sequence(list(targets), True, IGNORED)
+    return pad_sequence(list(inputs), True), pad_sequence(list(targets), True, -100)  # ignore_index
 
 
 class Training(LightningModule):
-    """Training and evaluation of a workload with cross entropy and AdamW.
-
-    Args:
-        workload: the network and its data.
-        batch_size: samples in each batch.
-    """
+    """Training and evaluation of a workload with cross entropy and AdamW."""
 
     def __init__(self, workload: Workload, batch_size: int = 2) -> None:
         super().__init__()
@@ -82,21 +176,19 @@ class Training(LightningModule):
         self.network = workload.network()
         self.automatic_optimization = workload.optimizers == 1
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        self.count(len(batch[0]))
-        return self.loss(batch)
-
-    def count(self, batch_size: int) -> None:
-        """Count the samples of a step before it runs."""
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        batch_size = len(batch[0])
         if batch_size not in SAMPLES_RUN:
             emit(last_new_size=batch_size)  # known even if the process is killed in this step
         SAMPLES_RUN[batch_size] += batch_size
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        return self.loss(batch)
 
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch)
 
     def loss(self, batch: Any) -> Tensor:
-        """The loss of one batch."""
         inputs, targets = batch
         return functional.cross_entropy(self.network(inputs), targets)
 
@@ -117,7 +209,6 @@ class Adversarial(Training):
     network: GAN
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.count(len(batch[0]))
         optimizers: Any = self.optimizers()
         for optimizer, loss_of in zip(optimizers, (self._generator_loss, self.loss), strict=True):
             self.toggle_optimizer(optimizer)
@@ -131,7 +222,6 @@ class Adversarial(Training):
         return -scores.mean()
 
     def loss(self, batch: Any) -> Tensor:
-        """The loss of the discriminator."""
         real, _ = batch
         made = self.network.imagine(len(real)).detach()
         on_real, on_made = self.network.discriminator(real), self.network.discriminator(made)
@@ -144,23 +234,14 @@ class Adversarial(Training):
 
 @dataclass(frozen=True)
 class Workload:
-    """A network, its data and the memory that it may use on the host.
+    """A network, its data and the memory that it may use on the host."""
 
-    Args:
-        network: makes the network.
-        sample: makes one sample and its target.
-        room_mib: memory on the host beyond the use at the start of ``fit``, in MiB.
-        collate: makes a batch of samples.
-        training: the LightningModule.
-        optimizers: optimizer steps in each training step.
-    """
-
-    network: Callable[[], torch.nn.Module]
-    sample: Callable[[torch.Generator], Sample]
-    room_mib: int
+    network: Callable[[], nn.Module]
+    sample: Callable[[torch.Generator], Sample]  # with its target
+    room_mib: int  # beyond the use at the start of fit
     collate: Callable[[list[Sample]], Any] = default_collate
     training: type[Training] = Training
-    optimizers: int = 1
+    optimizers: int = 1  # steps of optimizers in each training step
 
     @property
     def room_bytes(self) -> int:
@@ -182,6 +263,5 @@ WORKLOADS = {
 
 
 def module_for(name: str, batch_size: int = 2) -> Training:
-    """The module that trains a workload."""
     workload = WORKLOADS[name]
     return workload.training(workload, batch_size)

@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
@@ -148,7 +148,8 @@ def _is_own(error: BaseException) -> bool:
 
 def _draw(log_dir: Path, out: Path, extension: str) -> int:
     drawn = 0
-    for path, name in _files(log_dir):
+    found = [(path, name) for name in _READERS for path in sorted(log_dir.rglob(name.replace(".", "*.")))]
+    for path, name in filter(lambda one: one[0].is_file(), found):
         directory = out / path.parent.relative_to(log_dir)
         number = path.stem.removeprefix(Path(name).stem)
         try:
@@ -168,13 +169,6 @@ def _draw(log_dir: Path, out: Path, extension: str) -> int:
     if not drawn:
         _print(f"No figure was drawn from {log_dir}; it needs a {' or '.join(_READERS)}", sys.stderr)
     return 0 if drawn else 1
-
-
-def _files(log_dir: Path) -> Iterator[tuple[Path, str]]:
-    """Paths of the files to read, and their names without a number."""
-    for name in _READERS:
-        stem, suffix = Path(name).stem, Path(name).suffix
-        yield from ((path, name) for path in sorted(log_dir.rglob(f"{stem}*{suffix}")) if path.is_file())
 
 
 def _finite_json(path: Path) -> str:

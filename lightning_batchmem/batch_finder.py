@@ -289,4 +289,7 @@ def _device_memory_of(trainer: Trainer) -> DeviceMemory:
 def _checked(outcome: Plan | SearchFailed, setting: BatchSizeSetting) -> Plan:
     if isinstance(outcome, SearchFailed):
         raise RuntimeError(outcome.reason)
-    return replace(outcome, notes=(*outcome.notes, *setting.notes_for(outcome.batch_size)))
+    if not setting.attribute.exists or setting.value == outcome.batch_size:
+        return outcome
+    note = f"Values computed from `{setting.name}` in __init__ or setup keep the old size."
+    return replace(outcome, notes=(*outcome.notes, note))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -99,10 +100,7 @@ class BatchSizeSearch:
 
     def evaluation(self, setting: BatchSizeSetting, loop: EvaluationLoop) -> Plan | SearchFailed | None:
         """Search with forward passes only; ``None`` when the stage's loaders do not follow the batch size."""
-
-        def start() -> ExitStack:
-            return self._attempts.restoring([setting], loop)
-
+        start = partial(self._attempts.restoring, [setting], loop)
         with self._ranks.fail_together(), self._progress, each_size_static(), self._attempts.begin(start):
             loaders: StageLoaders | None = None
             try:
@@ -167,7 +165,6 @@ class BatchSizeSearch:
     def _over(
         self, setting: BatchSizeSetting, steps: EvaluationSteps, start: Callable[[], ExitStack]
     ) -> Plan | SearchFailed:
-        """Search over the steps of an evaluation."""
         workers = WorkerMemory([steps.probe_batches])
         limits = self._limits(workers, stage_bounds(self._trainer, setting.source.stage, steps.loaders), None)
         reused = self._reused and self._reused.evaluation

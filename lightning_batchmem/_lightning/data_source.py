@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource  # private in 2.5.0 to 2.6.6
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils._pytree import tree_unflatten  # as in CombinedLoader (lightning 2.5.0 to 2.6.6)
 from torch.utils.data import BatchSampler, DataLoader
@@ -52,10 +51,6 @@ class DataSource:
     def stage(self) -> str:
         """``"train"``, ``"val"``, ``"test"`` or ``"predict"``, as in the names of hooks and ``limit_*_batches``."""
         return self.hook.removesuffix("_dataloader")
-
-    @property
-    def is_fit_validation(self) -> bool:
-        return self.trainer.state.fn == TrainerFn.FITTING and self.default_mode == "sequential"
 
     @property
     def is_empty(self) -> bool:

@@ -77,11 +77,10 @@ def _advance(trainer: Trainer, make_batch: Callable[[], Any]) -> bool:
     return True
 
 
-def drop_batch(trainer: Trainer) -> None:
-    """Release the batch that an interrupted step left in the results of the training loop."""
-    results = trainer.fit_loop.epoch_loop._results
-    results.batch = None
-    results.batch_size = None
+def drop_batch(loop: Any) -> None:
+    """Release the batch that a step left in the results of its loop."""
+    loop._results.batch = None
+    loop._results.batch_size = None
 
 
 def begin_evaluation(trainer: Trainer, loop: EvaluationLoop, loaders: CombinedLoader, batches: float) -> None:
@@ -121,8 +120,7 @@ def end_evaluation(trainer: Trainer, loop: EvaluationLoop) -> None:
         loop._on_predict_model_train()
     else:
         loop._on_evaluation_model_train()
-        loop._results.batch = None
-        loop._results.batch_size = None
+        drop_batch(loop)
     loop._data_fetcher = None
     if trainer.state.fn == TrainerFn.FITTING:
         trainer.training = True

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_batchmem._lightning.data_source import (
@@ -47,12 +48,6 @@ class BatchSizeSetting:
         value = self.value
         return int(value) if isinstance(value, Integral) and int(value) > 0 else None
 
-    def notes_for(self, batch_size: int) -> list[str]:
-        """What a new size does not reach."""
-        if not self.attribute.exists or self.value == batch_size:
-            return []
-        return [f"Values computed from `{self.name}` in __init__ or setup keep the old size."]
-
     def check(self) -> None:
         """Raise a ValueError where there is no place to set the size."""
         if not self.source.passed and not self.attribute.exists:
@@ -90,7 +85,8 @@ class BatchSizeSetting:
     def loaders_for(self, batch_size: int, *, may_be_fixed: bool = False) -> StageLoaders:
         """Set the size and request the loaders; a ValueError where none follows it, unless they ``may_be_fixed``."""
         # validation loaders that were passed to fit keep their sizes
-        own_sizes = may_be_fixed and self.source.passed and self.source.is_fit_validation
+        is_fit_validation = self.source.stage == "val" and self.trainer.state.fn == TrainerFn.FITTING
+        own_sizes = may_be_fixed and self.source.passed and is_fit_validation
         if not own_sizes:
             self.write(batch_size)
         combined = self.source.request()

@@ -77,7 +77,6 @@ class LoaderInfo:
         return None if samples is None else -(-samples // self.replicas)  # the last ranks get some samples twice
 
     def size_at(self, batch_size: int) -> int:
-        """Samples in each batch of this loader at ``batch_size``."""
         return self.size if self.requested_at is None else max(1, self.size * batch_size // self.requested_at)
 
     def batches(self, batch_size: int, *, full_only: bool = False) -> float:

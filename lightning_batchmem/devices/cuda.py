@@ -19,8 +19,6 @@ from lightning_batchmem.devices.base import MemoryStats, Utilization
 # segments given back to the driver. Source: torch.cuda.memory_stats
 _COUNTERS = ("num_ooms", "num_alloc_retries", "num_device_free")
 
-_BYTES = ("allocated_bytes", "reserved_bytes", "requested_bytes")
-
 # About 33,000 allocations of three events each; the stacks and events take about 60 MB of host memory.
 # Source: measured with 60 Python frames, torch 2.13 (CPU), with the same CapturedTraceback::gather as the allocator.
 _MAX_EVENTS = 100_000
@@ -115,7 +113,8 @@ class CudaMemory:
     def _read(self, when: str) -> MemoryStats:
         if not (stats := self._stats()):
             return MemoryStats(0, 0, 0)
-        allocated_bytes, reserved_bytes, requested_bytes = (int(stats[kind]["all"][when]) for kind in _BYTES)
+        kinds = (stats[f"{kind}_bytes"]["all"] for kind in ("allocated", "reserved", "requested"))
+        allocated_bytes, reserved_bytes, requested_bytes = (int(kind[when]) for kind in kinds)
         if requested_bytes == 0 < allocated_bytes:  # cudaMallocAsync does not count them
             return MemoryStats(allocated_bytes, reserved_bytes)
         return MemoryStats(allocated_bytes, reserved_bytes, requested_bytes)

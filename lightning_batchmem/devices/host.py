@@ -77,7 +77,6 @@ class HostMemory:
         return functools.partial(HostMemory, quick=self._is_quick_wanted), ()
 
     def reset_peak(self) -> None:
-        """Restart the peak from the resident set."""
         if self._clear_refs is not None:
             os.write(self._clear_refs, b"5")
 
@@ -89,7 +88,6 @@ class HostMemory:
         return self.current() if peak_bytes is None else MemoryStats(peak_bytes)
 
     def current(self) -> MemoryStats:
-        """Return the resident set now."""
         return MemoryStats(self._process.memory_info().rss)
 
     def private_bytes(self) -> int:

@@ -53,12 +53,9 @@ def samples_in(batch: object) -> int | None:
 
     Lightning's ``extract_batch_size`` guesses if they differ, and a caller cannot recognize the guess (2.6.6).
     """
-    if type(batch) in (list, tuple):  # the walk is slow, and this runs in every step
-        for item in batch:  # type: ignore[attr-defined]
-            if type(item) is not Tensor:
-                break
-        else:
-            return _common_size(batch)  # type: ignore[arg-type]
+    # the walk is slow, and this runs in every step
+    if isinstance(batch, list | tuple) and all(type(item) is Tensor for item in batch):
+        return _common_size(batch)
     for one in (batch, *_items(batch)):
         if isinstance(graphs := getattr(one, "num_graphs", None), int):  # PyTorch Geometric's batches
             return graphs
@@ -66,10 +63,7 @@ def samples_in(batch: object) -> int | None:
 
 
 def _common_size(tensors: Iterable[Tensor]) -> int | None:
-    sizes = set()
-    for tensor in tensors:
-        if shape := tensor.shape:
-            sizes.add(shape[0])
+    sizes = {shape[0] for tensor in tensors if (shape := tensor.shape)}
     return sizes.pop() if len(sizes) == 1 else None
 
 

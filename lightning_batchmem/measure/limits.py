@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from lightning.pytorch import Trainer
@@ -26,18 +26,17 @@ _RESTART_SECONDS = 2.0  # to collect garbage and restore everything before a tri
 _LIMIT_SHARE = 0.95  # of what the device can provide; the rest is for libraries, fragmentation and other processes
 
 
+@dataclass(frozen=True)
 class WorkerMemory:
     """Bytes in loader workers by arithmetic: the batches that they make ahead, and one that is being fetched.
 
     The workers of all ``stages`` are alive at the same time.
     """
 
-    def __init__(self, stages: Sequence[ProbeBatches]) -> None:
-        self.stages = stages
+    stages: Sequence[ProbeBatches]
 
     def bytes_at(self, batch_size: int) -> int:
-        batches = [one for stage in self.stages for one in stage.batch_bytes(batch_size)]
-        return sum(_batches_ahead(info) * batch_bytes for info, batch_bytes in batches)
+        return sum(_batches_ahead(info) * size for stage in self.stages for info, size in stage.batch_bytes(batch_size))
 
     def largest_in_host_memory(self, processes: int = 1) -> int:
         """The largest batch size whose batches fit into free host memory, with so many ranks on this host."""

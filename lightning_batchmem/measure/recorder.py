@@ -170,7 +170,6 @@ class StepRecorder:
         return text
 
     def close(self) -> None:
-        """Remove the hooks from the optimizers."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._optimizers = [], []

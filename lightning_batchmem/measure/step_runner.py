@@ -43,11 +43,9 @@ class PhaseCallback(Callback):
         return [optimizer.register_step_post_hook(after_step) for optimizer in optimizers]
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Mark the end of the forward pass."""
         self.peaks.enter("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Mark the end of the backward pass."""
         self.peaks.enter("optimizer_step")
 
 
@@ -68,7 +66,6 @@ class StepRecords:
     most_held_bytes: float = math.inf  # a step that holds more ends the series
 
     def phase_peaks(self) -> dict[str, int]:
-        """The highest peak of each phase."""
         phases = dict.fromkeys(phase for step in self.exact for phase in step.phase_peak_bytes)
         return {phase: max(step.phase_peak_bytes.get(phase, 0) for step in self.exact) for phase in phases}
 
@@ -78,8 +75,6 @@ class OverLimitError(Exception):
 
 
 class StepRunner:
-    """Run the user's steps at any batch size and record what they use."""
-
     def __init__(
         self,
         trainer: Trainer,
@@ -99,7 +94,6 @@ class StepRunner:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the steps have compiled anything."""
         return compiled_frames() > self._frames_before
 
     def current_bytes(self) -> int:
@@ -190,7 +184,6 @@ class StepRunner:
         return bytes_of(tensors, torch.device("cpu"))
 
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients."""
         gradients = (parameter.grad for parameter in self.trainer.lightning_module.parameters())
         return bytes_of(gradient for gradient in gradients if gradient is not None)
 

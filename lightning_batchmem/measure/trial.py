@@ -39,8 +39,6 @@ _RESERVE_SHARE_INEXACT = 0.4  # the same where live bytes cannot be counted, so 
 
 
 class TrialRunner:
-    """Run the user's steps at any batch size and measure them."""
-
     def __init__(
         self,
         trainer: Trainer,
@@ -66,7 +64,6 @@ class TrialRunner:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the steps have compiled anything."""
         return self._runner.is_compiled
 
     @property
@@ -87,7 +84,6 @@ class TrialRunner:
         return tuple(notes)
 
     def current_bytes(self) -> int:
-        """Live bytes at this moment."""
         return self._runner.current_bytes()
 
     def calls_collectives(self, batch_size: int) -> bool:

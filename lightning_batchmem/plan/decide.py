@@ -90,7 +90,6 @@ class _SearchState:
 
     @property
     def sizes_left(self) -> int:
-        """How many other sizes may still run."""
         return self.limits.max_sizes - len(self.tried)
 
     @cached_property
@@ -127,7 +126,6 @@ class _SearchState:
         return self.fitting[-1]
 
     def next_size(self) -> NextSize | LimitedBy | SearchFailed:
-        """The next size to run, or what limits the size."""
         kills = self.limits.out_of_memory_kills
         if self.passed and self.passed[-1].batch_size >= self.highest:
             return self.limits.max_reason
@@ -154,7 +152,6 @@ class _SearchState:
         return NextSize(higher, "rehearsal") if is_gain else _MEMORY
 
     def smaller(self) -> NextSize | SearchFailed:
-        """A smaller first size when the first one did not fit."""
         if self.lowest < self.failed_size:
             return NextSize(self.lowest, "probe")
         hint = " Or pass min_batch_size=1." if self.lowest == self.policy.first_size else ""

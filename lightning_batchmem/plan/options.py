@@ -17,8 +17,6 @@ WorstCase = Literal["typical", "longest"] | Callable[[Any], float] | None
 
 UNBOUNDED_MAX_BATCH_SIZE = 2**20  # where neither the data nor the user sets a maximum
 
-_SIZES = ("max_batch_size", "min_batch_size", "multiple_of", "target_batch_size", "base_batch_size")
-
 # SI prefixes, and IEC 80000-13 for the binary ones
 _UNIT_BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNIT_BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -51,7 +49,8 @@ class SearchOptions:
         _check_choice("lr_scaling", self.lr_scaling, (None, *get_args(LearningRateScaling)))
         if not callable(self.worst_case):
             _check_choice("worst_case", self.worst_case, (None, "typical", "longest"), " or a callable")
-        for name in (*_SIZES, "min_steps_per_epoch"):
+        sizes = ("max_batch_size", "min_batch_size", "multiple_of", "target_batch_size", "base_batch_size")
+        for name in (*sizes, "min_steps_per_epoch"):
             if (value := getattr(self, name)) is not None:
                 if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                     raise ValueError(f"{name} must be a whole number of at least 1, got {value!r:.80}")

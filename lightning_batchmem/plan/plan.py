@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from lightning_batchmem.plan.records import LimitedBy, Line, MemoryModel, TimeModel, Trial, mib
-
-_Record = TypeVar("_Record", Line, Trial)
+from lightning_batchmem.plan.records import LimitedBy, Line, MemoryModel, TimeModel, Trial, known_fields, mib
 
 _HEADINGS = ("run", "result", "size", "live MiB", "line MiB", "held MiB", "ms", "samples/s")
 _ROW = "  {:<9} {:<10} {:>6} {:>9} {:>9} {:>9} {:>9} {:>9}"
@@ -148,17 +146,11 @@ class Plan:
     def _from_dict(cls, data: dict[str, Any]) -> Plan:
         memory, time, evaluation = data["memory"], data["time"], data["evaluation"]
         if memory is not None:
-            memory = MemoryModel({phase: _known(Line, line) for phase, line in memory["lines"].items()})
+            memory = MemoryModel({phase: Line(**known_fields(Line, line)) for phase, line in memory["lines"].items()})
         if time is not None:
-            time = TimeModel(_known(Line, time["line"]))
+            time = TimeModel(Line(**known_fields(Line, time["line"])))
         if evaluation is not None:
             evaluation = cls._from_dict(evaluation)
-        trials = tuple(_known(Trial, trial) for trial in data["trials"])
+        trials = tuple(Trial(**known_fields(Trial, trial)) for trial in data["trials"])
         made = {"memory": memory, "time": time, "evaluation": evaluation, "trials": trials}
-        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
-        return cls(**{**known, **made, "notes": tuple(data["notes"])})
-
-
-def _known(record: Callable[..., _Record], data: dict[str, Any]) -> _Record:
-    names = {field.name for field in fields(record)}  # type: ignore[arg-type]  # a dataclass
-    return record(**{name: value for name, value in data.items() if name in names})
+        return cls(**{**known_fields(cls, data), **made, "notes": tuple(data["notes"])})

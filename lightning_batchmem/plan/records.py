@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 MIB = 2**20
 """Bytes in a mebibyte, the unit in which memory is shown to people."""
@@ -30,6 +30,11 @@ def mib(count_bytes: float) -> str:
     """Bytes as a person reads them, e.g. ``"1,536.0 MiB"``; three decimals below one MiB."""
     decimals = 1 if abs(count_bytes) >= MIB else 3
     return f"{round(count_bytes / MIB, decimals) + 0.0:,.{decimals}f} MiB"  # + 0.0: no "-0.0"
+
+
+def known_fields(kind: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of ``data`` that are fields of a data class; another version may have written others."""
+    return {field.name: data[field.name] for field in fields(kind) if field.name in data}
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,9 @@ LearningRateScaling = Literal["linear", "sqrt"]
 
 _TESTED_FACTOR = 8  # beyond this ratio of batch sizes the rules are untested
 
-
 # Source: Goyal et al. 2017, arXiv 1706.02677, for SGD (with momentum too); Malladi et al. 2022, arXiv 2205.10287, for
 # Adam and RMSprop. AdamW is Adam where it decays nothing, and torch multiplies its decay by the learning rate.
 _RULES: dict[str, LearningRateScaling] = {"SGD": "linear", "Adam": "sqrt", "AdamW": "sqrt", "RMSprop": "sqrt"}
-_EXPLAINED = "docs/choosing-a-batch-size.md"
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,8 @@ def learning_rate_note(optimizer_names: Sequence[str], *, effective_batch_size: 
     factor = f"{learning_rate_factor(rule, effective_batch_size, base_batch_size):,.4g}"
     if max(ratio, 1 / ratio) > _TESTED_FACTOR:
         factor += f" (untested beyond {_TESTED_FACTOR} times the samples)"
-    return f'{changed}: for {listed}, lr_scaling="{rule}" multiplies the learning rate by {factor}, see {_EXPLAINED}'
+    advice = f'for {listed}, lr_scaling="{rule}" multiplies the learning rate by {factor}'
+    return f"{changed}: {advice}, see docs/choosing-a-batch-size.md"
 
 
 def size_range(limits: SearchLimits) -> tuple[int, int]:

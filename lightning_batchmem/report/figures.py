@@ -103,20 +103,19 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
     title = "Peak memory of each step" if width == 1 else f"Peak memory, highest of every {width:,} steps"
     figure, axes = _new_figure(title, "step", "memory (MiB)")
     for stage, placed in stages.items():
-        if stage == "train":
-            for index, name in enumerate(("reserved", *PHASES)):  # often the same peak: a later line is thinner
-                column = "peak_reserved_mib" if name == "reserved" else f"{name}_peak_mib"
-                x, y = _extreme(placed, column, width)
-                if x:
-                    label, color = name.replace("_", " "), _LINE_COLORS[index]
-                    axes.plot(x, y, label=label, color=color, linewidth=5.5 - index)
-        x, y = _extreme(placed, "peak_allocated_mib", width)
-        if stage == "train":
-            axes.plot(x, y, label="peak", color=BLACK, linewidth=1.0, marker=".", markersize=3)
-        else:
+        if stage != "train":
             color, marker = _STAGE_STYLES.get(stage, (GREY, "x"))
             line = "none" if "train" in stages else "solid"
+            x, y = _extreme(placed, "peak_allocated_mib", width)
             axes.plot(x, y, label=f"peak ({stage})", color=color, marker=marker, linestyle=line)
+            continue
+        columns = {"reserved": "peak_reserved_mib"} | {phase: f"{phase}_peak_mib" for phase in PHASES}
+        for index, (name, column) in enumerate(columns.items()):  # often the same peak: a later line is thinner
+            x, y = _extreme(placed, column, width)
+            if x:
+                axes.plot(x, y, label=name.replace("_", " "), color=_LINE_COLORS[index], linewidth=5.5 - index)
+        x, y = _extreme(placed, "peak_allocated_mib", width)
+        axes.plot(x, y, label="peak", color=BLACK, linewidth=1.0, marker=".", markersize=3)
     x, y = _extreme([point for placed in stages.values() for point in placed], "limit_mib", width, min)
     if x:
         x, y = [*x, max(steps)], [*y, y[-1]]

@@ -98,13 +98,11 @@ class StepReporter:
 
     @property
     def epoch_peak_bytes(self) -> int | None:
-        """Highest allocated bytes in a step of this epoch; None before its first step ended."""
         self.process()
         return self._epoch_peak_bytes or None
 
     @property
     def run_peak_bytes(self) -> int | None:
-        """Highest allocated bytes in a step of this run; None before its first step ended."""
         self.process()
         return max(self._run_peak_bytes, self._epoch_peak_bytes) or None
 

@@ -75,8 +75,7 @@ def _cells(step: StepRecord, world_size: int) -> tuple[object, ...]:
     seconds = step.seconds if step.device_seconds is None else step.device_seconds
     phases, size, items, wait_seconds = step.peaks.phase_peak_bytes, step.batch_size, step.items, step.wait_seconds
     key, percent = step.utilization or ("", 0.0)
-    samples_per_second = "" if size is None or seconds <= 0 else f"{size * world_size / seconds:.3f}"
-    items_per_second = "" if items is None or seconds <= 0 else f"{items * world_size / seconds:.3f}"
+    rates = (None if n is None or seconds <= 0 else f"{n * world_size / seconds:.3f}" for n in (size, items))
     wait_percent = "" if wait_seconds is None or step.seconds <= 0 else f"{100.0 * wait_seconds / step.seconds:.2f}"
     return (
         step.number,
@@ -85,8 +84,7 @@ def _cells(step: StepRecord, world_size: int) -> tuple[object, ...]:
         _mib(max(phases.values(), default=None)),
         _mib(step.peaks.peak_reserved_bytes),
         _mib(step.limit_bytes),
-        samples_per_second,
-        items_per_second,
+        *rates,
         f"{1e3 * seconds:.3f}",
         wait_percent,
         f"{percent:.2f}" if key == "gpu_pct" else None,

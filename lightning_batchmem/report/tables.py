@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from lightning_batchmem.measure.breakdown import PARTS, MemoryBreakdown
 from lightning_batchmem.plan.fit import fit_memory
-from lightning_batchmem.plan.records import NextSize, Trial, mib
+from lightning_batchmem.plan.records import NextSize, Trial, known_fields, mib
 
 SUMMARY_NAME = "memory_summary.json"
 
@@ -100,7 +100,7 @@ class Summary:
 
     @classmethod
     def _from_dict(cls, data: dict[str, Any]) -> Summary:
-        known = {one.name: data[one.name] for one in fields(cls) if one.name in data}
+        known = known_fields(cls, data)
         known["breakdown"] = data["breakdown"] and MemoryBreakdown(**data["breakdown"])
         known["validation"] = data["validation"] and cls._from_dict(data["validation"])
         known |= {name: tuple(data[name]) for name in ("alerts", "rank_peaks_bytes")}

@@ -43,8 +43,8 @@ def test_the_failure_of_a_case_is_a_row_between_the_others(monkeypatch, sent):
         yield {"size": 16}, failing
         yield {"size": 32}, lambda: {"peak": 2}
 
-    monkeypatch.setattr(gpu_parts, "sync", cases)
-    gpu_check.run_part("sync")
+    monkeypatch.setattr(gpu_parts, "compile", cases)
+    gpu_check.run_part("compile")
     assert "no device\nmore" in sent["rows"][1].pop("log")
     assert sent["rows"] == [{"size": 8, "peak": 1}, {"size": 16, "error": "RuntimeError: no device"},
                             {"size": 32, "peak": 2}]  # fmt: skip
@@ -66,7 +66,7 @@ def test_files_are_written_after_each_part_whatever_happens_in_it(monkeypatch, t
     monkeypatch.setattr(gpu_check, "in_fresh_process", in_fresh_process)
     assert gpu_check.main([]) == 1
     assert json.loads(path.read_text())["search"] == [{"size": 1}, {"size": 2, "error": "no end after 170 s"}]
-    assert json.loads(path.read_text())["sync"] == [{"a": 1, "log": "long"}]
+    assert json.loads(path.read_text())["compile"] == [{"a": 1, "log": "long"}]
     text = path.with_suffix(".md").read_text()
     assert text.startswith(
         "a device\n\n## tests\n\n| error |\n| --- |\n| process ended with 1: no module |\n\n## search"
@@ -112,7 +112,6 @@ def no_device(monkeypatch, fake_device):
     monkeypatch.setattr(torch, "compile", lambda module, **arguments: module)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * 10**9, 80 * 10**9))
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *one: fractions.append(one))
     monkeypatch.setattr(overhead, "STEPS_BY_INTERVAL", {1: 3})
     monkeypatch.setattr(overhead, "WARM_UP_STEPS", 1)
@@ -139,22 +138,6 @@ def test_each_part_on_the_host_with_cuda_replaced(part, sent, no_device):
         assert rows[0].keys() >= {"requested simulated MiB", "allocated simulated MiB", "allocated MiB"}
     if part == "overhead":
         assert rows[0]["MemoryProfiler us"] > 0
-    if part == "sync":
-        assert rows == [
-            {"callback": "none", "synchronizations": 0},
-            {"callback": "MemoryProfiler", "synchronizations": 0},
-        ]
-
-
-def test_a_synchronization_in_the_package_is_an_error(monkeypatch, no_device):
-    import warnings
-
-    def fit(module):
-        warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, "/x/lightning/y.py", 1)
-        warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, "/x/lightning_batchmem/y.py", 7)
-
-    monkeypatch.setattr(gpu_parts, "trainer_for", lambda *a, **k: type("T", (), {"fit": staticmethod(fit)}))
-    assert gpu_parts.synchronizations([]) == {"synchronizations": 2, "error": "in /x/lightning_batchmem/y.py:7"}
 
 
 @pytest.mark.parametrize("allocator", gpu_parts.ALLOCATORS)
