@@ -47,8 +47,7 @@ class Trial:
             the limit; ``"allocator_retry"`` when the allocator had to release its cache in a steady step.
         phase_peak_bytes: highest live bytes in each phase that ran (keys from :data:`PHASES`). CUDA: bytes requested
             from the allocator. Host: bytes of live tensors, plus what the process held before its first step.
-        kind: ``"probe"`` for a few steps that are only measured, ``"rehearsal"`` for the steps of a training from its
-            start.
+        kind: ``"probe"`` for a few steps that are only measured, ``"rehearsal"`` for steps as in a training.
         is_exact: whether the peaks count live bytes. ``False`` where only the resident set could be measured.
         peak_held_bytes: highest bytes that were taken from the device. CUDA: reserved by the allocator. Host: the
             resident set. ``None`` where it is not known.
