@@ -337,7 +337,7 @@ class Deep(LightningModule):
 def test_on_the_host(tmp_path):
     options = {"max_steps": 2, "default_root_dir": tmp_path}
     quiet_trainer(BatchFinder(max_batch_size=3), **options).fit(Deep())  # loads libraries, which take memory too
-    limit = HostMemory().current().allocated_bytes + 250 * MIB
+    limit = HostMemory().current().allocated_bytes + 400 * MIB
     finder, profiler = BatchFinder(memory_limit=limit), MemoryProfiler()
     quiet_trainer(profiler, finder, **options).fit(Deep())
     assert finder.plan is not None
@@ -346,7 +346,7 @@ def test_on_the_host(tmp_path):
     assert profiler.summary is not None
     assert profiler.summary.batch_size == finder.plan.batch_size
     assert profiler.summary.peak_bytes <= limit
-    assert 7 <= finder.plan.batch_size <= 22  # 16 MiB each; a reserve for what the kernel holds more
+    assert 7 <= finder.plan.batch_size <= 35  # 16 MiB each; a reserve for what the kernel holds more
 
 
 def test_pages_of_files_are_not_memory_held_on_the_host(tmp_path):

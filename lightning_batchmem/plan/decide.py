@@ -22,6 +22,7 @@ from lightning_batchmem.plan.records import (
 from lightning_batchmem.plan.scaling import largest_where, rounded, size_range
 
 _MEMORY: LimitedBy = "memory"
+_MOST_HELD = 2.5  # bytes that are held on the host for each live byte, as far as two small probes can show
 _FRAGMENTED = 1.15  # reserved bytes over requested bytes, from which expandable segments are worth a try
 
 
@@ -231,8 +232,13 @@ class _SearchState:
         """
         trial, needed_bytes = self.largest, self.largest.needed_bytes
         fixed_bytes = min(trial.fixed_bytes, needed_bytes)
-        free_bytes = int(self.policy.candidate_share * self.limits.limit_bytes - fixed_bytes)
-        return free_bytes * trial.batch_size // max(1, needed_bytes - fixed_bytes)
+        limit_bytes = int(self.policy.candidate_share * self.limits.limit_bytes)
+        size = (limit_bytes - fixed_bytes) * trial.batch_size // max(1, needed_bytes - fixed_bytes)
+        if not self.limits.out_of_memory_kills:
+            return size
+        # an old process holds free blocks of earlier work, which do not grow with the batch
+        growth_bytes = _MOST_HELD * max(1, trial.peak_bytes - fixed_bytes)
+        return max(size, trial.batch_size + int((limit_bytes - needed_bytes) * trial.batch_size / growth_bytes))
 
     def _candidate(self) -> int:
         """The largest size that is predicted to fit, less a step for each failure."""
@@ -274,7 +280,7 @@ class _SearchState:
         # what is held grows with live bytes, as far as they are written; probes are too small to show how much
         ran = ran_through(self.trials)
         first, last = ran[0], ran[-1]
-        least, most = (0.75, math.inf) if last.kind != "probe" else (1.0, 2.5)
+        least, most = (0.75, math.inf) if last.kind != "probe" else (1.0, _MOST_HELD)
         grown_bytes = max(1, last.peak_bytes - first.peak_bytes)
         ratio = min(most, max(least, (last.needed_bytes - first.needed_bytes) / grown_bytes))
         needed_bytes = last.needed_bytes + ratio * (predicted_bytes - last.peak_bytes)

@@ -104,6 +104,13 @@ def shrinking(run):
     )
 
 
+def in_an_old_process(run, held):
+    """``held`` bytes are free blocks of earlier work."""
+    return lambda step: with_changes(
+        trial := run(step), peak_held_bytes=trial.peak_bytes + held, fixed_bytes=max(peaks(STRAIGHT, 0))
+    )
+
+
 KILLS = {"out_of_memory_kills": True}
 # by hand: the candidate needs 0.9 of the limit, the step up 0.94, steps down are 5, 12, 25 and 50 %
 CASES = [
@@ -128,6 +135,7 @@ CASES = [
     (device(STRAIGHT, kills=True, held_share=0.5), KILLS, "2p 8p 100r 159r 200r", 200),
     (device(STRAIGHT, kills=True, largest_passed=230), KILLS, "2p 8p 150r 240r! 227r", 227),
     (device(STRAIGHT, kills=True, largest_passed=160), KILLS, "2p 8p 150r 240r! 227r! 199r!", 150),
+    (in_an_old_process(device(STRAIGHT, kills=True), 6000), KILLS, "2p 8p 50r 80r 100r", 100),
     (shrinking(device(STRAIGHT, kills=True)), KILLS, "2p 8p 150r 169r 283r", 283),
     (device(STRAIGHT), {"target_batch_size": 512, "multiple_of": None}, "2p 8p 64p 256r", 256),
     (device(STRAIGHT), {"target_batch_size": 480, "multiple_of": 10}, "10p 40p 240r", 240),
