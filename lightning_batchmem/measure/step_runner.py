@@ -155,9 +155,9 @@ class StepRunner:
                     if not live:
                         held_bytes = found.peak_bytes if self.is_host else found.peak_reserved_bytes or found.peak_bytes
                         record.held_bytes.append(held_bytes - self._not_counted_bytes())
+                        if record.held_bytes[-1] > record.most_held_bytes:
+                            raise OverLimitError
                     record.samples += batch_size
-                    if record.held_bytes and record.held_bytes[-1] > record.most_held_bytes:
-                        raise OverLimitError
                 record.full_steps += steps is record.main
 
     def track_lasting(self) -> None:

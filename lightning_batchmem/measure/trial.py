@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -104,17 +104,10 @@ class TrialRunner:
 
     def run(self, kind: TrialKind, batch_size: int, smaller_size: int, limit_bytes: int) -> Trial:
         """Run a trial; before a rehearsal the caller restores the state in which training starts."""
+        run = partial(self._rehearse, batch_size, smaller_size, limit_bytes)
+        return self._trial(kind, batch_size, partial(self._probe, batch_size) if kind == "probe" else run)
 
-        def probe(record: StepRecords) -> Outcome:
-            self._probe(batch_size, record)
-            return "ok"
-
-        def rehearse(record: StepRecords) -> Outcome:
-            return self._rehearse(batch_size, smaller_size, limit_bytes, record)
-
-        return self._trial(kind, batch_size, probe if kind == "probe" else rehearse)
-
-    def _probe(self, batch_size: int, record: StepRecords) -> None:
+    def _probe(self, batch_size: int, record: StepRecords) -> Outcome:
         """Run a few steps and measure the peak of each phase."""
         if self._training is not None:
             self._runner.series(self._training, batch_size, record, self._probe_steps)
@@ -127,6 +120,7 @@ class TrialRunner:
             else:
                 record.exact += self._fixed_evaluation
         self._is_first = False
+        return "ok"
 
     def _rehearse(self, batch_size: int, smaller_size: int, limit_bytes: int, record: StepRecords) -> Outcome:
         """Run steps as training will, under the limit."""
@@ -141,7 +135,6 @@ class TrialRunner:
             except OverLimitError:  # the next step might exceed the limit, which would end the process
                 self._device.release_cached()
         if self._runner.is_host:
-            record.most_held_bytes = math.inf
             # read before live bytes are counted, which takes memory itself
             record.reserve_bytes = self._reserve(record, start_bytes, share)
             for steps in (self._training, self._evaluation):
