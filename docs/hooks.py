@@ -9,7 +9,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 REPOSITORY = Path(__file__).parents[1]
-LINKED = ("examples/quickstart.py", "examples/ddp.py", "examples/fsdp2.py")
+LINKED = (
+    "examples/quickstart.py", "examples/ddp.py", "examples/fsdp2.py", "benchmarks/results/cpu-2-cores/search.json",
+)  # fmt: skip
 ROLE = re.compile(r":\w+:`~?(?:[\w.]*\.)?(\w+)`")
 
 

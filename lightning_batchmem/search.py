@@ -284,7 +284,7 @@ class BatchSizeSearch:
             None,  # to move a batch to the device could run out of memory once more
             trainer.strategy.root_device,
             start_bytes=self._device.current().allocated_bytes,
-            peak_bytes=trial.peak_bytes,
+            peak_bytes=trial.peak_bytes or trial.held_bytes,
         )
         text = f"At {trial.batch_size} samples the memory held {breakdown}"
         if trial.worker_bytes and self._device.name == "host":

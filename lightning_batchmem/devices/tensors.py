@@ -54,8 +54,8 @@ def samples_in(batch: object) -> int | None:
     Lightning's ``extract_batch_size`` guesses if they differ, and a caller cannot recognize the guess (2.6.6).
     """
     # the walk is slow, and this runs in every step
-    if isinstance(batch, list | tuple) and all(type(item) is Tensor for item in batch):
-        return _common_size(batch)
+    if type(batch) in (list, tuple) and all(type(item) is Tensor for item in _items(batch)):
+        return _common_size(batch)  # type: ignore[arg-type]
     for one in (batch, *_items(batch)):
         if isinstance(graphs := getattr(one, "num_graphs", None), int):  # PyTorch Geometric's batches
             return graphs

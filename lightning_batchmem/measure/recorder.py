@@ -123,7 +123,7 @@ class StepRecorder:
             self._is_steady = True
         self._in_step, self._batch = False, None
         samples = self._samples_in(trainer, batch)
-        items = None if self._items_fn is None else number_from("items_fn", self._items_fn(batch))
+        items = None if self._items_fn is None else number_from("items_fn", self._items_fn(batch), nan=True)
         record = StepRecord(number, samples, peaks, seconds, wait_seconds, timer.stage, items, marks, self._start_bytes)
         if timer is self.main:
             record.is_steady = self.breakdown is not None and self.breakdown.num_taken > 0

@@ -133,7 +133,9 @@ class TrialRunner:
             try:
                 warm, retries = self._steps_of_a_training(batch_size, smaller_size, record)
             except OverLimitError:  # the next step might exceed the limit, which would end the process
-                self._device.release_cached()
+                record.exact.clear()
+                record.reserve_bytes = int(share * (max(record.held_bytes) - start_bytes))
+                return "over_limit"
         if self._runner.is_host:
             # read before live bytes are counted, which takes memory itself
             record.reserve_bytes = self._reserve(record, start_bytes, share)
@@ -237,7 +239,8 @@ class TrialRunner:
         self._runner.warm_up(steps, batch_size, record, at_least=self._warmup_steps)
         warm, retries = len(record.held_bytes), self._retries()
         self._runner.run(steps, batch_size, record, _STEADY_STEPS, timed=True, varied=True)
-        differ = _differ(record.held_bytes[warm:])
+        steady_bytes = record.held_bytes[warm:]
+        differ = max(steady_bytes) - min(steady_bytes) > _DIFFERENCE * max(steady_bytes)
         if any(self._ranks.exchange(differ)) if self.is_collective else differ:  # else a rank would wait forever
             self._runner.run(steps, batch_size, record, 5 if self._is_slow else _MORE_STEPS, varied=True)
         return warm, retries
@@ -252,10 +255,6 @@ class TrialRunner:
         saved = self._saved_callbacks
         saving_bytes = self._runner.held_bytes() + self._runner.state_bytes(saved) if saved else 0
         return int(share * grown_bytes) + max(0, saving_bytes - peak_bytes)  # a later step, then a checkpoint
-
-
-def _differ(peaks_bytes: list[int]) -> bool:
-    return max(peaks_bytes) - min(peaks_bytes) > _DIFFERENCE * max(peaks_bytes)
 
 
 def _release_traceback(failure: BaseException) -> str:

@@ -228,13 +228,13 @@ class _SearchState:
         """The largest size that fits if all that does not last grows in proportion to the batch.
 
         Source: the peak is a maximum of ``a + b * size`` with ``a >= fixed``, and for each of these
-        ``a + b * k * size <= fixed + k * (a - fixed + b * size)``.
+        ``a + b * k * size <= fixed + k * (a - fixed + b * size)``. On the host also by what is held for live bytes.
         """
         trial, needed_bytes = self.largest, self.largest.needed_bytes
         fixed_bytes = min(trial.fixed_bytes, needed_bytes)
         limit_bytes = int(self.policy.candidate_share * self.limits.limit_bytes)
         size = (limit_bytes - fixed_bytes) * trial.batch_size // max(1, needed_bytes - fixed_bytes)
-        if not self.limits.out_of_memory_kills:
+        if not (self.limits.out_of_memory_kills and trial.is_exact):
             return size
         # an old process holds free blocks of earlier work, which do not grow with the batch
         growth_bytes = _MOST_HELD * max(1, trial.peak_bytes - fixed_bytes)
@@ -246,7 +246,7 @@ class _SearchState:
         share = 1.0 if self.limits.out_of_memory_kills else policy.candidate_share  # the former include a reserve
         size = self._largest_within(policy.collective_share if self.limits.steps_are_collective else share)
         if self.failed:
-            # the last size should fit, and the one after two that ran out of memory
+            # where nothing kills the last size should fit, and the one after two that ran out of memory
             is_third = sum(trial.outcome == "out_of_memory" for trial in self.failed) > 1
             more = 2 if self.sizes_left == 1 and not self.limits.out_of_memory_kills else int(is_third)
             shrink = policy.step_down[min(len(self.failed) + more, len(policy.step_down)) - 1]
@@ -257,12 +257,14 @@ class _SearchState:
 
     def _climb(self, candidate: int) -> NextSize | LimitedBy:
         """Approach the candidate in stages where exceeding the limit ends the process."""
-        if self.passed and candidate < (1 + self.policy.min_gain_when_killed) * self.passed[-1].batch_size:
+        gain = 1 + self.policy.min_gain_when_killed
+        if self.passed and candidate < min(self.highest, gain * self.passed[-1].batch_size):
             return _MEMORY
-        for share in () if self.failed else self.policy.climb[len(self.passed) :]:
+        stages = self.policy.climb[self.limits.max_sizes <= 4 :]
+        for share in () if self.failed else stages[len(self.passed) :]:
             fits = largest_where(lambda size: self._within(size, 1.0), 0, 10**9)
             target = max(self.lowest, self._rounded(int(share * fits)))
-            if 1.1 * self.largest.batch_size < target < candidate:
+            if gain * self.largest.batch_size < target <= candidate / gain:
                 return NextSize(target, "rehearsal")  # to measure what is held
         return NextSize(candidate, "rehearsal")
 
@@ -279,11 +281,15 @@ class _SearchState:
             return predicted_bytes <= share * limit_bytes
         # what is held grows with live bytes, as far as they are written; probes are too small to show how much
         ran = ran_through(self.trials)
-        first, last = ran[0], ran[-1]
+        first, last, last_live_bytes = ran[0], ran[-1], ran[-1].peak_bytes
+        ended = [trial for trial in self.failed if trial.outcome == "over_limit" and not trial.phase_peak_bytes]
+        if ended:  # before its live bytes were counted
+            last = min(ended, key=lambda trial: trial.batch_size)
+            last_live_bytes = round(self.model.predict_bytes(last.batch_size))
         least, most = (0.75, math.inf) if last.kind != "probe" else (1.0, _MOST_HELD)
-        grown_bytes = max(1, last.peak_bytes - first.peak_bytes)
+        grown_bytes = max(1, last_live_bytes - first.peak_bytes)
         ratio = min(most, max(least, (last.needed_bytes - first.needed_bytes) / grown_bytes))
-        needed_bytes = last.needed_bytes + ratio * (predicted_bytes - last.peak_bytes)
+        needed_bytes = last.needed_bytes + ratio * (predicted_bytes - last_live_bytes)
         return needed_bytes <= share * limit_bytes
 
     def _rounded(self, size: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
@@ -120,15 +121,12 @@ def changes_since(
     return changes + [f"{name} was {old_options[name]!r} and is {options[name]!r}" for name in changed]
 
 
-def number_from(argument: str, returned: Any) -> float:
-    """The number that a function of the user has returned."""
-    try:
-        number = float(returned)
-    except (TypeError, ValueError):
-        number = math.nan
-    if math.isnan(number):
-        raise ValueError(f"{argument} must return a number, got {returned!r:.80}")
-    return number
+def number_from(argument: str, returned: Any, *, nan: bool = False) -> float:
+    """The number that a function of the user has returned; ``nan``: it may be NaN."""
+    with suppress(TypeError, ValueError):
+        if nan or not math.isnan(float(returned)):
+            return float(returned)
+    raise ValueError(f"{argument} must return a number, got {returned!r:.80}")
 
 
 def _plain_number(number: Real) -> int | float:

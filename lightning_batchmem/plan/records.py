@@ -44,7 +44,8 @@ class Trial:
     Args:
         batch_size: samples in each step, on this rank.
         outcome: ``"ok"``; ``"out_of_memory"`` (the peaks are then incomplete); ``"over_limit"`` when more was held than
-            the limit; ``"allocator_retry"`` when the allocator had to release its cache in a steady step.
+            the limit (no peaks where this ended the steps); ``"allocator_retry"`` when the allocator had to release its
+            cache in a steady step.
         phase_peak_bytes: highest live bytes in each phase that ran (keys from :data:`PHASES`). CUDA: bytes requested
             from the allocator. Host: bytes of live tensors, plus what the process held before its first step.
         kind: ``"probe"`` for a few steps that are only measured, ``"rehearsal"`` for steps as in a training.
@@ -203,7 +204,7 @@ class SearchPolicy:
     step_up_share: float = 0.94  # of the limit, tried once after a rehearsal has passed
     collective_share: float = 0.85  # of the limit where ranks step together and no limit can be enforced
     step_down: tuple[float, ...] = (0.052, 0.12, 0.25, 0.5)  # by which a size shrinks after each failure
-    climb: tuple[float, ...] = (0.5, 0.8)  # of the candidate, rehearsed first where exceeding the limit kills
+    climb: tuple[float, ...] = (0.5, 0.8)  # of the size that fits, rehearsed first where exceeding the limit kills
     min_gain: float = 0.02  # a smaller gain is not worth another size ...
     min_gain_when_killed: float = 0.1  # ... or, where exceeding the limit kills, not worth the risk
     throughput_share: float = 0.95  # of the best throughput: beyond, more memory gains next to no speed
