@@ -106,11 +106,11 @@ class Classifier(LightningModule):
 def main() -> None:
     """Find the batch size, train, and report the validation accuracy."""
     seed_everything(0)
-    finder = BatchFinder(memory_limit="1GiB", min_steps_per_epoch=None)
+    finder = BatchFinder(memory_limit="900MiB", min_steps_per_epoch=None)
     trainer = Trainer(
         accelerator="auto",
         devices=1,
-        max_epochs=10,
+        max_epochs=12,
         log_every_n_steps=5,
         logger=[TensorBoardLogger("logs", name="quickstart"), CSVLogger("logs", name="quickstart_csv")],
         callbacks=[MemoryProfiler(), finder],
