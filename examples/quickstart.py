@@ -110,7 +110,7 @@ def main() -> None:
     trainer = Trainer(
         accelerator="auto",
         devices=1,
-        max_epochs=12,
+        max_epochs=10,
         log_every_n_steps=5,
         logger=[TensorBoardLogger("logs", name="quickstart"), CSVLogger("logs", name="quickstart_csv")],
         callbacks=[MemoryProfiler(), finder],
