@@ -33,8 +33,8 @@ _STEADY_STEPS = 5  # with fewer, simulated trainings ran out of memory in later 
 _WORST_SMALLER_SHARE = 0.75
 _MORE_STEPS = 15  # while steps differ, as with random depth or image size
 _DIFFERENCE = 0.1  # of the highest: more is no noise
-_RESERVE_SHARE = 0.12  # of the growth of the resident set: 60 steps exceeded the first eight by up to 7 %
 _SLOW_SECONDS = 2.0  # of a step, from which fewer of them are repeated
+_RESERVE_SHARE = 0.12  # of the growth of the resident set: 60 steps exceeded the first eight by up to 7 %
 _RESERVE_SHARE_INEXACT = 0.4  # the same where live bytes cannot be counted, so that the size is less certain
 
 

@@ -260,7 +260,7 @@ class _SearchState:
         gain = 1 + self.policy.min_gain_when_killed
         if self.passed and candidate < min(self.highest, gain * self.passed[-1].batch_size):
             return _MEMORY
-        stages = self.policy.climb[self.limits.max_sizes <= 4 :]
+        stages = self.policy.climb if self.limits.max_sizes > 4 else self.policy.climb[1:]
         for share in () if self.failed else stages[len(self.passed) :]:
             fits = largest_where(lambda size: self._within(size, 1.0), 0, 10**9)
             target = max(self.lowest, self._rounded(int(share * fits)))

@@ -38,8 +38,8 @@ class Plan:
         notes: remarks on the search and the training, a sentence each.
         evaluation: the plan of validation's own size, if it has one.
         ranks: how many processes searched together; peaks are the highest of them, times the slowest's.
-        held_peak_bytes: what the rehearsal took from the device: reserved bytes (CUDA) or the resident set (host);
-            ``None`` when it is not known.
+        held_peak_bytes: what the rehearsal took from the device: reserved bytes (CUDA) or the resident set without
+            files that were mapped since (host); ``None`` when it is not known.
         conditions: what has to match before ``BatchFinder(plan=...)`` uses the plan again: its options, ranks,
             precision and parameters; ``None`` for a plan of an evaluation, and of version 0.1.0.
     """

@@ -51,7 +51,7 @@ class Trial:
         kind: ``"probe"`` for a few steps that are only measured, ``"rehearsal"`` for steps as in a training.
         is_exact: whether the peaks count live bytes. ``False`` where only the resident set could be measured.
         peak_held_bytes: highest bytes that were taken from the device. CUDA: reserved by the allocator. Host: the
-            resident set. ``None`` where it is not known.
+            resident set without files that were mapped since. ``None`` where it is not known.
         reserve_bytes: bytes to keep free on top, for what a few steps cannot measure (host only).
         fixed_bytes: live bytes that last from one step to the next, without gradients; 0 where it is not known.
         step_seconds: median wall time of a measured step (of a micro-batch under gradient accumulation); ``None``
