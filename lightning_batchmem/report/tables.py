@@ -195,4 +195,4 @@ class SearchProgress(Progress):
 
     def measured(self, trial: Trial) -> None:
         shown = self.tasks[self._task].description
-        self.update(self._task, description=f"{shown}, measured {mib(trial.peak_bytes)}")
+        self.update(self._task, description=f"{shown}, measured {mib(trial.peak_bytes or trial.held_bytes)}")
