@@ -1,1 +1,4 @@
-"""Measurements behind the claims in README and docs; each module is a command (``python -m benchmarks.NAME``)."""
+"""Measurements behind the claims in README and docs.
+
+Each module is a command (``python -m benchmarks.NAME``).
+"""

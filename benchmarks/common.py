@@ -1,4 +1,4 @@
-"""What benchmarks share: a command line, a bare Trainer, fresh processes, tables, and files of results."""
+"""Shared parts of the benchmarks: command line, Trainer, fresh processes, tables and results."""
 
 from __future__ import annotations
 
@@ -35,15 +35,26 @@ SAMPLING_SECONDS = 0.02
 def command_line(
     description: str | None, names: Iterable[str] = (), *, writes: bool = False
 ) -> argparse.ArgumentParser:
-    """Seed this process, silence it, and make a parser: with ``--only`` for ``names``, with ``--write`` for results."""
+    """Seed this process, silence it, and make a parser.
+
+    The parser has ``--only`` if there are ``names``, and ``--write`` if the command ``writes``
+    results.
+    """
     warnings.filterwarnings("ignore")
     for logger in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(logger).setLevel(logging.WARNING)
     seed_everything(0, verbose=False)
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     if names := list(names):
         parser.add_argument(
-            "--only", nargs="+", default=names, choices=names, metavar="NAME", help="these of %(choices)s"
+            "--only",
+            nargs="+",
+            default=names,
+            choices=names,
+            metavar="NAME",
+            help="these of %(choices)s",
         )
     if writes:
         parser.add_argument("--write", action="store_true", help="write to benchmarks/results")
@@ -52,39 +63,60 @@ def command_line(
 
 def trainer_for(callbacks: Sequence[Callback], steps: int, **arguments: Any) -> Trainer:
     """Make a Trainer that does nothing but train, unless ``arguments`` add to it."""
-    defaults = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return Trainer(max_steps=steps, callbacks=list(callbacks), devices=1, **{**defaults, **arguments})
+    defaults = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    return Trainer(
+        max_steps=steps, callbacks=list(callbacks), devices=1, **{**defaults, **arguments}
+    )
 
 
 def emit(**values: Any) -> None:
-    """Send values to the parent process; a later value of the same name replaces the earlier one."""
+    """Send values to the parent process; a later value of a name replaces the earlier one."""
     if CHILD_VARIABLE in os.environ:
         print("\n" + json.dumps(values), flush=True)
 
 
-def in_fresh_process(module: str, *arguments: str, room_bytes: int = 0, timeout_seconds: float = 900) -> dict[str, Any]:
+def in_fresh_process(
+    module: str, *arguments: str, room_bytes: int = 0, timeout_seconds: float = 900
+) -> dict[str, Any]:
     """Run ``python -m module`` in a new process, on the host in a memory control group.
 
     Args:
         module: module with a command line that calls :func:`emit`, and its ``arguments``.
-        room_bytes: room of the control group, which the process sets by :func:`benchmarks.caps.cap`. 0: no group.
+        room_bytes: room of the control group, which the process sets by
+            :func:`benchmarks.caps.cap`. 0: no group.
         timeout_seconds: the process and those that it started are killed after this time.
 
     Returns:
-        All values that the process emitted before its end, with ``error``: ``None`` or one line, ``"killed"`` after
-        SIGKILL by the kernel; in a group also ``used_bytes`` (highest sampled use without page cache) and
-        ``peak_bytes`` (the kernel's peak with page cache), both beyond the use at the time of the cap.
+        All values that the process emitted before its end, with ``error``: ``None`` or one line,
+        ``"killed"`` after SIGKILL by the kernel; in a group also ``used_bytes`` (highest sampled
+        use without page cache) and ``peak_bytes`` (the kernel's peak with page cache), both beyond
+        the use at the time of the cap.
     """
     command = [sys.executable, "-m", module, *arguments]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {**os.environ, CHILD_VARIABLE: "1", "PYTHONPATH": os.pathsep.join(paths)}
-    # files, since a process that outlives its parent would keep a pipe open
-    with memory_group(room_bytes) as group, TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
+    # The output goes to files, since a process that outlives its parent would keep a pipe open.
+    with (
+        memory_group(room_bytes) as group,
+        TemporaryFile("w+") as output,
+        TemporaryFile("w+") as errors,
+    ):
         if group is not None:
-            command = ["/bin/sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group.path), *command]
+            command = [
+                "/bin/sh",
+                "-c",
+                'echo $$ > "$0/cgroup.procs" && exec "$@"',
+                str(group.path),
+                *command,
+            ]
             variables[GROUP_VARIABLE] = str(group.path)
-        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the new process ends with this one
-        process = subprocess.Popen(command, stdout=output, stderr=errors, env=variables, start_new_session=True)
+        # With this handler SIGTERM runs the ``finally`` block below, which ends the new process.
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        process = subprocess.Popen(
+            command, stdout=output, stderr=errors, env=variables, start_new_session=True
+        )
         end = time.monotonic() + timeout_seconds
         try:
             while process.poll() is None and time.monotonic() < end:
@@ -96,10 +128,12 @@ def in_fresh_process(module: str, *arguments: str, room_bytes: int = 0, timeout_
             signal.signal(signal.SIGTERM, before)
             is_late = process.poll() is None
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also the processes that it left
+                # The signal goes to the process group, since the process may have left others.
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            # A control group with processes in it cannot be removed.
             while group is not None and (pids := (group.path / "cgroup.procs").read_text().split()):
-                for pid in pids:  # a group with processes cannot be removed
+                for pid in pids:
                     with suppress(ProcessLookupError):
                         os.kill(int(pid), signal.SIGKILL)
                 time.sleep(SAMPLING_SECONDS)
@@ -113,7 +147,8 @@ def in_fresh_process(module: str, *arguments: str, room_bytes: int = 0, timeout_
             result.update(group.peaks())
         if process.returncode:
             result["error"] = (
-                f"process ended with {process.returncode}: {''.join(errors.read().strip().splitlines()[-1:])}"
+                f"process ended with {process.returncode}:"
+                f" {''.join(errors.read().strip().splitlines()[-1:])}"
             )
             if is_late:
                 result["error"] = f"no end after {timeout_seconds:g} s"
@@ -127,27 +162,42 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def markdown(rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = (), *, without: str = "") -> str:
-    """A table with a column for each key, in the order in which the keys appear, and a list of notes."""
+def markdown(
+    rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = (), *, without: str = ""
+) -> str:
+    """A table with a column for each key, in the order of appearance, and a list of notes."""
     head = list(dict.fromkeys(key for row in rows for key in row if key != without))
-    cells = [["" if row.get(key) is None else str(row[key]).replace("|", "/") for key in head] for row in rows]
+    cells = []
+    for row in rows:
+        values = [row.get(key) for key in head]
+        cells.append(["" if value is None else str(value).replace("|", "/") for value in values])
     lines = ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *cells)]
     return "\n".join([*lines, *([""] if notes else []), *(f"- {note}" for note in notes)])
 
 
 def machine() -> str:
     """Versions, device and commit, as the first line above a table."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    else:
+        device = f"CPU, {torch.get_num_threads()} threads"
     commit = ""
-    with suppress(OSError):  # no git
+    # Where git is not installed, the commit stays unknown.
+    with suppress(OSError):
         command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
         commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}, lightning {lightning.__version__}"
+    versions = (
+        f"Python {platform.python_version()}, torch {torch.__version__},"
+        f" lightning {lightning.__version__}"
+    )
     return f"{versions}, {device}, commit {commit or 'unknown'}"
 
 
 def results_file(name: str) -> Path:
-    """The file for raw results on this device, e.g. ``benchmarks/results/cpu-2-cores/search.json``."""
+    """The file for raw results on this device.
+
+    An example is ``benchmarks/results/cpu-2-cores/search.json``.
+    """
     folder = f"cpu-{len(os.sched_getaffinity(0))}-cores"
     if torch.cuda.is_available():
         folder = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
@@ -162,7 +212,7 @@ def write_results(path: Path, text: str, results: Any) -> None:
 
 
 def report(name: str, table: str, results: Any, *, write: bool) -> None:
-    """Print a table; with ``write``, also write it and the raw results to ``benchmarks/results``."""
+    """Print a table; with ``write``, write it and the raw results to ``benchmarks/results``."""
     text = f"{machine()}\n\n{table}"
     print(text)
     if write:

@@ -1,6 +1,8 @@
-"""Draw the pictures in ``docs/figures`` from a real run: a search, 60 training steps and an evaluation.
+"""Draw the pictures in ``docs/figures`` from a real run.
 
-python -m benchmarks.figures
+The run is a search, 60 training steps and an evaluation.
+
+    python -m benchmarks.figures
 """
 
 from __future__ import annotations
@@ -25,25 +27,40 @@ STEPS = 60
 def network() -> nn.Module:
     """Two convolutions and two linear layers."""
     return nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(16 * 16 * 16, 512), nn.ReLU(), nn.Linear(512, 10),
-    )  # fmt: skip
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * 16 * 16, 512),
+        nn.ReLU(),
+        nn.Linear(512, 10),
+    )
 
 
 def draw(out: Path) -> None:
     """Search, train, and write every figure of the run as PNG."""
-    finder, profiler = BatchFinder(memory_limit=MEMORY_LIMIT, min_steps_per_epoch=None), MemoryProfiler()
+    finder = BatchFinder(memory_limit=MEMORY_LIMIT, min_steps_per_epoch=None)
+    profiler = MemoryProfiler()
     module = Training(Workload(network, WORKLOADS["ConvNet"].sample, room_mib=0))
     with tempfile.TemporaryDirectory() as directory:
-        arguments = {"default_root_dir": directory, "val_check_interval": STEPS // 3, "limit_val_batches": 2}
+        arguments = {
+            "default_root_dir": directory,
+            "val_check_interval": STEPS // 3,
+            "limit_val_batches": 2,
+        }
         trainer_for([profiler, finder], STEPS, **arguments).fit(module)
         rows = read_rows(Path(directory) / NAME)
     print(f"{machine()}\nbatch size {module.batch_size}")
     for name, figure in draw_figures(rows, finder.plan, profiler.summary).items():
         path = out / f"{name}.png"
         save(figure, path)
-        with Image.open(path) as image:  # a palette makes the committed file four times smaller
-            palette = image.convert("RGB").quantize(method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+        # A palette makes the committed file four times smaller.
+        with Image.open(path) as image:
+            palette = image.convert("RGB").quantize(
+                method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
+            )
         palette.save(path, optimize=True)
         print(f"{path} ({path.stat().st_size / 1024:.0f} KiB)")
 

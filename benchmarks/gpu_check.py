@@ -1,18 +1,24 @@
-"""Everything that a CUDA device has to confirm, in under ten minutes and without a network connection.
+"""Everything that a CUDA device has to confirm.
 
-    python -m benchmarks.gpu_check                        # all parts; writes benchmarks/results/<device>/gpu_check.*
-    python -m benchmarks.gpu_check --only search compile   # these parts; prints the tables only
+The check takes under ten minutes, and needs no network connection.
+
+    # all parts; writes benchmarks/results/<device>/gpu_check.*
+    python -m benchmarks.gpu_check
+    # these parts; prints the tables only
+    python -m benchmarks.gpu_check --only search compile
 
 Parts, each in a process with a time budget:
 
-- tests: ``tests/gpu`` (also: MemoryProfiler never waits for the device) with four configurations of the allocator;
-- search: a search, training, and the largest size found by bisection, for four networks at two limits;
+- tests: ``tests/gpu`` (also: MemoryProfiler never waits for the device) with four configurations of
+  the allocator;
+- search: a search, training, and the largest size found by bisection, for four networks at two
+  limits;
 - simulator: peaks of ResNet-18 on the device and in ``tests/simulated_cuda``;
 - overhead: time inside the hooks of monitoring callbacks;
 - compile: a search and training with ``torch.compile``, without and with CUDA graphs.
 
-What fails or takes too long is a row of its table, and the rest runs anyway. The files are written again after each
-part. The JSON file has tracebacks and the output of failed tests, too.
+What fails or takes too long is a row of its table, and the rest runs anyway. The files are written
+again after each part. The JSON file has tracebacks and the output of failed tests, too.
 """
 
 from __future__ import annotations
@@ -44,13 +50,17 @@ PARTS = {"tests": 205.0, "search": 160.0, "simulator": 40.0, "overhead": 35.0, "
 
 
 def run_part(part: str) -> None:
-    """Run the cases of a part in this process, and send the rows to the parent process as they are measured."""
+    """Run the cases of a part in this process.
+
+    The rows are sent to the parent process as they are measured.
+    """
     rows = []
     for case, measure in getattr(import_module("benchmarks.gpu_parts"), part)():
         emit(running=case)
         try:
             rows.append({**case, **measure()})
-        except Exception as error:  # noqa: BLE001 - the other cases run anyway
+        # A case may fail with any error; the error is its result, and the other cases run anyway.
+        except Exception as error:  # noqa: BLE001
             rows.append({**case, "error": one_line(error), "log": traceback.format_exc()})
         emit(rows=rows, running={})
     emit(is_complete=True)
@@ -59,7 +69,8 @@ def run_part(part: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; 2 without a CUDA device, 1 if something failed."""
     parser = command_line(__doc__, PARTS)
-    parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)  # in this process
+    # With this hidden option a fresh process runs one part itself, and starts no other process.
+    parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("gpu_check needs a CUDA device, and torch finds none.", file=sys.stderr)
@@ -69,16 +80,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_part(chosen.part)
         return 0
     results: dict[str, list[dict[str, Any]]] = {}
-    head, path, text = "unknown device", "benchmarks/results/unknown-device/gpu_check.json", ""
+    head = "unknown device"
+    path = "benchmarks/results/unknown-device/gpu_check.json"
+    text = ""
     for part in chosen.only:
         begin = time.monotonic()
-        found = in_fresh_process("benchmarks.gpu_check", "--part", part, timeout_seconds=PARTS[part])
+        found = in_fresh_process(
+            "benchmarks.gpu_check", "--part", part, timeout_seconds=PARTS[part]
+        )
         rows = results[part] = found.get("rows", [])
-        if found["error"] and not found.get("is_complete"):  # a process that is slow to end has measured everything
+        # A complete process that is only slow to end has measured everything, and is no error.
+        if found["error"] and not found.get("is_complete"):
             rows.append({**found.get("running", {}), "error": found["error"]})
         print(f"{part}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
-        # only there CUDA starts: a device may allow one process at a time
-        head, path = found.get("head", head), found.get("path", path)
+        # CUDA starts only in the fresh process, because a device may allow one process at a time.
+        head = found.get("head", head)
+        path = found.get("path", path)
         tables = (f"## {part}\n\n{markdown(rows, without='log')}" for part, rows in results.items())
         text = "\n\n".join([head, *tables])
         if chosen.only == list(PARTS):

@@ -1,4 +1,7 @@
-"""The parts of ``benchmarks.gpu_check``: each yields cases, a row's first columns and a function for the others."""
+"""The parts of ``benchmarks.gpu_check``.
+
+Each part yields cases: the first columns of a row, and a function that returns the others.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,15 @@ from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 Row = dict[str, Any]
 Cases = Iterator[tuple[Row, Callable[[], Row]]]
 
-MIB, GB = 2**20, 10**9
+MIB = 2**20
+GB = 10**9
 DEVICE = torch.device("cuda", 0)
-ALLOCATORS = ("default", "expandable_segments:True", "backend:cudaMallocAsync", "max_split_size_mb:128")
+ALLOCATORS = (
+    "default",
+    "expandable_segments:True",
+    "backend:cudaMallocAsync",
+    "max_split_size_mb:128",
+)
 LIMITS_GB = (8, 24)
 """Of those in ``benchmarks.simulated_cuda``; at 80 GB a step of some networks takes seconds."""
 
@@ -46,21 +55,56 @@ def tests() -> Cases:
 
 def tested(allocator: str) -> Row:
     """Run pytest; the JSON file has its output if something failed."""
-    # Not the newer PYTORCH_ALLOC_CONF, which torch 2.5 does not know and 2.9 ignores. torch 2.8 to 2.11 warn of the
-    # older name, and other machines have other warnings: they are no errors here.
-    variables = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
-    variables["COLUMNS"] = "300"  # for the reasons in pytest's summary
+    variables = {
+        name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")
+    }
+    # A wide terminal keeps pytest from cutting off the reasons in its summary.
+    variables["COLUMNS"] = "300"
     if allocator != "default":
+        # The newer name PYTORCH_ALLOC_CONF is unknown to torch 2.5, and torch 2.9 ignores it.
         variables["PYTORCH_CUDA_ALLOC_CONF"] = allocator
-    options = ["-q", "-p", "no:cacheprovider", "-W", "default", "-o", "addopts=", "--import-mode=importlib"]
-    command = ["timeout", "60", sys.executable, "-m", "pytest", *options, "-o", "timeout=30", "tests/gpu"]
+    # Warnings are no errors here, because torch 2.8 to 2.11 warn of the older name of the variable,
+    # and other machines have other warnings.
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "default",
+        "-o",
+        "addopts=",
+        "--import-mode=importlib",
+    ]
+    command = [
+        "timeout",
+        "60",
+        sys.executable,
+        "-m",
+        "pytest",
+        *options,
+        "-o",
+        "timeout=30",
+        "tests/gpu",
+    ]
     begin = time.monotonic()
-    run = subprocess.run(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", "".join(run.stdout.splitlines()[-1:]))
-    row: Row = {kind: int(count) for count, kind in counts} | {"seconds": round(time.monotonic() - begin, 1)}
+    run = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    last_line = "".join(run.stdout.splitlines()[-1:])
+    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", last_line)
+    row: Row = {kind: int(count) for count, kind in counts}
+    row["seconds"] = round(time.monotonic() - begin, 1)
     if run.returncode:
         failed = re.findall(r"^(?:FAILED|ERROR) \S*?::(.+)", run.stdout, re.MULTILINE)
-        row["error"] = "; ".join(dict.fromkeys(failed)) or f"pytest ended with {run.returncode} (124: after 60 s)"
+        row["error"] = (
+            "; ".join(dict.fromkeys(failed))
+            or f"pytest ended with {run.returncode} (124: after 60 s)"
+        )
         row["log"] = run.stdout[-20_000:]
     return row
 
@@ -70,7 +114,10 @@ def network_of(name: str) -> large_networks.Network:
 
 
 def steps(network: Any, size: int, count: int) -> Iterator[None]:
-    """Train without Lightning, on the device; the memory of the last step is released at the end."""
+    """Train without Lightning, on the device.
+
+    The memory of the last step is released at the end.
+    """
     with DEVICE:
         module = network.module()
     optimizer = network.optimizer(module.parameters())
@@ -85,11 +132,15 @@ def steps(network: Any, size: int, count: int) -> Iterator[None]:
 
 
 class Trained(LightningModule):
-    """One of the simulated networks; its batches are made on the device, so that loading takes no time."""
+    """One of the simulated networks.
+
+    Its batches are made on the device, so that loading takes no time.
+    """
 
     def __init__(self, name: str, compiled: dict[str, Any] | None = None) -> None:
         super().__init__()
-        self.network, self.batch_size = network_of(name), 2
+        self.network = network_of(name)
+        self.batch_size = 2
         self.module = self.network.module()
         self.run = self.module if compiled is None else torch.compile(self.module, **compiled)
 
@@ -103,14 +154,17 @@ class Trained(LightningModule):
         return optimizer
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(range(2_000_000), batch_size=self.batch_size)  # type: ignore[arg-type]  # a sequence
+        # mypy does not see that a sequence is enough, because DataLoader is annotated with Dataset.
+        return DataLoader(range(2_000_000), batch_size=self.batch_size)  # type: ignore[arg-type]
 
 
 @contextmanager
 def limited(limit_bytes: int) -> Iterator[None]:
     """Limit the memory of this process, and start and end without cached memory."""
     CudaMemory(DEVICE).release_cached()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / torch.cuda.mem_get_info(DEVICE)[1]), DEVICE)
+    torch.cuda.set_per_process_memory_fraction(
+        min(1.0, limit_bytes / torch.cuda.mem_get_info(DEVICE)[1]), DEVICE
+    )
     try:
         yield
     finally:
@@ -119,11 +173,18 @@ def limited(limit_bytes: int) -> Iterator[None]:
 
 
 def search() -> Cases:
-    """A search and 40 steps, and the largest size that trains a few steps; the smaller limit first."""
-    torch.set_float32_matmul_precision("high")  # for the time budget
+    """A search and 40 steps, and the largest size that trains a few steps.
+
+    The smaller limit comes first.
+    """
+    # Faster matrix products keep this part within its time budget.
+    torch.set_float32_matmul_precision("high")
     for limit_gb in LIMITS_GB:
         for name in SEARCHED:
-            yield {"network": name, "limit GB": limit_gb}, functools.partial(compared, name, limit_gb * GB)
+            yield (
+                {"network": name, "limit GB": limit_gb},
+                functools.partial(compared, name, limit_gb * GB),
+            )
 
 
 def compared(name: str, limit_bytes: int) -> Row:
@@ -133,12 +194,18 @@ def compared(name: str, limit_bytes: int) -> Row:
     row = searched(functools.partial(Trained, name), 40, limit_bytes)
     if row.get("found"):
         with limited(limit_bytes):
-            largest = largest_that(functools.partial(trains, network_of(name)), row["found"], growth=1.25)
-        row |= {"bisection": largest, "share": round(row["found"] / largest, 3) if largest else None}
+            largest = largest_that(
+                functools.partial(trains, network_of(name)), row["found"], growth=1.25
+            )
+        row |= {
+            "bisection": largest,
+            "share": round(row["found"] / largest, 3) if largest else None,
+        }
     return row
 
 
-def compile() -> Cases:  # noqa: A001 - the name of the part
+# The function needs the name of its part, which is also that of a builtin.
+def compile() -> Cases:  # noqa: A001
     torch.set_float32_matmul_precision("high")
     for mode in ("default", "reduce-overhead"):
         module = functools.partial(Trained, "MLP 8x4096 Adam", {"mode": mode})
@@ -146,25 +213,44 @@ def compile() -> Cases:  # noqa: A001 - the name of the part
 
 
 def searched(module: Callable[[], Trained], count: int, limit_bytes: int) -> Row:
-    """The result of one search and of a training of ``count`` steps after it, with the allocator's events in both."""
+    """The result of one search and of a training of ``count`` steps after it.
+
+    It has the allocator's events in both.
+    """
 
     def read(*_: Any) -> None:
         counters = CudaMemory(DEVICE).counters()
-        readings.append((time.monotonic(), counters.get("num_ooms", 0), counters.get("num_alloc_retries", 0)))
+        readings.append(
+            (time.monotonic(), counters.get("num_ooms", 0), counters.get("num_alloc_retries", 0))
+        )
 
-    finder, row, readings = BatchFinder(min_steps_per_epoch=None), Row(), list[tuple[float, int, int]]()
+    finder = BatchFinder(min_steps_per_epoch=None)
+    row = Row()
+    readings = list[tuple[float, int, int]]()
     with limited(limit_bytes):
         read()
-        try:  # training starts after the search
+        try:
+            # Training starts after the search, so that this reading lies between the two.
             trainer_for([finder, LambdaCallback(on_train_start=read)], count).fit(module())
-        except Exception as error:  # noqa: BLE001 - a failure is a result, and what was found is another
+        # Any failure is a result, and the size that was found before it is another.
+        except Exception as error:  # noqa: BLE001
             row["error"] = one_line(error)
         read()
-    begin, start, end = readings[0], readings[1], readings[-1]
-    row |= {"search s": round(start[0] - begin[0], 1), "out of memory in search": start[1] - begin[1]}
+    begin = readings[0]
+    start = readings[1]
+    end = readings[-1]
+    row |= {
+        "search s": round(start[0] - begin[0], 1),
+        "out of memory in search": start[1] - begin[1],
+    }
     row |= {"in training": end[1] - start[1], "retries in training": end[2] - start[2]}
     if (plan := finder.plan) is not None:
-        row = {"found": plan.batch_size, "limited by": plan.limited_by, "verified": plan.verified, **row}
+        row = {
+            "found": plan.batch_size,
+            "limited by": plan.limited_by,
+            "verified": plan.verified,
+            **row,
+        }
         row["tried"] = " ".join(f"{trial.batch_size}{trial.kind[0]}" for trial in plan.trials)
     return row
 
@@ -174,6 +260,7 @@ def trains(network: Any, size: int) -> bool:
     try:
         for _ in steps(network, size, 6):
             pass
+    # Out-of-memory errors have several types, so that ``is_out_of_memory`` looks at any error.
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -186,7 +273,10 @@ def trains(network: Any, size: int) -> bool:
 def simulator() -> Cases:
     for size in (8, 32, 64, 128):
         for step in (2, 5):
-            yield {"network": "ResNet-18 SGD", "size": size, "step": step}, functools.partial(peaks, size, step)
+            yield (
+                {"network": "ResNet-18 SGD", "size": size, "step": step},
+                functools.partial(peaks, size, step),
+            )
 
 
 def peaks(size: int, step: int) -> Row:
@@ -194,18 +284,21 @@ def peaks(size: int, step: int) -> Row:
     from tests.simulated_cuda.device import SimulatedCuda
     from tests.simulated_cuda.trace import trace_of
 
-    name, memory = "ResNet-18 SGD", CudaMemory(DEVICE)
+    name = "ResNet-18 SGD"
+    memory = CudaMemory(DEVICE)
     simulated = SimulatedCuda(trace_of(name), torch.cuda.mem_get_info(DEVICE)[1])
     memory.release_cached()
     memory.reset_peak()
     for _ in steps(network_of(name), size, step):
         simulated.reset_peak()
         simulated.train_step(size)
-        found, expected = memory.peak(), simulated.peak()
+        found = memory.peak()
+        expected = simulated.peak()
         memory.reset_peak()
     row: Row = {}
     for key in ("requested_bytes", "allocated_bytes", "reserved_bytes"):
-        size_bytes, kind = getattr(found, key), key.removesuffix("_bytes")
+        size_bytes = getattr(found, key)
+        kind = key.removesuffix("_bytes")
         row[f"{kind} simulated MiB"] = round(getattr(expected, key) / MIB, 1)
         row[f"{kind} MiB"] = None if size_bytes is None else round(size_bytes / MIB, 1)
     return row

@@ -23,20 +23,31 @@ class Network(NamedTuple):
     workspaces: bool = False
 
     def batch(self, size: int, device: torch.device | str = "meta") -> list[Tensor]:
-        return [torch.zeros(size, *shape, dtype=dtype, device=device) for shape, dtype in self.samples]
+        return [
+            torch.zeros(size, *shape, dtype=dtype, device=device) for shape, dtype in self.samples
+        ]
 
 
 def convolution(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> list[nn.Module]:
-    return [nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(outputs)]
+    return [
+        nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False),
+        nn.BatchNorm2d(outputs),
+    ]
 
 
 class Residual(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         stride = 1 if inputs == outputs else 2
-        body = (*convolution(inputs, outputs, 3, stride), nn.ReLU(inplace=True), *convolution(outputs, outputs))
+        body = (
+            *convolution(inputs, outputs, 3, stride),
+            nn.ReLU(inplace=True),
+            *convolution(outputs, outputs),
+        )
         self.body = nn.Sequential(*body)
-        self.shortcut = nn.Sequential(*convolution(inputs, outputs, 1, stride) if stride > 1 else ())
+        self.shortcut = nn.Sequential(
+            *convolution(inputs, outputs, 1, stride) if stride > 1 else ()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu_(self.body(x) + self.shortcut(x))
@@ -45,11 +56,15 @@ class Residual(nn.Module):
 def resnet18() -> nn.Module:
     blocks = (Residual(a, b) for a, b in pairwise((64, 64, 64, 128, 128, 256, 256, 512, 512)))
     stem = (*convolution(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000))
+    return nn.Sequential(
+        *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000)
+    )
 
 
 def double(a: int, b: int) -> nn.Module:
-    return nn.Sequential(*(layer for i in (a, b) for layer in (*convolution(i, b), nn.ReLU(inplace=True))))
+    return nn.Sequential(
+        *(layer for i in (a, b) for layer in (*convolution(i, b), nn.ReLU(inplace=True)))
+    )
 
 
 class UNet(nn.Module):
@@ -58,11 +73,15 @@ class UNet(nn.Module):
         self.down = double(inputs, width)
         self.inner = UNet(width, *deeper) if deeper else None
         if deeper:
-            self.up, self.join = nn.ConvTranspose2d(deeper[0], width, 2, 2), double(2 * width, width)
+            self.up = nn.ConvTranspose2d(deeper[0], width, 2, 2)
+            self.join = double(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.down(x)
-        return x if self.inner is None else self.join(torch.cat([x, self.up(self.inner(F.max_pool2d(x, 2)))], 1))
+        if self.inner is None:
+            return x
+        joined: Tensor = self.join(torch.cat([x, self.up(self.inner(F.max_pool2d(x, 2)))], 1))
+        return joined
 
 
 def unet() -> nn.Module:
@@ -77,19 +96,24 @@ class Linear(nn.Linear):
         self.precision = precision
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.to(self.precision), self.weight.to(self.precision), self.bias.to(self.precision))
+        return F.linear(
+            x.to(self.precision), self.weight.to(self.precision), self.bias.to(self.precision)
+        )
 
 
 class Dropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.native_dropout(x, 0.1, True)[0] if self.training else x  # the kernel of CUDA
+        # Dropout on CUDA uses this kernel.
+        return torch.native_dropout(x, 0.1, True)[0] if self.training else x
 
 
 class TransformerBlock(nn.Module):
     def __init__(self, precision: torch.dtype, width: int = 768) -> None:
         super().__init__()
-        self.norms, self.dropout = nn.ModuleList(nn.LayerNorm(width) for _ in range(2)), Dropout()
-        self.qkv, self.project = Linear(width, 3 * width, precision), Linear(width, width, precision)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.dropout = Dropout()
+        self.qkv = Linear(width, 3 * width, precision)
+        self.project = Linear(width, width, precision)
         hidden = Linear(width, 4 * width, precision), nn.GELU(), Linear(4 * width, width, precision)
         self.mlp = nn.Sequential(*hidden, Dropout())
 
@@ -98,15 +122,23 @@ class TransformerBlock(nn.Module):
         scores = qkv[0] @ qkv[1].transpose(-1, -2) / 8
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
         weights = self.dropout(scores.masked_fill(future, float("-inf")).float().softmax(-1))
-        x = x + self.dropout(self.project((weights.to(qkv.dtype) @ qkv[2]).transpose(1, 2).flatten(2)))
+        x = x + self.dropout(
+            self.project((weights.to(qkv.dtype) @ qkv[2]).transpose(1, 2).flatten(2))
+        )
         out: Tensor = x + self.mlp(self.norms[1](x))
         return out
 
 
 def gpt(precision: torch.dtype) -> nn.Module:
-    embedding, blocks = nn.Embedding(50257, 768), (TransformerBlock(precision) for _ in range(12))
+    embedding = nn.Embedding(50257, 768)
+    blocks = (TransformerBlock(precision) for _ in range(12))
     return nn.Sequential(
-        embedding, Dropout(), *blocks, nn.LayerNorm(768), Linear(768, 50257, precision), nn.Flatten(0, 1)
+        embedding,
+        Dropout(),
+        *blocks,
+        nn.LayerNorm(768),
+        Linear(768, 50257, precision),
+        nn.Flatten(0, 1),
     )
 
 
@@ -118,8 +150,10 @@ def text_loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), target.flatten())
 
 
-_SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)  # foreach: the default of CUDA
-_ADAM, _ADAMW = partial(torch.optim.Adam, foreach=True), partial(torch.optim.AdamW, foreach=True)
+# On CUDA ``foreach`` is the default of these optimizers.
+_SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)
+_ADAM = partial(torch.optim.Adam, foreach=True)
+_ADAMW = partial(torch.optim.AdamW, foreach=True)
 _IMAGES = ((3, 224, 224), torch.float32), ((), torch.int64)
 _MASKS = ((3, 256, 256), torch.float32), ((1, 256, 256), torch.float32)
 _TEXTS = (((512,), torch.int64),) * 2

@@ -1,9 +1,10 @@
 """Time that a monitoring callback adds to each training step.
 
-Lightning's DeviceStatsMonitor and ThroughputMonitor and this package's MemoryProfiler (with its CSV) run in one Trainer
-with a CSVLogger, on a small network. Lightning's SimpleProfiler times their hooks, and those that MemoryProfiler
-registers on an optimizer's step. Each run takes the mean over its steps after a warm-up, with the callbacks in another
-order; the table has medians over the runs. On CUDA ThroughputMonitor synchronizes in each step, which is included.
+Lightning's DeviceStatsMonitor and ThroughputMonitor and this package's MemoryProfiler (with its
+CSV) run in one Trainer with a CSVLogger, on a small network. Lightning's SimpleProfiler times their
+hooks, and those that MemoryProfiler registers on an optimizer's step. Each run takes the mean over
+its steps after a warm-up, with the callbacks in another order; the table has medians over the runs.
+On CUDA ThroughputMonitor synchronizes in each step, which is included.
 
     python -m benchmarks.overhead            # a Markdown table, on CUDA too if available
     python -m benchmarks.overhead --write    # also to benchmarks/results
@@ -41,44 +42,69 @@ WARM_UP_STEPS = 100
 
 def small() -> Training:
     """Three linear layers, in batches of 16 samples."""
-    return Training(Workload(partial(wide_mlp, 64, 2), partial(floats, shape=(64,)), room_mib=0), batch_size=16)
+    return Training(
+        Workload(partial(wide_mlp, 64, 2), partial(floats, shape=(64,)), room_mib=0), batch_size=16
+    )
 
 
 def run(accelerator: str, interval: int, turn: int) -> dict[str, float]:
-    """Train once with all callbacks, their order rotated by ``turn``; mean microseconds per step of each."""
+    """Train once with all callbacks, in an order rotated by ``turn``.
+
+    Returns:
+        Mean microseconds per step of each callback.
+    """
     steps = WARM_UP_STEPS + STEPS_BY_INTERVAL[interval]
     callbacks: list[Callback] = [
-        DeviceStatsMonitor(), ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0])), MemoryProfiler(csv=True),
-    ]  # fmt: skip
-    profiler, register = SimpleProfiler(), Optimizer.register_step_post_hook
+        DeviceStatsMonitor(),
+        ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0])),
+        MemoryProfiler(csv=True),
+    ]
+    profiler = SimpleProfiler()
+    register = Optimizer.register_step_post_hook
 
-    def register_timed(optimizer: Optimizer, hook: Callable[..., Any]) -> Any:  # only MemoryProfiler has such hooks
-        return register(optimizer, profiler.profile(f"[Callback]{OURS}.register_step_post_hook")(hook))
+    # Of the three callbacks only MemoryProfiler registers hooks on the optimizer's step.
+    def register_timed(optimizer: Optimizer, hook: Callable[..., Any]) -> Any:
+        return register(
+            optimizer, profiler.profile(f"[Callback]{OURS}.register_step_post_hook")(hook)
+        )
 
     with (
         tempfile.TemporaryDirectory() as directory,
         patch.object(Optimizer, "register_step_post_hook", register_timed),
         redirect_stdout(io.StringIO()),
     ):
-        arguments = {"accelerator": accelerator, "log_every_n_steps": interval, "logger": CSVLogger(directory)}
+        arguments = {
+            "accelerator": accelerator,
+            "log_every_n_steps": interval,
+            "logger": CSVLogger(directory),
+        }
         ordered = callbacks[turn % 3 :] + callbacks[: turn % 3]
         trainer_for(ordered, steps, profiler=profiler, **arguments).fit(small())
-    return {f"{type(one).__name__} us": round(1e6 * step_seconds(profiler, one, steps), 1) for one in callbacks}
+    microseconds = {}
+    for callback in callbacks:
+        seconds = step_seconds(profiler, callback, steps)
+        microseconds[f"{type(callback).__name__} us"] = round(1e6 * seconds, 1)
+    return microseconds
 
 
 def step_seconds(profiler: SimpleProfiler, callback: Callback, steps: int) -> float:
     """Mean time in the hooks of a callback that run once in each step, after the warm-up."""
-    kind, hooks = type(callback), []
+    kind = type(callback)
+    hooks = []
     for action, seconds in profiler.recorded_durations.items():
         owner, _, name = action.partition(".")
-        is_own = owner == f"[Callback]{kind.__name__}" and getattr(kind, name, None) is not getattr(Callback, name, "")
-        if is_own and len(seconds) == steps:
+        is_own = owner == f"[Callback]{kind.__name__}"
+        is_overridden = getattr(kind, name, None) is not getattr(Callback, name, "")
+        if is_own and is_overridden and len(seconds) == steps:
             hooks.append(statistics.fmean(seconds[WARM_UP_STEPS:]))
     return sum(hooks)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The results as Markdown: medians over the runs, and in brackets MemoryProfiler's time over that of a callback."""
+    """The results as Markdown: medians over the runs.
+
+    The number in brackets is MemoryProfiler's time over that of the callback.
+    """
     medians = []
     for kind in dict.fromkeys((row["accelerator"], row["log_every_n_steps"]) for row in rows):
         same = [row for row in rows if (row["accelerator"], row["log_every_n_steps"]) == kind]
@@ -92,15 +118,22 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = command_line(__doc__, writes=True)
-    parser.add_argument("--runs", type=int, default=6, help="runs of each kind, a multiple of 3; default: %(default)s")
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=6,
+        help="runs of each kind, a multiple of 3; default: %(default)s",
+    )
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # the hooks run in one thread
-    rows = [
-        {"accelerator": accelerator, "log_every_n_steps": interval, **run(accelerator, interval, turn)}
-        for turn in range(arguments.runs)
-        for accelerator in (["cpu", "gpu"] if torch.cuda.is_available() else ["cpu"])
-        for interval in STEPS_BY_INTERVAL
-    ]
+    # One thread is enough, because the hooks run in one thread.
+    torch.set_num_threads(1)
+    accelerators = ["cpu", "gpu"] if torch.cuda.is_available() else ["cpu"]
+    rows: list[dict[str, Any]] = []
+    for turn in range(arguments.runs):
+        for accelerator in accelerators:
+            for interval in STEPS_BY_INTERVAL:
+                row = {"accelerator": accelerator, "log_every_n_steps": interval}
+                rows.append({**row, **run(accelerator, interval, turn)})
     report("overhead", table(rows), rows, write=arguments.write)
 
 

@@ -1,7 +1,10 @@
-"""Predicted and measured live bytes at sizes at least twice as large as those that the lines were fitted to.
+"""Predicted and measured live bytes at sizes beyond those that the lines were fitted to.
 
-Reads the plans in results of ``benchmarks.search`` with the way BatchFinder. The error is predicted over measured live
-bytes, less one; that of the growth leaves out the peak of the smallest size, which is mostly interpreter and weights.
+The sizes are at least twice as large as those that the lines were fitted to.
+
+Reads the plans in results of ``benchmarks.search`` with the way BatchFinder. The error is predicted
+over measured live bytes, less one; that of the growth leaves out the peak of the smallest size,
+which is mostly interpreter and weights.
 
     python -m benchmarks.prediction                 # the results in benchmarks/results
     python -m benchmarks.prediction --file FILE
@@ -21,22 +24,28 @@ from lightning_batchmem.plan.fit import fit_memory
 
 
 def errors(plan: Plan) -> Iterable[tuple[float, float]]:
-    """The error of the peak and that of its growth, for each trial with two trials of at most half its size."""
+    """The error of the peak and that of its growth, for each trial that can be predicted.
+
+    Such a trial has two trials of at most half its size.
+    """
     ran = [trial for trial in plan.trials if trial.outcome == "ok" and trial.is_exact]
     for trial in ran:
         smaller = [other for other in ran if 2 * other.batch_size <= trial.batch_size]
         if (model := fit_memory(smaller)) is not None:
             difference_bytes = model.predict_bytes(trial.batch_size) - trial.peak_bytes
             first_bytes = min(other.peak_bytes for other in smaller)
-            yield difference_bytes / trial.peak_bytes, difference_bytes / (trial.peak_bytes - first_bytes)
+            yield (
+                difference_bytes / trial.peak_bytes,
+                difference_bytes / (trial.peak_bytes - first_bytes),
+            )
 
 
 def table(by_name: dict[str, Any]) -> str:
     """One row per network, and one for all."""
-    found = {
-        name: [error for run in known["searches"].get("BatchFinder", []) if "plan" in run for error in _of(run)]
-        for name, known in by_name.items()
-    }
+    found = {}
+    for name, known in by_name.items():
+        runs = known["searches"].get("BatchFinder", [])
+        found[name] = [error for run in runs if "plan" in run for error in _of(run)]
     found["all"] = [error for each in found.values() for error in each]
     return markdown([{"network": name, **_columns(each)} for name, each in found.items()])
 
@@ -56,7 +65,9 @@ def _columns(found: Sequence[tuple[float, float]]) -> dict[str, str]:
 def main() -> None:
     """Run the command line."""
     parser = command_line(__doc__)
-    parser.add_argument("--file", type=Path, default=results_file("search"), help="default: %(default)s")
+    parser.add_argument(
+        "--file", type=Path, default=results_file("search"), help="default: %(default)s"
+    )
     print(table(json.loads(parser.parse_args().file.read_text())))
 
 

@@ -1,18 +1,28 @@
-"""Search and train under a memory limit: the size found, the largest that survives, and how many trainings are killed.
+"""Search and train under a memory limit.
 
-    python -m benchmarks.search                                              # everything; hours
-    python -m benchmarks.search --only LSTM --ways BatchFinder --quick       # one search, two trainings; a minute
-    python -m benchmarks.search --only LSTM --ways BatchFinder --repeats 5   # with the largest size that survives
-    python -m benchmarks.search --only LSTM --sizes 48 60                    # only trainings at these sizes
+The table has the size found, the largest that survives, and how many trainings are killed.
 
-On the host each process runs in a memory control group (version 1 or 2; needs root or a delegated group) with the room
-of its network beyond the memory in use at the start of ``fit``. Exceeding it is SIGKILL. For each search:
+    # everything; hours
+    python -m benchmarks.search
+    # one search, two trainings; a minute
+    python -m benchmarks.search --only LSTM --ways BatchFinder --quick
+    # with the largest size that survives
+    python -m benchmarks.search --only LSTM --ways BatchFinder --repeats 5
+    # only trainings at these sizes
+    python -m benchmarks.search --only LSTM --sizes 48 60
 
-1. a fresh process searches, and trains for 60 steps with three evaluations and the Trainer's default checkpointing;
-2. a fresh process trains for 60 steps in the same way with the size that was found. A size found twice gets two.
+On the host each process runs in a memory control group (version 1 or 2; needs root or a delegated
+group) with the room of its network beyond the memory in use at the start of ``fit``. Exceeding it
+is SIGKILL. For each search:
 
-"survives" is the largest size at which 5 of 5 trainings in fresh processes complete, found by bisection with the same
-trainings. Results are written to a file as they are measured (``--file``); the same command continues from it.
+1. a fresh process searches, and trains for 60 steps with three evaluations and the Trainer's
+   default checkpointing;
+2. a fresh process trains for 60 steps in the same way with the size that was found. A size found
+   twice gets two.
+
+"survives" is the largest size at which 5 of 5 trainings in fresh processes complete, found by
+bisection with the same trainings. Results are written to a file as they are measured (``--file``);
+the same command continues from it.
 """
 
 from __future__ import annotations
@@ -40,7 +50,15 @@ RESOLUTION = 0.02
 
 FIRST_SIZE = 32
 
-_PRINTED = ("error", "batch_size", "last_new_size", "steps", "used_bytes", "peak_bytes", "search_seconds")
+_PRINTED = (
+    "error",
+    "batch_size",
+    "last_new_size",
+    "steps",
+    "used_bytes",
+    "peak_bytes",
+    "search_seconds",
+)
 
 
 class Measurements:
@@ -48,7 +66,9 @@ class Measurements:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self.by_name: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {}
+        self.by_name: dict[str, Any] = {}
+        if path is not None and path.exists():
+            self.by_name = json.loads(path.read_text())
 
     def of(self, name: str) -> dict[str, Any]:
         """``searches`` (way -> runs) and ``trainings`` (size -> runs) of a network."""
@@ -57,7 +77,9 @@ class Measurements:
 
     def run(self, name: str, way: str, runs: list[dict[str, Any]]) -> None:
         """Run one process, append its result to ``runs`` and write everything."""
-        result = in_fresh_process("benchmarks.ways", name, way, room_bytes=WORKLOADS[name].room_bytes)
+        result = in_fresh_process(
+            "benchmarks.ways", name, way, room_bytes=WORKLOADS[name].room_bytes
+        )
         runs.append(result)
         self.save()
         shown = {key: result[key] for key in _PRINTED if key in result}
@@ -79,8 +101,14 @@ class Measurements:
         return [run["error"] is None for run in runs]
 
 
-def measure(measurements: Measurements, name: str, ways: Sequence[str], repeats: int, *, has_oracle: bool) -> None:
-    """Measure one network: ``repeats`` searches in each way, a training for each size that one found, the oracle."""
+def measure(
+    measurements: Measurements, name: str, ways: Sequence[str], repeats: int, *, has_oracle: bool
+) -> None:
+    """Measure one network.
+
+    There are ``repeats`` searches in each way, a training for each size that a search found, and
+    with ``has_oracle`` the largest size that survives.
+    """
     known = measurements.of(name)
     for repeat in range(repeats):
         for way in ways:
@@ -88,28 +116,37 @@ def measure(measurements: Measurements, name: str, ways: Sequence[str], repeats:
             if len(runs) <= repeat:
                 measurements.run(name, way, runs)
     outcomes = partial(measurements.outcomes, name)
-    found = Counter(size for way in ways for size in _sizes(known["searches"].get(way, [])[:repeats]))
+    found = Counter(
+        size for way in ways for size in _sizes(known["searches"].get(way, [])[:repeats])
+    )
     for size, count in found.items():
         outcomes(size, count)
     if has_oracle:
-        survivals = {int(size): [run["error"] is None for run in runs] for size, runs in known["trainings"].items()}
+        survivals = {}
+        for trained_size, runs in known["trainings"].items():
+            survivals[int(trained_size)] = [run["error"] is None for run in runs]
         known["oracle"] = largest_surviving(outcomes, known=survivals)
         measurements.save()
         print(f"{name}: {known['oracle']}", file=sys.stderr)
 
 
-def largest_surviving(outcomes: Callable[[int, int], list[bool]], *, known: Mapping[int, list[bool]]) -> int | None:
-    """Bracket, bisect with single trainings, then require five of five and step down where one fails.
+def largest_surviving(
+    outcomes: Callable[[int, int], list[bool]], *, known: Mapping[int, list[bool]]
+) -> int | None:
+    """Bracket and bisect with single trainings, then step down until five of five survive.
 
-    One failure is enough to go below a size; one survival is not enough to stay. ``outcomes(size, count)`` has at least
-    ``count`` outcomes in fresh processes.
+    One failure is enough to go below a size; one survival is not enough to stay.
+    ``outcomes(size, count)`` has at least ``count`` outcomes in fresh processes.
     """
 
     def survives(size: int, count: int = 1) -> bool:
         return all(all(outcomes(size, number)) for number in range(1, count + 1))
 
     above = min((size for size, each in known.items() if not all(each)), default=math.inf)
-    start = max((size for size in known if size < above), default=max(1, min(FIRST_SIZE, round(min(above, 64) / 1.5))))
+    start = max(
+        (size for size in known if size < above),
+        default=max(1, min(FIRST_SIZE, round(min(above, 64) / 1.5))),
+    )
     size = largest_that(survives, start, above=above)
     while size > 0 and not survives(size, AGREEING):
         size -= max(1, int(RESOLUTION * size))
@@ -124,8 +161,12 @@ def largest_that(
     growth: float = 1.5,
     resolution: float = RESOLUTION,
 ) -> int:
-    """The largest size that passes, bracketed from ``start`` in steps of ``growth`` and bisected; 0 if none does."""
-    below, size = 0, start
+    """The largest size that passes, or 0 if none does.
+
+    It is bracketed from ``start`` in steps of ``growth``, and bisected.
+    """
+    below = 0
+    size = start
     while above - below > max(1, int(resolution * below)):
         if passes(size):
             below = size
@@ -139,19 +180,29 @@ def largest_that(
 
 
 def table(by_name: dict[str, Any]) -> str:
-    """The results as Markdown: a row for each network, a column for each way, and a note for each kind of error.
+    """The results as Markdown: a row for each network, and a column for each way.
 
-    A cell has the size found (median and range), its share of the largest size that survives, how many processes did
-    not survive (a search with its training, or a training in a fresh process), and the time of a search.
+    There is a note for each kind of error.
+
+    A cell has the size found (median and range), its share of the largest size that survives, how
+    many processes did not survive (a search with its training, or a training in a fresh process),
+    and the time of a search.
     """
-    rows, notes = list[dict[str, str]](), list[str]()
+    rows = list[dict[str, str]]()
+    notes = list[str]()
     for name, known in by_name.items():
         best = known.get("oracle")
         room = f"{WORKLOADS[name].room_bytes / MIB:,.0f}"
-        row = {"network": name, "room MiB": room, "largest that survives": f"{best:,}" if best else "unknown"}
+        row = {
+            "network": name,
+            "room MiB": room,
+            "largest that survives": f"{best:,}" if best else "unknown",
+        }
         for way, runs in known["searches"].items():
             sizes = _sizes(runs)
-            trained = [run for size in sorted(set(sizes)) for run in known["trainings"].get(str(size), [])]
+            trained = [
+                run for size in sorted(set(sizes)) for run in known["trainings"].get(str(size), [])
+            ]
             failed = [run["error"] for run in [*runs, *trained] if run["error"]]
             cell = [_summary(sizes, "{:,.0f}") if sizes else "no size"]
             cell += [f"{statistics.median(sizes) / best:.0%}"] if sizes and best else []
@@ -159,7 +210,9 @@ def table(by_name: dict[str, Any]) -> str:
             seconds = [run["search_seconds"] for run in runs if run.get("batch_size")]
             cell += [_summary(seconds, "{:.0f}") + " s"] if seconds else []
             row[way] = ", ".join(cell)
-            notes += [f"{name}, {way}: {error}" for error in dict.fromkeys(failed) if error != "killed"]
+            notes += [
+                f"{name}, {way}: {error}" for error in dict.fromkeys(failed) if error != "killed"
+            ]
         rows.append(row)
     return markdown(rows, notes)
 
@@ -169,21 +222,37 @@ def _sizes(runs: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def _summary(values: Sequence[float], form: str) -> str:
-    low, high = form.format(min(values)), form.format(max(values))
+    low = form.format(min(values))
+    high = form.format(max(values))
     return form.format(statistics.median(values)) + ("" if low == high else f" ({low} to {high})")
 
 
 def main() -> None:
     parser = command_line(__doc__, WORKLOADS)
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="these ways to search")
-    parser.add_argument("--repeats", type=int, default=5, help="searches; 0: only the largest size; default: 5")
-    parser.add_argument("--quick", action="store_true", help="one search and one training, no largest surviving size")
     parser.add_argument(
-        "--sizes", nargs="+", type=int, default=[], help="no search: train --repeats times at each of these sizes"
+        "--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="these ways to search"
     )
-    parser.add_argument("--file", type=Path, help="write results to this JSON file, and continue from it")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="searches; 0: only the largest size; default: 5"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one search and one training, no largest surviving size",
+    )
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=int,
+        default=[],
+        help="no search: train --repeats times at each of these sizes",
+    )
+    parser.add_argument(
+        "--file", type=Path, help="write results to this JSON file, and continue from it"
+    )
     arguments = parser.parse_args()
-    measurements, repeats = Measurements(arguments.file), 1 if arguments.quick else arguments.repeats
+    measurements = Measurements(arguments.file)
+    repeats = 1 if arguments.quick else arguments.repeats
     for name in arguments.only:
         for size in arguments.sizes:
             outcomes = measurements.outcomes(name, size, repeats)

@@ -1,10 +1,14 @@
 """Searches on a simulated CUDA allocator, compared with the largest size that trains: one table.
 
-Kinds of trials: `p`: probe, `r`: rehearsal, `!`: did not fit. Quiet: trains without an allocator retry at the limit.
+Kinds of trials: `p`: probe, `r`: rehearsal, `!`: did not fit. Quiet: trains without an allocator
+retry at the limit.
 
-    python -m benchmarks.simulated_cuda                                         # the whole table; minutes
-    python -m benchmarks.simulated_cuda --only "ResNet-18 SGD" --gigabytes 8    # some of its rows
-    python -m benchmarks.simulated_cuda --write                                 # also to benchmarks/results
+    # the whole table; minutes
+    python -m benchmarks.simulated_cuda
+    # some of its rows
+    python -m benchmarks.simulated_cuda --only "ResNet-18 SGD" --gigabytes 8
+    # also to benchmarks/results
+    python -m benchmarks.simulated_cuda --write
 """
 
 from __future__ import annotations
@@ -28,7 +32,10 @@ LIMITS = (1.0, 0.9)
 
 
 def trains(trace: Trace, limit_bytes: int, size: int, *, quietly: bool) -> bool:
-    """Whether a new process trains; ``quietly``: without an allocator retry after the first step."""
+    """Whether a new process trains at this size.
+
+    With ``quietly`` the allocator must not retry after the first step.
+    """
     device = SimulatedCuda(trace, limit_bytes)
     retries = 0
     try:
@@ -43,22 +50,31 @@ def trains(trace: Trace, limit_bytes: int, size: int, *, quietly: bool) -> bool:
 
 
 def largest(trace: Trace, limit_bytes: int, start: int, *, quietly: bool = False) -> int:
-    """The largest size that trains within ``limit_bytes``; ``quietly``: as do 1.5 and 3 % smaller ones."""
+    """The largest size that trains within ``limit_bytes``.
+
+    With ``quietly`` it trains without an allocator retry, as do 1.5 and 3 % smaller sizes.
+    """
 
     def passes(size: int) -> bool:
-        sizes = (max(1, round(share * size)) for share in ((1.0, 0.985, 0.97) if quietly else (1.0,)))
+        shares = (1.0, 0.985, 0.97) if quietly else (1.0,)
+        sizes = (max(1, round(share * size)) for share in shares)
         return all(trains(trace, limit_bytes, each, quietly=quietly) for each in sizes)
 
     return largest_that(passes, start, growth=1.1, resolution=0.002)
 
 
 def measure(name: str, gigabytes: int, limit: float) -> dict[str, Any]:
-    trace, capacity_bytes, begin = trace_of(name), gigabytes * 10**9, time.perf_counter()
+    trace = trace_of(name)
+    capacity_bytes = gigabytes * 10**9
+    begin = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         found = search(SimulatedCuda(trace, capacity_bytes), memory_limit=limit)
-    seconds, size = time.perf_counter() - begin, found.plan.batch_size
+    seconds = time.perf_counter() - begin
+    size = found.plan.batch_size
     quiet = largest(trace, int(min(limit, 0.95) * capacity_bytes), size, quietly=True)
-    tried = (f"{t.batch_size}{t.kind[0]}{'' if t.outcome == 'ok' else '!'}" for t in found.plan.trials)
+    tried = (
+        f"{t.batch_size}{t.kind[0]}{'' if t.outcome == 'ok' else '!'}" for t in found.plan.trials
+    )
     return {
         "network": name,
         "GB": gigabytes,
@@ -78,8 +94,11 @@ def measure(name: str, gigabytes: int, limit: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = command_line(__doc__, [network.name for network in NETWORKS], writes=True)
-    parser.add_argument("--gigabytes", nargs="+", type=int, default=[8, 24, 80], help="capacities of the device")
-    chosen, rows = parser.parse_args(), list[dict[str, Any]]()
+    parser.add_argument(
+        "--gigabytes", nargs="+", type=int, default=[8, 24, 80], help="capacities of the device"
+    )
+    chosen = parser.parse_args()
+    rows = list[dict[str, Any]]()
     for name in chosen.only:
         for gigabytes in chosen.gigabytes:
             for limit in LIMITS:

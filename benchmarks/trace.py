@@ -1,9 +1,9 @@
 """Differences between a training with a finder and the same training with its size hard-coded.
 
-Each way to train runs for two epochs, with a finder and then with the size that it found. Weights, optimizers,
-schedules, random states, metrics, the calls of a callback, files and more are compared bit by bit, as in
-``tests/test_contract.py``. "no finder" is the control: the same hard-coded run twice. All finders have 8 samples as
-their largest size, and meet no memory limit.
+Each way to train runs for two epochs, with a finder and then with the size that it found. Weights,
+optimizers, schedules, random states, metrics, the calls of a callback, files and more are compared
+bit by bit, as in ``tests/test_contract.py``. "no finder" is the control: the same hard-coded run
+twice. All finders have 8 samples as their largest size, and meet no memory limit.
 
     python -m benchmarks.trace            # a Markdown table of what differs
     python -m benchmarks.trace --write    # also to benchmarks/results
@@ -38,7 +38,8 @@ class Calm(Net):
 
     def __init__(self, batch_size: int, layer: Any = nn.ReLU, **data: Any) -> None:
         super().__init__(batch_size)
-        self.layers, self.data = nn.Sequential(nn.Linear(6, 16), layer(), nn.Linear(16, 3)), deepcopy(data)
+        self.layers = nn.Sequential(nn.Linear(6, 16), layer(), nn.Linear(16, 3))
+        self.data = deepcopy(data)
 
     def train_dataloader(self) -> DataLoader[Any]:
         samples = TensorDataset(Noisy().x, Noisy().y)
@@ -68,21 +69,27 @@ def finder_of(name: str) -> Any:
     """The finder of this name; ``None`` for the control."""
     if name == "BatchFinder":
         return BatchFinder(max_batch_size=SIZE)
-    has_max = "max_val" in inspect.signature(BatchSizeFinder).parameters  # not in lightning 2.5.0
+    # The finder of lightning 2.5.0 has no ``max_val``.
+    has_max = "max_val" in inspect.signature(BatchSizeFinder).parameters
     bound: dict[str, Any] = {"max_val": SIZE} if has_max else {"max_trials": 2}
     return None if name == "no finder" else BatchSizeFinder(mode=name, init_val=START, **bound)
 
 
 def compare(name: str, finder_name: str) -> dict[str, Any]:
     """The size found, and the differences from a run with that size; or the error of the finder."""
-    finder, size = finder_of(finder_name), SIZE
+    finder = finder_of(finder_name)
+    size = SIZE
+    start = START if finder else SIZE
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
         try:
-            searched = outcome_of(Path(folder, "searched"), WAYS[name], START if finder else SIZE, finder)
-        except Exception as error:  # noqa: BLE001 - of a finder, or of a way that is broken itself
+            searched = outcome_of(Path(folder, "searched"), WAYS[name], start, finder)
+        # A finder may fail with any error, and so may a way to train that is broken itself.
+        except Exception as error:  # noqa: BLE001
             return {"error": one_line(error)}
-        if finder is not None:
-            size = finder.plan.batch_size if finder_name == "BatchFinder" else finder.optimal_batch_size
+        if finder_name == "BatchFinder":
+            size = finder.plan.batch_size
+        elif finder is not None:
+            size = finder.optimal_batch_size
         hard_coded = outcome_of(Path(folder, "hard_coded"), WAYS[name], size, None)
     differs = []
     for key, value in searched.items():
@@ -95,14 +102,17 @@ def compare(name: str, finder_name: str) -> dict[str, Any]:
 
 def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
     """The results as Markdown: the differences of each finder, or its error."""
-    rows, counts = [], dict.fromkeys(FINDERS, 0)
+    rows = []
+    counts = dict.fromkeys(FINDERS, 0)
     for name, by_finder in results.items():
         row = {"way to train": name}
         for finder, found in by_finder.items():
             row[finder] = found.get("error") or ", ".join(found["differs"]) or "identical"
             counts[finder] += row[finder] == "identical"
         rows.append(row)
-    total = {"way to train": "all"} | {name: f"{count} of {len(results)} identical" for name, count in counts.items()}
+    total = {"way to train": "all"} | {
+        name: f"{count} of {len(results)} identical" for name, count in counts.items()
+    }
     return markdown([*rows, total])
 
 
@@ -112,7 +122,12 @@ def main() -> None:
     for name in arguments.only:
         results[name] = {finder: compare(name, finder) for finder in FINDERS}
         print(f"{name}: {results[name]}", file=sys.stderr, flush=True)
-    report("trace", f"Sizes bounded by {SIZE}, 2 epochs\n\n{table(results)}", results, write=arguments.write)
+    report(
+        "trace",
+        f"Sizes bounded by {SIZE}, 2 epochs\n\n{table(results)}",
+        results,
+        write=arguments.write,
+    )
 
 
 if __name__ == "__main__":

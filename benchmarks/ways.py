@@ -1,9 +1,12 @@
-"""One search, the training after it, or a training at a given size, in this process and under the limit.
+"""One search, the training after it, or a training at a given size.
+
+Everything runs in this process and under the limit.
 
     python -m benchmarks.ways "U-Net" BatchFinder    # search, then train
     python -m benchmarks.ways "U-Net" 96             # train at this size
 
-``benchmarks.search`` runs this in a fresh process. No way to search is given the limit: each finds it out.
+``benchmarks.search`` runs this in a fresh process. No way to search is given the limit: each finds
+it out.
 """
 
 from __future__ import annotations
@@ -26,11 +29,17 @@ from lightning_batchmem import BatchFinder
 STEPS = 60
 
 STEPS_PER_ATTEMPT = 3
-"""Steps at each size in the functions given to accelerate and toma: as many as Lightning's finder runs by default."""
+"""Steps at each size in the functions given to accelerate and toma.
+
+Lightning's finder runs as many by default.
+"""
 
 FIRST_SIZE = 8192 if torch.cuda.is_available() else 512
-"""First size of accelerate and toma, which never look above it: 512 is in toma's documentation (accelerate's default of
-128 is below what fits); on CUDA it is the ``max_val`` of Lightning's finder."""
+"""First size of accelerate and toma, which never look above it.
+
+512 is in toma's documentation (accelerate's default of 128 is below what fits). On CUDA it is the
+``max_val`` of Lightning's finder.
+"""
 
 
 class Limit(Callback):
@@ -46,11 +55,15 @@ class Limit(Callback):
             self._start_seconds = time.perf_counter()
 
     def found(self, batch_size: int) -> None:
+        search_seconds = time.perf_counter() - self._start_seconds
+        out_of_memory_errors = None
+        if torch.cuda.is_available():
+            out_of_memory_errors = torch.cuda.memory_stats()["num_ooms"]
         emit(
             batch_size=batch_size,
-            search_seconds=time.perf_counter() - self._start_seconds,
+            search_seconds=search_seconds,
             samples_run=sum(SAMPLES_RUN.values()),
-            out_of_memory_errors=torch.cuda.memory_stats()["num_ooms"] if torch.cuda.is_available() else None,
+            out_of_memory_errors=out_of_memory_errors,
         )
 
 
@@ -58,13 +71,16 @@ class Progress(Callback):
     """Emits the size that a finder found, and each training step."""
 
     def __init__(self, limit: Limit, finder: Callback | None = None) -> None:
-        self._limit, self._finder = limit, finder
+        self._limit = limit
+        self._finder = finder
         self._steps: int | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._steps = 0  # the finder comes first, and runs its steps in this hook
+        # Counting starts here, because the finder comes first and runs its steps in this hook.
+        self._steps = 0
         if self._finder is not None:
-            self._limit.found(pl_module.batch_size)  # type: ignore[arg-type]  # a Training
+            # mypy does not see that the module is a Training, whose batch size is an int.
+            self._limit.found(pl_module.batch_size)  # type: ignore[arg-type]
         if isinstance(self._finder, BatchFinder) and self._finder.plan is not None:
             emit(plan=json.loads(self._finder.plan.to_json()))
 
@@ -96,10 +112,16 @@ WAYS = [*CALLBACKS, *FUNCTIONS]
 
 
 def run(name: str, way: str, steps: int, limit: Limit) -> None:
-    """Search if ``way`` is no size; train for ``steps`` steps with three evaluations, and a checkpoint after each."""
+    """Search if ``way`` is no size, and train for ``steps`` steps.
 
-    def attempt(batch_size: int) -> int:  # as their documentation shows: everything is built anew for each size
-        trainer_for([limit], STEPS_PER_ATTEMPT * WORKLOADS[name].optimizers).fit(module_for(name, batch_size))
+    The training has three evaluations, and a checkpoint after each.
+    """
+
+    # The documentation of accelerate and toma also builds everything anew for each size.
+    def attempt(batch_size: int) -> int:
+        trainer_for([limit], STEPS_PER_ATTEMPT * WORKLOADS[name].optimizers).fit(
+            module_for(name, batch_size)
+        )
         return batch_size
 
     finder = CALLBACKS[way]() if way in CALLBACKS else None
@@ -108,8 +130,9 @@ def run(name: str, way: str, steps: int, limit: Limit) -> None:
         batch_size = FUNCTIONS[way](attempt)
         limit.found(batch_size)
     with tempfile.TemporaryDirectory() as directory:
+        callbacks = (limit, finder, Progress(limit, finder))
         trainer = trainer_for(
-            [callback for callback in (limit, finder, Progress(limit, finder)) if callback is not None],
+            [callback for callback in callbacks if callback is not None],
             steps * WORKLOADS[name].optimizers,
             default_root_dir=directory,
             enable_checkpointing=True,
@@ -123,12 +146,15 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("way", help=f"one of {', '.join(WAYS)}, or a batch size")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of the training; default: %(default)s")
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help="of the training; default: %(default)s"
+    )
     chosen = parser.parse_args()
     limit = Limit(WORKLOADS[chosen.workload].room_bytes)
     try:
         run(chosen.workload, chosen.way, chosen.steps, limit)
-    except Exception as error:  # noqa: BLE001 - near the limit memory may run out anywhere, with any error
+    # Near the limit memory may run out anywhere, with any error.
+    except Exception as error:  # noqa: BLE001
         emit(error=one_line(error))
 
 

@@ -1,4 +1,7 @@
-"""The trainings of the benchmarks: networks small enough for two cores and large enough to fill memory."""
+"""The trainings of the benchmarks.
+
+The networks are small enough for two cores and large enough to fill memory.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,12 @@ from benchmarks.large_networks import convolution
 
 MIB = 2**20
 CLASSES = 10
-TOKENS = 512  # vocabulary of the small language models
-LATENT = 32  # numbers from which the generator makes an image
-LENGTH = 128  # tokens in a sample
+# The vocabulary of the small language models has this many tokens.
+TOKENS = 512
+# The generator makes an image from this many random numbers.
+LATENT = 32
+# A sample of text has this many tokens.
+LENGTH = 128
 
 SAMPLES_RUN: Counter[int] = Counter()
 """Batch size -> samples given to ``training_step`` in this process."""
@@ -35,6 +41,7 @@ class Residual(nn.Sequential):
     """The input plus its layers' output."""
 
     def forward(self, x: Tensor) -> Tensor:
+        # torch does not annotate this method of nn.Sequential.
         return x + super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -54,13 +61,17 @@ class UNet(nn.Module):
 
         def double(inputs: int, outputs: int) -> nn.Sequential:
             return nn.Sequential(
-                nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(),
-                nn.Conv2d(outputs, outputs, 3, padding=1), nn.ReLU(),
-            )  # fmt: skip
+                nn.Conv2d(inputs, outputs, 3, padding=1),
+                nn.ReLU(),
+                nn.Conv2d(outputs, outputs, 3, padding=1),
+                nn.ReLU(),
+            )
 
-        self.down1, self.down2 = double(1, width), double(width, 2 * width)
+        self.down1 = double(1, width)
+        self.down2 = double(width, 2 * width)
         self.bottom = double(2 * width, 4 * width)
-        self.up2, self.up1 = double(6 * width, 2 * width), double(3 * width, width)
+        self.up2 = double(6 * width, 2 * width)
+        self.up1 = double(3 * width, width)
         self.head = nn.Conv2d(width, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,10 +87,14 @@ class UNet(nn.Module):
 class Transformer(nn.Module):
     """An encoder that predicts a token at each position."""
 
-    def __init__(self, width: int = 128, layers: int = 3, heads: int = 4, tokens: int = TOKENS) -> None:
+    def __init__(
+        self, width: int = 128, layers: int = 3, heads: int = 4, tokens: int = TOKENS
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(tokens, width)
-        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, batch_first=True, norm_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, tokens)
 
@@ -113,17 +128,28 @@ class GAN(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.generator = nn.Sequential(
-            nn.Linear(LATENT, 2 * width * 8 * 8), nn.Unflatten(1, (2 * width, 8, 8)), nn.ReLU(),
-            nn.ConvTranspose2d(2 * width, width, 4, stride=2, padding=1), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.ConvTranspose2d(width, width // 2, 4, stride=2, padding=1), nn.BatchNorm2d(width // 2), nn.ReLU(),
-            nn.Conv2d(width // 2, 1, 3, padding=1), nn.Tanh(),
-        )  # fmt: skip
+            nn.Linear(LATENT, 2 * width * 8 * 8),
+            nn.Unflatten(1, (2 * width, 8, 8)),
+            nn.ReLU(),
+            nn.ConvTranspose2d(2 * width, width, 4, stride=2, padding=1),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.ConvTranspose2d(width, width // 2, 4, stride=2, padding=1),
+            nn.BatchNorm2d(width // 2),
+            nn.ReLU(),
+            nn.Conv2d(width // 2, 1, 3, padding=1),
+            nn.Tanh(),
+        )
         self.discriminator = nn.Sequential(
-            nn.Conv2d(1, width, 3, padding=1), nn.LeakyReLU(0.2),
-            nn.Conv2d(width, 2 * width, 4, stride=2, padding=1), nn.LeakyReLU(0.2),
-            nn.Conv2d(2 * width, 2 * width, 4, stride=2, padding=1), nn.LeakyReLU(0.2),
-            nn.Flatten(), nn.Linear(2 * width * 8 * 8, 1),
-        )  # fmt: skip
+            nn.Conv2d(1, width, 3, padding=1),
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(width, 2 * width, 4, stride=2, padding=1),
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(2 * width, 2 * width, 4, stride=2, padding=1),
+            nn.LeakyReLU(0.2),
+            nn.Flatten(),
+            nn.Linear(2 * width * 8 * 8, 1),
+        )
 
     def imagine(self, count: int) -> Tensor:
         device = next(self.generator.parameters()).device
@@ -133,7 +159,10 @@ class GAN(nn.Module):
 
 @dataclass(eq=False)
 class RandomSamples(Dataset[Sample]):
-    """A million samples made from their index when they are read, so that the data set holds no memory."""
+    """A million samples, each made from its index when it is read.
+
+    The data set therefore holds no memory.
+    """
 
     make: Callable[[torch.Generator], Sample]
 
@@ -149,7 +178,9 @@ def floats(g: torch.Generator, *, shape: tuple[int, ...]) -> Sample:
 
 
 def _tokens(g: torch.Generator, *, length: int) -> Sample:
-    return torch.randint(TOKENS, (length,), generator=g), torch.randint(TOKENS, (length,), generator=g)
+    inputs = torch.randint(TOKENS, (length,), generator=g)
+    targets = torch.randint(TOKENS, (length,), generator=g)
+    return inputs, targets
 
 
 def _long_tailed_tokens(g: torch.Generator) -> Sample:
@@ -163,7 +194,8 @@ def _pixels(g: torch.Generator) -> Sample:
 
 def _padded(samples: list[Sample]) -> Sample:
     inputs, targets = zip(*samples, strict=True)
-    return pad_sequence(list(inputs), True), pad_sequence(list(targets), True, -100)  # ignore_index
+    # Cross entropy leaves out targets of -100, which is the default of its ``ignore_index``.
+    return pad_sequence(list(inputs), True), pad_sequence(list(targets), True, -100)
 
 
 class Training(LightningModule):
@@ -179,7 +211,8 @@ class Training(LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         batch_size = len(batch[0])
         if batch_size not in SAMPLES_RUN:
-            emit(last_new_size=batch_size)  # known even if the process is killed in this step
+            # The parent process gets the size now, since this step may end with SIGKILL.
+            emit(last_new_size=batch_size)
         SAMPLES_RUN[batch_size] += batch_size
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
@@ -197,7 +230,9 @@ class Training(LightningModule):
 
     def train_dataloader(self) -> DataLoader[Sample]:
         return DataLoader(
-            RandomSamples(self.workload.sample), batch_size=self.batch_size, collate_fn=self.workload.collate
+            RandomSamples(self.workload.sample),
+            batch_size=self.batch_size,
+            collate_fn=self.workload.collate,
         )
 
     val_dataloader = train_dataloader
@@ -224,7 +259,8 @@ class Adversarial(Training):
     def loss(self, batch: Any) -> Tensor:
         real, _ = batch
         made = self.network.imagine(len(real)).detach()
-        on_real, on_made = self.network.discriminator(real), self.network.discriminator(made)
+        on_real = self.network.discriminator(real)
+        on_made = self.network.discriminator(made)
         return functional.relu(1 - on_real).mean() + functional.relu(1 + on_made).mean()
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -237,11 +273,14 @@ class Workload:
     """A network, its data and the memory that it may use on the host."""
 
     network: Callable[[], nn.Module]
-    sample: Callable[[torch.Generator], Sample]  # with its target
-    room_mib: int  # beyond the use at the start of fit
+    # This function makes a sample with its target.
+    sample: Callable[[torch.Generator], Sample]
+    # On the host a training may use this many MiB beyond the use at the start of ``fit``.
+    room_mib: int
     collate: Callable[[list[Sample]], Any] = default_collate
     training: type[Training] = Training
-    optimizers: int = 1  # steps of optimizers in each training step
+    # Each training step has this many steps of optimizers.
+    optimizers: int = 1
 
     @property
     def room_bytes(self) -> int:
@@ -254,7 +293,9 @@ class Workload:
 WORKLOADS = {
     "ConvNet": Workload(conv_net, partial(floats, shape=(3, 32, 32)), 600),
     "U-Net": Workload(UNet, _pixels, 500),
-    "GAN": Workload(GAN, partial(floats, shape=(1, 32, 32)), 250, training=Adversarial, optimizers=2),
+    "GAN": Workload(
+        GAN, partial(floats, shape=(1, 32, 32)), 250, training=Adversarial, optimizers=2
+    ),
     "LSTM": Workload(LSTM, partial(floats, shape=(100, 64)), 200),
     "transformer": Workload(Transformer, partial(_tokens, length=LENGTH), 300),
     "long-tailed text": Workload(Transformer, _long_tailed_tokens, 300, collate=_padded),

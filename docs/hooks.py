@@ -10,19 +10,28 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 REPOSITORY = Path(__file__).parents[1]
 LINKED = (
-    "examples/quickstart.py", "examples/ddp.py", "examples/fsdp2.py", "benchmarks/results/cpu-2-cores/search.json",
-)  # fmt: skip
+    "examples/quickstart.py",
+    "examples/ddp.py",
+    "examples/fsdp2.py",
+    "benchmarks/results/cpu-2-cores/search.json",
+)
 ROLE = re.compile(r":\w+:`~?(?:[\w.]*\.)?(\w+)`")
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the changelog, and the files that pages link to as ``../examples/...``."""
-    files.append(File.generated(config, "changelog.md", abs_src_path=str(REPOSITORY / "CHANGELOG.md")))
+    files.append(
+        File.generated(config, "changelog.md", abs_src_path=str(REPOSITORY / "CHANGELOG.md"))
+    )
     for path in LINKED:
         file = File.generated(
-            config, f"../{path}", abs_src_path=str(REPOSITORY / path), inclusion=InclusionLevel.INCLUDED
+            config,
+            f"../{path}",
+            abs_src_path=str(REPOSITORY / path),
+            inclusion=InclusionLevel.INCLUDED,
         )
-        file.dest_uri = path  # without the dots, which lead out of the site
+        # The page has no dots in its address, because they would lead out of the site.
+        file.dest_uri = path
         files.append(file)
     return files
 

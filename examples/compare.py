@@ -16,7 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import compare
 
-SAMPLES, TOKENS, WORDS, WIDTH = 20_000, 64, 1_000, 128
+SAMPLES = 20_000
+TOKENS = 64
+WORDS = 1_000
+WIDTH = 128
 
 
 class Block(nn.Module):
@@ -25,7 +28,9 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(WIDTH, num_heads=4, batch_first=True)
-        self.feed_forward = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.feed_forward = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,7 +68,9 @@ def make() -> tuple[LightningModule, DataLoader[Any]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--limit", default="8GiB", help="memory limit; default: %(default)s")
     parser.add_argument("--cpu", action="store_true", help="do not use a GPU")
     options = parser.parse_args()

@@ -1,8 +1,10 @@
-"""The digits of the quickstart on two processes: all find the same batch size, and the one with the least room decides.
+"""The digits of the quickstart on two processes.
+
+All processes find the same batch size, and the one with the least room decides.
 
 Run it with ``python examples/ddp.py``, where Lightning starts the second process, or with
-``torchrun --nproc-per-node=2 examples/ddp.py``, where torchrun starts both. It takes about half a minute on two cores,
-uses GPUs where there are two, and writes to ``logs/ddp``.
+``torchrun --nproc-per-node=2 examples/ddp.py``, where torchrun starts both. It takes about half a
+minute on two cores, uses GPUs where there are two, and writes to ``logs/ddp``.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ RANKS = 2
 
 
 def main() -> None:
-    """Find the batch size on all ranks, train, and say what each of them used."""
+    """Find the batch size on all ranks, train, and print what each of them used."""
     seed_everything(0)
-    finder = BatchFinder(memory_limit="1GiB")  # of each rank
+    # The limit holds for each rank.
+    finder = BatchFinder(memory_limit="1GiB")
     trainer = Trainer(
         accelerator="cuda" if torch.cuda.device_count() >= RANKS else "cpu",
         devices=RANKS,
@@ -34,9 +37,13 @@ def main() -> None:
     trainer.fit(Classifier(), datamodule=digits)
     assert finder.plan is not None
     print(f"rank {trainer.global_rank} trained with the batch size {digits.batch_size}", flush=True)
-    trainer.strategy.barrier()  # so that the line below is the last one
+    # All ranks have printed their line before the first rank prints the last one.
+    trainer.strategy.barrier()
     if trainer.is_global_zero:
-        print(f"samples per optimizer step over {trainer.world_size} ranks: {finder.plan.effective_batch_size}")
+        print(
+            f"samples per optimizer step over {trainer.world_size} ranks:"
+            f" {finder.plan.effective_batch_size}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
-"""Train a small residual network on real images of handwritten digits, with the batch size computed, not guessed.
+"""Train a small residual network on real images of handwritten digits.
 
-The images are scikit-learn's digits (1,797 scans of 8 x 8 pixels, shipped inside that package: nothing is downloaded),
-enlarged to 32 x 32. Memory is limited to 1 GiB, so that memory is what bounds the batch.
+The batch size is computed, not guessed.
 
-Run it with ``python examples/quickstart.py``; it takes about a minute on two cores and writes to ``logs/quickstart``.
+The images are scikit-learn's digits (1,797 scans of 8 x 8 pixels, shipped inside that package:
+nothing is downloaded), enlarged to 32 x 32. Memory is limited to 1 GiB, so that memory is what
+bounds the batch.
+
+Run it with ``python examples/quickstart.py``; it takes about a minute on two cores and writes to
+``logs/quickstart``.
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ class Digits(LightningDataModule):
 
     def __init__(self, batch_size: int = 4) -> None:
         super().__init__()
-        self.batch_size = batch_size  # BatchFinder sets it
+        # BatchFinder sets this attribute.
+        self.batch_size = batch_size
 
     def setup(self, stage: str) -> None:
         """Read the images and split them."""
@@ -36,7 +41,9 @@ class Digits(LightningDataModule):
         pixels = functional.interpolate(pixels, size=32, mode="bilinear")
         dataset = TensorDataset(pixels, torch.tensor(labels))
         generator = torch.Generator().manual_seed(0)
-        self.training_images, self.validation_images = random_split(dataset, [0.8, 0.2], generator=generator)
+        self.training_images, self.validation_images = random_split(
+            dataset, [0.8, 0.2], generator=generator
+        )
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """The training images, shuffled."""
@@ -112,7 +119,10 @@ def main() -> None:
         devices=1,
         max_epochs=10,
         log_every_n_steps=5,
-        logger=[TensorBoardLogger("logs", name="quickstart"), CSVLogger("logs", name="quickstart_csv")],
+        logger=[
+            TensorBoardLogger("logs", name="quickstart"),
+            CSVLogger("logs", name="quickstart_csv"),
+        ],
         callbacks=[MemoryProfiler(), finder],
     )
     trainer.fit(Classifier(), datamodule=Digits())

@@ -1,4 +1,4 @@
-"""Measure what fills the memory of a Lightning training step, and compute the batch size instead of guessing it."""
+"""Measure what fills the memory of a Lightning training step, and compute the batch size."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,10 @@ _NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is used first: every Trainer imports this package, for ``factory``."""
+    """Import a public name when it is used first.
+
+    Every Trainer imports this package, because of the entry points in ``factory``.
+    """
     for module, names in _NAMES.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{module}"), name)

@@ -1,4 +1,7 @@
-"""The command line: ``find`` and ``compare`` without a training, ``draw`` for the figures of a finished run."""
+"""The command line: ``find``, ``compare`` and ``draw``.
+
+``find`` and ``compare`` search without a training, ``draw`` draws the figures of a run.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ _READERS: dict[str, Callable[[Path], list[Row] | Plan | Summary]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, and return its exit code: 0 for a result, 1 for none, 2 for wrong arguments."""
+    """Run the command line, and return its exit code.
+
+    The code is 0 for a result, 1 for none, and 2 for wrong arguments.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m lightning_batchmem",
         description="Compute a batch size, compare settings, or draw figures.",
@@ -56,32 +62,74 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    finding, comparing, drawing = (
-        commands.add_parser(name, help=summary, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-        for name, summary, text in (
-            ("find", "compute the batch size, without a training", _EXAMPLES),
-            ("compare", "compute the batch size under several settings", _EXAMPLES),
-            ("draw", "draw the figures of a run", _DRAW),
-        )
+    finding = commands.add_parser(
+        "find",
+        help="compute the batch size, without a training",
+        description=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    comparing = commands.add_parser(
+        "compare",
+        help="compute the batch size under several settings",
+        description=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    drawing = commands.add_parser(
+        "draw",
+        help="draw the figures of a run",
+        description=_DRAW,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for command in (finding, comparing):
         command.usage = "%(prog)s MODULE:MAKE [--limit VALUE] [...]"
-        command.add_argument("make", metavar="MODULE:MAKE", help="the function that returns (model, data)")
-        trainer = command.add_argument("--trainer", metavar="NAME=VALUE", action="append", default=[])
-        trainer.help = "an argument of the Trainer; repeatable"
-        command.add_argument("--out", metavar="FILE", type=Path, help="for the plan as JSON, or the table as Markdown")
+        command.add_argument(
+            "make", metavar="MODULE:MAKE", help="the function that returns (model, data)"
+        )
+        command.add_argument(
+            "--trainer",
+            metavar="NAME=VALUE",
+            action="append",
+            default=[],
+            help="an argument of the Trainer; repeatable",
+        )
+        command.add_argument(
+            "--out",
+            metavar="FILE",
+            type=Path,
+            help="for the plan as JSON, or the table as Markdown",
+        )
         group = command.add_argument_group("search")
         for name, text in _search_options().items():
-            flags = [f"--{name.replace('_', '-')}", *(["--limit"] if name == "memory_limit" else [])]
-            option = group.add_argument(*flags, dest=name, metavar="VALUE", type=parse_value, default=argparse.SUPPRESS)
-            option.help = text.replace("%", "%%")
+            flags = [f"--{name.replace('_', '-')}"]
+            if name == "memory_limit":
+                flags.append("--limit")
+            group.add_argument(
+                *flags,
+                dest=name,
+                metavar="VALUE",
+                type=parse_value,
+                default=argparse.SUPPRESS,
+                help=text.replace("%", "%%"),
+            )
     finding.set_defaults(variants=None)
-    comparing.add_argument("--variants", metavar="NAME", help="a dictionary of variants in the module of make")
-    drawing.add_argument("log_dir", metavar="LOG_DIR", type=Path, help="log directory of one or more runs")
-    drawing.add_argument("--out", metavar="DIR", type=Path, help="where to write; default: next to each file")
-    drawing.add_argument("--format", choices=("png", "svg"), default="png", help="of the figures; default: %(default)s")
+    comparing.add_argument(
+        "--variants", metavar="NAME", help="a dictionary of variants in the module of make"
+    )
+    drawing.add_argument(
+        "log_dir", metavar="LOG_DIR", type=Path, help="log directory of one or more runs"
+    )
+    drawing.add_argument(
+        "--out", metavar="DIR", type=Path, help="where to write; default: next to each file"
+    )
+    drawing.add_argument(
+        "--format",
+        choices=("png", "svg"),
+        default="png",
+        help="of the figures; default: %(default)s",
+    )
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given and Path(given[0]).is_dir():  # a log directory without a command, as in version 0.1
+    # A log directory without a command is drawn, as in version 0.1.
+    if given and Path(given[0]).is_dir():
         given = ["draw", *given]
     options = parser.parse_args(given)
     if options.command == "draw":
@@ -94,14 +142,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         BatchFinder(**search)
     except ValueError as error:
         command.error(str(error))
-    make, base = _named(command, options.make), parse_options(options.trainer)
-    variants = _named(command, f"{options.make.partition(':')[0]}:{options.variants}") if options.variants else None
+    make = _named(command, options.make)
+    base = parse_options(options.trainer)
+    variants = None
+    if options.variants:
+        module_name = options.make.partition(":")[0]
+        variants = _named(command, f"{module_name}:{options.variants}")
+    result: Any
     try:
-        result: Any = (
-            make_and_find(make, {}, base, search)
-            if command is finding
-            else compare(make, variants, base=base, **search)
-        )
+        if command is finding:
+            result = make_and_find(make, {}, base, search)
+        else:
+            result = compare(make, variants, base=base, **search)
     except (ValueError, RuntimeError) as error:
         if not _is_own(error):
             raise
@@ -115,40 +167,61 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _search_options() -> dict[str, str]:
-    """The arguments of BatchFinder that make sense without a training, with the text of its docstring."""
-    names = [name for name in inspect.signature(BatchFinder).parameters if name not in ("search_on_resume", "verbose")]
-    texts = dict(
-        reversed(re.findall(r"^ {8}(\w+): (.*?)(?=^ {0,8}\S|^$)", BatchFinder.__doc__ or "", re.MULTILINE | re.DOTALL))
-    )  # Args before Attributes
-    return {name: " ".join(re.sub(r":\w+:`~?|`", "", texts.get(name, "")).split()) for name in names}
+    """The arguments of BatchFinder that make sense without a training, with their texts.
+
+    The texts come from the docstring of BatchFinder.
+    """
+    parameters = inspect.signature(BatchFinder).parameters
+    names = [name for name in parameters if name not in ("search_on_resume", "verbose")]
+    pattern = r"^ {8}(\w+): (.*?)(?=^ {0,8}\S|^$)"
+    entries = re.findall(pattern, BatchFinder.__doc__ or "", re.MULTILINE | re.DOTALL)
+    # The name ``plan`` is an argument and an attribute. Reversed, the text of the argument counts.
+    texts = dict(reversed(entries))
+    return {
+        name: " ".join(re.sub(r":\w+:`~?|`", "", texts.get(name, "")).split()) for name in names
+    }
 
 
 def _named(command: argparse.ArgumentParser, target: str) -> Any:
-    """What ``module:name`` names; for a wrong name an error that lists what exists."""
+    """The object with the name ``module:name``; a wrong name ends with a list of right ones."""
     module_name, _, name = target.partition(":")
     try:
         module = import_module(module_name)
     except (ModuleNotFoundError, ValueError) as error:
         if isinstance(error, ModuleNotFoundError) and not module_name.startswith(str(error.name)):
-            raise  # a module that the user's own imports
+            # The module exists, but another one that it imports does not.
+            raise
         found = ", ".join(sorted(path.stem for path in Path.cwd().glob("*.py"))) or "none"
-        command.error(f"MODULE:MAKE must name a module, got {module_name!r}; modules in {Path.cwd()}: {found}")
+        command.error(
+            f"MODULE:MAKE must name a module, got {module_name!r}; modules in {Path.cwd()}: {found}"
+        )
     if not name or not hasattr(module, name):
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        own = [
+            key
+            for key, value in vars(module).items()
+            if getattr(value, "__module__", None) == module.__name__
+        ]
         found = ", ".join(own) or "none"
-        command.error(f"MODULE:MAKE must name a function of {module_name}, got {name!r}; it has: {found}")
+        command.error(
+            f"MODULE:MAKE must name a function of {module_name}, got {name!r}; it has: {found}"
+        )
     return getattr(module, name)
 
 
 def _is_own(error: BaseException) -> bool:
-    """Whether this package has raised an error, whose message is enough; the user's own needs its traceback."""
+    """Whether this package has raised an error, so that its message is enough.
+
+    An error in the user's code needs its traceback.
+    """
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).startswith("lightning_batchmem")
 
 
 def _draw(log_dir: Path, out: Path, extension: str) -> int:
     drawn = 0
-    found = [(path, name) for name in _READERS for path in sorted(log_dir.rglob(name.replace(".", "*.")))]
+    found = [
+        (path, name) for name in _READERS for path in sorted(log_dir.rglob(name.replace(".", "*.")))
+    ]
     for path, name in filter(lambda one: one[0].is_file(), found):
         directory = out / path.parent.relative_to(log_dir)
         number = path.stem.removeprefix(Path(name).stem)
@@ -161,18 +234,25 @@ def _draw(log_dir: Path, out: Path, extension: str) -> int:
                 save(figure, target)
                 drawn += 1
                 _print(f"{target}", sys.stdout)
-        except ImportError as error:  # no matplotlib: no figure can be drawn
+        except ImportError as error:
+            # Without matplotlib no figure can be drawn.
             _print(f"{error}", sys.stderr)
             return 1
-        except Exception as error:  # noqa: BLE001 - a damaged file may fail anywhere; the other files are drawn
+        # A damaged file may raise any error, and the other files are drawn nevertheless.
+        except Exception as error:  # noqa: BLE001
             _print(f"{path} could not be drawn: {type(error).__name__}: {error}", sys.stderr)
     if not drawn:
-        _print(f"No figure was drawn from {log_dir}; it needs a {' or '.join(_READERS)}", sys.stderr)
+        _print(
+            f"No figure was drawn from {log_dir}; it needs a {' or '.join(_READERS)}", sys.stderr
+        )
     return 0 if drawn else 1
 
 
 def _finite_json(path: Path) -> str:
-    """The JSON in a file; NaN and numbers such as ``1e999``, which Python reads as infinite, are a ``ValueError``."""
+    """The JSON in a file, whose numbers must be finite.
+
+    NaN and numbers such as ``1e999``, which Python reads as infinite, are a ``ValueError``.
+    """
     return json.dumps(json.loads(path.read_text(encoding="utf-8")), allow_nan=False)
 
 

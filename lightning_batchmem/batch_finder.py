@@ -12,7 +12,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from rich.console import Console
 
-from lightning_batchmem._lightning.data_source import discard_train_loader, stage_loop, stage_source, train_source
+from lightning_batchmem._lightning.data_source import (
+    discard_train_loader,
+    stage_loop,
+    stage_source,
+    train_source,
+)
 from lightning_batchmem._lightning.hooks import before_optimizers, call_before
 from lightning_batchmem._lightning.module_state import ModuleState
 from lightning_batchmem._lightning.strategies import check_strategy
@@ -38,61 +43,72 @@ from lightning_batchmem.plan.records import Objective, SearchFailed, mib
 from lightning_batchmem.plan.scaling import LearningRateScaling
 from lightning_batchmem.search import BatchSizeSearch
 
-_NOTABLE_SHARE = 0.01  # of the limit: more is no difference between two starts of one training
+# Two starts of one training differ by at most this share of the limit.
+_NOTABLE_SHARE = 0.01
 
 
 class BatchFinder(Callback):
     """Compute the batch size before training starts, from a few real steps at small sizes.
 
-    In ``on_fit_start`` it measures the user's training step at small sizes, fits a line to the live bytes of each
-    phase, predicts the size, rehearses the training at it, and restores everything else. Under ``trainer.validate``,
-    ``test`` and ``predict`` it searches with forward passes, before their loaders are built. A run that resumes from a
-    checkpoint continues with the size in the checkpoint.
+    In ``on_fit_start`` it measures the user's training step at small sizes, fits a line to the live
+    bytes of each phase, predicts the size, rehearses the training at it, and restores everything
+    else. Under ``trainer.validate``, ``test`` and ``predict`` it searches with forward passes,
+    before their loaders are built. A run that resumes from a checkpoint continues with the size in
+    the checkpoint.
 
     Args:
-        objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest one within 5 % of the
-            best samples per second.
-        memory_limit: the most memory that this process may hold: bytes (``2e9`` too), a text such as ``"20GiB"``, or a
-            fraction in (0, 1] of what the device can provide to this process. ``None``, and at most: 0.95 of it.
+        objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest
+            one within 5 % of the best samples per second.
+        memory_limit: the most memory that this process may hold: bytes (``2e9`` too), a text such
+            as ``"20GiB"``, or a fraction in (0, 1] of what the device can provide to this process.
+            ``None``, and at most: 0.95 of it.
         max_batch_size: the largest size to consider, in samples.
-        min_batch_size: the smallest size to consider, in samples; ``None``: 2 (one sample is an error to BatchNorm).
-        multiple_of: sizes are rounded down to a multiple of it; ``None``: to the largest power of two that is
-            at most a 64th of the size.
-        min_steps_per_epoch: an epoch keeps at least this many optimizer steps: the size is at most samples / (steps x
-            accumulation x ranks), but not below the size of the project or ``min_batch_size``. ``None``, and where
-            ``max_batch_size`` or ``target_batch_size`` is given: no limit.
-        batch_arg_name: the attribute of the module, the datamodule or their hparams that holds the size, or a path to
-            it through attributes and dicts, such as ``"kwargs.batch_size"``.
-        eval_batch_arg_name: the attribute that holds the size of validation (and of ``validate``, ``test`` and
-            ``predict``), which has a search itself then. ``None``: validation is a phase of the search for training, at
-            the size that its loaders have there.
-        worst_case: which samples the search uses: ``"typical"`` spreads them over the data set, ``"longest"`` takes the
-            largest one (of up to 10,000), a callable returns the size of a sample. ``None``: if samples differ in size,
-            the largest one where the collate function pads, and samples as in the largest of 1,000 random batches where
-            it concatenates.
-        target_batch_size: samples per optimizer step over all ranks: sets ``accumulate_grad_batches``, and a batch size
-            that divides it. ``None``: accumulation stays as the Trainer has it.
-        lr_scaling: ``"linear"`` or ``"sqrt"``: multiply the ``lr`` or ``learning_rate`` of the module by the ratio of
-            samples per optimizer step, or its square root, before the optimizers are configured. ``None``: no change.
-        base_batch_size: samples per optimizer step that the learning rate was chosen for; ``None``: those that the
-            project had before the search.
+        min_batch_size: the smallest size to consider, in samples; ``None``: 2 (one sample is an
+            error to BatchNorm).
+        multiple_of: sizes are rounded down to a multiple of it; ``None``: to the largest power of
+            two that is at most a 64th of the size.
+        min_steps_per_epoch: an epoch keeps at least this many optimizer steps: the size is at most
+            samples / (steps x accumulation x ranks), but not below the size of the project or
+            ``min_batch_size``. ``None``, and where ``max_batch_size`` or ``target_batch_size`` is
+            given: no limit.
+        batch_arg_name: the attribute of the module, the datamodule or their hparams that holds the
+            size, or a path to it through attributes and dicts, such as ``"kwargs.batch_size"``.
+        eval_batch_arg_name: the attribute that holds the size of validation (and of ``validate``,
+            ``test`` and ``predict``), which has a search itself then. ``None``: validation is a
+            phase of the search for training, at the size that its loaders have there.
+        worst_case: which samples the search uses: ``"typical"`` spreads them over the data set,
+            ``"longest"`` takes the largest one (of up to 10,000), a callable returns the size of a
+            sample. ``None``: if samples differ in size, the largest one where the collate function
+            pads, and samples as in the largest of 1,000 random batches where it concatenates.
+        target_batch_size: samples per optimizer step over all ranks: sets
+            ``accumulate_grad_batches``, and a batch size that divides it. ``None``: accumulation
+            stays as the Trainer has it.
+        lr_scaling: ``"linear"`` or ``"sqrt"``: multiply the ``lr`` or ``learning_rate`` of the
+            module by the ratio of samples per optimizer step, or its square root, before the
+            optimizers are configured. ``None``: no change.
+        base_batch_size: samples per optimizer step that the learning rate was chosen for; ``None``:
+            those that the project had before the search.
         search_on_resume: search again where a checkpoint holds a plan.
-        plan: a plan of an earlier ``fit`` to use again: a ``Plan``, its JSON file, or a log directory. If device,
-            limit, ranks, precision, parameters and options are the same, only a rehearsal at its size is run. If they
-            are not, or the rehearsal fails, the search runs, and a note of the new plan has the reason.
-        verbose: print the whole plan, with all reasons and every size that was run, instead of six lines.
+        plan: a plan of an earlier ``fit`` to use again: a ``Plan``, its JSON file, or a log
+            directory. If device, limit, ranks, precision, parameters and options are the same, only
+            a rehearsal at its size is run. If they are not, or the rehearsal fails, the search
+            runs, and a note of the new plan has the reason.
+        verbose: print the whole plan, with all reasons and every size that was run, instead of six
+            lines.
 
     Attributes:
         plan: the :class:`~lightning_batchmem.Plan` of the last search; ``None`` before.
 
     Raises:
-        ValueError: for an argument out of range, and at ``fit`` for a project whose batch size cannot be set.
+        ValueError: for an argument out of range, and at ``fit`` for a project whose batch size
+            cannot be set.
         RuntimeError: at ``fit`` when no size fits.
 
     Example:
         >>> from lightning.pytorch import Trainer
         >>> from lightning_batchmem import BatchFinder
-        >>> trainer = Trainer(callbacks=[BatchFinder(memory_limit=0.9)], logger=False, enable_checkpointing=False)
+        >>> finder = BatchFinder(memory_limit=0.9)
+        >>> trainer = Trainer(callbacks=[finder], logger=False, enable_checkpointing=False)
     """
 
     def __init__(
@@ -114,31 +130,44 @@ class BatchFinder(Callback):
         plan: Plan | str | Path | None = None,
         verbose: bool = False,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name in SearchOptions.__dataclass_fields__}
+        arguments = {
+            name: value
+            for name, value in locals().items()
+            if name in SearchOptions.__dataclass_fields__
+        }
         super().__init__()
         self.plan: Plan | None = None
         self._options = SearchOptions(**arguments)
-        self._search_on_resume, self._verbose = search_on_resume, verbose
+        self._search_on_resume = search_on_resume
+        self._verbose = verbose
         if not isinstance(plan, Plan | str | Path | None):
             raise ValueError(f"plan must be a Plan, a path or None, got {plan!r:.80}")
         self._earlier = plan
         self._plan_of_fit: Plan | None = None
         self._checkpoint: dict[str, Any] = {}
-        self._before: tuple[RandomStates, ModuleState] | None = None  # as of before configure_optimizers
+        # These are the states before configure_optimizers.
+        self._before: tuple[RandomStates, ModuleState] | None = None
         self._fit_started = False
         self._cancel: Callable[[], object] | None = None
-        self._start: tuple[DeviceMemory, int] | None = None  # live bytes where the search began its last rehearsal
+        # The number is that of live bytes when the search began its last rehearsal.
+        self._start: tuple[DeviceMemory, int] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Record the state before ``configure_optimizers``, or search before an evaluation."""
-        self._checkpoint, self._fit_started, self._start = {}, False, None
+        self._checkpoint = {}
+        self._fit_started = False
+        self._start = None
         if is_fast_dev_run(trainer):
             return
-        check_strategy(trainer)  # before an engine is made that could not be made again
+        # The check comes before Lightning makes an engine that could not be made again.
+        check_strategy(trainer)
         if stage != "fit":
-            self._cancel = call_before(stage_loop(trainer), "setup_data", lambda: self._evaluation(trainer, pl_module))
+            self._cancel = call_before(
+                stage_loop(trainer), "setup_data", lambda: self._evaluation(trainer, pl_module)
+            )
             return
-        # before a LearningRateFinder, which Lightning puts first, and which needs the size
+        # This callback must run before a LearningRateFinder, which Lightning puts first, and which
+        # needs the size. mypy does not see that the trainer has this attribute.
         trainer.callbacks = sorted(callbacks_of(trainer), key=lambda callback: callback is not self)  # type: ignore[attr-defined]
 
         def record() -> None:
@@ -148,17 +177,24 @@ class BatchFinder(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, apply the size, and print the plan."""
-        before, self._before, self._fit_started, self._cancel = self._before, None, True, None
+        before = self._before
+        self._before = None
+        self._fit_started = True
+        self._cancel = None
         if is_fast_dev_run(trainer):
             rank_zero_info("BatchFinder does nothing under fast_dev_run")
             return
+        # With any of these at 0 there is no training.
         if 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches):
-            return  # no training
-        with Ranks(trainer).fail_together():  # settings and files may differ between ranks
+            return
+        # Settings and files may differ between ranks, so one rank may fail alone.
+        with Ranks(trainer).fail_together():
             check_training(trainer, pl_module, self._options)
             source = train_source(trainer)
             random, module_state = before or current_state(trainer, pl_module, source)
-            discard_train_loader(trainer)  # built already where configure_optimizers read estimated_stepping_batches
+            # Lightning has built the loader where configure_optimizers read
+            # estimated_stepping_batches.
+            discard_train_loader(trainer)
             setting = BatchSizeSetting(trainer, pl_module, self._options.batch_arg_name, source)
             setting.check()
             device_memory = _device_memory_of(trainer)
@@ -168,45 +204,64 @@ class BatchFinder(Callback):
         else:
             module_state.restore()
             random.restore()
-        with Ranks(trainer).fail_together():  # configure_optimizers and train_dataloader may raise on one rank
+        # The hooks configure_optimizers and train_dataloader may raise an error on one rank only.
+        with Ranks(trainer).fail_together():
             apply_to_training(trainer, setting, plan, self._options)
         self.plan = self._plan_of_fit = plan
         if resumed is None:
             self._report(trainer, plan)
 
     def _search(
-        self, setting: BatchSizeSetting, device_memory: DeviceMemory, random: RandomStates, module_state: ModuleState
+        self,
+        setting: BatchSizeSetting,
+        device_memory: DeviceMemory,
+        random: RandomStates,
+        module_state: ModuleState,
     ) -> Plan:
         trainer = setting.trainer
         before = record_training_setup(trainer, setting, self._options, self._plan_of_fit)
         earlier, why_not = earlier_plan(trainer, device_memory, self._options, self._earlier)
-        search = BatchSizeSearch(trainer, device_memory, self._options, random, module_state, earlier)
+        search = BatchSizeSearch(
+            trainer, device_memory, self._options, random, module_state, earlier
+        )
         plan = _checked(search.training(setting), setting)
-        plan = replace(plan, notes=(*plan.notes, *why_not), conditions=search_conditions(trainer, self._options))
+        plan = replace(
+            plan,
+            notes=(*plan.notes, *why_not),
+            conditions=search_conditions(trainer, self._options),
+        )
         if device_memory.name != "host" and search.start_bytes > 0:
             self._start = (device_memory, search.start_bytes)
         return complete_plan(trainer, plan, self._options, before, search.epoch_batches)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Warn once if training begins with more memory in use than the search did."""
         if self._start is None or self.plan is None:
             return
-        (device_memory, start_bytes), self._start = self._start, None
-        # a resumed run has restored the optimizer state, which the rehearsal made itself
+        device_memory, start_bytes = self._start
+        self._start = None
+        # A resumed run has restored the optimizer state, which the rehearsal made itself.
         own = tensors_in([batch, *(optimizer.state for optimizer in trainer.optimizers)])
         own_bytes = bytes_of(own, trainer.strategy.root_device)
-        more_bytes = RequestedBytes(device_memory).current().allocated_bytes - own_bytes - start_bytes
+        current_bytes = RequestedBytes(device_memory).current().allocated_bytes
+        more_bytes = current_bytes - own_bytes - start_bytes
         if more_bytes > _NOTABLE_SHARE * self.plan.limit_bytes:
             rank_zero_warn(
-                f"Training begins with {mib(more_bytes)} more in use than the search did, for example because of"
-                " another callback. If it runs out of memory, lower memory_limit by as much."
+                f"Training begins with {mib(more_bytes)} more in use than the search did, for"
+                " example because of another callback. If it runs out of memory, lower"
+                " memory_limit by as much."
             )
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """Remove what ``setup`` left on strategy and loops when a run ends before the search."""
         if self._cancel is not None:
             self._cancel()
-        if self._before is not None:  # the other ranks may wait in a search that this one has not reached
+        # The other ranks may wait in a search that this one has not reached.
+        if self._before is not None:
             self._before = None
             Ranks(trainer).report(exception)
 
@@ -221,49 +276,64 @@ class BatchFinder(Callback):
         if "plan" not in state_dict:
             return
         self._checkpoint = state_dict
-        # a LearningRateFinder loads the checkpoint that it saved after the search
+        # A LearningRateFinder loads the checkpoint that it saved after the search, with the same
+        # plan.
         if self._fit_started and self.plan is not None and state_dict != self.state_dict():
             rank_zero_warn(
-                f"BatchFinder searched again and uses batch size {self.plan.batch_size}, because this strategy loads"
-                f" the checkpoint (batch size {state_dict['plan']['batch_size']}) after the search. To keep its size,"
-                " set it by hand and remove BatchFinder."
+                f"BatchFinder searched again and uses batch size {self.plan.batch_size}, because"
+                " this strategy loads the checkpoint (batch size"
+                f" {state_dict['plan']['batch_size']}) after the search. To keep its size, set it"
+                " by hand and remove BatchFinder."
             )
 
     def _resumed_plan(self, trainer: Trainer, device_memory: DeviceMemory) -> Plan | None:
-        """The plan of the checkpoint that the run resumes from, with a warning if conditions changed."""
+        """The plan of the checkpoint that the run resumes from; a warning has its changes."""
         if not self._checkpoint or self._search_on_resume:
             return None
         plan = Plan.from_json(json.dumps(self._checkpoint["plan"]))
         changes = changes_since(
             plan,
-            self._checkpoint.get("options", self._checkpoint.get("wishes", {})),  # "wishes" in 0.1.0
+            # Version 0.1.0 stored the options as "wishes".
+            self._checkpoint.get("options", self._checkpoint.get("wishes", {})),
             self._options.as_json(),
             device=device_name(trainer.strategy.root_device),
             limit_bytes=memory_limit_bytes(trainer, device_memory, self._options),
         )
-        if self._options.target_batch_size is None and plan.accumulate_grad_batches != trainer.accumulate_grad_batches:
-            plan = replace(plan, accumulate_grad_batches=trainer.accumulate_grad_batches, effective_batch_size=None)
+        accumulate = trainer.accumulate_grad_batches
+        if self._options.target_batch_size is None and plan.accumulate_grad_batches != accumulate:
+            plan = replace(plan, accumulate_grad_batches=accumulate, effective_batch_size=None)
         text = f"BatchFinder continues with batch size {plan.batch_size} of the checkpoint"
         if changes:
-            rank_zero_warn(f"{text}, although {', and '.join(changes)}. search_on_resume=True searches again.")
+            rank_zero_warn(
+                f"{text}, although {', and '.join(changes)}. search_on_resume=True searches again."
+            )
         else:
             rank_zero_info(text)
         return plan
 
     def _evaluation(self, trainer: Trainer, module: LightningModule) -> None:
         """Search with forward passes, where the loaders of the stage follow the batch size."""
-        loop, source, options, self._cancel = stage_loop(trainer), stage_source(trainer), self._options, None
+        loop = stage_loop(trainer)
+        source = stage_source(trainer)
+        options = self._options
+        self._cancel = None
         if getattr(trainer, f"limit_{source.stage}_batches") == 0:
             return
         check_step(module, "validation_step" if source.stage == "val" else f"{source.stage}_step")
-        setting = BatchSizeSetting(trainer, module, options.eval_batch_arg_name or options.batch_arg_name, source)
+        setting = BatchSizeSetting(
+            trainer, module, options.eval_batch_arg_name or options.batch_arg_name, source
+        )
         outcome = None
         if setting.attribute.exists or source.passed:
             random, module_state = current_state(trainer, module, source)
-            search = BatchSizeSearch(trainer, _device_memory_of(trainer), options, random, module_state)
+            search = BatchSizeSearch(
+                trainer, _device_memory_of(trainer), options, random, module_state
+            )
             outcome = search.evaluation(setting, loop)
         if outcome is None:
-            rank_zero_info(f"BatchFinder leaves {source.hook} unchanged: no loader follows `{setting.name}`")
+            rank_zero_info(
+                f"BatchFinder leaves {source.hook} unchanged: no loader follows `{setting.name}`"
+            )
             return
         device = device_name(trainer.strategy.root_device)
         self.plan = replace(_checked(outcome, setting), device=device, ranks=trainer.world_size)

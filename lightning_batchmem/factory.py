@@ -1,4 +1,7 @@
-"""Callbacks without a change of code: Lightning calls these entry points in every Trainer, so they import little."""
+"""Callbacks without a change of code, through entry points of Lightning.
+
+Lightning calls the entry points in every Trainer, so this module imports little.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ def parse_options(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """The Python literal in ``text``, also ``true``, ``false`` and ``none``; the text if it is none."""
+    """The Python literal in ``text``, or the text itself if it is no literal.
+
+    ``true``, ``false`` and ``none`` count as literals.
+    """
     try:
         return ast.literal_eval(text.capitalize() if text in ("true", "false", "none") else text)
     except (ValueError, SyntaxError):
@@ -57,12 +63,15 @@ def _callbacks(home: str) -> list[Any]:
     if word not in _CALLBACKS:
         words = ", ".join(f'"{known}"' for known in _CALLBACKS)
         raise ValueError(f"{VARIABLE} must be one of {words}, got {word!r}")
-    module, hooks = import_module(home), import_module("lightning_batchmem._lightning.hooks")
+    module = import_module(home)
+    hooks = import_module("lightning_batchmem._lightning.hooks")
     first, *others = (getattr(module, name) for name in _CALLBACKS[word])
-    options, names = parse_options(rest.split(",") if rest else ()), list(inspect.signature(first).parameters)
+    options = parse_options(rest.split(",") if rest else ())
+    names = list(inspect.signature(first).parameters)
     if unknown := [name for name in options if name not in names]:
         raise ValueError(
-            f"{VARIABLE}={word} must have options of {first.__name__} ({', '.join(names)}), got {unknown[0]!r}"
+            f"{VARIABLE}={word} must have options of {first.__name__} ({', '.join(names)}), got"
+            f" {unknown[0]!r}"
         )
     adder = vars(module).get("CallbackAdder", hooks.CallbackAdder)
     return [adder([first(**options), *(other() for other in others)])]

@@ -28,9 +28,10 @@ def find_batch_size(
 ) -> Plan:
     """Compute the batch size without a training, and without a change of anything else.
 
-    The search is that of :class:`~lightning_batchmem.BatchFinder` in ``trainer.fit``. The hooks ``prepare_data``,
-    ``setup`` and ``teardown`` run; callbacks and loggers of the trainer do not. Afterwards the model, the data, the
-    trainer and all random states are as before, so set the size yourself.
+    The search is that of :class:`~lightning_batchmem.BatchFinder` in ``trainer.fit``. The hooks
+    ``prepare_data``, ``setup`` and ``teardown`` run; callbacks and loggers of the trainer do not.
+    Afterwards the model, the data, the trainer and all random states are as before, so set the size
+    yourself.
 
     Args:
         trainer: the Trainer of the later training.
@@ -44,35 +45,40 @@ def find_batch_size(
         The plan; ``plan.batch_size`` is in samples for each rank.
 
     Raises:
-        ValueError: for an argument out of range, a trainer that would not train, and a project whose batch size cannot
-            be set.
+        ValueError: for an argument out of range, a trainer that would not train, and a project
+            whose batch size cannot be set.
         RuntimeError: when no size fits.
 
     Example:
-        >>> import lightning_batchmem
-        >>> plan = lightning_batchmem.find_batch_size(trainer, model, memory_limit=0.9)  # doctest: +SKIP
+        >>> from lightning_batchmem import find_batch_size
+        >>> plan = find_batch_size(trainer, model, memory_limit=0.9)  # doctest: +SKIP
         >>> model.batch_size = plan.batch_size  # doctest: +SKIP
     """
     finder = _SearchOnly(callbacks_of(trainer), options)
     loaders = [*_loaders(trainer, train_dataloaders), *_loaders(trainer, val_dataloaders)]
     others = (one for one in (datamodule, train_dataloaders) if _is_datamodule(trainer, one))
-    with ExitStack() as undo:  # in reverse order, each of them even where another one fails
+    # The callbacks run in reverse order, each of them even where another one fails.
+    with ExitStack() as undo:
         undo.callback(RandomStates().restore)
-        module = getattr(model, "_orig_mod", model)  # of a compiled one
+        # A compiled model wraps the module.
+        module = getattr(model, "_orig_mod", model)
         undo.callback(ModuleState(module, [state_of(loaders), *others]).restore)
         undo.callback(keep_sizes(loaders))
         undo.callback(TrainerState(trainer, trainer.fit_loop).restore)
         undo.callback(setattr, trainer.strategy, "optimizers", [])
         undo.callback(setattr, trainer.strategy, "lr_scheduler_configs", [])
         mute_callbacks_and_loggers(trainer, finder)
-        undo.callback(
-            call_before(trainer.strategy, "setup_environment", lambda: finder.mute_callbacks_of_model(trainer))
+        cancel = call_before(
+            trainer.strategy,
+            "setup_environment",
+            lambda: finder.mute_callbacks_of_model(trainer),
         )
+        undo.callback(cancel)
         trainer.fit(model, train_dataloaders, val_dataloaders, datamodule)
     if finder.plan is None:
         raise ValueError(
-            "trainer must be one that trains in this process for find_batch_size, got fast_dev_run, no batches or"
-            " epochs, or a strategy that starts other processes"
+            "trainer must be one that trains in this process for find_batch_size, got fast_dev_run,"
+            " no batches or epochs, or a strategy that starts other processes"
         )
     return finder.plan
 
@@ -85,18 +91,23 @@ class _SearchOnly(BatchFinder):
         self._callbacks = callbacks
 
     def mute_callbacks_of_model(self, trainer: Trainer) -> None:
-        """Remove what ``configure_callbacks`` of the module has added."""
-        self._callbacks = [*self._callbacks, *(one for one in callbacks_of(trainer) if one is not self)]
-        trainer.callbacks = [self]  # type: ignore[attr-defined]  # set where mypy does not look
+        """Remove the callbacks that ``configure_callbacks`` of the module has added."""
+        added = [one for one in callbacks_of(trainer) if one is not self]
+        self._callbacks = [*self._callbacks, *added]
+        # mypy does not see that the trainer has this attribute.
+        trainer.callbacks = [self]  # type: ignore[attr-defined]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Search, with the callbacks of the training in sight, which need memory themselves."""
-        trainer.callbacks = self._callbacks  # type: ignore[attr-defined]  # as above
+        """Search with the callbacks of the training in place, because some of them need memory."""
+        # mypy does not see that the trainer has this attribute.
+        trainer.callbacks = self._callbacks  # type: ignore[attr-defined]
         try:
             super().on_fit_start(trainer, pl_module)
         finally:
-            trainer.callbacks = [self]  # type: ignore[attr-defined]  # as above
-        raise lightning_name(trainer, "utilities.exceptions._TunerExitException")  # private in 2.5.0 to 2.6.6
+            # mypy does not see that the trainer has this attribute.
+            trainer.callbacks = [self]  # type: ignore[attr-defined]
+        # The exception is private in lightning 2.5.0 to 2.6.6.
+        raise lightning_name(trainer, "utilities.exceptions._TunerExitException")
 
     def _report(self, trainer: Trainer, plan: Plan) -> None:
         """Print nothing: the plan is returned."""
@@ -109,5 +120,6 @@ def _is_datamodule(trainer: Trainer, data: Any) -> bool:
 def _loaders(trainer: Trainer, loaders: Any) -> Iterator[DataLoader[Any]]:
     if not (loaders is None or _is_datamodule(trainer, loaders)):
         combined = lightning_name(trainer, "utilities.CombinedLoader")
-        flat = (loaders if isinstance(loaders, combined) else combined(loaders, "sequential")).flattened
-        yield from (loader for loader in flat if isinstance(loader, DataLoader))
+        if not isinstance(loaders, combined):
+            loaders = combined(loaders, "sequential")
+        yield from (loader for loader in loaders.flattened if isinstance(loader, DataLoader))

@@ -11,7 +11,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 from torch import Tensor
 
-from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run, logging_step, logs_at_all
+from lightning_batchmem._lightning.trainer_state import (
+    callbacks_of,
+    is_fast_dev_run,
+    logging_step,
+    logs_at_all,
+)
 from lightning_batchmem.devices import device_memory_for, timer_for
 from lightning_batchmem.devices.cuda import OomSnapshot
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
@@ -25,37 +30,44 @@ from lightning_batchmem.report.tables import Summary, show_summary
 class MemoryProfiler(Callback):
     """Measures the peak memory of every step, and what it consists of.
 
-    Every step of training, validation, test and prediction becomes a row of ``memory_per_batch.csv`` in
-    ``trainer.log_dir``. All loggers of the Trainer get the highest peaks, the mean times and the throughput since the
-    previous log, at ``log_every_n_steps`` and at the end. An evaluation is logged at its end, with its stage as prefix
-    (``validate/peak_allocated_mib``). At the end a table shows the memory breakdown, loggers that take images get
-    figures (with the extra ``plot``), and :attr:`summary` contains the same as data.
+    Every step of training, validation, test and prediction becomes a row of
+    ``memory_per_batch.csv`` in ``trainer.log_dir``. All loggers of the Trainer get the highest
+    peaks, the mean times and the throughput since the previous log, at ``log_every_n_steps`` and at
+    the end. An evaluation is logged at its end, with its stage as prefix
+    (``validate/peak_allocated_mib``). At the end a table shows the memory breakdown, loggers that
+    take images get figures (with the extra ``plot``), and :attr:`summary` contains the same as
+    data.
 
-    Each of these raises one warning: a leak, a limit that is near, steps above the prediction of a BatchFinder's plan,
-    an evaluation above training, allocator retries, a device that mostly waits for data. If memory runs out, the error
-    gets a note with the step and its memory breakdown.
+    Each of these raises one warning: a leak, a limit that is near, steps above the prediction of a
+    BatchFinder's plan, an evaluation above training, allocator retries, a device that mostly waits
+    for data. If memory runs out, the error gets a note with the step and its memory breakdown.
 
-    The device is never synchronized: on a GPU the time of a step is read from events some steps later. A step lasts
-    from the end of the previous one, without evaluation and the time between epochs; the first step after a checkpoint
-    begins when its batch arrives. The wait for data ends on the host when the batch has arrived: the transfer to the
-    device and other callbacks between two steps are part of it. Throughput is the samples of this rank times the number
-    of ranks; at the end of each epoch the peaks and throughputs of all ranks are exchanged.
+    The device is never synchronized: on a GPU the time of a step is read from events some steps
+    later. A step lasts from the end of the previous one, without evaluation and the time between
+    epochs; the first step after a checkpoint begins when its batch arrives. The wait for data ends
+    on the host when the batch has arrived: the transfer to the device and other callbacks between
+    two steps are part of it. Throughput is the samples of this rank times the number of ranks; at
+    the end of each epoch the peaks and throughputs of all ranks are exchanged.
 
     MPS has no peak counter: memory is left out there, with a warning.
 
     Args:
-        csv: whether to write ``memory_per_batch.csv``, ``memory_summary.json`` and the plan of a BatchFinder, which
-            ``python -m lightning_batchmem`` draws (not under ``fast_dev_run``, and not into a remote ``log_dir``).
-        items_fn: counts items in a batch, for example tokens: ``lambda batch: batch["mask"].sum()``. It is called
-            after every step; a tensor on a GPU synchronizes every step.
-        snapshot: ``"on_oom"``: if a step runs out of memory on CUDA, write PyTorch's memory snapshot into ``log_dir``
-            (for https://pytorch.org/memory_viz). Recording it costs time and host memory.
-        progress_bar: whether the progress bar shows the run's peak and the limit, in GiB (they are then in
-            ``trainer.callback_metrics`` too).
+        csv: whether to write ``memory_per_batch.csv``, ``memory_summary.json`` and the plan of a
+            BatchFinder, which ``python -m lightning_batchmem`` draws (not under ``fast_dev_run``,
+            and not into a remote ``log_dir``).
+        items_fn: counts items in a batch, for example tokens: ``lambda batch:
+            batch["mask"].sum()``. It is called after every step; a tensor on a GPU synchronizes
+            every step.
+        snapshot: ``"on_oom"``: if a step runs out of memory on CUDA, write PyTorch's memory
+            snapshot into ``log_dir`` (for https://pytorch.org/memory_viz). Recording it costs time
+            and host memory.
+        progress_bar: whether the progress bar shows the run's peak and the limit, in GiB (they are
+            then in ``trainer.callback_metrics`` too).
 
     Attributes:
-        summary: summary of the last run; ``None`` before its end, and if it had no step. After an exception it covers
-            the steps until then. In a process that Lightning spawned it stays there.
+        summary: summary of the last run; ``None`` before its end, and if it had no step. After an
+            exception it covers the steps until then. In a process that Lightning spawned it stays
+            there.
 
     Raises:
         ValueError: if ``snapshot`` or ``items_fn`` is invalid.
@@ -64,7 +76,9 @@ class MemoryProfiler(Callback):
     Example:
         >>> from lightning.pytorch import Trainer
         >>> profiler = MemoryProfiler()
-        >>> trainer = Trainer(callbacks=[profiler], logger=False)  # then: trainer.fit(module); profiler.summary
+        >>> trainer = Trainer(callbacks=[profiler], logger=False)
+        >>> trainer.fit(module)  # doctest: +SKIP
+        >>> profiler.summary  # doctest: +SKIP
     """
 
     def __init__(
@@ -80,7 +94,9 @@ class MemoryProfiler(Callback):
         if items_fn is not None and not callable(items_fn):
             raise ValueError(f"items_fn must be a function of a batch, got {items_fn!r}")
         self.summary: Summary | None = None
-        self._has_csv, self._items_fn, self._progress_bar = csv, items_fn, progress_bar
+        self._has_csv = csv
+        self._items_fn = items_fn
+        self._progress_bar = progress_bar
         self._has_snapshot = snapshot == "on_oom"
         self._snapshot: OomSnapshot | None = None
         self._log_dir: Path | None = None
@@ -91,12 +107,14 @@ class MemoryProfiler(Callback):
 
     @property
     def epoch_peak_bytes(self) -> int | None:
-        """Highest allocated bytes in a step of this epoch so far, with its validation; ``None`` between runs.
+        """Highest allocated bytes in a step of this epoch so far, with its validation.
 
-        The profiler resets the device's peak counter in every step, so read this, or :attr:`run_peak_bytes`, instead of
-        ``torch.cuda.max_memory_allocated()``.
+        It is ``None`` between runs. The profiler resets the device's peak counter in every step, so
+        read this, or :attr:`run_peak_bytes`, instead of ``torch.cuda.max_memory_allocated()``.
         """
-        return None if self._recorder is None or self._reporter is None else self._reporter.epoch_peak_bytes
+        if self._recorder is None or self._reporter is None:
+            return None
+        return self._reporter.epoch_peak_bytes
 
     @property
     def run_peak_bytes(self) -> int | None:
@@ -109,14 +127,20 @@ class MemoryProfiler(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Fail if the log directory cannot be written."""
-        self.summary, self._recorder, self._reporter, self._table_due = None, None, None, False
-        log_dir = trainer.log_dir or trainer.default_root_dir  # a broadcast, so every rank reads it
+        self.summary = None
+        self._recorder = None
+        self._reporter = None
+        self._table_due = False
+        # Reading ``log_dir`` is a broadcast, so every rank must read it.
+        log_dir = trainer.log_dir or trainer.default_root_dir
         self._log_dir = None if "://" in log_dir or is_fast_dev_run(trainer) else Path(log_dir)
         if self._has_csv and trainer.is_global_zero:
             if self._log_dir is not None:
                 make_log_dir(self._log_dir)
             elif "://" in log_dir:
-                rank_zero_warn(f"MemoryProfiler writes no {NAME}: the log directory {log_dir} is not local.")
+                rank_zero_warn(
+                    f"MemoryProfiler writes no {NAME}: the log directory {log_dir} is not local."
+                )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to record a training."""
@@ -125,12 +149,18 @@ class MemoryProfiler(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out the time between two epochs."""
         if self._recorder is not None and self._reporter is not None:
-            self._recorder.watch(trainer, pl_module)  # the optimizers may have been configured again
+            # The optimizers may have been configured again.
+            self._recorder.watch(trainer, pl_module)
             self._recorder.restart()
             self._reporter.begin_epoch()
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Begin a step."""
         if self._recorder is not None:
@@ -138,7 +168,9 @@ class MemoryProfiler(Callback):
 
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
         """End forward."""
         if self._recorder is not None:
             self._recorder.phase_peaks.enter("backward")
@@ -158,15 +190,21 @@ class MemoryProfiler(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """End a step, and log the training if it is due."""
-        recorder, reporter = self._recorder, self._reporter
-        if recorder is None or reporter is None or (record := recorder.stop(trainer, batch)) is None:
+        recorder = self._recorder
+        reporter = self._reporter
+        if recorder is None or reporter is None:
+            return
+        record = recorder.stop(trainer, batch)
+        if record is None:
             return
         reporter.add(record)
-        if is_logged := recorder.is_logging_step(trainer):
+        is_logged = recorder.is_logging_step(trainer)
+        if is_logged:
             step = logging_step(trainer) if logs_at_all(trainer) else None
             reporter.log("train", step, recorder.read_device())
         recorder.leave()
-        if self._progress_bar and record.stage == "train" and (is_logged or record.limit_bytes is not None):
+        is_due = is_logged or record.limit_bytes is not None
+        if self._progress_bar and record.stage == "train" and is_due:
             pl_module.log_dict(reporter.progress_bar_values(), prog_bar=True, logger=False)
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
@@ -182,7 +220,8 @@ class MemoryProfiler(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to record an evaluation, by itself or in a training."""
-        stage: str = trainer.state.stage.value  # type: ignore[union-attr]  # "validate", "test" or "predict"
+        # The stage is "validate", "test" or "predict". mypy does not see that it is set here.
+        stage: str = trainer.state.stage.value  # type: ignore[union-attr]
         if self._recorder is not None:
             self._recorder.begin_evaluation(stage)
         elif not trainer.sanity_checking:
@@ -201,52 +240,74 @@ class MemoryProfiler(Callback):
 
     on_test_end = on_predict_end = on_validation_end
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Exclude the writing of the checkpoint, whose end no hook marks, from the wait for data."""
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Exclude the writing of a checkpoint, whose end no hook marks, from the wait for data."""
         if self._recorder is not None:
             self._recorder.main.forget_wait()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """Report the steps so far, remove all hooks, and add a note to an out-of-memory error."""
         try:
             if is_out_of_memory(exception) and self._recorder is not None:
-                exception.add_note(f"MemoryProfiler: {self._recorder.explain_out_of_memory(trainer, pl_module)}")
+                exception.add_note(
+                    f"MemoryProfiler: {self._recorder.explain_out_of_memory(trainer, pl_module)}"
+                )
                 if self._snapshot is not None:
-                    exception.add_note(f"MemoryProfiler: {self._snapshot.write(trainer.global_rank)}")
+                    exception.add_note(
+                        f"MemoryProfiler: {self._snapshot.write(trainer.global_rank)}"
+                    )
             self._finish(trainer, is_complete=False)
             if isinstance(exception, KeyboardInterrupt):
-                self._table_due = True  # teardown is not called after it
+                # Lightning does not call teardown after this exception.
+                self._table_due = True
                 self.teardown(trainer, pl_module, "fit")
-        except Exception as error:  # noqa: BLE001 - a failed device raises anything, and must not replace the first error
-            exception.add_note(f"MemoryProfiler could not finish its report: {type(error).__name__}: {error}")
+        # A failed device may raise any error, which must not replace the first one.
+        except Exception as error:  # noqa: BLE001
+            exception.add_note(
+                f"MemoryProfiler could not finish its report: {type(error).__name__}: {error}"
+            )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Print the table once the progress bar has stopped."""
         if self._table_due and self.summary is not None and trainer.is_global_zero:
             if (bar := trainer.progress_bar_callback) is not None:
-                bar.teardown(trainer, pl_module, stage)  # Lightning calls it last, and Rich's would overwrite the table
+                # Lightning ends the progress bar last, and the bar of Rich would overwrite the
+                # table.
+                bar.teardown(trainer, pl_module, stage)
             show_summary(self.summary, Console())
         self._table_due = False
 
     def _begin(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         device = trainer.strategy.root_device
-        device_memory, timer = device_memory_for(device, quick=True), timer_for(device)
+        device_memory = device_memory_for(device, quick=True)
+        timer = timer_for(device)
         if device_memory is None:
-            rank_zero_warn(f"MemoryProfiler measures no memory, because {device.type} has no peak counter.")
+            rank_zero_warn(
+                f"MemoryProfiler measures no memory, because {device.type} has no peak counter."
+            )
         plans = (vars(callback).get("plan") for callback in callbacks_of(trainer))
         plan = next((plan for plan in plans if isinstance(plan, Plan)), None)
         csv = None
         if self._has_csv and self._log_dir is not None and trainer.is_global_zero:
             csv = StepCsv(self._log_dir, resume=trainer.global_step > 0, own_path=self._csv_path)
             self._csv_path = csv.path
-        self._recorder = StepRecorder(trainer, module, device_memory, stage, timer, items_fn=self._items_fn, plan=plan)
+        self._recorder = StepRecorder(
+            trainer, module, device_memory, stage, timer, items_fn=self._items_fn, plan=plan
+        )
         self._reporter = StepReporter(trainer, device_memory, stage, timer, plan=plan, csv=csv)
         if self._has_snapshot:
             self._snapshot = OomSnapshot.start(self._log_dir, device)
-        self._recorder.restart()  # the first step starts now
+        # The first step starts now.
+        self._recorder.restart()
 
     def _finish(self, trainer: Trainer, *, is_complete: bool = True) -> None:
-        recorder, reporter, self._recorder = self._recorder, self._reporter, None
+        recorder = self._recorder
+        reporter = self._reporter
+        self._recorder = None
         if recorder is not None and reporter is not None:
             if self._snapshot is not None:
                 self._snapshot.stop()

@@ -3,7 +3,8 @@
 Example:
     >>> from pytorch_lightning import Trainer
     >>> from lightning_batchmem.pytorch_lightning import BatchFinder
-    >>> trainer = Trainer(callbacks=[BatchFinder(memory_limit=0.9)], logger=False, enable_checkpointing=False)
+    >>> finder = BatchFinder(memory_limit=0.9)
+    >>> trainer = Trainer(callbacks=[finder], logger=False, enable_checkpointing=False)
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from lightning_batchmem._lightning import hooks
 __all__ = ["BatchFinder", "MemoryProfiler"]
 
 
-class BatchFinder(batch_finder.BatchFinder, Callback):  # type: ignore[misc]  # two classes of the same code
+# mypy does not see that both classes ``Callback`` have the same code.
+class BatchFinder(batch_finder.BatchFinder, Callback):  # type: ignore[misc]
     """:class:`lightning_batchmem.BatchFinder` for a Trainer of ``pytorch_lightning``."""
 
 
-class MemoryProfiler(memory_profiler.MemoryProfiler, Callback):  # type: ignore[misc]  # as above
+# mypy does not see that both classes ``Callback`` have the same code.
+class MemoryProfiler(memory_profiler.MemoryProfiler, Callback):  # type: ignore[misc]
     """:class:`lightning_batchmem.MemoryProfiler` for a Trainer of ``pytorch_lightning``."""
 
 
-class CallbackAdder(hooks.CallbackAdder, Callback):  # type: ignore[misc]  # as above
-    """:class:`lightning_batchmem._lightning.hooks.CallbackAdder` for a Trainer of ``pytorch_lightning``."""
+# mypy does not see that both classes ``Callback`` have the same code.
+class CallbackAdder(hooks.CallbackAdder, Callback):  # type: ignore[misc]
+    """:class:`.hooks.CallbackAdder` for a Trainer of ``pytorch_lightning``."""

@@ -15,15 +15,16 @@ from tests.lawful import quiet_trainer
 def pytest_collection_finish():
     """Leave the imported libraries out of garbage collections: a search makes several."""
     gc.freeze()
-    torch.set_num_threads(1)  # several are slower for tiny networks
+    # For tiny networks, several threads are slower than one.
+    torch.set_num_threads(1)
 
 
 class FakeDevice:
     """A ``DeviceMemory`` whose use is set by the test, in bytes.
 
-    A ``training_step`` calls ``use(fixed + per_sample * batch_size)`` and ``free()``. Several such pairs in one step
-    make a peak that is the maximum of several lines. Use above the budget raises torch's out-of-memory error and
-    changes nothing.
+    A ``training_step`` calls ``use(fixed + per_sample * batch_size)`` and ``free()``. Several such
+    pairs in one step make a peak that is the maximum of several lines. Use above the budget raises
+    torch's out-of-memory error and changes nothing.
 
     Args:
         budget_bytes: the most that can be in use; may be changed at any time.
@@ -35,7 +36,8 @@ class FakeDevice:
         self.enforces_limits = False
         self.granularity_bytes = 0
         self.budget = budget_bytes
-        self.reserved_ratio = None  # if set, reserved bytes are this multiple of allocated bytes
+        # If set, reserved bytes are this multiple of allocated bytes.
+        self.reserved_ratio = None
         self.num_ooms = 0
         self.num_alloc_retries = 0
         self.num_releases = 0
@@ -46,7 +48,9 @@ class FakeDevice:
         wanted_bytes = self._current_bytes + size_bytes
         if wanted_bytes > self.budget:
             self.num_ooms += 1
-            raise torch.cuda.OutOfMemoryError(f"CUDA out of memory. {wanted_bytes} of {self.budget} bytes (fake).")
+            raise torch.cuda.OutOfMemoryError(
+                f"CUDA out of memory. {wanted_bytes} of {self.budget} bytes (fake)."
+            )
         self._current_bytes = wanted_bytes
         self._peak_bytes = max(self._peak_bytes, wanted_bytes)
 
@@ -92,18 +96,27 @@ class FakeDevice:
         return {"num_ooms": self.num_ooms, "num_alloc_retries": self.num_alloc_retries}
 
     def _reading(self, size_bytes):
-        return MemoryStats(size_bytes, None if self.reserved_ratio is None else int(size_bytes * self.reserved_ratio))
+        reserved_bytes = None
+        if self.reserved_ratio is not None:
+            reserved_bytes = int(size_bytes * self.reserved_ratio)
+        return MemoryStats(size_bytes, reserved_bytes)
 
 
 @pytest.fixture
 def fake_device():
-    """The class, for tests that do not import it: ``fake_device(budget_bytes=..., base_bytes=...)``."""
+    """The class, for tests that do not import it.
+
+    A test calls ``fake_device(budget_bytes=..., base_bytes=...)``.
+    """
     return FakeDevice
 
 
 @pytest.fixture
 def reads_here(monkeypatch):
-    """Let a search read samples in this process where the loaders have no workers: the start of one takes long."""
+    """Let a search read samples in this process where the loaders have no workers.
+
+    The start of a worker takes long.
+    """
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda **_: "spawn")
 
 
@@ -112,7 +125,9 @@ def fit(monkeypatch, reads_here):
     """Train for a few steps on the fake device."""
 
     def run(module, finder, device_memory, *callbacks, **arguments):
-        monkeypatch.setattr(lightning_batchmem.batch_finder, "device_memory_for", lambda device: device_memory)
+        monkeypatch.setattr(
+            lightning_batchmem.batch_finder, "device_memory_for", lambda device: device_memory
+        )
         keywords = {
             key: arguments.pop(key)
             for key in ("train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path")
@@ -136,9 +151,13 @@ def search(fit, device):
     """Search in ``fit``, or in another stage without training; returns the plan."""
 
     def run(module, *callbacks, stage="fit", data=None, **arguments):
-        finder = BatchFinder(**{"multiple_of": 1, "min_steps_per_epoch": None, **arguments.pop("options", {})})
+        finder = BatchFinder(
+            **{"multiple_of": 1, "min_steps_per_epoch": None, **arguments.pop("options", {})}
+        )
         steps = {"max_steps": 1} if stage == "fit" else {"max_epochs": 0}
-        trainer = fit(module, finder, device, *callbacks, **{"num_sanity_val_steps": 0, **steps, **arguments})
+        trainer = fit(
+            module, finder, device, *callbacks, **{"num_sanity_val_steps": 0, **steps, **arguments}
+        )
         if stage != "fit":
             getattr(trainer, stage)(module, dataloaders=data)
         return finder.plan
@@ -150,5 +169,7 @@ def search(fit, device):
 def device_memory(fake_device, monkeypatch):
     """The fake device of every profiler in the test: 1 MiB in use, a budget of 1 GiB."""
     device_memory = fake_device(budget_bytes=2**30, base_bytes=2**20)
-    monkeypatch.setattr(lightning_batchmem.memory_profiler, "device_memory_for", lambda device, quick: device_memory)
+    monkeypatch.setattr(
+        lightning_batchmem.memory_profiler, "device_memory_for", lambda device, quick: device_memory
+    )
     return device_memory

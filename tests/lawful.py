@@ -1,4 +1,7 @@
-"""Modules whose memory on a fake device follows a law of the batch size, and the size that a search finds for it."""
+"""Modules whose memory on a fake device follows a law of the batch size.
+
+:func:`found_size` is the size that a search finds for this law.
+"""
 
 import json
 from pathlib import Path
@@ -19,10 +22,15 @@ def law(size):
 
 
 def found_size(budget_bytes, *, memory_limit=None, multiple_of=None):
-    """The size that a search finds for :func:`law`: within the highest share of the limit, rounded down."""
+    """The size that a search finds for :func:`law`.
+
+    It is the largest within the highest share of the limit, rounded down to a multiple.
+    """
     limit_bytes = min(memory_limit or budget_bytes, int(0.95 * budget_bytes))
     size = int(SearchPolicy.step_up_share * limit_bytes - law(0)) // MIB
-    step = multiple_of or max(step for step in (1, 2, 4, 8, 16, 32, 64) if step <= max(1, size // 64))
+    step = multiple_of or max(
+        step for step in (1, 2, 4, 8, 16, 32, 64) if step <= max(1, size // 64)
+    )
     return size // step * step
 
 
@@ -31,19 +39,25 @@ def loader(size, samples=SAMPLES, **arguments):
 
 
 def quiet_trainer(*callbacks, **arguments):
-    """A trainer on the CPU that writes and prints nothing, where ``arguments`` do not change that."""
-    defaults = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    """A trainer on the CPU that writes and prints nothing, unless ``arguments`` change that."""
+    defaults = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
     return Trainer(callbacks=list(callbacks), **{"accelerator": "cpu", **defaults, **arguments})
 
 
 class Lawful(LightningModule):
-    """A module whose memory on a fake device follows a law of the batch size; the real tensors are tiny."""
+    """A module whose memory on a fake device follows a law of the batch size.
+
+    The real tensors are tiny.
+    """
 
     def __init__(self, device_memory, law, batch_size=3):
         super().__init__()
         self.batch_size = batch_size
 
-        def use(size):  # a function, since the search works on copies of a module's other attributes
+        # A function keeps the real device: the search works on copies of all other attributes.
+        def use(size):
             device_memory.free()
             device_memory.use(law(size))
             device_memory.free()
@@ -71,9 +85,12 @@ class Evaluated(Lawful):
     def __init__(self, device_memory, size_name="batch_size", samples=SAMPLES, *, drop_last=False):
         super().__init__(device_memory, law)
         self.drop_last = drop_last
-        self.eval_batch_size, self.fixed_size = 7, 50
-        self.size_name, self.samples = size_name, samples
-        self.factor, self.fails_at = 2, 0
+        self.eval_batch_size = 7
+        self.fixed_size = 50
+        self.size_name = size_name
+        self.samples = samples
+        self.factor = 2
+        self.fails_at = 0
         self.evaluated = []
 
     def training_step(self, batch, batch_idx):
@@ -98,7 +115,10 @@ class Evaluated(Lawful):
 
 
 class Sizes(Callback):
-    """The batch sizes that training itself ran, and the samples between one optimizer step and the next."""
+    """The batch sizes that training itself ran.
+
+    ``per_step`` has the samples between one optimizer step and the next.
+    """
 
     def __init__(self):
         self.seen = set()
@@ -111,4 +131,5 @@ class Sizes(Callback):
             self.per_step.append(0)
 
 
-OLD_PLAN = json.loads((Path(__file__).parent / "plan_of_0_1_0.json").read_text())  # of version 0.1.0
+# Version 0.1.0 wrote this plan.
+OLD_PLAN = json.loads((Path(__file__).parent / "plan_of_0_1_0.json").read_text())

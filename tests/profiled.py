@@ -25,11 +25,14 @@ METRICS = {
 
 
 def no_work(step, where):
-    """A function of a module's own: a spawned worker can take it along."""
+    """Do nothing; a spawned worker can unpickle this function, unlike a local one."""
 
 
 class Net(LightningModule):
-    """A regression on 4 numbers; ``work(step, where)`` is called in forward, backward and the optimizer's step."""
+    """A regression on 4 numbers.
+
+    ``work(step, where)`` is called in forward, backward and the optimizer's step.
+    """
 
     def __init__(self, work=None):
         super().__init__()
@@ -68,7 +71,12 @@ def data(samples=24, batch_size=4):
 
 def trainer_for(tmp_path, *callbacks, **options):
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    defaults = {"devices": 1, "max_epochs": 1, "log_every_n_steps": 1, "enable_checkpointing": saves}
+    defaults = {
+        "devices": 1,
+        "max_epochs": 1,
+        "log_every_n_steps": 1,
+        "enable_checkpointing": saves,
+    }
     return quiet_trainer(*callbacks, default_root_dir=tmp_path, **{**defaults, **options})
 
 
@@ -83,11 +91,17 @@ def csv_rows(tmp_path):
 
 
 class Recorder(DummyLogger):
-    """Keeps (step, metrics) of training, those of evaluations and ranks, and the steps at which Lightning logs."""
+    """Keeps what is logged, by its origin.
+
+    ``ours`` has (step, metrics) of training, ``others`` those of evaluations and ranks, and
+    ``lightnings`` the steps at which Lightning logs.
+    """
 
     def __init__(self):
         super().__init__()
-        self.ours, self.others, self.lightnings = [], [], []
+        self.ours = []
+        self.others = []
+        self.lightnings = []
 
     def log_metrics(self, metrics, step=None):
         if "loss" in metrics:

@@ -1,4 +1,7 @@
-"""A rank of test_totals.py: trains with the profiler under DDP and FSDP2, and writes what it found to a file."""
+"""A rank of test_totals.py, which trains with the profiler under DDP and FSDP2.
+
+It writes the results to a file.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ class Uneven(LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False), torch.nn.Linear(32, 2, bias=False))
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(64, 32, bias=False), torch.nn.Linear(32, 2, bias=False)
+        )
 
     def training_step(self, batch, batch_idx):
         if self.global_rank == 1:
@@ -45,11 +50,18 @@ def train(module, strategy, directory):
     trainer = quiet_trainer(profiler, logger=CSVLogger(directory), **options)
     trainer.fit(module, DataLoader(TensorDataset(torch.zeros(24, 64)), batch_size=4))
     summary = profiler.summary
-    return {"peaks": summary.rank_peaks_bytes, "own": summary.peak_bytes, "breakdown": asdict(summary.breakdown)}
+    return {
+        "peaks": summary.rank_peaks_bytes,
+        "own": summary.peak_bytes,
+        "breakdown": asdict(summary.breakdown),
+    }
 
 
 def profile(rank, directory):
     warnings.simplefilter("ignore")
     sharded = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    found = [train(Uneven(), "ddp", directory / "ddp"), train(Sharded(), sharded, directory / "fsdp2")]
+    found = [
+        train(Uneven(), "ddp", directory / "ddp"),
+        train(Sharded(), sharded, directory / "fsdp2"),
+    ]
     (directory / f"{rank}.json").write_text(json.dumps(found))

@@ -1,4 +1,7 @@
-"""One rank of test_ranks.py: runs trainings in one process group, and writes what it saw to a file."""
+"""One rank of test_ranks.py, which runs trainings in one process group.
+
+It writes the results to a file.
+"""
 
 import hashlib
 import itertools
@@ -27,12 +30,19 @@ _steps = itertools.count()
 
 
 class Net(LightningModule):
-    """A network that uses memory and fails as the case requires; DDP would exchange the buffers of its BatchNorm."""
+    """A network that uses memory and fails as the case requires.
+
+    DDP would exchange the buffers of its BatchNorm.
+    """
 
     def __init__(self, case):
         super().__init__()
-        self.case, self.lr, self.size = case, 0.01, 0
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+        self.case = case
+        self.lr = 0.01
+        self.size = 0
+        self.layers = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1)
+        )
 
     def configure_model(self):
         if self.case.get("strategy") == "fsdp2":
@@ -43,7 +53,8 @@ class Net(LightningModule):
 
     def fail(self, where):
         fails = self.case.get("fails", {})
-        if (fails.get("where"), fails.get("rank", 1)) != (where, self.global_rank) or self.size < fails["size"]:
+        fails_here = (fails.get("where"), fails.get("rank", 1)) == (where, self.global_rank)
+        if not fails_here or self.size < fails["size"]:
             return
         if fails.get("synchronized") and not isinstance(
             self.trainer.strategy.model, nn.parallel.DistributedDataParallel
@@ -52,16 +63,19 @@ class Net(LightningModule):
         (Path(self.trainer.default_root_dir) / "failed_at").write_text(str(time.time()))
         if fails["error"] == "SIGKILL":
             os.kill(os.getpid(), signal.SIGKILL)
-        raise {"ValueError": ValueError, "OutOfMemoryError": torch.cuda.OutOfMemoryError}[fails["error"]]("made up")
+        errors = {"ValueError": ValueError, "OutOfMemoryError": torch.cuda.OutOfMemoryError}
+        raise errors[fails["error"]]("made up")
 
     def training_step(self, batch, batch_idx):
         self.use_memory(len(batch[0]))
         self.fail("forward")
         loss = nn.functional.mse_loss(self.layers(batch[0]), batch[1])
-        if self.case.get("exchanges"):  # through Lightning
+        # These collectives go through Lightning.
+        if self.case.get("exchanges"):
             self.log("loss", loss, sync_dist=True)
             self.all_gather(loss.detach())
-        if self.case.get("collectives"):  # of the user's own
+        # This collective is the user's own, so Lightning does not know of it.
+        if self.case.get("collectives"):
             torch.distributed.all_reduce(loss.detach().clone())
         if loss.requires_grad:
             loss.register_hook(lambda gradient: self.fail("backward"))
@@ -76,7 +90,9 @@ class Net(LightningModule):
 
     def validation_step(self, batch, batch_idx):
         self.use_memory(len(batch[0]))
-        self.log("val/loss", nn.functional.mse_loss(self.layers(batch[0]), batch[1]), sync_dist=True)
+        self.log(
+            "val/loss", nn.functional.mse_loss(self.layers(batch[0]), batch[1]), sync_dist=True
+        )
 
     def on_before_optimizer_step(self, optimizer):
         self.fail("optimizer")
@@ -104,7 +120,9 @@ class Recorder(Callback):
 def digest(tensors):
     """A hash of the tensors; of this rank's shards under FSDP2."""
     local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
-    return hashlib.sha256(b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in local)).hexdigest()
+    return hashlib.sha256(
+        b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in local)
+    ).hexdigest()
 
 
 def run_case(case, directory, ranks):
@@ -119,9 +137,11 @@ def run_case(case, directory, ranks):
         batch_finder.device_memory_for = lambda device: module.fail("check") or _devices[0]
     seed_everything(7, verbose=False)
     options = {"min_steps_per_epoch": None, **case.get("finder", {})}
-    if case.get("reuses"):  # a file that only the first rank can read
+    # Only the first rank can read the file of the plan.
+    if case.get("reuses"):
         options["plan"] = directory / ("plan.txt" if rank == 0 else "none")
-    finder, recorder = BatchFinder(**options), Recorder()
+    finder = BatchFinder(**options)
+    recorder = Recorder()
     callbacks = [recorder, finder] if case.get("search", True) else [recorder]
     if case.get("saves"):
         callbacks.append(ModelCheckpoint(directory, "last", every_n_train_steps=2))
@@ -134,15 +154,22 @@ def run_case(case, directory, ranks):
         enable_checkpointing=bool(case.get("saves")),
         **{"max_steps": 3, "limit_val_batches": 0, **case.get("trainer", {})},
     )
-    module, x = Net(case), torch.randn(600, 8, generator=torch.Generator().manual_seed(0))
-    data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=case.get("batch_size", 4), shuffle=True)
+    module = Net(case)
+    x = torch.randn(600, 8, generator=torch.Generator().manual_seed(0))
+    data = DataLoader(
+        TensorDataset(x, x.sum(1, keepdim=True)), batch_size=case.get("batch_size", 4), shuffle=True
+    )
     if case.get("entry") == "validate":
         trainer.validate(module, data, verbose=False)
     else:
-        trainer.fit(module, data, data, ckpt_path=directory / "last.ckpt" if case.get("resumes") else None)
+        trainer.fit(
+            module, data, data, ckpt_path=directory / "last.ckpt" if case.get("resumes") else None
+        )
     if case.get("saves") and rank == 0:
         (directory / "plan.txt").write_text(finder.plan.to_json())
-    states = [state for optimizer in trainer.optimizers for state in optimizer.state_dict()["state"].values()]
+    states = [optimizer.state_dict()["state"] for optimizer in trainer.optimizers]
+    entries = itertools.chain.from_iterable(state.values() for state in states)
+    moments = [value for entry in entries for value in entry.values() if hasattr(value, "shape")]
     return {
         "plan": json.loads(finder.plan.to_json()) if finder.plan else None,
         "releases": sum(device.num_releases for device in _devices),
@@ -151,7 +178,7 @@ def run_case(case, directory, ranks):
         "left": {
             "steps": trainer.global_step,
             "parameters": digest([*module.parameters(), *module.buffers()]),
-            "moments": digest([value for state in states for value in state.values() if hasattr(value, "shape")]),
+            "moments": digest(moments),
             "random": digest([torch.get_rng_state()]),
         },
     }

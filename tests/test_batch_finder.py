@@ -12,17 +12,29 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
 from lightning_batchmem.devices.host import HostMemory
-from tests.lawful import MIB, SAMPLES, Evaluated, Lawful, Sizes, found_size, law, loader, quiet_trainer
+from tests.lawful import (
+    MIB,
+    SAMPLES,
+    Evaluated,
+    Lawful,
+    Sizes,
+    found_size,
+    law,
+    loader,
+    quiet_trainer,
+)
 
 PROJECT_SIZE = 3
-BUDGET = 500 * MIB  # of the fixture `device`
+# The fixture `device` has this budget.
+BUDGET = 500 * MIB
 FOUND = found_size(BUDGET, multiple_of=1)
 
-# the search ----------------------------------------------------------------------------------------------------------
+# --- the search
 
 
 def test_the_size_is_the_largest_that_fits_and_training_uses_it(search, device, capsys):
-    sizes, module = Sizes(), Lawful(device, law)
+    sizes = Sizes()
+    module = Lawful(device, law)
     plan = search(module, sizes, max_steps=3)
     assert isinstance(plan, Plan)
     assert plan.batch_size == module.batch_size == FOUND
@@ -33,7 +45,8 @@ def test_the_size_is_the_largest_that_fits_and_training_uses_it(search, device, 
     assert len({trial.batch_size for trial in plan.trials}) <= 5
     assert device.num_ooms == 0
     assert Plan.from_json(plan.to_json()) == plan
-    assert plan.notes.count("Values computed from `batch_size` in __init__ or setup keep the old size.") == 1
+    note = "Values computed from `batch_size` in __init__ or setup keep the old size."
+    assert plan.notes.count(note) == 1
     printed = capsys.readouterr().out
     assert printed == f"{plan.short_text()}\n"
     assert len(printed.splitlines()) <= 6
@@ -43,7 +56,12 @@ def test_the_size_is_the_largest_that_fits_and_training_uses_it(search, device, 
     ("options", "budget_mib", "size", "limited_by"),
     [
         ({"multiple_of": None}, 1000, found_size(1000 * MIB), "memory"),
-        ({"memory_limit": "600MiB"}, 1000, found_size(1000 * MIB, memory_limit=600 * MIB, multiple_of=1), "memory"),
+        (
+            {"memory_limit": "600MiB"},
+            1000,
+            found_size(1000 * MIB, memory_limit=600 * MIB, multiple_of=1),
+            "memory",
+        ),
         ({"max_batch_size": 40}, 10**6, 40, "max_batch_size"),
         ({"multiple_of": 7, "max_batch_size": 50}, 10**6, 49, "max_batch_size"),
         ({}, 10**6, SAMPLES, "dataset"),
@@ -65,11 +83,16 @@ def test_a_limit_out_of_range(fit, fake_device):
         fit(Lawful(device, law), BatchFinder(memory_limit="50MiB"), device)
 
 
-@pytest.mark.parametrize(("copy_mib", "name", "warnings"), [(20, "cuda", 1), (2, "cuda", 0), (20, "host", 0)])
-def test_more_memory_in_use_than_in_the_search_is_one_warning(fit, fake_device, recwarn, copy_mib, name, warnings):
+@pytest.mark.parametrize(
+    ("copy_mib", "name", "warnings"), [(20, "cuda", 1), (2, "cuda", 0), (20, "host", 0)]
+)
+def test_more_memory_in_use_than_in_the_search_is_one_warning(
+    fit, fake_device, recwarn, copy_mib, name, warnings
+):
     device = fake_device(budget_bytes=BUDGET, base_bytes=10 * MIB)
     device.name = name
-    copies = LambdaCallback(on_train_start=lambda *_: device.use(copy_mib * MIB))  # as a copy of the weights does
+    # The callback takes memory, as a copy of the weights does.
+    copies = LambdaCallback(on_train_start=lambda *_: device.use(copy_mib * MIB))
     fit(Lawful(device, law), BatchFinder(max_batch_size=16), device, copies)
     messages = [str(one.message) for one in recwarn if "Training begins with" in str(one.message)]
     assert len(messages) == warnings
@@ -81,13 +104,21 @@ def test_an_error_when_nothing_fits_lists_the_memory(search, device):
     module = Lawful(device, law)
     with pytest.raises(RuntimeError) as error:
         search(module)
-    for part in ("Nothing fits", "95.0 MiB", "parameters", "optimizer state", "activations", "Use a smaller"):
+    for part in (
+        "Nothing fits",
+        "95.0 MiB",
+        "parameters",
+        "optimizer state",
+        "activations",
+        "Use a smaller",
+    ):
         assert part in str(error.value), part
     assert (module.batch_size, module.sizes) == (PROJECT_SIZE, [])
 
 
 def test_objective_throughput_ends_at_a_smaller_size(search, device, monkeypatch):
-    now = [0.0]  # time passes only in steps
+    # Time passes only in steps.
+    now = [0.0]
     monkeypatch.setattr("lightning_batchmem.measure.step_runner.time.perf_counter", lambda: now[0])
 
     def timed(size):
@@ -97,7 +128,8 @@ def test_objective_throughput_ends_at_a_smaller_size(search, device, monkeypatch
     device.budget = 2000 * MIB
     plan = search(Lawful(device, timed), options={"objective": "throughput"})
     assert plan.limited_by == "throughput"
-    # B = s * t0 * M / (t0 + c * M * (1 - s)) with M = 5000, t0 = 0.01, c = 1e-5, s = 0.95: 3800
+    # The size is s * t0 * M / (t0 + c * M * (1 - s)), which is 3800 with M = 5000, t0 = 0.01,
+    # c = 1e-5 and s = 0.95.
     assert plan.batch_size == pytest.approx(3800, rel=0.01)
 
 
@@ -105,11 +137,15 @@ def test_objective_throughput_ends_at_a_smaller_size(search, device, monkeypatch
 def test_a_tiny_data_set(search, device, samples):
     plan = search(NoSize(device, law), train_dataloaders=loader(1, samples))
     assert (plan.batch_size, plan.limited_by) == (samples, "dataset")
-    assert plan.verified == (samples > 1)  # one sample is below the first size
-    assert not any("Values computed from" in note for note in plan.notes)  # no attribute has the size
+    # A data set of one sample is smaller than the first size of a search.
+    assert plan.verified == (samples > 1)
+    # No attribute has the size, so no value can be computed from it.
+    assert not any("Values computed from" in note for note in plan.notes)
 
 
-@pytest.mark.parametrize("arguments", [{"fast_dev_run": True}, {"max_epochs": 0}, {"limit_train_batches": 0}])
+@pytest.mark.parametrize(
+    "arguments", [{"fast_dev_run": True}, {"max_epochs": 0}, {"limit_train_batches": 0}]
+)
 def test_no_search_without_training(search, device, arguments):
     module = Lawful(device, law)
     assert search(module, **arguments) is None
@@ -123,11 +159,13 @@ def test_a_fit_after_an_error_in_setup_and_a_second_fit_search(fit, device):
                 self.sizes.append(0)
                 raise FileNotFoundError("no such file")
 
-    finder, module = BatchFinder(multiple_of=1), FailsOnce(device, law)
+    finder = BatchFinder(multiple_of=1)
+    module = FailsOnce(device, law)
     with pytest.raises(FileNotFoundError):
         fit(module, finder, device, max_steps=-1, max_epochs=1)
     trainer = module.trainer
-    assert "setup_optimizers" not in vars(trainer.strategy)  # the hook of the search
+    # The search has removed its hook from the strategy.
+    assert "setup_optimizers" not in vars(trainer.strategy)
     trainer.fit(module)
     assert module.batch_size == FOUND
     device.budget = 300 * MIB
@@ -137,7 +175,7 @@ def test_a_fit_after_an_error_in_setup_and_a_second_fit_search(fit, device):
     assert finder.plan.batch_size == module.batch_size == found_size(300 * MIB, multiple_of=1)
 
 
-# errors in a step ----------------------------------------------------------------------------------------------------
+# --- errors in a step
 
 
 class Fails(Lawful):
@@ -145,7 +183,8 @@ class Fails(Lawful):
 
     def __init__(self, device, phase, error):
         super().__init__(device, law)
-        self.phase, self.error = phase, error
+        self.phase = phase
+        self.error = error
 
     def _fail(self, phase):
         if phase == self.phase and self.sizes and self.sizes[-1] > 2:
@@ -170,16 +209,23 @@ class Fails(Lawful):
         ("backward", KeyboardInterrupt()),
     ],
 )
-def test_an_error_in_a_step_keeps_its_traceback_and_both_sizes_are_restored(fit, device, phase, error):
-    finder, data, module = BatchFinder(), InData(), Fails(device, phase, error)
-    module.batch_size = 7  # another than that of the datamodule
+def test_an_error_in_a_step_keeps_its_traceback_and_both_sizes_are_restored(
+    fit, device, phase, error
+):
+    finder = BatchFinder()
+    data = InData()
+    module = Fails(device, phase, error)
+    # The size of the module differs from that of the datamodule.
+    module.batch_size = 7
     handler = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises((type(error), SystemExit)) as caught:
             fit(module, finder, device, datamodule=data)
     finally:
-        signal.signal(signal.SIGINT, handler)  # Lightning ignores it while it shuts down
-    assert isinstance(error, KeyboardInterrupt) or any(entry.name == "_fail" for entry in caught.traceback)
+        # Lightning ignores the signal while it shuts down, and does not undo that.
+        signal.signal(signal.SIGINT, handler)
+    if not isinstance(error, KeyboardInterrupt):
+        assert any(entry.name == "_fail" for entry in caught.traceback)
     assert (module.batch_size, data.hparams.batch_size) == (7, PROJECT_SIZE)
     assert (module.sizes, finder.plan) == ([], None)
     assert all(parameter.grad is None for parameter in module.parameters())
@@ -190,7 +236,8 @@ class Plain(LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.batch_size, self.lr = PROJECT_SIZE, 0.1
+        self.batch_size = PROJECT_SIZE
+        self.lr = 0.1
         self.layer = nn.Linear(1, 1)
 
     def training_step(self, batch, batch_idx):
@@ -207,8 +254,11 @@ class Plain(LightningModule):
     val_dataloader = train_dataloader
 
 
-def test_a_finder_that_ran_can_be_pickled_and_a_learning_rate_finder_is_no_warning(fit, device, recwarn, tmp_path):
-    finder, tuner = BatchFinder(max_batch_size=8), LearningRateFinder(num_training_steps=4)
+def test_a_finder_that_ran_can_be_pickled_and_a_learning_rate_finder_is_no_warning(
+    fit, device, recwarn, tmp_path
+):
+    finder = BatchFinder(max_batch_size=8)
+    tuner = LearningRateFinder(num_training_steps=4)
     trainer = fit(Plain(), finder, device, tuner, default_root_dir=tmp_path)
     assert not [str(one.message) for one in recwarn if "BatchFinder" in str(one.message)]
     for _ in range(2):
@@ -224,12 +274,16 @@ def changed(**attributes):
 
 def test_a_loader_built_before_the_search_is_a_warning(search, device):
     early = changed(setup=lambda self, stage: self.trainer.estimated_stepping_batches)
-    with pytest.warns(UserWarning, match="The training loader was built before configure_optimizers"):
+    with pytest.warns(
+        UserWarning, match="The training loader was built before configure_optimizers"
+    ):
         search(early(device, law), max_steps=-1, max_epochs=1)
 
 
 def test_an_epoch_that_the_module_ends_is_begun_again(search, device):
-    ends_epochs = changed(on_train_batch_start=lambda self, batch, batch_idx: -1 if batch_idx > 1 else None)
+    ends_epochs = changed(
+        on_train_batch_start=lambda self, batch, batch_idx: -1 if batch_idx > 1 else None
+    )
     assert search(ends_epochs(device, law)).batch_size == FOUND
 
 
@@ -250,11 +304,18 @@ class InData(LightningDataModule):
         return loader(self.hparams.batch_size)
 
 
-# projects that do not work -------------------------------------------------------------------------------------------
+# --- projects that do not work
 
-CLAMPED = property(lambda self: self._size, lambda self, value: setattr(self, "_size", min(value, 16)))
+CLAMPED = property(
+    lambda self: self._size, lambda self, value: setattr(self, "_size", min(value, 16))
+)
 IN_SEQUENCE = {"train_dataloaders": CombinedLoader([loader(PROJECT_SIZE)], "sequential")}
 NO_SIZE = {"limit_train_batches": 40, "val_check_interval": 50}
+
+
+def loader_that_stops(module):
+    """A loader whose ``collate_fn`` raises StopIteration."""
+    return loader(module.batch_size, collate_fn=lambda _: next(iter(())))
 
 
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
@@ -264,12 +325,14 @@ NO_SIZE = {"limit_train_batches": 40, "val_check_interval": 50}
         (
             changed(train_dataloader=lambda self: loader(min(self.batch_size, 16))),
             {},
-            r"^ValueError.*must follow `batch_size` at every size, got loaders of batch sizes 16 instead of \d+ after",
+            r"^ValueError.*must follow `batch_size` at every size, got loaders of batch sizes 16"
+            r" instead of \d+ after",
         ),
         (
             changed(batch_size=CLAMPED),
             {},
-            "^ValueError.*`batch_size` must keep the value it is set to, got 16 after .* pass max_batch_size=16",
+            "^ValueError.*`batch_size` must keep the value it is set to, got 16 after .* pass"
+            " max_batch_size=16",
         ),
         (NoSize, IN_SEQUENCE, '^ValueError.*"min_size", .* got "sequential"'),
         (
@@ -283,14 +346,15 @@ NO_SIZE = {"limit_train_batches": 40, "val_check_interval": 50}
             "^RuntimeError.*on_train_batch_start returned -1 for the first batch",
         ),
         (
-            changed(train_dataloader=lambda self: loader(self.batch_size, collate_fn=lambda _: next(iter(())))),
+            changed(train_dataloader=loader_that_stops),
             {},
             "^RuntimeError.*the training step raised StopIteration",
         ),
         (
             lambda device, law: Evaluated(device),
             NO_SIZE,
-            "^RuntimeError.*No .* lies between .*: val_check_interval allows no more than 0 samples",
+            "^RuntimeError.*No .* lies between .*: val_check_interval allows no more than 0"
+            " samples",
         ),
     ],
 )
@@ -307,13 +371,14 @@ def test_a_device_without_a_peak_counter_is_refused(fit, device):
         fit(Lawful(device, law), BatchFinder(), None)
 
 
-# the real host -------------------------------------------------------------------------------------------------------
+# --- the real host
 
 
 class Deep(LightningModule):
     """Keeps twice 4 MiB of activations per sample.
 
-    From 9 samples on each is larger than 32 MiB, the most that glibc takes from its heap, so that the peak is exact.
+    From 9 samples on each is larger than 32 MiB, the most that glibc takes from its heap, so that
+    the peak is exact.
     """
 
     def __init__(self, batch_size=2):
@@ -324,7 +389,8 @@ class Deep(LightningModule):
     def training_step(self, batch, batch_idx):
         x = self.layer(batch[0]).repeat(1, 65536)
         for _ in range(2):
-            x = x.relu()  # keeps its output
+            # Autograd keeps the output of each call for the backward pass.
+            x = x.relu()
         return x.mean()
 
     def configure_optimizers(self):
@@ -336,9 +402,11 @@ class Deep(LightningModule):
 
 def test_on_the_host(tmp_path):
     options = {"max_steps": 2, "default_root_dir": tmp_path}
-    quiet_trainer(BatchFinder(max_batch_size=3), **options).fit(Deep())  # loads libraries, which take memory too
+    # The first run loads libraries, which take memory too.
+    quiet_trainer(BatchFinder(max_batch_size=3), **options).fit(Deep())
     limit = HostMemory().current().allocated_bytes + 400 * MIB
-    finder, profiler = BatchFinder(memory_limit=limit), MemoryProfiler()
+    finder = BatchFinder(memory_limit=limit)
+    profiler = MemoryProfiler()
     quiet_trainer(profiler, finder, **options).fit(Deep())
     assert finder.plan is not None
     assert finder.plan.limited_by == "memory"
@@ -346,13 +414,15 @@ def test_on_the_host(tmp_path):
     assert profiler.summary is not None
     assert profiler.summary.batch_size == finder.plan.batch_size
     assert profiler.summary.peak_bytes <= limit
-    assert 7 <= finder.plan.batch_size <= 35  # 16 MiB each; a reserve for what the kernel holds more
+    # A sample takes 16 MiB, and the search adds a reserve to the measured memory.
+    assert 7 <= finder.plan.batch_size <= 35
 
 
 def test_pages_of_files_are_not_memory_held_on_the_host(tmp_path):
     path = tmp_path / "data"
     path.write_bytes(bytes(256 * MIB))
-    mapped = torch.from_file(str(path), size=256 * MIB, dtype=torch.uint8)  # as in a data set on disk
+    # A data set on disk may be mapped into memory like this file.
+    mapped = torch.from_file(str(path), size=256 * MIB, dtype=torch.uint8)
 
     class Mapped(Deep):
         def training_step(self, batch, batch_idx):
@@ -366,7 +436,7 @@ def test_pages_of_files_are_not_memory_held_on_the_host(tmp_path):
     assert finder.plan.held_peak_bytes < HostMemory().current().allocated_bytes - 64 * MIB
 
 
-# settings of the trainer that a size may break ------------------------------------------------------------------------
+# --- settings of the trainer that a size may break
 
 
 @pytest.mark.parametrize(
@@ -378,7 +448,9 @@ def test_pages_of_files_are_not_memory_held_on_the_host(tmp_path):
         ({}, True, 40, "validation data"),
     ],
 )
-def test_settings_that_a_size_may_break_bound_it(search, device, trainer, drop_last, size, limited_by):
+def test_settings_that_a_size_may_break_bound_it(
+    search, device, trainer, drop_last, size, limited_by
+):
     module = Evaluated(device, samples=40, drop_last=drop_last)
     plan = search(module, max_steps=-1, max_epochs=1, limit_train_batches=60, **trainer)
     assert (plan.batch_size, plan.limited_by) == (size, limited_by)

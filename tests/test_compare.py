@@ -10,7 +10,16 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_batchmem import Comparison, Line, MemoryModel, Plan, Trial, Variant, compare, comparison
+from lightning_batchmem import (
+    Comparison,
+    Line,
+    MemoryModel,
+    Plan,
+    Trial,
+    Variant,
+    compare,
+    comparison,
+)
 from lightning_batchmem.plan.records import MIB
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
@@ -42,8 +51,16 @@ class Net(LightningModule):
 
 
 def plan_of(size, intercept_mib, slope_mib, step_seconds):
-    trials = (Trial(2, "ok", {}, step_seconds=9.0), Trial(size, "ok", {}, "rehearsal", step_seconds=step_seconds))
-    memory = MemoryModel({"forward": Line(intercept_mib * MIB, slope_mib * MIB, 2, size), "backward": Line(1, 1, 2, 4)})
+    trials = (
+        Trial(2, "ok", {}, step_seconds=9.0),
+        Trial(size, "ok", {}, "rehearsal", step_seconds=step_seconds),
+    )
+    memory = MemoryModel(
+        {
+            "forward": Line(intercept_mib * MIB, slope_mib * MIB, 2, size),
+            "backward": Line(1, 1, 2, 4),
+        }
+    )
     return Plan(size, "max_batch_size", True, 10**9, None, None, trials, memory, None)
 
 
@@ -104,12 +121,17 @@ except Exception:
     sys.exit("compare raised an error that the script catches")
 """
 ALL_VARIANTS = "{'plain': {}, 'wrong': {'precision': 'no'}, 'killed': {'transform': kill}}"
-NOT_IMPORTABLE = "The variants ran in this process, one after another, because a new one cannot import them: "
+NOT_IMPORTABLE = (
+    "The variants ran in this process, one after another, because a new one cannot import them: "
+)
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Run a script as the main module, here rather than in one more process; returns rows, notes and its runs."""
+    """Run a script as the main module, here rather than in one more process.
+
+    The fixture's function returns rows, notes and the runs of the script.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LIGHTNING_BATCHMEM", "nonsense")
     monkeypatch.syspath_prepend(Path(__file__).parents[1])
@@ -136,7 +158,8 @@ def test_a_script_without_a_guard_runs_each_variant_in_a_new_process(run):
     error = "its process ended with exit code -9, killed perhaps because the host's memory was full"
     assert rows[2] == ("killed", None, error)
     assert notes == ()
-    assert runs == ["__main__ nonsense", *["__mp_main__ -"] * 3]  # once for each variant, without the variable
+    # The script ran once for each variant, without the variable.
+    assert runs == ["__main__ nonsense", *["__mp_main__ -"] * 3]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +169,9 @@ def test_a_script_without_a_guard_runs_each_variant_in_a_new_process(run):
         ("if __name__ != '__main__': del make", "script.py", "SystemExit: ", ["__mp_main__ -"]),
     ],
 )
-def test_what_a_new_process_cannot_import_runs_in_this_one(run, monkeypatch, start, file, why, runs):
+def test_what_a_new_process_cannot_import_runs_in_this_one(
+    run, monkeypatch, start, file, why, runs
+):
     monkeypatch.setenv("LIGHTNING_BATCHMEM", "")
     rows, (note,), found = run(start + UNGUARDED.replace("VARIANTS", "{'plain': {}}"), file)
     assert rows == [("plain", 8, "")]
@@ -160,8 +185,10 @@ def test_a_variant_changes_the_model(monkeypatch):
 
     def search(trainer, model, train_dataloaders, **options):
         model = getattr(model, "_orig_mod", model)
-        hooks = [len(module._forward_pre_hooks) for module in model.modules() if isinstance(module, Block)]
-        seen[str(len(seen))] = (trainer.precision, hooks, type(model).__name__, model.batch_size, options)
+        blocks = [module for module in model.modules() if isinstance(module, Block)]
+        hooks = [len(block._forward_pre_hooks) for block in blocks]
+        name = type(model).__name__
+        seen[str(len(seen))] = (trainer.precision, hooks, name, model.batch_size, options)
         return plan_of(8, 1, 1, 1.0)
 
     monkeypatch.setattr(comparison, "find_batch_size", search)
@@ -171,7 +198,10 @@ def test_a_variant_changes_the_model(monkeypatch):
 
     other = type("Other", (Net,), {})
     compare(lambda: (Net(), None), base={"accelerator": "cpu"}, max_batch_size=8)
-    compare(lambda: (Net(), None), {"t": {"transform": larger}, "o": {"transform": lambda model: other()}})
+    compare(
+        lambda: (Net(), None),
+        {"t": {"transform": larger}, "o": {"transform": lambda model: other()}},
+    )
     compiled = compare(lambda: (Net(), None), {"c": {"checkpoint": {nn.Linear}, "compile": True}})
     assert compiled.variants[0].error == ""
     assert list(seen.values()) == [
@@ -192,12 +222,14 @@ def test_a_variant_changes_the_model(monkeypatch):
         (
             lambda: (Net(), None),
             {"x": {"checkpoint": {nn.Conv2d}}},
-            "ValueError: checkpoint must name classes of modules in the model, got Conv2d, which it does not have",
+            "ValueError: checkpoint must name classes of modules in the model, got Conv2d, which it"
+            " does not have",
         ),
         (
             lambda: (nn.Sequential(nn.Linear(1, 1)), None),
             {"x": {"checkpoint": True}},
-            "ValueError: checkpoint must name classes of blocks, got a model that has no block twice",
+            "ValueError: checkpoint must name classes of blocks, got a model that has no block"
+            " twice",
         ),
     ],
 )
@@ -214,6 +246,7 @@ def test_wrong_arguments():
 
 
 def test_the_most_repeated_block():
-    assert comparison._most_repeated(Net()) is Block  # not the Sequential in each of them, nor a layer
+    # The result is neither the Sequential in each block, nor the class of a layer.
+    assert comparison._most_repeated(Net()) is Block
     plain = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
     assert comparison._most_repeated(plain) is nn.Sequential

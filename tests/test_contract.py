@@ -13,7 +13,13 @@ import lightning.pytorch.callbacks as lightning_callbacks
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import (
+    Callback,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    seed_everything,
+)
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
@@ -34,7 +40,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.devices.tensors import tensors_in
 
-SIZE = 8  # what every search here ends with: the limit is far away, max_batch_size bounds
+# Every search here ends with this size: max_batch_size bounds it, and memory does not.
+SIZE = 8
 SAMPLES = 32
 
 
@@ -51,7 +58,9 @@ class Noisy(Dataset):
         return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        noise = torch.randn(6, generator=self.generator) + random.random() + float(np.random.random())
+        noise = (
+            torch.randn(6, generator=self.generator) + random.random() + float(np.random.random())
+        )
         return self.x[index] + 0.1 * noise, self.y[index]
 
 
@@ -60,15 +69,22 @@ def shuffled(size: int, dataset: Dataset[Any] | None = None, **arguments: Any) -
 
 
 class Net(LightningModule):
-    """BatchNorm, dropout, a metric logged as an object, a non-persistent buffer and attributes that steps change."""
+    """BatchNorm, dropout, a metric, a non-persistent buffer and attributes that steps change.
 
-    def __init__(self, batch_size: int, optimizer: str = "sgd", workers: int = 0, lr: float = 1e-2) -> None:
+    The metric is logged as an object.
+    """
+
+    def __init__(
+        self, batch_size: int, optimizer: str = "sgd", workers: int = 0, lr: float = 1e-2
+    ) -> None:
         super().__init__()
         self.batch_size = batch_size
         self.lr = lr
         self.optimizer_name = optimizer
         self.workers = workers
-        self.layers = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+        self.layers = nn.Sequential(
+            nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3)
+        )
         self.accuracy = MulticlassAccuracy(num_classes=3)
         self.register_buffer("steps_seen", torch.zeros(()), persistent=False)
         self.history: list[int] = []
@@ -96,19 +112,27 @@ class Net(LightningModule):
         self.log("val_loss", nn.functional.cross_entropy(self.layers(x), y))
 
     def configure_optimizers(self) -> Any:
-        torch.rand(1)  # a hook that draws: it must find the generator where the hard-coded run has it
+        # The generator must be in the same state here as in the hard-coded run.
+        torch.rand(1)
         sgd = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
         if self.optimizer_name == "onecycle":
             total = int(self.trainer.estimated_stepping_batches)
-            schedule = torch.optim.lr_scheduler.OneCycleLR(sgd, max_lr=10 * self.lr, total_steps=total)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(
+                sgd, max_lr=10 * self.lr, total_steps=total
+            )
             return {"optimizer": sgd, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
         if self.optimizer_name == "plateau":
             plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd, patience=0, factor=0.5)
-            return {"optimizer": sgd, "lr_scheduler": {"scheduler": plateau, "monitor": "epoch_loss"}}
+            return {
+                "optimizer": sgd,
+                "lr_scheduler": {"scheduler": plateau, "monitor": "epoch_loss"},
+            }
         return sgd
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return shuffled(self.batch_size, num_workers=self.workers, persistent_workers=self.workers > 0)
+        return shuffled(
+            self.batch_size, num_workers=self.workers, persistent_workers=self.workers > 0
+        )
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(Noisy(), batch_size=self.batch_size)
@@ -232,9 +256,9 @@ def halve(parameter: Tensor) -> None:
 
 
 class Hooked(Net):
-    """Puts hooks on tensors and a parametrization on a layer, and asks the trainer for its data before the first batch.
+    """Puts hooks on tensors and a parametrization on a layer.
 
-    A step asks the logger for its directory.
+    It reads the trainer's data before the first batch, and a step reads the logger's directory.
     """
 
     def on_fit_start(self) -> None:
@@ -244,7 +268,11 @@ class Hooked(Net):
     def on_train_start(self) -> None:
         nn.utils.parametrizations.orthogonal(self.layers[4], orthogonal_map="householder")
         loaders = self.trainer.train_dataloader, self.trainer.val_dataloaders
-        self.history += [*map(len, loaders), len(loaders[0].dataset), int(self.trainer.num_training_batches)]
+        self.history += [
+            *map(len, loaders),
+            len(loaders[0].dataset),
+            int(self.trainer.num_training_batches),
+        ]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         assert self.logger.log_dir
@@ -261,30 +289,40 @@ class Extractor:
 
 
 class Entangled(Net):
-    """Generators, one of them the loader's; an unregistered teacher, a hook that fills a list, a sparse buffer."""
+    """Two generators, an unregistered teacher, a hook that fills a list, and a sparse buffer.
+
+    One of the generators is the loader's.
+    """
 
     def __init__(self, batch_size: int) -> None:
         super().__init__(batch_size, "onecycle")
-        self.noise, self.order = torch.Generator().manual_seed(4), torch.Generator().manual_seed(6)
+        self.noise = torch.Generator().manual_seed(4)
+        self.order = torch.Generator().manual_seed(6)
         self.teacher = [nn.Linear(6, 3)]
         self.extractor = Extractor(self.layers[0])
         self.register_buffer("adjacency", torch.eye(6).to_sparse())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        x = torch.sparse.mm(self.adjacency, x.t()).t() + 0.1 * torch.rand(x.shape, generator=self.noise)
+        noise = torch.rand(x.shape, generator=self.noise)
+        x = torch.sparse.mm(self.adjacency, x.t()).t() + 0.1 * noise
         loss = super().training_step((x, y), batch_idx)
         with torch.no_grad():
             self.teacher[0].weight.mul_(0.99).add_(self.layers[4].weight[:, :6], alpha=0.01)
         features = self.extractor.features.pop()
-        return loss + 0.01 * features.square().mean() + (self.teacher[0](x) - self.layers(x)).square().mean()
+        penalty = 0.01 * features.square().mean()
+        distance = (self.teacher[0](x) - self.layers(x)).square().mean()
+        return loss + penalty + distance
 
     def train_dataloader(self) -> DataLoader[Any]:
         return shuffled(self.batch_size, generator=self.order)
 
 
 class OwnOptimizers(Net):
-    """Makes optimizers and schedules itself, once: those of Lightning, and others that it steps itself."""
+    """Makes optimizers and schedules once, in ``__init__``.
+
+    It returns some to Lightning, and steps the others itself.
+    """
 
     def __init__(self, batch_size: int) -> None:
         super().__init__(batch_size)
@@ -299,10 +337,14 @@ class OwnOptimizers(Net):
         self.offset.sub(1).square().sum().backward()
         self.aux.step()
         self.decay.step()
-        return super().training_step(batch, batch_idx) + self.offset.detach().sum() * self.layers[0].weight.sum()
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.offset.detach().sum() * self.layers[0].weight.sum()
 
     def configure_optimizers(self) -> Any:
-        return {"optimizer": self.adam, "lr_scheduler": {"scheduler": self.schedule, "interval": "step"}}
+        return {
+            "optimizer": self.adam,
+            "lr_scheduler": {"scheduler": self.schedule, "interval": "step"},
+        }
 
 
 class KeepsSchedule(Net):
@@ -324,17 +366,29 @@ def scripted(batch_size: int) -> Net:
 
 
 class Recorder(Callback):
-    """Writes down each call that a user's callback gets: the tensors in its arguments, and the state at that time."""
+    """Writes down each call that a user's callback gets.
+
+    A record has the tensors in the arguments, and the state at that time.
+    """
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
     def note(self, hook: str, trainer: Trainer, module: LightningModule, *arguments: Any) -> None:
-        tensors = [(tuple(tensor.shape), tensor.double().sum().item()) for tensor in tensors_in(arguments)]
+        tensors = [
+            (tuple(tensor.shape), tensor.double().sum().item()) for tensor in tensors_in(arguments)
+        ]
         gradients = sum(parameter.grad is not None for parameter in module.parameters())
-        state = (trainer.global_step, trainer.current_epoch, trainer.num_training_batches, gradients)
+        state = (
+            trainer.global_step,
+            trainer.current_epoch,
+            trainer.num_training_batches,
+            gradients,
+        )
         modes = [one.training for one in module.modules()]
-        self.calls.append((hook, tensors, state, modes, dict(trainer.callback_metrics), dict(trainer.logged_metrics)))
+        callback_metrics = dict(trainer.callback_metrics)
+        logged_metrics = dict(trainer.logged_metrics)
+        self.calls.append((hook, tensors, state, modes, callback_metrics, logged_metrics))
 
 
 for _hook in [name for name in dir(Callback) if name.startswith("on_")]:
@@ -343,6 +397,7 @@ for _hook in [name for name in dir(Callback) if name.startswith("on_")]:
 
 class Stream(IterableDataset):
     def __iter__(self) -> Any:
+        # mypy does not accept an object that is iterable through __getitem__ alone.
         return iter(Noisy())  # type: ignore[call-overload]
 
 
@@ -364,7 +419,7 @@ class Popping(Noisy):
 
 
 class Splitting(Data):
-    """Splits at random when it is first asked, and keeps the split."""
+    """Splits at random on the first request of a loader, and keeps the split."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         if not hasattr(self, "part"):
@@ -400,9 +455,12 @@ class Case:
     trainer: dict[str, Any] = field(default_factory=dict)
     callbacks: Callable[[], list[Callback]] = list
     start: int = 3
-    finder: dict[str, Any] = field(default_factory=dict)  # further arguments of BatchFinder ...
-    follows: dict[str, Any] = field(default_factory=dict)  # ... and what the Trainer of the hard-coded run gets for it
-    hard_coded: Callable[[int], LightningModule] | None = None  # ... and its module
+    # The search gets these further arguments of BatchFinder.
+    finder: dict[str, Any] = field(default_factory=dict)
+    # The hard-coded run gets these arguments of the Trainer in place of the search.
+    follows: dict[str, Any] = field(default_factory=dict)
+    # The hard-coded run makes its module with this function, or with `module` where it is None.
+    hard_coded: Callable[[int], LightningModule] | None = None
     limited_by: str = "max_batch_size"
 
 
@@ -416,7 +474,11 @@ def in_order(size: int) -> DataLoader[Any]:
 
 
 def of_batches(size: int) -> DataLoader[Any]:
-    return DataLoader(ReadsBatches(), batch_size=None, sampler=BatchSampler(RandomSampler(range(SAMPLES)), size, True))
+    return DataLoader(
+        ReadsBatches(),
+        batch_size=None,
+        sampler=BatchSampler(RandomSampler(range(SAMPLES)), size, True),
+    )
 
 
 def of_every_second(size: int) -> DataLoader[Any]:
@@ -433,9 +495,12 @@ CASES = {
     "reduce_on_plateau": Case(partial(Net, optimizer="plateau")),
     "manual_two_optimizers": Case(Adversarial),
     "several_loaders_of_several_sizes": Case(ManyLoaders),
-    "loaders_passed_in_a_list": Case(OfLists, fit=given(lambda size: [shuffled(size), in_order(size)])),
+    "loaders_passed_in_a_list": Case(
+        OfLists, fit=given(lambda size: [shuffled(size), in_order(size)])
+    ),
     "a_combined_loader": Case(
-        OfLists, fit=given(lambda size: CombinedLoader([shuffled(size), shuffled(size)], "min_size"))
+        OfLists,
+        fit=given(lambda size: CombinedLoader([shuffled(size), shuffled(size)], "min_size")),
     ),
     "validation_of_its_own_size": Case(
         OwnValidationSize,
@@ -444,23 +509,36 @@ CASES = {
     ),
     "validation_of_fixed_sizes": Case(FixedValidation),
     "validation_loaders_passed_too": Case(
-        Plain, fit=lambda size: {"train_dataloaders": shuffled(size), "val_dataloaders": in_order(6)}
+        Plain,
+        fit=lambda size: {"train_dataloaders": shuffled(size), "val_dataloaders": in_order(6)},
     ),
-    "target_batch_size": Case(onecycle, finder={"target_batch_size": 16}, follows={"accumulate_grad_batches": 2}),
+    "target_batch_size": Case(
+        onecycle, finder={"target_batch_size": 16}, follows={"accumulate_grad_batches": 2}
+    ),
     "scaled_learning_rate": Case(
-        onecycle, finder={"lr_scaling": "linear", "base_batch_size": 4}, hard_coded=partial(onecycle, lr=2e-2)
+        onecycle,
+        finder={"lr_scaling": "linear", "base_batch_size": 4},
+        hard_coded=partial(onecycle, lr=2e-2),
     ),
-    "worst_case_of_the_user": Case(Net, finder={"worst_case": lambda sample: float(sample[0].sum())}),
-    "accumulation_and_clipping": Case(Net, trainer={"accumulate_grad_batches": 4, "gradient_clip_val": 0.1}),
+    "worst_case_of_the_user": Case(
+        Net, finder={"worst_case": lambda sample: float(sample[0].sum())}
+    ),
+    "accumulation_and_clipping": Case(
+        Net, trainer={"accumulate_grad_batches": 4, "gradient_clip_val": 0.1}
+    ),
     "bf16_mixed": Case(Net, trainer={"precision": "bf16-mixed"}),
     "weights_averaged_stochastically": Case(
         Net, callbacks=lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)]
     ),
     "hparams": Case(InHparams),
-    "hparams_of_module_and_datamodule": Case(InHparams, fit=lambda size: {"datamodule": Data(size)}),
+    "hparams_of_module_and_datamodule": Case(
+        InHparams, fit=lambda size: {"datamodule": Data(size)}
+    ),
     "stream": Case(Plain, fit=given(lambda size: DataLoader(Stream(), batch_size=size))),
     "datamodule_hparams": Case(Plain, fit=lambda size: {"datamodule": Data(size)}),
-    "datamodule_that_caches_a_random_split": Case(Plain, fit=lambda size: {"datamodule": Splitting(size)}),
+    "datamodule_that_caches_a_random_split": Case(
+        Plain, fit=lambda size: {"datamodule": Splitting(size)}
+    ),
     "hooks_on_tensors_that_ask_the_trainer": Case(Hooked),
     "optimizers_of_its_own": Case(OwnOptimizers, trainer={"max_epochs": 1}),
     "schedule_kept_in_the_module": Case(KeepsSchedule),
@@ -468,24 +546,35 @@ CASES = {
     "entangled_attributes": Case(Entangled),
     "onecycle_of_a_loader_with_generators": Case(
         partial(Plain, optimizer="onecycle"),
-        fit=given(lambda size: shuffled(size, Noisy(True), generator=torch.Generator().manual_seed(5))),
+        fit=given(
+            lambda size: shuffled(size, Noisy(True), generator=torch.Generator().manual_seed(5))
+        ),
     ),
     "stateful_collate_that_takes_samples_apart": Case(
         Plain, fit=given(lambda size: shuffled(size, Popping(), collate_fn=Collate()))
     ),
     "subset_sampler": Case(Plain, fit=given(of_every_second)),
     "size_in_a_dict": Case(
-        Plain, fit=lambda size: {"datamodule": InDict(size)}, finder={"batch_arg_name": "kwargs.batch_size"}
+        Plain,
+        fit=lambda size: {"datamodule": InDict(size)},
+        finder={"batch_arg_name": "kwargs.batch_size"},
     ),
     "batch_sampler_as_sampler": Case(Plain, fit=given(of_batches)),
     "steps_of_an_epoch": Case(
-        Net, finder={"max_batch_size": None, "min_steps_per_epoch": SAMPLES // SIZE}, limited_by="min_steps_per_epoch"
+        Net,
+        finder={"max_batch_size": None, "min_steps_per_epoch": SAMPLES // SIZE},
+        limited_by="min_steps_per_epoch",
     ),
-    "validation_within_epoch": Case(Net, trainer={"val_check_interval": 0.5, "num_sanity_val_steps": 0}),
+    "validation_within_epoch": Case(
+        Net, trainer={"val_check_interval": 0.5, "num_sanity_val_steps": 0}
+    ),
     "limited_batches": Case(Net, trainer={"limit_train_batches": 3, "limit_val_batches": 2}),
 }
-if hasattr(lightning_callbacks, "EMAWeightAveraging"):  # since lightning 2.6
-    CASES["weights_averaged_exponentially"] = Case(Net, callbacks=lambda: [lightning_callbacks.EMAWeightAveraging()])
+# The callback exists since lightning 2.6.
+if hasattr(lightning_callbacks, "EMAWeightAveraging"):
+    CASES["weights_averaged_exponentially"] = Case(
+        Net, callbacks=lambda: [lightning_callbacks.EMAWeightAveraging()]
+    )
 
 
 def trainer_of(folder: Path, *callbacks: Callback | None, **arguments: Any) -> Trainer:
@@ -539,7 +628,10 @@ def assert_same(one: Any, other: Any, where: str) -> None:
         assert_same(one.to_dense(), other.to_dense(), where)
     elif isinstance(one, Tensor | np.ndarray):
         assert one.dtype == other.dtype, where
-        assert one.tobytes() == other.tobytes() if isinstance(one, np.ndarray) else torch.equal(one, other), where
+        if isinstance(one, np.ndarray):
+            assert one.tobytes() == other.tobytes(), where
+        else:
+            assert torch.equal(one, other), where
     elif isinstance(one, dict):
         assert list(one) == list(other), where
         for key in one:
@@ -552,7 +644,9 @@ def assert_same(one: Any, other: Any, where: str) -> None:
         assert one == other or (one != one and other != other), f"{where}: {one!r} is not {other!r}"
 
 
-@pytest.mark.usefixtures("reads_here")  # which may leave more traces than a worker; test_find.py has searches with one
+# A search that reads samples in this process may leave more traces than one with a worker.
+# test_find.py has searches with a worker.
+@pytest.mark.usefixtures("reads_here")
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")
 @pytest.mark.parametrize("name", CASES)
 def test_no_trace(name: str, tmp_path: Path) -> None:
@@ -593,7 +687,9 @@ class Judged(Net):
     test_dataloader = predict_dataloader = val_dataloader
 
 
-def evaluation_of(folder: Path, stage: str, size: int, finder: BatchFinder | None) -> dict[str, Any]:
+def evaluation_of(
+    folder: Path, stage: str, size: int, finder: BatchFinder | None
+) -> dict[str, Any]:
     recorder = Recorder()
     trainer = trainer_of(folder, recorder, finder)
     module = Judged(size)
@@ -603,7 +699,9 @@ def evaluation_of(folder: Path, stage: str, size: int, finder: BatchFinder | Non
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 @pytest.mark.filterwarnings(
-    "ignore:The variance of predictions", "ignore:Metric `CatMetric` will save all", "ignore:the metric 'kept'"
+    "ignore:The variance of predictions",
+    "ignore:Metric `CatMetric` will save all",
+    "ignore:the metric 'kept'",
 )
 def test_no_trace_of_a_search_before_an_evaluation(stage: str, tmp_path: Path) -> None:
     finder = BatchFinder(max_batch_size=SIZE)
@@ -614,10 +712,13 @@ def test_no_trace_of_a_search_before_an_evaluation(stage: str, tmp_path: Path) -
     assert_same(searched, hard_coded, stage)
 
 
-def resumed_of(folder: Path, lr: float, size: int, accumulate: int, finders: list[BatchFinder]) -> dict[str, Any]:
+def resumed_of(
+    folder: Path, lr: float, size: int, accumulate: int, finders: list[BatchFinder]
+) -> dict[str, Any]:
     """One epoch, and two more in another Trainer that goes on from its checkpoint."""
     for epochs, finder in zip((1, 3), finders or [None, None], strict=True):
-        recorder, saver = Recorder(), ModelCheckpoint(folder / str(epochs), filename="last")
+        recorder = Recorder()
+        saver = ModelCheckpoint(folder / str(epochs), filename="last")
         arguments = {"max_epochs": epochs, "accumulate_grad_batches": accumulate, "logger": False}
         trainer = trainer_of(folder, recorder, finder, saver, **arguments)
         module = Net(size, lr=lr)
@@ -627,7 +728,12 @@ def resumed_of(folder: Path, lr: float, size: int, accumulate: int, finders: lis
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed from")
 def test_no_trace_in_a_resumed_run(tmp_path: Path) -> None:
-    arguments = {"max_batch_size": SIZE, "target_batch_size": 16, "lr_scaling": "linear", "base_batch_size": 4}
+    arguments = {
+        "max_batch_size": SIZE,
+        "target_batch_size": 16,
+        "lr_scaling": "linear",
+        "base_batch_size": 4,
+    }
     finders = [BatchFinder(**arguments), BatchFinder(**arguments)]
     searched = resumed_of(tmp_path / "searched", 0.01, 3, 1, finders)
     hard_coded = resumed_of(tmp_path / "hard", 0.04, SIZE, 2, [])

@@ -1,8 +1,9 @@
 """Every code block of the README and of docs/ runs, and every link and file name exists.
 
-Python blocks of a page run in order in one namespace, with ``Classifier`` from Getting started and ``module``, one of
-it. Of the commands, those of the package run; for others their files and options are checked. The README's two blocks
-marked "fresh-start" (installation, tests) run in .ci/run and in a fresh clone instead.
+Python blocks of a page run in order in one namespace, with ``Classifier`` from Getting started and
+``module``, one of it. Of the commands, those of the package run; for others their files and options
+are checked. The README's two blocks marked "fresh-start" (installation, tests) run in .ci/run and
+in a fresh clone instead.
 """
 
 import doctest
@@ -44,7 +45,8 @@ def blocks_of(page):
     text = page.read_text()
     for fence in FENCE.finditer(text):
         mark = MARK.search(text, 0, fence.start())
-        line = text.count("\n", 0, fence.start()) + 2  # of the first line inside
+        # The number is that of the first line inside the block.
+        line = text.count("\n", 0, fence.start()) + 2
         yield Block(page, line, fence[1], fence[2], mark[1] if mark else "")
 
 
@@ -52,19 +54,22 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 def test_every_block_is_tested_or_marked():
-    assert {str(block) for block in BLOCKS if block.language not in ("python", "bash", "yaml", "text")} == set()
+    languages = ("python", "bash", "yaml", "text")
+    assert {str(block) for block in BLOCKS if block.language not in languages} == set()
     marks = {block.mark for block in BLOCKS if block.language in ("python", "bash") and block.mark}
     assert marks <= {"fresh-start: run", "fresh-start: test"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-@pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")  # Lightning's own
+# Lightning issues this warning for the precision in an example.
+@pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")
 def test_blocks_run_in_order(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     here = {"not_importable": "a page is no module"}
     monkeypatch.setattr(lightning_batchmem.comparison, "_in_new_process", lambda work: here)
     shutil.copytree(REPOSITORY / "examples", tmp_path / "examples")
-    module = types.ModuleType(page.stem.replace("-", "_"))  # in sys.modules, so that its classes can be pickled
+    # The module is in sys.modules, so that its classes can be pickled.
+    module = types.ModuleType(page.stem.replace("-", "_"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     if page != START:
         run(next(block for block in blocks_of(START) if block.language == "python"), module)
@@ -84,7 +89,10 @@ def test_blocks_run_in_order(page, tmp_path, monkeypatch, capsys):
 
 def run(block, module):
     """Run a Python block; tracebacks have the line numbers of the page."""
-    exec(compile("\n" * (block.line - 1) + block.text, str(block.page), "exec", dont_inherit=True), module.__dict__)
+    exec(
+        compile("\n" * (block.line - 1) + block.text, str(block.page), "exec", dont_inherit=True),
+        module.__dict__,
+    )
 
 
 def check_command(words):
@@ -102,14 +110,17 @@ def check_command(words):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*JsonargparseDeprecationWarning")
 def test_yaml_configures_the_cli_example(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["main.py"])  # LightningCLI warns of pytest's arguments
+    # LightningCLI would warn of pytest's arguments.
+    monkeypatch.setattr(sys, "argv", ["main.py"])
     example = types.ModuleType("cli_example")
     monkeypatch.setitem(sys.modules, example.__name__, example)
     exec((REPOSITORY / "examples" / "cli" / "main.py").read_text(), example.__dict__)
     Path("block.yaml").write_text(block.text)
-    arguments = ["--config", str(REPOSITORY / "examples" / "cli" / "config.yaml"), "--config", "block.yaml"]
+    config = REPOSITORY / "examples" / "cli" / "config.yaml"
+    arguments = ["--config", str(config), "--config", "block.yaml"]
     cli = example.LightningCLI(example.Classifier, example.Digits, args=arguments, run=False)
-    configured = [one["class_path"].rpartition(".")[2] for one in yaml.safe_load(block.text)["trainer"]["callbacks"]]
+    callbacks = yaml.safe_load(block.text)["trainer"]["callbacks"]
+    configured = [callback["class_path"].rpartition(".")[2] for callback in callbacks]
     made = [type(callback).__name__ for callback in cli.trainer.callbacks]
     assert [name for name in made if name in configured] == configured
 
@@ -119,7 +130,8 @@ def test_links_files_and_modules_exist(page):
     text = page.read_text()
     for module in re.findall(r"python -m ([\w.]+)", text):
         assert importlib.util.find_spec(module), module
-    for path in re.findall(r"`((?:examples|benchmarks|tests|lightning_batchmem|docs)/[\w./-]+)", text):
+    folders = "examples|benchmarks|tests|lightning_batchmem|docs"
+    for path in re.findall(rf"`((?:{folders})/[\w./-]+)", text):
         assert (REPOSITORY / path).exists(), path
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (page.parent / link).exists(), link
@@ -132,7 +144,8 @@ def test_the_site_has_every_page():
 
 
 def test_examples_in_docstrings():
-    names = [info.name for info in pkgutil.walk_packages(lightning_batchmem.__path__, "lightning_batchmem.")]
+    packages = pkgutil.walk_packages(lightning_batchmem.__path__, "lightning_batchmem.")
+    names = [info.name for info in packages]
     modules = [importlib.import_module(name) for name in names if not name.endswith("__main__")]
     results = [doctest.testmod(module) for module in modules]
     assert sum(result.attempted for result in results) > 0

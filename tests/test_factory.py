@@ -1,4 +1,4 @@
-"""Callbacks from the variable LIGHTNING_BATCHMEM, through the entry points of the installed distribution."""
+"""Callbacks from LIGHTNING_BATCHMEM, through the entry points of the installed distribution."""
 
 import subprocess
 import sys
@@ -28,20 +28,29 @@ assert not heavy, heavy
 
 def test_without_the_variable_nothing_is_imported(monkeypatch):
     monkeypatch.delenv(factory.VARIABLE, raising=False)
-    assert sorted(GROUPS) == ["lightning.pytorch.callbacks_factory", "pytorch_lightning.callbacks_factory"]
+    assert sorted(GROUPS) == [
+        "lightning.pytorch.callbacks_factory",
+        "pytorch_lightning.callbacks_factory",
+    ]
     values = [value for group in GROUPS.values() for value in group.values()]
     assert len(values) == 2
     subprocess.run([sys.executable, "-c", WITHOUT, *values], check=True, timeout=60)
 
 
 def run(package, folder, *callbacks):
-    """A training with what the entry point of ``package`` returns; the wheel may not be installed here."""
+    """A training with the callbacks that the entry point of ``package`` returns.
+
+    Its function is called directly, because the wheel may not be installed here.
+    """
     name = "callbacks_of_pytorch_lightning" if package is pl else "callbacks"
     added = getattr(factory, name)()
     assert all(isinstance(one, package.Callback) for one in added)
     options = {"accelerator": "cpu", "default_root_dir": folder, "logger": False, "max_steps": 2}
     trainer = package.Trainer(
-        callbacks=[*callbacks, *added], enable_progress_bar=False, enable_model_summary=False, **options
+        callbacks=[*callbacks, *added],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
     )
 
     class Net(package.LightningModule):
@@ -71,7 +80,9 @@ def kinds(trainer):
 
 @pytest.mark.parametrize("package", [lightning_pytorch, pl], ids=["lightning", "pytorch_lightning"])
 def test_find_with_options(package, tmp_path, monkeypatch):
-    monkeypatch.setenv(factory.VARIABLE, "find:max_batch_size=16, memory_limit=900MiB,objective=throughput")
+    monkeypatch.setenv(
+        factory.VARIABLE, "find:max_batch_size=16, memory_limit=900MiB,objective=throughput"
+    )
     trainer, module = run(package, tmp_path)
     assert kinds(trainer) == ["BatchFinder", "MemoryProfiler"]
     assert all(isinstance(callback, package.Callback) for callback in trainer.callbacks)
@@ -80,7 +91,8 @@ def test_find_with_options(package, tmp_path, monkeypatch):
     saved = torch.load(next(tmp_path.rglob("*.ckpt")), weights_only=True)["callbacks"]
     assert saved["BatchFinder"]["plan"]["batch_size"] == module.batch_size
     trainer.fit(module)
-    assert kinds(trainer) == ["BatchFinder", "MemoryProfiler"]  # once, also in a second run
+    # A second run does not add the callbacks again.
+    assert kinds(trainer) == ["BatchFinder", "MemoryProfiler"]
 
 
 def test_profile(tmp_path, monkeypatch):
@@ -106,7 +118,10 @@ def test_callbacks_of_the_script_stay(tmp_path, monkeypatch):
     ("value", "message"),
     [
         ("search", 'LIGHTNING_BATCHMEM must be one of "profile", "find", got \'search\''),
-        ("find:limit=3", "must have options of BatchFinder .objective, memory_limit, .*, got 'limit'"),
+        (
+            "find:limit=3",
+            "must have options of BatchFinder .objective, memory_limit, .*, got 'limit'",
+        ),
         ("find:memory_limit", "options must be NAME=VALUE, got 'memory_limit'"),
         ("find:max_batch_size=0", "max_batch_size must be a whole number of at least 1, got 0"),
         ("profile:memory_limit=3", "must have options of MemoryProfiler .*, got 'memory_limit'"),

@@ -15,24 +15,35 @@ from lightning_batchmem import find_batch_size
 from tests.lawful import MIB, Lawful, found_size, law, loader, quiet_trainer
 from tests.test_contract import CASES, SIZE, assert_same, outcome_of
 
-# ways of a search to leave a trace
+# In each of these cases, a search could leave a trace in another way.
 PROJECTS = [
     "onecycle_of_a_loader_with_generators",
-    *("onecycle_with_persistent_workers", "manual_two_optimizers", "validation_of_its_own_size", "a_combined_loader"),
-    *("validation_loaders_passed_too", "scaled_learning_rate", "weights_averaged_stochastically"),
-    *("datamodule_that_caches_a_random_split", "entangled_attributes", "hooks_on_tensors_that_ask_the_trainer"),
+    "onecycle_with_persistent_workers",
+    "manual_two_optimizers",
+    "validation_of_its_own_size",
+    "a_combined_loader",
+    "validation_loaders_passed_too",
+    "scaled_learning_rate",
+    "weights_averaged_stochastically",
+    "datamodule_that_caches_a_random_split",
+    "entangled_attributes",
+    "hooks_on_tensors_that_ask_the_trainer",
 ]
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")
 @pytest.mark.parametrize("name", PROJECTS)
 def test_a_training_after_a_search_is_the_training_without(name, tmp_path, monkeypatch):
-    case, plans, fit = CASES[name], [], Trainer.fit
+    case = CASES[name]
+    plans = []
+    fit = Trainer.fit
 
     def search_and_fit(trainer, model, **data):
         with monkeypatch.context() as patch:
             patch.setattr(Trainer, "fit", fit)
-            plans.append(find_batch_size(trainer, model, **data, max_batch_size=SIZE, **case.finder))
+            plans.append(
+                find_batch_size(trainer, model, **data, max_batch_size=SIZE, **case.finder)
+            )
         fit(trainer, model, **data)
 
     with monkeypatch.context() as patch:
@@ -100,11 +111,21 @@ class Data(LightningDataModule):
 def test_everything_is_as_before(fails_at, device, reads_here, monkeypatch, tmp_path):
     monkeypatch.setattr(lightning_batchmem.batch_finder, "device_memory_for", lambda _: device)
     seed_everything(5, verbose=False)
-    calls, options = [], {"max_epochs": 1, "logger": CSVLogger(tmp_path), "enable_checkpointing": True}
-    module, data = Project(device), Data(calls)
+    calls = []
+    options = {"max_epochs": 1, "logger": CSVLogger(tmp_path), "enable_checkpointing": True}
+    module = Project(device)
+    data = Data(calls)
     trainer = quiet_trainer(Forbidden(), default_root_dir=tmp_path, **options)
     module.fails_at = fails_at
-    owners = (module, data, trainer, trainer.state, trainer.fit_loop, trainer.fit_loop.epoch_loop, *trainer.callbacks)
+    owners = (
+        module,
+        data,
+        trainer,
+        trainer.state,
+        trainer.fit_loop,
+        trainer.fit_loop.epoch_loop,
+        *trainer.callbacks,
+    )
 
     def state():
         lists = list(trainer.callbacks), list(trainer.loggers), dict(module.hparams)
@@ -113,11 +134,14 @@ def test_everything_is_as_before(fails_at, device, reads_here, monkeypatch, tmp_
     def numbers():
         return torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
 
-    state_before, numbers_before, weights = state(), numbers(), copy.deepcopy(module.state_dict())
+    state_before = state()
+    numbers_before = numbers()
+    weights = copy.deepcopy(module.state_dict())
     if fails_at:
         with pytest.raises(LookupError, match="of the user"):
             find_batch_size(trainer, module, data)
-        assert calls == ["prepare_data", "setup fit"]  # as in a training that fails
+        # There is no teardown, as in a training that fails.
+        assert calls == ["prepare_data", "setup fit"]
     else:
         assert find_batch_size(trainer, module, data).batch_size == found_size(500 * MIB)
         assert calls == ["prepare_data", "setup fit", "teardown fit"]
@@ -129,16 +153,25 @@ def test_everything_is_as_before(fails_at, device, reads_here, monkeypatch, tmp_
 
 
 def test_a_trainer_that_would_not_train():
-    trainer, module = quiet_trainer(max_epochs=0), CASES["sgd_momentum"].module(4)
-    with pytest.raises(ValueError, match="trainer must be one that trains in this process for find_batch_size, got"):
+    trainer = quiet_trainer(max_epochs=0)
+    module = CASES["sgd_momentum"].module(4)
+    with pytest.raises(
+        ValueError, match="trainer must be one that trains in this process for find_batch_size, got"
+    ):
         find_batch_size(trainer, module)
-    with pytest.raises(ValueError, match="max_batch_size must be a whole number of at least 1, got 0"):
+    with pytest.raises(
+        ValueError, match="max_batch_size must be a whole number of at least 1, got 0"
+    ):
         find_batch_size(trainer, module, max_batch_size=0)
 
 
 def test_the_callbacks_of_the_training_count(device, reads_here, monkeypatch):
     """As in ``fit``, a copy of the weights for their average takes memory."""
     monkeypatch.setattr(lightning_batchmem.batch_finder, "device_memory_for", lambda _: device)
-    trainers = quiet_trainer(max_epochs=1), quiet_trainer(StochasticWeightAveraging(0.1), max_epochs=1)
+    trainers = (
+        quiet_trainer(max_epochs=1),
+        quiet_trainer(StochasticWeightAveraging(0.1), max_epochs=1),
+    )
     limits = [find_batch_size(trainer, Lawful(device, law)).limit_bytes for trainer in trainers]
-    assert limits == [475 * MIB, 475 * MIB - 8]  # two numbers of four bytes
+    # The copy has a weight and a bias of four bytes each.
+    assert limits == [475 * MIB, 475 * MIB - 8]

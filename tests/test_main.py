@@ -28,9 +28,17 @@ def finished(tmp_path_factory):
     directory = tmp_path_factory.mktemp("finished")
     device_memory = FakeDevice(budget_bytes=500 * MIB)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lightning_batchmem.batch_finder, "device_memory_for", lambda device: device_memory)
-        patch.setattr(lightning_batchmem.memory_profiler, "device_memory_for", lambda device, quick: device_memory)
-        trainer = quiet_trainer(BatchFinder(), MemoryProfiler(), default_root_dir=directory, max_epochs=1)
+        patch.setattr(
+            lightning_batchmem.batch_finder, "device_memory_for", lambda device: device_memory
+        )
+        patch.setattr(
+            lightning_batchmem.memory_profiler,
+            "device_memory_for",
+            lambda device, quick: device_memory,
+        )
+        trainer = quiet_trainer(
+            BatchFinder(), MemoryProfiler(), default_root_dir=directory, max_epochs=1
+        )
         trainer.fit(Lawful(device_memory, law))
     return directory
 
@@ -72,7 +80,9 @@ def test_figures_of_numbered_files_get_their_number(log_dir):
     assert main(["draw", str(log_dir)]) == 0
     numbered = [name.replace(".png", "_1.png") for name in ALL_FIGURES]
     below = [f"below/{prefix}{name}" for prefix in ("", "evaluation_") for name in SEARCH_FIGURES]
-    assert drawn(log_dir) == sorted([*ALL_FIGURES, *numbered, *below, "memory_composition_test.png"])
+    assert drawn(log_dir) == sorted(
+        [*ALL_FIGURES, *numbered, *below, "memory_composition_test.png"]
+    )
 
 
 def put(name, value):
@@ -91,10 +101,16 @@ DAMAGE = {
     "deep summary": ("memory_summary.json", lambda text: '{"validation":' * 100_000),
     "text for a part": ("memory_summary.json", put("parameters_bytes", '"1"')),
     "part that is no number": ("memory_summary.json", put("parameters_bytes", "NaN")),
-    "no breakdown": ("memory_summary.json", lambda text: json.dumps({**json.loads(text), "breakdown": None})),
+    "no breakdown": (
+        "memory_summary.json",
+        lambda text: json.dumps({**json.loads(text), "breakdown": None}),
+    ),
     "another\nCSV": ("memory_per_batch.csv", lambda text: "a,b\n1,2\n"),
     "empty CSV": ("memory_per_batch.csv", lambda text: ""),
-    "step of 400 digits": ("memory_per_batch.csv", lambda text: text.replace("\n1,", f"\n{'9' * 400},")),
+    "step of 400 digits": (
+        "memory_per_batch.csv",
+        lambda text: text.replace("\n1,", f"\n{'9' * 400},"),
+    ),
 }
 
 
@@ -114,20 +130,27 @@ def test_a_damaged_file_is_one_line_and_the_rest_is_drawn(log_dir, capsys):
 
 def test_a_run_that_was_killed(log_dir):
     path = log_dir / "memory_per_batch.csv"
-    whole, lines = read_rows(path), path.read_text().splitlines(keepends=True)
-    assert whole[0]["peak_reserved_mib"] is None  # an empty cell
-    path.write_text("".join(lines[:5]) + lines[5][:30])  # four steps, and a piece of the fifth
+    whole = read_rows(path)
+    lines = path.read_text().splitlines(keepends=True)
+    # The cell is empty.
+    assert whole[0]["peak_reserved_mib"] is None
+    # The file has four steps, and a piece of the fifth.
+    path.write_text("".join(lines[:5]) + lines[5][:30])
     assert read_rows(path) == whole[:4]
-    path.write_text("".join(lines[:5]) + lines[5].rstrip()[:-2])  # all columns, but half of the last number
+    # The fifth step has all columns, but only half of its last number.
+    path.write_text("".join(lines[:5]) + lines[5].rstrip()[:-2])
     assert read_rows(path) == whole[:4]
-    path.write_text("".join(lines[:5]) + lines[5][:30] + "\r\n" + "".join(lines[6:]))  # a resumed run appended
+    # A resumed run has appended its rows after the piece of the fifth step.
+    path.write_text("".join(lines[:5]) + lines[5][:30] + "\r\n" + "".join(lines[6:]))
     assert read_rows(path) == whole[:4] + whole[5:]
 
 
 def test_nothing_to_draw(tmp_path, capsys):
     assert main(["draw", str(tmp_path)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"No figure was drawn from {tmp_path}; it needs a memory_per_batch.csv or ")
+    assert line.startswith(
+        f"No figure was drawn from {tmp_path}; it needs a memory_per_batch.csv or "
+    )
     with pytest.raises(SystemExit) as error:
         main(["draw", str(tmp_path / "missing")])
     assert error.value.code == 2
@@ -140,10 +163,11 @@ def test_no_place_to_write_and_no_matplotlib(log_dir, monkeypatch, capsys):
     assert [str(log_dir / FILES[0]) in line for line in lines] == [True] * 3
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["draw", str(log_dir)]) == 1
-    assert capsys.readouterr().err == 'figures need matplotlib: pip install "lightning-batchmem[plot]"\n'
+    message = 'figures need matplotlib: pip install "lightning-batchmem[plot]"\n'
+    assert capsys.readouterr().err == message
 
 
-# find and compare ----------------------------------------------------------------------------------------------------
+# --- find and compare
 
 PROJECT = """
 import torch
@@ -170,22 +194,38 @@ def project(tmp_path, monkeypatch):
 
 
 def test_find(project, capsys):
-    arguments = ["--max-batch-size=8", "--limit=4GiB", "--trainer=accelerator=cpu", "--trainer=max_epochs=2"]
+    arguments = [
+        "--max-batch-size=8",
+        "--limit=4GiB",
+        "--trainer=accelerator=cpu",
+        "--trainer=max_epochs=2",
+    ]
     assert main(["find", "my_project:make", *arguments, "--out", "plan.json"]) == 0
     plan = Plan.from_json(Path("plan.json").read_text())
     assert (plan.batch_size, plan.limit_bytes) == (8, 4096 * MIB)
-    assert capsys.readouterr().out.endswith(f"\n{plan}\n")  # after the line of progress
-    assert sorted(path.name for path in project.iterdir() if path.suffix) == ["my_project.py", "plan.json"]
+    # The plan follows the line of progress.
+    assert capsys.readouterr().out.endswith(f"\n{plan}\n")
+    names = sorted(path.name for path in project.iterdir() if path.suffix)
+    assert names == ["my_project.py", "plan.json"]
     assert main(["find", "my_project:make", "--limit", "1MiB"]) == 1
-    assert capsys.readouterr().err.splitlines()[-1].startswith("find failed: memory_limit must be above the ")
-    with pytest.raises(
-        RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"
-    ):  # of the user, with a traceback
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert last_line.startswith("find failed: memory_limit must be above the ")
+    # An error of the user's own keeps its traceback.
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         main(["find", "my_project:broken"])
 
 
 def test_compare(project, capsys):
-    arguments = ["--max-batch-size", "8", "--trainer", "accelerator=cpu", "--variants", "variants", "--out", "table.md"]
+    arguments = [
+        "--max-batch-size",
+        "8",
+        "--trainer",
+        "accelerator=cpu",
+        "--variants",
+        "variants",
+        "--out",
+        "table.md",
+    ]
     assert main(["compare", "my_project:make", *arguments]) == 0
     assert "fastest under the limit: one\n" in capsys.readouterr().out
     assert Path("table.md").read_text().startswith("| variant | fixed MiB |")
@@ -196,9 +236,18 @@ def test_compare(project, capsys):
     [
         (["find", "my_project:mak"], "a function of my_project, got 'mak'; it has: make, broken"),
         (["find", "my_project"], "a function of my_project, got ''; it has: make, broken"),
-        (["find", "my_projec:make"], "must name a module, got 'my_projec'; modules in {cwd}: my_project"),
-        (["compare", "my_project:make", "--variants", "none"], "a function of my_project, got 'none'"),
-        (["find", "my_project:make", "--objective", "speed"], 'objective must be one of "memory", "throughput"'),
+        (
+            ["find", "my_projec:make"],
+            "must name a module, got 'my_projec'; modules in {cwd}: my_project",
+        ),
+        (
+            ["compare", "my_project:make", "--variants", "none"],
+            "a function of my_project, got 'none'",
+        ),
+        (
+            ["find", "my_project:make", "--objective", "speed"],
+            'objective must be one of "memory", "throughput"',
+        ),
         (["find", "my_project:make", "--no-such", "1"], "unrecognized arguments: --no-such 1"),
         (["fin", "my_project:make"], "(choose from"),
     ],

@@ -24,9 +24,28 @@ from lightning_batchmem.measure.step_record import StepRecord
 from lightning_batchmem.report.reporter import StepReporter
 from lightning_batchmem.report.tables import Summary
 from tests.lawful import Lawful, law
-from tests.profiled import METRICS, MIB, Net, Recorder, Validated, csv_rows, data, rows, spike, trainer_for
+from tests.profiled import (
+    METRICS,
+    MIB,
+    Net,
+    Recorder,
+    Validated,
+    csv_rows,
+    data,
+    rows,
+    spike,
+    trainer_for,
+)
 
-EVALUATED = {"peak_allocated_mib", "limit_mib", "samples_per_s", "step_ms", "data_wait_pct", "cpu_pct", "batch_size"}
+EVALUATED = {
+    "peak_allocated_mib",
+    "limit_mib",
+    "samples_per_s",
+    "step_ms",
+    "data_wait_pct",
+    "cpu_pct",
+    "batch_size",
+}
 
 
 class Evaluated(Net):
@@ -44,13 +63,15 @@ class Evaluated(Net):
 
 
 class Gan(LightningModule):
-    """Manual optimization with two optimizers; the second forward and the first backward need more."""
+    """Manual optimization with two optimizers; the second forward and first backward need more."""
 
     def __init__(self, device_memory, fail_at=None):
         super().__init__()
         self.automatic_optimization = False
-        self.one, self.two = nn.Linear(4, 1), nn.Linear(4, 1)
-        self.device_memory, self.fail_at = device_memory, fail_at
+        self.one = nn.Linear(4, 1)
+        self.two = nn.Linear(4, 1)
+        self.device_memory = device_memory
+        self.fail_at = fail_at
 
     def training_step(self, batch, batch_idx):
         sizes = ((self.one, 10, 50), (self.two, 30, 20))
@@ -65,7 +86,9 @@ class Gan(LightningModule):
             optimizer.step()
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.one.parameters(), 0.1), torch.optim.Adam(self.two.parameters(), 0.1)
+        sgd = torch.optim.SGD(self.one.parameters(), 0.1)
+        adam = torch.optim.Adam(self.two.parameters(), 0.1)
+        return sgd, adam
 
 
 class Planned(Callback):
@@ -82,7 +105,9 @@ class At(Callback):
 
     def __init__(self, **hooks):
         for name, function in hooks.items():
-            setattr(self, name, lambda trainer, module, *_, function=function: function(trainer, module))
+            setattr(
+                self, name, lambda trainer, module, *_, function=function: function(trainer, module)
+            )
 
 
 def failing(at_step, error=None):
@@ -94,9 +119,15 @@ def failing(at_step, error=None):
 
 
 def profiled(tmp_path, net, *callbacks, loader=None, profiler=None, val=None, **options):
-    """Train with a profiler and a logger that has a directory; return the profiler and what was logged."""
-    recorder, profiler = Recorder(), profiler or MemoryProfiler()
-    trainer = trainer_for(tmp_path, profiler, *callbacks, logger=[CSVLogger(tmp_path), recorder], **options)
+    """Train with a profiler and a logger that has a directory.
+
+    Returns the profiler, and a recorder of everything that was logged.
+    """
+    recorder = Recorder()
+    profiler = profiler or MemoryProfiler()
+    trainer = trainer_for(
+        tmp_path, profiler, *callbacks, logger=[CSVLogger(tmp_path), recorder], **options
+    )
     trainer.fit(net, data() if loader is None else loader, val)
     return profiler, recorder
 
@@ -121,34 +152,52 @@ def clock(monkeypatch):
 # --- rows, metrics and the summary of a training
 
 
-def test_every_step_is_a_row_with_the_peak_of_each_phase(tmp_path, device_memory, monkeypatch, capsys):
+def test_every_step_is_a_row_with_the_peak_of_each_phase(
+    tmp_path, device_memory, monkeypatch, capsys
+):
     monkeypatch.setattr(Trainer, "world_size", 2)
     monkeypatch.setattr(lightning_batchmem.measure.recorder, "LIMIT_INTERVAL_SECONDS", 0.0)
     device_memory.reserved_ratio = 2.0
 
     def work(step, where):
-        device_memory.use({"forward": 10 + step, "backward": 20 + step, "optimizer_step": 5}[where] * MIB)
+        sizes_mib = {"forward": 10 + step, "backward": 20 + step, "optimizer_step": 5}
+        device_memory.use(sizes_mib[where] * MIB)
         device_memory.free()
 
     profiler = MemoryProfiler(items_fn=lambda batch: torch.tensor(10 * len(batch[0])))
-    _, recorder = profiled(tmp_path, Net(work), profiler=profiler, loader=data(samples=22), log_every_n_steps=3)
-    found, summary = csv_rows(tmp_path), profiler.summary
+    _, recorder = profiled(
+        tmp_path, Net(work), profiler=profiler, loader=data(samples=22), log_every_n_steps=3
+    )
+    found = csv_rows(tmp_path)
+    summary = profiler.summary
     for step, row in enumerate(found):
-        peaks = [float(row[f"{name}_mib"]) for name in ("peak_allocated", "peak_reserved", "forward_peak")]
-        assert [*peaks, row["optimizer_step_peak_mib"]] == [21 + step, 42 + 2 * step, 11 + step, "6.0"]
-        assert (row["step"], row["stage"], row["batch_size"]) == (str(step), "train", "2" if step == 5 else "4")
-        assert [row["limit_mib"], bool(row["cpu_pct"])] == ["1024.0" if step in (0, 2, 5) else "", step in (2, 5)]
-        assert float(row["samples_per_s"]) == pytest.approx(
-            2 * int(row["batch_size"]) / (float(row["step_ms"]) / 1e3), rel=0.01
-        )
-        assert float(row["items_per_s"]) == pytest.approx(10 * float(row["samples_per_s"]), rel=1e-3)
+        names = ("peak_allocated", "peak_reserved", "forward_peak")
+        peaks = [float(row[f"{name}_mib"]) for name in names]
+        assert peaks == [21 + step, 42 + 2 * step, 11 + step]
+        assert row["optimizer_step_peak_mib"] == "6.0"
+        assert (row["step"], row["stage"]) == (str(step), "train")
+        assert row["batch_size"] == ("2" if step == 5 else "4")
+        assert row["limit_mib"] == ("1024.0" if step in (0, 2, 5) else "")
+        assert bool(row["cpu_pct"]) == (step in (2, 5))
+        samples = 2 * int(row["batch_size"])
+        step_seconds = float(row["step_ms"]) / 1e3
+        samples_per_second = float(row["samples_per_s"])
+        assert samples_per_second == pytest.approx(samples / step_seconds, rel=0.01)
+        assert float(row["items_per_s"]) == pytest.approx(10 * samples_per_second, rel=1e-3)
         assert 0 < float(row["data_wait_pct"]) < 100
-    assert [(step, metrics["memory/peak_reserved_mib"]) for step, metrics in recorder.ours] == [(2, 46), (5, 52)]
-    assert summary.phase_peak_bytes == {"forward": 16 * MIB, "backward": 26 * MIB, "optimizer_step": 6 * MIB}
-    assert (summary.steps, summary.peak_bytes, summary.peak_step, summary.batch_size) == (6, 26 * MIB, 5, 2)
+    logged = [(step, metrics["memory/peak_reserved_mib"]) for step, metrics in recorder.ours]
+    assert logged == [(2, 46), (5, 52)]
+    assert summary.phase_peak_bytes == {
+        "forward": 16 * MIB,
+        "backward": 26 * MIB,
+        "optimizer_step": 6 * MIB,
+    }
+    assert (summary.peak_bytes, summary.peak_step) == (26 * MIB, 5)
+    assert (summary.steps, summary.batch_size) == (6, 2)
     assert summary.samples_per_second == pytest.approx(2 * 22 / (6 * summary.step_seconds))
-    # the breakdown: gradients and the state of Adam exist from the second step on
-    weights, batch = (4 + 1) * 4, 4 * 4 * 4 + 4 * 4
+    # The breakdown has gradients and the state of Adam, which exist from the second step on.
+    weights = (4 + 1) * 4
+    batch = 4 * 4 * 4 + 4 * 4
     known = (weights, weights, 2 * weights + 2 * 4, batch)
     assert summary.breakdown == MemoryBreakdown(*known, 25 * MIB, MIB - sum(known))
     (path,) = tmp_path.rglob("memory_summary.json")
@@ -160,7 +209,8 @@ def test_tensorboard_gets_the_documented_names_and_figures(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger = TensorBoardLogger(tmp_path, name="tb")
-    trainer_for(tmp_path, MemoryProfiler(), Planned(4000.0), logger=logger, log_every_n_steps=2).fit(Net(), data())
+    options = {"logger": logger, "log_every_n_steps": 2}
+    trainer_for(tmp_path, MemoryProfiler(), Planned(4000.0), **options).fit(Net(), data())
     events = EventAccumulator(str(logger.log_dir))
     events.Reload()
     names = METRICS | {"memory/predicted_mib"}
@@ -177,14 +227,17 @@ def test_tensorboard_gets_the_documented_names_and_figures(tmp_path):
     ("spike_at", "options", "logged"),
     [
         (2, {"log_every_n_steps": 2}, [(1, 1), (3, 301), (5, 1)]),
-        (5, {"log_every_n_steps": 4}, [(3, 1), (5, 301)]),  # the end logs what is left
-        (1, {"accumulate_grad_batches": 4}, [(0, 301), (1, 1)]),  # after each optimizer step
+        # The end of the training logs the steps that are left.
+        (5, {"log_every_n_steps": 4}, [(3, 1), (5, 301)]),
+        # Metrics are logged after each optimizer step.
+        (1, {"accumulate_grad_batches": 4}, [(0, 301), (1, 1)]),
         (1, {"log_every_n_steps": 0}, []),
     ],
 )
 def test_no_peak_is_lost_between_two_logs(tmp_path, device_memory, spike_at, options, logged):
     _, recorder = profiled(tmp_path, Net(spike(device_memory, spike_at, "forward", 300)), **options)
-    assert [(step, metrics["memory/peak_allocated_mib"]) for step, metrics in recorder.ours] == logged
+    peaks = [(step, metrics["memory/peak_allocated_mib"]) for step, metrics in recorder.ours]
+    assert peaks == logged
     assert recorder.lightnings == [step for step, _ in logged][: len(recorder.lightnings)]
 
 
@@ -195,14 +248,19 @@ def test_a_logger_that_raises_does_not_end_training(tmp_path, device_memory):
             if "loss" not in metrics:
                 raise ConnectionError("the server is gone")
 
-    broken, other = Breaks(), Recorder()
-    with pytest.warns(UserWarning, match="Breaks gets no more metrics of MemoryProfiler: .* the server is gone"):
+    broken = Breaks()
+    other = Recorder()
+    with pytest.warns(
+        UserWarning, match="Breaks gets no more metrics of MemoryProfiler: .* the server is gone"
+    ):
         trainer_for(tmp_path, MemoryProfiler(), logger=[broken, other]).fit(Net(), data())
     assert (len(broken.ours), len(other.ours)) == (1, 6)
 
 
 def test_steps_wait_in_a_bounded_queue_until_they_are_logged(tmp_path, device_memory):
-    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path
+    )
     reporter = StepReporter(trainer, device_memory, "train")
     for number in range(1000):
         reporter.add(StepRecord(number, 8, StepPeaks({"forward": number}), 0.1, 0.01))
@@ -222,15 +280,18 @@ def test_without_an_optimizer_step_there_is_no_peak_of_one(tmp_path, device_memo
     found = csv_rows(tmp_path)
     assert [row["optimizer_step_peak_mib"] for row in found] == ["", "71.0"] * 3
     assert [row["backward_peak_mib"] for row in found] == ["31.0"] * 6
-    assert profiler.summary.breakdown.optimizer_state_bytes > 0  # taken after the first optimizer step
+    # The breakdown is taken after the first optimizer step.
+    assert profiler.summary.breakdown.optimizer_state_bytes > 0
 
 
 def test_manual_optimization_with_two_optimizers(tmp_path, device_memory):
     profiler, recorder = profiled(tmp_path, Gan(device_memory))
-    peaks = {"forward": 31 * MIB, "backward": 61 * MIB, "optimizer_step": 61 * MIB}  # freed after the end of backward
+    # The memory of backward is freed after its end, and so it counts in both phases.
+    peaks = {"forward": 31 * MIB, "backward": 61 * MIB, "optimizer_step": 61 * MIB}
     assert profiler.summary.phase_peak_bytes == peaks
     assert [step for step, _ in recorder.ours] == [0, 1, 2, 3, 4, 5]
-    assert profiler.summary.breakdown.optimizer_state_bytes == 2 * (4 + 1) * 4 + 2 * 4  # of Adam; SGD has none
+    # Only Adam has a state, since SGD runs without momentum.
+    assert profiler.summary.breakdown.optimizer_state_bytes == 2 * (4 + 1) * 4 + 2 * 4
 
 
 class Constant(Net):
@@ -244,8 +305,10 @@ class GraphBatch:
     """Tensors of nodes and edges, which disagree about the samples."""
 
     def __init__(self, graphs):
-        self.x, self.edges = torch.ones(3 * len(graphs), 4), torch.ones(2, 5)
-        if graphs[0]:  # as in a batch of PyTorch Geometric
+        self.x = torch.ones(3 * len(graphs), 4)
+        self.edges = torch.ones(2, 5)
+        # A batch of PyTorch Geometric has this attribute too.
+        if graphs[0]:
             self.num_graphs = len(graphs)
 
     def to(self, device, **_):
@@ -256,17 +319,21 @@ class GraphBatch:
     ("loader", "sizes"),
     [
         (DataLoader([1] * 5, batch_size=2, collate_fn=GraphBatch), ["2", "2", "1"]),
-        (DataLoader([0] * 5, batch_size=2, collate_fn=GraphBatch), ["2", "2", ""]),  # the loader's; the last is unknown
+        # The loader gives the size of whole batches only, so that of the last one is unknown.
+        (DataLoader([0] * 5, batch_size=2, collate_fn=GraphBatch), ["2", "2", ""]),
         (DataLoader([["text"]] * 2, batch_size=None), ["", ""]),
     ],
 )
 @pytest.mark.filterwarnings("always:MemoryProfiler cannot count the samples")
-def test_samples_that_are_never_known_are_one_warning(tmp_path, device_memory, recwarn, loader, sizes):
+def test_samples_that_are_never_known_are_one_warning(
+    tmp_path, device_memory, recwarn, loader, sizes
+):
     profiler, recorder = profiled(tmp_path, Constant(), Planned(), loader=loader)
     assert len([one for one in recwarn if "cannot count" in str(one.message)]) == (not any(sizes))
     assert [row["batch_size"] for row in csv_rows(tmp_path)] == sizes
     known = {"batch/size", "throughput/samples_per_s", "memory/predicted_mib"}
-    assert [known & set(metrics) for _, metrics in recorder.ours] == [known if size else set() for size in sizes]
+    logged = [known & set(metrics) for _, metrics in recorder.ours]
+    assert logged == [known if size else set() for size in sizes]
     assert profiler.summary.batch_size == (2 if sizes[0] else None)
 
 
@@ -293,7 +360,8 @@ def test_the_wait_for_data_is_part_of_the_step_and_known_separately(tmp_path, de
 
     loader = DataLoader(TensorDataset(torch.ones(4, 4), torch.ones(4, 1)), collate_fn=slow)
     profiler, _ = profiled(tmp_path, Net(lambda *_: clock.sleep(1)), loader=loader)
-    assert [(row["step_ms"], row["data_wait_pct"]) for row in csv_rows(tmp_path)] == [("6000.000", "50.00")] * 4
+    times = [(row["step_ms"], row["data_wait_pct"]) for row in csv_rows(tmp_path)]
+    assert times == [("6000.000", "50.00")] * 4
     assert (profiler.summary.step_seconds, profiler.summary.data_wait_share) == (6, 0.5)
 
 
@@ -306,11 +374,20 @@ def test_evaluation_checkpoints_and_the_ends_of_epochs_are_left_out(tmp_path, de
             super().on_validation_end(trainer, module)
             clock.sleep(30)
 
-    slow = At(on_train_epoch_end=lambda *_: clock.sleep(30), on_validation_end=lambda *_: clock.sleep(30))
-    options = {"max_epochs": 2, "val_check_interval": 2, "num_sanity_val_steps": 1, "val": data(samples=4)}
-    _, recorder = profiled(tmp_path, Validated(work), slow, SlowCheckpoint(tmp_path / "checkpoints"), **options)
+    slow = At(
+        on_train_epoch_end=lambda *_: clock.sleep(30), on_validation_end=lambda *_: clock.sleep(30)
+    )
+    options = {
+        "max_epochs": 2,
+        "val_check_interval": 2,
+        "num_sanity_val_steps": 1,
+        "val": data(samples=4),
+    }
+    _, recorder = profiled(
+        tmp_path, Validated(work), slow, SlowCheckpoint(tmp_path / "checkpoints"), **options
+    )
     assert [metrics["throughput/step_ms"] for _, metrics in recorder.ours] == [3000] * 12
-    # the wait is unknown after an evaluation, and after a checkpoint
+    # The wait is unknown after an evaluation, and after a checkpoint.
     known = [True, True, False, True, False, True]
     assert ["throughput/data_wait_pct" in metrics for _, metrics in recorder.ours] == known * 2
 
@@ -332,7 +409,8 @@ def test_the_time_of_the_device_arrives_a_step_later(tmp_path, device_memory, mo
     profiler, recorder = profiled(tmp_path, Net())
     found = [(row["step"], row["step_ms"]) for row in csv_rows(tmp_path)]
     assert found[:-1] == [(str(step), "2000.000") for step in range(5)]
-    assert float(found[-1][1]) < 1000  # the device never finished it: wall time
+    # The device never finished the last step, and so its row has the wall time.
+    assert float(found[-1][1]) < 1000
     assert [metrics["throughput/step_ms"] for _, metrics in recorder.ours[1:]] == [2000.0] * 5
     assert profiler.summary.step_seconds == 2.0
 
@@ -349,26 +427,33 @@ def test_validation_in_a_training_has_rows_metrics_and_a_summary(tmp_path, devic
     part = [("validate", str(step)) for step in range(3)]
     assert found == [*steps[:3], *part, *steps[3:], *part]
     row = csv_rows(tmp_path)[5]
-    assert (row["batch_size"], row["evaluation_peak_mib"], row["forward_peak_mib"]) == ("2", "6.0", "")
+    assert (row["evaluation_peak_mib"], row["forward_peak_mib"]) == ("6.0", "")
+    assert row["batch_size"] == "2"
     assert [step for step, _ in recorder.others] == [2, 5]
     for _, metrics in recorder.others:
         assert set(metrics) == {f"validate/{name}" for name in EVALUATED}
         assert metrics["validate/peak_allocated_mib"] == 6
     validation = profiler.summary.validation
     assert (validation.stage, validation.steps, validation.peak_bytes) == ("validate", 6, 6 * MIB)
-    assert (profiler.summary.steps, profiler.summary.peak_bytes, len(profiler.summary.alerts)) == (6, MIB, 1)
-    assert profiler.run_peak_bytes == 6 * MIB  # like torch.cuda.max_memory_allocated()
+    assert (profiler.summary.steps, profiler.summary.peak_bytes) == (6, MIB)
+    assert len(profiler.summary.alerts) == 1
+    # The peak of the run includes evaluations, as torch.cuda.max_memory_allocated() does.
+    assert profiler.run_peak_bytes == 6 * MIB
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_an_evaluation_by_itself(tmp_path, device_memory, stage):
-    recorder, profiler = Recorder(), MemoryProfiler()
+    recorder = Recorder()
+    profiler = MemoryProfiler()
     trainer = trainer_for(tmp_path, profiler, logger=[CSVLogger(tmp_path), recorder])
     getattr(trainer, stage)(Evaluated(device_memory), [data(samples=8), data(samples=2)])
     found = [(row["stage"], row["step"], row["batch_size"]) for row in csv_rows(tmp_path)]
-    assert found == [(stage, "0", "4"), (stage, "1", "4"), (stage, "2", "2")]  # counted over both loaders
-    assert [set(metrics) for _, metrics in recorder.others] == [{f"{stage}/{name}" for name in EVALUATED}]
-    summary, known = profiler.summary, 20 + 4 * 5 * 4
+    # Steps are counted over both loaders.
+    assert found == [(stage, "0", "4"), (stage, "1", "4"), (stage, "2", "2")]
+    names = {f"{stage}/{name}" for name in EVALUATED}
+    assert [set(metrics) for _, metrics in recorder.others] == [names]
+    summary = profiler.summary
+    known = 20 + 4 * 5 * 4
     assert (summary.stage, summary.steps, summary.peak_bytes) == (stage, 3, 6 * MIB)
     assert summary.breakdown == MemoryBreakdown(20, 0, 0, 4 * 5 * 4, 5 * MIB, MIB - known)
     (path,) = tmp_path.rglob(f"memory_summary_{stage}.json")
@@ -380,9 +465,14 @@ def test_an_evaluation_by_itself(tmp_path, device_memory, stage):
 
 @pytest.mark.parametrize(
     ("options", "breakdown_peak", "text"),
-    [({}, MIB, "before the first step after an optimizer step"), ({"max_steps": 1}, None, "No breakdown")],
+    [
+        ({}, MIB, "before the first step after an optimizer step"),
+        ({"max_steps": 1}, None, "No breakdown"),
+    ],
 )
-def test_a_peak_before_the_steady_state(tmp_path, device_memory, capsys, options, breakdown_peak, text):
+def test_a_peak_before_the_steady_state(
+    tmp_path, device_memory, capsys, options, breakdown_peak, text
+):
     profiler, _ = profiled(tmp_path, Net(spike(device_memory, 0, "forward", 500)), **options)
     assert (profiler.summary.peak_bytes, profiler.summary.peak_step) == (501 * MIB, 0)
     breakdown = profiler.summary.breakdown
@@ -391,12 +481,15 @@ def test_a_peak_before_the_steady_state(tmp_path, device_memory, capsys, options
 
 
 def test_the_peaks_of_epoch_and_run_can_be_read_at_any_time(tmp_path, device_memory):
-    seen, profiler = [], MemoryProfiler()
+    seen = []
+    profiler = MemoryProfiler()
 
     def read(*_):
         seen.append((profiler.epoch_peak_bytes // MIB, profiler.run_peak_bytes // MIB))
-        state = profiler.__getstate__()  # a loader that spawns workers may pickle the Trainer
-        pickle.dumps({name: state[name] for name in state.keys() - {"log", "log_dict"}})  # Lightning's, of the module
+        # A loader that spawns workers may pickle the Trainer.
+        state = profiler.__getstate__()
+        # Lightning adds these two methods, which belong to the module.
+        pickle.dumps({name: state[name] for name in state.keys() - {"log", "log_dict"}})
 
     net = Net(spike(device_memory, 1, "forward", 9))
     profiled(tmp_path, net, At(on_train_batch_end=read), profiler=profiler, max_epochs=2)
@@ -406,16 +499,25 @@ def test_the_peaks_of_epoch_and_run_can_be_read_at_any_time(tmp_path, device_mem
 
 def test_without_a_peak_counter_memory_is_left_out(tmp_path, monkeypatch, capsys):
     """As on MPS, and on a host whose kernel peak cannot be reset."""
-    monkeypatch.setattr(lightning_batchmem.memory_profiler, "device_memory_for", lambda device, quick: None)
-    options = {"profiler": MemoryProfiler(progress_bar=True), "num_sanity_val_steps": 0, "val": data(samples=4)}
-    with pytest.warns(UserWarning, match="measures no memory, because cpu has no peak counter") as issued:
+    monkeypatch.setattr(
+        lightning_batchmem.memory_profiler, "device_memory_for", lambda device, quick: None
+    )
+    options = {
+        "profiler": MemoryProfiler(progress_bar=True),
+        "num_sanity_val_steps": 0,
+        "val": data(samples=4),
+    }
+    with pytest.warns(
+        UserWarning, match="measures no memory, because cpu has no peak counter"
+    ) as issued:
         profiler, recorder = profiled(tmp_path, Validated(), Planned(), **options)
     assert len([warning for warning in issued if "measures no memory" in str(warning.message)]) == 1
     for row in csv_rows(tmp_path):
         assert not [name for name, value in row.items() if name.endswith("_mib") and value]
         assert row["step_ms"]
     assert set(recorder.ours[0][1]) == {name for name in METRICS if not name.startswith("memory/")}
-    assert (profiler.summary.peak_bytes, profiler.summary.limit_bytes, profiler.summary.batch_size) == (None, None, 4)
+    summary = profiler.summary
+    assert (summary.peak_bytes, summary.limit_bytes, summary.batch_size) == (None, None, 4)
     assert "MiB" not in capsys.readouterr().out
 
 
@@ -424,15 +526,25 @@ def test_without_a_peak_counter_memory_is_left_out(tmp_path, monkeypatch, capsys
 
 def test_the_plan_of_a_finder_is_found(tmp_path, fake_device, monkeypatch):
     device_memory = fake_device(budget_bytes=200 * MIB)
-    monkeypatch.setattr(lightning_batchmem.memory_profiler, "device_memory_for", lambda device, quick: device_memory)
-    monkeypatch.setattr(lightning_batchmem.batch_finder, "device_memory_for", lambda device: device_memory)
-    finder, profiler, recorder = BatchFinder(), MemoryProfiler(), Recorder()
-    trainer = trainer_for(tmp_path, profiler, finder, logger=[CSVLogger(tmp_path), recorder], max_steps=3)
+    monkeypatch.setattr(
+        lightning_batchmem.memory_profiler, "device_memory_for", lambda device, quick: device_memory
+    )
+    monkeypatch.setattr(
+        lightning_batchmem.batch_finder, "device_memory_for", lambda device: device_memory
+    )
+    finder = BatchFinder()
+    profiler = MemoryProfiler()
+    recorder = Recorder()
+    trainer = trainer_for(
+        tmp_path, profiler, finder, logger=[CSVLogger(tmp_path), recorder], max_steps=3
+    )
     trainer.fit(Lawful(device_memory, law))
-    logged = [metrics for _, metrics in recorder.others + recorder.ours if "memory/predicted_mib" in metrics]
-    assert logged
-    for metrics in logged:
-        assert metrics["memory/predicted_mib"] == pytest.approx(law(finder.plan.batch_size) / MIB, abs=1e-6)
+    logged = recorder.others + recorder.ours
+    name = "memory/predicted_mib"
+    predictions_mib = [metrics[name] for _, metrics in logged if name in metrics]
+    assert predictions_mib
+    for prediction_mib in predictions_mib:
+        assert prediction_mib == pytest.approx(law(finder.plan.batch_size) / MIB, abs=1e-6)
     assert profiler.summary.alerts == ()
     (path,) = tmp_path.rglob("batch_plan.json")
     assert Plan.from_json(path.read_text()) == finder.plan
@@ -450,9 +562,12 @@ ALERTS = {
 
 
 @pytest.mark.parametrize("kind", ALERTS)
-def test_an_alert_is_one_warning_and_in_the_summary(tmp_path, device_memory, capsys, kind, monkeypatch):
+def test_an_alert_is_one_warning_and_in_the_summary(
+    tmp_path, device_memory, capsys, kind, monkeypatch
+):
     monkeypatch.setattr(lightning_batchmem.measure.recorder, "LIMIT_INTERVAL_SECONDS", 0.0)
-    monkeypatch.setattr("lightning_batchmem.report.alerts._WAIT_SECONDS", math.inf)  # a busy machine may wait for data
+    # A busy machine may wait for data, which would be a second alert.
+    monkeypatch.setattr("lightning_batchmem.report.alerts._WAIT_SECONDS", math.inf)
     text, options = ALERTS[kind]
 
     def work(step, where):
@@ -477,7 +592,8 @@ def test_an_alert_is_one_warning_and_in_the_summary(tmp_path, device_memory, cap
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options"), [({"csv": False}, {}), ({}, {"fast_dev_run": 2}), ({}, {"max_steps": 0})]
+    ("arguments", "options"),
+    [({"csv": False}, {}), ({}, {"fast_dev_run": 2}), ({}, {"max_steps": 0})],
 )
 def test_no_files(tmp_path, device_memory, monkeypatch, arguments, options):
     trainer_for(tmp_path, MemoryProfiler(**arguments), Planned(), **options).fit(Net(), data())
@@ -489,13 +605,17 @@ def test_no_files(tmp_path, device_memory, monkeypatch, arguments, options):
 
 
 def test_a_full_disk_ends_the_csv_and_not_the_training(tmp_path, device_memory):
-    net, profiler = Net(), MemoryProfiler()
+    net = Net()
+    profiler = MemoryProfiler()
 
     def fill_disk(trainer, module):
         if module.steps == 2:
             os.dup2(full.fileno(), profiler._reporter._csv._file.fileno())
 
-    with open("/dev/full", "w") as full, pytest.warns(UserWarning, match="no more rows.*No space left"):
+    with (
+        open("/dev/full", "w") as full,
+        pytest.warns(UserWarning, match="no more rows.*No space left"),
+    ):
         trainer_for(tmp_path, profiler, At(on_train_batch_start=fill_disk)).fit(net, data())
     assert net.steps == profiler.summary.steps == 6
     assert len(csv_rows(tmp_path)) == 2
@@ -503,7 +623,8 @@ def test_a_full_disk_ends_the_csv_and_not_the_training(tmp_path, device_memory):
 
 def test_a_run_appends_to_its_own_file_only(tmp_path, device_memory):
     """A second fit, a test and a resumed run append; a new run has another file."""
-    profiler, net = MemoryProfiler(), Evaluated(device_memory)
+    profiler = MemoryProfiler()
+    net = Evaluated(device_memory)
     trainer = trainer_for(tmp_path, profiler)
     trainer.fit(net, data())
     trainer.fit_loop.max_epochs = 2
@@ -523,15 +644,19 @@ def test_a_run_appends_to_its_own_file_only(tmp_path, device_memory):
 
 
 @pytest.mark.parametrize("automatic", [True, False])
-def test_an_exception_keeps_rows_metrics_and_a_summary_and_no_hooks(tmp_path, device_memory, capsys, automatic):
-    optimizers, recorder, profiler = [], Recorder(), MemoryProfiler()
+def test_an_exception_keeps_rows_metrics_and_a_summary_and_no_hooks(
+    tmp_path, device_memory, capsys, automatic
+):
+    optimizers = []
+    recorder = Recorder()
+    profiler = MemoryProfiler()
     keep = At(on_train_start=lambda trainer, module: optimizers.extend(trainer.optimizers))
     options = {"logger": [CSVLogger(tmp_path), recorder], "log_every_n_steps": 50}
+    net = Net(failing(3)) if automatic else Gan(device_memory, fail_at=3)
     with pytest.raises(KeyError, match="user's error") as error:
-        trainer_for(tmp_path, profiler, keep, **options).fit(
-            Net(failing(3)) if automatic else Gan(device_memory, fail_at=3), data()
-        )
-    assert (notes_of(error), hooks_on(optimizers), len(optimizers)) == ("", 0, 1 if automatic else 2)
+        trainer_for(tmp_path, profiler, keep, **options).fit(net, data())
+    assert notes_of(error) == ""
+    assert (hooks_on(optimizers), len(optimizers)) == (0, 1 if automatic else 2)
     assert len(csv_rows(tmp_path)) == profiler.summary.steps == 3
     assert [metrics["batch/size"] for _, metrics in recorder.ours] == [4]
     (path,) = tmp_path.rglob("memory_summary.json")
@@ -539,7 +664,8 @@ def test_an_exception_keeps_rows_metrics_and_a_summary_and_no_hooks(tmp_path, de
     assert "MiB" not in capsys.readouterr().out
     with pytest.raises(SystemExit):
         trainer_for(tmp_path, MemoryProfiler()).fit(Net(failing(3, KeyboardInterrupt())), data())
-    assert "3 steps of" in capsys.readouterr().out  # an interrupted run prints its table
+    # An interrupted run prints its table.
+    assert "3 steps of" in capsys.readouterr().out
 
 
 def test_a_run_that_fails_before_its_first_step_leaves_no_file(tmp_path, device_memory):
@@ -555,18 +681,27 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_file(tmp_path, device_
 @pytest.mark.parametrize(
     ("where", "at_step", "text"),
     [
-        ("backward", 3, "in train step 3 with a batch of 4 samples. Until then it held up to 51.0 MiB of 1,024.0 MiB"),
+        (
+            "backward",
+            3,
+            "in train step 3 with a batch of 4 samples. Until then it held up to 51.0 MiB of"
+            " 1,024.0 MiB",
+        ),
         ("validation", 6, "in validate step 0 with a batch of 4 samples"),
         ("epoch end", 6, "between two steps"),
     ],
 )
-def test_an_out_of_memory_error_gets_a_note_and_a_snapshot(tmp_path, device_memory, monkeypatch, where, at_step, text):
+def test_an_out_of_memory_error_gets_a_note_and_a_snapshot(
+    tmp_path, device_memory, monkeypatch, where, at_step, text
+):
     calls = []
     snapshot = SimpleNamespace(
         write=lambda rank: calls.append(("write", rank)) or "the snapshot is written",
         stop=lambda: calls.append("stop"),
     )
-    starts = SimpleNamespace(start=lambda directory, device: calls.append((directory, device.type)) or snapshot)
+    starts = SimpleNamespace(
+        start=lambda directory, device: calls.append((directory, device.type)) or snapshot
+    )
 
     def work(step, now):
         device_memory.use(50 * MIB)
@@ -579,7 +714,11 @@ def test_an_out_of_memory_error_gets_a_note_and_a_snapshot(tmp_path, device_memo
     trainer = trainer_for(tmp_path, MemoryProfiler(snapshot="on_oom"), end, num_sanity_val_steps=0)
     with pytest.raises(torch.cuda.OutOfMemoryError) as error:
         trainer.fit(Validated(work), data(), data(samples=8))
-    for part in (f"memory ran out {text}", "optimizer state", "MemoryProfiler: the snapshot is written"):
+    for part in (
+        f"memory ran out {text}",
+        "optimizer state",
+        "MemoryProfiler: the snapshot is written",
+    ):
         assert part in notes_of(error)
     assert calls == [(tmp_path, "cpu"), ("write", 0), "stop"]
 
@@ -596,8 +735,11 @@ def test_invalid_arguments(arguments):
         MemoryProfiler(**arguments)
 
 
-def test_the_progress_bar_shows_peak_and_limit_and_stops_before_the_table(tmp_path, device_memory, monkeypatch):
-    shown, order = [], []
+def test_the_progress_bar_shows_peak_and_limit_and_stops_before_the_table(
+    tmp_path, device_memory, monkeypatch
+):
+    shown = []
+    order = []
 
     class Bar(RichProgressBar):
         def _stop_progress(self):
@@ -608,12 +750,16 @@ def test_the_progress_bar_shows_peak_and_limit_and_stops_before_the_table(tmp_pa
         names = trainer.progress_bar_metrics.keys() & {"peak_gib", "limit_gib"}
         shown.append({name: trainer.progress_bar_metrics[name] for name in names})
 
-    monkeypatch.setattr(lightning_batchmem.memory_profiler, "show_summary", lambda *_: order.append("table"))
+    monkeypatch.setattr(
+        lightning_batchmem.memory_profiler, "show_summary", lambda *_: order.append("table")
+    )
     device_memory.budget = 64 * 2**30
     options = {"log_every_n_steps": 3, "max_epochs": 2, "enable_progress_bar": True}
     net = Net(spike(device_memory, 2, "forward", 9 * 1024))
     profiler = MemoryProfiler(progress_bar=True)
-    _, recorder = profiled(tmp_path, net, At(on_train_batch_start=look), Bar(), profiler=profiler, **options)
+    _, recorder = profiled(
+        tmp_path, net, At(on_train_batch_start=look), Bar(), profiler=profiler, **options
+    )
     first, later = ({"peak_gib": gib, "limit_gib": 64.0} for gib in (0.0, 9.0))
     assert shown[1:4] == [first, first, later]
     assert all("peak_gib" not in metrics for _, metrics in recorder.ours)
@@ -624,7 +770,8 @@ def test_training_is_bit_identical_with_everything_on(tmp_path):
     class Dropout(Validated):
         def training_step(self, batch, batch_idx):
             x, y = batch
-            return nn.functional.mse_loss(self.layer(nn.functional.dropout(x, 0.3)), y) + 0 * torch.rand(())
+            loss = nn.functional.mse_loss(self.layer(nn.functional.dropout(x, 0.3)), y)
+            return loss + 0 * torch.rand(())
 
     def run(*callbacks):
         torch.manual_seed(7)
@@ -632,7 +779,8 @@ def test_training_is_bit_identical_with_everything_on(tmp_path):
         trainer = trainer_for(tmp_path, *callbacks, max_epochs=2, accumulate_grad_batches=2)
         loader = DataLoader(data(samples=100).dataset, batch_size=4, shuffle=True)
         trainer.fit(net, loader, data(samples=4))
-        moments = [value for entry in trainer.optimizers[0].state_dict()["state"].values() for value in entry.values()]
+        states = trainer.optimizers[0].state_dict()["state"].values()
+        moments = [value for state in states for value in state.values()]
         return [*net.state_dict().values(), *moments, torch.get_rng_state()]
 
     profiler = MemoryProfiler(items_fn=lambda batch: len(batch[0]), progress_bar=True)
@@ -648,7 +796,8 @@ def test_64_mib_on_the_host_are_in_their_phase_and_no_other(tmp_path):
 
     def work(step, now):
         if now == phases[step % 3]:
-            torch.ones(16 * MIB)  # 4 bytes each
+            # Each element takes 4 bytes, so the tensor takes 64 MiB.
+            torch.ones(16 * MIB)
 
     profiler, _ = profiled(tmp_path, Net(work))
     for step, row in enumerate(csv_rows(tmp_path)[1:], start=1):

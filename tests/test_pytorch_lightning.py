@@ -17,10 +17,12 @@ def with_other_package(name):
     path = Path(__file__).with_name(f"{name}.py")
     text = path.read_text().replace("lightning.pytorch", "pytorch_lightning")
     text = text.replace(
-        "from lightning_batchmem import BatchFinder", "from lightning_batchmem.pytorch_lightning import BatchFinder"
+        "from lightning_batchmem import BatchFinder",
+        "from lightning_batchmem.pytorch_lightning import BatchFinder",
     )
     module = types.ModuleType(f"{name}_of_pytorch_lightning")
-    sys.modules[module.__name__] = module  # where dataclasses look up annotations
+    # Dataclasses look up annotations in sys.modules.
+    sys.modules[module.__name__] = module
     exec(compile(text, str(path), "exec"), vars(module))
     return module
 
@@ -38,7 +40,9 @@ def test_no_trace(contract, name, tmp_path):
 
 
 @pytest.mark.filterwarnings(
-    "ignore:The variance of predictions", "ignore:Metric `CatMetric` will save all", "ignore:the metric 'kept'"
+    "ignore:The variance of predictions",
+    "ignore:Metric `CatMetric` will save all",
+    "ignore:the metric 'kept'",
 )
 def test_no_trace_of_a_search_before_an_evaluation(contract, tmp_path):
     contract.test_no_trace_of_a_search_before_an_evaluation("predict", tmp_path)

@@ -11,10 +11,13 @@ from lightning_batchmem.plan.options import SearchOptions
 from tests.lawful import MIB, OLD_PLAN, SAMPLES, Lawful, Sizes, found_size, law
 
 BUDGET = 500 * MIB
-FOUND, SMALLER = found_size(BUDGET), found_size(300 * MIB)
+FOUND = found_size(BUDGET)
+SMALLER = found_size(300 * MIB)
 
-pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used")  # the saver
-
+# The resumed runs do not have the ModelCheckpoint that saved the checkpoint.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Be aware that when using `ckpt_path`, callbacks used"
+)
 
 _saved = []
 
@@ -38,35 +41,52 @@ def save(fit, device, folder, callback):
 
 def resume(fit, device, checkpoint, finder, **arguments):
     module = Lawful(device, law)
-    return module, fit(module, finder, device, ckpt_path=checkpoint, max_epochs=2, max_steps=-1, **arguments)
+    trainer = fit(
+        module, finder, device, ckpt_path=checkpoint, max_epochs=2, max_steps=-1, **arguments
+    )
+    return module, trainer
 
 
-def test_a_resumed_run_continues_with_the_plain_plan_of_the_checkpoint_without_a_search(fit, device, checkpoint):
+def test_a_resumed_run_continues_with_the_plain_plan_of_the_checkpoint_without_a_search(
+    fit, device, checkpoint
+):
     saved = torch.load(checkpoint, weights_only=True)["callbacks"]["BatchFinder"]
     assert json.loads(json.dumps(saved)) == saved
     finder = BatchFinder()
     module, _ = resume(fit, device, checkpoint, finder)
     assert finder.plan is not None
     assert finder.plan.batch_size == module.batch_size == saved["plan"]["batch_size"] == FOUND
-    assert module.sizes == [FOUND] * (SAMPLES // FOUND) + [SAMPLES % FOUND]  # no step but those of the second epoch
+    # The resumed run has no step but those of the second epoch.
+    assert module.sizes == [FOUND] * (SAMPLES // FOUND) + [SAMPLES % FOUND]
     device.budget = 300 * MIB
-    fit(module, finder, device)  # does not resume, and so searches
+    # This run does not resume, and so it searches.
+    fit(module, finder, device)
     assert module.batch_size == SMALLER
 
 
 @pytest.mark.parametrize(
     ("arguments", "trainer", "budget_mib", "changed"),
     [
-        ({}, {}, 300, f"it held {law(FOUND) / MIB} MiB and the limit is 285.0 MiB. search_on_resume=True searches"),
+        (
+            {},
+            {},
+            300,
+            f"it held {law(FOUND) / MIB} MiB and the limit is 285.0 MiB. search_on_resume=True"
+            " searches",
+        ),
         ({}, {}, 1000, "the limit was 475.0 MiB and is 950.0 MiB"),
         ({"max_batch_size": 100}, {}, 500, "max_batch_size was None and is 100"),
         ({"multiple_of": 4}, {"accumulate_grad_batches": 3}, 500, "multiple_of was None and is 4"),
     ],
 )
-def test_changed_conditions_are_a_warning(fit, device, checkpoint, arguments, trainer, budget_mib, changed):
+def test_changed_conditions_are_a_warning(
+    fit, device, checkpoint, arguments, trainer, budget_mib, changed
+):
     device.budget = 10**4 * MIB
-    device.budget_bytes = lambda: budget_mib * MIB  # steps above it do not fail
-    with pytest.warns(UserWarning, match=f"continues with batch size {FOUND} of the checkpoint, although {changed}"):
+    # Steps above this budget do not fail, because the device can provide more.
+    device.budget_bytes = lambda: budget_mib * MIB
+    message = f"continues with batch size {FOUND} of the checkpoint, although {changed}"
+    with pytest.warns(UserWarning, match=message):
         module, run = resume(fit, device, checkpoint, BatchFinder(**arguments), **trainer)
     assert module.batch_size == FOUND
     assert run.accumulate_grad_batches == trainer.get("accumulate_grad_batches", 1)
@@ -86,7 +106,9 @@ def test_a_search_on_request_and_without_a_plan(fit, device, checkpoint, tmp_pat
     assert module.batch_size == SMALLER
 
 
-def test_a_strategy_that_restores_late_searches_again_with_a_warning(fit, device, checkpoint, monkeypatch):
+def test_a_strategy_that_restores_late_searches_again_with_a_warning(
+    fit, device, checkpoint, monkeypatch
+):
     late = "lightning.pytorch.strategies.SingleDeviceStrategy.restore_checkpoint_after_setup"
     monkeypatch.setattr(late, True, raising=False)
     device.budget = 300 * MIB
@@ -97,7 +119,10 @@ def test_a_strategy_that_restores_late_searches_again_with_a_warning(fit, device
 
 
 def test_a_project_without_a_place_for_the_size(fit, device, checkpoint):
-    with pytest.raises(ValueError, match=r"got .size. and loaders of batch sizes 3\. Pass batch_arg_name=.batch_size."):
+    with pytest.raises(
+        ValueError,
+        match=r"got .size. and loaders of batch sizes 3\. Pass batch_arg_name=.batch_size.",
+    ):
         resume(fit, device, checkpoint, BatchFinder(batch_arg_name="size"))
 
 
@@ -114,6 +139,8 @@ def test_a_checkpoint_of_version_0_1_0(fit, device, checkpoint, recwarn, max_bat
     assert module.batch_size == 64
     assert finder.plan is not None
     assert finder.plan.trials[0].peak_bytes == 170_000_000
-    changed = [one for one in recwarn if "although max_batch_size was 64 and is 32" in str(one.message)]
+    changed = [
+        one for one in recwarn if "although max_batch_size was 64 and is 32" in str(one.message)
+    ]
     assert len(changed) == (max_batch_size == 32)
     assert not [one for one in recwarn if "although" in str(one.message) and one not in changed]

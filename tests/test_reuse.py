@@ -11,9 +11,9 @@ from lightning_batchmem import BatchFinder, Plan
 from tests import lawful
 from tests.lawful import MIB, Evaluated, Lawful, found_size, law
 
-FOUND = found_size(500 * MIB, multiple_of=1)  # 500 MiB: the budget of the fixture `device`
+# The fixture `device` has a budget of 500 MiB.
+FOUND = found_size(500 * MIB, multiple_of=1)
 NOT_USED = "The earlier plan was not used: "
-
 
 _plans = []
 
@@ -53,7 +53,8 @@ def test_only_a_rehearsal_is_run(again, device, earlier, tmp_path):
     os.utime(run / "batch_plan.json", (1, 1))
     (run / "batch_plan_1.json").write_text(earlier.to_json())
     os.utime(run / "batch_plan_1.json", (2, 2))
-    (run / "batch_plan_2.json").write_text(replace(earlier, conditions=None).to_json())  # of an evaluation
+    # The newest file is the plan of an evaluation, which cannot be used again.
+    (run / "batch_plan_2.json").write_text(replace(earlier, conditions=None).to_json())
     for given in (earlier, run / "batch_plan_1.json", str(tmp_path)):
         used = []
 
@@ -63,11 +64,15 @@ def test_only_a_rehearsal_is_run(again, device, earlier, tmp_path):
 
         plan = again(given, Lawful(device, recording))
         assert (used[0], max(used)) == (FOUND, FOUND)
-        assert not {2, 8} & set(used)  # the probes of a search
+        # No probe of a search was run.
+        assert not {2, 8} & set(used)
         assert (plan.batch_size, plan.verified, plan.notes) == (FOUND, True, earlier.notes)
         assert plan.measured_peak_bytes == law(FOUND)
-        assert kinds(plan) == [*[one for one in kinds(earlier) if one != ("rehearsal", FOUND)], ("rehearsal", FOUND)]
-        assert plan.reason == f"{FOUND} samples: the size of an earlier plan, which passed a rehearsal again."
+        rehearsal = ("rehearsal", FOUND)
+        others = [trial for trial in kinds(earlier) if trial != rehearsal]
+        assert kinds(plan) == [*others, rehearsal]
+        reason = f"{FOUND} samples: the size of an earlier plan, which passed a rehearsal again."
+        assert plan.reason == reason
         assert plan.conditions == earlier.conditions
         assert Plan.from_json(plan.to_json()) == plan
 
@@ -90,21 +95,53 @@ LIMITED = {"limited_by": "dataset", "batch_size": 100}
 @pytest.mark.parametrize(
     ("change", "budget_mib", "module", "arguments", "note"),
     [
-        ({"device": "another GPU"}, 500, Lawful, {}, "it was found on another GPU and this is host."),
+        (
+            {"device": "another GPU"},
+            500,
+            Lawful,
+            {},
+            "it was found on another GPU and this is host.",
+        ),
         ({}, 600, Lawful, {}, "the limit was 475.0 MiB and is 570.0 MiB."),
         ({}, 450, Lawful, {}, "it held 446.0 MiB and the limit is 427.5 MiB."),
-        ({}, 500, changed_module, {}, "parameters was '2 in 2 tensors (*)' and is '6 in 4 tensors (*)'."),
+        (
+            {},
+            500,
+            changed_module,
+            {},
+            "parameters was '2 in 2 tensors (*)' and is '6 in 4 tensors (*)'.",
+        ),
         ({}, 500, frozen, {}, "parameters was '2 in 2 tensors (*)' and is '2 in 2 tensors (*)'."),
-        ({}, 500, Lawful, {"precision": "bf16-mixed"}, "precision was '32-true' and is 'bf16-mixed'."),
+        (
+            {},
+            500,
+            Lawful,
+            {"precision": "bf16-mixed"},
+            "precision was '32-true' and is 'bf16-mixed'.",
+        ),
         ({}, 500, Lawful, {"options": {"multiple_of": 5}}, "multiple_of was 1 and is 5."),
         ({"verified": False}, 500, Lawful, {}, "it was not verified by a fit of this version."),
-        ({"conditions": OLD_PLAN.conditions}, 500, Lawful, {}, "it was not verified by a fit of this version."),
+        (
+            {"conditions": OLD_PLAN.conditions},
+            500,
+            Lawful,
+            {},
+            "it was not verified by a fit of this version.",
+        ),
         (LIMITED, 500, Lawful, {}, "its size was limited by dataset to 100 and may now be 5000."),
-        ({"batch_size": 6000}, 500, Lawful, {}, "it has 6000 samples, and sizes from 2 to 5000 are allowed: (*)."),
+        (
+            {"batch_size": 6000},
+            500,
+            Lawful,
+            {},
+            "it has 6000 samples, and sizes from 2 to 5000 are allowed: (*).",
+        ),
         ({"batch_size": 500}, 500, Lawful, {}, "500 samples ran out of memory (*)."),
     ],
 )
-def test_otherwise_a_search_with_the_reason(again, device, earlier, change, budget_mib, module, arguments, note):
+def test_otherwise_a_search_with_the_reason(
+    again, device, earlier, change, budget_mib, module, arguments, note
+):
     device.budget = budget_mib * MIB
     plan = again(replace(earlier, **change), module(device, law), **arguments)
     (reason,) = [one.removeprefix(NOT_USED) for one in plan.notes if one.startswith(NOT_USED)]
@@ -116,18 +153,27 @@ def test_otherwise_a_search_with_the_reason(again, device, earlier, change, budg
     assert kinds(plan)[0] == ("probe", max(2, multiple_of))
 
 
-def test_after_a_rehearsal_that_fails_the_search_starts_from_the_restored_state(again, device, earlier):
+def test_after_a_rehearsal_that_fails_the_search_starts_from_the_restored_state(
+    again, device, earlier
+):
     states = []
 
     class Watched(Lawful):
         def training_step(self, batch, batch_idx):
-            states.append((len(batch[0]), self.layer.bias.item(), self.trainer.optimizers[0].state == {}))
+            is_new = self.trainer.optimizers[0].state == {}
+            states.append((len(batch[0]), self.layer.bias.item(), is_new))
             return super().training_step(batch, batch_idx)
 
-    module = Watched(device, lambda size: law(size) if size != FOUND else law(size) * (1 + (len(states) > 2)))
+    def law_that_grows(size):
+        if size == FOUND and len(states) > 2:
+            return 2 * law(size)
+        return law(size)
+
+    module = Watched(device, law_that_grows)
     bias = module.layer.bias.item()
     again(earlier, module)
-    assert states[1][1] != bias  # the rehearsal trained
+    # The rehearsal had trained before it failed.
+    assert states[1][1] != bias
     first_probe = next(state for state in states if state[0] == 2)
     assert first_probe == (2, bias, True)
 
@@ -137,7 +183,8 @@ def test_a_file_that_cannot_be_read(again, tmp_path):
     for name, why in (("none", "No such file"), ("", "batch_plan.json"), ("other.json", "Plan")):
         plan = again(tmp_path / name)
         assert plan.batch_size == FOUND
-        assert any(note.startswith(f"{NOT_USED}it cannot be read (") and why in note for note in plan.notes)
+        start = f"{NOT_USED}it cannot be read ("
+        assert any(note.startswith(start) and why in note for note in plan.notes)
     with pytest.raises(ValueError, match="plan must be a Plan, a path or None, got 3"):
         BatchFinder(plan=3)
 
@@ -147,4 +194,6 @@ def test_validation_of_its_own_size(search, again, device):
     first = search(Evaluated(device, "eval_batch_size"), options=options)
     plan = again(first, Evaluated(device, "eval_batch_size"), options)
     assert plan.evaluation.batch_size == first.evaluation.batch_size
-    assert plan.evaluation.reason.endswith("the size of an earlier plan, which passed a rehearsal again.")
+    assert plan.evaluation.reason.endswith(
+        "the size of an earlier plan, which passed a rehearsal again."
+    )

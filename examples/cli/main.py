@@ -1,11 +1,14 @@
-"""LightningCLI with both callbacks: the batch size is an argument of the data module, and the search sets it.
+"""LightningCLI with both callbacks.
 
-Run it with ``python examples/cli/main.py fit --config examples/cli/config.yaml``, or inside ``examples/cli`` with
-``python main.py fit --config config.yaml``; it takes a few seconds on two cores and writes to ``logs/cli``. For one run
-an argument of the last callback in the YAML, here BatchFinder, can be changed with
-``--trainer.callbacks.max_batch_size=64``.
+The batch size is an argument of the data module, and the search sets it.
 
-The images are scikit-learn's digits (1,797 scans of 8 x 8 pixels, shipped inside that package: nothing is downloaded).
+Run it with ``python examples/cli/main.py fit --config examples/cli/config.yaml``, or inside
+``examples/cli`` with ``python main.py fit --config config.yaml``; it takes a few seconds on two
+cores and writes to ``logs/cli``. For one run an argument of the last callback in the YAML, here
+BatchFinder, can be changed with ``--trainer.callbacks.max_batch_size=64``.
+
+The images are scikit-learn's digits (1,797 scans of 8 x 8 pixels, shipped inside that package:
+nothing is downloaded).
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ class Digits(LightningDataModule):
 
     def __init__(self, batch_size: int = 32, training_share: float = 0.8) -> None:
         super().__init__()
-        self.save_hyperparameters()  # BatchFinder sets hparams.batch_size, which is logged and kept in checkpoints
+        # BatchFinder sets hparams.batch_size, which is logged and kept in checkpoints.
+        self.save_hyperparameters()
 
     def setup(self, stage: str) -> None:
         """Read the images and split them."""
@@ -40,7 +44,9 @@ class Digits(LightningDataModule):
         dataset = TensorDataset(pixels, torch.tensor(labels))
         share = self.hparams["training_share"]
         generator = torch.Generator().manual_seed(0)
-        self.training_images, self.validation_images = random_split(dataset, [share, 1 - share], generator=generator)
+        self.training_images, self.validation_images = random_split(
+            dataset, [share, 1 - share], generator=generator
+        )
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """The training images, shuffled."""
@@ -82,7 +88,11 @@ class Classifier(LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Share of correct answers."""
         images, labels = batch
-        self.log("val/accuracy", (self.network(images).argmax(dim=1) == labels).float().mean(), prog_bar=True)
+        self.log(
+            "val/accuracy",
+            (self.network(images).argmax(dim=1) == labels).float().mean(),
+            prog_bar=True,
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW."""

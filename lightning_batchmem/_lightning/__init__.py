@@ -1,1 +1,4 @@
-"""The only place that touches private attributes of Lightning; each use names the versions it was read in."""
+"""The only place that touches private attributes of Lightning.
+
+Each use names the versions in which it was read.
+"""

@@ -1,4 +1,7 @@
-"""Contents of the objects that a module leads to, restored in place, because a hook or closure may hold the object."""
+"""Contents of the objects that a module leads to, restored in place.
+
+The objects themselves stay, because a hook or a closure may hold a reference to them.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +26,35 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_batchmem._lightning.strategies import in_every_package
 
-# a larger tensor or array that is neither parameter nor buffer is data rather than state, and is not copied
+# A larger tensor or array that is neither parameter nor buffer is data rather than state, and is
+# not copied.
 LARGEST_ARRAY_BYTES = 64 * 2**20
 
-# where more is reachable the attributes hold data; the walk, breadth first, ends there after about a second
+# Attributes that lead to more objects than this contain data. The walk goes breadth first and ends
+# there, after about a second.
 MOST_OBJECTS = 200_000
 
-# not the module's to change, or restored elsewhere; Lightning's classes likewise
+# Objects of these types do not belong to the module, or are restored elsewhere. AttributeState adds
+# classes of Lightning for the same reason.
 _NOT_WALKED = (
-    *(Dataset, DataLoader, np.memmap, logging.Logger),
-    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType),
+    Dataset,
+    DataLoader,
+    np.memmap,
+    logging.Logger,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
 )
 
-# an object that holds one of these works with a thread, a file or another process
-_LIVE_RESOURCES = (io.IOBase, socket.socket, threading.Thread, type(threading.Lock()), type(threading.RLock()))
+# An object with one of these as an attribute works with a thread, a file or another process.
+_LIVE_RESOURCES = (
+    io.IOBase,
+    socket.socket,
+    threading.Thread,
+    type(threading.Lock()),
+    type(threading.RLock()),
+)
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 
@@ -46,19 +64,30 @@ Found = Iterator[tuple[str, Any]]
 
 
 class AttributeState:
-    """Contents of every mutable object that can be reached from ``roots``; ``not_restorable`` names the others."""
+    """Contents of every mutable object that can be reached from ``roots``.
+
+    ``not_restorable`` names the objects that cannot be restored.
+    """
 
     def __init__(self, roots: Iterable[object]) -> None:
-        self.tensors: list[Tensor] = []  # also arrays, over the same memory; the caller saves their bytes
+        # Arrays are here too, as tensors over the same memory. The caller saves the bytes of all.
+        self.tensors: list[Tensor] = []
         self.schedulers: list[Any] = []
         self.not_restorable: list[str] = []
-        lightning = ("trainer.Trainer", "callbacks.Callback", "loggers.Logger", "core.LightningDataModule")
+        lightning = (
+            "trainer.Trainer",
+            "callbacks.Callback",
+            "loggers.Logger",
+            "core.LightningDataModule",
+        )
         self._not_walked = (*_NOT_WALKED, *in_every_package(*lightning))
         self._restores: list[tuple[str, Callable[[], object]]] = []
-        self._seen: dict[int, object] = {}  # keeps the objects alive, so that no id is used twice
+        # The references keep the objects alive, so that no id is used twice.
+        self._seen: dict[int, object] = {}
         pending: deque[tuple[str, Any]] = deque()
         for root in roots:
-            # all modules first, so that neither weights nor structure depend on how far the walk gets
+            # All modules come first, so that neither weights nor structure depend on how far the
+            # walk gets.
             modules = root.named_modules() if isinstance(root, Module) else [("", root)]
             for name, module in modules:
                 pending += self._add_root(f"{type(root).__name__}.{name}".rstrip("."), module)
@@ -68,11 +97,14 @@ class AttributeState:
                 continue
             self._seen[id(value)] = value
             if len(self._seen) > MOST_OBJECTS:
-                self.not_restorable.append(f"{path} and deeper objects (more than {MOST_OBJECTS:,})")
+                self.not_restorable.append(
+                    f"{path} and deeper objects (more than {MOST_OBJECTS:,})"
+                )
                 break
             try:
                 pending += self._add(path, value)
-            except Exception as error:  # noqa: BLE001 - an attribute of a user's object may raise anything
+            # An attribute of a user's object may raise any exception.
+            except Exception as error:  # noqa: BLE001
                 self.not_restorable.append(f"{path} ({type(error).__name__})")
 
     def restore(self) -> list[str]:
@@ -81,26 +113,30 @@ class AttributeState:
         for path, restore in self._restores:
             try:
                 restore()
-            except Exception as error:  # noqa: BLE001 - the other objects must still be restored
+            # The other objects must still be restored, whatever exception this one raises.
+            except Exception as error:  # noqa: BLE001
                 failed.append(f"{path} ({type(error).__name__})")
         return failed
 
     def _add_root(self, path: str, root: Any) -> Found:
         self._seen[id(root)] = root
-        if isinstance(root, Module):  # parametrizations replace the class, and the rest depends on it
+        # A parametrization replaces the class of a module, and the other attributes depend on it.
+        if isinstance(root, Module):
             self._later(path, _set_attribute, root, "__class__", type(root))
         yield from self._add_object(path, root)
         yield from _class_containers(root)
         if isinstance(root, Module):
+            # The tensors of a ScriptModule are found only here, because no attribute leads to them.
             for tensor in (*root.parameters(recurse=False), *root.buffers(recurse=False)):
-                if id(tensor) not in self._seen:  # also those of a ScriptModule, which no attribute leads to
+                if id(tensor) not in self._seen:
                     self._seen[id(tensor)] = tensor
                     self._add_tensor(path, tensor, registered=True)
-            tables = vars(Module())  # of parameters, buffers, submodules and hooks
-            for name in [name for name, value in vars(root).items() if name in tables and isinstance(value, dict)]:
-                table = vars(root)[name]
-                self._seen[id(table)] = table
-                yield from self._add_container(f"{path}.{name}", table)
+            # The dicts of a plain module are those of parameters, buffers, submodules and hooks.
+            tables = vars(Module())
+            for name, table in list(vars(root).items()):
+                if name in tables and isinstance(table, dict):
+                    self._seen[id(table)] = table
+                    yield from self._add_container(f"{path}.{name}", table)
 
     def _add(self, path: str, value: Any) -> Found:
         if isinstance(value, types.MethodType):
@@ -135,7 +171,8 @@ class AttributeState:
     def _add_tensor(self, path: str, tensor: Tensor, *, registered: bool) -> None:
         if tensor.device.type == "meta":
             return
-        if tensor.layout is not torch.strided or tensor.is_nested:  # has no storage itself
+        # A sparse or nested tensor has no storage of its own.
+        if tensor.layout is not torch.strided or tensor.is_nested:
             self._later(path, torch.no_grad()(tensor.copy_), tensor.detach().clone())
             return
         size_bytes = tensor.untyped_storage().nbytes()
@@ -153,7 +190,8 @@ class AttributeState:
         elif array.flags.writeable:
             try:
                 self.tensors.append(torch.from_numpy(array))
-            except (TypeError, ValueError):  # text, records, negative strides
+            except (TypeError, ValueError):
+                # torch cannot use the memory of text, of records or with negative strides.
                 self._later(path, np.copyto, array, array.copy())
 
     def _add_container(self, path: str, value: Any) -> Found:
@@ -174,10 +212,13 @@ class AttributeState:
     def _add_object(self, path: str, value: Any) -> Found:
         attributes = getattr(value, "__dict__", None)
         kept = dict(attributes) if isinstance(attributes, dict) else {}
-        state = object.__getstate__(value)  # the class may have another; with slots it is a pair
+        # The class may define another __getstate__. With slots the state is a pair.
+        state = object.__getstate__(value)
         slots = state[1] if isinstance(state, tuple) else {}
         held = [*kept.items(), *slots.items()]
-        if not isinstance(value, Module) and any(isinstance(item, _LIVE_RESOURCES) for _, item in held):
+        if not isinstance(value, Module) and any(
+            isinstance(item, _LIVE_RESOURCES) for _, item in held
+        ):
             self.not_restorable.append(f"{path} (it holds a lock, a thread, a file or a socket)")
             return
         if isinstance(attributes, dict):
@@ -195,7 +236,8 @@ def _class_containers(value: object) -> Found:
     for kind in type(value).__mro__:
         if kind.__module__.partition(".")[0] not in _LIBRARIES:
             for name, item in vars(kind).items():
-                if isinstance(item, list | dict | set | deque | bytearray) and not name.startswith("__"):
+                is_container = isinstance(item, list | dict | set | deque | bytearray)
+                if is_container and not name.startswith("__"):
                     yield f"{kind.__name__}.{name}", item
 
 
@@ -204,12 +246,13 @@ def _key_text(key: object) -> str:
 
 
 def _set_attribute(value: object, name: str, item: object) -> None:
-    if getattr(value, name, None) is not item:  # a slot that cannot change need not be set
+    # A read-only slot has not changed, so it need not be set.
+    if getattr(value, name, None) is not item:
         setattr(value, name, item)
 
 
 def _refill(container: Any, contents: Any, fill: Callable[[Any], object]) -> None:
-    # unchanged containers are left alone, because another thread would see them empty for a moment
+    # Unchanged containers are left alone, because another thread would see them empty for a moment.
     if _ids(container) != _ids(contents):
         container.clear()
         fill(contents)

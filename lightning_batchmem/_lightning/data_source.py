@@ -1,4 +1,7 @@
-"""Dataloaders of a stage: request them, set their batch size, discard them. Read in lightning 2.5.0 and 2.6.6."""
+"""Dataloaders of a stage: request them, set their batch size, discard them.
+
+The private names used here are those of lightning 2.5.0 and 2.6.6.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,13 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource  # private in 2.5.0 to 2.6.6
+
+# _DataLoaderSource is private in lightning 2.5.0 to 2.6.6.
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils._pytree import tree_unflatten  # as in CombinedLoader (lightning 2.5.0 to 2.6.6)
+
+# CombinedLoader uses the same private module of torch in lightning 2.5.0 to 2.6.6.
+from torch.utils._pytree import tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_batchmem._lightning.run_step import EvaluationLoop
@@ -28,16 +35,18 @@ def validation_loop(trainer: Trainer) -> EvaluationLoop:
 
 def stage_loop(trainer: Trainer) -> EvaluationLoop:
     """The loop of ``trainer.validate``, ``trainer.test`` or ``trainer.predict``, whichever runs."""
-    return trainer._active_loop  # private in 2.5.0 to 2.6.6
+    # _active_loop is private in lightning 2.5.0 to 2.6.6.
+    return trainer._active_loop
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """Origin of the loaders of one stage: a hook, or an argument of ``fit``, ``validate`` and so on."""
+    """Origin of the loaders of one stage: a hook, or an argument of a method such as ``fit``."""
 
     trainer: Trainer
     source: _DataLoaderSource
-    default_mode: Literal["max_size_cycle", "sequential"]  # of several loaders that are not in a CombinedLoader
+    # Lightning combines several loaders in this mode, unless they are in a CombinedLoader already.
+    default_mode: Literal["max_size_cycle", "sequential"]
 
     @property
     def passed(self) -> bool:
@@ -49,7 +58,10 @@ class DataSource:
 
     @property
     def stage(self) -> str:
-        """``"train"``, ``"val"``, ``"test"`` or ``"predict"``, as in the names of hooks and ``limit_*_batches``."""
+        """The name of the stage in hooks and in ``limit_*_batches``.
+
+        It is ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
+        """
         return self.hook.removesuffix("_dataloader")
 
     @property
@@ -68,13 +80,15 @@ class DataSource:
             if not isinstance(loader, DataLoader):
                 raise ValueError(
                     f"the loaders of {self.hook} must be torch DataLoaders for BatchFinder, got"
-                    f" {type(loader).__name__}. Make the batches in a torch DataLoader, from a data set of single"
-                    " samples, in the hook or passed to fit."
+                    f" {type(loader).__name__}. Make the batches in a torch DataLoader, from a data"
+                    " set of single samples, in the hook or passed to fit."
                 )
         return combined
 
     def _combined(self) -> CombinedLoader:
-        request = lightning_name(self.trainer, "trainer.connectors.data_connector._request_dataloader")
+        request = lightning_name(
+            self.trainer, "trainer.connectors.data_connector._request_dataloader"
+        )
         combined_class = lightning_name(self.trainer, "utilities.CombinedLoader")
         requested: Any = request(self.source)
         if not isinstance(requested, combined_class):
@@ -84,7 +98,8 @@ class DataSource:
 
 def replicas_of(trainer: Trainer, loader: DataLoader[Any]) -> int:
     """Number of ranks among which Lightning divides the samples of ``loader``."""
-    if not trainer._data_connector._requires_distributed_sampler(loader):  # private in 2.5.0 to 2.6.6
+    # _requires_distributed_sampler is private in lightning 2.5.0 to 2.6.6.
+    if not trainer._data_connector._requires_distributed_sampler(loader):
         return 1
     return int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
 
@@ -102,7 +117,8 @@ def stage_source(trainer: Trainer) -> DataSource:
 
 
 def combined_mode(combined: CombinedLoader) -> str:
-    return combined._mode  # in 2.5.0 to 2.6.6
+    # _mode is private in lightning 2.5.0 to 2.6.6.
+    return combined._mode
 
 
 def in_structure(combined: CombinedLoader, batches: Sequence[Any]) -> Any:
@@ -111,7 +127,10 @@ def in_structure(combined: CombinedLoader, batches: Sequence[Any]) -> Any:
 
 
 def batch_sampler_of(loader: DataLoader[Any]) -> Any:
-    """What makes the indices of a batch, also where it is passed as ``sampler`` with ``batch_size=None``."""
+    """The sampler that makes the indices of a batch.
+
+    It may also be passed as ``sampler``, with ``batch_size=None``.
+    """
     is_sampler = loader.batch_size is None and hasattr(loader.sampler, "batch_size")
     return loader.sampler if is_sampler and loader.batch_sampler is None else loader.batch_sampler
 
@@ -137,8 +156,13 @@ def keep_sizes(loaders: Iterable[DataLoader[Any]]) -> Callable[[], None]:
 
 
 def loader_batch_size(loader: DataLoader[Any]) -> int | None:
-    """The batch size of ``loader``; ``None`` without batching, or for a batch sampler without a size."""
-    size = getattr(batch_sampler_of(loader), "batch_size", None) if loader.batch_size is None else loader.batch_size
+    """The batch size of ``loader``, or ``None`` where it has none.
+
+    A loader without batching has none, and neither has a batch sampler without a size.
+    """
+    size = loader.batch_size
+    if size is None:
+        size = getattr(batch_sampler_of(loader), "batch_size", None)
     return size if isinstance(size, int) else None
 
 
@@ -150,16 +174,23 @@ def set_loader_batch_size(loader: DataLoader[Any], batch_size: int) -> None:
         try:
             sampler.batch_size = batch_size
         except AttributeError as error:
-            raise ValueError(f"the batch sampler {name} must have a batch_size that can be set, got {error}") from error
+            raise ValueError(
+                f"the batch sampler {name} must have a batch_size that can be set, got {error}"
+            ) from error
         if type(sampler) is not BatchSampler:
-            first: Any = next(iter(copy.deepcopy(sampler, {id(loader.dataset): loader.dataset})), [])
+            # The memo keeps deepcopy from copying the data set.
+            copied = copy.deepcopy(sampler, {id(loader.dataset): loader.dataset})
+            first: Any = next(iter(copied), [])
+            # mypy does not see that a data set with a batch sampler has a length.
             if len(first) > batch_size or len(first) < batch_size <= len(loader.dataset):  # type: ignore[arg-type]
                 raise ValueError(
-                    f"the batch sampler {name} must make batches of its batch_size, got one of {len(first)} samples"
-                    f" after it was set to {batch_size}. Make the batches in __iter__."
+                    f"the batch sampler {name} must make batches of its batch_size, got one of"
+                    f" {len(first)} samples after it was set to {batch_size}. Make the batches in"
+                    " __iter__."
                 )
     if loader.batch_size is not None:
-        vars(loader)["batch_size"] = batch_size  # DataLoader.__setattr__ refuses it (torch 2.5.1 to 2.13)
+        # DataLoader.__setattr__ raises an error for this attribute (torch 2.5.1 to 2.13).
+        vars(loader)["batch_size"] = batch_size
 
 
 def attach_loaders(
@@ -169,18 +200,22 @@ def attach_loaders(
     validation: CombinedLoader | None,
     validation_batches: list[float],
 ) -> None:
-    """Attach loaders and their numbers of batches to the trainer, where hooks may read them; starts no worker."""
+    """Attach loaders and their numbers of batches to the trainer, where hooks may read them.
+
+    No worker is started.
+    """
     trainer.fit_loop._combined_loader = loaders
     trainer.fit_loop.max_batches = batches
     if validation is not None:
         validation_loop(trainer)._combined_loader = validation
         validation_loop(trainer)._max_batches = validation_batches
     elif trainer.enable_validation:
-        validation_loop(trainer).setup_data()  # builds the validation loaders, and no iterator
+        # This builds the validation loaders but no iterator, so no worker is started.
+        validation_loop(trainer).setup_data()
 
 
 def discard_train_loader(trainer: Trainer) -> None:
-    """Discard the loader that Lightning has built, and its workers, so that it is requested again."""
+    """Discard the training loader and its workers, so that Lightning requests the loader again."""
     fit_loop = trainer.fit_loop
     if fit_loop._data_fetcher is not None:
         fit_loop._data_fetcher.teardown()

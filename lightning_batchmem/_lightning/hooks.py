@@ -1,4 +1,7 @@
-"""Calls at the start of a run, and muted callbacks and loggers. Read in lightning 2.5.0 and 2.6.6."""
+"""Calls at the start of a run, and muted callbacks and loggers.
+
+The private names used here are those of lightning 2.5.0 and 2.6.6.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning.fabric.utilities.optimizer import _optimizers_to_device  # private in 2.5.0 to 2.6.6
+# _optimizers_to_device is private in lightning 2.5.0 to 2.6.6.
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -18,7 +22,8 @@ def call_before(owner: Any, method: str, call: Callable[[], None]) -> Callable[[
     """Run ``call`` once before the next ``owner.method()``; returns a function that cancels it."""
     original = getattr(owner, method)
 
-    cancel = partial(vars(owner).pop, method, None)  # the method of the class is in force again
+    # Without the attribute of the instance, the method of the class is used again.
+    cancel = partial(vars(owner).pop, method, None)
 
     def calling(*arguments: Any) -> None:
         cancel()
@@ -30,14 +35,17 @@ def call_before(owner: Any, method: str, call: Callable[[], None]) -> Callable[[
 
 
 def before_optimizers(trainer: Trainer, call: Callable[[], None]) -> Callable[[], object]:
-    """Run ``call`` before the first ``configure_optimizers``, which may draw random numbers; can be cancelled."""
+    """Run ``call`` once before ``configure_optimizers``, which may draw random numbers.
+
+    Returns a function that cancels the call.
+    """
 
     def checked() -> None:
         if trainer.fit_loop._combined_loader is not None:
             rank_zero_warn(
-                "The training loader was built before configure_optimizers (by estimated_stepping_batches in a setup"
-                " hook, for example), so values derived from it belong to the old batch size. Read it in"
-                " configure_optimizers instead."
+                "The training loader was built before configure_optimizers (by"
+                " estimated_stepping_batches in a setup hook, for example), so values derived from"
+                " it belong to the old batch size. Read it in configure_optimizers instead."
             )
         call()
 
@@ -53,7 +61,10 @@ def configure_optimizers_again(trainer: Trainer) -> None:
 
 
 def freeze_schedulers(trainer: Trainer) -> None:
-    """Keep the learning rate in steps of a search; the schedulers are configured again afterwards."""
+    """Keep the learning rate in steps of a search.
+
+    The schedulers are configured again afterwards.
+    """
     for config in trainer.strategy.lr_scheduler_configs:
         vars(config.scheduler)["step"] = keep_learning_rate
 
@@ -62,7 +73,10 @@ def keep_learning_rate(*_: Any, **__: Any) -> None: ...
 
 
 class _MutedExperiment:
-    """Accepts any chain of attributes, calls and items (Lightning's DummyExperiment: one call only)."""
+    """Accepts any chain of attributes, calls and items.
+
+    Lightning's DummyExperiment accepts one call only.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -93,18 +107,24 @@ class _MutedLogger(DummyLogger):
 
 
 def mute_callbacks_and_loggers(trainer: Trainer, callback: Callback) -> None:
-    """Leave ``callback`` as the only callback, and no logger or profiler; ``TrainerState.restore`` undoes it."""
-    trainer.callbacks = [callback]  # type: ignore[attr-defined]  # set where mypy does not look
+    """Leave ``callback`` as the only callback, and no logger or profiler.
+
+    ``TrainerState.restore`` undoes it.
+    """
+    # mypy does not see attributes that Lightning sets outside the class Trainer.
+    trainer.callbacks = [callback]  # type: ignore[attr-defined]
     trainer.loggers = [_MutedLogger(logger) for logger in trainer.loggers]
     trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
-    # 2.6 broadcasts SIGTERM in every step; a step of the search may run on one rank only
+    # Lightning 2.6 broadcasts SIGTERM in every step, but a step of the search may run on one rank
+    # only. mypy does not allow the replacement of a method.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
 class CallbackAdder(Callback):
     """Add callbacks when a run starts, unless the Trainer has some of the same class.
 
-    It has no state, because the Trainer refuses two callbacks with state of one class, before any hook runs.
+    It has no state, because the Trainer refuses two callbacks with state of one class, before any
+    hook runs.
     """
 
     def __init__(self, callbacks: list[Callback]) -> None:
@@ -112,7 +132,8 @@ class CallbackAdder(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Insert them after this one, so that their ``setup`` runs next."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not look
+        # mypy does not see attributes that Lightning sets outside the class Trainer.
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         names = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
         index = callbacks.index(self) + 1
         callbacks[index:index] = [one for one in self._callbacks if type(one).__name__ not in names]

@@ -18,33 +18,44 @@ from torch.nn.parameter import is_lazy
 from lightning_batchmem._lightning.attributes import AttributeState
 from lightning_batchmem.devices.tensors import plain_tensors
 
-_CHUNK_BYTES = 2**24  # in memory, and in the page cache, at one time
+# About this many bytes are in memory, and in the page cache, at one time.
+_CHUNK_BYTES = 2**24
 
 
 class SavedStorages:
-    """Bytes of tensor storages, written back in place; a storage that tensors share is kept once."""
+    """Bytes of tensor storages, written back in place; a shared storage is saved once."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        # in memory, a copy of host memory would raise the resident set that the search measures
-        self._file: Any = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the search)
-        weakref.finalize(self, self._file.close)  # also where a run ends before its search
-        storages = {(flat.device, flat.data_ptr(), flat.numel()): flat for flat in map(_flat_bytes, tensors)}
-        self._on_host = [flat for flat in storages.values() if flat.device.type == "cpu" and flat.numel() > 0]
-        self._on_device = [(flat, flat.cpu()) for flat in storages.values() if flat.device.type != "cpu"]
+        # The copy is in a file, because in memory it would raise the resident set that the search
+        # measures. The file is open as long as the search, so no `with` statement can close it.
+        self._file: Any = tempfile.TemporaryFile()  # noqa: SIM115
+        # This closes the file also where a run ends before its search.
+        weakref.finalize(self, self._file.close)
+        storages = {
+            (flat.device, flat.data_ptr(), flat.numel()): flat for flat in map(_flat_bytes, tensors)
+        }
+        self._on_host = [
+            flat for flat in storages.values() if flat.device.type == "cpu" and flat.numel() > 0
+        ]
+        self._on_device = [
+            (flat, flat.cpu()) for flat in storages.values() if flat.device.type != "cpu"
+        ]
         try:
             for chunk in self._host_chunks():
-                # no array: torch refuses to resize a storage once it has had one
+                # A NumPy array is avoided, because torch cannot resize a storage that has had one.
                 self._file.write((ctypes.c_char * chunk.numel()).from_address(chunk.data_ptr()))
         except OSError as error:
             total_bytes = sum(flat.numel() for flat in self._on_host)
             raise OSError(
-                f"BatchFinder could not write its copy of weights and optimizer state ({total_bytes:,} bytes) to"
-                f" {tempfile.gettempdir()}: {error}. Set TMPDIR to a directory with more room."
+                "BatchFinder could not write its copy of weights and optimizer state"
+                f" ({total_bytes:,} bytes) to {tempfile.gettempdir()}: {error}. Set TMPDIR to a"
+                " directory with more room."
             ) from error
 
     def write_back(self) -> None:
         for flat in (*self._on_host, *(flat for flat, _ in self._on_device)):
-            if flat.untyped_storage().nbytes() != flat.numel():  # a step resized a tensor in place
+            # The size differs where a step resized a tensor in place.
+            if flat.untyped_storage().nbytes() != flat.numel():
                 flat.untyped_storage().resize_(flat.numel())
         for flat, copied in self._on_device:
             flat.copy_(copied)
@@ -52,14 +63,15 @@ class SavedStorages:
         for chunk in self._host_chunks():
             kept = torch.empty_like(chunk)
             self._file.readinto(kept.numpy())
-            # unchanged memory may be mapped read-only, or shared until it is written
+            # Unchanged memory is not written: it may be mapped read-only, or shared until a write.
             if not torch.equal(chunk, kept):
                 chunk.copy_(kept)
 
     def _drop_pages(self) -> None:
         """Remove the file from the page cache, which counts against a memory control group."""
         self._file.flush()
-        if hasattr(os, "posix_fadvise"):  # on Linux
+        # Linux has this function, but not every system.
+        if hasattr(os, "posix_fadvise"):
             os.fdatasync(self._file.fileno())
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -69,7 +81,8 @@ class SavedStorages:
             for chunk in torch.split(flat, _CHUNK_BYTES):
                 yield chunk
                 cached_bytes += chunk.numel()
-                if cached_bytes >= _CHUNK_BYTES:  # not for each tensor: a disk takes milliseconds
+                # Pages are not dropped for each tensor, because a disk takes milliseconds.
+                if cached_bytes >= _CHUNK_BYTES:
                     self._drop_pages()
                     cached_bytes = 0
         self._drop_pages()
@@ -81,33 +94,42 @@ def _flat_bytes(tensor: Tensor) -> Tensor:
 
 
 class ModuleState:
-    """A module, its parameters, buffers, gradients, flags, hooks and plain attributes; ``others`` likewise."""
+    """State of a module and of ``others``, recorded once and restored in place.
+
+    The state is parameters, buffers, gradients, flags, hooks and plain attributes.
+    """
 
     def __init__(self, module: LightningModule, others: Iterable[object] = ()) -> None:
         for name, parameter in module.named_parameters():
             if is_lazy(parameter):
                 raise ValueError(
-                    f"every parameter must be initialized before the search, got the lazy parameter {name!r};"
-                    " run one forward pass in configure_model or before fit"
+                    "every parameter must be initialized before the search, got the lazy parameter"
+                    f" {name!r}; run one forward pass in configure_model or before fit"
                 )
         self._attributes = AttributeState([module, *others])
         self.not_restorable = self._attributes.not_restorable
         self.schedulers = self._attributes.schedulers
         tensors = self._attributes.tensors
         leaves = [tensor for tensor in tensors if tensor.is_leaf]
-        # hooks on tensors lie in no dictionary of an object (private in torch 2.5.1 to 2.13)
+        # Hooks on tensors are in no dictionary of an object, so they are recorded here. Both names
+        # are private in torch 2.5.1 to 2.13.
         names = ("_backward_hooks", "_post_accumulate_grad_hooks")
         self._hooks = [(t, name, dict(getattr(t, name) or {})) for t in leaves for name in names]
         self._aliases = [(t, t.detach(), t.requires_grad) for t in leaves]
-        self._gradients = [(t, t.grad.detach().to("cpu", copy=True)) for t in leaves if t.grad is not None]
-        # of a DTensor the shard of this rank
-        self._storages = SavedStorages(plain for t in tensors if not is_lazy(t) for plain in plain_tensors(t))
+        self._gradients = [
+            (t, t.grad.detach().to("cpu", copy=True)) for t in leaves if t.grad is not None
+        ]
+        # Of a DTensor, the shard of this rank is saved.
+        self._storages = SavedStorages(
+            plain for t in tensors if not is_lazy(t) for plain in plain_tensors(t)
+        )
 
     def restore(self) -> None:
         refused = self._attributes.restore()
         for tensor, alias, requires_grad in self._aliases:
             if tensor.grad_fn is not None:
-                tensor.detach_()  # a step wrote a value with its graph into it
+                # A step wrote a value with its graph into this tensor.
+                tensor.detach_()
             if tensor.data_ptr() != alias.data_ptr() or tensor.shape != alias.shape:
                 tensor.data = alias
             if tensor.requires_grad != requires_grad:
@@ -116,7 +138,8 @@ class ModuleState:
         for tensor, name, kept in self._hooks:
             hooks = getattr(tensor, name)
             if hooks is not None and dict(hooks) != kept:
-                hooks.clear()  # the same dictionary: handles of the user refer to it
+                # The dictionary itself is filled again, because handles of the user refer to it.
+                hooks.clear()
                 hooks.update(kept)
         self._storages.write_back()
         for tensor, gradient in self._gradients:

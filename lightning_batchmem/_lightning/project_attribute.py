@@ -1,4 +1,4 @@
-"""An attribute of a project: in its module, its datamodule, or hyperparameters and dicts of these."""
+"""An attribute of a project: in its module, datamodule, or hyperparameters and dicts of these."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from lightning_batchmem._lightning.trainer_state import datamodules_of
 class ProjectAttribute:
     """All places to which ``path`` leads, such as ``"batch_size"`` or ``"kwargs.batch_size"``.
 
-    Without a dot they are those of Lightning's ``lightning_getattr`` and ``lightning_setattr``; the last one is read.
+    Without a dot they are those of Lightning's ``lightning_getattr`` and ``lightning_setattr``; the
+    last one is read.
     """
 
     trainer: Trainer
@@ -33,9 +34,15 @@ class ProjectAttribute:
         return _get(holders[-1], self._name) if holders else None
 
     def set(self, value: Any, *, also_logged: bool = False) -> None:
-        """Set the value everywhere, with ``also_logged`` in the copy of the hyperparameters that Lightning logs."""
-        logged = [getattr(owner, "_hparams_initial", {}) for owner in self._owners] if also_logged else []
-        for holder in self._holders([*self._roots, *logged]):  # `_hparams_initial` is private in 2.5.0 to 2.6.6
+        """Set the value everywhere.
+
+        With ``also_logged`` this includes the copy of the hyperparameters that Lightning logs.
+        """
+        logged: list[Any] = []
+        if also_logged:
+            # _hparams_initial is private in lightning 2.5.0 to 2.6.6.
+            logged = [getattr(owner, "_hparams_initial", {}) for owner in self._owners]
+        for holder in self._holders([*self._roots, *logged]):
             if isinstance(holder, MutableMapping):
                 holder[self._name] = value
             else:
@@ -43,12 +50,15 @@ class ProjectAttribute:
 
     def others_with(self, values: Collection[object]) -> list[str]:
         """Paths of other attributes and entries of dicts that have one of these whole numbers."""
-        held = [entry for owner in self._owners for root in (vars(owner), owner.hparams) for entry in root.items()]
-        held += [
-            (f"{name}.{key}", one) for name, table in held if isinstance(table, Mapping) for key, one in table.items()
-        ]
-        names = dict.fromkeys(name for name, value in held if type(value) is int and value in values)
-        return sorted((n for n in names if n[0] != "_" and n != self.path), key=lambda name: "batch" not in name)
+        tables = [table for owner in self._owners for table in (vars(owner), owner.hparams)]
+        entries = [entry for table in tables for entry in table.items()]
+        for name, value in list(entries):
+            if isinstance(value, Mapping):
+                entries += [(f"{name}.{key}", item) for key, item in value.items()]
+        paths = [path for path, value in entries if type(value) is int and value in values]
+        others = [path for path in dict.fromkeys(paths) if path[0] != "_" and path != self.path]
+        # Paths that name a batch come first.
+        return sorted(others, key=lambda path: "batch" not in path)
 
     @property
     def _name(self) -> str:

@@ -1,4 +1,7 @@
-"""Run the user's real steps on given batches, in Lightning's own loops. Read in lightning 2.5.0 and 2.6.6."""
+"""Run the user's real steps on given batches, in Lightning's own loops.
+
+The private names used here are those of lightning 2.5.0 and 2.6.6.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_batchmem._lightning.strategies import lightning_name
 
-EvaluationLoop = Any  # _EvaluationLoop or _PredictionLoop of either Lightning package
+# This is an _EvaluationLoop or a _PredictionLoop of either Lightning package.
+EvaluationLoop = Any
 
 
 class _BatchFetcher:
@@ -31,48 +35,60 @@ class _BatchFetcher:
 
 def begin_training(trainer: Trainer) -> None:
     """Call the hooks of the module that precede its first batch."""
-    call_hook = lightning_name(trainer, "trainer.call._call_lightning_module_hook")  # private in 2.5.0 to 2.6.6
+    # _call_lightning_module_hook is private in lightning 2.5.0 to 2.6.6.
+    call_hook = lightning_name(trainer, "trainer.call._call_lightning_module_hook")
     for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
         call_hook(trainer, hook)
 
 
 def begin_epoch(trainer: Trainer, batches: float) -> int:
-    """Make the next step the first of an epoch of ``batches``; returns its micro batches per optimizer step, 1 or 2."""
+    """Make the next step the first of an epoch of ``batches``.
+
+    Returns the micro batches per optimizer step of the epoch, 1 or 2.
+    """
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop.batch_progress = type(epoch_loop.batch_progress)()
-    # new, because values may now be reduced in another way: on this rank only, or over all ranks
+    # The results are new, because values may now be reduced in another way: on this rank only, or
+    # over all ranks.
     epoch_loop._results = type(epoch_loop._results)(training=epoch_loop._results.training)
     trainer.fit_loop.max_batches = batches
-    # micro batches between the first, which clears the gradients, and the last, which steps, hold no more than the last
+    # The first micro batch clears the gradients, and the last one makes the optimizer step. Those
+    # between them take no more memory than the last.
     trainer.accumulate_grad_batches = min(2, trainer.accumulate_grad_batches)
     return trainer.accumulate_grad_batches
 
 
 def run_step(trainer: Trainer, make_batch: Callable[[], Any]) -> None:
     epoch_loop = trainer.fit_loop.epoch_loop
-    if not _advance(trainer, make_batch):  # on_train_batch_start ended the epoch: begin the next one
+    # Where on_train_batch_start ended the epoch, the next one begins.
+    if not _advance(trainer, make_batch):
         epoch_loop.batch_progress = type(epoch_loop.batch_progress)()
         if not _advance(trainer, make_batch):
             raise RuntimeError(
-                "on_train_batch_start returned -1 for the first batch, so BatchFinder cannot measure a training step."
-                " Set the batch size by hand, or return -1 only after training has begun."
+                "on_train_batch_start returned -1 for the first batch, so BatchFinder cannot"
+                " measure a training step. Set the batch size by hand, or return -1 only after"
+                " training has begun."
             )
     if not epoch_loop._should_accumulate():
-        epoch_loop._batches_that_stepped += 1  # as on_advance_end does, which also validates
+        # Lightning counts in on_advance_end, which is not called here because it also validates.
+        epoch_loop._batches_that_stepped += 1
 
 
 def _advance(trainer: Trainer, make_batch: Callable[[], Any]) -> bool:
     """Run one step; False where ``on_train_batch_start`` returned -1."""
     epoch_loop = trainer.fit_loop.epoch_loop
     try:
+        # mypy does not see that _BatchFetcher has the part of _DataFetcher that the loop uses.
         epoch_loop.advance(_BatchFetcher(make_batch))  # type: ignore[arg-type]
     except StopIteration as error:
         counts: Any = epoch_loop.batch_progress.current
-        if counts.processed > counts.started:  # so only for a batch that the hook skipped
+        # The counts differ in this way only for a batch that the hook skipped.
+        if counts.processed > counts.started:
             return False
         raise RuntimeError(
-            "the training step raised StopIteration, which would end the epoch, so BatchFinder cannot measure it."
-            " Begin the exhausted iterator again, or use next(iterator, default)."
+            "the training step raised StopIteration, which would end the epoch, so BatchFinder"
+            " cannot measure it. Begin the exhausted iterator again, or use next(iterator,"
+            " default)."
         ) from error
     return True
 
@@ -83,7 +99,9 @@ def drop_batch(loop: Any) -> None:
     loop._results.batch_size = None
 
 
-def begin_evaluation(trainer: Trainer, loop: EvaluationLoop, loaders: CombinedLoader, batches: float) -> None:
+def begin_evaluation(
+    trainer: Trainer, loop: EvaluationLoop, loaders: CombinedLoader, batches: float
+) -> None:
     """Enter an evaluation of ``batches`` for each loader; hooks of the module run."""
     if trainer.state.fn == TrainerFn.FITTING:
         trainer.validating = True
@@ -101,12 +119,16 @@ def begin_evaluation(trainer: Trainer, loop: EvaluationLoop, loaders: CombinedLo
 
 
 def run_evaluation_step(loop: EvaluationLoop, make_batch: Callable[[], tuple[Any, int]]) -> None:
-    """Run one step without gradients, on the batch that ``make_batch`` returns with the index of its loader."""
+    """Run one step without gradients.
+
+    ``make_batch`` returns the batch and the index of its loader.
+    """
 
     def step(loop: EvaluationLoop) -> None:
         batch, loader_index = make_batch()
         if _predicts(loop):
-            loop._predictions = [[] for _ in loop.max_batches]  # what a prediction keeps for its return value
+            # A prediction collects its outputs in these lists, for its return value.
+            loop._predictions = [[] for _ in loop.max_batches]
             loop._predict_step(batch, 0, loader_index, None)
         else:
             loop._evaluation_step(batch, 0, loader_index, None)
@@ -131,4 +153,5 @@ def _predicts(loop: EvaluationLoop) -> bool:
 
 
 def _without_gradients(loop: EvaluationLoop, call: Callable[[Any], None]) -> None:
-    lightning_name(loop, "loops.utilities._no_grad_context")(call)(loop)  # private in 2.5.0 to 2.6.6
+    # _no_grad_context is private in lightning 2.5.0 to 2.6.6.
+    lightning_name(loop, "loops.utilities._no_grad_context")(call)(loop)

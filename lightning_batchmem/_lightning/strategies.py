@@ -1,4 +1,7 @@
-"""Both packages of Lightning, supported strategies, and steps without synchronization. Read in 2.5.0 and 2.6.6."""
+"""Both packages of Lightning, supported strategies, and steps without synchronization.
+
+The private names used here are those of lightning 2.5.0 and 2.6.6.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,21 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def lightning_name(owner: object, path: str) -> Any:
-    """``path``, such as ``"loops.loop._Loop"``, in the package of the class of ``owner``: a trainer or a loop."""
+    """The object at ``path``, such as ``"loops.loop._Loop"``, in the package of ``owner``.
+
+    The owner is a trainer or a loop, and its class decides which Lightning package is used.
+    """
     modules = [f"{kind.__module__}." for kind in type(owner).__mro__]
-    package = next((p for p in _PACKAGES if any(module.startswith(f"{p}.") for module in modules)), _PACKAGES[0])
-    return _attribute(package, path)
+    for package in _PACKAGES:
+        if any(module.startswith(f"{package}.") for module in modules):
+            return _attribute(package, path)
+    return _attribute(_PACKAGES[0], path)
 
 
 def in_every_package(*paths: str) -> tuple[Any, ...]:
     """``paths`` in each of the packages that is imported."""
-    return tuple(_attribute(package, path) for package in _PACKAGES if package in sys.modules for path in paths)
+    packages = [package for package in _PACKAGES if package in sys.modules]
+    return tuple(_attribute(package, path) for package in packages for path in paths)
 
 
 def _attribute(package: str, path: str) -> Any:
@@ -39,16 +48,18 @@ def _attribute(package: str, path: str) -> Any:
 
 def check_strategy(trainer: Trainer) -> None:
     """Refuse a strategy whose state a search could not restore."""
-    if _is_strategy(trainer, "DeepSpeedStrategy"):  # a subclass of DDPStrategy
+    # DeepSpeedStrategy is a subclass of DDPStrategy, so the second check would accept it.
+    if _is_strategy(trainer, "DeepSpeedStrategy"):
         raise ValueError(
-            "strategy must not be DeepSpeedStrategy for BatchFinder, because its engine and optimizer cannot be made"
-            " again for another batch size. Search with ModelParallelStrategy() (FSDP2) and set"
-            " train_micro_batch_size_per_gpu to the result."
+            "strategy must not be DeepSpeedStrategy for BatchFinder, because its engine and"
+            " optimizer cannot be made again for another batch size. Search with"
+            " ModelParallelStrategy() (FSDP2) and set train_micro_batch_size_per_gpu to the result."
         )
     if not _is_strategy(trainer, "SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"):
         raise ValueError(
-            "strategy must be that of a single device, DDP or ModelParallelStrategy (FSDP2) for BatchFinder, got"
-            f" {type(trainer.strategy).__name__}. Search with one of them and set the batch size by hand."
+            "strategy must be that of a single device, DDP or ModelParallelStrategy (FSDP2) for"
+            f" BatchFinder, got {type(trainer.strategy).__name__}. Search with one of them and set"
+            " the batch size by hand."
         )
 
 
@@ -57,7 +68,9 @@ def steps_are_collective(trainer: Trainer) -> bool:
     if trainer.world_size == 1:
         return False
     is_sharded = _is_strategy(trainer, "ModelParallelStrategy")
-    return is_sharded or any(isinstance(module, SyncBatchNorm) for module in trainer.lightning_module.modules())
+    return is_sharded or any(
+        isinstance(module, SyncBatchNorm) for module in trainer.lightning_module.modules()
+    )
 
 
 def is_synchronized(trainer: Trainer) -> bool:
@@ -68,11 +81,13 @@ def is_synchronized(trainer: Trainer) -> bool:
 @contextmanager
 def without_synchronization(trainer: Trainer) -> Iterator[None]:
     """Run steps on one rank only, without collectives of DDP and of the strategy."""
-    # the wrapper stays alive with its buckets; no_sync would exchange buffers in the first forward (torch 2.5.1, 2.13)
-    strategy, wrapper = trainer.strategy, trainer.strategy.model
+    strategy = trainer.strategy
+    wrapper = trainer.strategy.model
     if trainer.world_size == 1:
         yield
         return
+    # The wrapper stays alive with its buckets. Its no_sync would exchange buffers in the first
+    # forward pass (torch 2.5.1, 2.13).
     if isinstance(wrapper, DistributedDataParallel):
         strategy.model = trainer.lightning_module
     collectives = _local_collectives(trainer.world_size)
@@ -85,7 +100,9 @@ def without_synchronization(trainer: Trainer) -> Iterator[None]:
         strategy.model = wrapper
 
 
-@cache  # the same functions each time: a value that is logged again has to be reduced by the same as before
+# The cache returns the same functions each time, because a value that is logged again has to be
+# reduced by the same function as before.
+@cache
 def _local_collectives(world_size: int) -> dict[str, Callable[..., Any]]:
     def reduce(tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         is_sum = reduce_op == ReduceOp.SUM or str(reduce_op).lower() == "sum"
@@ -103,12 +120,17 @@ def _local_collectives(world_size: int) -> dict[str, Callable[..., Any]]:
 
 
 def wrap_again(trainer: Trainer) -> None:
-    """Make a new DDP wrapper: a synchronized step reorders the buckets of the old one, which changes sums."""
+    """Make a new DDP wrapper.
+
+    A synchronized step reorders the buckets of the old wrapper, which changes sums.
+    """
     strategy: Any = trainer.strategy
     if _is_strategy(trainer, "DDPStrategy") and isinstance(strategy.model, DistributedDataParallel):
         strategy.model = trainer.lightning_module
-        gc.collect()  # frees the old wrapper before the new one takes as much
-        strategy._pl_static_graph_delay_done = False  # state of the wrapper in 2.6; 2.5.0 does not have it
+        # This frees the old wrapper before the new one takes as much memory.
+        gc.collect()
+        # This is state of the wrapper in lightning 2.6. Lightning 2.5.0 does not have it.
+        strategy._pl_static_graph_delay_done = False
         strategy.configure_ddp()
 
 

@@ -1,4 +1,7 @@
-"""State of the trainer: restored after a search, and read while it trains. Read in lightning 2.5.0 and 2.6.6."""
+"""State of the trainer: restored after a search, and read while it trains.
+
+The private names used here are those of lightning 2.5.0 and 2.6.6.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states  # private in 2.5.0 to 2.6.6
+# Both functions are private in lightning 2.5.0 to 2.6.6.
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Callback, LightningDataModule, Trainer
-from lightning.pytorch.loops.loop import _Loop  # private in 2.5.0 to 2.6.6
+
+# _Loop is private in lightning 2.5.0 to 2.6.6.
+from lightning.pytorch.loops.loop import _Loop
 
 from lightning_batchmem._lightning.hooks import keep_learning_rate
 from lightning_batchmem._lightning.strategies import in_every_package, lightning_name
@@ -28,28 +34,38 @@ class RandomStates:
 
 
 class TrainerState:
-    """Attributes of the trainer, its loops, connectors, gradient scaler and schedulers, before ``loop`` runs."""
+    """Attributes of the trainer and its parts before ``loop`` runs.
+
+    The parts are loops, connectors, gradient scaler and schedulers.
+    """
 
     def __init__(self, trainer: Trainer, loop: Loop, schedulers: Iterable[Any] = ()) -> None:
         loops = list(_loops(loop))
         precision: Any = trainer.precision_plugin
         holders: list[Any] = [trainer, trainer.state, trainer._logger_connector, precision, *loops]
         self._kept = [(holder, dict(vars(holder))) for holder in holders]
-        if getattr(precision, "scaler", None) is not None:  # torch.amp.GradScaler of MixedPrecision
+        # MixedPrecision has a torch.amp.GradScaler, and the search changes a copy of it.
+        if getattr(precision, "scaler", None) is not None:
             precision.scaler = copy.deepcopy(precision.scaler)
-        base_progress = lightning_name(trainer, "loops.progress._BaseProgress")  # private in 2.5.0 to 2.6.6
+        # _BaseProgress is private in lightning 2.5.0 to 2.6.6.
+        base_progress = lightning_name(trainer, "loops.progress._BaseProgress")
         for one in loops:
             for name, value in list(vars(one).items()):
                 if isinstance(value, base_progress):
                     setattr(one, name, copy.deepcopy(value))
-                elif name == "_results" and value is not None:  # None in a prediction loop
+                # A prediction loop has None as its results.
+                elif name == "_results" and value is not None:
                     vars(one)[name] = type(value)(training=value.training)
         for name, value in list(vars(trainer._logger_connector).items()):
             if isinstance(value, dict):
                 setattr(trainer._logger_connector, name, dict(value))
-        known = [*schedulers, *(config.scheduler for config in trainer.strategy.lr_scheduler_configs)]
+        known = [
+            *schedulers,
+            *(config.scheduler for config in trainer.strategy.lr_scheduler_configs),
+        ]
         self._kept += [(one, dict(vars(one))) for one in {id(one): one for one in known}.values()]
-        for scheduler in known:  # made for the old size, it may end before the search does
+        # A scheduler that was made for the old batch size may end before the search does.
+        for scheduler in known:
             vars(scheduler)["step"] = keep_learning_rate
 
     def restore(self) -> None:
@@ -66,36 +82,55 @@ def _loops(loop: Loop) -> Iterator[Loop]:
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not look
+    # mypy does not see attributes that Lightning sets outside the class Trainer.
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
 
 
 def saves_checkpoints(callbacks: Iterable[Callback]) -> bool:
-    return any(isinstance(callback, in_every_package("callbacks.Checkpoint")) for callback in callbacks)
+    return any(
+        isinstance(callback, in_every_package("callbacks.Checkpoint")) for callback in callbacks
+    )
 
 
 def weight_average_bytes(trainer: Trainer) -> int:
-    """Bytes that StochasticWeightAveraging will take on the trainer's device; until then its copy is on the CPU."""
-    kinds, device = in_every_package("callbacks.StochasticWeightAveraging"), trainer.strategy.root_device
-    averages: list[Any] = [callback for callback in callbacks_of(trainer) if isinstance(callback, kinds)]
-    # `_device` is private in 2.5.0 to 2.6.6; None is the device of the module
-    moves = any(callback._device is None or callback._device.type == device.type for callback in averages)
+    """Bytes that StochasticWeightAveraging will take on the trainer's device.
+
+    Until then its copy of the weights is on the CPU.
+    """
+    kinds = in_every_package("callbacks.StochasticWeightAveraging")
+    device = trainer.strategy.root_device
+    averages: list[Any] = [
+        callback for callback in callbacks_of(trainer) if isinstance(callback, kinds)
+    ]
+    # _device is private in lightning 2.5.0 to 2.6.6. None stands for the device of the module.
+    moves = any(
+        callback._device is None or callback._device.type == device.type for callback in averages
+    )
     return bytes_of(trainer.lightning_module.parameters()) if moves else 0
 
 
 def datamodules_of(trainer: Trainer) -> list[LightningDataModule]:
-    datamodule = trainer.datamodule  # type: ignore[attr-defined]  # as above
+    # mypy does not see attributes that Lightning sets outside the class Trainer.
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
     return [] if datamodule is None else [datamodule]
 
 
 def logging_step(trainer: Trainer) -> int:
-    """The step under which Lightning logs; ``trainer.global_step`` counts every optimizer of a manual step."""
+    """The step under which Lightning logs.
+
+    ``trainer.global_step`` is another number: it counts every optimizer of a manual step.
+    """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def logs_now(trainer: Trainer) -> bool:
-    """Whether values of ``self.log`` reach the loggers after the current batch, as in ``_LoggerConnector``."""
-    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set where mypy does not look
+    """Whether values of ``self.log`` reach the loggers after the current batch.
+
+    The rule is that of Lightning's ``_LoggerConnector``.
+    """
+    # mypy does not see attributes that Lightning sets outside the class Trainer.
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
     epoch_loop = trainer.fit_loop.epoch_loop
     if every == 0 or ((epoch_loop._batches_that_stepped + 1) % every and not trainer.should_stop):
         return False
@@ -104,8 +139,10 @@ def logs_now(trainer: Trainer) -> bool:
 
 def logs_at_all(trainer: Trainer) -> bool:
     """Whether ``log_every_n_steps`` lets any value reach the loggers."""
-    return bool(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # as above
+    # mypy does not see attributes that Lightning sets outside the class Trainer.
+    return bool(trainer.log_every_n_steps)  # type: ignore[attr-defined]
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:
-    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # as above
+    # mypy does not see attributes that Lightning sets outside the class Trainer.
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]

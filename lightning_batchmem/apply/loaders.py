@@ -1,4 +1,7 @@
-"""Sizes and lengths of a stage's dataloaders at any batch size, and the largest size that they allow."""
+"""Sizes and lengths of a stage's dataloaders at any batch size.
+
+The largest batch size that they allow follows from these.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +27,27 @@ from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOpti
 from lightning_batchmem.plan.records import SizeLimit
 from lightning_batchmem.plan.scaling import largest_where
 
-Bound = tuple[int, SizeLimit]  # a largest size in samples, and what sets it
+# A bound is a largest size in samples, and the setting or data that limits it.
+Bound = tuple[int, SizeLimit]
 
 
 def count_samples(loader: DataLoader[Any]) -> int | None:
     """Number of samples in an epoch of ``loader``; ``None`` for a stream without a length."""
     if isinstance(loader.dataset, IterableDataset):
         return sized_len(loader.dataset)
-    sampler = loader.sampler if loader.batch_size is not None else getattr(loader.batch_sampler, "sampler", None)
+    if loader.batch_size is not None:
+        sampler: Any = loader.sampler
+    else:
+        sampler = getattr(loader.batch_sampler, "sampler", None)
     length = sized_len(sampler)
     return sized_len(loader.dataset) if length is None else length
 
 
 def indices_to_draw(loader: DataLoader[Any], most: int) -> list[Any]:
-    """Up to ``most`` indices: spread over the whole data set, or the first ones of the user's own sampler."""
+    """Up to ``most`` indices of samples.
+
+    They are spread over the whole data set, or are the first ones of the user's own sampler.
+    """
     own_batches = loader.batch_size is None and loader.batch_sampler is not None
     data_sets = [loader.dataset, getattr(loader.dataset, "batched", None)]
     if isinstance(loader.sampler, SequentialSampler | RandomSampler) and not own_batches:
@@ -45,7 +55,9 @@ def indices_to_draw(loader: DataLoader[Any], most: int) -> list[Any]:
         count = min(most, length)
         return [i * length // count for i in range(count)]
     source = loader.batch_sampler if own_batches else loader.sampler
-    copied = copy.deepcopy(source, {id(one): one for one in data_sets})  # it may hold a random generator
+    # The indices come from a copy, because the sampler may have a random generator.
+    copied = copy.deepcopy(source, {id(one): one for one in data_sets})
+    # mypy does not see that the sampler is not None, and that a batch sampler makes lists.
     indices = chain.from_iterable(copied) if own_batches else iter(copied)  # type: ignore[arg-type]
     return list(islice(indices, most))
 
@@ -62,9 +74,13 @@ class LoaderInfo:
     """One loader of a stage, and its size at any batch size."""
 
     loader: DataLoader[Any]
-    size: int  # samples per batch as it was requested
-    requested_at: int | None  # the batch size then, to which `size` is proportional; None where it does not follow
-    replicas: int = 1  # ranks among which Lightning divides its samples
+    # The size is the number of samples per batch when the loader was requested.
+    size: int
+    # This is the batch size at that time, to which `size` is proportional. It is None where `size`
+    # does not follow the batch size.
+    requested_at: int | None
+    # Lightning divides the samples of the loader among this number of ranks.
+    replicas: int = 1
 
     @property
     def follows(self) -> bool:
@@ -74,18 +90,23 @@ class LoaderInfo:
     def samples(self) -> int | None:
         """Number of samples in an epoch on this rank; ``None`` for a stream without a length."""
         samples = count_samples(self.loader)
-        return None if samples is None else -(-samples // self.replicas)  # the last ranks get some samples twice
+        # The quotient is rounded up, because the last ranks get some samples twice.
+        return None if samples is None else -(-samples // self.replicas)
 
     def size_at(self, batch_size: int) -> int:
-        return self.size if self.requested_at is None else max(1, self.size * batch_size // self.requested_at)
+        if self.requested_at is None:
+            return self.size
+        return max(1, self.size * batch_size // self.requested_at)
 
     def batches(self, batch_size: int, *, full_only: bool = False) -> float:
         """Batches in an epoch of this loader; ``inf`` for a stream without a length."""
         samples = self.samples
         if samples is None:
             return math.inf
-        own_batches = self.loader.batch_size is None
-        drop_last = getattr(self.loader.batch_sampler, "drop_last", False) if own_batches else self.loader.drop_last
+        if self.loader.batch_size is None:
+            drop_last = getattr(self.loader.batch_sampler, "drop_last", False)
+        else:
+            drop_last = self.loader.drop_last
         size = self.size_at(batch_size)
         return samples // size if full_only or drop_last else -(-samples // size)
 
@@ -103,23 +124,33 @@ class StageLoaders:
         return any(one.follows for one in self.sized)
 
     def batches(self, batch_size: int, *, full_only: bool = False) -> float:
-        """Batches in an epoch without ``limit_*_batches``; ``inf`` if that depends on a stream without a length."""
+        """Batches in an epoch without ``limit_*_batches``.
+
+        The number is ``inf`` if it depends on a stream without a length.
+        """
         combine: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}
         return combine.get(combined_mode(self.combined), max)(
             [one.batches(batch_size, full_only=full_only) for one in self.sized]
         )
 
     def last_batch_size(self, batch_size: int) -> int:
-        """Samples in the last batch of an epoch at ``batch_size``; half of it where that is a full batch or unknown."""
+        """Samples in the last batch of an epoch at ``batch_size``.
+
+        Where the last batch is full or unknown, half of ``batch_size`` is returned.
+        """
         samples = next((one.samples for one in self.sized if one.follows), None)
         return (samples % batch_size if samples else 0) or max(1, batch_size // 2)
 
 
 def stage_bounds(trainer: Trainer, stage: str, loaders: StageLoaders) -> list[Bound]:
-    """The largest sizes with a full batch of each loader, and with a batch left by ``limit_*_batches``."""
+    """The largest sizes that the data set and ``limit_*_batches`` allow.
+
+    The data set must have a full batch of each loader, and the limit must leave a batch.
+    """
+    infos = [info for info in loaders.sized if info.follows]
 
     def is_full(size: int) -> bool:
-        return all(one.samples is None or one.size_at(size) <= one.samples for one in loaders.sized if one.follows)
+        return all(info.samples is None or info.size_at(size) <= info.samples for info in infos)
 
     return [_bound("dataset", is_full), _limit_bound(trainer, stage, loaders)]
 
@@ -131,18 +162,32 @@ def training_bounds(
     options: SearchOptions,
     project_size: int | None,
 ) -> list[Bound]:
-    """The largest sizes that the data and each setting of the trainer allow, without which Lightning raises errors."""
+    """The largest sizes that the data and each setting of the trainer allow.
+
+    Without these bounds Lightning raises errors.
+    """
     bounds = stage_bounds(trainer, "train", loaders)
     if validation is not None:
         bounds.append(_limit_bound(trainer, "val", validation))
-    every, limit = trainer.val_check_interval, trainer.limit_train_batches
+    every = trainer.val_check_interval
+    limit = trainer.limit_train_batches
     if isinstance(every, int) and trainer.check_val_every_n_epoch is not None:
-        bounds.append(_bound("val_check_interval", lambda size: limited_batches(loaders.batches(size), limit) >= every))
-    if options.min_steps_per_epoch and options.max_batch_size is None and options.target_batch_size is None:
+        interval_bound = _bound(
+            "val_check_interval",
+            lambda size: limited_batches(loaders.batches(size), limit) >= every,
+        )
+        bounds.append(interval_bound)
+    if (
+        options.min_steps_per_epoch
+        and options.max_batch_size is None
+        and options.target_batch_size is None
+    ):
         fewest = options.min_steps_per_epoch * trainer.accumulate_grad_batches
-        share = limit if isinstance(limit, float) else 1.0  # a number of batches does not depend on their size
+        # A limit that is a number of batches does not depend on the batch size.
+        share = limit if isinstance(limit, float) else 1.0
         largest, _ = _bound(
-            "min_steps_per_epoch", lambda size: limited_batches(loaders.batches(size, full_only=True), share) >= fewest
+            "min_steps_per_epoch",
+            lambda size: limited_batches(loaders.batches(size, full_only=True), share) >= fewest,
         )
         bounds.append((max(largest, project_size or 0, options.first_size), "min_steps_per_epoch"))
     return bounds
@@ -155,17 +200,23 @@ def _bound(reason: SizeLimit, fits: Callable[[int], bool]) -> Bound:
 def _limit_bound(trainer: Trainer, stage: str, loaders: StageLoaders) -> Bound:
     """The largest size that leaves a batch, which Lightning requires of a share of them."""
     limit = getattr(trainer, f"limit_{stage}_batches")
-    reason = f"limit_{stage}_batches" if isinstance(limit, float) and limit < 1 else "validation data"
+    reason = (
+        f"limit_{stage}_batches" if isinstance(limit, float) and limit < 1 else "validation data"
+    )
     if limit == getattr(trainer, "overfit_batches", 0):
         reason = "overfit_batches"
     follow = [one for one in loaders.sized if one.follows and one.samples]
     return _bound(
-        cast("SizeLimit", reason), lambda size: all(limited_batches(one.batches(size), limit) for one in follow)
+        cast("SizeLimit", reason),
+        lambda size: all(limited_batches(one.batches(size), limit) for one in follow),
     )
 
 
 def single_samples(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The loader, or where its data set reads whole batches a view of it that reads single samples."""
+    """The loader, or a view of it that reads single samples.
+
+    The view is for a loader whose data set reads whole batches.
+    """
     sampler = batch_sampler_of(loader)
     if sampler is loader.batch_sampler:
         return loader
@@ -190,7 +241,8 @@ class _SingleSamples(Dataset[Any]):
 
 def _collated(collate_fn: Callable[[Any], Any], samples: list[Any]) -> Any:
     """Join batches of one sample each to one batch, and then collate it as the project does."""
-    is_list = isinstance(samples[0], list) and len(samples[0]) == 1  # one sample; several are tensors of one batch
+    # A list of one item has one sample. A longer list has the tensors of one batch.
+    is_list = isinstance(samples[0], list) and len(samples[0]) == 1
     return collate_fn(list(chain(*samples)) if is_list else tree_map(_join, *samples))
 
 

@@ -1,4 +1,4 @@
-"""Use the trainer for the search, then apply the batch size, accumulation and learning rate to the training."""
+"""Use the trainer for the search, then apply batch size, accumulation and learning rate."""
 
 from __future__ import annotations
 
@@ -19,11 +19,20 @@ from lightning_batchmem._lightning.data_source import (
     state_of,
     validation_source,
 )
-from lightning_batchmem._lightning.hooks import configure_optimizers_again, mute_callbacks_and_loggers
+from lightning_batchmem._lightning.hooks import (
+    configure_optimizers_again,
+    mute_callbacks_and_loggers,
+)
 from lightning_batchmem._lightning.module_state import ModuleState
 from lightning_batchmem._lightning.project_attribute import ProjectAttribute
 from lightning_batchmem._lightning.strategies import lightning_name
-from lightning_batchmem._lightning.trainer_state import Loop, RandomStates, TrainerState, callbacks_of, datamodules_of
+from lightning_batchmem._lightning.trainer_state import (
+    Loop,
+    RandomStates,
+    TrainerState,
+    callbacks_of,
+    datamodules_of,
+)
 from lightning_batchmem.apply.batch_size import BatchSizeSetting
 from lightning_batchmem.devices import DeviceMemory, device_name
 from lightning_batchmem.plan.options import SearchOptions
@@ -37,22 +46,34 @@ def check_training(trainer: Trainer, module: LightningModule, options: SearchOpt
     if options.target_batch_size is None:
         return
     if not module.automatic_optimization:
-        raise ValueError("target_batch_size must be None under manual optimization, which steps by itself")
+        raise ValueError(
+            "target_batch_size must be None under manual optimization, which steps by itself"
+        )
     scheduler = lightning_name(trainer, "callbacks.GradientAccumulationScheduler")
     if any(isinstance(callback, scheduler) for callback in callbacks_of(trainer)):
-        raise ValueError("target_batch_size must be None with a GradientAccumulationScheduler, which sets it too")
+        raise ValueError(
+            "target_batch_size must be None with a GradientAccumulationScheduler, which sets it too"
+        )
 
 
-def current_state(trainer: Trainer, module: LightningModule, source: DataSource) -> tuple[RandomStates, ModuleState]:
-    """Everything outside the trainer that a search, or configuring the optimizers twice, may change."""
-    return RandomStates(), ModuleState(module, [state_of(source.passed_loaders()), *datamodules_of(trainer)])
+def current_state(
+    trainer: Trainer, module: LightningModule, source: DataSource
+) -> tuple[RandomStates, ModuleState]:
+    """Everything outside the trainer that a search may change.
+
+    Configuring the optimizers twice may change it too.
+    """
+    random_states = RandomStates()
+    others = [state_of(source.passed_loaders()), *datamodules_of(trainer)]
+    return random_states, ModuleState(module, others)
 
 
 def check_step(module: LightningModule, name: str) -> None:
     """Raise a ValueError where a step fetches its batches itself."""
     if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
         raise ValueError(
-            f"{name} must take a batch for BatchFinder, got one that takes dataloader_iter. Set the batch size by hand."
+            f"{name} must take a batch for BatchFinder, got one that takes dataloader_iter. Set the"
+            " batch size by hand."
         )
 
 
@@ -68,12 +89,17 @@ class Attempts:
     _current: ExitStack = field(default_factory=ExitStack, init=False)
 
     def restoring(self, settings: Sequence[BatchSizeSetting], loop: Loop) -> ExitStack:
-        """Prepare the trainer for an attempt without other callbacks; closing the result restores everything."""
-        with ExitStack() as undo:  # in reverse order, each of them even where another one fails
+        """Prepare the trainer for an attempt without other callbacks.
+
+        Closing the result restores everything.
+        """
+        # The calls run in reverse order, each of them even where another one fails.
+        with ExitStack() as undo:
             undo.callback(self.random.restore)
             for setting in settings:
                 undo.callback(keep_sizes(setting.source.passed_loaders()))
-            undo.callback(self.module_state.restore)  # with the batch size, where an attribute holds it
+            # This restores the batch size too, where it is in an attribute.
+            undo.callback(self.module_state.restore)
             undo.callback(TrainerState(self.trainer, loop, self.module_state.schedulers).restore)
             mute_callbacks_and_loggers(self.trainer, self.callback)
             return undo.pop_all()
@@ -86,10 +112,14 @@ class Attempts:
             yield
         finally:
             self._close()
-        self.device.release_cached()  # training starts as if nothing had been allocated before
+        # With empty caches, training starts as if nothing had been allocated before.
+        self.device.release_cached()
 
     def restart(self, start: Callable[[], ExitStack]) -> None:
-        """Restore everything, drop optimizer states and gradients, and release caches: where training starts."""
+        """Restore everything, drop optimizer states and gradients, and release caches.
+
+        This is the state in which training starts.
+        """
         self._close()
         self.trainer.lightning_module.zero_grad(set_to_none=True)
         self.device.release_cached()
@@ -98,7 +128,8 @@ class Attempts:
     def _close(self) -> None:
         self._current.close()
         if self.trainer.state.fn == TrainerFn.FITTING:
-            for optimizer in self.trainer.optimizers:  # new ones are configured before the next step
+            # New optimizers are configured before the next step.
+            for optimizer in self.trainer.optimizers:
                 optimizer.state.clear()
 
 
@@ -109,53 +140,79 @@ TrainingSetup = tuple[int | None, float | None]
 def record_training_setup(
     trainer: Trainer, setting: BatchSizeSetting, options: SearchOptions, previous: Plan | None
 ) -> TrainingSetup:
-    """Record the setup; the learning rate of ``previous``, the plan of an earlier ``fit``, is not scaled twice."""
-    size, attribute = setting.size, _learning_rate_attribute(trainer, setting.module)
+    """Record the setup before a search.
+
+    ``previous`` is the plan of an earlier ``fit``; its learning rate is not scaled twice.
+    """
+    size = setting.size
+    attribute = _learning_rate_attribute(trainer, setting.module)
     batches = trainer.accumulate_grad_batches * trainer.world_size
     effective = options.base_batch_size or (size * batches if size else None)
     value = attribute.value
-    learning_rate = float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
+    learning_rate = (
+        float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
+    )
     if options.lr_scaling is not None:
         if not attribute.exists:
             raise ValueError(
-                f"lr_scaling must be None for a module without `lr` or `learning_rate`, got {options.lr_scaling!r}."
-                " Add one and use it in configure_optimizers."
+                "lr_scaling must be None for a module without `lr` or `learning_rate`, got"
+                f" {options.lr_scaling!r}. Add one and use it in configure_optimizers."
             )
         if learning_rate is None:
             raise ValueError(
-                f"`{attribute.path}` must be a number for lr_scaling, got {value!r:.80} of {type(value).__name__}"
+                f"`{attribute.path}` must be a number for lr_scaling, got {value!r:.80} of"
+                f" {type(value).__name__}"
             )
         if effective is None:
             raise ValueError(
-                f"base_batch_size must be given with lr_scaling where `{setting.name}` is no positive whole number, got"
-                f" {setting.name}={setting.value!r:.80}"
+                f"base_batch_size must be given with lr_scaling where `{setting.name}` is no"
+                f" positive whole number, got {setting.name}={setting.value!r:.80}"
             )
-    if previous is not None and options.base_batch_size is not None and learning_rate == previous.learning_rate:
+    if (
+        previous is not None
+        and options.base_batch_size is not None
+        and learning_rate == previous.learning_rate
+    ):
         learning_rate = previous.learning_rate_before
     return effective, learning_rate
 
 
 def complete_plan(
-    trainer: Trainer, plan: Plan, options: SearchOptions, before: TrainingSetup, epoch_batches: float
+    trainer: Trainer,
+    plan: Plan,
+    options: SearchOptions,
+    before: TrainingSetup,
+    epoch_batches: float,
 ) -> Plan:
-    """Add accumulation, samples per optimizer step and learning rate; an epoch has ``epoch_batches`` at the size."""
-    notes, accumulate = list(plan.notes), trainer.accumulate_grad_batches
+    """Add accumulation, samples per optimizer step and learning rate to ``plan``.
+
+    An epoch has ``epoch_batches`` at the batch size of the plan.
+    """
+    notes = list(plan.notes)
+    accumulate = trainer.accumulate_grad_batches
     if options.target_batch_size is not None:
-        micro = micro_batches(options.target_batch_size, trainer.world_size, options.multiple_of)[plan.batch_size]
+        target = options.target_batch_size
+        micro_by_size = micro_batches(target, trainer.world_size, options.multiple_of)
+        micro = micro_by_size[plan.batch_size]
         accumulate = micro.accumulate_grad_batches
         notes += [micro.rounding] if micro.rounding else []
     batches_per_step = accumulate
-    if epoch_batches < accumulate:  # Lightning steps at the end of an epoch in any case
+    # Lightning makes an optimizer step at the end of an epoch in any case.
+    if epoch_batches < accumulate:
         batches_per_step = max(1, int(epoch_batches))
-        notes.append(f"an epoch ends after {batches_per_step} of {accumulate} batches per optimizer step")
-    effective, (base, rate_before) = plan.batch_size * batches_per_step * trainer.world_size, before
+        notes.append(
+            f"an epoch ends after {batches_per_step} of {accumulate} batches per optimizer step"
+        )
+    effective = plan.batch_size * batches_per_step * trainer.world_size
+    base, rate_before = before
     learning_rate = None
     if base is not None and options.lr_scaling is not None and rate_before is not None:
         learning_rate = rate_before * learning_rate_factor(options.lr_scaling, effective, base)
     elif base is not None:
         names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
         note = learning_rate_note(names, effective_batch_size=effective, base_batch_size=base)
-        notes = [note, *notes] if note else notes  # first, since the console shows only one
+        # This note comes first, because the console shows only one.
+        notes = [note, *notes] if note else notes
     return replace(
         plan,
         device=device_name(trainer.strategy.root_device),
@@ -168,11 +225,15 @@ def complete_plan(
     )
 
 
-def apply_to_training(trainer: Trainer, setting: BatchSizeSetting, plan: Plan, options: SearchOptions) -> None:
+def apply_to_training(
+    trainer: Trainer, setting: BatchSizeSetting, plan: Plan, options: SearchOptions
+) -> None:
     """Apply ``plan`` and configure the optimizers again, as if the size had always been there."""
     setting.write(plan.batch_size, also_logged=True)
     if plan.evaluation is not None and options.eval_batch_arg_name is not None:
-        validation = replace(setting, name=options.eval_batch_arg_name, source=validation_source(trainer))
+        validation = replace(
+            setting, name=options.eval_batch_arg_name, source=validation_source(trainer)
+        )
         validation.write(plan.evaluation.batch_size, also_logged=True)
     trainer.accumulate_grad_batches = plan.accumulate_grad_batches
     attribute = _learning_rate_attribute(trainer, setting.module)
@@ -184,15 +245,18 @@ def apply_to_training(trainer: Trainer, setting: BatchSizeSetting, plan: Plan, o
     configure_optimizers_again(trainer)
     if changes and before == _optimizer_learning_rates(trainer):
         rank_zero_warn(
-            f"lr_scaling set the learning rate of the module to {plan.learning_rate:.6g}, but configure_optimizers does"
-            " not use it. Pass it to the optimizers there."
+            f"lr_scaling set the learning rate of the module to {plan.learning_rate:.6g}, but"
+            " configure_optimizers does not use it. Pass it to the optimizers there."
         )
 
 
 def _learning_rate_attribute(trainer: Trainer, module: LightningModule) -> ProjectAttribute:
-    lr, learning_rate = (ProjectAttribute(trainer, module, name) for name in ("lr", "learning_rate"))
-    return lr if lr.exists else learning_rate  # in this order in Lightning's LearningRateFinder
+    lr = ProjectAttribute(trainer, module, "lr")
+    learning_rate = ProjectAttribute(trainer, module, "learning_rate")
+    # Lightning's LearningRateFinder uses the same order.
+    return lr if lr.exists else learning_rate
 
 
 def _optimizer_learning_rates(trainer: Trainer) -> list[float]:
-    return [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups if "lr" in group]
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return [float(group["lr"]) for group in groups if "lr" in group]

@@ -15,8 +15,8 @@ DeviceMemory = CudaMemory | HostMemory
 def device_memory_for(device: torch.device, *, quick: bool = False) -> DeviceMemory | None:
     """Return the memory reader of a device, with cheap readings for every step if ``quick``.
 
-    ``None`` without a peak counter: on MPS, and on a host whose ``/proc/self/clear_refs`` cannot be written (not Linux,
-    some sandboxes).
+    ``None`` without a peak counter: on MPS, and on a host whose ``/proc/self/clear_refs`` cannot be
+    written (not Linux, some sandboxes).
     """
     if device.type == "cuda":
         return CudaMemory(device)
@@ -28,14 +28,20 @@ def device_memory_for(device: torch.device, *, quick: bool = False) -> DeviceMem
 
 
 def device_name(device: torch.device) -> str:
-    """Return the product name of a GPU, e.g. ``"NVIDIA H100 80GB HBM3"``; otherwise ``"host"`` or the device type."""
+    """Return the product name of a GPU, ``"host"`` for the CPU, and otherwise the device type.
+
+    A product name is for example ``"NVIDIA H100 80GB HBM3"``.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return "host" if device.type == "cpu" else device.type
 
 
 def utilization_for(device: torch.device) -> Utilization | None:
-    """Return the utilization of a device; ``None`` on MPS, and with a warning where NVML cannot read a GPU."""
+    """Return the utilization of a device, or ``None`` where it cannot be read.
+
+    This is so on MPS and, with a warning, where NVML cannot read a GPU.
+    """
     if device.type == "cuda":
         return cuda_utilization(device)
     return cpu_utilization() if device.type == "cpu" else None

@@ -12,7 +12,8 @@ class MemoryStats(NamedTuple):
     Attributes:
         allocated_bytes: blocks in use (host: the resident set).
         reserved_bytes: memory that the allocator holds, its cache included; ``None`` on the host.
-        requested_bytes: sizes that were requested, before rounding to blocks; ``None`` where not counted (host).
+        requested_bytes: sizes that were requested, before rounding to blocks; ``None`` where not
+            counted (host).
     """
 
     allocated_bytes: int
@@ -21,7 +22,12 @@ class MemoryStats(NamedTuple):
 
 
 class Utilization(NamedTuple):
-    """Utilization of a device: the metric's name, and a function that returns a percentage or ``None``."""
+    """Utilization of a device.
+
+    Attributes:
+        key: name of the metric.
+        percent: function that returns a percentage, or ``None`` without a reading.
+    """
 
     key: str
     percent: Callable[[], float | None]

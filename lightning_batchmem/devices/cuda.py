@@ -15,34 +15,40 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem.devices.base import MemoryStats, Utilization
 
-# Failed allocations, allocations that succeeded only after the cache was released (a device synchronization each), and
-# segments given back to the driver. Source: torch.cuda.memory_stats
+# They count failed allocations, allocations that succeeded only after the cache was released (a
+# device synchronization each), and segments given back to the driver.
+# Source: torch.cuda.memory_stats
 _COUNTERS = ("num_ooms", "num_alloc_retries", "num_device_free")
 
-# About 33,000 allocations of three events each; the stacks and events take about 60 MB of host memory.
-# Source: measured with 60 Python frames, torch 2.13 (CPU), with the same CapturedTraceback::gather as the allocator.
+# This is enough for about 33,000 allocations of three events each. The stacks and events take
+# about 60 MB of host memory.
+# Source: measured with 60 Python frames, torch 2.13 (CPU), with the same CapturedTraceback::gather
+# as the allocator.
 _MAX_EVENTS = 100_000
 
 
 class CudaMemory:
     """Counters of PyTorch's caching allocator for one CUDA device, and free memory of the driver.
 
-    No method but :meth:`synchronize` waits for the device, and only :meth:`budget_bytes` and :meth:`limit_enforced`
-    start CUDA. Before that this process holds 0 bytes.
+    No method but :meth:`synchronize` waits for the device, and only :meth:`budget_bytes` and
+    :meth:`limit_enforced` start CUDA. Before that this process holds 0 bytes.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
     """
 
     name = "cuda"
-    # A block for more than 1 MiB may keep up to 1 MiB unsplit, so the same need may count less at a larger batch.
-    # Source: kSmallSize in c10/core/AllocatorConfig.h, should_split in c10/cuda/CUDACachingAllocator.cpp, torch 2.13
+    # A block for more than 1 MiB may keep up to 1 MiB unsplit, so the same need may count less at a
+    # larger batch.
+    # Source: kSmallSize in c10/core/AllocatorConfig.h, should_split in
+    # c10/cuda/CUDACachingAllocator.cpp, torch 2.13
     granularity_bytes = 2 * 2**20
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def reset_peak(self) -> None:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # else torch raises (2.5.1 to 2.13)
+        # Before CUDA starts, torch raises an error here (2.5.1 to 2.13).
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> MemoryStats:
@@ -55,9 +61,13 @@ class CudaMemory:
         return self.current().allocated_bytes
 
     def budget_bytes(self) -> int:
-        """Return the free memory of the driver and the reserved memory of this process, never the device's total."""
+        """Return the free memory of the driver plus the reserved memory of this process.
+
+        It is not the device's total memory, since other processes may use a part of that.
+        """
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
-        if torch.cuda.get_device_properties(self._device).is_integrated:  # it uses the host's memory
+        # An integrated GPU uses the host's memory.
+        if torch.cuda.get_device_properties(self._device).is_integrated:
             free_bytes = min(free_bytes, psutil.virtual_memory().available)
         budget_bytes = free_bytes + (self.current().reserved_bytes or 0)
         if (fraction := self._memory_fraction()) is not None:
@@ -65,29 +75,42 @@ class CudaMemory:
         return int(budget_bytes)
 
     def non_torch_bytes(self) -> int | None:
-        """Return the device memory outside this process's allocator: contexts, libraries (NCCL), other processes."""
+        """Return the bytes on the device outside this process's allocator; ``None`` if unknown.
+
+        They belong to contexts, to libraries such as NCCL, and to other processes.
+        """
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return None
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
         other_bytes = int(total_bytes - free_bytes) - (self.current().reserved_bytes or 0)
-        return other_bytes if other_bytes >= 0 else None  # Windows may move reserved memory to the host
+        # Windows may move reserved memory to the host, which makes the difference negative.
+        return other_bytes if other_bytes >= 0 else None
 
     @contextmanager
     def limit_enforced(self, limit_bytes: int) -> Iterator[bool]:
-        """Make the allocator fail above ``limit_bytes`` of reserved memory, and restore the previous limit at the end.
+        """Limit the reserved memory to ``limit_bytes``, and restore the previous limit at the end.
 
-        It yields ``False`` and changes nothing where torch cannot report the previous limit, with another allocator
-        than the native one, with expandable segments, which the limit stops too early, and with a threshold for garbage
-        collection, which the allocator ignores until a limit is set, and would apply to the whole training afterwards.
+        An allocation above the limit fails. It yields ``False`` and changes nothing where torch
+        cannot report the previous limit, with another allocator than the native one, with
+        expandable segments, which the limit stops too early, and with a threshold for garbage
+        collection, which the allocator ignores until a limit is set, and would apply to the whole
+        training afterwards.
 
-        Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html
+        Source:
+        https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html
         """
         previous = self._memory_fraction()
-        if previous is None or torch.cuda.get_allocator_backend() != "native" or not _can_be_limited():
+        if (
+            previous is None
+            or torch.cuda.get_allocator_backend() != "native"
+            or not _can_be_limited()
+        ):
             yield False
             return
         total_bytes = torch.cuda.mem_get_info(self._device)[1]
-        torch.cuda.set_per_process_memory_fraction(min(previous, limit_bytes / total_bytes), self._device)
+        torch.cuda.set_per_process_memory_fraction(
+            min(previous, limit_bytes / total_bytes), self._device
+        )
         try:
             yield True
         finally:
@@ -107,7 +130,8 @@ class CudaMemory:
         return {name: int(stats[name]) for name in _COUNTERS if name in stats}
 
     def _memory_fraction(self) -> float | None:
-        get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in torch 2.5.1
+        # This function does not exist in torch 2.5.1.
+        get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
         return None if get_fraction is None else float(get_fraction(self._device))
 
     def _read(self, when: str) -> MemoryStats:
@@ -115,17 +139,21 @@ class CudaMemory:
             return MemoryStats(0, 0, 0)
         kinds = (stats[f"{kind}_bytes"]["all"] for kind in ("allocated", "reserved", "requested"))
         allocated_bytes, reserved_bytes, requested_bytes = (int(kind[when]) for kind in kinds)
-        if requested_bytes == 0 < allocated_bytes:  # cudaMallocAsync does not count them
+        # The allocator cudaMallocAsync does not count requested bytes.
+        if requested_bytes == 0 < allocated_bytes:
             return MemoryStats(allocated_bytes, reserved_bytes)
         return MemoryStats(allocated_bytes, reserved_bytes, requested_bytes)
 
     def _stats(self) -> dict[str, Any]:
-        # nested, because torch.cuda.memory_stats and max_memory_allocated flatten and sort some 100 counters per call
+        # The nested form is faster, because torch.cuda.memory_stats and max_memory_allocated
+        # flatten and sort about 100 counters in every call.
         return torch.cuda.memory_stats_as_nested_dict(self._device)
 
 
 class CudaTimer:
-    """Seconds of a CUDA device's work between two events, read later without waiting for the device.
+    """Seconds of a CUDA device's work between two events.
+
+    They are read later, without waiting for the device.
 
     Source: https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__EVENT.html
     """
@@ -134,31 +162,42 @@ class CudaTimer:
         self._device = device
 
     def mark(self) -> torch.cuda.Event:
-        """Record an event after all work submitted so far to the device's current stream; the first starts CUDA."""
+        """Record an event after all work submitted so far to the device's current stream.
+
+        The first event starts CUDA.
+        """
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        # without a stream it would be recorded on the current device, which may be another one
+        # Without a stream, the event would be recorded on the current device, which may be another
+        # one.
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds_between(self, earlier: Any, later: Any) -> float | None:
-        """Return the seconds from one event to a later one; ``None`` until the device has reached both."""
-        # elapsed_time raises if one event is not reached, on whichever stream
+        """Return the seconds between two events; ``None`` until the device has reached both."""
+        # On every stream, elapsed_time raises an error while one of the events is not reached.
         if not (later.query() and earlier.query()):
             return None
         return float(earlier.elapsed_time(later)) / 1000
 
 
 def cuda_utilization(device: torch.device) -> Utilization | None:
-    """Return the utilization over the driver's last sample period; ``None``, with a warning, if it cannot be read."""
+    """Return the utilization over the driver's last sample period.
+
+    It is ``None``, with a warning, if the utilization cannot be read.
+    """
 
     def percent() -> float | None:
         try:
             return float(torch.cuda.utilization(device))
-        except Exception:  # noqa: BLE001  # NVML, amdsmi, a missing module: unrelated types; a missing reading ends no run
+        # NVML, amdsmi and a missing module raise errors of unrelated types, and a missing reading
+        # must not end a run.
+        except Exception:  # noqa: BLE001
             return None
 
     if percent() is None:
-        rank_zero_warn("GPU utilization cannot be read and is not logged. Check nvidia-ml-py and nvidia-smi.")
+        rank_zero_warn(
+            "GPU utilization cannot be read and is not logged. Check nvidia-ml-py and nvidia-smi."
+        )
         return None
     return Utilization("gpu_pct", percent)
 
@@ -167,41 +206,53 @@ class OomSnapshot:
     """Records the allocator's events, and writes them when memory ran out.
 
     A history that somebody else records is written too, and continues.
-    Source: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html; read in torch 2.5.1 and 2.13.
+    Source: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html; read in torch 2.5.1 and
+    2.13.
     """
 
     def __init__(self, directory: Path, *, is_own: bool) -> None:
-        self._directory, self._is_own = directory, is_own
+        self._directory = directory
+        self._is_own = is_own
 
     @classmethod
     def start(cls, directory: Path | None, device: torch.device) -> OomSnapshot | None:
         """Start to record, which starts CUDA; None with a warning if this is not possible."""
         try:
-            if device.type != "cuda" or directory is None:
-                raise RuntimeError("it needs a CUDA device" if device.type != "cuda" else "log_dir is not local")
+            if device.type != "cuda":
+                raise RuntimeError("it needs a CUDA device")
+            if directory is None:
+                raise RuntimeError("log_dir is not local")
             is_own = not torch._C._cuda_isHistoryEnabled()
             if is_own:
                 torch.cuda.memory._record_memory_history(
                     "all", context="alloc", stacks="python", max_entries=_MAX_EVENTS
                 )
-        except RuntimeError as error:  # also of an allocator without a history (cudaMallocAsync)
+        # An allocator without a history (cudaMallocAsync) raises this type too.
+        except RuntimeError as error:
             rank_zero_warn(f"No memory snapshot will be written: {str(error).splitlines()[0]}.")
             return None
         return cls(directory, is_own=is_own)
 
     def write(self, rank: int) -> str:
-        """Write ``oom_snapshot_rank<rank>.pickle``, or a numbered one, and return a sentence about it."""
+        """Write the snapshot to a new file, and return a sentence about it.
+
+        The file is ``oom_snapshot_rank<rank>.pickle``, or a numbered one if that exists.
+        """
         path = None
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            names = (f"oom_snapshot_rank{rank}{'' if number == 1 else f'_{number}'}.pickle" for number in count(1))
+            suffixes = ("" if number == 1 else f"_{number}" for number in count(1))
+            names = (f"oom_snapshot_rank{rank}{suffix}.pickle" for suffix in suffixes)
             path = next(path for name in names if not (path := self._directory / name).exists())
             torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
-        except (OSError, MemoryError, RuntimeError) as error:  # must not replace the out-of-memory error
+        # An error in writing must not replace the out-of-memory error.
+        except (OSError, MemoryError, RuntimeError) as error:
+            # The file is incomplete.
             if path is not None:
                 with suppress(OSError):
-                    path.unlink()  # incomplete
-            return f"The memory snapshot could not be written to {self._directory}: {str(error).splitlines()[0]}"
+                    path.unlink()
+            reason = str(error).splitlines()[0]
+            return f"The memory snapshot could not be written to {self._directory}: {reason}"
         return f"PyTorch's memory snapshot is in {path}; https://pytorch.org/memory_viz shows it."
 
     def stop(self) -> None:
@@ -212,7 +263,11 @@ class OomSnapshot:
 
 
 def _can_be_limited() -> bool:
-    # The settings in force, including changes at run time; False if unknown, so that nothing is enforced.
-    # Source: torch/csrc/cuda/Module.cpp; `set_fraction` in c10/cuda/CUDACachingAllocator.cpp, torch 2.13
+    # The snapshot has the settings in force, including changes at run time. The result is False if
+    # they are unknown, so that nothing is enforced.
+    # Source: torch/csrc/cuda/Module.cpp; `set_fraction` in c10/cuda/CUDACachingAllocator.cpp,
+    # torch 2.13
     settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
-    return not (settings.get("expandable_segments", True) or settings.get("garbage_collection_threshold", 0))
+    return not (
+        settings.get("expandable_segments", True) or settings.get("garbage_collection_threshold", 0)
+    )

@@ -11,12 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-# Text batches contain lists of thousands of these.
-_LEAVES = frozenset({str, bytes, bytearray, memoryview, range, int, float, bool, complex, type(None)})
+# Objects of these types are skipped early, because text batches contain lists of thousands of them.
+_LEAVES = frozenset(
+    {str, bytes, bytearray, memoryview, range, int, float, bool, complex, type(None)}
+)
 
 
 def tensors_in(data: object) -> list[Tensor]:
-    """List the tensors in nested mappings, sequences, sets, data classes and objects with a method ``to``, in order."""
+    """List the tensors in nested data, in order.
+
+    The data may be mappings, sequences, sets, data classes and objects with a method ``to``.
+    """
     found: list[Tensor] = []
     _collect(data, found, set())
     return found
@@ -25,39 +30,46 @@ def tensors_in(data: object) -> list[Tensor]:
 def _collect(data: Any, found: list[Tensor], parents: set[int]) -> None:
     if isinstance(data, Tensor):
         found.append(data)
-    elif type(data) not in _LEAVES and id(data) not in parents:  # a batch may refer to itself
+    elif type(data) not in _LEAVES and id(data) not in parents:
+        # A batch may refer to itself, so its parents are not opened again.
         parents.add(id(data))
         for item in _items(data):
             _collect(item, found, parents)
         parents.discard(id(data))
 
 
-# torch's pytree does not open a UserDict, a set, a data class or a batch type; Lightning's apply_to_collection
-# opens them, but builds every collection again.
+# Torch's pytree does not open a UserDict, a set, a data class or a batch type. Lightning's
+# apply_to_collection opens them, but builds every collection again.
 def _items(data: object) -> Iterable[Any]:
     if isinstance(data, Mapping):
         return data.values()
     if isinstance(data, (Sequence, Set)) and not isinstance(data, (str, bytes)):
         return data
-    if isinstance(data, (type, Module)):  # a batch may refer to its model
+    # A batch may refer to its model, whose tensors are not part of the batch.
+    if isinstance(data, (type, Module)):
         return ()
     if is_dataclass(data):
-        return [getattr(data, field.name, None) for field in fields(data)]  # a field may not be set yet
-    if callable(getattr(data, "to", None)) and hasattr(data, "__dict__"):  # Lightning moves such a batch to the device
+        # A field may not be set yet.
+        return [getattr(data, field.name, None) for field in fields(data)]
+    # Lightning moves a batch with a method "to" to the device.
+    if callable(getattr(data, "to", None)) and hasattr(data, "__dict__"):
         return vars(data).values()
     return ()
 
 
 def samples_in(batch: object) -> int | None:
-    """Return the number of graphs, or the common first dimension of the tensors; None if they differ or there are none.
+    """Return the number of graphs, or the common first dimension of the tensors.
 
-    Lightning's ``extract_batch_size`` guesses if they differ, and a caller cannot recognize the guess (2.6.6).
+    It is None if the dimensions differ or there are none. Lightning's ``extract_batch_size``
+    guesses if they differ, and a caller cannot recognize the guess (2.6.6).
     """
-    # the walk is slow, and this runs in every step
+    # A flat batch of tensors is not walked through, since that is slow and this runs in every step.
     if type(batch) in (list, tuple) and all(type(item) is Tensor for item in _items(batch)):
+        # mypy does not see that the batch is a list or tuple of tensors.
         return _common_size(batch)  # type: ignore[arg-type]
     for one in (batch, *_items(batch)):
-        if isinstance(graphs := getattr(one, "num_graphs", None), int):  # PyTorch Geometric's batches
+        # The batches of PyTorch Geometric have this attribute.
+        if isinstance(graphs := getattr(one, "num_graphs", None), int):
             return graphs
     return _common_size(tensors_in(batch))
 
@@ -68,18 +80,29 @@ def _common_size(tensors: Iterable[Tensor]) -> int | None:
 
 
 def copied(sample: Any, *, share_tensors: bool = False) -> Any:
-    """Copy a sample; its tensors are shared or cloned, without the larger storage that they may be a view of."""
-    memo = {id(tensor): tensor if share_tensors else tensor.clone() for tensor in tensors_in(sample)}
+    """Copy a sample, and share or clone its tensors.
+
+    A clone does not have the larger storage that its tensor may be a view of.
+    """
+    tensors = tensors_in(sample)
+    memo = {id(tensor): tensor if share_tensors else tensor.clone() for tensor in tensors}
     return copy.deepcopy(sample, memo)
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the strided tensors inside a tensor: a DTensor's local shard, a sparse one's indices and values."""
-    if hasattr(tensor, "__tensor_flatten__"):  # DTensor, jagged and quantized tensors
+    """Yield the strided tensors inside a tensor.
+
+    These are the local shard of a DTensor, or the indices and values of a sparse tensor.
+    """
+    has_own_dispatch = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    # DTensors, and jagged and quantized tensors, have this method.
+    if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        inner = [getattr(tensor, name) for name in names]  # a DTensor also names its device mesh (torch 2.13)
-    elif type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and (wrapped := tensors_in(vars(tensor))):
-        inner = wrapped  # for example torch.masked.MaskedTensor, which has no __tensor_flatten__
+        # The names of a DTensor include its device mesh, which is not a tensor (torch 2.13).
+        inner = [getattr(tensor, name) for name in names]
+    elif has_own_dispatch and (wrapped := tensors_in(vars(tensor))):
+        # Some of these types have no __tensor_flatten__, for example torch.masked.MaskedTensor.
+        inner = wrapped
     elif tensor.layout is not torch.strided:
         inner = list(_sparse_parts(tensor))
     else:
@@ -91,19 +114,25 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def bytes_of(tensors: Iterable[Tensor], device: torch.device | None = None) -> int:
-    """Return the bytes of the tensors, and of the parts of sparse ones, on ``device`` or anywhere."""
+    """Return the bytes of the tensors on ``device``, or on all devices if it is None.
+
+    A sparse tensor counts with all its parts.
+    """
     parts = (part for tensor in tensors for part in plain_tensors(tensor))
     return sum(part.nbytes for part in parts if device is None or is_on(part.device, device))
 
 
 def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    if tensor.layout is torch.sparse_coo:  # gradients of Embedding(sparse=True); indices() refuses uncoalesced ones
+    # Gradients of Embedding(sparse=True) have this layout. They may be uncoalesced, and indices()
+    # raises an error for those.
+    if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return ()  # oneDNN's layout has no storage
+    # The layout of oneDNN has no storage.
+    return ()
 
 
 def is_on(place: torch.device, device: torch.device) -> bool:

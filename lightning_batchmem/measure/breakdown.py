@@ -25,29 +25,33 @@ PARTS = (
 )
 """Names of the parts, and of the fields of :class:`MemoryBreakdown`."""
 
-_MAX_BREAKDOWNS = 3  # steps in which gradients are looked for; a manual step may free them before it ends
+# Gradients are looked for in so many steps, since a manual step may free them before it ends.
+_MAX_BREAKDOWNS = 3
 
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
     """The parts of the memory at the peak of a step; they add up to :attr:`peak_bytes`.
 
-    The first four are the storages alive *at the start of a step*, each counted in the first part that holds it.
-    From the second step on, Lightning keeps gradients during the next forward (``zero_grad`` runs after
-    ``training_step``), so they are part of the peak. If they are freed between two steps, for example by
-    ``zero_grad`` at the end of a manual step, they are 0 here and part of ``activations_bytes``.
+    The first four are the storages alive *at the start of a step*, each counted in the first part
+    that holds it. From the second step on, Lightning keeps gradients during the next forward
+    (``zero_grad`` runs after ``training_step``), so they are part of the peak. If they are freed
+    between two steps, for example by ``zero_grad`` at the end of a manual step, they are 0 here and
+    part of ``activations_bytes``.
 
     Args:
         parameters_bytes: parameters and buffers of the module.
         gradients_bytes: gradients alive at the start of the step.
-        optimizer_state_bytes: state of the optimizers, and parameters that only they hold (master copies).
+        optimizer_state_bytes: state of the optimizers, and parameters that only they hold (master
+            copies).
         batch_bytes: the batch, as far as it is on the measured device.
-        activations_bytes: the peak minus all other parts: activations, and temporary tensors of backward and of the
-            optimizer; on the host also freed memory that the heap keeps.
-        other_bytes: memory in use at the start of the step that is none of the above: workspaces and the user's own
-            tensors on a GPU; interpreter and libraries on the host, measured before the first step because the
-            resident set later includes memory that a step freed. Negative if some tensors are not resident
-            (swapped out, or mapped from a file and never read).
+        activations_bytes: the peak minus all other parts: activations, and temporary tensors of
+            backward and of the optimizer; on the host also freed memory that the heap keeps.
+        other_bytes: memory in use at the start of the step that is none of the above: workspaces
+            and the user's own tensors on a GPU; interpreter and libraries on the host, measured
+            before the first step because the resident set later includes memory that a step freed.
+            Negative if some tensors are not resident (swapped out, or mapped from a file and never
+            read).
 
     Example:
         >>> MemoryBreakdown(80, 80, 160, 24, 500, 896).peak_bytes
@@ -72,13 +76,19 @@ class MemoryBreakdown:
     @property
     def start_bytes(self) -> int:
         """Bytes in use at the start of the step: all parts but the activations."""
-        known_bytes = self.parameters_bytes + self.gradients_bytes + self.optimizer_state_bytes + self.batch_bytes
+        known_bytes = (
+            self.parameters_bytes
+            + self.gradients_bytes
+            + self.optimizer_state_bytes
+            + self.batch_bytes
+        )
         return known_bytes + self.other_bytes
 
     def at_peak(self, peak_bytes: int) -> MemoryBreakdown:
         """Return the same parts with the activations of another peak."""
         above_bytes = peak_bytes - self.start_bytes
-        # two readings of the host may differ by some pages; activations are never negative, and the sum stays exact
+        # Two readings of the host may differ by some pages. Activations are never negative, and the
+        # sum stays exact.
         other_bytes = self.other_bytes + min(0, above_bytes)
         return replace(self, activations_bytes=max(0, above_bytes), other_bytes=other_bytes)
 
@@ -92,16 +102,22 @@ def measure_breakdown(
     start_bytes: int,
     peak_bytes: int | None = None,
 ) -> MemoryBreakdown:
-    """Measure the parts at the start of a step, with the batch on the device; no activations without ``peak_bytes``."""
+    """Measure the parts at the start of a step, with the batch on the device.
+
+    Without ``peak_bytes`` the activations are 0.
+    """
     optimizers = list(optimizers)
     weights = list(module.parameters())
     groups = [optimizer.param_groups for optimizer in optimizers]
-    inner = [one for optimizer in optimizers for one in vars(optimizer).values() if isinstance(one, Optimizer)]
+    attributes = [value for optimizer in optimizers for value in vars(optimizer).values()]
+    inner = [value for value in attributes if isinstance(value, Optimizer)]
     states = [list(optimizer.state.values()) for optimizer in (*optimizers, *inner)]
     seen: set[tuple[torch.device, int]] = set()
 
     def held(tensors: Iterable[Tensor]) -> int:
-        plain = (part for tensor in tensors if not is_lazy(tensor) for part in plain_tensors(tensor))
+        plain = (
+            part for tensor in tensors if not is_lazy(tensor) for part in plain_tensors(tensor)
+        )
         storages = [part.untyped_storage() for part in plain if is_on(part.device, device)]
         found = {(storage.device, storage.data_ptr()): storage.nbytes() for storage in storages}
         new_bytes = sum(count for key, count in found.items() if key not in seen)
@@ -110,11 +126,15 @@ def measure_breakdown(
 
     parameters_bytes = held(weights) + held(module.buffers())
     masters = [tensor for tensor in tensors_in(groups) if tensor.is_leaf]
-    gradients_bytes = held(tensor.grad for tensor in (*weights, *masters) if tensor.grad is not None)
+    gradients_bytes = held(
+        tensor.grad for tensor in (*weights, *masters) if tensor.grad is not None
+    )
     state_bytes = held(masters) + held(tensors_in(states))
     batch_bytes = held(tensors_in(batch))
     other_bytes = start_bytes - parameters_bytes - gradients_bytes - state_bytes - batch_bytes
-    breakdown = MemoryBreakdown(parameters_bytes, gradients_bytes, state_bytes, batch_bytes, 0, other_bytes)
+    breakdown = MemoryBreakdown(
+        parameters_bytes, gradients_bytes, state_bytes, batch_bytes, 0, other_bytes
+    )
     return breakdown if peak_bytes is None else breakdown.at_peak(peak_bytes)
 
 
@@ -122,14 +142,22 @@ class SteadyBreakdown:
     """Memory breakdown of a run, taken in its first steady-state step."""
 
     def __init__(
-        self, device_memory: DeviceMemory, device: torch.device, module: Module, optimizers: Iterable[Optimizer]
+        self,
+        device_memory: DeviceMemory,
+        device: torch.device,
+        module: Module,
+        optimizers: Iterable[Optimizer],
     ) -> None:
-        self.outside_bytes: int | None = None  # on the device, outside this process's allocator
-        self._device_memory, self._device = device_memory, device
+        # Bytes on the device outside this process's allocator.
+        self.outside_bytes: int | None = None
+        self._device_memory = device_memory
+        self._device = device
         self._at_start: MemoryBreakdown | None = None
-        self.num_taken, self.is_due = 0, True  # whether to call take at the start of the next steady-state step
-        # The resident set includes memory that earlier steps freed, which belongs to the activations. An allocator
-        # that reports reserved bytes counts freed memory separately.
+        self.num_taken = 0
+        # Whether to call :meth:`take` at the start of the next steady-state step.
+        self.is_due = True
+        # The resident set includes memory that earlier steps freed, which belongs to the
+        # activations. An allocator that reports reserved bytes counts freed memory separately.
         self._other_bytes: int | None = None
         if device_memory.current().reserved_bytes is None:
             device_memory.release_cached()
@@ -140,22 +168,38 @@ class SteadyBreakdown:
     def take(self, module: Module, optimizers: list[Optimizer], batch: object) -> None:
         """Measure the storages alive at the start of a step."""
         start_bytes = self._device_memory.current().allocated_bytes
-        breakdown = measure_breakdown(module, optimizers, batch, self._device, start_bytes=start_bytes)
+        breakdown = measure_breakdown(
+            module, optimizers, batch, self._device, start_bytes=start_bytes
+        )
         if self._other_bytes is not None:
-            breakdown = replace(breakdown, other_bytes=min(breakdown.other_bytes, self._other_bytes))
+            other_bytes = min(breakdown.other_bytes, self._other_bytes)
+            breakdown = replace(breakdown, other_bytes=other_bytes)
         self._at_start = breakdown
         self.outside_bytes = self._device_memory.non_torch_bytes()
-        self.num_taken += 1  # an evaluation has no gradients
-        self.is_due = bool(optimizers) and not breakdown.gradients_bytes and self.num_taken < _MAX_BREAKDOWNS
+        self.num_taken += 1
+        # An evaluation has no optimizers, and so no gradients to look for.
+        self.is_due = (
+            bool(optimizers) and not breakdown.gradients_bytes and self.num_taken < _MAX_BREAKDOWNS
+        )
 
     def at_peak(self, peak_bytes: int) -> MemoryBreakdown | None:
-        """Return the breakdown at a steady-state peak; None if that is 0, before the first steady-state step ended."""
-        return None if self._at_start is None or not peak_bytes else self._at_start.at_peak(peak_bytes)
+        """Return the breakdown at a steady-state peak.
+
+        It is None if the peak is 0, before the first steady-state step ended.
+        """
+        if self._at_start is None or not peak_bytes:
+            return None
+        return self._at_start.at_peak(peak_bytes)
 
     def at_failure(
         self, module: Module, optimizers: Iterable[Optimizer], batch: object, peak_bytes: int
     ) -> MemoryBreakdown:
-        """Measure the parts in a step that ran out of memory; what is not known otherwise counts as activations."""
+        """Measure the parts in a step that ran out of memory.
+
+        Bytes of no known part count as activations.
+        """
         breakdown = measure_breakdown(module, optimizers, batch, self._device, start_bytes=0)
-        other_bytes = self._other_bytes or 0 if self._at_start is None else self._at_start.other_bytes
+        other_bytes = self._other_bytes or 0
+        if self._at_start is not None:
+            other_bytes = self._at_start.other_bytes
         return replace(breakdown, other_bytes=other_bytes).at_peak(peak_bytes)

@@ -18,20 +18,28 @@ from lightning_batchmem.plan.reuse import load_plan
 
 
 def earlier_plan(
-    trainer: Trainer, device_memory: DeviceMemory, options: SearchOptions, given: Plan | str | Path | None
+    trainer: Trainer,
+    device_memory: DeviceMemory,
+    options: SearchOptions,
+    given: Plan | str | Path | None,
 ) -> tuple[Plan | None, tuple[str, ...]]:
     """The plan to use again, or a note why not; the first rank decides for all."""
     if given is None:
         return None, ()
-    ranks, plan = Ranks(trainer), None
+    ranks = Ranks(trainer)
+    plan = None
     limit_bytes = min(ranks.exchange(memory_limit_bytes(trainer, device_memory, options)))
     try:
         plan = load_plan(given)
-    except (OSError, ValueError) as error:  # no file is usual in the first run of a sweep
+    except (OSError, ValueError) as error:
+        # The first run of a sweep usually has no file, so this is no error.
         changes = [f"it cannot be read ({error})"]
     else:
-        device, now = device_name(trainer.strategy.root_device), search_conditions(trainer, options)
-        changes = changes_since(plan, plan.conditions or {}, now, device=device, limit_bytes=limit_bytes)
+        device = device_name(trainer.strategy.root_device)
+        now = search_conditions(trainer, options)
+        changes = changes_since(
+            plan, plan.conditions or {}, now, device=device, limit_bytes=limit_bytes
+        )
         if plan.conditions is None or not plan.verified:
             changes.append("it was not verified by a fit of this version")
     plan, changes = ranks.exchange((plan, changes))[0]
@@ -39,9 +47,15 @@ def earlier_plan(
 
 
 def search_conditions(trainer: Trainer, options: SearchOptions) -> dict[str, Any]:
-    """What has to match before a plan is used again, in plain JSON types."""
+    """Conditions that have to match before a plan is used again, in plain JSON types."""
     parameters = list(trainer.lightning_module.named_parameters())
     shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in parameters]
-    total, digest = sum(p.numel() for _, p in parameters), sha256(repr(shapes).encode()).hexdigest()[:12]
+    total = sum(p.numel() for _, p in parameters)
+    digest = sha256(repr(shapes).encode()).hexdigest()[:12]
     text = f"{total:,} in {len(shapes)} tensors ({digest})"
-    return {**options.as_json(), "ranks": trainer.world_size, "precision": str(trainer.precision), "parameters": text}
+    return {
+        **options.as_json(),
+        "ranks": trainer.world_size,
+        "precision": str(trainer.precision),
+        "parameters": text,
+    }

@@ -1,4 +1,4 @@
-"""What limits the size in a search: memory, loader workers, data, the user, and the other ranks."""
+"""Limits of the size in a search: memory, loader workers, data, the user, and the other ranks."""
 
 from __future__ import annotations
 
@@ -18,28 +18,44 @@ from lightning_batchmem.measure.batches import ProbeBatches
 from lightning_batchmem.measure.ranks import Ranks, own_budget_bytes
 from lightning_batchmem.plan.decide import decide
 from lightning_batchmem.plan.fit import fit_memory, fit_time
-from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions, parse_memory_limit
+from lightning_batchmem.plan.options import (
+    UNBOUNDED_MAX_BATCH_SIZE,
+    SearchOptions,
+    parse_memory_limit,
+)
 from lightning_batchmem.plan.records import NextSize, SearchLimits, SearchPolicy, Trial, mib
 
-_STEPS = {"probe": 7, "rehearsal": 14}  # of a trial, its evaluation included
-_RESTART_SECONDS = 2.0  # to collect garbage and restore everything before a trial
-_LIMIT_SHARE = 0.95  # of what the device can provide; the rest is for libraries, fragmentation and other processes
+# A trial of each kind has so many steps, with those of its evaluation.
+_STEPS = {"probe": 7, "rehearsal": 14}
+# It takes about this time to collect garbage and restore everything before a trial.
+_RESTART_SECONDS = 2.0
+# The limit is this share of the memory that the device can provide. The rest is for libraries,
+# fragmentation and other processes.
+_LIMIT_SHARE = 0.95
 
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """Bytes in loader workers by arithmetic: the batches that they make ahead, and one that is being fetched.
+    """Bytes in loader workers by arithmetic.
 
-    The workers of all ``stages`` are alive at the same time.
+    They hold the batches that they make ahead, and one that is being fetched. The workers of all
+    ``stages`` are alive at the same time.
     """
 
     stages: Sequence[ProbeBatches]
 
     def bytes_at(self, batch_size: int) -> int:
-        return sum(_batches_ahead(info) * size for stage in self.stages for info, size in stage.batch_bytes(batch_size))
+        return sum(
+            _batches_ahead(info) * size
+            for stage in self.stages
+            for info, size in stage.batch_bytes(batch_size)
+        )
 
     def largest_in_host_memory(self, processes: int = 1) -> int:
-        """The largest batch size whose batches fit into free host memory, with so many ranks on this host."""
+        """The largest batch size whose batches fit into free host memory.
+
+        The ranks on this host, ``processes`` of them, share this memory equally.
+        """
         if self.bytes_at(1) == 0:
             return UNBOUNDED_MAX_BATCH_SIZE
         host = HostMemory()
@@ -63,19 +79,27 @@ def search_limits(
     held_bytes = device.current().allocated_bytes
     if options.memory_limit is not None and limit_bytes <= held_bytes:
         raise ValueError(
-            f"memory_limit must be above the {mib(held_bytes)} that the process already holds, got {mib(limit_bytes)}"
+            f"memory_limit must be above the {mib(held_bytes)} that the process already holds, got"
+            f" {mib(limit_bytes)}"
         )
     limit_bytes -= averages_bytes
-    largest_allowed: list[Bound] = [(options.max_batch_size or UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size"), *bounds]
+    largest_allowed: list[Bound] = [
+        (options.max_batch_size or UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size"),
+        *bounds,
+    ]
     if target_batch_size is not None:
         largest_allowed.append((target_batch_size, "target_batch_size"))
     if device.name != "host":
-        largest_allowed.append((workers.largest_in_host_memory(processes_on_node(trainer)), "host memory"))
+        largest_allowed.append(
+            (workers.largest_in_host_memory(processes_on_node(trainer)), "host memory")
+        )
     own = min(largest_allowed, key=lambda bound: bound[0])
     found = [(stage.longest_bytes, stage.notes) for stage in workers.stages]
-    of_all = ranks.exchange((limit_bytes, own, found))  # the rank with the least of each decides
+    # The rank with the lowest value of a limit decides for all ranks.
+    of_all = ranks.exchange((limit_bytes, own, found))
     largest, reason = min((bound for _, bound, _ in of_all), key=lambda bound: bound[0])
-    for number, stage in enumerate(workers.stages):  # a rank may have no validation
+    # A rank without validation has fewer stages than the others.
+    for number, stage in enumerate(workers.stages):
         stage.agree([each[number] for _, _, each in of_all if number < len(each)])
     return SearchLimits(
         limit_bytes=min(limit for limit, _, _ in of_all),
@@ -92,39 +116,50 @@ def search_limits(
 
 
 def own_limit_bytes(trainer: Trainer, device: DeviceMemory, averages_bytes: int) -> int:
-    """What this rank may hold at this moment; ``averages_bytes`` are taken later."""
+    """Bytes that this rank may hold at this moment; ``averages_bytes`` are taken later."""
     return _share_of(own_budget_bytes(device, trainer), device) - averages_bytes
 
 
 def memory_limit_bytes(trainer: Trainer, device: DeviceMemory, options: SearchOptions) -> int:
-    """What this process may hold; a warning where ``memory_limit`` is above what the device can provide."""
+    """Bytes that this process may hold.
+
+    A ``memory_limit`` above the bytes that the device can provide causes a warning.
+    """
     budget_bytes = own_budget_bytes(device, trainer)
     wanted_bytes = parse_memory_limit(options.memory_limit, budget_bytes)
     if wanted_bytes > budget_bytes:
         rank_zero_warn(
-            f"memory_limit={options.memory_limit!r} is more than the device can provide, {mib(budget_bytes)}."
+            f"memory_limit={options.memory_limit!r} is more than the device can provide,"
+            f" {mib(budget_bytes)}."
         )
     return min(wanted_bytes, _share_of(budget_bytes, device))
 
 
 def _share_of(budget_bytes: int, device: DeviceMemory) -> int:
-    held_bytes = device.current().allocated_bytes if device.name == "host" else 0  # the interpreter and libraries too
+    # On the host, this process also holds the interpreter and libraries.
+    held_bytes = device.current().allocated_bytes if device.name == "host" else 0
     return held_bytes + int(_LIMIT_SHARE * (budget_bytes - held_bytes))
 
 
 def expected_seconds(trials: Sequence[Trial], limits: SearchLimits) -> float:
-    """How long the rest of a search will take if every size fits as predicted; 0 when it is not known."""
-    memory, times, run, seconds = fit_memory(trials), fit_time(trials), list(trials), 0.0
+    """Seconds that the rest of a search takes if every size fits as predicted; 0 if unknown."""
+    memory = fit_memory(trials)
+    times = fit_time(trials)
+    run = list(trials)
+    seconds = 0.0
     if memory is None or times is None:
         return 0.0
     while isinstance(step := decide(run, limits), NextSize):
-        size, predicted_bytes = step.batch_size, int(memory.predict_bytes(step.batch_size))
+        size = step.batch_size
+        predicted_bytes = int(memory.predict_bytes(step.batch_size))
         run.append(Trial(size, "ok", {memory.phase_at(size): predicted_bytes}, step.kind))
         seconds += _STEPS[step.kind] * times.step_seconds(size) + _RESTART_SECONDS
     return seconds
 
 
-def with_workers(trial: Trial, workers: WorkerMemory, device: DeviceMemory, limit_bytes: int) -> Trial:
+def with_workers(
+    trial: Trial, workers: WorkerMemory, device: DeviceMemory, limit_bytes: int
+) -> Trial:
     """The trial with the memory of DataLoader workers, which counts on the host."""
     trial = replace(trial, worker_bytes=workers.bytes_at(trial.batch_size))
     if device.name != "host":
@@ -138,6 +173,7 @@ def _batches_ahead(info: LoaderInfo) -> int:
     loader = info.loader
     if not loader.num_workers:
         return 0
-    # Pinned memory comes in powers of two. Source: CachingHostAllocator.h in pytorch/aten/src/ATen/core, `allocate`
+    # Pinned memory comes in powers of two.
+    # Source: `allocate` in pytorch/aten/src/ATen/core/CachingHostAllocator.h.
     copies = 2 if loader.pin_memory and torch.cuda.is_available() else 1
     return (loader.num_workers * (loader.prefetch_factor or 0) + 1) * copies

@@ -1,4 +1,4 @@
-"""Peaks of a step and its phases: exact bytes on the host and on CUDA, or what the device counts."""
+"""Peaks of a step and its phases: exact bytes on the host and CUDA, else the device's counters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode  # private in torch 2.5 to 2.13
+
+# `_get_current_dispatch_mode` is private in torch 2.5 to 2.13.
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from lightning_batchmem.devices import DeviceMemory
@@ -16,14 +18,16 @@ from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.devices.tensors import plain_tensors
 
 
+# TorchDispatchMode.__init_subclass__ has no type annotations.
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the tensor storages that operators create, from their first use until they are freed.
+    """Bytes of the storages that operators create, from their first use until they are freed.
 
-    Storages that exist before are counted from the first operator that reads them, so the second of two equal steps is
-    complete. What an operator allocates and frees inside itself is not counted.
+    Storages that exist before are counted from the first operator that reads them, so the second of
+    two equal steps is complete. What an operator allocates and frees inside itself is not counted.
     """
 
     def __init__(self, other_bytes: int = 0) -> None:
+        # TorchDispatchMode.__init__ has no type annotations.
         super().__init__()  # type: ignore[no-untyped-call]
         self._live: dict[int, weakref.ref[Any]] = {}
         self._bytes = self._peak_bytes = other_bytes
@@ -34,7 +38,11 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _get_current_dispatch_mode() is None
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         self.track(tree_leaves((args, kwargs)))
         result = func(*args, **(kwargs or {}))
@@ -86,7 +94,9 @@ class RequestedBytes:
 
 
 def _requested(stats: MemoryStats) -> MemoryStats:
-    return stats if stats.requested_bytes is None else stats._replace(allocated_bytes=stats.requested_bytes)
+    if stats.requested_bytes is None:
+        return stats
+    return stats._replace(allocated_bytes=stats.requested_bytes)
 
 
 class StepPeaks(NamedTuple):
@@ -102,8 +112,8 @@ class StepPeaks(NamedTuple):
 class PhasePeaks:
     """Measures the peak of each phase of a step: ``start``, any number of ``enter``, ``stop``.
 
-    A phase that is entered twice (manual optimization with several optimizers) keeps its higher peak. Every boundary
-    resets the device's peak. Without a device nothing is read.
+    A phase that is entered twice (manual optimization with several optimizers) keeps its higher
+    peak. Every boundary resets the device's peak. Without a device nothing is read.
     """
 
     def __init__(self, device_memory: DeviceMemory | LiveStorages | RequestedBytes | None) -> None:
@@ -113,14 +123,16 @@ class PhasePeaks:
         self._reserved_bytes: int | None = None
 
     def start(self, phase: str = "forward") -> None:
-        self._peaks, self._reserved_bytes = {}, None
+        self._peaks = {}
+        self._reserved_bytes = None
         if self._device_memory is not None:
             self._phase = phase
             self._device_memory.reset_peak()
 
     def enter(self, phase: str | None) -> None:
         """End the current phase and begin ``phase``; outside a step nothing happens."""
-        device_memory, ended = self._device_memory, self._phase
+        device_memory = self._device_memory
+        ended = self._phase
         if ended is None or device_memory is None:
             return
         peak_bytes, reserved_bytes, _ = device_memory.peak()

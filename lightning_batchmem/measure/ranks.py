@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
-from torch.utils._python_dispatch import TorchDispatchMode  # documented; public only under this name (2.5 to 2.13)
+
+# TorchDispatchMode is documented, and public only under this name in torch 2.5 to 2.13.
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_batchmem._lightning.strategies import processes_on_node
 from lightning_batchmem.devices import DeviceMemory
@@ -23,10 +25,14 @@ class RankFailedError(RuntimeError):
 
 
 class Ranks:
-    """The processes that search together; each calls :meth:`exchange` equally often, once more after an error."""
+    """The processes that search together.
+
+    Each of them calls :meth:`exchange` equally often, and once more after an error.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.size, self.rank = trainer.world_size, trainer.global_rank
+        self.size = trainer.world_size
+        self.rank = trainer.global_rank
         self._in_collective_step = False
 
     def exchange(self, value: _Value) -> list[_Value]:
@@ -42,9 +48,14 @@ class Ranks:
     def worst_of_all(self, trial: Trial) -> Trial:
         trials = self.exchange(trial)
         if len({one.batch_size for one in trials}) > 1:
-            raise RuntimeError("BatchFinder's ranks ran different batch sizes; please report this as a bug.")
+            raise RuntimeError(
+                "BatchFinder's ranks ran different batch sizes; please report this as a bug."
+            )
         if self.size > 1:
-            trials = [replace(one, error=one.error and f"on rank {i}: {one.error}") for i, one in enumerate(trials)]
+            trials = [
+                replace(one, error=one.error and f"on rank {i}: {one.error}")
+                for i, one in enumerate(trials)
+            ]
         return Trial.worst_of(trials)
 
     @contextmanager
@@ -55,27 +66,38 @@ class Ranks:
             self.exchange(None)
         except RankFailedError:
             raise
+        # Every error is raised again, after a report to the other ranks.
         except BaseException as error:
             self.report(error)
             raise
 
     def report(self, error: BaseException) -> None:
-        """Take part in the next exchange with an error, unless the other ranks wait inside a collective step."""
+        """Take part in the next exchange with an error.
+
+        Nothing happens if the other ranks wait inside a collective step.
+        """
         if self.size > 1 and not self._in_collective_step:
             lines = str(error).strip().splitlines()
-            with suppress(RuntimeError):  # the others have ended already; this rank's own error is raised anyway
-                self._gather(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__, None)
+            text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+            # The exchange fails if the other ranks have ended already. The error of this rank is
+            # raised anyway.
+            with suppress(RuntimeError):
+                self._gather(text, None)
 
     @contextmanager
     def collective_step(self, batch_size: int) -> Iterator[None]:
-        """Steps that all ranks take together; after an error this rank ends without a further exchange."""
+        """Steps that all ranks take together.
+
+        After an error this rank ends without a further exchange.
+        """
         self._in_collective_step = True
         try:
             yield
-        except Exception as error:  # raised again, with a note
+        # Every error is raised again, with a note.
+        except Exception as error:
             error.add_note(
-                f"BatchFinder: in a step of {batch_size} samples that all ranks take together. If a rank ran out of"
-                " memory, lower memory_limit."
+                f"BatchFinder: in a step of {batch_size} samples that all ranks take together. If a"
+                " rank ran out of memory, lower memory_limit."
             )
             raise
         self._in_collective_step = False
@@ -84,29 +106,44 @@ class Ranks:
         rows: list[Any] = [None] * self.size
         try:
             torch.distributed.all_gather_object(rows, (failure, value))
-        except RuntimeError as error:  # gloo and NCCL have no error class for a peer that is gone
-            raise RankFailedError(f"another rank ended without a message; rank {self.rank} waited for it") from error
+        # Gloo and NCCL have no error class for a peer that is gone.
+        except RuntimeError as error:
+            raise RankFailedError(
+                f"another rank ended without a message; rank {self.rank} waited for it"
+            ) from error
         return rows
 
 
+# TorchDispatchMode.__init_subclass__ has no type annotations.
 class CollectiveDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises an error at the first collective of ``torch.distributed`` instead of running it, so no rank waits."""
+    """Raises an error at the first collective of ``torch.distributed`` instead of running it.
+
+    So no rank waits for the others.
+    """
 
     def __init__(self) -> None:
+        # TorchDispatchMode.__init__ has no type annotations.
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = False
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
             self.found = True
-            raise RuntimeError(f"BatchFinder ends its first step at {func}, which other ranks would have to reach too.")
+            raise RuntimeError(
+                f"BatchFinder ends its first step at {func}, which other ranks would have to reach"
+                " too."
+            )
         return func(*args, **(kwargs or {}))
 
 
 def own_budget_bytes(device: DeviceMemory, trainer: Trainer) -> int:
-    """The most that this rank may hold. Ranks on one host share what is left there equally."""
+    """The most bytes that this rank may hold; ranks on one host share its free memory equally."""
     budget_bytes = device.budget_bytes()
     processes = processes_on_node(trainer) if device.name == "host" else 1
     if processes == 1:

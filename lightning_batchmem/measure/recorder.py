@@ -1,4 +1,7 @@
-"""Measure the steps of one ``fit``, ``validate``, ``test`` or ``predict`` for the MemoryProfiler."""
+"""Measure the steps of one run for the MemoryProfiler.
+
+A run is one ``fit``, ``validate``, ``test`` or ``predict``.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,10 @@ from lightning_batchmem.plan.options import number_from
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import mib
 
-_UNLOGGED_INTERVAL = 50  # steps between two reports if log_every_n_steps=0; Lightning's default
-LIMIT_INTERVAL_SECONDS = 1.0  # the limit changes slowly, and reading it takes system calls
+# So many steps lie between two reports if log_every_n_steps=0. This is Lightning's default.
+_UNLOGGED_INTERVAL = 50
+# The limit changes slowly, and reading it takes system calls.
+LIMIT_INTERVAL_SECONDS = 1.0
 
 
 class StepRecorder:
@@ -43,7 +48,9 @@ class StepRecorder:
     ) -> None:
         self.phase_peaks = PhasePeaks(device_memory)
         self.limit_bytes: int | None = None
-        self._device_memory, self._device_timer, self._items_fn = device_memory, device_timer, items_fn
+        self._device_memory = device_memory
+        self._device_timer = device_timer
+        self._items_fn = items_fn
         self._max_limit_bytes = math.inf if plan is None else plan.limit_bytes
         self._limit_read_at = -math.inf
         self._optimizers: list[Optimizer] = []
@@ -65,12 +72,16 @@ class StepRecorder:
 
     def watch(self, trainer: Trainer, module: LightningModule) -> None:
         """Register hooks on the trainer's optimizers, and remove them from others."""
-        optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, Optimizer)]
+        optimizers = [
+            optimizer for optimizer in trainer.optimizers if isinstance(optimizer, Optimizer)
+        ]
         if list(map(id, optimizers)) != list(map(id, self._optimizers)):
             self.close()
             self._optimizers = optimizers
             self._is_manual = not module.automatic_optimization
-            self._handles = [optimizer.register_step_post_hook(self._note_step) for optimizer in optimizers]
+            self._handles = [
+                optimizer.register_step_post_hook(self._note_step) for optimizer in optimizers
+            ]
 
     def restart(self) -> None:
         self._timer.restart()
@@ -84,47 +95,75 @@ class StepRecorder:
     def end_evaluation(self) -> None:
         self._timer = self.main
         self.main.resume()
-        self.main.forget_wait()  # starting workers, and other callbacks, take time around an evaluation
+        # The start of workers and other callbacks take time around an evaluation.
+        self.main.forget_wait()
         if self._utilization is not None:
-            self._utilization.percent()  # excludes the evaluation from the next reading
+            # This reading excludes the evaluation from the next one.
+            self._utilization.percent()
 
     def start(self, module: LightningModule, batch: object) -> None:
         timer = self._timer
         if not timer.start():
             self._mark()
-        self._stepped, self._in_step, self._batch, self._start_bytes = False, True, batch, None
+        self._stepped = False
+        self._in_step = True
+        self._batch = batch
+        self._start_bytes = None
         is_training = timer.stage == "train"
-        if is_training and timer.steps >= self._next_start_reading and self._device_memory is not None:
-            # each of the first 96 steps, then 33 times per doubling of the steps, at places that no period repeats
+        is_due = is_training and timer.steps >= self._next_start_reading
+        if is_due and self._device_memory is not None:
+            # The bytes are read in each of the first 96 steps, then 33 times per doubling of the
+            # steps, at places that no period repeats.
             self._next_start_reading = timer.steps + max(1, timer.steps // 48)
             self._start_bytes = self._device_memory.private_bytes()
         self.phase_peaks.start("forward" if is_training else "evaluation")
-        if self._is_steady and timer is self.main and self.breakdown is not None and self.breakdown.is_due:
+        breakdown = self.breakdown
+        is_steady = self._is_steady and timer is self.main
+        if is_steady and breakdown is not None and breakdown.is_due:
             timer.pause()
-            self.breakdown.take(module, self._optimizers, batch)
+            breakdown.take(module, self._optimizers, batch)
             timer.resume()
 
     def stop(self, trainer: Trainer, batch: object) -> StepRecord | None:
         """End the step; None if Lightning skipped it because the loader returned None."""
         if not self._in_step:
             return None
-        timer, peaks, number, marks = self._timer, self.phase_peaks.stop(), self._timer.steps, None
+        timer = self._timer
+        peaks = self.phase_peaks.stop()
+        number = self._timer.steps
+        marks = None
         seconds, wait_seconds = timer.stop()
         if self._device_timer is not None:
             marks = (timer.mark, self._device_timer.mark())
             timer.mark = marks[1]
         if timer.stage == "train":
             number = trainer.fit_loop.total_batch_idx
-            if not self._stepped:  # gradient accumulation: what follows backward belongs to it
+            # Under gradient accumulation no optimizer stepped, and the phase after backward belongs
+            # to backward.
+            if not self._stepped:
                 phases = peaks.phase_peak_bytes
                 if "optimizer_step" in phases:
-                    phases["backward"] = max(phases.get("backward", 0), phases.pop("optimizer_step"))
+                    after_bytes = phases.pop("optimizer_step")
+                    phases["backward"] = max(phases.get("backward", 0), after_bytes)
         elif timer is self.main:
             self._is_steady = True
-        self._in_step, self._batch = False, None
+        self._in_step = False
+        self._batch = None
         samples = self._samples_in(trainer, batch)
-        items = None if self._items_fn is None else number_from("items_fn", self._items_fn(batch), nan=True)
-        record = StepRecord(number, samples, peaks, seconds, wait_seconds, timer.stage, items, marks, self._start_bytes)
+        items = None
+        if self._items_fn is not None:
+            items = number_from("items_fn", self._items_fn(batch), nan=True)
+        record = StepRecord(
+            number,
+            samples,
+            peaks,
+            seconds,
+            wait_seconds,
+            timer.stage,
+            items,
+            marks,
+            self._start_bytes,
+        )
         if timer is self.main:
             record.is_steady = self.breakdown is not None and self.breakdown.num_taken > 0
             if timer.steps == 1:
@@ -139,40 +178,58 @@ class StepRecorder:
         """Whether training is logged after the step that ended."""
         if self._timer.stage != "train":
             return False
-        return logs_now(trainer) or (not self._timer.steps % _UNLOGGED_INTERVAL and not logs_at_all(trainer))
+        return logs_now(trainer) or (
+            not self._timer.steps % _UNLOGGED_INTERVAL and not logs_at_all(trainer)
+        )
 
     def read_device(self) -> DeviceReading:
-        """Read limit, utilization and allocator retries; the first two also become part of the last record."""
-        utilization, retries, limit_bytes = None, None, None
-        if self._read_limit() and self._device_memory is not None:  # both once a second
-            retries, limit_bytes = self._device_memory.counters().get("num_alloc_retries"), self.limit_bytes
+        """Read the limit, the utilization and the allocator's retries.
+
+        The first two also become part of the last record.
+        """
+        utilization = None
+        retries = None
+        limit_bytes = None
+        # The limit and the retries are read at most once a second.
+        if self._read_limit() and self._device_memory is not None:
+            retries = self._device_memory.counters().get("num_alloc_retries")
+            limit_bytes = self.limit_bytes
         if self._utilization is not None and (percent := self._utilization.percent()) is not None:
             utilization = (self._utilization.key, percent)
         if self._record is not None:
-            self._record.limit_bytes, self._record.utilization = limit_bytes or self._record.limit_bytes, utilization
+            self._record.limit_bytes = limit_bytes or self._record.limit_bytes
+            self._record.utilization = utilization
             self._record = None
         return DeviceReading(self.limit_bytes, utilization, retries)
 
     def explain_out_of_memory(self, trainer: Trainer, module: LightningModule) -> str:
-        """The note of an error: the step that ran out of memory, and what the memory contained."""
+        """The note of an error: the step that ran out of memory, and the contents of the memory."""
         where = "between two steps"
         if self._in_step:
             stage = self._timer.stage
-            where = f"in {stage} step {trainer.fit_loop.total_batch_idx if stage == 'train' else self._timer.steps}"
+            number = self._timer.steps
+            if stage == "train":
+                number = trainer.fit_loop.total_batch_idx
+            where = f"in {stage} step {number}"
             if (samples := samples_in(self._batch)) is not None:
                 where += f" with a batch of {samples:,} samples"
         if trainer.world_size > 1:
             where += f" on rank {trainer.global_rank}"
-        text, peak_bytes = f"memory ran out {where}.", self.phase_peaks.stop().peak_bytes
+        text = f"memory ran out {where}."
+        peak_bytes = self.phase_peaks.stop().peak_bytes
         if self.breakdown is not None and self.limit_bytes is not None:
             breakdown = self.breakdown.at_failure(module, self._optimizers, self._batch, peak_bytes)
-            text += f" Until then it held up to {mib(peak_bytes)} of {mib(self.limit_bytes)}: {breakdown}."
+            text += (
+                f" Until then it held up to {mib(peak_bytes)} of {mib(self.limit_bytes)}:"
+                f" {breakdown}."
+            )
         return text
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._optimizers = [], []
+        self._handles = []
+        self._optimizers = []
 
     def _mark(self) -> None:
         if self._device_timer is not None:
@@ -191,18 +248,22 @@ class StepRecorder:
         if samples is not None:
             return samples
         if self._timer.stage == "train":
-            size = getattr(trainer.train_dataloader, "batch_size", None)  # None for several loaders, and own batches
+            # Several loaders, and loaders that make their own batches, have no batch size.
+            size = getattr(trainer.train_dataloader, "batch_size", None)
             if size is not None:
-                return None if trainer.is_last_batch else int(size)  # the last one may be smaller
+                # The last batch may be smaller.
+                return None if trainer.is_last_batch else int(size)
         if not self._warned_of_size:
             self._warned_of_size = True
             rank_zero_warn(
-                f"MemoryProfiler cannot count the samples of a {self._timer.stage} batch: its tensors differ in their"
-                " first dimension, or it has none. Such steps are left out of batch/size and throughput/samples_per_s."
+                f"MemoryProfiler cannot count the samples of a {self._timer.stage} batch: its"
+                " tensors differ in their first dimension, or it has none. Such steps are left out"
+                " of batch/size and throughput/samples_per_s."
             )
         return None
 
     def _note_step(self, *_: Any) -> None:
         self._stepped = self._is_steady = True
-        if self._is_manual:  # another forward may follow; Lightning has no hook after this step
+        # Another forward pass may follow, and Lightning has no hook after an optimizer's step.
+        if self._is_manual:
             self.phase_peaks.enter("forward")

@@ -22,7 +22,9 @@ from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.measure.peaks import LiveStorages, PhasePeaks, RequestedBytes, StepPeaks
 from lightning_batchmem.measure.steps import Steps
 
-_MAX_WARMUP_STEPS = 20  # until every optimizer has stepped; fp16 skips the first steps while it finds its loss scale
+# The warm-up has at most so many steps until every optimizer has stepped. Under fp16 the first
+# steps are skipped while the loss scale is found.
+_MAX_WARMUP_STEPS = 20
 
 
 class PhaseCallback(Callback):
@@ -38,11 +40,14 @@ class PhaseCallback(Callback):
 
         def after_step(optimizer: Optimizer, *_: Any) -> None:
             self.stepped.add(id(optimizer))
-            self.peaks.enter("forward")  # a second forward pass follows under manual optimization
+            # A second forward pass follows under manual optimization.
+            self.peaks.enter("forward")
 
         return [optimizer.register_step_post_hook(after_step) for optimizer in optimizers]
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
         self.peaks.enter("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -51,23 +56,31 @@ class PhaseCallback(Callback):
 
 @dataclass
 class StepRecords:
-    """What the steps of one trial used."""
+    """Memory and time that the steps of one trial used."""
 
-    main: Steps  # whose times and full steps count
-    exact: list[StepPeaks] = field(default_factory=list)  # live bytes of each counted step
-    held_bytes: list[int] = field(default_factory=list)  # of each step
-    seconds: list[float] = field(default_factory=list)  # of each counted call
+    # Only the times and the full steps of these steps count.
+    main: Steps
+    # These are the peaks of live bytes of each counted step.
+    exact: list[StepPeaks] = field(default_factory=list)
+    # Each step held so many bytes at its peak.
+    held_bytes: list[int] = field(default_factory=list)
+    # Each timed call took so long.
+    seconds: list[float] = field(default_factory=list)
     calls: int = 0
     full_steps: int = 0
     samples: int = 0
     fixed_bytes: int = 0
     reserve_bytes: int = 0
     error: str = ""
-    most_held_bytes: float = math.inf  # a step that holds more ends the series
+    # A step that holds more bytes ends the series.
+    most_held_bytes: float = math.inf
 
     def phase_peaks(self) -> dict[str, int]:
         phases = dict.fromkeys(phase for step in self.exact for phase in step.phase_peak_bytes)
-        return {phase: max(step.phase_peak_bytes.get(phase, 0) for step in self.exact) for phase in phases}
+        return {
+            phase: max(step.phase_peak_bytes.get(phase, 0) for step in self.exact)
+            for phase in phases
+        }
 
 
 class OverLimitError(Exception):
@@ -84,13 +97,16 @@ class StepRunner:
         samples_bytes: int = 0,
         counts_live: bool = True,
     ) -> None:
-        self.trainer, self.device, self.callback = trainer, device, callback
+        self.trainer = trainer
+        self.device = device
+        self.callback = callback
         self.is_host = device.name == "host"
         self._samples_bytes = samples_bytes if self.is_host else 0
         self._file_bytes = device.file_bytes() if isinstance(device, HostMemory) else 0
         self.live = self._live_counter(counts_live)
         self._frames_before = compiled_frames()
-        self.has_idle_optimizer = False  # one that did not step while others warmed up
+        # This is true if an optimizer did not step while others warmed up.
+        self.has_idle_optimizer = False
 
     @property
     def is_compiled(self) -> bool:
@@ -101,7 +117,11 @@ class StepRunner:
         return (self.live or self.device).current().allocated_bytes
 
     def series(
-        self, steps: Steps, batch_size: int, record: StepRecords, body: Callable[[Steps, int, StepRecords], Any]
+        self,
+        steps: Steps,
+        batch_size: int,
+        record: StepRecords,
+        body: Callable[[Steps, int, StepRecords], Any],
     ) -> Any:
         """Run steps of one kind that follow each other."""
         record.calls = steps.begin(batch_size)
@@ -112,7 +132,9 @@ class StepRunner:
 
     def warm_up(self, steps: Steps, batch_size: int, record: StepRecords, *, at_least: int) -> None:
         """Run until every optimizer has stepped, so that its state exists."""
-        optimizers = {id(optimizer) for optimizer in self.trainer.optimizers} if steps.first_phase == "forward" else ()
+        optimizers: set[int] = set()
+        if steps.first_phase == "forward":
+            optimizers = {id(optimizer) for optimizer in self.trainer.optimizers}
         for step in range(_MAX_WARMUP_STEPS):
             if step >= at_least and self.callback.stepped.issuperset(optimizers):
                 break
@@ -120,7 +142,8 @@ class StepRunner:
         else:
             self.has_idle_optimizer = not self.callback.stepped.issuperset(optimizers)
         if self.is_host and self.is_compiled:
-            self.live = None  # a compiled module allocates without operators that could be counted
+            # A compiled module allocates without operators that could be counted.
+            self.live = None
 
     def run(
         self,
@@ -134,26 +157,33 @@ class StepRunner:
         timed: bool = False,
         varied: bool = False,
     ) -> None:
-        """Run full steps; ``live`` counts storages on the host, ``varied`` takes other lengths in every other step."""
+        """Run full steps.
+
+        ``live`` counts storages on the host, ``varied`` takes other lengths in every other step.
+        """
         counter: DeviceMemory | LiveStorages | RequestedBytes = self.device
         if self.live is not None and (live or not self.is_host):
             counter = self.live
         elif self.live is not None:
-            counted = False  # the resident set is no live bytes
+            # The resident set is read in this case, and it does not consist of live bytes.
+            counted = False
         with counter if isinstance(counter, LiveStorages) else nullcontext():
             for step in range(count):
                 self.callback.peaks = peaks = PhasePeaks(counter)
+                is_varied = varied and step % 2 == 1
                 for call in range(record.calls):
                     begin = time.perf_counter()
                     peaks.start(steps.first_phase)
-                    steps.run(batch_size, step * record.calls + call, varied=varied and step % 2 == 1)
+                    steps.run(batch_size, step * record.calls + call, varied=is_varied)
                     self.device.synchronize()
                     seconds = time.perf_counter() - begin
                     found = peaks.stop()
                     record.exact += [found] if counted else []
                     record.seconds += [seconds] if timed and steps is record.main else []
                     if not live:
-                        held_bytes = found.peak_bytes if self.is_host else found.peak_reserved_bytes or found.peak_bytes
+                        held_bytes = found.peak_bytes
+                        if not self.is_host:
+                            held_bytes = found.peak_reserved_bytes or found.peak_bytes
                         record.held_bytes.append(held_bytes - self._not_counted_bytes())
                         if record.held_bytes[-1] > record.most_held_bytes:
                             raise OverLimitError
@@ -161,25 +191,37 @@ class StepRunner:
                 record.full_steps += steps is record.main
 
     def track_lasting(self) -> None:
-        """Count optimizer states and gradients, which steps before have made, without keeping them alive."""
+        """Count optimizer states and gradients of earlier steps, without keeping them alive."""
         if isinstance(self.live, LiveStorages):
             self.live.track(tensors_in([optimizer.state for optimizer in self.trainer.optimizers]))
-            self.live.track(tensors_in([one.grad for one in self.trainer.lightning_module.parameters()]))
+            parameters = self.trainer.lightning_module.parameters()
+            self.live.track(tensors_in([parameter.grad for parameter in parameters]))
 
     def held_bytes(self) -> int:
-        """What this process has taken from the device at this moment."""
+        """Bytes that this process has taken from the device at this moment."""
         stats = self.device.current()
         held_bytes = stats.allocated_bytes if stats.reserved_bytes is None else stats.reserved_bytes
         return held_bytes - self._not_counted_bytes()
 
     def _not_counted_bytes(self) -> int:
-        """Bytes of the search's samples, and of files mapped since the start: the kernel drops these first."""
-        new_bytes = self.device.file_bytes() - self._file_bytes if isinstance(self.device, HostMemory) else 0
+        """Bytes of the search's samples, and of files mapped since the start.
+
+        The kernel drops the pages of such files first.
+        """
+        new_bytes = 0
+        if isinstance(self.device, HostMemory):
+            new_bytes = self.device.file_bytes() - self._file_bytes
         return self._samples_bytes + max(0, new_bytes)
 
     def state_bytes(self, callbacks: Iterable[Callback]) -> int:
-        """Bytes of weights, optimizer and callback state, which saving a checkpoint copies in host memory."""
-        states = [*(optimizer.state for optimizer in self.trainer.optimizers), *(one.state_dict() for one in callbacks)]
+        """Bytes of weights, optimizer and callback state.
+
+        Saving a checkpoint copies them in host memory.
+        """
+        states = [
+            *(optimizer.state for optimizer in self.trainer.optimizers),
+            *(one.state_dict() for one in callbacks),
+        ]
         tensors = tensors_in([self.trainer.lightning_module.state_dict(), *states])
         return bytes_of(tensors, torch.device("cpu"))
 
@@ -207,14 +249,15 @@ class StepRunner:
 def compiled_frames() -> int:
     """How many functions ``torch.compile`` has compiled in this process."""
     utils = sys.modules.get("torch._dynamo.utils")
-    return 0 if utils is None else int(utils.counters["frames"]["total"])  # private in torch 2.5 to 2.13
+    # The counters are private in torch 2.5 to 2.13.
+    return 0 if utils is None else int(utils.counters["frames"]["total"])
 
 
 def forget_compiled() -> None:
     """Compile every function again at its next call, as in the first step of training.
 
-    Without this the second size would be compiled for dynamic shapes, as another program than that of the training, and
-    after a few sizes the compiler would stop (its limit of recompilations).
+    Without this the second size would be compiled for dynamic shapes, as another program than that
+    of the training, and after a few sizes the compiler would stop (its limit of recompilations).
     """
     if compiled_frames():
         torch.compiler.reset()
@@ -222,7 +265,7 @@ def forget_compiled() -> None:
 
 @contextmanager
 def each_size_static() -> Iterator[None]:
-    """Compile each size for itself, and let training begin as if nothing had been compiled before it."""
+    """Compile each size for itself, and let training begin as if nothing had been compiled."""
     if "torch._dynamo" not in sys.modules:
         yield
         return

@@ -30,18 +30,24 @@ class TrainingSteps:
     batches: Callable[[int], float]
 
     def begin(self, batch_size: int) -> int:
-        """Make the next step the first of an epoch, and return the calls of :meth:`run` to a full step."""
-        return begin_epoch(self.trainer, self.batches(batch_size)) * self.probe_batches.loaders_in_turn
+        """Make the next step the first of an epoch.
+
+        Return the number of calls of :meth:`run` in a full step.
+        """
+        micro_batches = begin_epoch(self.trainer, self.batches(batch_size))
+        return micro_batches * self.probe_batches.loaders_in_turn
 
     def run(self, batch_size: int, index: int, *, varied: bool = False) -> None:
         """Run a training step; under gradient accumulation, a micro batch."""
-        run_step(self.trainer, lambda: self.probe_batches.batch(batch_size, index, varied=varied)[0])
+        run_step(
+            self.trainer, lambda: self.probe_batches.batch(batch_size, index, varied=varied)[0]
+        )
 
     def end(self) -> None:
         """Nothing to undo."""
 
     def release(self) -> None:
-        """Drop what a failed step still holds: gradients, a half-made optimizer state, the batch."""
+        """Drop gradients, a half-made optimizer state and the batch, which a failed step holds."""
         for parameter in self.trainer.lightning_module.parameters():
             parameter.grad = None
         for optimizer in self.trainer.optimizers:
@@ -60,12 +66,19 @@ class EvaluationSteps:
     probe_batches: ProbeBatches
 
     def begin(self, batch_size: int) -> int:
-        """Enter the evaluation with the module's hooks, and return the calls of :meth:`run` to a full step."""
-        begin_evaluation(self.trainer, self.loop, self.loaders.combined, self.loaders.batches(batch_size))
+        """Enter the evaluation with the module's hooks.
+
+        Return the number of calls of :meth:`run` in a full step.
+        """
+        begin_evaluation(
+            self.trainer, self.loop, self.loaders.combined, self.loaders.batches(batch_size)
+        )
         return self.probe_batches.loaders_in_turn
 
     def run(self, batch_size: int, index: int, *, varied: bool = False) -> None:
-        run_evaluation_step(self.loop, lambda: self.probe_batches.batch(batch_size, index, varied=varied))
+        run_evaluation_step(
+            self.loop, lambda: self.probe_batches.batch(batch_size, index, varied=varied)
+        )
 
     def end(self) -> None:
         end_evaluation(self.trainer, self.loop)

@@ -1,4 +1,4 @@
-"""Real steps at one batch size, measured: a probe of a few steps, or a rehearsal of the training."""
+"""Real steps at one batch size, measured: a probe of a few steps, or a rehearsal of training."""
 
 from __future__ import annotations
 
@@ -26,16 +26,26 @@ from lightning_batchmem.measure.step_runner import (
 from lightning_batchmem.measure.steps import EvaluationSteps, Steps, TrainingSteps
 from lightning_batchmem.plan.records import Outcome, Trial, TrialKind
 
-_GRAPH_WARMUP_STEPS = 3  # CUDA graphs: warm up, record, replay
-_STEADY_STEPS = 5  # with fewer, simulated trainings ran out of memory in later steps
-# Activations of this batch leave a part of most segments of the larger batch free. Its gradients lie there, so that the
-# next step can neither use nor release them. Source: simulated CUDA allocator.
+# CUDA graphs need one step each to warm up, to record and to replay.
+_GRAPH_WARMUP_STEPS = 3
+# With fewer steps, simulated trainings ran out of memory in later steps.
+_STEADY_STEPS = 5
+# Activations of a batch of this share leave a part of most segments of the larger batch free. The
+# gradients of the smaller batch lie there, so that the next step can neither use nor release these
+# segments.
+# Source: simulated CUDA allocator.
 _WORST_SMALLER_SHARE = 0.75
-_MORE_STEPS = 15  # while steps differ, as with random depth or image size
-_DIFFERENCE = 0.1  # of the highest: more is no noise
-_SLOW_SECONDS = 2.0  # of a step, from which fewer of them are repeated
-_RESERVE_SHARE = 0.12  # of the growth of the resident set: 60 steps exceeded the first eight by up to 7 %
-_RESERVE_SHARE_INEXACT = 0.4  # the same where live bytes cannot be counted, so that the size is less certain
+# So many steps are added if the steps differ, as with random depth or image size.
+_MORE_STEPS = 15
+# Steps differ if their held bytes vary by more than this share of the highest. Less is noise.
+_DIFFERENCE = 0.1
+# Fewer steps are repeated if a step takes longer than this.
+_SLOW_SECONDS = 2.0
+# This share of the growth of the resident set is left free. In a measurement, 60 steps exceeded the
+# first eight by up to 7 %.
+_RESERVE_SHARE = 0.12
+# This larger share is left free where live bytes cannot be counted and the size is less certain.
+_RESERVE_SHARE_INEXACT = 0.4
 
 
 class TrialRunner:
@@ -50,17 +60,30 @@ class TrialRunner:
         evaluation: EvaluationSteps | None,
         saved_callbacks: Sequence[Callback] = (),
     ) -> None:
-        self._trainer, self._device, self._callback, self._ranks = trainer, device, callback, ranks
-        self._training, self._evaluation = training, evaluation
+        self._trainer = trainer
+        self._device = device
+        self._callback = callback
+        self._ranks = ranks
+        self._training = training
+        self._evaluation = evaluation
         self._main: Any = training or evaluation
         self.is_collective = steps_are_collective(trainer)
-        self._saved_callbacks = saved_callbacks  # whose state is in checkpoints; empty where none are saved
-        samples_bytes = sum(one.probe_batches.held_bytes for one in (training, evaluation) if one is not None)
-        self._runner = StepRunner(
-            trainer, device, callback, samples_bytes=samples_bytes, counts_live=not self.is_collective
+        # Checkpoints contain the state of these callbacks. The sequence is empty if none is saved.
+        self._saved_callbacks = saved_callbacks
+        samples_bytes = sum(
+            one.probe_batches.held_bytes for one in (training, evaluation) if one is not None
         )
-        self._is_first, self._is_slow = True, False
-        self._fixed_evaluation: list[StepPeaks] = []  # of loaders that do not follow the batch size
+        self._runner = StepRunner(
+            trainer,
+            device,
+            callback,
+            samples_bytes=samples_bytes,
+            counts_live=not self.is_collective,
+        )
+        self._is_first = True
+        self._is_slow = False
+        # These peaks are used again if the evaluation's loaders do not follow the batch size.
+        self._fixed_evaluation: list[StepPeaks] = []
 
     @property
     def is_compiled(self) -> bool:
@@ -76,18 +99,24 @@ class TrialRunner:
         notes = []
         if self._runner.has_idle_optimizer:
             notes.append(
-                "An optimizer did not step in the first 20 steps, so its state is not part of the measured memory."
-                " Lower memory_limit to leave room for it."
+                "An optimizer did not step in the first 20 steps, so its state is not part of the"
+                " measured memory. Lower memory_limit to leave room for it."
             )
         if self._runner.live is None:
-            notes.append("Live tensors could not be counted, so the resident set was measured and more room left free.")
+            notes.append(
+                "Live tensors could not be counted, so the resident set was measured and more room"
+                " left free."
+            )
         return tuple(notes)
 
     def current_bytes(self) -> int:
         return self._runner.current_bytes()
 
     def calls_collectives(self, batch_size: int) -> bool:
-        """Whether the user's own steps exchange data between ranks; such a step ends there, before the exchange."""
+        """Whether the user's own steps exchange data between ranks.
+
+        Such a step ends before the exchange.
+        """
         detector = CollectiveDetector()
         for steps in (self._training, self._evaluation):
             if steps is None or detector.found:
@@ -95,7 +124,8 @@ class TrialRunner:
             try:
                 with without_synchronization(self._trainer), detector:
                     self._runner.series(steps, batch_size, StepRecords(steps), self._one_step)
-            except Exception as error:  # out of memory has many types; the first probe reports it
+            # Out of memory has many types, and the first probe reports it.
+            except Exception as error:
                 if not detector.found and not is_out_of_memory(error):
                     raise
                 _release_traceback(error)
@@ -103,17 +133,21 @@ class TrialRunner:
         return detector.found
 
     def run(self, kind: TrialKind, batch_size: int, smaller_size: int, limit_bytes: int) -> Trial:
-        """Run a trial; before a rehearsal the caller restores the state in which training starts."""
+        """Run a trial; before a rehearsal the caller restores the state when training starts."""
         run = partial(self._rehearse, batch_size, smaller_size, limit_bytes)
-        return self._trial(kind, batch_size, partial(self._probe, batch_size) if kind == "probe" else run)
+        if kind == "probe":
+            run = partial(self._probe, batch_size)
+        return self._trial(kind, batch_size, run)
 
     def _probe(self, batch_size: int, record: StepRecords) -> Outcome:
         """Run a few steps and measure the peak of each phase."""
         if self._training is not None:
             self._runner.series(self._training, batch_size, record, self._probe_steps)
-            record.fixed_bytes = max(0, self._runner.current_bytes() - self._runner.gradient_bytes())
+            lasting_bytes = self._runner.current_bytes() - self._runner.gradient_bytes()
+            record.fixed_bytes = max(0, lasting_bytes)
         if self._evaluation is not None:
-            if self._training is None or self._evaluation.loaders.follows or not self._fixed_evaluation:
+            follows = self._training is None or self._evaluation.loaders.follows
+            if follows or not self._fixed_evaluation:
                 before = len(record.exact)
                 self._runner.series(self._evaluation, batch_size, record, self._probe_steps)
                 self._fixed_evaluation = record.exact[before:]
@@ -122,38 +156,55 @@ class TrialRunner:
         self._is_first = False
         return "ok"
 
-    def _rehearse(self, batch_size: int, smaller_size: int, limit_bytes: int, record: StepRecords) -> Outcome:
+    def _rehearse(
+        self, batch_size: int, smaller_size: int, limit_bytes: int, record: StepRecords
+    ) -> Outcome:
         """Run steps as training will, under the limit."""
-        is_alone, warm, retries = not self.is_collective, 0, 0
-        start_bytes, start_live_bytes = self._runner.held_bytes(), self._runner.current_bytes()
+        is_alone = not self.is_collective
+        warm = 0
+        retries = 0
+        start_bytes = self._runner.held_bytes()
+        start_live_bytes = self._runner.current_bytes()
         share = _RESERVE_SHARE if self._runner.live is not None else _RESERVE_SHARE_INEXACT
         if self._runner.is_host and is_alone:
             record.most_held_bytes = (limit_bytes + share * start_bytes) / (1 + share)
-        with self._device.limit_enforced(limit_bytes) if is_alone else nullcontext(False) as is_enforced:
+        limit: AbstractContextManager[bool] = nullcontext(False)
+        if is_alone:
+            limit = self._device.limit_enforced(limit_bytes)
+        with limit as is_enforced:
             try:
                 warm, retries = self._steps_of_a_training(batch_size, smaller_size, record)
-            except OverLimitError:  # the next step might exceed the limit, which would end the process
+            except OverLimitError:
+                # The trial ends here, since the next step might exceed the limit, which would end
+                # the process.
                 record.exact.clear()
                 record.reserve_bytes = int(share * (max(record.held_bytes) - start_bytes))
                 return "over_limit"
         if self._runner.is_host:
-            # read before live bytes are counted, which takes memory itself
+            # The reserve is read before live bytes are counted, since counting takes memory itself.
             record.reserve_bytes = self._reserve(record, start_bytes, share)
             for steps in (self._training, self._evaluation):
                 if steps is not None:
                     self._runner.series(steps, batch_size, record, self._live_steps)
             if self._runner.live is not None:
                 live_bytes = max(record.phase_peaks().values()) - start_live_bytes
-                # holes in the heap differ between processes
-                record.reserve_bytes += int(share * max(0, max(record.held_bytes) - start_bytes - live_bytes))
+                # Holes in the heap differ between processes.
+                hole_bytes = max(record.held_bytes) - start_bytes - live_bytes
+                record.reserve_bytes += int(share * max(0, hole_bytes))
         if retries > 0:
             return "allocator_retry"
         needed_bytes = max(record.held_bytes[warm:]) + record.reserve_bytes
         return "over_limit" if not is_enforced and needed_bytes > limit_bytes else "ok"
 
-    def _steps_of_a_training(self, batch_size: int, smaller_size: int, record: StepRecords) -> tuple[int, int]:
-        """Run what the training will run; returns the number of warm-up calls, and the retries after these."""
-        main, series = self._main, self._runner.series
+    def _steps_of_a_training(
+        self, batch_size: int, smaller_size: int, record: StepRecords
+    ) -> tuple[int, int]:
+        """Run the kinds of steps that the training will run.
+
+        Return the number of warm-up calls, and the retries after these.
+        """
+        main = self._main
+        series = self._runner.series
         evaluation = self._evaluation if self._training is not None else None
         if evaluation is not None and self._trainer.num_sanity_val_steps:
             series(evaluation, batch_size, record, self._two_steps)
@@ -163,30 +214,38 @@ class TrialRunner:
             series(evaluation, smaller_size, record, self._one_step)
         series(main, smaller_size, record, self._one_step)
         series(main, batch_size, record, self._two_steps)
-        if not (self._runner.is_host or self.is_compiled):  # another size is compiled again
+        # A compiled module would be compiled again for another size.
+        if not (self._runner.is_host or self.is_compiled):
             for size in (max(1, int(_WORST_SMALLER_SHARE * batch_size)), batch_size):
                 series(main, size, record, self._one_step)
         return warm, self._retries() - retries
 
     def synchronized_step(self, batch_size: int) -> int:
-        """Run a step in which the ranks exchange gradients, and return what was held at its peak."""
+        """Run a step in which the ranks exchange gradients, and return its peak of held bytes."""
         record = StepRecords(self._main)
-        self._is_slow = False  # all ranks run equally many steps
+        # All ranks have to run equally many steps, so none of them may count as slow.
+        self._is_slow = False
         with self._ranks.collective_step(batch_size):
             self._runner.series(self._main, batch_size, record, self._two_steps)
         return max(record.held_bytes)
 
-    def _trial(self, kind: TrialKind, batch_size: int, run: Callable[[StepRecords], Outcome]) -> Trial:
-        if kind == "probe":  # the caller has done so before the other kinds
+    def _trial(
+        self, kind: TrialKind, batch_size: int, run: Callable[[StepRecords], Outcome]
+    ) -> Trial:
+        # Before a trial of another kind, the caller has already released compiled functions and
+        # caches.
+        if kind == "probe":
             forget_compiled()
             self._device.release_cached()
-        record, outcome = StepRecords(self._main), "out_of_memory"
+        record = StepRecords(self._main)
+        outcome = "out_of_memory"
         alone: AbstractContextManager[None] = without_synchronization(self._trainer)
         handles = self._callback.watch(self._trainer.optimizers)
         try:
             with self._ranks.collective_step(batch_size) if self.is_collective else alone:
                 outcome = run(record)
-        except Exception as error:  # out of memory has many types; every other error is raised again
+        # Out of memory has many types. Every other error is raised again.
+        except Exception as error:
             if not is_out_of_memory(error) or self.is_collective:
                 raise
             record.error = _release_traceback(error)
@@ -194,14 +253,17 @@ class TrialRunner:
             for handle in handles:
                 handle.remove()
         seconds = statistics.median(record.seconds) if record.seconds else None
-        self._is_slow = not self.is_collective and (seconds or 0.0) > _SLOW_SECONDS  # ranks step equally often together
+        # Ranks that step together run equally many steps, so none of them may count as slow.
+        self._is_slow = not self.is_collective and (seconds or 0.0) > _SLOW_SECONDS
         if record.error:
             for steps in (self._training, self._evaluation):
                 if steps is not None:
-                    steps.release()  # the next trial releases caches
+                    # Caches stay, since the next trial releases them.
+                    steps.release()
         return Trial(
             batch_size=batch_size,
-            outcome=outcome,  # type: ignore[arg-type]  # a literal
+            # mypy does not see that the string is one of the literals.
+            outcome=outcome,  # type: ignore[arg-type]
             kind=kind,
             phase_peak_bytes=record.phase_peaks(),
             is_exact=self._runner.live is not None,
@@ -230,35 +292,45 @@ class TrialRunner:
         """Count live bytes on the host, in steps of their own: counting uses memory itself."""
         if isinstance(self._runner.live, LiveStorages):
             self._runner.track_lasting()
-            if self._is_first:  # finds what else the module holds
+            # An uncounted step finds the other tensors that the module holds.
+            if self._is_first:
                 self._runner.run(steps, batch_size, record, 1, live=True, counted=False)
             self._runner.run(steps, batch_size, record, 1, live=True)
 
     def _steady_steps(self, steps: Steps, batch_size: int, record: StepRecords) -> tuple[int, int]:
-        """Warm up and run the steady steps; returns the measured calls and the retries before these."""
+        """Warm up and run the steady steps.
+
+        Return the number of measured calls and of retries before the steady steps.
+        """
         self._runner.warm_up(steps, batch_size, record, at_least=self._warmup_steps)
-        warm, retries = len(record.held_bytes), self._retries()
+        warm = len(record.held_bytes)
+        retries = self._retries()
         self._runner.run(steps, batch_size, record, _STEADY_STEPS, timed=True, varied=True)
         steady_bytes = record.held_bytes[warm:]
         differ = max(steady_bytes) - min(steady_bytes) > _DIFFERENCE * max(steady_bytes)
-        if any(self._ranks.exchange(differ)) if self.is_collective else differ:  # else a rank would wait forever
-            self._runner.run(steps, batch_size, record, 5 if self._is_slow else _MORE_STEPS, varied=True)
+        # If only some of the ranks that step together ran more steps, they would wait forever.
+        if self.is_collective:
+            differ = any(self._ranks.exchange(differ))
+        if differ:
+            more_steps = 5 if self._is_slow else _MORE_STEPS
+            self._runner.run(steps, batch_size, record, more_steps, varied=True)
         return warm, retries
 
     def _retries(self) -> int:
         return self._device.counters().get("num_alloc_retries", 0)
 
     def _reserve(self, record: StepRecords, start_bytes: int, share: float) -> int:
-        """Bytes to keep free for later steps and checkpoints, on top of the highest resident set."""
+        """Bytes to keep free for later steps and checkpoints, above the highest resident set."""
         peak_bytes = max(record.held_bytes)
         grown_bytes = max(0, peak_bytes - start_bytes)
         saved = self._saved_callbacks
         saving_bytes = self._runner.held_bytes() + self._runner.state_bytes(saved) if saved else 0
-        return int(share * grown_bytes) + max(0, saving_bytes - peak_bytes)  # a later step, then a checkpoint
+        # The first summand is for a later step, the second one for a checkpoint.
+        return int(share * grown_bytes) + max(0, saving_bytes - peak_bytes)
 
 
 def _release_traceback(failure: BaseException) -> str:
-    """Drop the tensors that a failed step's traceback holds, and return the first line of the error.
+    """Drop the tensors in a failed step's traceback, and return the first line of the error.
 
     Source: https://github.com/Lightning-AI/pytorch-lightning/issues/7335
     """

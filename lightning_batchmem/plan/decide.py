@@ -22,8 +22,11 @@ from lightning_batchmem.plan.records import (
 from lightning_batchmem.plan.scaling import largest_where, rounded, size_range
 
 _MEMORY: LimitedBy = "memory"
-_MOST_HELD = 2.5  # bytes that are held on the host for each live byte, as far as two small probes can show
-_FRAGMENTED = 1.15  # reserved bytes over requested bytes, from which expandable segments are worth a try
+# While only small probes have run, the host is assumed to hold at most this many bytes for each
+# live byte.
+_MOST_HELD = 2.5
+# Expandable segments are worth a try from this ratio of reserved bytes to requested bytes.
+_FRAGMENTED = 1.15
 
 
 def decide(
@@ -31,8 +34,9 @@ def decide(
 ) -> NextSize | Plan | SearchFailed:
     """Choose the next batch size to run, or the plan.
 
-    Probes two or three small sizes, predicts the largest that fits, and rehearses it. After a failure the size steps
-    down. The planned size has passed a rehearsal, unless the data set leaves no choice.
+    Probes two or three small sizes, predicts the largest that fits, and rehearses it. After a
+    failure the size steps down. The planned size has passed a rehearsal, unless the data set leaves
+    no choice.
 
     Args:
         trials: everything run so far, in the order in which it was run.
@@ -43,10 +47,13 @@ def decide(
         The next size, a plan, or the reason why there is none.
 
     Example:
-        >>> limits = SearchLimits(limit_bytes=1000, min_batch_size=1, max_batch_size=50, max_reason="dataset")
+        >>> limits = SearchLimits(
+        ...     limit_bytes=1000, min_batch_size=1, max_batch_size=50, max_reason="dataset"
+        ... )
         >>> trials = []
         >>> while isinstance(step := decide(trials, limits), NextSize):
-        ...     trials.append(Trial(step.batch_size, "ok", {"forward": 100 + 10 * step.batch_size}, step.kind))
+        ...     peaks = {"forward": 100 + 10 * step.batch_size}
+        ...     trials.append(Trial(step.batch_size, "ok", peaks, step.kind))
         >>> step.batch_size, step.limited_by, [trial.batch_size for trial in trials]
         (50, 'dataset', [2, 8, 50])
     """
@@ -57,7 +64,9 @@ def decide(
     if not trials:
         if limits.max_reason == "dataset" and limits.max_batch_size < policy.first_size:
             reason = f"{highest} samples: {reasons.size_limit_text(limits)}. Nothing was run."
-            return Plan(highest, "dataset", False, limits.limit_bytes, None, None, (), None, None, reason)
+            return Plan(
+                highest, "dataset", False, limits.limit_bytes, None, None, (), None, None, reason
+            )
         first = min(max(lowest, rounded(policy.first_size, limits, up=True)), highest)
         return NextSize(first, "probe")
     state = _SearchState(tuple(trials), limits, policy, lowest, highest)
@@ -65,14 +74,17 @@ def decide(
     if isinstance(step, NextSize):
         if step.batch_size in state.tried or state.sizes_left:
             return step
-        if not state.passed and state.fitting:  # a size that was probed costs no other one
-            return NextSize(state.largest.batch_size, "rehearsal")  # the last try
+        # No other size may run. The rehearsal of a size that was probed is no other size.
+        if not state.passed and state.fitting:
+            return NextSize(state.largest.batch_size, "rehearsal")
         step = _MEMORY
     if isinstance(step, SearchFailed):
         return step
     if not state.passed:
         return SearchFailed(reasons.no_rehearsal_text(state.failed[-1]), tuple(trials))
-    return state.knee(step) if limits.objective == "throughput" else state.plan(state.passed[-1], step)
+    if limits.objective == "throughput":
+        return state.knee(step)
+    return state.plan(state.passed[-1], step)
 
 
 @dataclass(frozen=True)
@@ -95,7 +107,11 @@ class _SearchState:
 
     @cached_property
     def passed_sizes(self) -> set[int]:
-        return {trial.batch_size for trial in self.trials if trial.kind == "rehearsal" and trial.outcome == "ok"}
+        return {
+            trial.batch_size
+            for trial in self.trials
+            if trial.kind == "rehearsal" and trial.outcome == "ok"
+        }
 
     @cached_property
     def failed(self) -> list[Trial]:
@@ -133,15 +149,18 @@ class _SearchState:
         if self.model is None:
             return self._second_size()
         if self.failed and self.failed[-1].kind == "probe" and self.sizes_left > 3 and not kills:
+            # Probe a size between the largest that fits and the smallest that does not.
             between = self._rounded(math.isqrt(self.largest.batch_size * int(self.failed_size)))
             if between >= 2 * self.largest.batch_size:
-                return NextSize(between, "probe")  # between a size that fits and one that does not
+                return NextSize(between, "probe")
         candidate = self._candidate()
         probes_only = not self.passed and not self.failed and not kills
         if probes_only and self.limits.max_sizes > 4:
+            # A probe at a larger size checks the lines before the first rehearsal.
             large = self._rounded(int(self.policy.large_probe_share * candidate))
-            if large >= 2 * self.largest.batch_size and self._within(large, self.policy.candidate_share / 2):
-                return NextSize(large, "probe")  # to check the lines
+            half_share = self.policy.candidate_share / 2
+            if large >= 2 * self.largest.batch_size and self._within(large, half_share):
+                return NextSize(large, "probe")
         if kills:
             return self._climb(candidate)
         if not self.passed:
@@ -149,28 +168,39 @@ class _SearchState:
         if self.failed or self.limits.steps_are_collective or len(self.passed) > 1:
             return _MEMORY
         higher = self._largest_within(self.policy.step_up_share)
-        is_gain = higher == self.highest or higher >= (1 + self.policy.min_gain) * self.passed[-1].batch_size
+        least_gain = (1 + self.policy.min_gain) * self.passed[-1].batch_size
+        is_gain = higher == self.highest or higher >= least_gain
         return NextSize(higher, "rehearsal") if is_gain else _MEMORY
 
     def smaller(self) -> NextSize | SearchFailed:
         if self.lowest < self.failed_size:
             return NextSize(self.lowest, "probe")
         hint = " Or pass min_batch_size=1." if self.lowest == self.policy.first_size else ""
-        return SearchFailed(reasons.nothing_fits_text(self.failed[-1], self.limits) + hint, self.trials)
+        return SearchFailed(
+            reasons.nothing_fits_text(self.failed[-1], self.limits) + hint, self.trials
+        )
 
     def knee(self, limited_by: LimitedBy) -> NextSize | Plan:
-        """The smallest size within five per cent of the best throughput, once the largest size that fits is known.
+        """The smallest size within five per cent of the best throughput.
 
-        Source: with ``T(B) = t0 + c * B`` the throughput ``B / T(B)`` never falls, so it is best at the largest size
-        ``M``; ``B / T(B) = s * M / T(M)`` gives ``B = s * t0 * M / (t0 + c * M * (1 - s))``.
+        It can be computed once the largest size that fits is known.
+
+        Source: with ``T(B) = t0 + c * B`` the throughput ``B / T(B)`` never falls, so it is best at
+        the largest size ``M``; ``B / T(B) = s * M / T(M)`` gives ``B = s * t0 * M / (t0 + c * M *
+        (1 - s))``.
         """
-        best, time, share = self.passed[-1], fit_time(self.trials), self.policy.throughput_share
+        best = self.passed[-1]
+        time = fit_time(self.trials)
+        share = self.policy.throughput_share
         if time is None:
             return self.plan(best, limited_by)
-        t0, c, size = time.line.intercept, time.line.slope, best.batch_size
+        t0 = time.line.intercept
+        c = time.line.slope
+        size = best.batch_size
         divisor = t0 + c * size * (1 - share)
         wanted = math.ceil(share * t0 * size / divisor) if divisor > 0 else size
-        target = min(size, max(self.lowest, rounded(max(self.policy.first_size, wanted), self.limits, up=True)))
+        allowed = rounded(max(self.policy.first_size, wanted), self.limits, up=True)
+        target = min(size, max(self.lowest, allowed))
         chosen = next(trial for trial in self.passed if trial.batch_size >= target)
         rehearsed = {trial.batch_size for trial in self.trials if trial.kind == "rehearsal"}
         may_run = target in self.tried or self.sizes_left
@@ -181,7 +211,8 @@ class _SearchState:
     def plan(self, chosen: Trial, limited_by: LimitedBy) -> Plan:
         size = chosen.batch_size
         smaller = fit_memory([trial for trial in self.trials if trial.batch_size < size])
-        share, best = self.policy.throughput_share, self.passed[-1].batch_size
+        share = self.policy.throughput_share
+        best = self.passed[-1].batch_size
         if limited_by == "throughput":
             why = f"{share:.0%} of the throughput at {best}, the largest size that fits"
         elif limited_by == "memory":
@@ -205,54 +236,76 @@ class _SearchState:
 
     def _notes(self, chosen: Trial, limited_by: LimitedBy) -> tuple[str, ...]:
         notes = [reasons.dropped_text(dropped) for dropped in dropped_sizes(self.trials)]
-        is_fragmented = not self.limits.out_of_memory_kills and chosen.held_bytes > _FRAGMENTED * chosen.peak_bytes
+        is_fragmented = (
+            not self.limits.out_of_memory_kills
+            and chosen.held_bytes > _FRAGMENTED * chosen.peak_bytes
+        )
         if limited_by == "memory" and is_fragmented:
             notes.append(reasons.fragmentation_text(chosen))
         return tuple(notes)
 
     def _second_size(self) -> NextSize | LimitedBy:
-        """A second size before there is a line: one that fits for certain, or the next one above."""
-        size, highest = self.largest.batch_size, min(self.highest, self.failed_size - 1)
+        """A second size before there is a line: one that fits for certain, or the next one."""
+        size = self.largest.batch_size
+        highest = min(self.highest, self.failed_size - 1)
         if (following := rounded(size + 1, self.limits, up=True)) > highest:
             return NextSize(size, "rehearsal") if not self.passed else _MEMORY
-        second = self._rounded(int(min(self.policy.second_growth * size, self._guaranteed(), highest)))
+        second = self._rounded(
+            int(min(self.policy.second_growth * size, self._guaranteed(), highest))
+        )
         if self.failed:
             second = min(second, self._rounded(math.isqrt(size * int(self.failed_size))))
         if second > size:
             return NextSize(second, "rehearsal" if second == self.highest else "probe")
         if not self.passed:
-            return NextSize(size, "rehearsal")  # the next size may not fit
+            # Rehearse this size first, because the next one may not fit.
+            return NextSize(size, "rehearsal")
         return _MEMORY if self.limits.out_of_memory_kills else NextSize(following, "rehearsal")
 
     def _guaranteed(self) -> int:
-        """The largest size that fits if all that does not last grows in proportion to the batch.
+        """The largest size that fits if bytes that do not last grow in proportion to the batch.
 
         Source: the peak is a maximum of ``a + b * size`` with ``a >= fixed``, and for each of these
-        ``a + b * k * size <= fixed + k * (a - fixed + b * size)``. On the host also by what is held for live bytes.
+        ``a + b * k * size <= fixed + k * (a - fixed + b * size)``. On the host the held bytes for
+        each live byte give a second size, and the larger of the two counts.
         """
-        trial, needed_bytes = self.largest, self.largest.needed_bytes
+        trial = self.largest
+        needed_bytes = self.largest.needed_bytes
         fixed_bytes = min(trial.fixed_bytes, needed_bytes)
         limit_bytes = int(self.policy.candidate_share * self.limits.limit_bytes)
         size = (limit_bytes - fixed_bytes) * trial.batch_size // max(1, needed_bytes - fixed_bytes)
         if not (self.limits.out_of_memory_kills and trial.is_exact):
             return size
-        # an old process holds free blocks of earlier work, which do not grow with the batch
+        # An old process holds free blocks of earlier work, which do not grow with the batch.
         growth_bytes = _MOST_HELD * max(1, trial.peak_bytes - fixed_bytes)
-        return max(size, trial.batch_size + int((limit_bytes - needed_bytes) * trial.batch_size / growth_bytes))
+        room_bytes = limit_bytes - needed_bytes
+        return max(size, trial.batch_size + int(room_bytes * trial.batch_size / growth_bytes))
 
     def _candidate(self) -> int:
         """The largest size that is predicted to fit, less a step for each failure."""
         policy = self.policy
-        share = 1.0 if self.limits.out_of_memory_kills else policy.candidate_share  # the former include a reserve
-        size = self._largest_within(policy.collective_share if self.limits.steps_are_collective else share)
+        if self.limits.steps_are_collective:
+            share = policy.collective_share
+        elif self.limits.out_of_memory_kills:
+            # The needed bytes include a reserve there.
+            share = 1.0
+        else:
+            share = policy.candidate_share
+        size = self._largest_within(share)
         if self.failed:
-            # where nothing kills the last size should fit, and the one after two that ran out of memory
             is_third = sum(trial.outcome == "out_of_memory" for trial in self.failed) > 1
-            more = 2 if self.sizes_left == 1 and not self.limits.out_of_memory_kills else int(is_third)
+            if self.sizes_left == 1 and not self.limits.out_of_memory_kills:
+                # The last size should fit where exceeding the limit does not end the process.
+                more = 2
+            else:
+                # The size after two that ran out of memory should fit.
+                more = int(is_third)
             shrink = policy.step_down[min(len(self.failed) + more, len(policy.step_down)) - 1]
             size = min(size, self._rounded(int(self.failed_size * (1 - shrink))))
-            if len(self.failed) >= len(policy.step_down):  # the prediction is far too large: search in between
-                size = min(size, self._rounded(math.isqrt(self.largest.batch_size * int(self.failed_size))))
+            # The prediction is far too large, so search between the sizes that fit and that do not.
+            if len(self.failed) >= len(policy.step_down):
+                between = self._rounded(math.isqrt(self.largest.batch_size * int(self.failed_size)))
+                size = min(size, between)
         return max(size, self.lowest)
 
     def _climb(self, candidate: int) -> NextSize | LimitedBy:
@@ -265,7 +318,8 @@ class _SearchState:
             fits = largest_where(lambda size: self._within(size, 1.0), 0, 10**9)
             target = max(self.lowest, self._rounded(int(share * fits)))
             if gain * self.largest.batch_size < target <= candidate / gain:
-                return NextSize(target, "rehearsal")  # to measure what is held
+                # A rehearsal on the way to the candidate measures the held bytes.
+                return NextSize(target, "rehearsal")
         return NextSize(candidate, "rehearsal")
 
     def _largest_within(self, share: float) -> int:
@@ -279,11 +333,19 @@ class _SearchState:
         predicted_bytes = self.model.predict_bytes(size)
         if not self.limits.out_of_memory_kills:
             return predicted_bytes <= share * limit_bytes
-        # what is held grows with live bytes, as far as they are written; probes are too small to show how much
+        # Held bytes grow with the live bytes, as far as the process writes to these. Probes are too
+        # small to show by how much.
         ran = ran_through(self.trials)
-        first, last, last_live_bytes = ran[0], ran[-1], ran[-1].peak_bytes
-        ended = [trial for trial in self.failed if trial.outcome == "over_limit" and not trial.phase_peak_bytes]
-        if ended:  # before its live bytes were counted
+        first = ran[0]
+        last = ran[-1]
+        last_live_bytes = last.peak_bytes
+        ended = [
+            trial
+            for trial in self.failed
+            if trial.outcome == "over_limit" and not trial.phase_peak_bytes
+        ]
+        # Exceeding the limit ended these trials before their live bytes were counted.
+        if ended:
             last = min(ended, key=lambda trial: trial.batch_size)
             last_live_bytes = round(self.model.predict_bytes(last.batch_size))
         least, most = (0.75, math.inf) if last.kind != "probe" else (1.0, _MOST_HELD)

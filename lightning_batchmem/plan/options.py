@@ -1,4 +1,7 @@
-"""Arguments of BatchFinder, checked and converted to plain Python types, and those that changed since a plan."""
+"""Arguments of BatchFinder, checked and converted to plain Python types.
+
+The module also lists the arguments that changed since a plan.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +19,25 @@ from lightning_batchmem.plan.scaling import LearningRateScaling
 
 WorstCase = Literal["typical", "longest"] | Callable[[Any], float] | None
 
-UNBOUNDED_MAX_BATCH_SIZE = 2**20  # where neither the data nor the user sets a maximum
+# This is the maximum where neither the data nor the user sets one.
+UNBOUNDED_MAX_BATCH_SIZE = 2**20
 
-# SI prefixes, and IEC 80000-13 for the binary ones
+# Decimal units have SI prefixes, and binary units have those of IEC 80000-13.
 _UNIT_BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNIT_BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 _TEXT_LIMIT = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([a-zA-Z]+)\s*")
 
-# a limit may differ by this share, because the free memory of a host always differs a little
+# A limit may differ by this share, because the free memory of a host always differs a little.
 _LIMIT_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Arguments of BatchFinder; numbers become ``int`` and ``float``, to load with ``weights_only=True``."""
+    """Arguments of BatchFinder.
+
+    Numbers become ``int`` and ``float``, so that a checkpoint loads with ``weights_only=True``.
+    """
 
     objective: Objective = "memory"
     memory_limit: int | float | str | None = None
@@ -49,23 +56,38 @@ class SearchOptions:
         _check_choice("objective", self.objective, get_args(Objective))
         _check_choice("lr_scaling", self.lr_scaling, (None, *get_args(LearningRateScaling)))
         if not callable(self.worst_case):
-            _check_choice("worst_case", self.worst_case, (None, "typical", "longest"), " or a callable")
-        sizes = ("max_batch_size", "min_batch_size", "multiple_of", "target_batch_size", "base_batch_size")
+            choices = (None, "typical", "longest")
+            _check_choice("worst_case", self.worst_case, choices, " or a callable")
+        sizes = (
+            "max_batch_size",
+            "min_batch_size",
+            "multiple_of",
+            "target_batch_size",
+            "base_batch_size",
+        )
         for name in (*sizes, "min_steps_per_epoch"):
             if (value := getattr(self, name)) is not None:
                 if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-                    raise ValueError(f"{name} must be a whole number of at least 1, got {value!r:.80}")
+                    raise ValueError(
+                        f"{name} must be a whole number of at least 1, got {value!r:.80}"
+                    )
                 object.__setattr__(self, name, int(value))
         if self.max_batch_size is not None and self.max_batch_size < (self.min_batch_size or 1):
             low = self.min_batch_size
-            raise ValueError(f"max_batch_size must be at least min_batch_size={low}, got {self.max_batch_size}")
+            raise ValueError(
+                f"max_batch_size must be at least min_batch_size={low}, got {self.max_batch_size}"
+            )
         if self.base_batch_size is not None and self.lr_scaling is None:
-            raise ValueError(f"base_batch_size must come with lr_scaling, got {self.base_batch_size} without it")
+            raise ValueError(
+                f"base_batch_size must come with lr_scaling, got {self.base_batch_size} without it"
+            )
         _check_path("batch_arg_name", self.batch_arg_name)
         if self.eval_batch_arg_name is not None:
             _check_path("eval_batch_arg_name", self.eval_batch_arg_name)
         if self.eval_batch_arg_name == self.batch_arg_name:
-            raise ValueError(f"eval_batch_arg_name must differ from batch_arg_name, got {self.batch_arg_name!r}")
+            raise ValueError(
+                f"eval_batch_arg_name must differ from batch_arg_name, got {self.batch_arg_name!r}"
+            )
         parse_memory_limit(self.memory_limit, budget_bytes=1)
         if isinstance(self.memory_limit, Real):
             object.__setattr__(self, "memory_limit", _plain_number(self.memory_limit))
@@ -73,7 +95,8 @@ class SearchOptions:
     @property
     def first_size(self) -> int:
         """The smallest size to try."""
-        size, unit = self.min_batch_size or SearchPolicy.first_size, self.multiple_of or 1
+        size = self.min_batch_size or SearchPolicy.first_size
+        unit = self.multiple_of or 1
         return -(-size // unit) * unit
 
     def as_json(self) -> dict[str, Any]:
@@ -85,7 +108,10 @@ class SearchOptions:
 
 
 def parse_memory_limit(memory_limit: object, budget_bytes: int) -> int:
-    """The limit in bytes: a fraction in (0, 1] is one of ``budget_bytes``, ``None`` is all of them."""
+    """The limit in bytes.
+
+    A fraction in (0, 1] is a share of ``budget_bytes``, and ``None`` is all of them.
+    """
     if memory_limit is None:
         return budget_bytes
     limit_bytes = 0.0
@@ -96,19 +122,28 @@ def parse_memory_limit(memory_limit: object, budget_bytes: int) -> int:
         limit_bytes = _plain_number(memory_limit)
         if isinstance(limit_bytes, float) and 0 < limit_bytes <= 1:
             return int(limit_bytes * budget_bytes)
-        limit_bytes = limit_bytes if limit_bytes % 1 == 0 else 0  # 2e9
+        # A float such as 2e9 is a whole number. Any other float becomes 0, which is refused below.
+        limit_bytes = limit_bytes if limit_bytes % 1 == 0 else 0
     if not 1 <= limit_bytes < 2**63:
         raise ValueError(
-            'memory_limit must be a whole number of bytes, a text such as "20GiB" or a fraction in (0, 1],'
-            f" got {memory_limit!r:.80}"
+            'memory_limit must be a whole number of bytes, a text such as "20GiB" or a fraction in'
+            f" (0, 1], got {memory_limit!r:.80}"
         )
     return int(limit_bytes)
 
 
 def changes_since(
-    plan: Plan, old_options: Mapping[str, Any], options: Mapping[str, Any], *, device: str, limit_bytes: int
+    plan: Plan,
+    old_options: Mapping[str, Any],
+    options: Mapping[str, Any],
+    *,
+    device: str,
+    limit_bytes: int,
 ) -> list[str]:
-    """One clause for each difference in device, limit or options that may make the size of ``plan`` wrong."""
+    """One clause for each difference that may make the size of ``plan`` wrong.
+
+    The device, the limit and the options are compared.
+    """
     changes = []
     if device != plan.device:
         changes.append(f"it was found on {plan.device} and this is {device}")
@@ -118,7 +153,9 @@ def changes_since(
     elif abs(limit_bytes - plan.limit_bytes) > _LIMIT_TOLERANCE * plan.limit_bytes:
         changes.append(f"the limit was {mib(plan.limit_bytes)} and is {mib(limit_bytes)}")
     changed = [name for name, value in options.items() if old_options.get(name, value) != value]
-    return changes + [f"{name} was {old_options[name]!r} and is {options[name]!r}" for name in changed]
+    return changes + [
+        f"{name} was {old_options[name]!r} and is {options[name]!r}" for name in changed
+    ]
 
 
 def number_from(argument: str, returned: Any, *, nan: bool = False) -> float:
@@ -133,8 +170,10 @@ def _plain_number(number: Real) -> int | float:
     return int(number) if isinstance(number, Integral) else float(number)
 
 
-def _check_choice(name: str, value: object, choices: tuple[str | None, ...], more: str = "") -> None:
-    # an array compares element by element
+def _check_choice(
+    name: str, value: object, choices: tuple[str | None, ...], more: str = ""
+) -> None:
+    # An array is not compared, because it would compare element by element.
     if not (value is None or isinstance(value, str)) or value not in choices:
         listed = ", ".join(f'"{choice}"' if choice else "None" for choice in choices)
         raise ValueError(f"{name} must be one of {listed}{more}, got {value!r:.80}")
@@ -142,4 +181,7 @@ def _check_choice(name: str, value: object, choices: tuple[str | None, ...], mor
 
 def _check_path(name: str, value: object) -> None:
     if not isinstance(value, str) or not all(part.isidentifier() for part in value.split(".")):
-        raise ValueError(f'{name} must be the name of an attribute or a path such as "kwargs.size", got {value!r:.80}')
+        raise ValueError(
+            f'{name} must be the name of an attribute or a path such as "kwargs.size", got'
+            f" {value!r:.80}"
+        )

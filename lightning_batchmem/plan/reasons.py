@@ -10,7 +10,9 @@ _REMEDY = "Use a smaller model, smaller samples, lower precision or activation c
 
 _LIMITS: dict[str, str] = {
     "dataset": "the data set has no more than {size} samples for a full batch",
-    "host memory": "more than {size} samples in the DataLoader's workers would fill the host's memory",
+    "host memory": (
+        "more than {size} samples in the DataLoader's workers would fill the host's memory"
+    ),
     "target_batch_size": "target_batch_size needs no more than {size} samples on a rank",
     "max_batch_size": "max_batch_size is {size}",
     "validation data": "the validation data set has no full batch of more than {size} samples",
@@ -23,7 +25,8 @@ _OUTCOMES = {
 
 
 def size_limit_text(limits: SearchLimits) -> str:
-    reason, size = limits.max_reason, limits.max_batch_size
+    reason = limits.max_reason
+    size = limits.max_batch_size
     return _LIMITS.get(reason, f"{reason} allows no more than {{size}} samples").format(size=size)
 
 
@@ -35,18 +38,24 @@ def outcome_text(trial: Trial) -> str:
 def empty_range_text(limits: SearchLimits) -> str:
     wanted = f"No multiple of {limits.multiple_of}" if limits.multiple_of else "No size"
     lowest = max(1, limits.min_batch_size)
-    return f"{wanted} lies between min_batch_size={lowest} and the largest size: {size_limit_text(limits)}."
+    return (
+        f"{wanted} lies between min_batch_size={lowest} and the largest size:"
+        f" {size_limit_text(limits)}."
+    )
 
 
 def nothing_fits_text(trial: Trial, limits: SearchLimits) -> str:
     return (
-        f"Nothing fits: {trial.batch_size} samples, the smallest size allowed, {outcome_text(trial)} under a limit of"
-        f" {mib(limits.limit_bytes)}. {_REMEDY}"
+        f"Nothing fits: {trial.batch_size} samples, the smallest size allowed,"
+        f" {outcome_text(trial)} under a limit of {mib(limits.limit_bytes)}. {_REMEDY}"
     )
 
 
 def no_rehearsal_text(trial: Trial) -> str:
-    return f"No size passed its rehearsal, and {trial.batch_size} samples {outcome_text(trial)}. {_REMEDY}"
+    return (
+        f"No size passed its rehearsal, and {trial.batch_size} samples {outcome_text(trial)}."
+        f" {_REMEDY}"
+    )
 
 
 def memory_text(failed: Sequence[Trial], batch_size: int) -> str:
@@ -59,7 +68,10 @@ def memory_text(failed: Sequence[Trial], batch_size: int) -> str:
 
 
 def dropped_text(batch_size: int) -> str:
-    return f"The peak at {batch_size} samples is above that of a larger size and was left out of the fit."
+    return (
+        f"The peak at {batch_size} samples is above that of a larger size and was left out of the"
+        " fit."
+    )
 
 
 def fragmentation_text(trial: Trial) -> str:

@@ -1,4 +1,7 @@
-"""What a trial measured, the lines fitted to it, and what limits a search. Plain data in bytes, seconds and samples."""
+"""Results of trials, the lines fitted to them, and the limits of a search.
+
+All of it is plain data in bytes, seconds and samples.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +18,33 @@ PHASES = ("forward", "backward", "optimizer_step", "evaluation")
 
 Outcome = Literal["ok", "out_of_memory", "over_limit", "allocator_retry"]
 TrialKind = Literal["probe", "rehearsal"]
-_ShareLimit = Literal["limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"]
+_ShareLimit = Literal[
+    "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"
+]
 _ArgumentLimit = Literal["max_batch_size", "target_batch_size", "min_steps_per_epoch"]
 _DataLimit = Literal["dataset", "validation data", "host memory"]
-SizeLimit = Literal[_DataLimit, _ArgumentLimit, _ShareLimit, "overfit_batches", "val_check_interval"]
+SizeLimit = Literal[
+    _DataLimit, _ArgumentLimit, _ShareLimit, "overfit_batches", "val_check_interval"
+]
 LimitedBy = Literal["memory", "throughput", SizeLimit]
 Objective = Literal["memory", "throughput"]
 
-# worst first: several ranks or repetitions agree on the first of these that occurred
+# The worst outcome comes first: several ranks or repetitions agree on the first that occurred.
 _OUTCOMES: tuple[Outcome, ...] = ("out_of_memory", "over_limit", "allocator_retry", "ok")
 
 
 def mib(count_bytes: float) -> str:
     """Bytes as a person reads them, e.g. ``"1,536.0 MiB"``; three decimals below one MiB."""
     decimals = 1 if abs(count_bytes) >= MIB else 3
-    return f"{round(count_bytes / MIB, decimals) + 0.0:,.{decimals}f} MiB"  # + 0.0: no "-0.0"
+    # The sum with 0.0 turns -0.0 into 0.0.
+    return f"{round(count_bytes / MIB, decimals) + 0.0:,.{decimals}f} MiB"
 
 
 def known_fields(kind: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of ``data`` that are fields of a data class; another version may have written others."""
+    """The entries of ``data`` that are fields of a data class.
+
+    Another version may have written other entries.
+    """
     return {field.name: data[field.name] for field in fields(kind) if field.name in data}
 
 
@@ -43,19 +54,24 @@ class Trial:
 
     Args:
         batch_size: samples in each step, on this rank.
-        outcome: ``"ok"``; ``"out_of_memory"`` (the peaks are then incomplete); ``"over_limit"`` when more was held than
-            the limit (no peaks where this ended the steps); ``"allocator_retry"`` when the allocator had to release its
-            cache in a steady step.
-        phase_peak_bytes: highest live bytes in each phase that ran (keys from :data:`PHASES`). CUDA: bytes requested
-            from the allocator. Host: bytes of live tensors, plus what the process held before its first step.
-        kind: ``"probe"`` for a few steps that are only measured, ``"rehearsal"`` for steps as in a training.
-        is_exact: whether the peaks count live bytes. ``False`` where only the resident set could be measured.
-        peak_held_bytes: highest bytes that were taken from the device. CUDA: reserved by the allocator. Host: the
-            resident set without files that were mapped since. ``None`` where it is not known.
+        outcome: ``"ok"``; ``"out_of_memory"`` (the peaks are then incomplete); ``"over_limit"``
+            when more was held than the limit (no peaks where this ended the steps);
+            ``"allocator_retry"`` when the allocator had to release its cache in a steady step.
+        phase_peak_bytes: highest live bytes in each phase that ran (keys from :data:`PHASES`).
+            CUDA: bytes requested from the allocator. Host: bytes of live tensors, plus what the
+            process held before its first step.
+        kind: ``"probe"`` for a few steps that are only measured, ``"rehearsal"`` for steps as in a
+            training.
+        is_exact: whether the peaks count live bytes. ``False`` where only the resident set could be
+            measured.
+        peak_held_bytes: highest bytes that were taken from the device. CUDA: reserved by the
+            allocator. Host: the resident set without files that were mapped since. ``None`` where
+            it is not known.
         reserve_bytes: bytes to keep free on top, for what a few steps cannot measure (host only).
-        fixed_bytes: live bytes that last from one step to the next, without gradients; 0 where it is not known.
-        step_seconds: median wall time of a measured step (of a micro-batch under gradient accumulation); ``None``
-            when none was completed.
+        fixed_bytes: live bytes that last from one step to the next, without gradients; 0 where it
+            is not known.
+        step_seconds: median wall time of a measured step (of a micro-batch under gradient
+            accumulation); ``None`` when none was completed.
         full_steps: full steps that ran at this size, warm-up included.
         samples_run: samples that went through these steps.
         worker_bytes: what loader workers hold at this size, by arithmetic.
@@ -93,19 +109,29 @@ class Trial:
 
     @classmethod
     def worst_of(cls, trials: Iterable[Trial]) -> Trial:
-        """Combine trials of one batch size: the worst outcome, the highest peaks, the slowest step."""
+        """Combine trials of one batch size.
+
+        The result has the worst outcome, the highest peaks and the slowest step.
+        """
         trials = list(trials)
         worst = min(trials, key=lambda trial: _OUTCOMES.index(trial.outcome))
-        phases = [phase for phase in PHASES if any(phase in trial.phase_peak_bytes for trial in trials)]
+        phases = [
+            phase for phase in PHASES if any(phase in trial.phase_peak_bytes for trial in trials)
+        ]
         is_held_known = any(trial.peak_held_bytes is not None for trial in trials)
         return replace(
             worst,
-            phase_peak_bytes={p: max(trial.phase_peak_bytes.get(p, 0) for trial in trials) for p in phases},
+            phase_peak_bytes={
+                phase: max(trial.phase_peak_bytes.get(phase, 0) for trial in trials)
+                for phase in phases
+            },
             is_exact=all(trial.is_exact for trial in trials),
             peak_held_bytes=max(trial.held_bytes for trial in trials) if is_held_known else None,
             reserve_bytes=max(trial.reserve_bytes for trial in trials),
             fixed_bytes=min(trial.fixed_bytes for trial in trials),
-            step_seconds=max((t.step_seconds for t in trials if t.step_seconds is not None), default=None),
+            step_seconds=max(
+                (t.step_seconds for t in trials if t.step_seconds is not None), default=None
+            ),
             full_steps=min(trial.full_steps for trial in trials),
             samples_run=max(trial.samples_run for trial in trials),
             worker_bytes=max(trial.worker_bytes for trial in trials),
@@ -144,7 +170,10 @@ class MemoryModel:
     lines: Mapping[str, Line]
 
     def predict_bytes(self, batch_size: float) -> float:
-        """Expected peak in live bytes; a lower bound beyond the sizes that were run, where the peak may bend upward."""
+        """Expected peak in live bytes.
+
+        It is a lower bound beyond the sizes that were run, because the peak may bend upward there.
+        """
         return max(line.at(batch_size) for line in self.lines.values())
 
     def phase_at(self, batch_size: float) -> str:
@@ -157,8 +186,8 @@ class TimeModel:
     """Wall time of a step as a function of the batch size: ``step_seconds = t0 + c * batch_size``.
 
     Args:
-        line: seconds over samples; the intercept ``t0`` is the cost of a step of any size, the slope ``c`` the work
-            for each sample.
+        line: seconds over samples; the intercept ``t0`` is the cost of a step of any size, the
+            slope ``c`` the work for each sample.
     """
 
     line: Line
@@ -175,19 +204,28 @@ class TimeModel:
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """What limits a search; sizes in samples."""
+    """The limits of a search. Sizes are in samples."""
 
-    limit_bytes: int  # what this process may hold
+    # This process may hold this many bytes.
+    limit_bytes: int
     min_batch_size: int
     max_batch_size: int
-    max_reason: SizeLimit  # what set it
-    multiple_of: int | None = None  # None: of the largest power of two that is at most a 64th of the size
+    # This limit sets ``max_batch_size``.
+    max_reason: SizeLimit
+    # Sizes are rounded to a multiple of this. ``None`` stands for the largest power of two that is
+    # at most a 64th of the size.
+    multiple_of: int | None = None
     objective: Objective = "memory"
-    target_batch_size: int | None = None  # of each optimizer step over all ranks: a whole number of sizes makes it
-    ranks: int = 1  # processes that train together
-    out_of_memory_kills: bool = False  # whether exceeding the limit ends the process, as on the host
-    steps_are_collective: bool = False  # whether ranks take every step together
-    max_sizes: int = 8  # distinct sizes that may run
+    # Each optimizer step has this many samples over all ranks, from a whole number of batches.
+    target_batch_size: int | None = None
+    # This many processes train together.
+    ranks: int = 1
+    # This is true where exceeding the limit ends the process, as on the host.
+    out_of_memory_kills: bool = False
+    # This is true where the ranks take every step together.
+    steps_are_collective: bool = False
+    # At most this many distinct sizes may run.
+    max_sizes: int = 8
 
 
 @dataclass(frozen=True)
@@ -197,17 +235,31 @@ class SearchPolicy:
     Source: simulated CUDA allocators and memory cgroups; ``benchmarks/`` prints the results.
     """
 
-    first_size: int = 2  # a batch of one sample is an error to BatchNorm and takes other code paths
-    second_growth: int = 4  # the second size as a multiple of the first: far enough apart to measure the slope
-    large_probe_share: float = 0.25  # of the candidate, for a third probe that shows a bend while it is harmless
-    candidate_share: float = 0.90  # of the limit; the rest is for rounding and fragmentation
-    step_up_share: float = 0.94  # of the limit, tried once after a rehearsal has passed
-    collective_share: float = 0.85  # of the limit where ranks step together and no limit can be enforced
-    step_down: tuple[float, ...] = (0.052, 0.12, 0.25, 0.5)  # by which a size shrinks after each failure
-    climb: tuple[float, ...] = (0.5, 0.8)  # of the size that fits, rehearsed first where exceeding the limit kills
-    min_gain: float = 0.02  # a smaller gain is not worth another size ...
-    min_gain_when_killed: float = 0.1  # ... or, where exceeding the limit kills, not worth the risk
-    throughput_share: float = 0.95  # of the best throughput: beyond, more memory gains next to no speed
+    # The first size is not 1: a batch of one sample is an error to BatchNorm and takes other code
+    # paths.
+    first_size: int = 2
+    # The second size is this multiple of the first: far enough apart to measure the slope.
+    second_growth: int = 4
+    # A third probe at this share of the candidate shows a bend while it is harmless.
+    large_probe_share: float = 0.25
+    # The candidate may take this share of the limit. The rest is for rounding and fragmentation.
+    candidate_share: float = 0.90
+    # This share of the limit is tried once after a rehearsal has passed.
+    step_up_share: float = 0.94
+    # The candidate may take this share of the limit where ranks step together and no limit can be
+    # enforced.
+    collective_share: float = 0.85
+    # The size shrinks by the next of these shares after each failure.
+    step_down: tuple[float, ...] = (0.052, 0.12, 0.25, 0.5)
+    # These shares of the size that fits are rehearsed first where exceeding the limit ends the
+    # process.
+    climb: tuple[float, ...] = (0.5, 0.8)
+    # A gain below this share is not worth another size.
+    min_gain: float = 0.02
+    # A gain below this share is not worth the risk where exceeding the limit ends the process.
+    min_gain_when_killed: float = 0.1
+    # Beyond this share of the best throughput more memory gains next to no speed.
+    throughput_share: float = 0.95
 
 
 @dataclass(frozen=True)
@@ -223,4 +275,5 @@ class SearchFailed:
     """No size fits: what was measured, and what to do."""
 
     reason: str
-    trials: tuple[Trial, ...] = ()  # what had been run by then
+    # These trials had run by then.
+    trials: tuple[Trial, ...] = ()

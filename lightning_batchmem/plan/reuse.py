@@ -13,23 +13,33 @@ from lightning_batchmem.plan.scaling import size_range
 
 
 def load_plan(plan: Plan | str | Path) -> Plan:
-    """A plan, or that of a file, or the newest of a fit below a log directory; OSError or ValueError without one."""
+    """A plan, or the plan of a file, or the newest plan of a fit below a log directory.
+
+    Without a plan there, OSError or ValueError is raised.
+    """
     if isinstance(plan, Plan):
         return plan
     path = Path(plan)
     if path.is_dir():
-        found = sorted(path.rglob("batch_plan*.json"), key=lambda one: one.stat().st_mtime, reverse=True)
+        found = sorted(
+            path.rglob("batch_plan*.json"), key=lambda one: one.stat().st_mtime, reverse=True
+        )
         for one in found:
             earlier = Plan.from_json(one.read_text(encoding="utf-8"))
-            if earlier.conditions is not None:  # not the plan of an evaluation
+            # The plan of an evaluation has no conditions, and is skipped.
+            if earlier.conditions is not None:
                 return earlier
         path = found[0] if found else path / "batch_plan.json"
     return Plan.from_json(path.read_text(encoding="utf-8"))
 
 
 def reuse(plan: Plan, trials: Sequence[Trial], limits: SearchLimits) -> NextSize | Plan | str:
-    """The rehearsal at the size of ``plan``; after it the new plan. Otherwise a text: why a search is needed."""
-    size, (lowest, highest) = plan.batch_size, size_range(limits)
+    """The rehearsal at the size of ``plan``, and after it the new plan.
+
+    If a search is needed instead, the result is a text with the reason.
+    """
+    size = plan.batch_size
+    lowest, highest = size_range(limits)
     if trials:
         if trials[-1].outcome != "ok":
             return f"{size} samples {outcome_text(trials[-1])}"
@@ -43,10 +53,15 @@ def reuse(plan: Plan, trials: Sequence[Trial], limits: SearchLimits) -> NextSize
             trials=(*earlier, trials[-1]),
             reason=f"{size} samples: the size of an earlier plan, which passed a rehearsal again.",
             notes=(),
-            evaluation=None,  # it has a search of its own
+            # Validation has a separate search, which adds its plan afterwards.
+            evaluation=None,
         )
     if not lowest <= size <= highest:
-        return f"it has {size} samples, and sizes from {lowest} to {highest} are allowed: {size_limit_text(limits)}"
+        return (
+            f"it has {size} samples, and sizes from {lowest} to {highest} are allowed:"
+            f" {size_limit_text(limits)}"
+        )
     if plan.limited_by not in ("memory", "throughput") and size != highest:
-        return f"its size was limited by {plan.limited_by.replace('_', ' ')} to {size} and may now be {highest}"
+        limited_by = plan.limited_by.replace("_", " ")
+        return f"its size was limited by {limited_by} to {size} and may now be {highest}"
     return NextSize(size, "rehearsal")

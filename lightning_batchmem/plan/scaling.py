@@ -1,4 +1,4 @@
-"""Allowed batch sizes, micro batches of an optimizer step, and the learning rate for another batch size."""
+"""Allowed batch sizes, micro batches of an optimizer step, and learning rates."""
 
 from __future__ import annotations
 
@@ -13,11 +13,18 @@ from lightning_batchmem.plan.records import SearchLimits
 
 LearningRateScaling = Literal["linear", "sqrt"]
 
-_TESTED_FACTOR = 8  # beyond this ratio of batch sizes the rules are untested
+# Beyond this ratio of batch sizes the rules are untested.
+_TESTED_FACTOR = 8
 
-# Source: Goyal et al. 2017, arXiv 1706.02677, for SGD (with momentum too); Malladi et al. 2022, arXiv 2205.10287, for
-# Adam and RMSprop. AdamW is Adam where it decays nothing, and torch multiplies its decay by the learning rate.
-_RULES: dict[str, LearningRateScaling] = {"SGD": "linear", "Adam": "sqrt", "AdamW": "sqrt", "RMSprop": "sqrt"}
+# Source: Goyal et al. 2017, arXiv 1706.02677, for SGD (with momentum too); Malladi et al. 2022,
+# arXiv 2205.10287, for Adam and RMSprop. AdamW is Adam where it decays nothing, and torch
+# multiplies its decay by the learning rate.
+_RULES: dict[str, LearningRateScaling] = {
+    "SGD": "linear",
+    "Adam": "sqrt",
+    "AdamW": "sqrt",
+    "RMSprop": "sqrt",
+}
 
 
 @dataclass(frozen=True)
@@ -30,17 +37,22 @@ class MicroBatch:
     rounding: str = ""
 
 
-def micro_batch(target_batch_size: int, *, largest: int, ranks: int = 1, multiple_of: int | None = None) -> MicroBatch:
+def micro_batch(
+    target_batch_size: int, *, largest: int, ranks: int = 1, multiple_of: int | None = None
+) -> MicroBatch:
     """Divide ``target_batch_size`` into micro batches of at most ``largest`` samples per rank.
 
-    Up to twice as many micro batches as needed are accepted where they make exactly the target. Otherwise: as few as
-    possible, of the size nearest to the target.
+    Up to twice as many micro batches as needed are accepted where they make exactly the target.
+    Otherwise: as few as possible, of the size nearest to the target.
     """
     unit = multiple_of or 1
     fewest = math.ceil(target_batch_size / (ranks * (largest // unit * unit)))
-    exact = (k for k in range(fewest, 2 * fewest + 1) if target_batch_size % (k * ranks * unit) == 0)
+    exact = (
+        k for k in range(fewest, 2 * fewest + 1) if target_batch_size % (k * ranks * unit) == 0
+    )
     accumulate = next(exact, fewest)
-    # To the nearest, half a unit up. Never above `largest`: at `fewest` the share is at most the largest multiple.
+    # The size is rounded to the nearest unit, and half a unit up. It is never above `largest`,
+    # because the share at `fewest` micro batches is at most the largest multiple.
     step_unit = accumulate * ranks * unit
     batch_size = unit * ((2 * target_batch_size + step_unit) // (2 * step_unit))
     effective = batch_size * accumulate * ranks
@@ -55,33 +67,48 @@ def micro_batch(target_batch_size: int, *, largest: int, ranks: int = 1, multipl
 
 
 @cache
-def micro_batches(target_batch_size: int, ranks: int, multiple_of: int | None) -> dict[int, MicroBatch]:
+def micro_batches(
+    target_batch_size: int, ranks: int, multiple_of: int | None
+) -> dict[int, MicroBatch]:
     """Every size that divides the target exactly or nearly so, largest first."""
     found: dict[int, MicroBatch] = {}
     largest = target_batch_size // ranks
     while largest >= (multiple_of or 1):
-        micro = micro_batch(target_batch_size, largest=largest, ranks=ranks, multiple_of=multiple_of)
+        micro = micro_batch(
+            target_batch_size, largest=largest, ranks=ranks, multiple_of=multiple_of
+        )
         found[micro.batch_size] = micro
         largest = micro.batch_size - 1
     return found
 
 
-def learning_rate_factor(scaling: LearningRateScaling, effective_batch_size: int, base_batch_size: int) -> float:
+def learning_rate_factor(
+    scaling: LearningRateScaling, effective_batch_size: int, base_batch_size: int
+) -> float:
     """By how much the learning rate grows for another effective batch size."""
     ratio = effective_batch_size / base_batch_size
     return ratio if scaling == "linear" else math.sqrt(ratio)
 
 
-def learning_rate_note(optimizer_names: Sequence[str], *, effective_batch_size: int, base_batch_size: int) -> str:
-    """One sentence for a run whose effective batch size changed and whose learning rate did not; else empty."""
+def learning_rate_note(
+    optimizer_names: Sequence[str], *, effective_batch_size: int, base_batch_size: int
+) -> str:
+    """One sentence for a run whose effective batch size changed and whose learning rate did not.
+
+    The text is empty where the effective batch size is the same.
+    """
     if effective_batch_size == base_batch_size or not optimizer_names:
         return ""
-    changed = f"samples per optimizer step went from {base_batch_size:,} to {effective_batch_size:,}"
+    changed = (
+        f"samples per optimizer step went from {base_batch_size:,} to {effective_batch_size:,}"
+    )
     names = list(dict.fromkeys(optimizer_names))
     rule = _RULES.get(names[0])
     listed = " and ".join(names)
     if rule is None or any(_RULES.get(name) != rule for name in names):
-        return f"{changed}, and no single rule is known for {listed}: tune the learning rate by hand"
+        return (
+            f"{changed}, and no single rule is known for {listed}: tune the learning rate by hand"
+        )
     ratio = effective_batch_size / base_batch_size
     factor = f"{learning_rate_factor(rule, effective_batch_size, base_batch_size):,.4g}"
     if max(ratio, 1 / ratio) > _TESTED_FACTOR:
@@ -91,25 +118,34 @@ def learning_rate_note(optimizer_names: Sequence[str], *, effective_batch_size: 
 
 
 def size_range(limits: SearchLimits) -> tuple[int, int]:
-    """Smallest and largest size that the rounding allows; the first is the larger one when there is none."""
+    """Smallest and largest size that the rounding allows.
+
+    The first is the larger one when there is no such size.
+    """
     lowest = rounded(max(1, limits.min_batch_size), limits, up=True)
     highest = rounded(limits.max_batch_size, limits)
-    if limits.multiple_of is None and limits.target_batch_size is None:  # a cap of 100 is allowed as it is
+    # The default rounding does not apply to the maximum: a cap of 100 is allowed as it is.
+    if limits.multiple_of is None and limits.target_batch_size is None:
         highest = limits.max_batch_size
     return lowest, max(0, highest)
 
 
 def rounded(size: int, limits: SearchLimits, up: bool = False) -> int:
-    """Round down (or up) to an allowed size; :class:`.SearchLimits` explains ``multiple_of`` and the target."""
+    """Round down (or up) to an allowed size.
+
+    :class:`.SearchLimits` explains ``multiple_of`` and ``target_batch_size``.
+    """
     if limits.target_batch_size is not None:
         allowed = micro_batches(limits.target_batch_size, limits.ranks, limits.multiple_of)
         if up:
-            return next((micro for micro in reversed(allowed) if micro >= size), max([size, *allowed]) + 1)
+            return next(
+                (micro for micro in reversed(allowed) if micro >= size), max([size, *allowed]) + 1
+            )
         return next((micro for micro in allowed if micro <= size), 0)
     step = limits.multiple_of or 2 ** max(0, (size // 64).bit_length() - 1)
     return -(-size // step) * step if up else size // step * step
 
 
 def largest_where(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """The largest size from ``low`` to ``high`` that fits, by bisection; ``low`` where none does."""
+    """The largest size from ``low`` to ``high`` that fits, or ``low``, by bisection."""
     return low + bisect_left(range(low + 1, high + 1), True, key=lambda size: not fits(size))

@@ -14,7 +14,13 @@ from lightning_batchmem.devices import DeviceMemory
 from lightning_batchmem.devices.cuda import CudaTimer
 from lightning_batchmem.measure.breakdown import SteadyBreakdown
 from lightning_batchmem.measure.recorder import StepRecorder
-from lightning_batchmem.measure.step_record import DeviceReading, StepRecord, StepTotals, gather_ranks, rank_metrics
+from lightning_batchmem.measure.step_record import (
+    DeviceReading,
+    StepRecord,
+    StepTotals,
+    gather_ranks,
+    rank_metrics,
+)
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.report.alerts import Alerts
@@ -23,11 +29,21 @@ from lightning_batchmem.report.step_csv import PLAN_NAME, StepCsv
 from lightning_batchmem.report.tables import Summary, summary_name
 
 _MAX_QUEUED = 256
-_SAME = ("steps", "peak_bytes", "peak_step", "phase_peak_bytes", "peak_reserved_bytes", "data_wait_share")
+_SAME = (
+    "steps",
+    "peak_bytes",
+    "peak_step",
+    "phase_peak_bytes",
+    "peak_reserved_bytes",
+    "data_wait_share",
+)
 
 
 class StepReporter:
-    """Reports the records of one run; each is queued until it is logged and its time on the device is known."""
+    """Reports the records of one run.
+
+    Each record is queued until it is logged and its time on the device is known.
+    """
 
     def __init__(
         self,
@@ -42,18 +58,26 @@ class StepReporter:
         granularity_bytes = 0 if device_memory is None else device_memory.granularity_bytes
         self.alerts = Alerts(granularity_bytes=granularity_bytes, plan=plan)
         self.limit_bytes: int | None = None
-        self._strategy, device = trainer.strategy, trainer.strategy.root_device
+        self._strategy = trainer.strategy
+        device = trainer.strategy.root_device
         self._is_host = device.type == "cpu"
         self._device_name = device.type if device_memory is None else device_memory.name
-        self._stage, self._plan, self._csv, self._device_timer = stage, plan, csv, device_timer
-        self._world_size, self._loggers = trainer.world_size, list(trainer.loggers)
+        self._stage = stage
+        self._plan = plan
+        self._csv = csv
+        self._device_timer = device_timer
+        self._world_size = trainer.world_size
+        self._loggers = list(trainer.loggers)
         if csv is not None and plan is not None:
             csv.write_text(PLAN_NAME, plan.to_json())
         self._queue: list[StepRecord] = []
-        self._num_counted = 0  # of the queue, from its left end
+        # This many records at the start of the queue are counted already.
+        self._num_counted = 0
         self._intervals: defaultdict[str, StepTotals] = defaultdict(StepTotals)
         self._logged: defaultdict[str, StepTotals] = defaultdict(StepTotals)
-        self._epoch_peak_bytes = self._run_peak_bytes = self._steady_peak_bytes = 0
+        self._epoch_peak_bytes = 0
+        self._run_peak_bytes = 0
+        self._steady_peak_bytes = 0
 
     def add(self, record: StepRecord) -> None:
         self._queue.append(record)
@@ -61,11 +85,16 @@ class StepReporter:
             self.process()
 
     def process(self, *, is_last: bool = False) -> None:
-        """Count the records that are new, and write those whose time is known; the last call writes all."""
+        """Count the records that are new, and write those whose time is known.
+
+        The last call writes all.
+        """
         queue = self._queue
         for record in queue[self._num_counted :]:
             self._count(record)
-        known = len(queue) if self._device_timer is None else self._read_device_seconds(self._device_timer, is_last)
+        known = len(queue)
+        if self._device_timer is not None:
+            known = self._read_device_seconds(self._device_timer, is_last)
         if known and self._csv is not None:
             self._csv.write(queue[:known], world_size=self._world_size)
         del queue[:known]
@@ -107,10 +136,14 @@ class StepReporter:
         return max(self._run_peak_bytes, self._epoch_peak_bytes) or None
 
     def begin_epoch(self) -> None:
-        self._run_peak_bytes, self._epoch_peak_bytes = self.run_peak_bytes or 0, 0
+        self._run_peak_bytes = self.run_peak_bytes or 0
+        self._epoch_peak_bytes = 0
 
     def log(self, stage: str, step: int | None, reading: DeviceReading) -> None:
-        """Send the metrics of the stage since the last call to the loggers (not if ``step`` is None)."""
+        """Send the metrics of the stage since the last call to the loggers.
+
+        If ``step`` is None, nothing is sent.
+        """
         self.limit_bytes = reading.limit_bytes
         self.process()
         interval = self._intervals[stage]
@@ -122,12 +155,15 @@ class StepReporter:
         if reading.utilization is not None:
             metrics[f"utilization/{reading.utilization[0]}"] = reading.utilization[1]
         if stage == "train":
-            if (predicted_bytes := self.alerts.predicted_bytes(interval.peak_batch_size)) is not None:
+            predicted_bytes = self.alerts.predicted_bytes(interval.peak_batch_size)
+            if predicted_bytes is not None:
                 metrics["memory/predicted_mib"] = predicted_bytes / MIB
             _warn(self.alerts.interval(interval, reading, is_host=self._is_host))
         else:
-            names = {"batch/size": f"{stage}/batch_size"}  # the others such as validate/peak_allocated_mib
-            metrics = {names.get(key, f"{stage}/{key.partition('/')[2]}"): value for key, value in metrics.items()}
+            # The stage replaces the first part of a name, as in validate/peak_allocated_mib.
+            names = {key: f"{stage}/{key.partition('/')[2]}" for key in metrics}
+            names["batch/size"] = f"{stage}/batch_size"
+            metrics = {names[key]: value for key, value in metrics.items()}
         if step is not None:
             self._log_metrics(metrics, step)
 
@@ -135,10 +171,14 @@ class StepReporter:
         for logger in list(self._loggers):
             try:
                 logger.log_metrics(dict(metrics), step=step)
-            except Exception as error:  # noqa: BLE001 - a logger that fails must not end a training
+            # A logger may raise anything, and must not end a training.
+            except Exception as error:  # noqa: BLE001
                 self._loggers.remove(logger)
                 name = type(logger).__name__
-                rank_zero_warn(f"{name} gets no more metrics of MemoryProfiler: {type(error).__name__}: {error}")
+                rank_zero_warn(
+                    f"{name} gets no more metrics of MemoryProfiler:"
+                    f" {type(error).__name__}: {error}"
+                )
 
     def log_evaluation(self, step: int | None, reading: DeviceReading) -> None:
         """Log a validation in a training, and compare its peak with that of the training."""
@@ -148,20 +188,30 @@ class StepReporter:
 
     def progress_bar_values(self) -> dict[str, float]:
         values = {"peak_gib": self.run_peak_bytes, "limit_gib": self.limit_bytes}
-        return {name: round(value / 2**30, 2) for name, value in values.items() if value is not None}
+        return {
+            name: round(value / 2**30, 2) for name, value in values.items() if value is not None
+        }
 
     def join_ranks(self, step: int | None = None) -> tuple[int, ...]:
-        """Exchange the totals of training, which every rank must do, and log them if ``step`` is given."""
+        """Exchange the totals of training, and log them if ``step`` is given.
+
+        Every rank must call this method.
+        """
         self.process()
         peaks, speeds = gather_ranks(self._total("train"), self._strategy)
         if step is not None:
             self._log_metrics(rank_metrics(peaks, speeds), step)
         return tuple(int(peak_bytes) for peak_bytes in peaks if not math.isnan(peak_bytes))
 
-    def finish(self, trainer: Trainer, recorder: StepRecorder, *, is_complete: bool) -> Summary | None:
-        """Log what is left, close the CSV and summarize the run; no ranks and figures after an exception."""
+    def finish(
+        self, trainer: Trainer, recorder: StepRecorder, *, is_complete: bool
+    ) -> Summary | None:
+        """Log the remaining metrics, close the CSV and summarize the run.
+
+        After an exception, the ranks exchange nothing, and no figures are logged.
+        """
         is_training = self._stage == "train"
-        # Lightning logs the values of an epoch's end at the step before the next one too
+        # Lightning also logs the values of an epoch's end at the step before the next one.
         step = max(0, logging_step(trainer) - is_training)
         rank_peaks_bytes: tuple[int, ...] = ()
         try:
@@ -176,15 +226,22 @@ class StepReporter:
         if summary is not None and self._csv is not None:
             self._csv.write_text(summary_name(self._stage), summary.to_json())
         if summary is not None and is_complete and is_training and trainer.is_global_zero:
-            log_figures(self._loggers, None if self._csv is None else self._csv.path, self._plan, summary, step)
+            csv_path = None if self._csv is None else self._csv.path
+            log_figures(self._loggers, csv_path, self._plan, summary, step)
         return summary
 
     def _summary(
-        self, stage: str, breakdown: SteadyBreakdown | None = None, rank_peaks_bytes: tuple[int, ...] = ()
+        self,
+        stage: str,
+        breakdown: SteadyBreakdown | None = None,
+        rank_peaks_bytes: tuple[int, ...] = (),
     ) -> Summary | None:
         total = self._total(stage)
         if not total.steps:
             return None
+        predicted_bytes = None
+        if stage == "train":
+            predicted_bytes = self.alerts.predicted_bytes(total.peak_batch_size)
         return Summary(
             device=self._device_name,
             **{name: getattr(total, name) for name in _SAME},
@@ -196,7 +253,7 @@ class StepReporter:
             stage=stage,
             items_per_second=total.items_per_second(self._world_size),
             outside_bytes=None if breakdown is None else breakdown.outside_bytes,
-            predicted_bytes=self.alerts.predicted_bytes(total.peak_batch_size) if stage == "train" else None,
+            predicted_bytes=predicted_bytes,
             alerts=tuple(self.alerts.issued.values()),
             rank_peaks_bytes=rank_peaks_bytes,
             validation=self._summary("validate") if stage == "train" else None,

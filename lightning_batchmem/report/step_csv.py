@@ -19,8 +19,19 @@ from lightning_batchmem.plan.records import MIB, PHASES
 NAME = "memory_per_batch.csv"
 PLAN_NAME = "batch_plan.json"
 COLUMNS = (
-    *("step", "stage", "batch_size", "peak_allocated_mib", "peak_reserved_mib", "limit_mib", "samples_per_s"),
-    *("items_per_s", "step_ms", "data_wait_pct", "gpu_pct", "cpu_pct", *(f"{phase}_peak_mib" for phase in PHASES)),
+    "step",
+    "stage",
+    "batch_size",
+    "peak_allocated_mib",
+    "peak_reserved_mib",
+    "limit_mib",
+    "samples_per_s",
+    "items_per_s",
+    "step_ms",
+    "data_wait_pct",
+    "gpu_pct",
+    "cpu_pct",
+    *(f"{phase}_peak_mib" for phase in PHASES),
 )
 _HEADER = ",".join(COLUMNS) + "\r\n"
 
@@ -31,14 +42,22 @@ def make_log_dir(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=directory).close()
     except OSError as error:
-        text = "MemoryProfiler cannot write into the log directory; use another one, or MemoryProfiler(csv=False)"
+        text = (
+            "MemoryProfiler cannot write into the log directory; use another one, or"
+            " MemoryProfiler(csv=False)"
+        )
         raise type(error)(error.errno, f"{text}: {error}") from error
 
 
 class StepCsv:
-    """Writes ``memory_per_batch.csv``, or the next free ``memory_per_batch_1.csv``; resumed runs append to theirs."""
+    """Writes ``memory_per_batch.csv``, or the next free ``memory_per_batch_1.csv``.
 
-    def __init__(self, directory: Path, *, resume: bool = False, own_path: Path | None = None) -> None:
+    A resumed run appends to its file.
+    """
+
+    def __init__(
+        self, directory: Path, *, resume: bool = False, own_path: Path | None = None
+    ) -> None:
         own_path = own_path if own_path is not None and own_path.parent == directory else None
         newest = own_path or next(reversed([*takewhile(Path.exists, _paths(directory))]), None)
         self.path, self._file = (resume and newest and _appended(newest)) or _created(directory)
@@ -50,9 +69,11 @@ class StepCsv:
             return
         try:
             self._rows.writerows([_cells(step, world_size) for step in steps])
-            self._file.flush()  # once for many rows
+            # The file is flushed once for many rows.
+            self._file.flush()
         except OSError as error:
-            with suppress(OSError):  # closing flushes again
+            # Closing the file flushes it again, which may fail too.
+            with suppress(OSError):
                 self._file.close()
             rank_zero_warn(f"{self.path} gets no more rows: {error}")
 
@@ -63,8 +84,12 @@ class StepCsv:
             rank_zero_warn(f"{self.path} lacks its last rows: {error}")
 
     def write_text(self, name: str, text: str) -> None:
-        """Write another file of this run, with the number of the CSV in its name; warn if this fails."""
-        path = self.path.with_name(name.replace(".", self.path.stem.removeprefix(Path(NAME).stem) + "."))
+        """Write another file of this run, and warn if this fails.
+
+        Its name has the number of the CSV.
+        """
+        number = self.path.stem.removeprefix(Path(NAME).stem)
+        path = self.path.with_name(name.replace(".", number + "."))
         try:
             path.write_text(text, encoding="utf-8")
         except OSError as error:
@@ -73,10 +98,19 @@ class StepCsv:
 
 def _cells(step: StepRecord, world_size: int) -> tuple[object, ...]:
     seconds = step.seconds if step.device_seconds is None else step.device_seconds
-    phases, size, items, wait_seconds = step.peaks.phase_peak_bytes, step.batch_size, step.items, step.wait_seconds
+    phases = step.peaks.phase_peak_bytes
+    size = step.batch_size
+    items = step.items
+    wait_seconds = step.wait_seconds
     key, percent = step.utilization or ("", 0.0)
-    rates = (None if n is None or seconds <= 0 else f"{n * world_size / seconds:.3f}" for n in (size, items))
-    wait_percent = "" if wait_seconds is None or step.seconds <= 0 else f"{100.0 * wait_seconds / step.seconds:.2f}"
+    rates = (
+        None if n is None or seconds <= 0 else f"{n * world_size / seconds:.3f}"
+        for n in (size, items)
+    )
+    if wait_seconds is None or step.seconds <= 0:
+        wait_percent = ""
+    else:
+        wait_percent = f"{100.0 * wait_seconds / step.seconds:.2f}"
     return (
         step.number,
         step.stage,
@@ -93,18 +127,22 @@ def _cells(step: StepRecord, world_size: int) -> tuple[object, ...]:
     )
 
 
-@lru_cache(maxsize=64)  # phases and steps often have the same peak
+# The texts are cached, because phases and steps often have the same peak.
+@lru_cache(maxsize=64)
 def _mib(count_bytes: int | None) -> str:
     return "" if count_bytes is None else str(round(count_bytes / MIB, 3))
 
 
 def _paths(directory: Path) -> Iterator[Path]:
-    return (directory / (f"{Path(NAME).stem}_{number}.csv" if number else NAME) for number in count())
+    return (
+        directory / (f"{Path(NAME).stem}_{number}.csv" if number else NAME) for number in count()
+    )
 
 
 def _created(directory: Path) -> tuple[Path, TextIO]:
     for path in _paths(directory):
-        with suppress(FileExistsError):  # also of a link to nothing
+        # A link to nothing raises this error too.
+        with suppress(FileExistsError):
             file = path.open("x", newline="", encoding="utf-8")
             file.write(_HEADER)
             file.flush()
@@ -113,14 +151,18 @@ def _created(directory: Path) -> tuple[Path, TextIO]:
 
 
 def _appended(path: Path) -> tuple[Path, TextIO] | None:
-    """Open the file of an earlier run at its end; None if it has another header, or is a directory."""
+    """Open the file of an earlier run at its end.
+
+    The result is None if the file has another header, or is a directory.
+    """
     if not path.is_file():
         return None
     with path.open("rb") as file:
         if file.readline() != _HEADER.encode():
             return None
         file.seek(-1, 2)
-        is_cut_off = file.read(1) != b"\n"  # a killed run leaves half a row
+        # A killed run may leave half a row.
+        is_cut_off = file.read(1) != b"\n"
     appended = path.open("a", newline="", encoding="utf-8")
     appended.write("\r\n" if is_cut_off else "")
     return path, appended
@@ -131,13 +173,20 @@ Row = dict[str, Any]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the complete rows of a file, about 500 bytes of memory each; those cut off by a killed run are skipped."""
+    """Return the complete rows of a file, which take about 500 bytes of memory each.
+
+    Rows that a killed run cut off are skipped.
+    """
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        lines = (line for line in file if line.endswith("\n"))  # the last may be cut off inside a number
+        # The last line may be cut off inside a number.
+        lines = (line for line in file if line.endswith("\n"))
         reader = csv.DictReader(lines, restkey="more", quoting=csv.QUOTE_NONE)
         header = reader.fieldnames or ()
         if not {"step", "stage", "peak_allocated_mib"} <= set(header):
-            raise ValueError(f"path must be that of a {NAME}, got {path} with the header {','.join(header)[:80]!r}")
+            raise ValueError(
+                f"path must be that of a {NAME}, got {path} with the header"
+                f" {','.join(header)[:80]!r}"
+            )
         complete = (cells for cells in reader if None not in cells.values() and "more" not in cells)
         return [row for cells in complete if (row := _row(cells)) is not None]
 
@@ -147,5 +196,6 @@ def _row(cells: Mapping[str, str]) -> Row | None:
     try:
         counts = {name: float(text) if text else None for name, text in memory.items()}
         return {"step": int(cells["step"]), "stage": cells["stage"], **counts}
-    except ValueError:  # the row is incomplete or damaged
+    except ValueError:
+        # The row is incomplete or damaged.
         return None

@@ -1,4 +1,7 @@
-"""The summary of a run, its table, and the output of a search; rich prints plain text without a terminal."""
+"""The summary of a run, its table, and the output of a search.
+
+Without a terminal, rich prints plain text.
+"""
 
 from __future__ import annotations
 
@@ -22,33 +25,42 @@ _STAGES = {"train": "training", "validate": "validation", "test": "test", "predi
 
 
 def summary_name(stage: str) -> str:
-    """Return the file name of a training's summary, or of an evaluation's, such as ``memory_summary_test.json``."""
+    """Return the file name of the summary of a training or an evaluation.
+
+    The name for an evaluation is for example ``memory_summary_test.json``.
+    """
     return SUMMARY_NAME if stage == "train" else SUMMARY_NAME.replace(".json", f"_{stage}.json")
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Memory and time of the steps of one stage in one call of ``fit``, ``validate``, ``test`` or ``predict``.
+    """Memory and time of the steps of one stage in one call of a Trainer.
+
+    The call is one of ``fit``, ``validate``, ``test`` and ``predict``.
 
     Args:
         device: ``"cuda"`` or ``"host"``; the device type if its memory cannot be measured.
         steps: number of steps.
-        peak_bytes: highest allocated bytes in a step (host: resident set); None if memory cannot be measured.
+        peak_bytes: highest allocated bytes in a step (host: resident set); None if memory cannot be
+            measured.
         peak_step: the step of this peak, as in ``memory_per_batch.csv``.
         batch_size: samples of that step, on this rank; None if its batch does not show it.
         phase_peak_bytes: phase -> highest allocated bytes in it, over all steps.
         peak_reserved_bytes: highest reserved bytes; None if the device reserves none.
-        limit_bytes: bytes that this process may hold, at the last reading: the limit of the device, or of a
-            BatchFinder's plan.
-        breakdown: parts of the memory at the highest peak of the steady state, which begins with the first step after
-            an optimizer step (in an evaluation: with the second step); None if the run ended before.
-        samples_per_second: samples of all ranks per second of wall time; None if no batch shows its size.
+        limit_bytes: bytes that this process may hold, at the last reading: the limit of the device,
+            or of a BatchFinder's plan.
+        breakdown: parts of the memory at the highest peak of the steady state, which begins with
+            the first step after an optimizer step (in an evaluation: with the second step); None if
+            the run ended before.
+        samples_per_second: samples of all ranks per second of wall time; None if no batch shows its
+            size.
         step_seconds: mean time of a step.
         data_wait_share: share of wall time before the batch arrived, 0 to 1; None if unknown.
         stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        items_per_second: items of all ranks per second, as ``items_fn`` counts them; None without it.
-        outside_bytes: bytes on the device outside this process's allocator when the breakdown was taken: contexts,
-            NCCL, other processes; None if unknown.
+        items_per_second: items of all ranks per second, as ``items_fn`` counts them; None without
+            it.
+        outside_bytes: bytes on the device outside this process's allocator when the breakdown was
+            taken: contexts, NCCL, other processes; None if unknown.
         predicted_bytes: prediction of a BatchFinder's plan at ``batch_size``; None without a plan.
         alerts: the alerts of the run, in their order.
         rank_peaks_bytes: highest peak of each rank, in rank order; empty for one rank.
@@ -116,7 +128,8 @@ def show_summary(summary: Summary, console: Console) -> None:
 
 def summary_table(summary: Summary) -> Table:
     """Return the memory breakdown of a run at its highest peak, in MiB and per cent."""
-    table = Table(title=f"Memory of a {_STAGES[summary.stage]} step ({summary.device})", title_justify="left")
+    title = f"Memory of a {_STAGES[summary.stage]} step ({summary.device})"
+    table = Table(title=title, title_justify="left")
     table.add_column("part")
     for heading in ("memory", "of the peak"):
         table.add_column(heading, justify="right")
@@ -126,7 +139,8 @@ def summary_table(summary: Summary) -> Table:
         for name, attribute in PARTS:
             count_bytes = getattr(breakdown, attribute)
             label = _OTHER.get(summary.device, name) if attribute == "other_bytes" else name
-            table.add_row(label, mib(count_bytes), f"{count_bytes / peak_bytes:.1%}" if peak_bytes else "")
+            share = f"{count_bytes / peak_bytes:.1%}" if peak_bytes else ""
+            table.add_row(label, mib(count_bytes), share)
         table.add_section()
     table.add_row("peak", mib(peak_bytes), "100.0%")
     for name, beyond_bytes in (
@@ -143,7 +157,9 @@ def _caption(summary: Summary) -> list[str]:
     samples = "" if summary.batch_size is None else f" ({summary.batch_size:,} samples)"
     lines = []
     if summary.peak_bytes is not None:
-        lines.append(f"Highest peak: {mib(summary.peak_bytes)} at step {summary.peak_step}{samples}")
+        lines.append(
+            f"Highest peak: {mib(summary.peak_bytes)} at step {summary.peak_step}{samples}"
+        )
     if summary.peak_reserved_bytes is not None:
         lines.append(f"Reserved: {mib(summary.peak_reserved_bytes)}")
     if summary.limit_bytes is not None:
@@ -154,24 +170,34 @@ def _caption(summary: Summary) -> list[str]:
     if peaks := summary.rank_peaks_bytes:
         highest = peaks.index(max(peaks))
         lines.append(
-            f"Peaks of {len(peaks)} ranks: {mib(min(peaks))} to {mib(max(peaks))}, highest on {highest};"
-            f" {mib(sum(peaks))} in all"
+            f"Peaks of {len(peaks)} ranks: {mib(min(peaks))} to {mib(max(peaks))},"
+            f" highest on {highest}; {mib(sum(peaks))} in all"
         )
     if (validation := summary.validation) is not None:
-        peak = "" if validation.peak_bytes is None else f"highest peak {mib(validation.peak_bytes)}, "
+        peak = ""
+        if validation.peak_bytes is not None:
+            peak = f"highest peak {mib(validation.peak_bytes)}, "
         lines.append(f"Validation: {peak}{_speed(validation)}")
-    start = "the first step after an optimizer step" if summary.stage == "train" else "the second step"
+    start = "the second step"
+    if summary.stage == "train":
+        start = "the first step after an optimizer step"
     if summary.breakdown is None and summary.peak_bytes is not None:
         lines.append(f"No breakdown: the run ended before {start}.")
     elif summary.breakdown is not None and summary.breakdown.peak_bytes < (summary.peak_bytes or 0):
-        lines.append(f"The highest peak came before {start}; the breakdown is that of the steps after it.")
+        lines.append(
+            f"The highest peak came before {start}; the breakdown is that of the steps after it."
+        )
     if summary.breakdown is not None and summary.breakdown.other_bytes < 0:
-        lines.append('"Other" is negative: some tensors are not resident (swapped out, or mapped from a file).')
+        lines.append(
+            '"Other" is negative: some tensors are not resident (swapped out, or mapped from a'
+            " file)."
+        )
     return [*lines, *(f"Warning: {alert}" for alert in summary.alerts)]
 
 
 def _speed(summary: Summary) -> str:
-    text = f"{summary.steps:,} step{'' if summary.steps == 1 else 's'} of {1e3 * summary.step_seconds:,.1f} ms"
+    noun = "step" if summary.steps == 1 else "steps"
+    text = f"{summary.steps:,} {noun} of {1e3 * summary.step_seconds:,.1f} ms"
     if summary.samples_per_second is not None:
         text += f", {summary.samples_per_second:,.1f} samples/s"
     if summary.items_per_second is not None:
@@ -190,9 +216,12 @@ class SearchProgress(Progress):
     def trying(self, probe: NextSize, trials: Sequence[Trial]) -> None:
         """Show the size that runs next, and the memory that the trials so far predict for it."""
         model = fit_memory(trials)
-        predicted = "" if model is None else f", predicted {mib(model.predict_bytes(probe.batch_size))}"
+        predicted = ""
+        if model is not None:
+            predicted = f", predicted {mib(model.predict_bytes(probe.batch_size))}"
         self.update(self._task, description=f"size {probe.batch_size}{predicted}")
 
     def measured(self, trial: Trial) -> None:
         shown = self.tasks[self._task].description
-        self.update(self._task, description=f"{shown}, measured {mib(trial.peak_bytes or trial.held_bytes)}")
+        description = f"{shown}, measured {mib(trial.peak_bytes or trial.held_bytes)}"
+        self.update(self._task, description=description)

@@ -13,11 +13,13 @@ from lightning_batchmem._lightning.module_state import ModuleState, SavedStorage
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64],
 )
 def test_storages_are_restored_in_place(dtype):
     tensor = torch.randn(7, 5).to(dtype)
-    before, address = tensor.clone(), tensor.data_ptr()
+    before = tensor.clone()
+    address = tensor.data_ptr()
     kept = SavedStorages(iter([tensor]))
     tensor.zero_()
     kept.write_back()
@@ -36,12 +38,13 @@ def test_views_and_shared_storages_are_kept_once():
 
 def test_storages_of_several_chunks(monkeypatch):
     monkeypatch.setattr("lightning_batchmem._lightning.module_state._CHUNK_BYTES", 7)
-    tensors = [torch.arange(length) for length in (0, 1, 7, 23)]
+    lengths = (0, 1, 7, 23)
+    tensors = [torch.arange(length) for length in lengths]
     kept = SavedStorages(tensors)
     for tensor in tensors:
         tensor.add_(1)
     kept.write_back()
-    assert [tensor.tolist() for tensor in tensors] == [list(range(length)) for length in (0, 1, 7, 23)]
+    assert [tensor.tolist() for tensor in tensors] == [list(range(length)) for length in lengths]
 
 
 @pytest.mark.parametrize("size", [0, 2, 9])
@@ -53,12 +56,17 @@ def test_a_tensor_that_a_step_resizes(size):
     module.values.resize_(size).fill_(-1)
     state.restore()
     assert torch.equal(module.values, torch.arange(4.0))
-    module.values.resize_(9)  # in training
+    # The training can resize the tensor again.
+    module.values.resize_(9)
 
 
 def test_a_full_directory_is_named(monkeypatch):
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: open("/dev/full", "wb", buffering=0))  # noqa: SIM115
-    with pytest.raises(OSError, match=rf"optimizer state \(400 bytes\) to {tempfile.gettempdir()}.* Set TMPDIR to"):
+    def open_full(**_):
+        return open("/dev/full", "wb", buffering=0)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", open_full)
+    message = rf"optimizer state \(400 bytes\) to {tempfile.gettempdir()}.* Set TMPDIR to"
+    with pytest.raises(OSError, match=message):
         SavedStorages([torch.zeros(100)])
 
 
@@ -121,12 +129,25 @@ def disturb(module):
 
 def described(module):
     """Everything that ``disturb`` changes, and which objects hold it."""
-    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(), ("average", module.average)]
-    return [
-        [(name, id(one), one.data_ptr(), one.requires_grad, one.grad, one.tolist()) for name, one in tensors],
-        [(one.training, dict(one._forward_hooks), sorted(vars(one))) for one in module.modules()],
-        [module.metric.update_count, str(module.memory), id(module.memory), id(vars(module).get("alias"))],
+    tensors = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(),
+        ("average", module.average),
     ]
+    values = [
+        (name, id(one), one.data_ptr(), one.requires_grad, one.grad, one.tolist())
+        for name, one in tensors
+    ]
+    modules = [
+        (one.training, dict(one._forward_hooks), sorted(vars(one))) for one in module.modules()
+    ]
+    others = [
+        module.metric.update_count,
+        str(module.memory),
+        id(module.memory),
+        id(vars(module).get("alias")),
+    ]
+    return [values, modules, others]
 
 
 def test_a_module_is_restored():
@@ -140,7 +161,8 @@ def test_a_module_is_restored():
     kept.restore()
     assert described(module) == before
     module.layers(torch.zeros(2, 3))
-    handle.remove()  # the table that the handle refers to is still the module's
+    # The handle works only if the table of hooks that it refers to is still that of the module.
+    handle.remove()
     module.layers(torch.zeros(2, 3))
     assert called == [1]
 

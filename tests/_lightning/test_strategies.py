@@ -25,7 +25,10 @@ def test_supported_strategies(kind):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (DeepSpeedStrategy, r"DeepSpeedStrategy .* cannot be made again.* train_micro_batch_size_per_gpu"),
+        (
+            DeepSpeedStrategy,
+            r"DeepSpeedStrategy .* cannot be made again.* train_micro_batch_size_per_gpu",
+        ),
         (FSDPStrategy, r"ModelParallelStrategy .* got FSDPStrategy"),
     ],
 )
@@ -44,5 +47,7 @@ def test_refused_strategies(kind, message):
     ],
 )
 def test_sharding_and_synchronized_batch_norm_make_steps_collective(kind, layer, ranks, expected):
-    trainer = SimpleNamespace(strategy=object.__new__(kind), lightning_module=layer, world_size=ranks)
+    trainer = SimpleNamespace(
+        strategy=object.__new__(kind), lightning_module=layer, world_size=ranks
+    )
     assert steps_are_collective(trainer) is expected

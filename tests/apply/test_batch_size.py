@@ -49,7 +49,8 @@ class WithHooks(Module):
 
     def __init__(self, train, val=loader):
         super().__init__()
-        self.train_loaders, self.val_loaders = train, val
+        self.train_loaders = train
+        self.val_loaders = val
 
     def train_dataloader(self):
         return self.train_loaders(self.batch_size)
@@ -59,13 +60,15 @@ class WithHooks(Module):
 
 
 def in_fit(look, module, *, source=train_source, name="batch_size", **data):
-    """What ``look`` returns at the start of a real fit, which then trains a batch."""
+    """Return the result of ``look`` at the start of a real fit, which then trains a batch."""
     seen = []
 
     def on_fit_start(trainer, pl_module):
         seen.append(look(BatchSizeSetting(trainer, pl_module, name, source(trainer))))
 
-    trainer = quiet_trainer(LambdaCallback(on_fit_start=on_fit_start), max_steps=1, limit_val_batches=0)
+    trainer = quiet_trainer(
+        LambdaCallback(on_fit_start=on_fit_start), max_steps=1, limit_val_batches=0
+    )
     trainer.fit(module, **data)
     return seen[0]
 
@@ -85,7 +88,7 @@ def sizes_at(loaders, batch_size):
     return [one.size_at(batch_size) for one in loaders.sized]
 
 
-# Which sizes follow
+# Tests of loaders that follow the size.
 
 
 def several_loaders(size):
@@ -98,9 +101,15 @@ def several_loaders(size):
 )
 def test_loaders_that_follow_the_size(make, asked, at_three, at_ten, batches):
     sizes = []
-    module = WithHooks(lambda size: (sizes.append(size), make(size))[1])
+
+    def make_and_record(size):
+        sizes.append(size)
+        return make(size)
+
+    module = WithHooks(make_and_record)
     loaders = train_loaders(module, 3)
-    assert sizes == [*asked, 3]  # the last one is Lightning's own
+    # The last call is that of Lightning itself.
+    assert sizes == [*asked, 3]
     assert module.batch_size == 3
     assert [loader_batch_size(one.loader) for one in loaders.sized] == at_three
     assert loaders.follows
@@ -113,20 +122,30 @@ def test_loaders_that_follow_the_size(make, asked, at_three, at_ten, batches):
     [
         (
             lambda size: loader(32),
-            r"train_dataloader must use `batch_size`, got loaders of batch sizes 32 after it was set to 3\. Build them"
-            r" with batch_size=self\.batch_size, or pass the loaders to fit\.",
+            r"train_dataloader must use `batch_size`, got loaders of batch sizes 32 after it was"
+            r" set to 3\. Build them with batch_size=self\.batch_size, or pass the loaders to"
+            r" fit\.",
         ),
-        (lambda size: [loader(4), loader(5)], r"must use `batch_size`, got loaders of batch sizes 4, 5 after"),
+        (
+            lambda size: [loader(4), loader(5)],
+            r"must use `batch_size`, got loaders of batch sizes 4, 5 after",
+        ),
         (
             lambda size: [loader(size + 1), loader(size)],
             r"times a number, got 4, 3 after batch_size .* 3, and 7, 6 at 6",
         ),
-        (lambda size: [loader(size)] * size, r"times a number, got 3, 3, 3 after .* and 6, 6, 6, 6, 6, 6 at 6"),
+        (
+            lambda size: [loader(size)] * size,
+            r"times a number, got 3, 3, 3 after .* and 6, 6, 6, 6, 6, 6 at 6",
+        ),
         (
             lambda size: [loader(size), loader(None)],
             r"of train_dataloader must have a batch size .* got batch_size=None",
         ),
-        (lambda size: DataLoader(DATASET, batch_sampler=[[0], [1, 2]]), r"must have .* got the batch sampler list"),
+        (
+            lambda size: DataLoader(DATASET, batch_sampler=[[0], [1, 2]]),
+            r"must have .* got the batch sampler list",
+        ),
     ],
 )
 def test_loaders_that_do_not_follow(make, message):
@@ -138,13 +157,21 @@ def test_loaders_that_do_not_follow(make, message):
     ("make", "message"),
     [
         (lambda size: [loader(size), loader(5), loader(4 * size)], None),
-        (lambda size: loader(min(size, 16)), "got loaders of batch sizes 16 instead of 40 after it was set to 40"),
-        (lambda size: [loader(size), loader(min(2 * size, 16))], "batch sizes 40, 16 instead of 40, 80"),
+        (
+            lambda size: loader(min(size, 16)),
+            "got loaders of batch sizes 16 instead of 40 after it was set to 40",
+        ),
+        (
+            lambda size: [loader(size), loader(min(2 * size, 16))],
+            "batch sizes 40, 16 instead of 40, 80",
+        ),
         (lambda size: [loader(size)] * (1 + size // 40), "batch sizes 40, 40 instead of 40"),
     ],
 )
 def test_loaders_are_compared_at_the_chosen_size(make, message):
-    refused = pytest.raises(ValueError, match=f"train_dataloader must follow `batch_size` at every size, .*{message}")
+    refused = pytest.raises(
+        ValueError, match=f"train_dataloader must follow `batch_size` at every size, .*{message}"
+    )
     with nullcontext() if message is None else refused:
         in_fit(lambda setting: setting.check_loaders(40, setting.loaders_for(3)), WithHooks(make))
 
@@ -161,13 +188,16 @@ def test_loaders_are_compared_at_the_chosen_size(make, message):
 )
 def test_validation_loaders_may_have_fixed_sizes(make, at_nine):
     loaders = in_fit(
-        methodcaller("loaders_for", 3, may_be_fixed=True), WithHooks(loader, make), source=validation_source
+        methodcaller("loaders_for", 3, may_be_fixed=True),
+        WithHooks(loader, make),
+        source=validation_source,
     )
     assert loaders.follows == (at_nine is not None)
-    assert sizes_at(loaders, 9) == (at_nine or [loader_batch_size(one.loader) for one in loaders.sized])
+    fixed_sizes = [loader_batch_size(one.loader) for one in loaders.sized]
+    assert sizes_at(loaders, 9) == (at_nine or fixed_sizes)
 
 
-# Passed loaders
+# Tests of passed loaders.
 
 
 def test_sizes_of_passed_loaders_are_set_and_restored():
@@ -193,12 +223,16 @@ def test_other_attributes_of_a_passed_loader_are_unchanged():
         """A subclass with other arguments, which Lightning could not build anew."""
 
         def __init__(self, secret, **arguments):
-            super().__init__(torch.zeros(10, 1), batch_size=4, drop_last=True, pin_memory=True, **arguments)
+            super().__init__(
+                torch.zeros(10, 1), batch_size=4, drop_last=True, pin_memory=True, **arguments
+            )
             self.secret = secret
 
     given = {"sampler": range(9, 2, -1), "generator": torch.Generator(), "collate_fn": torch.cat}
-    passed, trained = Special(7, **given), Module()
-    before, random = dict(vars(passed)), given["generator"].get_state()
+    passed = Special(7, **given)
+    trained = Module()
+    before = dict(vars(passed))
+    random = given["generator"].get_state()
 
     def look(setting):
         restore = keep_sizes(setting.source.passed_loaders())
@@ -225,14 +259,16 @@ class MadeBefore(list):
 @pytest.mark.parametrize("batch_size", [2, 8])
 def test_a_batch_sampler_that_does_not_follow(batch_size):
     sampler = MadeBefore(list(range(start, start + 4)) for start in range(0, 40, 4))
-    with pytest.raises(ValueError, match=r"must make batches of its batch_size, got one of 4 samples"):
+    message = r"must make batches of its batch_size, got one of 4 samples"
+    with pytest.raises(ValueError, match=message):
         set_loader_batch_size(DataLoader(range(40), batch_sampler=sampler), batch_size)
 
 
 def test_setting_the_size_of_a_loader_in_place():
+    sampler = BatchSampler(SequentialSampler(DATASET), 2, drop_last=False)
     loaders = [
         DataLoader(DATASET, batch_size=2),
-        DataLoader(DATASET, batch_sampler=BatchSampler(SequentialSampler(DATASET), 2, drop_last=False)),
+        DataLoader(DATASET, batch_sampler=sampler),
     ]
     for one in loaders:
         set_loader_batch_size(one, 4)
@@ -242,13 +278,16 @@ def test_setting_the_size_of_a_loader_in_place():
     assert loader_batch_size(DataLoader(DATASET, batch_sampler=[[0], [1, 2]])) is None
 
 
-@pytest.mark.parametrize(("given", "kind"), [([loader(1), range(3)], "range"), ([[torch.zeros(1)]], "Tensor")])
+@pytest.mark.parametrize(
+    ("given", "kind"), [([loader(1), range(3)], "range"), ([[torch.zeros(1)]], "Tensor")]
+)
 def test_other_loaders_than_torchs_are_refused(given, kind):
-    with pytest.raises(ValueError, match=rf"loaders of train_dataloader must be torch DataLoaders .*, got {kind}\."):
+    message = rf"loaders of train_dataloader must be torch DataLoaders .*, got {kind}\."
+    with pytest.raises(ValueError, match=message):
         train_loaders(Nameless(), 3, train_dataloaders=given)
 
 
-# Sizes in other places
+# Tests of sizes in other places.
 
 
 class InDict(LightningDataModule):
@@ -274,7 +313,10 @@ def test_a_read_only_configuration_is_named():
     data.kwargs = ReadOnly(data.kwargs)
 
     def look(setting):
-        message = r"`kwargs.batch_size` must be an attribute that can be set, got RuntimeError: Cannot change read-only"
+        message = (
+            r"`kwargs.batch_size` must be an attribute that can be set, got RuntimeError: Cannot"
+            r" change read-only"
+        )
         with pytest.raises(ValueError, match=message):
             setting.write(4)
 
@@ -283,12 +325,13 @@ def test_a_read_only_configuration_is_named():
 
 def test_an_attribute_that_does_not_exist_is_an_error_with_those_that_may_be_meant():
     data = InDict()
-    data.width, data.table = 32, torch.zeros(3)
+    data.width = 32
+    data.table = torch.zeros(3)
     with pytest.raises(ValueError, match="batch_arg_name must name an attribute") as error:
         train_loaders(Nameless(), 3, datamodule=data)
     assert str(error.value).endswith(
-        "got 'batch_size' and loaders of batch sizes 32. Pass batch_arg_name=\"kwargs.batch_size\" (also of this value:"
-        " width), or pass the loaders to fit."
+        "got 'batch_size' and loaders of batch sizes 32. Pass batch_arg_name=\"kwargs.batch_size\""
+        " (also of this value: width), or pass the loaders to fit."
     )
 
 
@@ -309,8 +352,8 @@ class PerDevice(LightningDataModule):
 
 def test_a_size_derived_in_setup_is_an_error_that_names_it():
     message = (
-        r"got loaders of batch sizes 32 after it was set to 3\. Pass batch_arg_name=\"batch_size_per_device\", or pass"
-        r" the loaders to fit\."
+        r"got loaders of batch sizes 32 after it was set to 3\."
+        r" Pass batch_arg_name=\"batch_size_per_device\", or pass the loaders to fit\."
     )
     with pytest.raises(ValueError, match=message):
         train_loaders(Nameless(), 3, datamodule=PerDevice())
@@ -320,7 +363,8 @@ class ReadsBatches(Dataset):
     """Reads a list of indices at once."""
 
     def __init__(self, kind):
-        self.values, self.kind = torch.arange(60.0), kind
+        self.values = torch.arange(60.0)
+        self.kind = kind
         self.read = []
 
     def __len__(self):
@@ -329,7 +373,11 @@ class ReadsBatches(Dataset):
     def __getitem__(self, indices):
         self.read.append(len(indices))
         values = self.values[indices]
-        kinds = {"dict": {"x": values, "y": values.numpy(), "name": "a"}, "list": values.tolist(), "tensor": values}
+        kinds = {
+            "dict": {"x": values, "y": values.numpy(), "name": "a"},
+            "list": values.tolist(),
+            "tensor": values,
+        }
         return kinds[self.kind]
 
 
@@ -339,9 +387,8 @@ def test_a_batch_sampler_as_sampler(kind, is_passed):
     dataset = ReadsBatches(kind)
 
     def make(size):
-        return DataLoader(
-            dataset, sampler=BatchSampler(SequentialSampler(dataset), size, drop_last=True), batch_size=None
-        )
+        sampler = BatchSampler(SequentialSampler(dataset), size, drop_last=True)
+        return DataLoader(dataset, sampler=sampler, batch_size=None)
 
     def look(setting):
         loaders = setting.loaders_for(3)
@@ -350,11 +397,16 @@ def test_a_batch_sampler_as_sampler(kind, is_passed):
         setting.write(4)
         return batch
 
-    module = Module() if is_passed else WithHooks(make)
-    batch = in_fit(look, module, **({"train_dataloaders": make(5)} if is_passed else {}))
+    if is_passed:
+        module = Module()
+        batch = in_fit(look, module, train_dataloaders=make(5))
+    else:
+        module = WithHooks(make)
+        batch = in_fit(look, module)
     assert type(batch) is type(module.trained[0])
     found = batch["x"] if kind == "dict" else batch
     assert len(found) == 7
     if kind == "dict":
         assert (batch["x"].shape, batch["y"].shape, batch["name"]) == ((7,), (7,), "a")
-    assert set(dataset.read) == {4}  # nothing was read in this process before the training
+    # Nothing was read in this process before the training.
+    assert set(dataset.read) == {4}

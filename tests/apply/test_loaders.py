@@ -9,9 +9,21 @@ from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batch
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+)
 
-from lightning_batchmem.apply.loaders import LoaderInfo, StageLoaders, count_samples, stage_bounds, training_bounds
+from lightning_batchmem.apply.loaders import (
+    LoaderInfo,
+    StageLoaders,
+    count_samples,
+    stage_bounds,
+    training_bounds,
+)
 from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions
 
 MODES = ["min_size", "max_size", "max_size_cycle", "sequential"]
@@ -48,11 +60,14 @@ def loader_of(samples, batch_size, drop_last, kind):
     if kind == "stream":
         return DataLoader(SizedStream(samples), batch_size=batch_size, drop_last=drop_last)
     if kind == "batch_sampler":
-        return DataLoader(dataset, batch_sampler=BatchSampler(SequentialSampler(dataset), batch_size, drop_last))
+        return DataLoader(
+            dataset, batch_sampler=BatchSampler(SequentialSampler(dataset), batch_size, drop_last)
+        )
     return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last)
 
 
-# samples, drop_last, kind, times the batch size or None for fixed, fixed size
+# The values are the samples, drop_last, the kind, the factor of the batch size, and a fixed size.
+# The fixed size is used where the factor is None.
 LOADERS = st.tuples(
     st.integers(1, 40),
     st.booleans(),
@@ -60,17 +75,27 @@ LOADERS = st.tuples(
     st.sampled_from([1, 1, 2, 3, None]),
     st.integers(1, 8),
 )
-STAGES = st.tuples(st.lists(LOADERS, min_size=1, max_size=3), st.sampled_from(MODES), st.integers(1, 4))
+STAGES = st.tuples(
+    st.lists(LOADERS, min_size=1, max_size=3), st.sampled_from(MODES), st.integers(1, 4)
+)
 LIMITS = st.one_of(st.integers(1, 50), st.just(1.0), st.floats(0.01, 1.0))
 
 
 def settings_of_trainer(**settings):
-    defaults = {"limit_train_batches": 1.0, "limit_val_batches": 1.0, "overfit_batches": 0.0, "val_check_interval": 1.0}
-    return SimpleNamespace(**{**defaults, "check_val_every_n_epoch": 1, "accumulate_grad_batches": 1, **settings})
+    defaults = {
+        "limit_train_batches": 1.0,
+        "limit_val_batches": 1.0,
+        "overfit_batches": 0.0,
+        "val_check_interval": 1.0,
+    }
+    return SimpleNamespace(
+        **{**defaults, "check_val_every_n_epoch": 1, "accumulate_grad_batches": 1, **settings}
+    )
 
 
 def largest(loaders, limit):
-    return min(size for size, _ in stage_bounds(settings_of_trainer(limit_train_batches=limit), "train", loaders))
+    trainer = settings_of_trainer(limit_train_batches=limit)
+    return min(size for size, _ in stage_bounds(trainer, "train", loaders))
 
 
 def stage_at(stage, batch_size):
@@ -90,7 +115,8 @@ def stage_at(stage, batch_size):
 def test_batches_are_those_of_lightning(stage, batch_size):
     loaders = stage_at(stage, batch_size)
     expected = len(iter(loaders.combined))
-    assert stage_at(stage, stage[2]).batches(batch_size) == expected  # asked at another size
+    # These loaders were made at another size.
+    assert stage_at(stage, stage[2]).batches(batch_size) == expected
     assert loaders.batches(batch_size) == expected
 
 
@@ -103,7 +129,9 @@ def test_the_largest_size_is_the_largest_that_lightning_trains_a_full_batch_of(s
         if any(one.size > count_samples(one.loader) for one in follow):
             return False
         try:
-            limits = [_parse_num_batches(RunningStage.TRAINING, len(one.loader), limit) for one in follow]
+            limits = [
+                _parse_num_batches(RunningStage.TRAINING, len(one.loader), limit) for one in follow
+            ]
         except MisconfigurationException:
             return False
         return all(limit > 0 for limit in limits)
@@ -112,7 +140,8 @@ def test_the_largest_size_is_the_largest_that_lightning_trains_a_full_batch_of(s
     if not loaders.follows:
         assert largest(loaders, limit) == UNBOUNDED_MAX_BATCH_SIZE
         return
-    assert largest(loaders, limit) == max((size for size in range(1, 42) if trains(size)), default=0)
+    trained_sizes = [size for size in range(1, 42) if trains(size)]
+    assert largest(loaders, limit) == max(trained_sizes, default=0)
 
 
 def test_streams_have_no_bound_and_no_end():
@@ -132,23 +161,28 @@ def one_loader(samples, *, drop_last=False, requested_at=2):
     return StageLoaders(CombinedLoader(one.loader), (one,))
 
 
-@pytest.mark.parametrize(("limit", "size"), [(1.0, 100), (5, 100), (0.5, 99), (0.1, 11), (0.03, 3), (0.001, 0)])
+@pytest.mark.parametrize(
+    ("limit", "size"), [(1.0, 100), (5, 100), (0.5, 99), (0.1, 11), (0.03, 3), (0.001, 0)]
+)
 def test_a_fraction_must_leave_a_batch(limit, size):
     """0.1 of the batches is one only where there are ten: 9 of 11 samples and one of 1."""
     assert largest(one_loader(100), limit) == size
 
 
-OVERFIT = dict.fromkeys(("overfit_batches", "limit_train_batches", "limit_val_batches"), 0.1)  # as the Trainer sets
+# The Trainer copies overfit_batches to the other two settings.
+OVERFIT = dict.fromkeys(("overfit_batches", "limit_train_batches", "limit_val_batches"), 0.1)
 
 
 @pytest.mark.parametrize(
     ("settings", "validation", "expected"),
     [
-        ({}, one_loader(30), (1000, "dataset")),  # 30 samples are one batch of any size
+        # Without drop_last, 30 samples make at least one batch of any size.
+        ({}, one_loader(30), (1000, "dataset")),
         ({}, one_loader(30, drop_last=True), (30, "validation data")),
         ({}, one_loader(30, drop_last=True, requested_at=None), (1000, "dataset")),
         ({}, one_loader(0, drop_last=True), (1000, "dataset")),
-        ({"limit_val_batches": 0.1}, one_loader(30), (3, "limit_val_batches")),  # 9 batches of 3 and one of 3
+        # 30 samples make ten batches of 3, and 0.1 of ten batches is one.
+        ({"limit_val_batches": 0.1}, one_loader(30), (3, "limit_val_batches")),
         ({"limit_val_batches": 5}, one_loader(30), (1000, "dataset")),
         ({"limit_train_batches": 0.1}, one_loader(30), (111, "limit_train_batches")),
         (OVERFIT, None, (111, "overfit_batches")),
@@ -162,7 +196,8 @@ OVERFIT = dict.fromkeys(("overfit_batches", "limit_train_batches", "limit_val_ba
 )
 def test_settings_that_bound_the_size(settings, validation, expected):
     options = SearchOptions(min_steps_per_epoch=None)
-    found = training_bounds(settings_of_trainer(**settings), one_loader(1000), validation, options, None)
+    trainer = settings_of_trainer(**settings)
+    found = training_bounds(trainer, one_loader(1000), validation, options, None)
     assert min(found, key=lambda bound: bound[0]) == expected
 
 
@@ -183,8 +218,10 @@ def test_settings_that_bound_the_size(settings, validation, expected):
     ],
 )
 def test_an_epoch_keeps_optimizer_steps(arguments, settings, project_size, expected):
-    options, trainer = SearchOptions(**arguments), settings_of_trainer(**settings)
-    bounds = {reason: size for size, reason in training_bounds(trainer, one_loader(1000), None, options, project_size)}
+    options = SearchOptions(**arguments)
+    trainer = settings_of_trainer(**settings)
+    found = training_bounds(trainer, one_loader(1000), None, options, project_size)
+    bounds = {reason: size for size, reason in found}
     assert bounds.get("min_steps_per_epoch") == expected
 
 

@@ -28,7 +28,8 @@ def sent(monkeypatch):
 
 
 def test_without_a_cuda_device_one_sentence_and_status_2(monkeypatch, capsys):
-    assert sum(gpu_check.PARTS.values()) <= 550  # seconds
+    # All parts together take at most 550 seconds.
+    assert sum(gpu_check.PARTS.values()) <= 550
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_check.main([]) == 2
     assert capsys.readouterr() == ("", "gpu_check needs a CUDA device, and torch finds none.\n")
@@ -46,30 +47,42 @@ def test_the_failure_of_a_case_is_a_row_between_the_others(monkeypatch, sent):
     monkeypatch.setattr(gpu_parts, "compile", cases)
     gpu_check.run_part("compile")
     assert "no device\nmore" in sent["rows"][1].pop("log")
-    assert sent["rows"] == [{"size": 8, "peak": 1}, {"size": 16, "error": "RuntimeError: no device"},
-                            {"size": 32, "peak": 2}]  # fmt: skip
+    assert sent["rows"] == [
+        {"size": 8, "peak": 1},
+        {"size": 16, "error": "RuntimeError: no device"},
+        {"size": 32, "peak": 2},
+    ]
 
 
 def test_files_are_written_after_each_part_whatever_happens_in_it(monkeypatch, tmp_path, capsys):
     path = tmp_path / "nvidia-test" / "gpu_check.json"
     found = {
-        "tests": {"error": "process ended with 1: no module", "path": str(tmp_path / "nvidia-test/gpu_check.json")},
-        "search": {"error": "no end after 170 s", "rows": [{"size": 1}], "running": {"size": 2}, "head": "a device"},
+        "tests": {"error": "process ended with 1: no module", "path": str(path)},
+        "search": {
+            "error": "no end after 170 s",
+            "rows": [{"size": 1}],
+            "running": {"size": 2},
+            "head": "a device",
+        },
     }
 
     def in_fresh_process(module, *arguments, timeout_seconds):
         if arguments[1] == "simulator":
             assert set(json.loads(path.read_text())) == {"tests", "search"}
-        return found.get(arguments[1], {"error": "late", "is_complete": True, "rows": [{"a": 1, "log": "long"}]})
+        late = {"error": "late", "is_complete": True, "rows": [{"a": 1, "log": "long"}]}
+        return found.get(arguments[1], late)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_check, "in_fresh_process", in_fresh_process)
     assert gpu_check.main([]) == 1
-    assert json.loads(path.read_text())["search"] == [{"size": 1}, {"size": 2, "error": "no end after 170 s"}]
-    assert json.loads(path.read_text())["compile"] == [{"a": 1, "log": "long"}]
+    results = json.loads(path.read_text())
+    assert results["search"] == [{"size": 1}, {"size": 2, "error": "no end after 170 s"}]
+    assert results["compile"] == [{"a": 1, "log": "long"}]
     text = path.with_suffix(".md").read_text()
     assert text.startswith(
-        "a device\n\n## tests\n\n| error |\n| --- |\n| process ended with 1: no module |\n\n## search"
+        "a device\n\n## tests\n\n"
+        "| error |\n| --- |\n| process ended with 1: no module |\n\n"
+        "## search"
     )
     assert "long" not in text
     assert text in capsys.readouterr().out + "\n"
@@ -85,8 +98,10 @@ def test_a_process_that_is_late_is_killed_with_those_that_it_started(monkeypatch
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = common.in_fresh_process("late", timeout_seconds=2)
     assert found["error"] == "no end after 2 s"
-    for _ in range(100):  # a killed process ends at its next time slice
-        if not psutil.pid_exists(found["child"]) or psutil.Process(found["child"]).status() == psutil.STATUS_ZOMBIE:
+    child = found["child"]
+    # A killed process ends at its next time slice.
+    for _ in range(100):
+        if not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
             return
         time.sleep(0.1)
     pytest.fail("the child is still running")
@@ -98,8 +113,11 @@ def no_device(monkeypatch, fake_device):
     fractions = []
     name = gpu_parts.SEARCHED[-1]
     samples = (((8,), torch.float32),) * 2
-    network = Network(name, partial(nn.Linear, 8, 8), torch.optim.Adam, samples, nn.functional.mse_loss)
-    monkeypatch.setattr(large_networks, "NETWORKS", (network, network._replace(name="ResNet-18 SGD")))
+    network = Network(
+        name, partial(nn.Linear, 8, 8), torch.optim.Adam, samples, nn.functional.mse_loss
+    )
+    networks = (network, network._replace(name="ResNet-18 SGD"))
+    monkeypatch.setattr(large_networks, "NETWORKS", networks)
     monkeypatch.setattr(trace, "NETWORKS", large_networks.NETWORKS)
     trace.trace_of.cache_clear()
     monkeypatch.setattr(gpu_parts, "DEVICE", torch.device("cpu"))
@@ -112,10 +130,14 @@ def no_device(monkeypatch, fake_device):
     monkeypatch.setattr(torch, "compile", lambda module, **arguments: module)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * 10**9, 80 * 10**9))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *one: fractions.append(one))
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda *one: fractions.append(one)
+    )
     monkeypatch.setattr(overhead, "STEPS_BY_INTERVAL", {1: 3})
     monkeypatch.setattr(overhead, "WARM_UP_STEPS", 1)
-    monkeypatch.setattr(overhead, "run", lambda accelerator, *rest, run=overhead.run: run("cpu", *rest))
+    monkeypatch.setattr(
+        overhead, "run", lambda accelerator, *rest, run=overhead.run: run("cpu", *rest)
+    )
     yield fractions
     trace.trace_of.cache_clear()
 
@@ -127,15 +149,18 @@ def test_each_part_on_the_host_with_cuda_replaced(part, sent, no_device):
     rows = json.loads(json.dumps(sent["rows"]))
     assert [row.get("log") for row in rows] == [None] * len(rows)
     if part == "search":
-        assert rows[0].items() >= {"limit GB": 8, "found": 4, "verified": True, "bisection": 5, "share": 0.8}.items()
+        expected = {"limit GB": 8, "found": 4, "verified": True, "bisection": 5, "share": 0.8}
+        assert rows[0].items() >= expected.items()
         assert rows[0].items() >= {"out of memory in search": 0, "in training": 0}.items()
         assert rows[1]["note"] == "not run: 10.0 GB are free"
         assert [fraction for fraction, _ in no_device] == [0.1, 1.0, 0.1, 1.0]
     if part == "compile":
-        assert [(row["mode"], row["found"]) for row in rows] == [("default", 4), ("reduce-overhead", 4)]
+        modes = [(row["mode"], row["found"]) for row in rows]
+        assert modes == [("default", 4), ("reduce-overhead", 4)]
     if part == "simulator":
         assert (rows[0]["reserved MiB"], rows[0]["requested MiB"], len(rows)) == (2.0, None, 8)
-        assert rows[0].keys() >= {"requested simulated MiB", "allocated simulated MiB", "allocated MiB"}
+        columns = {"requested simulated MiB", "allocated simulated MiB", "allocated MiB"}
+        assert rows[0].keys() >= columns
     if part == "overhead":
         assert rows[0]["MemoryProfiler us"] > 0
 
@@ -149,7 +174,9 @@ def test_a_run_of_pytest_is_one_row(allocator, monkeypatch):
     )
     popen = subprocess.Popen
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **rest: popen([sys.executable, "-c", script], **rest))
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **rest: popen([sys.executable, "-c", script], **rest)
+    )
     row = gpu_parts.tested(allocator)
     assert (row["failed"], row["passed"], row["skipped"]) == (1, 12, 2)
     assert row["error"] == "test_b[1 2] - assert 3 == 4"

@@ -27,13 +27,30 @@ STATISTICS = f"anon {50 * MIB}\ninactive_file {30 * MIB}\nactive_file {5 * MIB}"
 STATISTICS_V1 = f"inactive_file 1\ntotal_inactive_file {40 * MIB}"
 PARENTS_V1 = {"memory/memory.limit_in_bytes": UNLIMITED_V1, "memory/memory.usage_in_bytes": 500}
 GROUP_V1 = {"memory/abc/memory.limit_in_bytes": 200, "memory/abc/memory.usage_in_bytes": 235}
-ANCESTORS = {"a/memory.max": 100, "a/memory.current": 80, "a/b/memory.max": "max", "a/b/memory.current": 60}
+ANCESTORS = {
+    "a/memory.max": 100,
+    "a/memory.current": 80,
+    "a/b/memory.max": "max",
+    "a/b/memory.current": 60,
+}
 
 
 GROUPS = {
-    "no page cache": ("0::/app", {"app/memory.max": 100, "app/memory.current": 90, "app/memory.stat": STATISTICS}, 40),
-    "ancestor": ("0::/a/b/c", {**ANCESTORS, "a/b/c/memory.max": 90, "a/b/c/memory.current": 10}, 20),
-    "throttled": ("0::/app", {"app/memory.max": 100, "app/memory.high": 70, "app/memory.current": 10}, 60),
+    "no page cache": (
+        "0::/app",
+        {"app/memory.max": 100, "app/memory.current": 90, "app/memory.stat": STATISTICS},
+        40,
+    ),
+    "ancestor": (
+        "0::/a/b/c",
+        {**ANCESTORS, "a/b/c/memory.max": 90, "a/b/c/memory.current": 10},
+        20,
+    ),
+    "throttled": (
+        "0::/app",
+        {"app/memory.max": 100, "app/memory.high": 70, "app/memory.current": 10},
+        60,
+    ),
     "version 1, with the cache of the children": (
         "9:name=systemd:/x\n4:memory:/abc\n1:cpu,cpuacct:/abc\n0::/",
         {**PARENTS_V1, **GROUP_V1, "memory/abc/memory.stat": STATISTICS_V1},
@@ -46,10 +63,19 @@ GROUPS = {
     ),
     "outside the namespace: the mount only": (
         "0::/../other",
-        {"../other/memory.max": 1, "../other/memory.current": 1, "memory.max": 200, "memory.current": 150},
+        {
+            "../other/memory.max": 1,
+            "../other/memory.current": 1,
+            "memory.max": 200,
+            "memory.current": 150,
+        },
         50,
     ),
-    "hybrid": ("1:name=systemd:/x\n0::/app", {"unified/app/memory.max": 9, "unified/app/memory.current": 8}, 1),
+    "hybrid": (
+        "1:name=systemd:/x\n0::/app",
+        {"unified/app/memory.max": 9, "unified/app/memory.current": 8},
+        1,
+    ),
     "use above the limit": ("0::/app", {"app/memory.max": 100, "app/memory.current": 120}, 0),
     "no limit": ("0::/app", {"app/memory.max": "max", "app/memory.current": 120}, None),
     "no limit file": ("0::/app", {"app/memory.current": 120}, None),
@@ -72,7 +98,10 @@ def test_without_control_groups_there_is_no_limit(tmp_path, membership):
 
 def test_a_change_of_limit_use_or_group_is_seen(tmp_path, membership):
     membership.write_text("0::/a\n")
-    write_files(tmp_path, {"b/memory.max": 30, "b/memory.current": 10, "a/memory.max": "max", "a/memory.current": 10})
+    write_files(
+        tmp_path,
+        {"b/memory.max": 30, "b/memory.current": 10, "a/memory.max": "max", "a/memory.current": 10},
+    )
     assert headroom_mib(tmp_path, membership) is None
     changes = [("max", 100, 90), ("current", 20, 80), ("stat", STATISTICS, 100), ("max", 60, 60)]
     for name, content, expected_mib in changes:
@@ -82,7 +111,11 @@ def test_a_change_of_limit_use_or_group_is_seen(tmp_path, membership):
     assert headroom_mib(tmp_path, membership) == 20
 
 
-QUOTAS = {"a/cpu.max": "150000 100000", "a/b/cpu.max": "400000 100000", "a/b/c/cpu.max": "max 100000"}
+QUOTAS = {
+    "a/cpu.max": "150000 100000",
+    "a/b/cpu.max": "400000 100000",
+    "a/b/c/cpu.max": "max 100000",
+}
 PERIOD_V1 = {"cpu,cpuacct/x/cpu.cfs_period_us": "100000"}
 
 

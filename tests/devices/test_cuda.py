@@ -17,16 +17,26 @@ DEVICE = torch.device("cuda", 1)
 def driver(monkeypatch):
     """State behind the patched functions, for device 1."""
     driver = SimpleNamespace(
-        calls=[], free_bytes=20 * GIB, fraction=1.0, is_integrated=0, requested=(2 * GIB, 8 * GIB), backend="native"
+        calls=[],
+        free_bytes=20 * GIB,
+        fraction=1.0,
+        is_integrated=0,
+        requested=(2 * GIB, 8 * GIB),
+        backend="native",
     )
     driver.settings = {"expandable_segments": False}
 
     def stats(device):
         assert device == DEVICE
         return {
-            "allocated_bytes": {"all": {"current": 3 * GIB, "peak": 9 * GIB}, "large_pool": {"peak": 1}},
+            "allocated_bytes": {
+                "all": {"current": 3 * GIB, "peak": 9 * GIB},
+                "large_pool": {"peak": 1},
+            },
             "reserved_bytes": {"all": {"current": 4 * GIB, "peak": 12 * GIB}},
-            "requested_bytes": {"all": dict(zip(("current", "peak"), driver.requested, strict=True))},
+            "requested_bytes": {
+                "all": dict(zip(("current", "peak"), driver.requested, strict=True))
+            },
             "num_ooms": 2,
             "num_alloc_retries": 5,
             "num_device_free": 3,
@@ -56,7 +66,9 @@ def driver(monkeypatch):
     }
     for name, function in functions.items():
         monkeypatch.setattr(torch.cuda, name, function, raising=False)
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": driver.settings})
+    monkeypatch.setattr(
+        torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": driver.settings}
+    )
     return driver
 
 
@@ -66,7 +78,8 @@ def test_readings_are_the_counters_of_the_allocator(driver):
     assert device_memory.current() == MemoryStats(3 * GIB, 4 * GIB, 2 * GIB)
     assert device_memory.private_bytes() == 3 * GIB
     assert device_memory.counters() == {"num_ooms": 2, "num_alloc_retries": 5, "num_device_free": 3}
-    driver.requested = (0, 0)  # as of an allocator that does not count them
+    # An allocator that does not count requested bytes reports 0.
+    driver.requested = (0, 0)
     assert device_memory.peak().requested_bytes is None
 
 
@@ -90,7 +103,9 @@ def test_only_synchronize_synchronizes(driver):
     ("changes", "budget_gib"),
     [({}, 24), ({"fraction": 0.125}, 10), ({"is_integrated": 1}, 10), ({"fraction": 0.5}, 24)],
 )
-def test_budget_is_free_and_reserved_memory_within_the_limits(driver, monkeypatch, changes, budget_gib):
+def test_budget_is_free_and_reserved_memory_within_the_limits(
+    driver, monkeypatch, changes, budget_gib
+):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=6 * GIB))
     vars(driver).update(changes)
     assert CudaMemory(DEVICE).budget_bytes() == budget_gib * GIB
@@ -104,14 +119,16 @@ def test_a_torch_without_the_getter_has_a_budget_and_enforces_nothing(driver, mo
         assert driver.fraction == 1.0
 
 
-# 60 GiB are in use, 4 of them reserved by this process
+# With 20 GiB free, 60 GiB are in use; this process has reserved 4 of them.
 @pytest.mark.parametrize(("free_gib", "other_gib"), [(20, 56), (76, 0), (77, None)])
 def test_memory_outside_the_allocator(driver, free_gib, other_gib):
     driver.free_bytes = free_gib * GIB
     assert CudaMemory(DEVICE).non_torch_bytes() == (None if other_gib is None else other_gib * GIB)
 
 
-@pytest.mark.parametrize(("previous", "limit_gib", "fraction"), [(1.0, 20, 0.25), (0.5, 60, 0.5), (1.0, 200, 1.0)])
+@pytest.mark.parametrize(
+    ("previous", "limit_gib", "fraction"), [(1.0, 20, 0.25), (0.5, 60, 0.5), (1.0, 200, 1.0)]
+)
 def test_the_limit_is_enforced_and_the_previous_one_restored(driver, previous, limit_gib, fraction):
     driver.fraction = previous
     fractions = []
@@ -157,7 +174,10 @@ def test_utilization_is_that_of_the_driver_and_missing_where_it_cannot_be_read(m
 
 
 class Event:
-    """Recorded 10 ms after the one before on another stream; reached once the test says so."""
+    """An event 10 ms after the one before it.
+
+    The device has reached it once the test sets ``is_reached``.
+    """
 
     count = 0
 
@@ -180,12 +200,15 @@ class Event:
 
 
 def test_seconds_are_known_once_the_device_has_reached_both_events(monkeypatch):
-    """Those of another stream may be reached in the other order."""
+    """Events of another stream may be reached in the other order."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: pytest.fail("waited for the device"))
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda device=None: pytest.fail("waited for the device")
+    )
     timer = CudaTimer(DEVICE)
-    earlier, later = timer.mark(), timer.mark()
+    earlier = timer.mark()
+    later = timer.mark()
     for reached in ((False, False), (True, False), (False, True), (True, True)):
         earlier.is_reached, later.is_reached = reached
         assert timer.seconds_between(earlier, later) == (0.01 if all(reached) else None)

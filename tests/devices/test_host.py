@@ -15,7 +15,9 @@ from lightning_batchmem.devices.host import HostMemory, cpu_utilization, peak_ca
 
 MIB = 1 << 20
 
-needs_peak = pytest.mark.skipif(not peak_can_be_reset(), reason="no writable /proc/self/clear_refs on this host")
+needs_peak = pytest.mark.skipif(
+    not peak_can_be_reset(), reason="no writable /proc/self/clear_refs on this host"
+)
 
 
 def touch(size_bytes):
@@ -43,12 +45,14 @@ def test_the_peak_includes_freed_memory_until_it_is_reset():
 
 @needs_peak
 def test_the_quick_reading_equals_the_exact_one():
-    quick, exact = HostMemory(quick=True), HostMemory()
+    quick = HostMemory(quick=True)
+    exact = HostMemory()
     if not quick._quick:
         pytest.skip("the program before exec was larger")
     for size in (0, 64, 8):
         quick.reset_peak()
-        touch(size * MIB).close() if size else None
+        if size:
+            touch(size * MIB).close()
         assert abs(quick.peak().allocated_bytes - exact.peak().allocated_bytes) <= MIB
 
 
@@ -61,8 +65,10 @@ def test_getrusage_is_not_read_if_it_includes_the_program_before_exec(monkeypatc
 @needs_peak
 def test_release_cached_returns_small_freed_blocks():
     device_memory = HostMemory()
-    blocks = [torch.ones(16 * 1024, dtype=torch.uint8) for _ in range(4096)]  # below glibc's mmap threshold
-    pin = torch.ones(16 * 1024, dtype=torch.uint8)  # prevents trimming by free itself
+    # Blocks below glibc's mmap threshold lie in the heap.
+    blocks = [torch.ones(16 * 1024, dtype=torch.uint8) for _ in range(4096)]
+    # The last block of the heap prevents that free itself trims the heap.
+    pin = torch.ones(16 * 1024, dtype=torch.uint8)
     blocks.clear()
     held_bytes = device_memory.current().allocated_bytes
     device_memory.release_cached()
@@ -71,12 +77,15 @@ def test_release_cached_returns_small_freed_blocks():
 
 
 @needs_peak
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda device_memory: pickle.loads(pickle.dumps(device_memory))])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda device_memory: pickle.loads(pickle.dumps(device_memory))]
+)
 def test_a_copy_opens_its_own_files_and_every_file_is_closed(duplicate):
     before = psutil.Process().num_fds()
     device_memory = HostMemory(quick=True)
     twin = duplicate(device_memory)
-    assert psutil.Process().num_fds() == before + 4  # two files each
+    # Each of the two has two open files.
+    assert psutil.Process().num_fds() == before + 4
     del device_memory
     twin.reset_peak()
     assert twin.peak().allocated_bytes > 0
@@ -91,13 +100,16 @@ def test_without_the_files_of_the_kernel_the_peak_is_the_current_value(monkeypat
     device_memory = HostMemory(quick=True)
     touch(64 * MIB).close()
     device_memory.reset_peak()
-    assert device_memory.peak().allocated_bytes == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
+    peak_bytes = device_memory.peak().allocated_bytes
+    assert peak_bytes == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
 
 
 @pytest.mark.parametrize(("group_gib", "room_gib"), [(None, 7), (3, 3), (0, 0), (9, 7)])
 def test_the_budget_is_the_resident_set_and_the_least_room(monkeypatch, group_gib, room_gib):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=7 << 30))
-    monkeypatch.setattr(host, "memory_headroom_bytes", lambda: None if group_gib is None else group_gib << 30)
+    monkeypatch.setattr(
+        host, "memory_headroom_bytes", lambda: None if group_gib is None else group_gib << 30
+    )
     device_memory = HostMemory()
     room_bytes = device_memory.budget_bytes() - device_memory.current().allocated_bytes
     assert room_bytes == pytest.approx(room_gib << 30, abs=4 * MIB)
@@ -108,7 +120,8 @@ def test_the_budget_is_the_resident_set_and_the_least_room(monkeypatch, group_gi
 def test_a_resource_limit_bounds_the_budget(monkeypatch, limit, field):
     device_memory = HostMemory()
     status = Path("/proc/self/status").read_text()
-    used_bytes = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(field))
+    (line,) = [line for line in status.splitlines() if line.startswith(field)]
+    used_bytes = int(line.split()[1]) << 10
     limits = {getattr(resource, limit): (used_bytes + 300 * MIB, resource.RLIM_INFINITY)}
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits.get(kind, unlimited))
@@ -119,15 +132,22 @@ def test_a_resource_limit_bounds_the_budget(monkeypatch, limit, field):
 @pytest.mark.parametrize(
     ("quota", "seconds", "percents"),
     [
-        (None, [(12, 14), (13, 15)], [50, 25]),  # 4 of 8 core seconds, then 1 of 4
-        (0.5, [(12, 10.5), (12.5, 11.5)], [50, 100]),  # the second is a burst above the quota
-        (None, [(10, 10)], [None]),  # no time passed
-        (None, [(12, 0.5)], [None]),  # a forked child, whose process time restarts at 0
+        # 4 of 8 core seconds are busy, then 1 of 4.
+        (None, [(12, 14), (13, 15)], [50, 25]),
+        # The second reading is a burst above the quota.
+        (0.5, [(12, 10.5), (12.5, 11.5)], [50, 100]),
+        # No time passed between the readings.
+        (None, [(10, 10)], [None]),
+        # In a forked child the process time restarts at 0.
+        (None, [(12, 0.5)], [None]),
     ],
 )
-def test_cpu_utilization_is_the_share_of_the_usable_cores_since_the_last_call(monkeypatch, quota, seconds, percents):
+def test_cpu_utilization_is_the_share_of_the_usable_cores_since_the_last_call(
+    monkeypatch, quota, seconds, percents
+):
     clock = SimpleNamespace(wall=10.0, busy=10.0)
-    clock.monotonic, clock.process_time = lambda: clock.wall, lambda: clock.busy
+    clock.monotonic = lambda: clock.wall
+    clock.process_time = lambda: clock.busy
     monkeypatch.setattr(host, "time", clock)
     monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda self: [0, 1, 2, 3])
     monkeypatch.setattr(host, "cpu_quota_cores", lambda: quota)
@@ -137,7 +157,9 @@ def test_cpu_utilization_is_the_share_of_the_usable_cores_since_the_last_call(mo
         assert utilization.percent() == (None if percent is None else pytest.approx(percent))
 
 
-@pytest.mark.skipif(not hasattr(host._c_library(), "mallinfo2"), reason="needs mallinfo2 of glibc 2.33")
+@pytest.mark.skipif(
+    not hasattr(host._c_library(), "mallinfo2"), reason="needs mallinfo2 of glibc 2.33"
+)
 def test_holes_in_the_heap_are_set_aside():
     def holes_bytes():
         heap = host._c_library().mallinfo2()
@@ -145,10 +167,13 @@ def test_holes_in_the_heap_are_set_aside():
 
     device_memory = HostMemory()
     device_memory.release_cached()
-    before_bytes = holes_bytes()  # small ones, of earlier tests
-    blocks = [torch.empty(100 * 1024, dtype=torch.uint8) for _ in range(512)]  # below glibc's mmap threshold
+    # Earlier tests leave small holes.
+    before_bytes = holes_bytes()
+    # Blocks below glibc's mmap threshold lie in the heap.
+    blocks = [torch.empty(100 * 1024, dtype=torch.uint8) for _ in range(512)]
     del blocks[::2]
-    held_bytes, made_bytes = device_memory.current().allocated_bytes, holes_bytes() - before_bytes
+    held_bytes = device_memory.current().allocated_bytes
+    made_bytes = holes_bytes() - before_bytes
     assert made_bytes > 20 * MIB
     device_memory.release_cached()
     assert holes_bytes() - before_bytes < 0.4 * made_bytes

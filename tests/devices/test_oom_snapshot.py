@@ -87,7 +87,12 @@ def test_the_sentence_names_the_file_and_no_older_one_is_overwritten(history, tm
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(28, "No space left on device"), MemoryError("host"), RuntimeError("not meaningful\nmore")]
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        MemoryError("host"),
+        RuntimeError("not meaningful\nmore"),
+    ],
 )
 def test_a_failure_is_a_sentence_and_leaves_no_half_file(history, tmp_path, error):
     history.dump_error = error
@@ -103,7 +108,12 @@ def test_a_failure_is_a_sentence_and_leaves_no_half_file(history, tmp_path, erro
     [
         ("cpu", True, None, "it needs a CUDA device"),
         ("cuda", False, None, "log_dir is not local"),
-        ("cuda", True, RuntimeError("cudaMallocAsync has no recordHistory.\nException raised from"), "cudaMallocAsync"),
+        (
+            "cuda",
+            True,
+            RuntimeError("cudaMallocAsync has no recordHistory.\nException raised from"),
+            "cudaMallocAsync",
+        ),
     ],
 )
 def test_no_snapshot_is_a_warning(history, tmp_path, device, is_local, error, reason):

@@ -5,7 +5,9 @@ from lightning_batchmem.devices import device_memory_for, device_name, timer_for
 from lightning_batchmem.devices.cuda import CudaMemory, CudaTimer
 from lightning_batchmem.devices.host import HostMemory
 
-CUDA, CPU, MPS = torch.device("cuda", 1), torch.device("cpu"), torch.device("mps")
+CUDA = torch.device("cuda", 1)
+CPU = torch.device("cpu")
+MPS = torch.device("mps")
 
 
 @pytest.mark.parametrize("is_resettable", [True, False])

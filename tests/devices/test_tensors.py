@@ -33,10 +33,22 @@ Pair = namedtuple("Pair", "image label")
 ones = torch.ones(3, 2)
 
 
-COUNTED_BY_LIGHTNING_TOO = (ones, [ones, ones], Pair(ones, torch.ones(3)), {"x": ones, "y": {"z": (ones,)}})
+COUNTED_BY_LIGHTNING_TOO = (
+    ones,
+    [ones, ones],
+    Pair(ones, torch.ones(3)),
+    {"x": ones, "y": {"z": (ones,)}},
+)
 COUNTED = (
-    *(UserDict(image=ones), Sample(ones, "name"), OwnBatch(ones), {"x": ones, "names": ["a", "b", "c"]}),
-    *((ones, torch.tensor(0.5)), [ones, 7, None], Later(ones), deque([ones]), UserList([ones])),
+    UserDict(image=ones),
+    Sample(ones, "name"),
+    OwnBatch(ones),
+    {"x": ones, "names": ["a", "b", "c"]},
+    (ones, torch.tensor(0.5)),
+    [ones, 7, None],
+    Later(ones),
+    deque([ones]),
+    UserList([ones]),
 )
 UNKNOWN = (None, "text", ["a", "b"], torch.tensor(1.0), (ones, torch.ones(4)), {}, Sample, [])
 
@@ -65,7 +77,8 @@ def test_a_batch_may_refer_to_itself_and_to_its_model():
 
     assert [tuple(tensor.shape) for tensor in tensors_in(Own())] == [(4, 2)]
     shared = [torch.ones(2)]
-    assert [tuple(tensor.shape) for tensor in tensors_in([torch.ones(1), [shared, shared]])] == [(1,), (2,), (2,)]
+    shapes = [tuple(tensor.shape) for tensor in tensors_in([torch.ones(1), [shared, shared]])]
+    assert shapes == [(1,), (2,), (2,)]
 
 
 def test_a_copy_does_not_keep_the_storage_of_a_view():

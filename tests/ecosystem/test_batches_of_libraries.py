@@ -17,7 +17,8 @@ pytestmark = MARKS
 
 def fit(module, loader, callbacks, tmp_path):
     trainer = quiet_trainer(*callbacks, max_epochs=2, default_root_dir=tmp_path)
-    trainer.fit(module, loader)  # loaders or a datamodule
+    # The second argument is a loader or a data module.
+    trainer.fit(module, loader)
     return module
 
 
@@ -41,7 +42,8 @@ def test_graphs_of_torch_geometric_are_counted(tmp_path, in_datamodule):
     layers = pytest.importorskip("torch_geometric.nn", reason=MISSING)
     seed_everything(0)
     graphs = []
-    for nodes in range(5, 69):  # of different sizes, so that no two tensors of a batch agree
+    # The graphs differ in size, so that no two tensors of a batch have the same length.
+    for nodes in range(5, 69):
         edges = torch.randint(0, nodes, (2, 3 * nodes))
         graphs.append(data.Data(x=torch.randn(nodes, 4), edge_index=edges, y=torch.randn(1)))
 
@@ -52,14 +54,16 @@ def test_graphs_of_torch_geometric_are_counted(tmp_path, in_datamodule):
 
         def training_step(self, batch, batch_idx):
             nodes = self.convolution(batch.x, batch.edge_index).relu()
-            return nn.functional.mse_loss(self.layer(layers.global_mean_pool(nodes, batch.batch))[:, 0], batch.y)
+            pooled = layers.global_mean_pool(nodes, batch.batch)
+            return nn.functional.mse_loss(self.layer(pooled)[:, 0], batch.y)
 
     def train(size, callbacks):
         seed_everything(0)
         if in_datamodule:
             dataset = lightning_data.LightningDataset(graphs, batch_size=size, pin_memory=False)
             return fit(Graphs(), dataset, callbacks, tmp_path)
-        return fit(Graphs(), loaders.DataLoader(graphs, batch_size=size, shuffle=True), callbacks, tmp_path)
+        loader = loaders.DataLoader(graphs, batch_size=size, shuffle=True)
+        return fit(Graphs(), loader, callbacks, tmp_path)
 
     path = "kwargs.batch_size" if in_datamodule else "batch_size"
     plan, summary = train_twice(train, BatchFinder, MemoryProfiler, batch_arg_name=path)
@@ -77,14 +81,17 @@ def test_molecules_of_chemprop_are_counted(tmp_path):
     def train(size, callbacks):
         seed_everything(0)
         model = models.MPNN(
-            layers.BondMessagePassing(d_h=16), layers.MeanAggregation(), layers.RegressionFFN(input_dim=16)
+            layers.BondMessagePassing(d_h=16),
+            layers.MeanAggregation(),
+            layers.RegressionFFN(input_dim=16),
         )
         loader = data.build_dataloader(data.MoleculeDataset(points), batch_size=size, seed=0)
         return fit(model, loader, callbacks, tmp_path)
 
     train_twice(train, BatchFinder, MemoryProfiler)
     sizes = [row["batch_size"] for row in csv_rows(tmp_path)]
-    assert sizes == ["16", "16", "16", ""] * 2  # tensors of a batch disagree; its last one may be smaller
+    # The tensors of a batch differ in length, and the last batch of an epoch may be smaller.
+    assert sizes == ["16", "16", "16", ""] * 2
 
 
 def test_a_stream_of_webdataset(tmp_path):

@@ -12,8 +12,14 @@ from tests.ecosystem.twice import MARKS, MISSING
 from tests.profiled import METRICS, Net, data, trainer_for
 
 pytestmark = MARKS
-FIGURES = {"memory_composition", "memory_over_steps", "memory_vs_batch_size", "throughput_vs_batch_size"}
-KEYS = {*METRICS, "memory/predicted_mib"} - {"utilization/cpu_pct"}  # needs some time between two readings
+FIGURES = {
+    "memory_composition",
+    "memory_over_steps",
+    "memory_vs_batch_size",
+    "throughput_vs_batch_size",
+}
+# The utilization of the CPU needs some time between two readings, so it may be missing.
+KEYS = {*METRICS, "memory/predicted_mib"} - {"utilization/cpu_pct"}
 
 
 def fit(logger, tmp_path):
@@ -34,14 +40,16 @@ def test_wandb(tmp_path, monkeypatch):
     assert set(summary.keys()) >= KEYS
     assert summary["batch/size"] == 8
     logger.experiment.finish()
-    names = {re.sub(r"_\d+_\w+$", "", path.stem) for path in tmp_path.rglob("media/images/batchmem/*.png")}
+    paths = tmp_path.rglob("media/images/batchmem/*.png")
+    names = {re.sub(r"_\d+_\w+$", "", path.stem) for path in paths}
     assert names == FIGURES
 
 
 def test_mlflow(tmp_path):
     pytest.importorskip("mlflow", reason=MISSING)
     logger = MLFlowLogger(
-        tracking_uri=f"sqlite:///{tmp_path}/runs.db", artifact_location=(tmp_path / "artifacts").as_uri()
+        tracking_uri=f"sqlite:///{tmp_path}/runs.db",
+        artifact_location=(tmp_path / "artifacts").as_uri(),
     )
     fit(logger, tmp_path)
     client = logger.experiment

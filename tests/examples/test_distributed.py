@@ -1,4 +1,7 @@
-"""The examples on two processes; tests/measure/test_ranks.py starts them by torchrun and by Lightning."""
+"""The examples on two processes.
+
+tests/measure/test_ranks.py starts processes by torchrun and by Lightning.
+"""
 
 import importlib
 import re
@@ -20,8 +23,10 @@ pytestmark = pytest.mark.slow
 
 def run_examples(rank, directory):
     sys.path.insert(0, str(EXAMPLES))
-    importlib.import_module("quickstart").Classifier.__init__.__defaults__ = (4, 3e-3)  # fewer channels
+    # Fewer channels make the example quicker.
+    importlib.import_module("quickstart").Classifier.__init__.__defaults__ = (4, 3e-3)
     for name in ("ddp", "fsdp2"):
+        # The line separates the outputs of the examples.
         print(f"example {name}", flush=True)  # noqa: T201
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
         sys.stdout.flush()
@@ -37,7 +42,9 @@ def outputs(directory):
     """The output of both ranks for each example."""
     codes, outputs = run_ranks(run_examples, directory)
     assert codes == [0, 0], outputs
-    pieces = [re.split(r"^example (?:ddp|fsdp2)\n", output, flags=re.MULTILINE) for output in outputs]
+    pieces = [
+        re.split(r"^example (?:ddp|fsdp2)\n", output, flags=re.MULTILINE) for output in outputs
+    ]
     return dict(zip(("before", "ddp", "fsdp2"), zip(*pieces, strict=True), strict=True))
 
 
@@ -50,12 +57,16 @@ def test_both_ranks_train_with_one_size(name, outputs, directory):
     sizes = dict(re.findall(r"^rank (\d) trained with the batch size (\d+)", output, re.MULTILINE))
     assert set(sizes) == {"0", "1"}
     assert sizes["0"] == sizes["1"]
-    (samples,) = re.findall(r"^samples per optimizer step over 2 ranks: (\d+)$", output, re.MULTILINE)
+    (samples,) = re.findall(
+        r"^samples per optimizer step over 2 ranks: (\d+)$", output, re.MULTILINE
+    )
     assert int(samples) == 2 * int(sizes["0"])
     (first, *_) = rows(directory / "logs" / name / "version_0" / "memory_per_batch.csv")
     assert (first["stage"], first["batch_size"]) == ("train", sizes["0"])
-    assert output.count("BatchFinder: batch size") == 1  # rank zero speaks for all
+    # Only rank zero prints the plan.
+    assert output.count("BatchFinder: batch size") == 1
     if name == "fsdp2":
         shares = re.findall(r"holding ([\d,]+) of ([\d,]+) parameters", output)
-        own, whole = ([int(text.replace(",", "")) for text in texts] for texts in zip(*shares, strict=True))
+        own = [int(own_count.replace(",", "")) for own_count, _ in shares]
+        whole = [int(whole_count.replace(",", "")) for _, whole_count in shares]
         assert sum(own) == whole[0] == whole[1]

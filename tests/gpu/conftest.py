@@ -17,7 +17,7 @@ def device():
 
 @pytest.fixture
 def native(device):
-    """Skip a test of what only torch's own allocator has."""
+    """Skip a test of features that only torch's own allocator has."""
     if torch.cuda.get_allocator_backend() != "native":
         pytest.skip("needs torch's own allocator")
 
@@ -27,7 +27,8 @@ def limit_to(device):
     """Limit the memory of this process for one test, in bytes."""
 
     def limit(limit_bytes):
-        torch.cuda.set_per_process_memory_fraction(limit_bytes / torch.cuda.mem_get_info(device)[1], device)
+        fraction = limit_bytes / torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(fraction, device)
 
     CudaMemory(device).release_cached()
     yield limit

@@ -1,4 +1,4 @@
-"""BatchFinder on a CUDA device: training at the size found completes, and nothing of the search is left."""
+"""BatchFinder on a CUDA device: training completes, and nothing of the search is left."""
 
 from itertools import pairwise
 
@@ -16,24 +16,27 @@ from tests.lawful import quiet_trainer
 STEPS = 30
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),  # Python 3.12 and later
+    # Python 3.12 and later warn where a process with threads is forked.
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
 ]
 
 
 class ConvNet(LightningModule):
-    """Convolutions of 32 channels on 128 x 128 pixels: some 40 MiB of activations a sample, few parameters."""
+    """Convolutions of 32 channels on 128 x 128 pixels.
+
+    A sample has some 40 MiB of activations, and the parameters are few.
+    """
 
     def __init__(self, batch_size=2):
         super().__init__()
         self.batch_size = batch_size
         widths = (3, *[32] * 7)
-        blocks = [
-            layer
-            for inputs, outputs in pairwise(widths)
-            for layer in (nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU())
-        ]
-        self.layers = nn.Sequential(nn.Upsample(scale_factor=8), *blocks)
+        layers = [nn.Upsample(scale_factor=8)]
+        for inputs, outputs in pairwise(widths):
+            convolution = nn.Conv2d(inputs, outputs, 3, padding=1)
+            layers += [convolution, nn.BatchNorm2d(outputs), nn.ReLU()]
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, x):
         return self.layers(x).mean((2, 3))
@@ -48,7 +51,8 @@ class ConvNet(LightningModule):
         return torch.optim.AdamW(self.parameters())
 
     def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(20_000, 3, 16, 16)), batch_size=self.batch_size, shuffle=True)
+        dataset = TensorDataset(torch.ones(20_000, 3, 16, 16))
+        return DataLoader(dataset, batch_size=self.batch_size, shuffle=True)
 
     def val_dataloader(self):
         return DataLoader(TensorDataset(torch.ones(64, 3, 16, 16)), batch_size=self.batch_size)
@@ -59,21 +63,29 @@ def ooms(device_memory):
 
 
 def train(module, folder, *callbacks):
-    quiet_trainer(*callbacks, accelerator="gpu", devices=1, max_steps=STEPS, default_root_dir=folder).fit(module)
+    options = {"accelerator": "gpu", "devices": 1, "max_steps": STEPS}
+    trainer = quiet_trainer(*callbacks, default_root_dir=folder, **options)
+    trainer.fit(module)
     return module
 
 
 @pytest.mark.skipif(
-    not hasattr(torch.cuda, "get_per_process_memory_fraction"), reason="this torch cannot report the memory fraction"
+    not hasattr(torch.cuda, "get_per_process_memory_fraction"),
+    reason="this torch cannot report the memory fraction",
 )
-@pytest.mark.parametrize("limit_gib", [3, 9])  # not a share of the device: on a large one a step takes half a second
-def test_training_at_the_size_found_completes_within_the_limit(limit_gib, device, limit_to, tmp_path):
-    device_memory, limit_bytes = CudaMemory(device), limit_gib * 2**30
+# The limit is no share of the device: a step that fills a large one takes half a second.
+@pytest.mark.parametrize("limit_gib", [3, 9])
+def test_training_at_the_size_found_completes_within_the_limit(
+    limit_gib, device, limit_to, tmp_path
+):
+    device_memory = CudaMemory(device)
+    limit_bytes = limit_gib * 2**30
     fraction = limit_bytes / torch.cuda.mem_get_info(device)[1]
     if device_memory.budget_bytes() < limit_bytes:
         pytest.skip("the device is too small, or other processes use it")
     limit_to(limit_bytes)
-    before, finder = ooms(device_memory), BatchFinder(min_steps_per_epoch=None)
+    before = ooms(device_memory)
+    finder = BatchFinder(min_steps_per_epoch=None)
     after_search = []
 
     def on_train_start(*_):

@@ -10,7 +10,8 @@ from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 MIB = 1 << 20
 
 needs_fraction = pytest.mark.skipif(
-    not hasattr(torch.cuda, "get_per_process_memory_fraction"), reason="this torch cannot report the memory fraction"
+    not hasattr(torch.cuda, "get_per_process_memory_fraction"),
+    reason="this torch cannot report the memory fraction",
 )
 
 
@@ -41,14 +42,17 @@ def test_peak_is_exact_and_restarts_after_a_reset(device_memory, device):
     assert device_memory.peak().allocated_bytes - before.allocated_bytes == 256 * MIB
     device_memory.reset_peak()
     assert device_memory.peak().allocated_bytes == before.allocated_bytes
-    assert (device_memory.peak().reserved_bytes or 0) >= 256 * MIB  # still cached
+    # The freed block is still cached.
+    assert (device_memory.peak().reserved_bytes or 0) >= 256 * MIB
     device_memory.release_cached()
     device_memory.reset_peak()
     assert (device_memory.peak().reserved_bytes or 0) < 256 * MIB
 
 
 @needs_fraction
-def test_the_budget_is_true_and_the_error_above_it_is_recognized(device_memory, device, limit_to, native):
+def test_the_budget_is_true_and_the_error_above_it_is_recognized(
+    device_memory, device, limit_to, native
+):
     limit_to(1024 * MIB)
     budget_bytes = device_memory.budget_bytes()
     assert budget_bytes == pytest.approx(1024 * MIB, abs=MIB)
@@ -65,7 +69,9 @@ def test_the_budget_is_true_and_the_error_above_it_is_recognized(device_memory, 
 
 @needs_fraction
 @pytest.mark.parametrize("previous_mib", [None, 2048])
-def test_an_enforced_limit_fails_above_it_and_is_lifted_afterwards(device_memory, device, limit_to, previous_mib):
+def test_an_enforced_limit_fails_above_it_and_is_lifted_afterwards(
+    device_memory, device, limit_to, previous_mib
+):
     if previous_mib is not None:
         limit_to(previous_mib * MIB)
     is_expandable = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")

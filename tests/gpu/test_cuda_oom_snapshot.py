@@ -11,8 +11,10 @@ from tests.lawful import MIB, quiet_trainer
 
 @pytest.fixture(autouse=True)
 def _limit_of_a_gibibyte(device, native):
-    device_memory_for(device).release_cached()  # with what an error before kept alive
-    torch.cuda.set_per_process_memory_fraction(1024 * MIB / torch.cuda.mem_get_info(device)[1], device)
+    # The cache may hold blocks that an earlier error kept alive.
+    device_memory_for(device).release_cached()
+    fraction = 1024 * MIB / torch.cuda.mem_get_info(device)[1]
+    torch.cuda.set_per_process_memory_fraction(fraction, device)
     yield
     torch.cuda.memory._record_memory_history(enabled=None)
     torch.cuda.set_per_process_memory_fraction(1.0, device)
@@ -28,14 +30,19 @@ class Hungry(BoringModel):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.filterwarnings("ignore:GPU utilization cannot be read")  # MIG, a sandbox without NVML
+# The utilization cannot be read under MIG or in a sandbox without NVML.
+@pytest.mark.filterwarnings("ignore:GPU utilization cannot be read")
 def test_the_profiler_writes_it_and_names_the_file_in_the_error(tmp_path):
     options = {"accelerator": "gpu", "devices": 1, "max_steps": 5, "limit_val_batches": 0}
-    trainer = quiet_trainer(MemoryProfiler(snapshot="on_oom", csv=False), default_root_dir=tmp_path, **options)
+    trainer = quiet_trainer(
+        MemoryProfiler(snapshot="on_oom", csv=False), default_root_dir=tmp_path, **options
+    )
     with pytest.raises(torch.cuda.OutOfMemoryError) as caught:
         trainer.fit(Hungry())
     path = tmp_path / "oom_snapshot_rank0.pickle"
     assert any(str(path) in note for note in caught.value.__notes__)
     events = pickle.loads(path.read_bytes())["device_traces"][trainer.strategy.root_device.index]
-    assert any(frame["name"] == "training_step" for event in events for frame in event.get("frames", ()))
+    assert any(
+        frame["name"] == "training_step" for event in events for frame in event.get("frames", ())
+    )
     assert not torch._C._cuda_isHistoryEnabled()

@@ -12,10 +12,13 @@ from tests.lawful import quiet_trainer
 
 def test_no_synchronization_begins_in_the_profiler(tmp_path):
     options = {"accelerator": "gpu", "devices": 1, "max_steps": 30, "log_every_n_steps": 1}
-    trainer = quiet_trainer(MemoryProfiler(), logger=CSVLogger(tmp_path), default_root_dir=tmp_path, **options)
+    trainer = quiet_trainer(
+        MemoryProfiler(), logger=CSVLogger(tmp_path), default_root_dir=tmp_path, **options
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")  # Lightning itself waits
+        # Lightning itself waits for the device, so waiting must not be an error.
+        torch.cuda.set_sync_debug_mode("warn")
         try:
             trainer.fit(BoringModel())
         finally:

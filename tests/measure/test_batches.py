@@ -22,10 +22,15 @@ MIB = 2**20
 
 
 class Numbers(Dataset):
-    """Tensors of ``elements`` numbers, or of other ``lengths``, that contain their index; counts the reads here."""
+    """Tensors of ``elements`` numbers, or of other ``lengths``, that contain their index.
+
+    ``reads`` counts the samples that are read in this process.
+    """
 
     def __init__(self, length=100, elements=4, lengths=None, sample=None):
-        self.length, self.elements, self.lengths = length, elements, lengths or {}
+        self.length = length
+        self.elements = elements
+        self.lengths = lengths or {}
         self.sample = sample
         self.reads = 0
 
@@ -34,7 +39,9 @@ class Numbers(Dataset):
 
     def __getitem__(self, index):
         self.reads += 1
-        return self.sample(index) if self.sample else torch.full((self.lengths.get(index, self.elements),), index)
+        if self.sample:
+            return self.sample(index)
+        return torch.full((self.lengths.get(index, self.elements),), index)
 
 
 def changed(sample, length=100):
@@ -62,7 +69,8 @@ def info(loader, follows=True):
 
 def batches(dataset, worst_case=None, *, room_bytes=None, **arguments):
     loader = DataLoader(dataset, batch_size=2, **arguments)
-    return ProbeBatches(StageLoaders(CombinedLoader(loader), (info(loader),)), worst_case, room_bytes=room_bytes)
+    stage = StageLoaders(CombinedLoader(loader), (info(loader),))
+    return ProbeBatches(stage, worst_case, room_bytes=room_bytes)
 
 
 def read_sizes(dataset, worst_case=None, **arguments):
@@ -70,11 +78,13 @@ def read_sizes(dataset, worst_case=None, **arguments):
     return sample_sizes.draw_samples(loader, loader.collate_fn, worst_case, float("inf"))
 
 
-# Reading samples
+# Tests of reading samples.
 
 
 def test_samples_are_read_in_another_process_and_leave_no_trace():
-    dataset, own, random = changed(lambda index: torch.tensor(os.getpid())), torch.Generator(), torch.get_rng_state()
+    dataset = changed(lambda index: torch.tensor(os.getpid()))
+    own = torch.Generator()
+    random = torch.get_rng_state()
     batch, _ = batches(dataset, generator=own).batch(2)
     assert dataset.reads == 0
     assert (batch != os.getpid()).all()
@@ -137,7 +147,9 @@ def test_slow_samples_are_kept_as_far_as_they_were_read(monkeypatch):
     dataset = changed(lambda index: (time.sleep(0.05), torch.zeros(1))[1])
     drawn = read_sizes(dataset)
     assert 1 <= len(drawn.samples) <= 3
-    assert drawn.notes == (f"Only {len(drawn.samples)} samples were read in 0 s; larger ones may exist.",)
+    assert drawn.notes == (
+        f"Only {len(drawn.samples)} samples were read in 0 s; larger ones may exist.",
+    )
     assert dataset.reads == 0
     assert batches(dataset).notes
     assert not batches(dataset, "typical").notes
@@ -145,10 +157,12 @@ def test_slow_samples_are_kept_as_far_as_they_were_read(monkeypatch):
 
 def test_a_worker_that_hangs_ends_the_reading(monkeypatch):
     monkeypatch.setattr(sample_sizes, "_SAMPLE_SECONDS", 1.0)
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # until it terminates the worker
+    # The DataLoader waits this long for a worker before it terminates it.
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
     dataset = changed(lambda index: (time.sleep(100 if index == 9 else 0), torch.zeros(1))[1])
     drawn = read_sizes(dataset)
-    assert len(drawn.samples) == 3  # 0, 3, 6
+    # Samples 0, 3 and 6 were read before sample 9.
+    assert len(drawn.samples) == 3
     assert drawn.notes
     assert dataset.reads == 0
 
@@ -169,12 +183,14 @@ def test_no_file_descriptor_is_kept():
         assert len(kept) == times
         return len(os.listdir("/proc/self/fd"))
 
-    descriptors_after(1)  # the first one opens what stays open, such as the resource tracker
+    # The first call opens files that stay open, such as that of the resource tracker.
+    descriptors_after(1)
     first = descriptors_after(1)
-    assert descriptors_after(4) < first + 40  # fewer than one for each sample
+    # Fewer descriptors stay open than one for each sample.
+    assert descriptors_after(4) < first + 40
 
 
-# How many samples
+# Tests of the number of samples.
 
 
 def test_large_samples_hold_at_most_a_quarter_of_the_room():
@@ -187,7 +203,8 @@ def test_large_samples_hold_at_most_a_quarter_of_the_room():
 
 def test_the_scan_ends_when_all_sizes_are_equal(monkeypatch):
     assert len(read_sizes(Numbers(2000)).sizes) == 512
-    monkeypatch.setattr(sample_sizes, "_EQUAL_SECONDS", 0.0)  # as of slow samples
+    # With this setting, all samples count as slow.
+    monkeypatch.setattr(sample_sizes, "_EQUAL_SECONDS", 0.0)
     assert len(read_sizes(Numbers(2000)).sizes) == 64
     assert len(read_sizes(Numbers(2000), "typical").sizes) == 32
     assert len(read_sizes(Numbers(100), "longest").sizes) == 100
@@ -201,7 +218,7 @@ def test_the_scan_of_samples_that_differ_ends_at_its_limit(monkeypatch):
     assert len(read_sizes(Stream(itertools.count()), float).sizes) == 100
 
 
-# Samples of several sizes
+# Tests of samples of several sizes.
 
 RAGGED = Numbers(200, lengths={37: 16, 38: 12})
 
@@ -214,17 +231,21 @@ def test_batches_that_are_padded_are_made_of_the_longest_sample():
         varied = [probe.batch(3, index, varied=True)[0].shape for index in range(33)]
         assert {(3, 4), (3, 16)} <= set(varied)
     assert batches(RAGGED, collate_fn=pad).longest_bytes == [16 * 8]
-    assert batches(RAGGED, lambda sample: -int(sample[0]), collate_fn=pad).batch(1)[0].tolist() == [[0] * 4]
+    first = batches(RAGGED, lambda sample: -int(sample[0]), collate_fn=pad)
+    assert first.batch(1)[0].tolist() == [[0] * 4]
 
 
 def test_batches_that_are_concatenated_are_the_largest_of_random_ones():
-    dataset = Numbers(200, lengths={index: 4 + index % 20 for index in range(200)})  # a mean of 13.5
+    # The samples have 13.5 elements on average.
+    dataset = Numbers(200, lengths={index: 4 + index % 20 for index in range(200)})
     probe = batches(dataset, collate_fn=torch.cat)
     assert probe.batch(1)[0].numel() == 23
     elements = probe.batch(50)[0].numel()
-    assert 50 * 15 < elements < 50 * 18  # 23 each if the longest were repeated
+    # If the longest sample were repeated, each would have 23 elements.
+    assert 50 * 15 < elements < 50 * 18
     assert probe.batch_bytes(50)[0][1] == pytest.approx(elements * 8, rel=0.02)
-    assert probe.batch(200)[0].numel() == pytest.approx(200 * 13.5, rel=0.02)  # all of them
+    # A batch of 200 has all samples.
+    assert probe.batch(200)[0].numel() == pytest.approx(200 * 13.5, rel=0.02)
     varied = [probe.batch(50, index, varied=True)[0].numel() for index in range(5)]
     assert len(set(varied)) > 1
     assert max(varied) <= elements
@@ -236,7 +257,9 @@ def of_one_length(samples):
     return torch.stack(samples)
 
 
-@pytest.mark.parametrize("collate", [list, of_one_length, lambda samples: ["text" * len(one) for one in samples]])
+@pytest.mark.parametrize(
+    "collate", [list, of_one_length, lambda samples: ["text" * len(one) for one in samples]]
+)
 def test_batches_that_the_model_combines_are_made_of_the_longest_sample(collate):
     batch, _ = batches(RAGGED, collate_fn=collate).batch(2)
     assert len(batch[0]) == len(batch[1]) == (64 if isinstance(batch[0], str) else 16)
@@ -250,7 +273,8 @@ def test_typical_samples_are_those_drawn():
 
 
 @pytest.mark.parametrize(
-    ("collate", "used"), [(pad, "of the largest sample only"), (torch.cat, "as large as the largest of 1,000 random")]
+    ("collate", "used"),
+    [(pad, "of the largest sample only"), (torch.cat, "as large as the largest of 1,000 random")],
 )
 def test_the_note_names_the_sizes_and_the_way_out(collate, used):
     (note,) = batches(RAGGED, collate_fn=collate).notes
@@ -259,7 +283,7 @@ def test_the_note_names_the_sizes_and_the_way_out(collate, used):
     assert 'worst_case="typical"' in note
 
 
-# Batches
+# Tests of batches.
 
 
 @dataclass(frozen=True)
@@ -273,7 +297,10 @@ ROWS = torch.zeros(1000, 100)
 
 @pytest.mark.parametrize(("workers", "is_shared"), [(0, False), (1, True)])
 def test_a_batch_is_made_of_new_samples_without_the_storage_around_them(workers, is_shared):
-    """Without workers each sample takes memory, as in a fetch; with them only the containers are new."""
+    """Without workers each sample takes memory, as in a fetch.
+
+    With workers, only the containers are new.
+    """
     dataset = changed(lambda index: Frozen(ROWS[index], range(index)), length=1000)
     probe = batches(dataset, collate_fn=list, num_workers=workers)
     batch, _ = probe.batch(40)
@@ -281,7 +308,8 @@ def test_a_batch_is_made_of_new_samples_without_the_storage_around_them(workers,
     assert len({id(sample) for sample in batch}) == 40
     assert len({sample.x.data_ptr() for sample in batch}) == (32 if is_shared else 40)
     assert probe.held_bytes >= 32 * 400
-    sent = sample_sizes._without_views(Frozen(ROWS[3], range(3)))  # through shared memory
+    # Workers send samples through shared memory.
+    sent = sample_sizes._without_views(Frozen(ROWS[3], range(3)))
     assert sent.x.untyped_storage().nbytes() == 400
 
 
@@ -292,7 +320,8 @@ def several(mode):
     loaders = {"a": loader(2, 1), "b": [loader(3, 2), loader(4, 3)]}
     combined = CombinedLoader(loaders, mode)
     fixed = loaders["b"][0]
-    return StageLoaders(combined, tuple(info(one, follows=one is not fixed) for one in combined.flattened))
+    sized = tuple(info(one, follows=one is not fixed) for one in combined.flattened)
+    return StageLoaders(combined, sized)
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
@@ -314,7 +343,8 @@ def test_in_a_sequence_the_loaders_follow_each_other():
     for varied in (False, True):
         made = [probe.batch(5, index, varied=varied) for index in range(4)]
         assert [loader_index for _, loader_index in made] == [0, 1, 2, 0]
-        assert [batch.flatten().tolist() for batch, _ in made] == [[1] * 5, [2] * 3, [3] * 10, [1] * 5]
+        numbers = [batch.flatten().tolist() for batch, _ in made]
+        assert numbers == [[1] * 5, [2] * 3, [3] * 10, [1] * 5]
 
 
 def test_each_loader_has_its_own_longest_sample_and_share():
@@ -328,5 +358,6 @@ def test_each_loader_has_its_own_longest_sample_and_share():
 
 
 def test_a_sample_that_does_not_fit_is_explained():
-    with pytest.raises(RuntimeError, match="Memory ran out while BatchFinder read a single sample of Numbers"):
+    message = "Memory ran out while BatchFinder read a single sample of Numbers"
+    with pytest.raises(RuntimeError, match=message):
         read_sizes(changed(lambda index: torch.empty(10**15)))

@@ -8,7 +8,7 @@ CPU = torch.device("cpu")
 
 
 class Tied(nn.Module):
-    """embedding and head share 10 x 4 weights; a buffer of 3 doubles; a frozen bias of 10."""
+    """A module with 10 x 4 tied weights, a buffer of 3 doubles and a frozen bias of 10."""
 
     def __init__(self):
         super().__init__()
@@ -28,14 +28,23 @@ def trained(module, optimizer, batch):
 
 
 def test_bytes_by_hand_with_tied_weights():
-    module, batch = Tied(), torch.zeros(5, dtype=torch.int64)
+    module = Tied()
+    batch = torch.zeros(5, dtype=torch.int64)
     optimizer = torch.optim.Adam(p for p in module.parameters() if p.requires_grad)
     before = measure_breakdown(module, [optimizer], batch, CPU, start_bytes=10_000)
-    weight, bias, buffer, data = 10 * 4 * 4, 10 * 4, 3 * 8, 5 * 8
-    assert before == MemoryBreakdown(weight + bias + buffer, 0, 0, data, 0, 10_000 - weight - bias - buffer - data)
+    weight = 10 * 4 * 4
+    bias = 10 * 4
+    buffer = 3 * 8
+    data = 5 * 8
+    assert before == MemoryBreakdown(
+        weight + bias + buffer, 0, 0, data, 0, 10_000 - weight - bias - buffer - data
+    )
     trained(module, optimizer, batch)
-    state = 2 * weight + 4  # two moments, and Adam's own count of steps: one float
-    after = measure_breakdown(module, [optimizer], batch, CPU, start_bytes=10_000, peak_bytes=12_345)
+    # The state is two moments, and one float in which Adam counts its steps.
+    state = 2 * weight + 4
+    after = measure_breakdown(
+        module, [optimizer], batch, CPU, start_bytes=10_000, peak_bytes=12_345
+    )
     rest = 10_000 - weight - bias - buffer - weight - state - data
     assert after == MemoryBreakdown(weight + bias + buffer, weight, state, data, 2_345, rest)
     assert (after.peak_bytes, after.start_bytes) == (12_345, 10_000)
@@ -52,8 +61,11 @@ def test_master_copies_that_only_the_optimizer_knows_are_its_state():
     module = nn.Linear(4, 4, bias=False).half()
     master = module.weight.detach().float().requires_grad_()
     master.grad = torch.ones_like(master)
-    breakdown = measure_breakdown(module, [torch.optim.SGD([master], 0.1)], None, CPU, start_bytes=1000)
-    assert (breakdown.parameters_bytes, breakdown.gradients_bytes, breakdown.optimizer_state_bytes) == (32, 64, 64)
+    optimizer = torch.optim.SGD([master], 0.1)
+    breakdown = measure_breakdown(module, [optimizer], None, CPU, start_bytes=1000)
+    assert breakdown.parameters_bytes == 32
+    assert breakdown.gradients_bytes == 64
+    assert breakdown.optimizer_state_bytes == 64
 
 
 def test_other_devices_are_not_counted():
@@ -62,14 +74,17 @@ def test_other_devices_are_not_counted():
     assert breakdown == MemoryBreakdown(0, 0, 0, 0, 0, 7)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")  # torch says once a process that CSR is in beta and goes unchecked
+# Torch warns once in a process that CSR is in beta and that its invariants are not checked.
+@pytest.mark.filterwarnings("ignore:Sparse")
 def test_lazy_sparse_and_wrapping_tensors():
     embedding = nn.Embedding(10, 4, sparse=True)
     embedding(torch.tensor([1, 2, 2])).sum().backward()
-    breakdown = measure_breakdown(nn.ModuleList([embedding, nn.LazyLinear(3)]), [], None, CPU, start_bytes=1000)
+    module = nn.ModuleList([embedding, nn.LazyLinear(3)])
+    breakdown = measure_breakdown(module, [], None, CPU, start_bytes=1000)
     assert (breakdown.parameters_bytes, breakdown.gradients_bytes) == (160, 3 * 8 + 3 * 16)
     csr = torch.sparse_csr_tensor(torch.arange(5), torch.arange(4), torch.ones(4))
-    assert measure_breakdown(nn.Identity(), [], csr, CPU, start_bytes=0).batch_bytes == 5 * 8 + 4 * 8 + 4 * 4
+    breakdown = measure_breakdown(nn.Identity(), [], csr, CPU, start_bytes=0)
+    assert breakdown.batch_bytes == 5 * 8 + 4 * 8 + 4 * 4
 
 
 def test_a_dtensor_counts_with_its_local_shard(tmp_path):
@@ -80,8 +95,10 @@ def test_a_dtensor_counts_with_its_local_shard(tmp_path):
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         mesh = DeviceMesh("cpu", [0])
-        # four ranks' worth of rows, of which this one holds a quarter
-        shard = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], shape=torch.Size((8, 4)), stride=(4, 1))
+        # The whole tensor has the rows of four ranks, and this rank has a quarter of them.
+        shard = DTensor.from_local(
+            torch.ones(2, 4), mesh, [Shard(0)], shape=torch.Size((8, 4)), stride=(4, 1)
+        )
         module = nn.Module()
         module.weight = nn.Parameter(shard)
         breakdown = measure_breakdown(module, [], None, CPU, start_bytes=1000)
@@ -91,16 +108,20 @@ def test_a_dtensor_counts_with_its_local_shard(tmp_path):
 
 
 def test_a_peak_and_a_start_below_the_known_parts_leave_a_negative_rest_and_the_sum_exact():
-    breakdown = measure_breakdown(nn.Linear(10, 10, bias=False), [], None, CPU, start_bytes=300, peak_bytes=350)
-    assert (breakdown.other_bytes, breakdown.activations_bytes, breakdown.peak_bytes) == (-100, 50, 350)
-    assert MemoryBreakdown(10, 20, 30, 40, 0, 500).at_peak(590) == MemoryBreakdown(10, 20, 30, 40, 0, 490)
+    module = nn.Linear(10, 10, bias=False)
+    breakdown = measure_breakdown(module, [], None, CPU, start_bytes=300, peak_bytes=350)
+    assert (breakdown.other_bytes, breakdown.activations_bytes) == (-100, 50)
+    assert breakdown.peak_bytes == 350
+    at_start = MemoryBreakdown(10, 20, 30, 40, 0, 500)
+    assert at_start.at_peak(590) == MemoryBreakdown(10, 20, 30, 40, 0, 490)
 
 
 class Lookahead(torch.optim.Optimizer):
     """An optimizer around another, which has the state."""
 
     def __init__(self, inner):
-        super().__init__([parameter for group in inner.param_groups for parameter in group["params"]], {})
+        parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+        super().__init__(parameters, {})
         self.inner = inner
 
     def step(self, closure=None):

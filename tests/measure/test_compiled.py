@@ -1,4 +1,4 @@
-"""Compiled modules: each size a program of its own, and training compiled as with the size hard-coded."""
+"""Compiled modules: each size is its own program, and training compiles as if hard-coded."""
 
 import pytest
 import torch
@@ -7,19 +7,27 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.measure.step_runner import compiled_frames, each_size_static, forget_compiled
+from lightning_batchmem.measure.step_runner import (
+    compiled_frames,
+    each_size_static,
+    forget_compiled,
+)
 from tests.lawful import MIB, Lawful, law
 
 
 class Programs:
-    """A backend of ``torch.compile`` that notes for which batch size each program is made; ``"any"`` for a symbol."""
+    """A backend of ``torch.compile`` that records the batch size of each program.
+
+    The size of a program for a symbolic size is ``"any"``.
+    """
 
     def __init__(self):
         self.made = []
 
     def __call__(self, graph, inputs):
         sizes = [value.shape[0] if isinstance(value, Tensor) else value for value in inputs]
-        self.made.append("any" if any(isinstance(size, torch.SymInt) for size in sizes) else max(sizes))
+        is_symbolic = any(isinstance(size, torch.SymInt) for size in sizes)
+        self.made.append("any" if is_symbolic else max(sizes))
         return graph.forward
 
 
@@ -27,7 +35,8 @@ class Compiled(Lawful):
     def __init__(self, device, programs, batch_size):
         super().__init__(device, law, batch_size)
         compiled = torch.compile(nn.Linear(1, 1), backend=programs)
-        self.compiled = lambda x: compiled(x)  # a function: the finder puts the insides of other attributes back
+        # This is a function, since the finder restores the contents of other attributes.
+        self.compiled = lambda x: compiled(x)
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) + self.compiled(batch[0]).mean()
@@ -41,24 +50,31 @@ def fresh_compiler():
 
 
 def test_each_size_is_static_and_training_is_compiled_as_if_hard_coded(fit, fake_device):
-    """Beyond its limit of programs for one function torch.compile gives up, and a probe would run something else."""
+    """Above a limit of programs for one function, torch.compile runs the function eagerly.
+
+    A probe would then measure other memory than that of the training.
+    """
 
     def run(batch_size, *callbacks):
         torch.compiler.reset()
-        device, programs = fake_device(budget_bytes=500 * MIB), Programs()
+        device = fake_device(budget_bytes=500 * MIB)
+        programs = Programs()
         before = []
         notes = LambdaCallback(on_train_start=lambda *_: before.extend(programs.made))
         with torch._dynamo.config.patch(cache_size_limit=2):
-            fit(Compiled(device, programs, batch_size), notes, device, *callbacks, max_steps=-1, max_epochs=2)
+            module = Compiled(device, programs, batch_size)
+            fit(module, notes, device, *callbacks, max_steps=-1, max_epochs=2)
         return before, programs.made[len(before) :]
 
     finder = BatchFinder()
     in_search, searched = run(3, finder)
     before, hard_coded = run(344)
     assert [trial.batch_size for trial in finder.plan.trials] == [2, 8, 328, 344]
-    assert in_search == [2, 8, 328, 80, 344, 184]  # each rehearsal also has the last batch of an epoch
+    # Each rehearsal also runs the last batch of an epoch, which is short.
+    assert in_search == [2, 8, 328, 80, 344, 184]
     assert before == []
-    assert searched == hard_coded == [344, "any"]  # the last batch of an epoch is short, and compiled for any size
+    # The last batch of an epoch is short, and it is compiled for any size.
+    assert searched == hard_coded == [344, "any"]
 
 
 def test_the_users_setting_is_restored():

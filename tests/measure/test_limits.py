@@ -19,9 +19,8 @@ def stage(*loaders):
     """Loaders of samples of 1 KiB."""
     dataset = TensorDataset(torch.zeros(1, KIB // 4).expand(100_000, -1))
     made = [DataLoader(dataset, **{"batch_size": 2, **one}) for one in loaders]
-    return ProbeBatches(
-        StageLoaders(CombinedLoader(made), tuple(LoaderInfo(one, one.batch_size or 0, 2) for one in made))
-    )
+    sized = tuple(LoaderInfo(one, one.batch_size or 0, 2) for one in made)
+    return ProbeBatches(StageLoaders(CombinedLoader(made), sized))
 
 
 def test_the_batches_ahead_are_counted_and_one_that_is_being_fetched():
@@ -49,13 +48,15 @@ def test_free_host_memory_limits_the_size(monkeypatch, fake_device):
 def test_all_ranks_use_the_least_limits_and_the_longest_sample(monkeypatch, fake_device):
     monkeypatch.setattr(limits, "steps_are_collective", lambda trainer: False)
     monkeypatch.setattr(limits, "own_budget_bytes", lambda device, trainer: 1000 * KIB)
-    # the other rank found a sample of 9 KiB and runs no validation
+    # The other rank found a sample of 9 KiB and runs no validation.
     other = (700 * KIB, (50, "dataset"), [([9 * KIB], ("longer",))])
     ranks = SimpleNamespace(size=2, exchange=lambda value: [value, other])
     device = fake_device(budget_bytes=1000 * KIB)
     device.name = "host"
     memory = WorkerMemory([stage({"num_workers": 1}), stage({"num_workers": 1})])
-    found = limits.search_limits(None, device, ranks, SearchOptions(), memory, bounds=[(100, "dataset")])
+    found = limits.search_limits(
+        None, device, ranks, SearchOptions(), memory, bounds=[(100, "dataset")]
+    )
     assert (found.limit_bytes, found.max_batch_size, found.max_reason) == (700 * KIB, 50, "dataset")
     assert [one.longest_bytes for one in memory.stages] == [[9 * KIB], [KIB]]
     assert memory.stages[0].notes == ("longer",)
@@ -64,6 +65,9 @@ def test_all_ranks_use_the_least_limits_and_the_longest_sample(monkeypatch, fake
 
 def test_the_expected_time_is_that_of_the_sizes_to_come():
     bounds = SearchLimits(1000, 1, 50, "dataset")
-    trials = [Trial(size, "ok", {"forward": 100 + 10 * size}, step_seconds=size / 10) for size in (2, 8)]
+    trials = [
+        Trial(size, "ok", {"forward": 100 + 10 * size}, step_seconds=size / 10) for size in (2, 8)
+    ]
     assert limits.expected_seconds(trials[:1], bounds) == 0
-    assert limits.expected_seconds(trials, bounds) == pytest.approx(14 * 5 + 2)  # a rehearsal of 50 samples
+    # A rehearsal of 50 samples is 14 steps of 5 s, and 2 s for the restart.
+    assert limits.expected_seconds(trials, bounds) == pytest.approx(14 * 5 + 2)

@@ -7,7 +7,9 @@ from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.measure.peaks import LiveStorages, PhasePeaks, RequestedBytes, StepPeaks
 
 MLP = nn.Sequential(nn.Linear(16, 2), nn.ReLU(), nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
-CONVNET = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6 * 6, 1))
+CONVNET = nn.Sequential(
+    nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6 * 6, 1)
+)
 
 
 def peak_bytes(module, shape, size):
@@ -42,10 +44,12 @@ def test_storages_count_once_and_until_they_are_freed():
         new = torch.zeros(100)
         view = new[:50]
         assert counter.current() == MemoryStats(1400)
-        old.add_(1)  # a storage that was there before counts from its first use
+        # A storage that was there before counts from its first use.
+        old.add_(1)
         assert counter.current() == MemoryStats(1440)
         del new
-        assert counter.current() == MemoryStats(1440)  # the view keeps the storage
+        # The view keeps the storage alive.
+        assert counter.current() == MemoryStats(1440)
         del view
         assert (counter.current(), counter.peak()) == (MemoryStats(1040), MemoryStats(1440))
         counter.reset_peak()
@@ -65,7 +69,7 @@ def test_requested_bytes_replace_allocated_bytes_where_the_device_counts_them(fa
     assert RequestedBytes(device).current() == MemoryStats(100, 2048, 100)
 
 
-# --- phases
+# Tests of phases.
 
 
 @pytest.fixture
@@ -83,7 +87,8 @@ def test_what_happens_between_two_steps_belongs_to_none(device_memory):
     phase_peaks.start()
     first = phase_peaks.stop()
     use_and_free(device_memory, 5000)
-    phase_peaks.enter("backward")  # a backward that is no training step's
+    # This backward pass belongs to no training step.
+    phase_peaks.enter("backward")
     use_and_free(device_memory, 5000)
     assert first == StepPeaks({"forward": 100}, None)
     phase_peaks.start()

@@ -21,19 +21,23 @@ from tests.rank_processes import WAIT_SECONDS, run_ranks
 from tests.search_ranks import MIB, run_cases
 
 ROOT = Path(__file__).parents[2]
-SHARDS_HERE = hasattr(torch.distributed.fsdp, "fully_shard")  # FSDP2 of torch 2.5 needs GPUs
+# torch 2.5 has no fully_shard in this module, and its FSDP2 needs GPUs.
+SHARDS_HERE = hasattr(torch.distributed.fsdp, "fully_shard")
 pytestmark = pytest.mark.slow
 
 
 def test_one_rank_exchanges_nothing_and_keeps_its_error():
     trainer = SimpleNamespace(world_size=1, global_rank=0)
-    ranks, trial = Ranks(trainer), Trial(8, "ok", {"forward": 50})
+    ranks = Ranks(trainer)
+    trial = Trial(8, "ok", {"forward": 50})
     assert (ranks.exchange(3), ranks.worst_of_all(trial)) == ([3], trial)
     with pytest.raises(ValueError, match="the user's own error"), ranks.fail_together():
         raise ValueError("the user's own error")
 
 
-@pytest.mark.parametrize(("name", "processes", "own_bytes"), [("host", 1, 900), ("host", 4, 300), ("cuda", 4, 900)])
+@pytest.mark.parametrize(
+    ("name", "processes", "own_bytes"), [("host", 1, 900), ("host", 4, 300), ("cuda", 4, 900)]
+)
 def test_ranks_of_one_node_share_the_memory_of_the_host(name, processes, own_bytes):
     device = SimpleNamespace(name=name, budget_bytes=lambda: 900, current=lambda: MemoryStats(100))
     trainer = SimpleNamespace(strategy=SimpleNamespace(num_processes=processes))
@@ -42,7 +46,7 @@ def test_ranks_of_one_node_share_the_memory_of_the_host(name, processes, own_byt
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory):
-    """Run cases on ranks; returns exit codes, what the ranks saw in each case, and their output."""
+    """Run cases on ranks; returns exit codes, the results of the ranks by case, and the output."""
 
     def run(cases, ranks=2):
         directory = tmp_path_factory.mktemp("ranks")
@@ -59,7 +63,8 @@ def fails(error, where, size, **more):
 
 
 OUT = "OutOfMemoryError"
-UP_TO_24 = {"finder": {"max_batch_size": 24}, "budgets": None}  # with the memory of the host
+# Without budgets, the ranks measure the memory of the host.
+UP_TO_24 = {"finder": {"max_batch_size": 24}, "budgets": None}
 VALIDATES = {"limit_val_batches": 1.0}
 ACCUMULATES = {"accumulate_grad_batches": 2, "max_steps": -1, "max_epochs": 2, **VALIDATES}
 TWO_RANKS = {
@@ -96,9 +101,10 @@ UP_TO_24_CASES = [name for name, case in ALL.items() if case.items() >= UP_TO_24
 
 @pytest.fixture(scope="module")
 def seen(launch):
-    """What each rank saw in each case; all cases of as many ranks run in one process group."""
+    """The results of each rank in each case; cases with as many ranks share a process group."""
     found = {}
-    coded = {f"{name}, coded": {**ALL[name], "search": False, "batch_size": 24} for name in UP_TO_24_CASES}
+    hard_coded = {"search": False, "batch_size": 24}
+    coded = {f"{name}, coded": {**ALL[name], **hard_coded} for name in UP_TO_24_CASES}
     for cases, ranks in ((TWO_RANKS | coded, 2), (THREE_RANKS, 3)):
         codes, of_cases, output = launch(cases, ranks)
         assert codes == [0] * ranks, output
@@ -114,13 +120,18 @@ def same_plan(of_ranks):
     return plans[0]
 
 
-@pytest.mark.parametrize("case", [name for name, case in ALL.items() if case.get("budgets") and name != "resumes"])
+@pytest.mark.parametrize(
+    "case", [name for name, case in ALL.items() if case.get("budgets") and name != "resumes"]
+)
 def test_the_rank_with_the_least_memory_decides(seen, case):
-    plan, least = same_plan(seen[case]), min(ALL[case]["budgets"])
-    share = 0.85 if case in ("collectives", "fsdp2 budgets") else 0.94  # of the limit, 0.95 of the budget
+    plan = same_plan(seen[case])
+    least = min(ALL[case]["budgets"])
+    # The chosen size needs this share of the limit, which is 0.95 of the budget.
+    share = 0.85 if case in ("collectives", "fsdp2 budgets") else 0.94
     assert (plan["limited_by"], plan["limit_bytes"]) == ("memory", int(0.95 * least * MIB))
     assert share - 0.03 < (100 + plan["batch_size"]) * MIB / plan["limit_bytes"] <= share
-    assert [trial["kind"] for trial in plan["trials"]].count("rehearsal") == (1 if share == 0.85 else 2)
+    kinds = [trial["kind"] for trial in plan["trials"]]
+    assert kinds.count("rehearsal") == (1 if share == 0.85 else 2)
 
 
 @pytest.mark.parametrize("where", ["backward", "optimizer"])
@@ -133,7 +144,8 @@ def test_out_of_memory_on_one_rank_makes_all_step_down(seen, where):
 
 def test_no_size_fits_on_one_rank(seen):
     for one in seen["nothing fits"]:
-        assert one["error"].startswith("RuntimeError: Nothing fits: 2 samples, the smallest size allowed")
+        start = "RuntimeError: Nothing fits: 2 samples, the smallest size allowed"
+        assert one["error"].startswith(start)
         assert "on rank 1: OutOfMemoryError: made up" in one["error"]
 
 
@@ -141,7 +153,8 @@ def test_no_size_fits_on_one_rank(seen):
 def test_an_error_between_steps_reaches_the_other_rank(seen, case):
     rank = ALL[case]["fails"].get("rank", 1)
     assert seen[case][rank]["error"] == "ValueError: made up"
-    assert seen[case][1 - rank]["error"] == f"RankFailedError: rank {rank} ended the search: ValueError: made up"
+    error = f"RankFailedError: rank {rank} ended the search: ValueError: made up"
+    assert seen[case][1 - rank]["error"] == error
 
 
 def test_exchanges_through_lightning_do_not_make_a_step_collective(seen):
@@ -158,7 +171,8 @@ def test_ranks_take_as_many_collective_steps_when_only_one_repeats_them(seen):
 
 def test_target_and_learning_rate_count_the_samples_of_all_ranks(seen):
     plan = same_plan(seen["target"])
-    assert plan["batch_size"] * 2 * plan["accumulate_grad_batches"] == plan["effective_batch_size"] == 96
+    samples = plan["batch_size"] * 2 * plan["accumulate_grad_batches"]
+    assert samples == plan["effective_batch_size"] == 96
     assert plan["learning_rate"] == 2 * plan["learning_rate_before"]
 
 
@@ -169,11 +183,16 @@ def test_a_resumed_run_continues_without_a_search(seen):
 
 
 def test_the_first_rank_decides_whether_an_earlier_plan_is_used_again(seen):
-    plan, again = same_plan(seen["saves"]), same_plan(seen["reuses"])
-    reason = f"{plan['batch_size']} samples: the size of an earlier plan, which passed a rehearsal again."
+    plan = same_plan(seen["saves"])
+    again = same_plan(seen["reuses"])
+    reason = (
+        f"{plan['batch_size']} samples: the size of an earlier plan,"
+        " which passed a rehearsal again."
+    )
     assert again["reason"] == reason
     rehearsals = [trial for trial in again["trials"] if trial["kind"] == "rehearsal"]
-    assert len(rehearsals) == 2  # one that failed or was smaller, and this
+    # One is of this size, and the other failed or was of a smaller size.
+    assert len(rehearsals) == 2
     assert again["limit_bytes"] == plan["limit_bytes"]
     searched = same_plan(seen["reuses with less on rank 1"])
     assert "The earlier plan was not used: it held" in " ".join(searched["notes"])
@@ -185,12 +204,16 @@ def test_training_is_that_with_the_size_hard_coded(seen, case):
     assert same_plan(seen[case])["batch_size"] == 24
     for name in ("left", "sizes", "batches"):
         assert [one[name] for one in seen[case]] == [one[name] for one in seen[f"{case}, coded"]]
-    assert len({one["batches"] for one in seen[case]}) == len(seen[case])  # each rank has other samples
+    # The ranks have different samples.
+    assert len({one["batches"] for one in seen[case]}) == len(seen[case])
 
 
 @pytest.mark.parametrize(
     "case",
-    [{"collectives": True, **fails(OUT, "forward", 8)}, fails(OUT, "backward", 8, synchronized=True)],
+    [
+        {"collectives": True, **fails(OUT, "forward", 8)},
+        fails(OUT, "backward", 8, synchronized=True),
+    ],
     ids=["collectives of the user", "the synchronized step"],
 )
 def test_out_of_memory_in_a_collective_step_ends_both_ranks(launch, case):
@@ -217,14 +240,19 @@ def lives(pid):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "error"), [(TORCHRUN, "ValueError"), (SCRIPT, "SIGKILL")], ids=["torchrun", "Lightning"]
+    ("launcher", "error"),
+    [(TORCHRUN, "ValueError"), (SCRIPT, "SIGKILL")],
+    ids=["torchrun", "Lightning"],
 )
 def test_the_launcher_ends_all_ranks(tmp_path, launcher, error):
     case = {"collectives": True, **fails(error, "backward", 8)}
-    command = ["timeout", "--kill-after=5", str(WAIT_SECONDS), sys.executable, *launcher, json.dumps(case), tmp_path]
-    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    timeout = ["timeout", "--kill-after=5", str(WAIT_SECONDS)]
+    command = [*timeout, sys.executable, *launcher, json.dumps(case), tmp_path]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, check=False)
     assert time.time() - float((tmp_path / "failed_at").read_text()) < 60
-    assert done.returncode not in (0, 124)  # 124: `timeout` ended it
+    # The status is 124 where `timeout` ended the launcher.
+    assert done.returncode not in (0, 124)
     pids = [int(file.stem) for file in tmp_path.glob("*.pid")]
     assert len(pids) == 2
     assert not any(map(lives, pids))

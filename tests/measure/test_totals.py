@@ -5,7 +5,12 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_batchmem.measure.peaks import StepPeaks
-from lightning_batchmem.measure.step_record import StepRecord, StepTotals, gather_ranks, rank_metrics
+from lightning_batchmem.measure.step_record import (
+    StepRecord,
+    StepTotals,
+    gather_ranks,
+    rank_metrics,
+)
 from tests.profiled import rows
 from tests.profiled_ranks import profile
 from tests.rank_processes import run_ranks
@@ -26,7 +31,8 @@ def total_of(*steps):
 
 
 def test_metrics_are_maxima_of_bytes_and_means_of_times():
-    first, second = step(0, 5, reserved=8 * MIB), step(1, 9, seconds=4.0, reserved=7 * MIB, items=100)
+    first = step(0, 5, reserved=8 * MIB)
+    second = step(1, 9, seconds=4.0, reserved=7 * MIB, items=100)
     total = total_of(first, second, step(2, 3, size=1, reserved=6 * MIB))
     assert total.metrics(limit_bytes=64 * MIB, world_size=2) == {
         "memory/peak_allocated_mib": 9.0,
@@ -76,8 +82,10 @@ def test_two_processes_are_joined_at_the_end_of_each_epoch(tmp_path):
     assert [row["step"] for row in joined] == ["2", "5"]
     for row in joined:
         assert row["ranks/highest_rank"] == "1.0"
-        assert float(row["ranks/highest_peak_allocated_mib"]) > float(row["ranks/lowest_peak_allocated_mib"]) + 40
+        lowest_mib = float(row["ranks/lowest_peak_allocated_mib"])
+        assert float(row["ranks/highest_peak_allocated_mib"]) > lowest_mib + 40
         assert float(row["ranks/samples_per_s"]) > 0
     assert len(list((tmp_path / "ddp").rglob("memory_per_batch*.csv"))) == 1
-    for name in ("parameters_bytes", "gradients_bytes", "optimizer_state_bytes"):  # half of the model on each rank
+    # Each rank has half of the model.
+    for name in ("parameters_bytes", "gradients_bytes", "optimizer_state_bytes"):
         assert fsdp2["breakdown"][name] == (64 * 32 + 32 * 2) * 4 // 2, name

@@ -1,4 +1,7 @@
-"""The search on simulated laws: each phase's peak is the highest of some lines ``(a, b)``, ``a + b * size`` bytes."""
+"""The search on simulated laws.
+
+The peak of each phase is the highest of some lines ``(a, b)``: ``a + b * size`` bytes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ from lightning_batchmem.plan.scaling import rounded
 LIMIT = 10_000
 Law = list[list[tuple[int, int]]]
 STRAIGHT = [[(1000, 30)]]
-BENT = [[(1000, 5), (-3000, 60)]]  # bends at 73 samples
+# The law bends at 73 samples.
+BENT = [[(1000, 5), (-3000, 60)]]
 Run = Callable[[NextSize], Trial]
 
 
@@ -32,10 +36,13 @@ def peaks(law, size):
     return [max(a + b * size for a, b in lines) for lines in law]
 
 
-def device(law, limit=LIMIT, *, held_share=0.0, kills=False, largest_passed=float("inf"), seconds=None):
+def device(
+    law, limit=LIMIT, *, held_share=0.0, kills=False, largest_passed=float("inf"), seconds=None
+):
     """Measure ``law`` on a device of ``limit`` bytes.
 
-    More than the limit can be held if that ``kills``. What is held beyond live bytes is a share of their growth.
+    With ``kills``, a step may hold more than the limit, and the trial is then over the limit
+    instead of out of memory. Held bytes exceed live bytes by a share of the growth of live bytes.
     """
 
     def run(step):
@@ -47,9 +54,13 @@ def device(law, limit=LIMIT, *, held_share=0.0, kills=False, largest_passed=floa
             outcome = "over_limit" if kills else "out_of_memory"
         elif step.kind == "rehearsal" and size > largest_passed:
             outcome = "allocator_retry"
-        phases = {} if outcome == "out_of_memory" else dict(zip(PHASES, peaks(law, size), strict=False))
+        phases = {}
+        if outcome != "out_of_memory":
+            phases = dict(zip(PHASES, peaks(law, size), strict=False))
         step_seconds = None if seconds is None else seconds[0] + seconds[1] * size
-        return Trial(size, outcome, phases, step.kind, peak_held_bytes=held_bytes, step_seconds=step_seconds)
+        return Trial(
+            size, outcome, phases, step.kind, peak_held_bytes=held_bytes, step_seconds=step_seconds
+        )
 
     return run
 
@@ -66,12 +77,14 @@ class Driven:
 
     @property
     def text(self):
-        """Sizes in order: ``p`` for a probe, ``r`` for a rehearsal, ``!`` for one that did not fit."""
-        return " ".join(f"{t.batch_size}{t.kind[0]}{'!' * (t.outcome != 'ok')}" for t in self.trials)
+        """Sizes in order: ``p`` is a probe, ``r`` a rehearsal, ``!`` a trial that did not fit."""
+        return " ".join(
+            f"{t.batch_size}{t.kind[0]}{'!' * (t.outcome != 'ok')}" for t in self.trials
+        )
 
 
 def drive(run, bounds):
-    """Search as the finder does, and check what holds of every search."""
+    """Search as the finder does, and check the properties of every search."""
     trials = []
     while isinstance(step := decide(trials, bounds), NextSize):
         size = step.batch_size
@@ -92,33 +105,46 @@ def drive(run, bounds):
 
 
 def passing(largest):
-    """A device with the straight law on which no rehearsal of more than ``largest`` samples passes."""
+    """A device with the straight law; no rehearsal of more than ``largest`` samples passes."""
     return device(STRAIGHT, largest_passed=largest)
 
 
 def shrinking(run):
-    """The reserve of the first rehearsal is a third of what it holds, that of the others is a twentieth."""
-    return lambda step: with_changes(
-        trial := run(step),
-        reserve_bytes=trial.held_bytes // (10**9 if step.kind == "probe" else 3 if step.batch_size < 160 else 20),
-    )
+    """Reserve a third of the held bytes in the first rehearsal, and a twentieth in the others."""
+
+    def run_with_reserve(step):
+        trial = run(step)
+        parts = 20
+        if step.kind == "probe":
+            parts = 10**9
+        elif step.batch_size < 160:
+            parts = 3
+        return with_changes(trial, reserve_bytes=trial.held_bytes // parts)
+
+    return run_with_reserve
 
 
 def in_an_old_process(run, held):
     """``held`` bytes are free blocks of earlier work."""
-    return lambda step: with_changes(
-        trial := run(step), peak_held_bytes=trial.peak_bytes + held, fixed_bytes=max(peaks(STRAIGHT, 0))
-    )
+
+    def run_with_free_blocks(step):
+        trial = run(step)
+        fixed_bytes = max(peaks(STRAIGHT, 0))
+        return with_changes(trial, peak_held_bytes=trial.peak_bytes + held, fixed_bytes=fixed_bytes)
+
+    return run_with_free_blocks
 
 
 KILLS = {"out_of_memory_kills": True}
-# by hand: the candidate needs 0.9 of the limit, the step up 0.94, steps down are 5, 12, 25 and 50 %
+# The sizes are computed by hand. The candidate needs 0.9 of the limit and the step up needs 0.94 of
+# it; the steps down are 5, 12, 25 and 50 %.
 CASES = [
     (device(STRAIGHT), {}, "2p 8p 66p 266r 280r", 280),
     (device(STRAIGHT), {"multiple_of": None}, "2p 8p 66p 264r 280r", 280),
     (passing(270), {}, "2p 8p 66p 266r 280r!", 266),
     (passing(250), {}, "2p 8p 66p 266r! 252r! 221r", 221),
-    (passing(70), {}, "2p 8p 66p 266r! 252r! 221r! 165r! 82r! 66r", 66),  # eight sizes, then one of them again
+    # Eight sizes are the most, so the last rehearsal is of a size that was probed.
+    (passing(70), {}, "2p 8p 66p 266r! 252r! 221r! 165r! 82r! 66r", 66),
     (device(BENT), {}, "2p 8p 400p! 56p 149p 210r", 210),
     (device(BENT, 10**6), {}, "2p 8p 400p 164r 206r", 206),
     (device(STRAIGHT), {"steps_are_collective": True}, "2p 8p 62p 250r", 250),
@@ -128,7 +154,8 @@ CASES = [
     (device([[(9000, 450)]]), {}, "2p 2r 3r!", 2),
     (device([[(9000, 600)]]), {}, "2p! 1p 1r", 1),
     (device([[(0, 100), (-8000, 4000)]]), {}, "2p 8p! 4p 4r", 4),
-    (device(STRAIGHT), {"max_sizes": 4}, "2p 8p 266r 280r", 280),  # compiled modules
+    # With compiled modules, at most four sizes are tried.
+    (device(STRAIGHT), {"max_sizes": 4}, "2p 8p 266r 280r", 280),
     (passing(200), {"max_sizes": 4}, "2p 8p 266r! 199r", 199),
     (passing(100), {"max_sizes": 4}, "2p 8p 266r! 199r! 8r", 8),
     (device(STRAIGHT, kills=True), KILLS, "2p 8p 150r 240r 300r", 300),
@@ -155,37 +182,62 @@ def test_sizes_in_order(run, changes, expected, size):
 def test_the_plan_states_what_it_was_computed_from():
     plan = drive(device(STRAIGHT), limits()).plan
     assert (plan.limited_by, plan.limit_bytes) == ("memory", LIMIT)
-    assert plan.predicted_peak_bytes == plan.measured_peak_bytes == plan.held_peak_bytes == 1000 + 30 * 280
+    peak_bytes = 1000 + 30 * 280
+    assert plan.predicted_peak_bytes == plan.measured_peak_bytes == peak_bytes
+    assert plan.held_peak_bytes == peak_bytes
     assert plan.memory.lines["forward"].slope == pytest.approx(30)
     assert plan.reason == "280 samples: the largest size that is predicted to fit."
     lower = drive(passing(250), limits()).plan
-    assert lower.reason == "221 samples: 252 samples fit only if the allocator releases its cache in every step."
+    reason = "221 samples: 252 samples fit only if the allocator releases its cache in every step."
+    assert lower.reason == reason
     assert drive(device(STRAIGHT), limits(cap=50)).plan.limited_by == "dataset"
-    assert drive(device(STRAIGHT), limits(target_batch_size=512, multiple_of=None)).plan.limited_by == "memory"
+    accumulated = drive(device(STRAIGHT), limits(target_batch_size=512, multiple_of=None)).plan
+    assert accumulated.limited_by == "memory"
 
 
 def test_a_peak_above_that_of_a_larger_size_is_noted():
     def run(step):
         trial = device(STRAIGHT)(step)
-        return with_changes(trial, phase_peak_bytes={"forward": 5000}) if step.batch_size == 2 else trial
+        if step.batch_size == 2:
+            return with_changes(trial, phase_peak_bytes={"forward": 5000})
+        return trial
 
     plan = drive(run, limits()).plan
     assert plan.batch_size >= 266
-    assert plan.notes == ("The peak at 2 samples is above that of a larger size and was left out of the fit.",)
+    assert plan.notes == (
+        "The peak at 2 samples is above that of a larger size and was left out of the fit.",
+    )
 
 
 NOTHING_FITS = "Nothing fits: 2 samples, the smallest size allowed, ran out of memory under a limit"
-NO_MULTIPLE = "No multiple of 1 lies between min_batch_size=20 and the largest size: the data set has"
+NO_MULTIPLE = (
+    "No multiple of 1 lies between min_batch_size=20 and the largest size: the data set has"
+)
 
 
 @pytest.mark.parametrize(
     ("run", "bounds", "start", "end"),
     [
-        (passing(0), {}, "No size passed its rehearsal, and 2 samples fit only if the allocator releases", ""),
+        (
+            passing(0),
+            {},
+            "No size passed its rehearsal, and 2 samples fit only if the allocator releases",
+            "",
+        ),
         (device([[(9000, 600)]]), {"low": 2}, NOTHING_FITS, "Or pass min_batch_size=1."),
         (device(STRAIGHT), {"low": 20, "cap": 10}, NO_MULTIPLE, ""),
-        (device(STRAIGHT), {"low": 9, "cap": 15, "multiple_of": 8}, "No multiple of 8 lies between", ""),
-        (device(STRAIGHT), {"low": 9, "multiple_of": None, "target_batch_size": 8}, "No size lies between", ""),
+        (
+            device(STRAIGHT),
+            {"low": 9, "cap": 15, "multiple_of": 8},
+            "No multiple of 8 lies between",
+            "",
+        ),
+        (
+            device(STRAIGHT),
+            {"low": 9, "multiple_of": None, "target_batch_size": 8},
+            "No size lies between",
+            "",
+        ),
     ],
 )
 def test_no_plan(run, bounds, start, end):
@@ -198,18 +250,21 @@ def test_no_plan(run, bounds, start, end):
 def test_a_data_set_of_one_sample_needs_no_step():
     step = decide([], limits(cap=1))
     assert isinstance(step, Plan)
-    assert (step.batch_size, step.limited_by, step.verified, step.trials) == (1, "dataset", False, ())
+    assert (step.batch_size, step.limited_by) == (1, "dataset")
+    assert (step.verified, step.trials) == (False, ())
 
 
 def test_throughput_chooses_the_smallest_size_near_the_best():
     run = device(STRAIGHT, seconds=(1.0, 0.1))
     plan = drive(run, limits(objective="throughput")).plan
-    # 280 samples in 29 s; 95 % of that are B / (1 + B / 10) = 9.17 samples a second
+    # B samples take 1 + B / 10 seconds, so 280 samples take 29 s. The smallest size with 95 % of
+    # that speed, 9.17 samples a second, is 111.
     assert (plan.batch_size, plan.limited_by) == (111, "throughput")
     rounded = drive(run, limits(objective="throughput", multiple_of=16)).plan
     assert rounded.batch_size == 112
     flat = drive(device(STRAIGHT, seconds=(1.0, 0.0)), limits(objective="throughput")).plan
-    assert flat.batch_size == 266  # 95 % of 280
+    # Each size takes the same time, so 95 % of 280 samples have 95 % of their speed.
+    assert flat.batch_size == 266
     capped = drive(device(STRAIGHT), limits(objective="throughput", cap=50)).plan
     assert (capped.batch_size, capped.limited_by) == (50, "dataset")
     untimed = drive(device(STRAIGHT), limits(objective="throughput")).plan
@@ -230,7 +285,8 @@ def test_a_smaller_size_that_fails_does_not_discard_the_one_that_passed():
 def test_the_size_with_the_best_throughput_counts_as_a_size():
     run = device(STRAIGHT, largest_passed=100, seconds=(1.0, 0.1))
     driven = drive(run, limits(objective="throughput", max_sizes=8))
-    assert driven.text == "2p 8p 66p 266r! 252r! 221r! 165r! 82r"  # 8 sizes, so 82 is not followed by 48
+    # These are eight sizes, the most allowed, so the search does not go on to 48.
+    assert driven.text == "2p 8p 66p 266r! 252r! 221r! 165r! 82r"
     assert driven.plan.batch_size == 82
 
 
@@ -251,14 +307,21 @@ BOUNDS = {
 
 
 @settings(deadline=None, max_examples=150)
-@given(law=LAWS, share=st.floats(0.05, 1), data=st.data(), held=st.floats(0, 0.3), passed=st.floats(0.3, 1.1))
+@given(
+    law=LAWS,
+    share=st.floats(0.05, 1),
+    data=st.data(),
+    held=st.floats(0, 0.3),
+    passed=st.floats(0.3, 1.1),
+)
 def test_a_search_ends_within_its_limits(law, share, data, held, passed):
-    """What holds of every search is checked while it is driven."""
+    """``drive`` checks the properties of every search."""
     limit = 8 * 10**9
     drawn = {name: data.draw(strategy) for name, strategy in BOUNDS.items()}
     bounds = limits(int(share * limit), **drawn)
     largest = passed * limit / max(b for lines in law for _, b in lines)
-    driven = drive(device(law, limit, held_share=held, largest_passed=largest, seconds=(0.1, 0.01)), bounds)
+    run = device(law, limit, held_share=held, largest_passed=largest, seconds=(0.1, 0.01))
+    driven = drive(run, bounds)
     rehearsals = [trial for trial in driven.trials if trial.kind == "rehearsal"]
     assert sum(after.batch_size > before.batch_size for before, after in pairwise(rehearsals)) <= 1
     if isinstance(driven.step, Plan) and bounds.target_batch_size is not None:
@@ -277,12 +340,16 @@ def test_no_size_is_predicted_above_the_limit_where_that_would_kill(law, held, c
         if model is not None:
             largest = max(trials, key=lambda trial: trial.batch_size)
             grown = model.predict_bytes(step.batch_size) - largest.peak_bytes
-            assert largest.needed_bytes + max(0.0, grown) <= limit * 1.001 or step.batch_size <= largest.batch_size
+            needed_bytes = largest.needed_bytes + max(0.0, grown)
+            assert needed_bytes <= limit * 1.001 or step.batch_size <= largest.batch_size
         trials.append(run(step))
-    if len(law) == 1 and len(law[0]) == 1:  # a straight line is never exceeded
+    # A law of one straight line is predicted exactly, so only the first size may fail.
+    if len(law) == 1 and len(law[0]) == 1:
         assert all(trial.outcome == "ok" for trial in trials[1:])
 
 
-@pytest.mark.parametrize(("size", "expected"), [(63, 63), (127, 127), (129, 128), (999, 992), (5000, 4992)])
+@pytest.mark.parametrize(
+    ("size", "expected"), [(63, 63), (127, 127), (129, 128), (999, 992), (5000, 4992)]
+)
 def test_sizes_are_rounded_to_the_largest_power_of_two_up_to_a_64th(size, expected):
     assert rounded(size, limits(multiple_of=None)) == expected

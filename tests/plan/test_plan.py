@@ -21,8 +21,11 @@ PEAKS = st.dictionaries(st.sampled_from(PHASES), st.integers(0, 2**50))
 LINES = any_of(Line, intercept=FINITE, slope=FINITE)
 PLANS = any_of(
     Plan,
-    trials=st.lists(any_of(Trial, phase_peak_bytes=PEAKS, step_seconds=st.none() | FINITE), max_size=5).map(tuple),
-    memory=st.none() | st.builds(MemoryModel, st.dictionaries(st.sampled_from(PHASES), LINES, min_size=1)),
+    trials=st.lists(
+        any_of(Trial, phase_peak_bytes=PEAKS, step_seconds=st.none() | FINITE), max_size=5
+    ).map(tuple),
+    memory=st.none()
+    | st.builds(MemoryModel, st.dictionaries(st.sampled_from(PHASES), LINES, min_size=1)),
     time=st.none() | st.builds(TimeModel, LINES),
     learning_rate=st.none() | FINITE,
     learning_rate_before=st.none() | FINITE,
@@ -39,7 +42,14 @@ PLAN = Plan(
     trials=(
         Trial(2, "ok", {"forward": 103 * MIB, "backward": 104 * MIB}, step_seconds=0.012),
         Trial(64, "over_limit", {"forward": 228 * MIB}, "rehearsal", peak_held_bytes=250 * MIB),
-        Trial(32, "ok", {"forward": 165 * MIB}, "rehearsal", peak_held_bytes=180 * MIB, step_seconds=0.04),
+        Trial(
+            32,
+            "ok",
+            {"forward": 165 * MIB},
+            "rehearsal",
+            peak_held_bytes=180 * MIB,
+            step_seconds=0.04,
+        ),
     ),
     memory=MemoryModel({"forward": Line(100 * MIB, 2 * MIB, 2, 32)}),
     time=TimeModel(Line(0.010, 0.001, 2, 32)),
@@ -61,7 +71,8 @@ def test_a_plan_of_version_0_1_0_is_read():
     assert (plan.batch_size, plan.limited_by, plan.effective_batch_size) == (64, "memory", 64)
     assert (plan.measured_peak_bytes, plan.held_peak_bytes, plan.notes) == (170_000_000, None, ())
     (trial,) = plan.trials
-    assert (trial.batch_size, trial.kind, trial.peak_bytes, trial.step_seconds) == (64, "probe", 170_000_000, 0.1)
+    assert (trial.batch_size, trial.kind) == (64, "probe")
+    assert (trial.peak_bytes, trial.step_seconds) == (170_000_000, 0.1)
     assert plan.memory == MemoryModel({"forward": Line(1e8, 1e6, 2, 8)})
     assert plan.evaluation.batch_size == 8
     assert Plan.from_json(plan.to_json()) == plan
@@ -70,12 +81,20 @@ def test_a_plan_of_version_0_1_0_is_read():
 
 def test_unknown_keys_are_ignored():
     data = json.loads(PLAN.to_json())
-    for part in (data, data["trials"][0], data["memory"], data["memory"]["lines"]["forward"], data["time"]["line"]):
+    for part in (
+        data,
+        data["trials"][0],
+        data["memory"],
+        data["memory"]["lines"]["forward"],
+        data["time"]["line"],
+    ):
         part["of a later version"] = 1
     assert Plan.from_json(json.dumps(data)) == PLAN
 
 
-@pytest.mark.parametrize("text", ["", "[]", "1", "null", "{}", '{"memory": 3, "time": 1, "evaluation": null}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "1", "null", "{}", '{"memory": 3, "time": 1, "evaluation": null}']
+)
 def test_other_text_is_refused(text):
     with pytest.raises(ValueError, match=r"text must be the JSON of a Plan, got|Expecting value"):
         Plan.from_json(text)
@@ -115,7 +134,8 @@ def test_the_text_has_what_else_a_person_should_know():
     )
     text = str(plan)
     assert text.startswith(
-        "batch size 32 (validation 48) on each of 2 ranks, limited by target batch size, not verified"
+        "batch size 32 (validation 48) on each of 2 ranks, limited by target batch size, not"
+        " verified"
     )
     for row in (
         "taken from the device; at most 360.0 MiB on all ranks",
@@ -129,19 +149,25 @@ def test_the_text_has_what_else_a_person_should_know():
 
 def test_the_short_text_has_six_lines_at_most():
     changes = {"accumulate_grad_batches": 4, "effective_batch_size": 128}
-    plan = replace(PLAN, **changes, notes=("the first", "a second"), evaluation=replace(PLAN, batch_size=48))
+    plan = replace(
+        PLAN, **changes, notes=("the first", "a second"), evaluation=replace(PLAN, batch_size=48)
+    )
     assert plan.short_text() == "\n".join(
         [
-            "BatchFinder: batch size 32 (validation 48), limited by memory, verified by a rehearsal",
-            "  memory    limit 200.0 MiB; predicted 164.0 MiB; measured 165.0 MiB, 180.0 MiB taken from the device",
+            "BatchFinder: batch size 32 (validation 48), limited by memory, verified by a"
+            " rehearsal",
+            "  memory    limit 200.0 MiB; predicted 164.0 MiB; measured 165.0 MiB, 180.0 MiB taken"
+            " from the device",
             "  speed     800 samples/s",
             "  step      128 samples, in 4 batches",
             "  note      the first",
-            "  details   print(finder.plan) or BatchFinder(verbose=True): reasons, all sizes, all notes",
+            "  details   print(finder.plan) or BatchFinder(verbose=True): reasons, all sizes, all"
+            " notes",
         ]
     )
     nothing_ran = Plan(1, "dataset", False, 200 * MIB, None, None, (), None, None)
     assert nothing_ran.short_text().splitlines()[1:] == [
         "  memory    limit 200.0 MiB",
-        "  details   print(finder.plan) or BatchFinder(verbose=True): reasons, all sizes, all notes",
+        "  details   print(finder.plan) or BatchFinder(verbose=True): reasons, all sizes, all"
+        " notes",
     ]

@@ -2,22 +2,33 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lightning_batchmem.plan.scaling import MicroBatch, learning_rate_factor, learning_rate_note, micro_batch
+from lightning_batchmem.plan.scaling import (
+    MicroBatch,
+    learning_rate_factor,
+    learning_rate_note,
+    micro_batch,
+)
 
 
 @pytest.mark.parametrize(
     ("target", "largest", "ranks", "multiple_of", "expected"),
     [
         (1024, 5000, 1, None, (1024, 1, 1024)),
-        (1005, 300, 1, None, (201, 5, 1005)),  # 4 are needed, 5 make exactly the target
-        (1007, 600, 1, None, (504, 2, 1008)),  # 19 x 53 would make it, but 2 are enough
-        (1009, 256, 1, None, (252, 4, 1008)),  # a prime: the fewest, and the nearest size
+        # 4 batches are needed, but 5 make exactly the target.
+        (1005, 300, 1, None, (201, 5, 1005)),
+        # 19 batches of 53 samples would make exactly the target, but 2 batches are enough.
+        (1007, 600, 1, None, (504, 2, 1008)),
+        # The target is a prime, so the fewest batches with the nearest size are chosen.
+        (1009, 256, 1, None, (252, 4, 1008)),
         (1024, 100, 4, None, (64, 4, 1024)),
         (1010, 256, 4, None, (253, 1, 1012)),
-        (1000, 300, 1, 8, (200, 5, 1000)),  # 4 x 250 is no multiple of 8, 5 x 200 is
-        (1020, 255, 1, 4, (204, 5, 1020)),  # 252 is the largest multiple: 5 are needed, not 4
+        # 4 batches would have 250 samples, which is no multiple of 8. 5 batches have 200.
+        (1000, 300, 1, 8, (200, 5, 1000)),
+        # The largest multiple of 4 is 252, so 5 batches are needed and not 4.
+        (1020, 255, 1, 4, (204, 5, 1020)),
         (1000, 100, 1, 64, (64, 16, 1024)),
-        (12, 16, 1, 8, (16, 1, 16)),  # half a unit is rounded up
+        # 12 samples are one and a half multiples of 8, which is rounded up to two.
+        (12, 16, 1, 8, (16, 1, 16)),
     ],
 )
 def test_micro_batch(target, largest, ranks, multiple_of, expected):
@@ -27,7 +38,8 @@ def test_micro_batch(target, largest, ranks, multiple_of, expected):
 
 def test_rounding_is_one_sentence():
     found = micro_batch(1010, largest=256, ranks=4)
-    assert found.rounding == "1,012 samples per optimizer step instead of 1,010: 1 x 253 on each of 4 ranks"
+    rounding = "1,012 samples per optimizer step instead of 1,010: 1 x 253 on each of 4 ranks"
+    assert found.rounding == rounding
     assert micro_batch(1024, largest=256, ranks=4) == MicroBatch(256, 1, 1024)
 
 
@@ -56,10 +68,16 @@ def test_properties_of_a_micro_batch(target, largest, ranks, multiple_of):
 
 @pytest.mark.parametrize(
     ("scaling", "effective", "base", "expected"),
-    [("linear", 256, 32, 0.8), ("linear", 32, 256, 0.0125), ("sqrt", 128, 32, 0.2), ("sqrt", 8, 32, 0.05)],
+    [
+        ("linear", 256, 32, 0.8),
+        ("linear", 32, 256, 0.0125),
+        ("sqrt", 128, 32, 0.2),
+        ("sqrt", 8, 32, 0.05),
+    ],
 )
 def test_scaled_learning_rate(scaling, effective, base, expected):
-    assert 0.1 * learning_rate_factor(scaling, effective, base) == pytest.approx(expected, rel=1e-12)
+    rate = 0.1 * learning_rate_factor(scaling, effective, base)
+    assert rate == pytest.approx(expected, rel=1e-12)
 
 
 @given(st.floats(1e-8, 10.0), st.integers(1, 10**6), st.integers(1, 10**6))
@@ -73,7 +91,8 @@ def test_linear_is_the_square_root_twice_and_a_rule_can_be_undone(rate, first, s
     assert scaled(rate, "sqrt", first, first) == rate
 
 
-RATE_BY, SEE = "multiplies the learning rate by", "see docs/choosing-a-batch-size.md"
+RATE_BY = "multiplies the learning rate by"
+SEE = "see docs/choosing-a-batch-size.md"
 NONE_KNOWN = "and no single rule is known for {}: tune the learning rate by hand"
 
 
@@ -86,15 +105,25 @@ NONE_KNOWN = "and no single rule is known for {}: tune the learning rate by hand
         (
             ["Adam", "RMSprop"],
             320_000,
-            f': for Adam and RMSprop, lr_scaling="sqrt" {RATE_BY} 100 (untested beyond 8 times the samples), {SEE}',
+            f': for Adam and RMSprop, lr_scaling="sqrt" {RATE_BY} 100 (untested beyond 8 times the'
+            f" samples), {SEE}",
         ),
-        (["SGD"], 3, ': for SGD, lr_scaling="linear" multiplies the learning rate by 0.09375 (untested beyond 8 times'),
+        (
+            ["SGD"],
+            3,
+            ': for SGD, lr_scaling="linear" multiplies the learning rate by 0.09375 (untested'
+            " beyond 8 times",
+        ),
         (["Lion"], 64, f", {NONE_KNOWN.format('Lion')}"),
         (["NAdam", "Adamax"], 64, f", {NONE_KNOWN.format('NAdam and Adamax')}"),
     ],
 )
 def test_note(names, effective, expected):
     note = learning_rate_note(names, effective_batch_size=effective, base_batch_size=32)
-    assert note.startswith(expected and f"samples per optimizer step went from 32 to {effective:,}{expected}")
+    start = ""
+    if expected:
+        start = f"samples per optimizer step went from 32 to {effective:,}{expected}"
+    assert note.startswith(start)
     assert bool(note) == bool(expected)
-    assert ("untested" in note) == (bool(note) and "no single" not in note and not 4 <= effective <= 256)
+    is_untested = bool(note) and "no single" not in note and not 4 <= effective <= 256
+    assert ("untested" in note) == is_untested

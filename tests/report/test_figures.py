@@ -45,7 +45,14 @@ PLAN = replace(OTHER_PLAN, trials=TRIALS, held_peak_bytes=None, device="host")
 
 def row(step, peak=100, *, stage="train", limit=None, **other):
     phases = {"forward_peak_mib": peak, "backward_peak_mib": None if peak is None else peak - 10}
-    return {"step": step, "stage": stage, "peak_allocated_mib": peak, "limit_mib": limit, **phases, **other}
+    return {
+        "step": step,
+        "stage": stage,
+        "peak_allocated_mib": peak,
+        "limit_mib": limit,
+        **phases,
+        **other,
+    }
 
 
 BREAKDOWN = MemoryBreakdown(100 * MIB, 90 * MIB, 200 * MIB, 50 * MIB, 1500 * MIB, 60 * MIB)
@@ -69,7 +76,8 @@ def labels(figure):
 def test_memory_vs_batch_size_shows_trials_line_limit_and_chosen_size():
     figure = plot_memory_vs_batch_size(PLAN)
     assert line(figure, "held") == ([2, 4, 32], [104, 108, 165])
-    assert line(figure, "did not fit") == ([48], [200])  # its peak is not known: 90 MiB is drawn nowhere
+    # A size that ran out of memory is drawn at the limit: its 90 MiB are no complete peak.
+    assert line(figure, "did not fit") == ([48], [200])
     sizes, predicted = line(figure, "fitted line")
     assert (sizes[0], sizes[-1]) == (0, pytest.approx(1.1 * 48))
     assert predicted == pytest.approx([100 + 2 * size for size in sizes])
@@ -79,31 +87,37 @@ def test_memory_vs_batch_size_shows_trials_line_limit_and_chosen_size():
 
 
 def test_missing_readings_repeated_steps_and_held_memory():
-    rows = [row(0), row(1, None), row(2), row(3), row(2, 120), row(3)]  # resumed from step 2
+    # The run was resumed from step 2.
+    rows = [row(0), row(1, None), row(2), row(3), row(2, 120), row(3)]
     assert line(plot_memory_over_steps(rows), "peak") == ([0, 2, 3], [100, 120, 100])
-    figure = plot_memory_vs_batch_size(replace(PLAN, trials=(trial(2, 104, reserved=130 * MIB), trial(4, 108))))
-    assert [line(figure, name)[1] for name in ("held", "live (tensors)")] == [[130, 108], [104, 108]]
+    trials = (trial(2, 104, reserved=130 * MIB), trial(4, 108))
+    figure = plot_memory_vs_batch_size(replace(PLAN, trials=trials))
+    assert line(figure, "held")[1] == [130, 108]
+    assert line(figure, "live (tensors)")[1] == [104, 108]
 
 
 def test_throughput_vs_batch_size():
     figure = plot_throughput_vs_batch_size(PLAN)
     sizes, speeds = line(figure, "measured")
-    assert sizes == [2, 4, 32]  # the size that ran out of memory has no time
+    # The size that ran out of memory has no time.
+    assert sizes == [2, 4, 32]
     assert speeds == pytest.approx([2 / 0.012, 4 / 0.014, 32 / 0.040])
     sizes, speeds = line(figure, "fitted curve")
     assert speeds == pytest.approx([size / (0.010 + 0.001 * size) for size in sizes])
     assert line(figure, "chosen: 32")[0] == [32, 32]
-    other = plot_throughput_vs_batch_size(replace(PLAN, ranks=2, time=TimeModel(Line(-0.010, 0.001, 2, 32))))
+    time = TimeModel(Line(-0.010, 0.001, 2, 32))
+    other = plot_throughput_vs_batch_size(replace(PLAN, ranks=2, time=time))
     assert axes_of(other).get_title(loc="left") == "Throughput of each rank on host"
 
 
 def test_memory_over_steps_shows_peaks_phases_and_limit():
-    reserved = {"peak_reserved_mib": 150}
-    figure = plot_memory_over_steps(
-        [row(step, 100 + step, limit=300 - step if step % 5 == 0 else None, **reserved) for step in range(12)]
-    )
     steps = list(range(12))
-    assert line(figure, "peak") == line(figure, "forward") == (steps, [100 + step for step in steps])
+    peaks = [100 + step for step in steps]
+    limits = {0: 300, 5: 295, 10: 290}
+    figure = plot_memory_over_steps(
+        [row(step, peaks[step], limit=limits.get(step), peak_reserved_mib=150) for step in steps]
+    )
+    assert line(figure, "peak") == line(figure, "forward") == (steps, peaks)
     assert line(figure, "backward")[1] == [90 + step for step in steps]
     assert line(figure, "reserved") == (steps, [150] * 12)
     assert line(figure, "limit 290.0 MiB") == ([0, 5, 10, 11], [300, 295, 290, 290])
@@ -121,10 +135,12 @@ def test_an_evaluation_is_drawn_at_the_training_step_before_it():
 
 
 def test_the_highest_of_many_steps_is_drawn():
-    figure = plot_memory_over_steps([row(step, 900 if step == 1234 else 100) for step in range(2500)])
+    rows = [row(step, 900 if step == 1234 else 100) for step in range(2500)]
+    figure = plot_memory_over_steps(rows)
     steps, peaks = line(figure, "peak")
     assert [after - before for before, after in pairwise(steps)] == [3] * 833
-    assert [(step, peak) for step, peak in zip(steps, peaks, strict=True) if peak != 100] == [(1233, 900)]
+    others = [(step, peak) for step, peak in zip(steps, peaks, strict=True) if peak != 100]
+    assert others == [(1233, 900)]
     assert axes_of(figure).get_title(loc="left") == "Peak memory, highest of every 3 steps"
 
 
@@ -132,8 +148,14 @@ def test_the_breakdown_adds_up_to_the_peak():
     figure = plot_breakdown(replace(SUMMARY, peak_reserved_bytes=2600 * MIB))
     bars = axes_of(figure).patches
     assert [(bar.get_y(), bar.get_height()) for bar in bars] == [
-        (0, 60), (60, 100), (160, 90), (250, 200), (450, 50), (500, 1500), (2000, 600),
-    ]  # fmt: skip
+        (0, 60),
+        (60, 100),
+        (160, 90),
+        (250, 200),
+        (450, 50),
+        (500, 1500),
+        (2000, 600),
+    ]
     assert labels(figure) == [
         "cached by the allocator, unused\n600.0 MiB",
         "activations and temporaries\n1,500.0 MiB (75.0%)",
@@ -162,12 +184,13 @@ def test_all_figures_for_which_there_is_data():
 
 
 def test_no_figure_is_left_in_pyplot_and_no_setting_changes():
-    settings, figures = dict(matplotlib.rcParams), pyplot.get_fignums()
+    settings = dict(matplotlib.rcParams)
+    figures = pyplot.get_fignums()
     assert len(draw([row(0)], PLAN, SUMMARY)) == 4
     assert (dict(matplotlib.rcParams), pyplot.get_fignums()) == (settings, figures)
 
 
-# --- images in loggers
+# Tests of images in loggers.
 
 
 class FakeLogger(CSVLogger):
@@ -207,7 +230,8 @@ class Unreachable(FakeLogger):
 
 
 def test_tensorboard_images_can_be_read_back(tmp_path):
-    logger, other = TensorBoardLogger(tmp_path), LikeWandb()
+    logger = TensorBoardLogger(tmp_path)
+    other = LikeWandb()
     path = tmp_path / "memory_per_batch.csv"
     path.write_text("step,stage,peak_allocated_mib\n0,train,100\n1,train,110\n")
     log_figures([logger, other], path, None, SUMMARY, 7)
@@ -234,7 +258,8 @@ def test_other_loggers_get_an_image_in_colors(kind, expected):
     ((name, image, other),) = logger.images
     assert (name, other) == expected
     assert (image.shape, image.dtype) == ((480, 640, 3), numpy.uint8)
-    assert len(numpy.unique(image.reshape(-1, 3), axis=0)) > 8  # a bar, not an empty page
+    # The image shows a bar: an empty page would have few colors.
+    assert len(numpy.unique(image.reshape(-1, 3), axis=0)) > 8
 
 
 def test_nothing_is_drawn_for_loggers_without_images(tmp_path, monkeypatch):
@@ -249,7 +274,8 @@ def test_nothing_is_drawn_for_loggers_without_images(tmp_path, monkeypatch):
 
 def test_a_failing_logger_or_figure_is_a_warning(monkeypatch):
     logger = LikeWandb()
-    with pytest.warns(UserWarning, match="could not log figures to Unreachable: ConnectionError: no server"):
+    message = "could not log figures to Unreachable: ConnectionError: no server"
+    with pytest.warns(UserWarning, match=message):
         log_figures([Unreachable(), logger], None, None, SUMMARY, 0)
     assert len(logger.images) == 1
 
@@ -257,5 +283,6 @@ def test_a_failing_logger_or_figure_is_a_warning(monkeypatch):
         raise RuntimeError("no font")
 
     monkeypatch.setattr(lightning_batchmem.report.figures, "draw", fail)
-    with pytest.warns(UserWarning, match="could not log figures to LikeWandb: RuntimeError: no font"):
+    message = "could not log figures to LikeWandb: RuntimeError: no font"
+    with pytest.warns(UserWarning, match=message):
         log_figures([logger], None, PLAN, SUMMARY, 0)

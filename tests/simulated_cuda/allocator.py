@@ -1,7 +1,8 @@
 """A model of PyTorch's CUDA caching allocator: one device, one stream, no CUDA graphs.
 
-Source: c10/core/AllocatorConfig.h (torch 2.13) for the sizes; c10/cuda/CUDACachingAllocator.cpp: ``malloc``,
-``get_free_block``, ``should_split``, ``alloc_block``, ``release_blocks``, ``map_block`` and ``unmap_block``.
+Source: c10/core/AllocatorConfig.h (torch 2.13) for the sizes; c10/cuda/CUDACachingAllocator.cpp:
+``malloc``, ``get_free_block``, ``should_split``, ``alloc_block``, ``release_blocks``, ``map_block``
+and ``unmap_block``.
 """
 
 from __future__ import annotations
@@ -14,8 +15,14 @@ from typing import NamedTuple
 import torch
 
 MIB = 2**20
-BLOCK, SMALL, SMALL_PAGE, LARGE_PAGE = 512, MIB, 2 * MIB, 20 * MIB  # kMinBlockSize, kSmallSize, kSmallBuffer, ...
-MIN_LARGE, ROUND_LARGE = 10 * MIB, 2 * MIB  # kMinLargeAlloc, kRoundLarge
+# In torch these constants are kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc
+# and kRoundLarge.
+BLOCK = 512
+SMALL = MIB
+SMALL_PAGE = 2 * MIB
+LARGE_PAGE = 20 * MIB
+MIN_LARGE = 10 * MIB
+ROUND_LARGE = 2 * MIB
 
 
 class Block(NamedTuple):
@@ -29,12 +36,18 @@ class Pool:
     """Free ranges; neighbours are merged."""
 
     def __init__(self, page: int, min_remainder: int) -> None:
-        self.page, self.min_remainder = page, min_remainder
-        self.segments: dict[int, int] = {}  # address -> size; none if they are expandable
-        self.used: dict[int, int] = {}  # address -> end of each block
-        self.sizes: dict[int, int] = {}  # address -> size of each free range
-        self.ends: dict[int, int] = {}  # end -> address of each free range
-        self.sorted: list[tuple[int, int]] = []  # size and address of each free range
+        self.page = page
+        self.min_remainder = min_remainder
+        # The size of each segment by its address. Expandable segments are not in it.
+        self.segments: dict[int, int] = {}
+        # The end of each block by its address.
+        self.used: dict[int, int] = {}
+        # The size of each free range by its address.
+        self.sizes: dict[int, int] = {}
+        # The address of each free range by its end.
+        self.ends: dict[int, int] = {}
+        # The size and the address of each free range, smallest size first.
+        self.sorted: list[tuple[int, int]] = []
 
     def add(self, address: int, size: int) -> None:
         if address in self.ends:
@@ -42,12 +55,14 @@ class Pool:
             size += self.remove(address)
         if address + size in self.sizes:
             size += self.remove(address + size)
-        self.sizes[address], self.ends[address + size] = size, address
+        self.sizes[address] = size
+        self.ends[address + size] = address
         insort(self.sorted, (size, address))
 
     def remove(self, address: int) -> int:
         size = self.sizes.pop(address)
-        del self.ends[address + size], self.sorted[bisect_left(self.sorted, (size, address))]
+        del self.ends[address + size]
+        del self.sorted[bisect_left(self.sorted, (size, address))]
         return size
 
     def room(self, address: int) -> float:
@@ -57,18 +72,27 @@ class Pool:
 
 
 class CachingAllocator:
-    """The allocator of one process. ``limit_bytes``, the memory fraction in bytes, may be changed at any time."""
+    """The allocator of one process.
 
-    def __init__(self, capacity_bytes: int, *, limit_bytes: int | None = None, expandable: bool = False) -> None:
-        self.capacity_bytes, self.expandable = capacity_bytes, expandable
+    ``limit_bytes`` is the memory fraction in bytes, and may be changed at any time.
+    """
+
+    def __init__(
+        self, capacity_bytes: int, *, limit_bytes: int | None = None, expandable: bool = False
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.expandable = expandable
         self.limit_bytes = capacity_bytes if limit_bytes is None else limit_bytes
-        self.small, self.large = Pool(SMALL_PAGE, BLOCK), Pool(LARGE_PAGE, BLOCK if expandable else SMALL + 1)
+        self.small = Pool(SMALL_PAGE, BLOCK)
+        self.large = Pool(LARGE_PAGE, BLOCK if expandable else SMALL + 1)
         self.allocated = self.reserved = self.requested = self.next_address = 0
         self.num_alloc_retries = self.num_ooms = self.num_device_free = 0
         self.reset_peak()
 
     def reset_peak(self) -> None:
-        self.allocated_peak, self.reserved_peak, self.requested_peak = self.allocated, self.reserved, self.requested
+        self.allocated_peak = self.allocated
+        self.reserved_peak = self.reserved
+        self.requested_peak = self.requested
 
     def malloc(self, requested: int) -> Block:
         """Allocate ``requested`` > 0 bytes; raise ``torch.OutOfMemoryError`` as torch does."""
@@ -77,7 +101,9 @@ class CachingAllocator:
         index = bisect_left(pool.sorted, (needed, 0))
         if index < len(pool.sorted):
             address = pool.sorted[index][1]
-            for _, other in pool.sorted[index + 1 :] if self.expandable else ():  # compares what they can grow to
+            # Expandable ranges are compared by the size that they can grow to.
+            others = pool.sorted[index + 1 :] if self.expandable else []
+            for _, other in others:
                 if pool.room(other) >= pool.room(address):
                     break
                 address = other
@@ -105,9 +131,13 @@ class CachingAllocator:
         for pool in (self.large, self.small):
             for address, size in list(pool.sizes.items()):
                 end = address + size
-                first, last = math.ceil(address / pool.page) * pool.page, end // pool.page * pool.page
-                if not self.expandable:
-                    first, last = (address, end) if pool.segments.get(address) == size else (end, end)
+                if self.expandable:
+                    first = math.ceil(address / pool.page) * pool.page
+                    last = end // pool.page * pool.page
+                else:
+                    is_segment = pool.segments.get(address) == size
+                    first = address if is_segment else end
+                    last = end
                 if first < last:
                     pool.remove(address)
                     pool.segments.pop(address, None)
@@ -118,35 +148,45 @@ class CachingAllocator:
                     self.num_device_free += 1
 
     def _grow(self, pool: Pool, needed: int) -> int:
-        segment = math.ceil((needed if needed >= MIN_LARGE else pool.page) / ROUND_LARGE) * ROUND_LARGE
+        unrounded = needed if needed >= MIN_LARGE else pool.page
+        segment = math.ceil(unrounded / ROUND_LARGE) * ROUND_LARGE
         for retry in (False, True):
             if retry:
                 self.release_cached()
                 self.num_alloc_retries += 1
-            if self.reserved + segment > self.limit_bytes:  # before it is known how many pages are missing
+            # The limit counts the whole segment, even where some of its pages are mapped.
+            if self.reserved + segment > self.limit_bytes:
                 continue
-            new_segment = self.next_address, {self.next_address: segment}
-            address, added = _missing_pages(pool, needed) if self.expandable else new_segment
+            if self.expandable:
+                address, added = _missing_pages(pool, needed)
+            else:
+                address = self.next_address
+                added = {address: segment}
             if self.reserved + sum(added.values()) > self.capacity_bytes:
                 continue
             if not self.expandable:
                 pool.segments[address] = segment
-                self.next_address += segment + BLOCK  # segments never touch
+                # The gap keeps free ranges of two segments from merging.
+                self.next_address += segment + BLOCK
             for start, size in added.items():
                 pool.add(start, size)
                 self.reserved += size
             self.reserved_peak = max(self.reserved_peak, self.reserved)
             return address
         self.num_ooms += 1
-        sizes = (f"{each / MIB:.2f} MiB" for each in (needed, self.allocated, self.reserved, self.limit_bytes))
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried {}: {} allocated, {} reserved, limit {}".format(*sizes))
+        sizes = (needed, self.allocated, self.reserved, self.limit_bytes)
+        texts = (f"{size / MIB:.2f} MiB" for size in sizes)
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried {}: {} allocated, {} reserved, limit {}".format(*texts)
+        )
 
 
 def _missing_pages(pool: Pool, needed: int) -> tuple[int, dict[int, int]]:
     """The lowest gap between blocks that is large enough, and its pages that are not mapped."""
     edges = [(0, 0), *sorted(pool.used.items()), (math.inf, math.inf)]
     gap = next(int(end) for (_, end), (start, _) in pairwise(edges) if start - end >= needed)
-    cursor, missing = gap, {}
+    cursor = gap
+    missing = {}
     while cursor < gap + needed:
         if cursor not in pool.sizes:
             missing[cursor] = pool.page

@@ -1,4 +1,7 @@
-"""A CUDA device that exists only as numbers: the package's device protocol, and the steps of one network on it."""
+"""A CUDA device that exists only as numbers, and the steps of one network on it.
+
+It has the device protocol of the package.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +27,27 @@ class SimulatedCuda(CachingAllocator):
         self._replay(list(enumerate(trace.persistent_bytes)))
 
     def train_step(self, size: int) -> None:
-        """Replay one training step in Lightning's order: forward, zero_grad, backward, optimizer step."""
+        """Replay one training step in Lightning's order.
+
+        The order is forward, zero_grad, backward, optimizer step.
+        """
         self.run_phase("forward", size)
-        self.drop(self.trace.gradients)  # zero_grad(set_to_none=True)
+        # This is zero_grad(set_to_none=True).
+        self.drop(self.trace.gradients)
         self.run_phase("backward")
         self.run_phase("optimizer_step")
 
     def run_phase(self, phase: str, size: int = 0) -> None:
-        """Replay a phase; the forward pass sets the size, and the optimizer step releases the batch."""
+        """Replay a phase.
+
+        The forward pass sets the size, and the optimizer step releases the batch.
+        """
         if phase == "forward":
             self._steady = self.trace.states <= self._live.keys()
             self._step = self.trace.events(size, "steady" if self._steady else "first")
         if phase == "optimizer_step" and not self._steady and self.trace.states & self._live.keys():
-            raise KeyError("exp_avg_sq")  # after an out-of-memory error inside the first step
+            # An out-of-memory error inside the first step left only a part of the states.
+            raise KeyError("exp_avg_sq")
         self._replay(self._step[phase])
 
     def evaluation_step(self, size: int) -> None:
@@ -61,7 +72,8 @@ class SimulatedCuda(CachingAllocator):
     def synchronize(self) -> None: ...
 
     def counters(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in ("num_ooms", "num_alloc_retries", "num_device_free")}
+        names = ("num_ooms", "num_alloc_retries", "num_device_free")
+        return {name: getattr(self, name) for name in names}
 
     @contextmanager
     def limit_enforced(self, limit_bytes: int) -> Iterator[bool]:
@@ -80,9 +92,11 @@ class SimulatedCuda(CachingAllocator):
                     self._live[slot] = self.malloc(size_bytes)
                 else:
                     self.free(self._live.pop(slot))
-        except torch.OutOfMemoryError:  # what the step holds is released as the exception unwinds
+        except torch.OutOfMemoryError:
+            # The storages of the step are released as the exception unwinds.
             kept = self.trace.gradients | set(range(len(self.trace.persistent_bytes)))
-            if self._steady or "SGD" not in self.trace.network.name:  # foreach SGD writes its buffers at the end
+            # Foreach SGD writes its states at the end of the step, so the first step leaves none.
+            if self._steady or "SGD" not in self.trace.network.name:
                 kept |= self.trace.states
             self.drop(self._live.keys() - kept)
             raise

@@ -32,7 +32,10 @@ class Searched(NamedTuple):
 
 
 def simulated_module(device: SimulatedCuda) -> LightningModule:
-    """A module with tiny tensors, whose steps are replayed on the device; nothing of the device is its attribute."""
+    """A module with tiny tensors, whose steps are replayed on the device.
+
+    Nothing of the device is an attribute of the module.
+    """
 
     class State(dict[Any, Any]):
         def clear(self) -> None:
@@ -75,7 +78,8 @@ def simulated_module(device: SimulatedCuda) -> LightningModule:
             return optimizer
 
         def train_dataloader(self) -> DataLoader[Any]:
-            return DataLoader(range(SAMPLES), batch_size=self.batch_size)  # type: ignore[arg-type]  # a sequence
+            # A DataLoader accepts any sequence, but its annotation requires a Dataset.
+            return DataLoader(range(SAMPLES), batch_size=self.batch_size)  # type: ignore[arg-type]
 
         val_dataloader = train_dataloader
 
@@ -85,21 +89,30 @@ def simulated_module(device: SimulatedCuda) -> LightningModule:
 def search(device: SimulatedCuda, **options: Any) -> Searched:
     """Search, then train 200 steps in the same process with the whole capacity.
 
-    Evaluations and smaller batches of one size come in between; a second training has smaller batches of any size.
+    Evaluations and smaller batches of one size come in between; a second training has smaller
+    batches of any size.
     """
     finder = BatchFinder(**options)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with mock.patch.object(lightning_batchmem.batch_finder, "device_memory_for", return_value=device):
+    with mock.patch.object(
+        lightning_batchmem.batch_finder, "device_memory_for", return_value=device
+    ):
         trainer = quiet_trainer(finder, max_steps=1, limit_val_batches=0.5)
-        with mock.patch.object(Trainer, "_run_stage"):  # only what comes before the first step
+        # Without this stage, only the code before the first step runs.
+        with mock.patch.object(Trainer, "_run_stage"):
             trainer.fit(simulated_module(device))
     plan = finder.plan
     assert plan is not None
-    num_ooms, size = device.num_ooms, plan.batch_size
+    num_ooms = device.num_ooms
+    size = plan.batch_size
     remainder = SAMPLES % size or max(1, size // 2)
-    trained = [_trains(device, size, lambda _: remainder), _trains(device, size, lambda i: max(1, i * 7919 % size))]
+    trained = [
+        _trains(device, size, lambda _: remainder),
+        _trains(device, size, lambda i: max(1, i * 7919 % size)),
+    ]
     steps_at_size = sum(trial.full_steps for trial in plan.trials if trial.batch_size == size)
-    return Searched(plan, num_ooms, *trained, steps_at_size, len({trial.batch_size for trial in plan.trials}))
+    sizes = len({trial.batch_size for trial in plan.trials})
+    return Searched(plan, num_ooms, *trained, steps_at_size, sizes)
 
 
 def _trains(device: SimulatedCuda, size: int, smaller: Callable[[int], int]) -> bool:
@@ -107,7 +120,8 @@ def _trains(device: SimulatedCuda, size: int, smaller: Callable[[int], int]) -> 
     device.release_cached()
     try:
         for epoch in range(8):
-            device.evaluation_step(size)  # at first, Lightning's sanity check
+            # Before the first epoch, these are the two steps of Lightning's sanity check.
+            device.evaluation_step(size)
             device.evaluation_step(smaller(epoch) if epoch else size)
             for _ in range(24):
                 device.train_step(size)

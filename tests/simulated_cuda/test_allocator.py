@@ -18,14 +18,17 @@ from tests.simulated_cuda.allocator import MIB, CachingAllocator
         (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
         (10 * MIB, 10 * MIB, 10 * MIB),
         (10 * MIB + 1, 10 * MIB + 512, 12 * MIB),
-        (11 * MIB, 12 * MIB, 12 * MIB),  # 1 MiB is not split from a block of the large pool
+        # 1 MiB is not split from a block of the large pool.
+        (11 * MIB, 12 * MIB, 12 * MIB),
         (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),
     ],
 )
 def test_sizes_of_one_allocation(requested, allocated, reserved):
     allocator = CachingAllocator(100 * MIB)
     allocator.malloc(requested)
-    assert (allocator.requested, allocator.allocated, allocator.reserved) == (requested, allocated, reserved)
+    assert allocator.requested == requested
+    assert allocator.allocated == allocated
+    assert allocator.reserved == reserved
 
 
 def test_smallest_sufficient_free_block_of_the_pool_is_used_and_split():
@@ -35,8 +38,9 @@ def test_smallest_sufficient_free_block_of_the_pool_is_used_and_split():
     assert allocator.malloc(11 * MIB).size == 12 * MIB
     assert allocator.malloc(13 * MIB).size == 13 * MIB
     assert sorted(allocator.large.sizes.values()) == [3 * MIB, 30 * MIB]
+    # A small request never uses the large pool.
     allocator.malloc(MIB)
-    assert allocator.reserved == 60 * MIB  # a small request never uses the large pool
+    assert allocator.reserved == 60 * MIB
 
 
 def test_free_neighbours_merge_into_the_whole_segment():
@@ -45,7 +49,8 @@ def test_free_neighbours_merge_into_the_whole_segment():
     for block in (first, third):
         allocator.free(block)
     allocator.release_cached()
-    assert (allocator.reserved, sorted(allocator.large.sizes.values())) == (20 * MIB, [4 * MIB, 12 * MIB])
+    assert allocator.reserved == 20 * MIB
+    assert sorted(allocator.large.sizes.values()) == [4 * MIB, 12 * MIB]
     allocator.free(second)
     assert list(allocator.large.sizes.values()) == [20 * MIB]
     allocator.release_cached()
@@ -65,7 +70,8 @@ def test_cached_segments_are_released_before_an_allocation_fails(capacity, limit
 
 def test_peaks_start_again_from_the_current_use():
     allocator = CachingAllocator(100 * MIB)
-    kept, freed = allocator.malloc(10 * MIB), allocator.malloc(20 * MIB)
+    kept = allocator.malloc(10 * MIB)
+    freed = allocator.malloc(20 * MIB)
     allocator.free(freed)
     assert (allocator.allocated_peak, allocator.requested_peak) == (30 * MIB, 30 * MIB)
     allocator.reset_peak()
@@ -76,21 +82,26 @@ def test_expandable_segments_grow_by_pages():
     allocator = CachingAllocator(200 * MIB, expandable=True)
     allocator.malloc(MIB)
     first, second, third = (allocator.malloc(size * MIB) for size in (25, 10, 10))
-    assert (allocator.reserved, third.address) == (62 * MIB, 35 * MIB)  # 2 MiB, and three pages for 45 MiB
+    # The small pool has a page of 2 MiB. The large pool has three pages of 20 MiB for 45 MiB.
+    assert (allocator.reserved, third.address) == (62 * MIB, 35 * MIB)
     allocator.free(first)
     allocator.free(third)
-    allocator.release_cached()  # 0..25 has one whole page, 35..60 another one
+    # Each free range, 0 to 25 MiB and 35 to 60 MiB, has one whole page.
+    allocator.release_cached()
     assert (allocator.reserved, second.address) == (22 * MIB, 25 * MIB)
-    assert allocator.malloc(15 * MIB).address == 0  # the lowest address: page 0..20 again, with 20..25
+    # The lowest gap is used: its page from 0 to 20 MiB is mapped again.
+    assert allocator.malloc(15 * MIB).address == 0
     assert allocator.malloc(30 * MIB).address == 35 * MIB
-    assert allocator.reserved == 82 * MIB  # 35..40 was mapped, 25 MiB take two pages
+    # 35 to 40 MiB were mapped, and the other 25 MiB take two pages.
+    assert allocator.reserved == 82 * MIB
 
 
 def test_expandable_segments_check_the_limit_against_the_whole_request():
     allocator = CachingAllocator(100 * MIB, limit_bytes=60 * MIB, expandable=True)
     allocator.malloc(25 * MIB)
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        allocator.malloc(22 * MIB)  # one page of 20 MiB is missing, but 40 + 22 MiB exceed the limit
+        # One page of 20 MiB is missing, but 40 + 22 MiB exceed the limit.
+        allocator.malloc(22 * MIB)
     allocator.malloc(20 * MIB)
     assert allocator.reserved == 60 * MIB
 
@@ -104,7 +115,10 @@ def test_expandable_segments_fail_where_the_device_has_no_page_left():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 30 * MIB), st.integers(0, 3)), min_size=1, max_size=60), st.booleans())
+@given(
+    st.lists(st.tuples(st.integers(1, 30 * MIB), st.integers(0, 3)), min_size=1, max_size=60),
+    st.booleans(),
+)
 def test_bytes_are_conserved(requests, expandable):
     allocator = CachingAllocator(120 * MIB, limit_bytes=100 * MIB, expandable=expandable)
     live = []
@@ -115,11 +129,15 @@ def test_bytes_are_conserved(requests, expandable):
             assert allocator.reserved + size > 60 * MIB
         for _ in range(min(num_freed, len(live))):
             allocator.free(live.pop(size % len(live)))
-        free_bytes = sum(size for pool in (allocator.small, allocator.large) for size in pool.sizes.values())
+        free_bytes = sum(
+            size for pool in (allocator.small, allocator.large) for size in pool.sizes.values()
+        )
         assert allocator.requested == sum(block.requested for block in live) <= allocator.allocated
-        assert allocator.allocated == sum(block.size for block in live) == allocator.reserved - free_bytes
+        live_bytes = sum(block.size for block in live)
+        assert allocator.allocated == live_bytes == allocator.reserved - free_bytes
         assert allocator.reserved <= (120 if expandable else 100) * MIB
-        spans = sorted((block.address, block.size) for block in live if block.pool is allocator.large)
+        large = [block for block in live if block.pool is allocator.large]
+        spans = sorted((block.address, block.size) for block in large)
         assert all(a + size <= b for (a, size), (b, _) in pairwise(spans))
     for block in live:
         allocator.free(block)

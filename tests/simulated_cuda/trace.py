@@ -1,6 +1,7 @@
-"""The storages that a network's steps create and release, recorded on the meta device and replayed at any size.
+"""The storages that a network's steps create and release, at any size.
 
-Eager training requests a + b * B bytes for each storage: a and b come from two sizes, and a third one checks them.
+They are recorded on the meta device and replayed at the size. Eager training requests a + b * B
+bytes for each storage: a and b come from two sizes, and a third one checks them.
 """
 
 from __future__ import annotations
@@ -17,21 +18,27 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.large_networks import NETWORKS, Network
 
 RECORDED_SIZES = (2, 3, 5)
-WORKSPACE_SHARES = (0.0, 0.25, 1.0, 2.0)  # invented, of the input of a convolution
+# Workspaces are invented, as shares of the input of a convolution.
+WORKSPACE_SHARES = (0.0, 0.25, 1.0, 2.0)
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
-# Of each phase: (slot, bytes, convolution or None). A storage ends where its bytes are 0. The number of a convolution
-# marks its workspace, whose bytes are those of the input.
+# The events of each phase are (slot, bytes, convolution or None). A storage ends where its bytes
+# are 0. The number of a convolution marks its workspace; the bytes are then those of its input.
 _Phases = dict[str, list[tuple[int, Any, int | None]]]
 
 
 class Trace:
-    """The storages of one network: of the step that creates the optimizer's state, of later steps, of an evaluation."""
+    """The storages of one network.
+
+    Its programs are the step that creates the optimizer's state, later steps, and an evaluation.
+    """
 
     def __init__(self, network: Network) -> None:
         self.network = network
         recorded = [_record(network, size) for size in RECORDED_SIZES]
         self.persistent_bytes, self.gradients, self.states, _ = recorded[0]
-        self._programs = {name: fit([programs[name] for *_, programs in recorded]) for name in recorded[0][3]}
+        self._programs = {
+            name: fit([programs[name] for *_, programs in recorded]) for name in recorded[0][3]
+        }
         self.events = lru_cache(maxsize=64)(self._events)
 
     def _events(self, size: int, program: str) -> dict[str, list[tuple[int, int]]]:
@@ -54,15 +61,21 @@ def trace_of(name: str) -> Trace:
 
 
 def workspace_share(convolution: int, size: int) -> float:
-    """Share of its input that a convolution takes as workspace; it changes every 19 % of the size."""
+    """Share of its input that a convolution takes as workspace.
+
+    The share changes every 19 % of the size.
+    """
     return WORKSPACE_SHARES[(3 * convolution + int(4 * math.log2(size))) % 4]
 
 
 class _Recorder(TorchDispatchMode):
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
-        self.slots = {one.untyped_storage()._cdata: slot for slot, one in enumerate(tensors)}  # of the live storages
-        self.count, self.convolutions, self.events = len(tensors), 0, list[tuple[int, int, int | None]]()
+        # The slot of each live storage.
+        self.slots = {one.untyped_storage()._cdata: slot for slot, one in enumerate(tensors)}
+        self.count = len(tensors)
+        self.convolutions = 0
+        self.events = list[tuple[int, int, int | None]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -70,8 +83,11 @@ class _Recorder(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                 self._add(tensor.untyped_storage())
         if func in _CONVOLUTIONS:
-            self.events.append((self.count, args[_CONVOLUTIONS.index(func)].nbytes, self.convolutions))
-            self.count, self.convolutions = self.count + 1, self.convolutions + 1
+            self.events.append(
+                (self.count, args[_CONVOLUTIONS.index(func)].nbytes, self.convolutions)
+            )
+            self.count += 1
+            self.convolutions += 1
         return out
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -82,12 +98,19 @@ class _Recorder(TorchDispatchMode):
             self.count += 1
 
     def take(self) -> list[tuple[int, int, int | None]]:
-        taken, self.events = self.events, []
+        taken = self.events
+        self.events = []
         return taken
 
 
-def _record(network: Network, size: int) -> tuple[list[int], set[int], set[int], dict[str, _Phases]]:
-    """Bytes of parameters and buffers, slots of gradients and of optimizer states, and the programs."""
+def _record(
+    network: Network, size: int
+) -> tuple[list[int], set[int], set[int], dict[str, _Phases]]:
+    """Record the programs of a network at one size.
+
+    Returns the bytes of parameters and buffers, the slots of gradients, the slots of optimizer
+    states, and the programs.
+    """
     with torch.device("meta"):
         module = network.module()
     parameters = list(module.parameters())
@@ -105,13 +128,18 @@ def _record(network: Network, size: int) -> tuple[list[int], set[int], set[int],
             if module.training:
                 phases = programs[name] = {"forward": recorder.take()}
                 optimizer.zero_grad()
-                recorder.take()  # the replay releases the gradients itself, before the backward pass
+                # These events are dropped: the replay releases the gradients itself.
+                recorder.take()
                 loss.backward()
                 phases["backward"] = recorder.take()
                 optimizer.step()
-                gradients |= {recorder.slots[one.grad.untyped_storage()._cdata] for one in parameters}
+                gradients |= {
+                    recorder.slots[one.grad.untyped_storage()._cdata] for one in parameters
+                }
             del loss, batch
-            programs.setdefault(name, {})["optimizer_step" if module.training else name] = recorder.take()
+            programs.setdefault(name, {})["optimizer_step" if module.training else name] = (
+                recorder.take()
+            )
     states = set(recorder.slots.values()) - gradients - set(range(len(persistent)))
     return [tensor.nbytes for tensor in persistent], gradients, states, programs
 
@@ -121,7 +149,8 @@ def fit(programs: list[_Phases]) -> _Phases:
     small, large, check = RECORDED_SIZES
     fitted: _Phases = {phase: [] for phase in programs[0]}
     for phase, events in fitted.items():
-        for (slot, low, convolution), *others in zip(*(program[phase] for program in programs), strict=True):
+        same_events = zip(*(program[phase] for program in programs), strict=True)
+        for (slot, low, convolution), *others in same_events:
             per_sample = (others[0][1] - low) // (large - small)
             fixed = low - per_sample * small
             expected = [(slot, fixed + per_sample * size, convolution) for size in (large, check)]
