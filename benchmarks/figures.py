@@ -16,9 +16,9 @@ from torch import nn
 from benchmarks.common import ROOT, command_line, machine, trainer_for
 from benchmarks.workloads import WORKLOADS, Training, Workload
 from lightning_batchmem import BatchFinder, MemoryProfiler
-from lightning_batchmem.report.figures import draw as draw_figures
-from lightning_batchmem.report.figures import save
-from lightning_batchmem.report.step_csv import NAME, read_rows
+from lightning_batchmem.profile.figures import draw as draw_figures
+from lightning_batchmem.profile.figures import save
+from lightning_batchmem.profile.step_csv import NAME, read_rows
 
 MEMORY_LIMIT = "1000MiB"
 STEPS = 60

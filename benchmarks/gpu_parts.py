@@ -27,7 +27,7 @@ from benchmarks import overhead as hooks
 from benchmarks.common import ROOT, one_line, trainer_for
 from benchmarks.search import largest_that
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.devices.cuda import CudaMemory
+from lightning_batchmem.devices.accelerator import CudaMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 
 Row = dict[str, Any]

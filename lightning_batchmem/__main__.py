@@ -20,9 +20,9 @@ from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.comparison import compare, make_and_find
 from lightning_batchmem.factory import parse_options, parse_value
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.report.figures import draw, save
-from lightning_batchmem.report.step_csv import NAME, PLAN_NAME, Row, read_rows
-from lightning_batchmem.report.tables import SUMMARY_NAME, Summary
+from lightning_batchmem.profile.figures import draw, save
+from lightning_batchmem.profile.step_csv import NAME, PLAN_NAME, Row, read_rows
+from lightning_batchmem.profile.summary import SUMMARY_NAME, Summary
 
 _EXAMPLES = """\
 examples:

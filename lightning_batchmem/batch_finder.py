@@ -12,6 +12,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from rich.console import Console
 
+from lightning_batchmem._lightning.apply import (
+    apply_to_training,
+    check_step,
+    check_training,
+    complete_plan,
+    current_state,
+    record_training_setup,
+)
 from lightning_batchmem._lightning.data_source import (
     discard_train_loader,
     stage_loop,
@@ -20,28 +28,20 @@ from lightning_batchmem._lightning.data_source import (
 )
 from lightning_batchmem._lightning.hooks import before_optimizers, call_before
 from lightning_batchmem._lightning.module_state import ModuleState
+from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.strategies import check_strategy
 from lightning_batchmem._lightning.trainer_state import RandomStates, callbacks_of, is_fast_dev_run
-from lightning_batchmem.apply.batch_size import BatchSizeSetting
-from lightning_batchmem.apply.training import (
-    apply_to_training,
-    check_step,
-    check_training,
-    complete_plan,
-    current_state,
-    record_training_setup,
-)
 from lightning_batchmem.devices import DeviceMemory, device_memory_for, device_name
+from lightning_batchmem.devices.peaks import RequestedBytes
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
-from lightning_batchmem.measure.earlier_plan import earlier_plan, search_conditions
-from lightning_batchmem.measure.limits import memory_limit_bytes
-from lightning_batchmem.measure.peaks import RequestedBytes
-from lightning_batchmem.measure.ranks import Ranks
 from lightning_batchmem.plan.options import SearchOptions, WorstCase, changes_since
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import Objective, SearchFailed, mib
 from lightning_batchmem.plan.scaling import LearningRateScaling
-from lightning_batchmem.search import BatchSizeSearch
+from lightning_batchmem.search.budget import memory_limit_bytes
+from lightning_batchmem.search.earlier_plan import earlier_plan, search_conditions
+from lightning_batchmem.search.ranks import Ranks
+from lightning_batchmem.search.search import BatchSizeSearch
 
 # Two starts of one training differ by at most this share of the limit.
 _NOTABLE_SHARE = 0.01

@@ -26,7 +26,7 @@ from torch import nn
 # This private module exists in torch 2.5 to 2.13.
 from torch.distributed._composable.checkpoint_activation import checkpoint as checkpoint_module
 
-from lightning_batchmem._lightning.strategies import lightning_name
+from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.factory import VARIABLE
 from lightning_batchmem.find import find_batch_size

@@ -9,12 +9,12 @@ from typing import Any
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from lightning_batchmem._lightning.data_source import keep_sizes, state_of
 from lightning_batchmem._lightning.hooks import call_before, mute_callbacks_and_loggers
 from lightning_batchmem._lightning.module_state import ModuleState
-from lightning_batchmem._lightning.strategies import lightning_name
+from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem._lightning.trainer_state import RandomStates, TrainerState, callbacks_of
 from lightning_batchmem.batch_finder import BatchFinder
+from lightning_batchmem.batches.loaders import keep_sizes, state_of
 from lightning_batchmem.plan.plan import Plan
 
 

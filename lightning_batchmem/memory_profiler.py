@@ -18,13 +18,13 @@ from lightning_batchmem._lightning.trainer_state import (
     logs_at_all,
 )
 from lightning_batchmem.devices import device_memory_for, timer_for
-from lightning_batchmem.devices.cuda import OomSnapshot
+from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
-from lightning_batchmem.measure.recorder import StepRecorder
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.report.reporter import StepReporter
-from lightning_batchmem.report.step_csv import NAME, StepCsv, make_log_dir
-from lightning_batchmem.report.tables import Summary, show_summary
+from lightning_batchmem.profile.recorder import StepRecorder
+from lightning_batchmem.profile.reporter import StepReporter
+from lightning_batchmem.profile.step_csv import NAME, StepCsv, make_log_dir
+from lightning_batchmem.profile.summary import Summary, show_summary
 
 
 class MemoryProfiler(Callback):

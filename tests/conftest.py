@@ -9,7 +9,7 @@ import lightning_batchmem.batch_finder
 import lightning_batchmem.memory_profiler
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.devices.base import MemoryStats
-from tests.lawful import quiet_trainer
+from tests.helpers.lawful import quiet_trainer
 
 
 def pytest_collection_finish():

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
 from lightning_batchmem.devices.host import HostMemory
-from tests.lawful import (
+from tests.helpers.lawful import (
     MIB,
     SAMPLES,
     Evaluated,
@@ -119,7 +119,7 @@ def test_an_error_when_nothing_fits_lists_the_memory(search, device):
 def test_objective_throughput_ends_at_a_smaller_size(search, device, monkeypatch):
     # Time passes only in steps.
     now = [0.0]
-    monkeypatch.setattr("lightning_batchmem.measure.step_runner.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("lightning_batchmem.search.step_runner.time.perf_counter", lambda: now[0])
 
     def timed(size):
         now[0] += 0.01 + 1e-5 * size

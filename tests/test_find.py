@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 import lightning_batchmem.batch_finder
 from lightning_batchmem import find_batch_size
-from tests.lawful import MIB, Lawful, found_size, law, loader, quiet_trainer
+from tests.helpers.lawful import MIB, Lawful, found_size, law, loader, quiet_trainer
 from tests.test_contract import CASES, SIZE, assert_same, outcome_of
 
 # In each of these cases, a search could leave a trace in another way.

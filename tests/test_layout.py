@@ -8,28 +8,29 @@ import tokenize
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import lightning_batchmem
 
 PACKAGE = Path(lightning_batchmem.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = {"matplotlib", "tensorboard", "pynvml", "sklearn", "pandas"}
 
-# a file imports its own folder and folders of a lower number only
+# A file imports its own folder and folders of a lower number only.
 LEVELS = {
     "plan": 0,
-    "devices": 0,
-    "_lightning": 1,
-    "apply": 2,
-    "measure": 3,
-    "report": 4,
-    "search": 5,
+    "devices": 1,
+    "batches": 2,
+    "_lightning": 3,
+    "search": 4,
+    "profile": 4,
     "memory_profiler": 5,
     "batch_finder": 6,
+    "factory": 6,
     "find": 7,
     "comparison": 8,
     "__init__": 9,
     "pytorch_lightning": 9,
-    "factory": 6,
     "__main__": 10,
 }
 
@@ -106,7 +107,7 @@ def test_sizes():
     assert len(modules) <= 9, modules
     assert len(list(PACKAGE.glob("*/__init__.py"))) <= 7
     assert [str(path) for path in FILES if count_statements(path) > 250] == []
-    assert sum(map(count_tokens, FILES)) <= 56_000
+    assert sum(map(count_tokens, FILES)) <= 56_500
 
 
 def test_lightnings_private_attributes_are_touched_in_one_folder_only():
@@ -133,6 +134,29 @@ def test_lightnings_private_attributes_are_touched_in_one_folder_only():
             ):
                 found.append(f"{path.name}:{node.lineno}: {owner}.{node.attr}")
     assert not found
+
+
+def private_names_in_strings(path):
+    """Private names of Lightning in the strings from which ``lightning_name`` imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "lightning_name":
+            texts = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+            yield from (text for text in texts if any(p[:1] == "_" for p in text.split(".")))
+
+
+@pytest.mark.xfail(reason="find.py imports _TunerExitException through a string")
+def test_no_private_name_of_lightning_hides_in_a_string():
+    outside = [path for path in FILES if "_lightning" not in path.parts]
+    assert [(path.name, name) for path in outside for name in private_names_in_strings(path)] == []
+
+
+@pytest.mark.xfail(reason="the search works on a Trainer, not yet on a session")
+def test_the_search_imports_no_lightning():
+    for module, path in MODULES.items():
+        if room(module) == "search":
+            for imported in imports_of(path):
+                assert imported.split(".")[0] not in ("lightning", "pytorch_lightning"), path
+                assert room(imported) != "_lightning", path
 
 
 def test_nothing_heavy_is_imported_at_the_top_of_a_file():

@@ -13,9 +13,9 @@ import lightning_batchmem.batch_finder
 import lightning_batchmem.memory_profiler
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
 from lightning_batchmem.__main__ import main
-from lightning_batchmem.report.step_csv import read_rows
+from lightning_batchmem.profile.step_csv import read_rows
 from tests.conftest import FakeDevice
-from tests.lawful import MIB, Lawful, law, quiet_trainer
+from tests.helpers.lawful import MIB, Lawful, law, quiet_trainer
 
 SEARCH_FIGURES = ["memory_vs_batch_size.png", "throughput_vs_batch_size.png"]
 ALL_FIGURES = sorted(["memory_composition.png", "memory_over_steps.png", *SEARCH_FIGURES])

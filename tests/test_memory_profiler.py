@@ -14,17 +14,17 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import lightning_batchmem.batch_finder
-import lightning_batchmem.measure.recorder
-import lightning_batchmem.measure.step_record
 import lightning_batchmem.memory_profiler
+import lightning_batchmem.profile.recorder
+import lightning_batchmem.profile.step_record
 from lightning_batchmem import BatchFinder, Line, MemoryModel, MemoryProfiler, Plan, Trial
-from lightning_batchmem.measure.breakdown import MemoryBreakdown
-from lightning_batchmem.measure.peaks import StepPeaks
-from lightning_batchmem.measure.step_record import StepRecord
-from lightning_batchmem.report.reporter import StepReporter
-from lightning_batchmem.report.tables import Summary
-from tests.lawful import Lawful, law
-from tests.profiled import (
+from lightning_batchmem.devices.breakdown import MemoryBreakdown
+from lightning_batchmem.devices.peaks import StepPeaks
+from lightning_batchmem.profile.reporter import StepReporter
+from lightning_batchmem.profile.step_record import StepRecord
+from lightning_batchmem.profile.summary import Summary
+from tests.helpers.lawful import Lawful, law
+from tests.helpers.profiled import (
     METRICS,
     MIB,
     Net,
@@ -145,7 +145,7 @@ def clock(monkeypatch):
     """A clock that stands still between calls of ``sleep``."""
     clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
     clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
-    monkeypatch.setattr(lightning_batchmem.measure.step_record, "time", clock)
+    monkeypatch.setattr(lightning_batchmem.profile.step_record, "time", clock)
     return clock
 
 
@@ -156,7 +156,7 @@ def test_every_step_is_a_row_with_the_peak_of_each_phase(
     tmp_path, device_memory, monkeypatch, capsys
 ):
     monkeypatch.setattr(Trainer, "world_size", 2)
-    monkeypatch.setattr(lightning_batchmem.measure.recorder, "LIMIT_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(lightning_batchmem.profile.recorder, "LIMIT_INTERVAL_SECONDS", 0.0)
     device_memory.reserved_ratio = 2.0
 
     def work(step, where):
@@ -565,9 +565,9 @@ ALERTS = {
 def test_an_alert_is_one_warning_and_in_the_summary(
     tmp_path, device_memory, capsys, kind, monkeypatch
 ):
-    monkeypatch.setattr(lightning_batchmem.measure.recorder, "LIMIT_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(lightning_batchmem.profile.recorder, "LIMIT_INTERVAL_SECONDS", 0.0)
     # A busy machine may wait for data, which would be a second alert.
-    monkeypatch.setattr("lightning_batchmem.report.alerts._WAIT_SECONDS", math.inf)
+    monkeypatch.setattr("lightning_batchmem.profile.alerts._WAIT_SECONDS", math.inf)
     text, options = ALERTS[kind]
 
     def work(step, where):

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.plan.options import SearchOptions
-from tests.lawful import MIB, OLD_PLAN, SAMPLES, Lawful, Sizes, found_size, law
+from tests.helpers.lawful import MIB, OLD_PLAN, SAMPLES, Lawful, Sizes, found_size, law
 
 BUDGET = 500 * MIB
 FOUND = found_size(BUDGET)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_batchmem import BatchFinder, Plan
-from tests import lawful
-from tests.lawful import MIB, Evaluated, Lawful, found_size, law
+from tests.helpers import lawful
+from tests.helpers.lawful import MIB, Evaluated, Lawful, found_size, law
 
 # The fixture `device` has a budget of 500 MiB.
 FOUND = found_size(500 * MIB, multiple_of=1)

@@ -1,4 +1,4 @@
-"""The only place that touches private attributes of Lightning.
+"""A Trainer comes in; its session, its loaders and its state go out.
 
-Each use names the versions in which it was read.
+Only this folder touches Lightning's private attributes; each use names the versions it was read in.
 """

@@ -24,7 +24,7 @@ from torch.nn import Module
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_batchmem._lightning.strategies import in_every_package
+from lightning_batchmem._lightning.packages import in_every_package
 
 # A larger tensor or array that is neither parameter nor buffer is data rather than state, and is
 # not copied.

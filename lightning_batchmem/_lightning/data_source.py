@@ -5,16 +5,10 @@ The private names used here are those of lightning 2.5.0 and 2.6.6.
 
 from __future__ import annotations
 
-import copy
-import random
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Literal, cast
 
-import numpy as np
-import torch
 from lightning.pytorch import Trainer
 
 # _DataLoaderSource is private in lightning 2.5.0 to 2.6.6.
@@ -22,11 +16,11 @@ from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSourc
 from lightning.pytorch.utilities import CombinedLoader
 
 # CombinedLoader uses the same private module of torch in lightning 2.5.0 to 2.6.6.
-from torch.utils._pytree import tree_unflatten
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
+from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem._lightning.run_step import EvaluationLoop
-from lightning_batchmem._lightning.strategies import lightning_name
+from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
 
 
 def validation_loop(trainer: Trainer) -> EvaluationLoop:
@@ -121,76 +115,10 @@ def combined_mode(combined: CombinedLoader) -> str:
     return combined._mode
 
 
-def in_structure(combined: CombinedLoader, batches: Sequence[Any]) -> Any:
-    """One batch per loader, in the collection of the loaders (``_spec`` in 2.5.0 to 2.6.6)."""
-    return tree_unflatten(list(batches), combined._spec)
-
-
-def batch_sampler_of(loader: DataLoader[Any]) -> Any:
-    """The sampler that makes the indices of a batch.
-
-    It may also be passed as ``sampler``, with ``batch_size=None``.
-    """
-    is_sampler = loader.batch_size is None and hasattr(loader.sampler, "batch_size")
-    return loader.sampler if is_sampler and loader.batch_sampler is None else loader.batch_sampler
-
-
-def state_of(loaders: Sequence[DataLoader[Any]]) -> SimpleNamespace:
-    """Data sets of loaders, and random generators that are attributes of loaders and samplers."""
-    samplers = [batch_sampler_of(loader) for loader in loaders]
-    holders = [*loaders, *(loader.sampler for loader in loaders), *samplers]
-    holders += [getattr(sampler, "sampler", None) for sampler in samplers]
-    kinds = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
-    values = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
-    generators = [value for value in values if isinstance(value, kinds)]
-    return SimpleNamespace(generators=generators, data_sets=[loader.dataset for loader in loaders])
-
-
-def keep_sizes(loaders: Iterable[DataLoader[Any]]) -> Callable[[], None]:
-    """Record the batch sizes of loaders; returns a function that restores them."""
-    undo = ExitStack()
-    for loader in loaders:
-        if (size := loader_batch_size(loader)) is not None:
-            undo.callback(set_loader_batch_size, loader, size)
-    return undo.close
-
-
-def loader_batch_size(loader: DataLoader[Any]) -> int | None:
-    """The batch size of ``loader``, or ``None`` where it has none.
-
-    A loader without batching has none, and neither has a batch sampler without a size.
-    """
-    size = loader.batch_size
-    if size is None:
-        size = getattr(batch_sampler_of(loader), "batch_size", None)
-    return size if isinstance(size, int) else None
-
-
-def set_loader_batch_size(loader: DataLoader[Any], batch_size: int) -> None:
-    """Set the batch size of an existing loader in place, whatever arguments its class takes."""
-    sampler = batch_sampler_of(loader)
-    if hasattr(sampler, "batch_size"):
-        name = type(sampler).__name__
-        try:
-            sampler.batch_size = batch_size
-        except AttributeError as error:
-            raise ValueError(
-                f"the batch sampler {name} must have a batch_size that can be set, got {error}"
-            ) from error
-        if type(sampler) is not BatchSampler:
-            # The memo keeps deepcopy from copying the data set.
-            copied = copy.deepcopy(sampler, {id(loader.dataset): loader.dataset})
-            first: Any = next(iter(copied), [])
-            # mypy does not see that a data set with a batch sampler has a length.
-            if len(first) > batch_size or len(first) < batch_size <= len(loader.dataset):  # type: ignore[arg-type]
-                raise ValueError(
-                    f"the batch sampler {name} must make batches of its batch_size, got one of"
-                    f" {len(first)} samples after it was set to {batch_size}. Make the batches in"
-                    " __iter__."
-                )
-    if loader.batch_size is not None:
-        # DataLoader.__setattr__ raises an error for this attribute (torch 2.5.1 to 2.13).
-        vars(loader)["batch_size"] = batch_size
+def stage_loaders(combined: CombinedLoader, sized: Sequence[LoaderInfo]) -> StageLoaders:
+    """The loaders of a stage, one by one and as Lightning combines them."""
+    # _spec is private in lightning 2.5.0 to 2.6.6.
+    return StageLoaders(combined, tuple(sized), combined_mode(combined), combined._spec)
 
 
 def attach_loaders(

@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_batchmem._lightning.strategies import lightning_name
+from lightning_batchmem._lightning.packages import lightning_name
 
 # This is an _EvaluationLoop or a _PredictionLoop of either Lightning package.
 EvaluationLoop = Any

@@ -6,11 +6,9 @@ The private names used here are those of lightning 2.5.0 and 2.6.6.
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,30 +18,7 @@ from torch.distributed import ReduceOp
 from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-
-
-def lightning_name(owner: object, path: str) -> Any:
-    """The object at ``path``, such as ``"loops.loop._Loop"``, in the package of ``owner``.
-
-    The owner is a trainer or a loop, and its class decides which Lightning package is used.
-    """
-    modules = [f"{kind.__module__}." for kind in type(owner).__mro__]
-    for package in _PACKAGES:
-        if any(module.startswith(f"{package}.") for module in modules):
-            return _attribute(package, path)
-    return _attribute(_PACKAGES[0], path)
-
-
-def in_every_package(*paths: str) -> tuple[Any, ...]:
-    """``paths`` in each of the packages that is imported."""
-    packages = [package for package in _PACKAGES if package in sys.modules]
-    return tuple(_attribute(package, path) for package in packages for path in paths)
-
-
-def _attribute(package: str, path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(f"{package}.{module}"), name)
+from lightning_batchmem._lightning.packages import lightning_name
 
 
 def check_strategy(trainer: Trainer) -> None:

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.loops.loop import _Loop
 
 from lightning_batchmem._lightning.hooks import keep_learning_rate
-from lightning_batchmem._lightning.strategies import in_every_package, lightning_name
+from lightning_batchmem._lightning.packages import in_every_package, lightning_name
 from lightning_batchmem.devices.tensors import bytes_of
 
 Loop = _Loop

@@ -1,11 +1,11 @@
-"""Memory and utilization of the devices; out-of-memory detection."""
+"""A device and its tensors come in; memory, peaks, utilization and kinds of errors go out."""
 
 from __future__ import annotations
 
 import torch
 
+from lightning_batchmem.devices.accelerator import CudaMemory, CudaTimer, cuda_utilization
 from lightning_batchmem.devices.base import Utilization
-from lightning_batchmem.devices.cuda import CudaMemory, CudaTimer, cuda_utilization
 from lightning_batchmem.devices.host import HostMemory, cpu_utilization, peak_can_be_reset
 
 DeviceMemory = CudaMemory | HostMemory

@@ -1,1 +1,4 @@
-"""Pure arithmetic: trials, lines, the next size or the plan. Standard library only."""
+"""Pure arithmetic: trials and limits come in; the next size, the chosen size or the plan goes out.
+
+Only the standard library is imported here.
+"""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightning_batchmem.plan import reasons
+from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.fit import dropped_sizes, fit_memory, fit_time, ran_through
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import (
@@ -60,10 +60,10 @@ def decide(
     policy = policy or SearchPolicy()
     lowest, highest = size_range(limits)
     if lowest > highest:
-        return SearchFailed(reasons.empty_range_text(limits), tuple(trials))
+        return SearchFailed(sentences.empty_range_text(limits), tuple(trials))
     if not trials:
         if limits.max_reason == "dataset" and limits.max_batch_size < policy.first_size:
-            reason = f"{highest} samples: {reasons.size_limit_text(limits)}. Nothing was run."
+            reason = f"{highest} samples: {sentences.size_limit_text(limits)}. Nothing was run."
             return Plan(
                 highest, "dataset", False, limits.limit_bytes, None, None, (), None, None, reason
             )
@@ -81,7 +81,7 @@ def decide(
     if isinstance(step, SearchFailed):
         return step
     if not state.passed:
-        return SearchFailed(reasons.no_rehearsal_text(state.failed[-1]), tuple(trials))
+        return SearchFailed(sentences.no_rehearsal_text(state.failed[-1]), tuple(trials))
     if limits.objective == "throughput":
         return state.knee(step)
     return state.plan(state.passed[-1], step)
@@ -177,7 +177,7 @@ class _SearchState:
             return NextSize(self.lowest, "probe")
         hint = " Or pass min_batch_size=1." if self.lowest == self.policy.first_size else ""
         return SearchFailed(
-            reasons.nothing_fits_text(self.failed[-1], self.limits) + hint, self.trials
+            sentences.nothing_fits_text(self.failed[-1], self.limits) + hint, self.trials
         )
 
     def knee(self, limited_by: LimitedBy) -> NextSize | Plan:
@@ -216,9 +216,9 @@ class _SearchState:
         if limited_by == "throughput":
             why = f"{share:.0%} of the throughput at {best}, the largest size that fits"
         elif limited_by == "memory":
-            why = reasons.memory_text(self.failed, size)
+            why = sentences.memory_text(self.failed, size)
         else:
-            why = reasons.size_limit_text(self.limits)
+            why = sentences.size_limit_text(self.limits)
         return Plan(
             batch_size=size,
             limited_by=limited_by,
@@ -235,13 +235,13 @@ class _SearchState:
         )
 
     def _notes(self, chosen: Trial, limited_by: LimitedBy) -> tuple[str, ...]:
-        notes = [reasons.dropped_text(dropped) for dropped in dropped_sizes(self.trials)]
+        notes = [sentences.dropped_text(dropped) for dropped in dropped_sizes(self.trials)]
         is_fragmented = (
             not self.limits.out_of_memory_kills
             and chosen.held_bytes > _FRAGMENTED * chosen.peak_bytes
         )
         if limited_by == "memory" and is_fragmented:
-            notes.append(reasons.fragmentation_text(chosen))
+            notes.append(sentences.fragmentation_text(chosen))
         return tuple(notes)
 
     def _second_size(self) -> NextSize | LimitedBy:

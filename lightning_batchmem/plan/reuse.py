@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.reasons import outcome_text, size_limit_text
 from lightning_batchmem.plan.records import NextSize, SearchLimits, Trial
 from lightning_batchmem.plan.scaling import size_range
+from lightning_batchmem.plan.sentences import outcome_text, size_limit_text
 
 
 def load_plan(plan: Plan | str | Path) -> Plan:

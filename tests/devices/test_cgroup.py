@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_batchmem.devices.host import cpu_quota_cores, memory_headroom_bytes
+from lightning_batchmem.devices.cgroup import cpu_quota_cores, memory_headroom_bytes
 
 MIB = 1 << 20
 UNLIMITED_V1 = str(0x7FFFFFFFFFFFF000)

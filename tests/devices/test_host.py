@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from lightning_batchmem.devices import host
+from lightning_batchmem.devices import heap, host
 from lightning_batchmem.devices.host import HostMemory, cpu_utilization, peak_can_be_reset
 
 MIB = 1 << 20
@@ -158,12 +158,12 @@ def test_cpu_utilization_is_the_share_of_the_usable_cores_since_the_last_call(
 
 
 @pytest.mark.skipif(
-    not hasattr(host._c_library(), "mallinfo2"), reason="needs mallinfo2 of glibc 2.33"
+    not hasattr(heap.c_library(), "mallinfo2"), reason="needs mallinfo2 of glibc 2.33"
 )
 def test_holes_in_the_heap_are_set_aside():
     def holes_bytes():
-        heap = host._c_library().mallinfo2()
-        return heap.fordblks - heap.keepcost
+        use = heap.c_library().mallinfo2()
+        return use.fordblks - use.keepcost
 
     device_memory = HostMemory()
     device_memory.release_cached()

@@ -3,7 +3,7 @@ import pickle
 import pytest
 import torch
 
-from lightning_batchmem.devices.cuda import OomSnapshot
+from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 
 
 class History:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_batchmem.devices import device_memory_for, device_name, timer_for, utilization_for
-from lightning_batchmem.devices.cuda import CudaMemory, CudaTimer
+from lightning_batchmem.devices.accelerator import CudaMemory, CudaTimer
 from lightning_batchmem.devices.host import HostMemory
 
 CUDA = torch.device("cuda", 1)

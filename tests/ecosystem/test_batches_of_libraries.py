@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader
 
 from lightning_batchmem import BatchFinder, MemoryProfiler
 from tests.ecosystem.twice import MARKS, MISSING, train_twice
-from tests.lawful import quiet_trainer
-from tests.profiled import csv_rows
+from tests.helpers.lawful import quiet_trainer
+from tests.helpers.profiled import csv_rows
 
 pytestmark = MARKS
 

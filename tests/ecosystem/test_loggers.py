@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 
 from lightning_batchmem import BatchFinder, MemoryProfiler
 from tests.ecosystem.twice import MARKS, MISSING
-from tests.profiled import METRICS, Net, data, trainer_for
+from tests.helpers.profiled import METRICS, Net, data, trainer_for
 
 pytestmark = MARKS
 FIGURES = {

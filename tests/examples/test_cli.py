@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from lightning_batchmem import BatchFinder, MemoryProfiler
-from tests.profiled import rows
+from tests.helpers.profiled import rows
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "examples" / "cli"

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed.fsdp
 
-from tests.profiled import rows
-from tests.rank_processes import run_ranks
+from tests.helpers.profiled import rows
+from tests.helpers.rank_processes import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHARDS_HERE = hasattr(torch.distributed.fsdp, "fully_shard") or torch.cuda.device_count() >= 2

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_batchmem.devices.cuda import CudaMemory
+from lightning_batchmem.devices.accelerator import CudaMemory
 
 
 @pytest.fixture(autouse=True)

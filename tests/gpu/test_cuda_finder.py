@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.devices.cuda import CudaMemory
-from tests.lawful import quiet_trainer
+from lightning_batchmem.devices.accelerator import CudaMemory
+from tests.helpers.lawful import quiet_trainer
 
 STEPS = 30
 

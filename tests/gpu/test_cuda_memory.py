@@ -4,7 +4,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from lightning_batchmem.devices.cuda import CudaMemory, CudaTimer
+from lightning_batchmem.devices.accelerator import CudaMemory, CudaTimer
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 
 MIB = 1 << 20

@@ -6,7 +6,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_batchmem import MemoryProfiler
 from lightning_batchmem.devices import device_memory_for
-from tests.lawful import MIB, quiet_trainer
+from tests.helpers.lawful import MIB, quiet_trainer
 
 
 @pytest.fixture(autouse=True)

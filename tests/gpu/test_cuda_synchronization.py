@@ -7,7 +7,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_batchmem import MemoryProfiler
-from tests.lawful import quiet_trainer
+from tests.helpers.lawful import quiet_trainer
 
 
 def test_no_synchronization_begins_in_the_profiler(tmp_path):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, PHASES, Line, MemoryModel, TimeModel, Trial
-from tests.lawful import OLD_PLAN
+from tests.helpers.lawful import OLD_PLAN
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import lightning_batchmem.batch_finder
 from lightning_batchmem import BatchFinder, Plan
-from tests.lawful import quiet_trainer
+from tests.helpers.lawful import quiet_trainer
 from tests.simulated_cuda.device import SimulatedCuda
 
 SAMPLES = 10**7

@@ -1,0 +1,91 @@
+"""The largest batch sizes that data and settings of a Trainer allow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import cast
+
+from lightning.pytorch import Trainer
+
+from lightning_batchmem.batches.loaders import Bound, StageLoaders
+from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions
+from lightning_batchmem.plan.records import SizeLimit
+from lightning_batchmem.plan.scaling import largest_where
+
+
+def limited_batches(batches: float, limit_batches: int | float) -> float:
+    """Number of batches of an epoch under Lightning's ``limit_*_batches``."""
+    if isinstance(limit_batches, int):
+        return min(batches, limit_batches)
+    return batches if math.isinf(batches) else int(batches * limit_batches)
+
+
+def stage_bounds(trainer: Trainer, stage: str, loaders: StageLoaders) -> list[Bound]:
+    """The largest sizes that the data set and ``limit_*_batches`` allow.
+
+    The data set must have a full batch of each loader, and the limit must leave a batch.
+    """
+    infos = [info for info in loaders.sized if info.follows]
+
+    def is_full(size: int) -> bool:
+        return all(info.samples is None or info.size_at(size) <= info.samples for info in infos)
+
+    return [_bound("dataset", is_full), _limit_bound(trainer, stage, loaders)]
+
+
+def training_bounds(
+    trainer: Trainer,
+    loaders: StageLoaders,
+    validation: StageLoaders | None,
+    options: SearchOptions,
+    project_size: int | None,
+) -> list[Bound]:
+    """The largest sizes that the data and each setting of the trainer allow.
+
+    Without these bounds Lightning raises errors.
+    """
+    bounds = stage_bounds(trainer, "train", loaders)
+    if validation is not None:
+        bounds.append(_limit_bound(trainer, "val", validation))
+    every = trainer.val_check_interval
+    limit = trainer.limit_train_batches
+    if isinstance(every, int) and trainer.check_val_every_n_epoch is not None:
+        interval_bound = _bound(
+            "val_check_interval",
+            lambda size: limited_batches(loaders.batches(size), limit) >= every,
+        )
+        bounds.append(interval_bound)
+    if (
+        options.min_steps_per_epoch
+        and options.max_batch_size is None
+        and options.target_batch_size is None
+    ):
+        fewest = options.min_steps_per_epoch * trainer.accumulate_grad_batches
+        # A limit that is a number of batches does not depend on the batch size.
+        share = limit if isinstance(limit, float) else 1.0
+        largest, _ = _bound(
+            "min_steps_per_epoch",
+            lambda size: limited_batches(loaders.batches(size, full_only=True), share) >= fewest,
+        )
+        bounds.append((max(largest, project_size or 0, options.first_size), "min_steps_per_epoch"))
+    return bounds
+
+
+def _bound(reason: SizeLimit, fits: Callable[[int], bool]) -> Bound:
+    return largest_where(fits, 0, UNBOUNDED_MAX_BATCH_SIZE), reason
+
+
+def _limit_bound(trainer: Trainer, stage: str, loaders: StageLoaders) -> Bound:
+    """The largest size that leaves a batch, which Lightning requires of a share of them."""
+    limit = getattr(trainer, f"limit_{stage}_batches")
+    reason = (
+        f"limit_{stage}_batches" if isinstance(limit, float) and limit < 1 else "validation data"
+    )
+    if limit == getattr(trainer, "overfit_batches", 0):
+        reason = "overfit_batches"
+    follow = [one for one in loaders.sized if one.follows and one.samples]
+    return _bound(
+        cast("SizeLimit", reason),
+        lambda size: all(limited_batches(one.batches(size), limit) for one in follow),
+    )

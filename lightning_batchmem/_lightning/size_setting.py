@@ -1,0 +1,206 @@
+"""Read and set the batch size of a project: its attribute, and loaders that were passed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+
+from lightning_batchmem._lightning.data_source import (
+    DataSource,
+    combined_mode,
+    replicas_of,
+    stage_loaders,
+)
+from lightning_batchmem._lightning.project_attribute import ProjectAttribute
+from lightning_batchmem.batches.loaders import (
+    LoaderInfo,
+    StageLoaders,
+    loader_batch_size,
+    set_loader_batch_size,
+    single_samples,
+)
+
+
+@dataclass(frozen=True)
+class BatchSizeSetting:
+    """All places in which a project keeps the batch size ``name`` of one stage.
+
+    They are read and written together.
+    """
+
+    trainer: Trainer
+    module: LightningModule
+    name: str
+    source: DataSource
+
+    @property
+    def attribute(self) -> ProjectAttribute:
+        """The attribute that has the size; it may not exist where loaders were passed."""
+        return ProjectAttribute(self.trainer, self.module, self.name)
+
+    @property
+    def value(self) -> object:
+        """The batch size as the project has it now, of any type; ``None`` without one."""
+        if self.attribute.exists:
+            return self.attribute.value
+        return next((loader_batch_size(loader) for loader in self.source.passed_loaders()), None)
+
+    @property
+    def size(self) -> int | None:
+        """The batch size of the project; ``None`` unless it is a positive whole number."""
+        value = self.value
+        return int(value) if isinstance(value, Integral) and int(value) > 0 else None
+
+    def check(self) -> None:
+        """Raise a ValueError where there is no place to set the size."""
+        if not self.source.passed and not self.attribute.exists:
+            sizes = self._sizes(self.source.request())
+            raise ValueError(
+                f"{self._argument} must name an attribute of the module, the datamodule or their"
+                f" hparams, got {self.name!r} and loaders of batch sizes {_listed(sizes)}."
+                f" {self._remedy(sizes)}"
+            )
+
+    def write(self, batch_size: int, *, also_logged: bool = False) -> None:
+        """Set the size in the attribute and in loaders that were passed.
+
+        With ``also_logged`` it is also set in the hyperparameters that Lightning logs.
+        """
+        if self.source.passed:
+            combined = self.source.request()
+            if len(sizes := sorted(set(self._sizes(combined)))) > 1:
+                raise ValueError(
+                    f"loaders that are passed must have one batch size, got {_listed(sizes)}. Build"
+                    f" them in {self.source.hook} instead, from one attribute: `{self.name}`, 4 *"
+                    f" `{self.name}`."
+                )
+            for loader in combined.flattened:
+                set_loader_batch_size(loader, batch_size)
+        if not self.attribute.exists:
+            return
+        try:
+            self.attribute.set(batch_size, also_logged=also_logged)
+        # A setter or a read-only configuration may raise any exception.
+        except Exception as error:
+            raise ValueError(
+                f"`{self.name}` must be an attribute that can be set, got {type(error).__name__}:"
+                f" {error}"
+            ) from error
+        if (actual := self.attribute.value) != batch_size:
+            raise ValueError(
+                f"`{self.name}` must keep the value it is set to, got {actual} after it was set to"
+                f" {batch_size}. Remove the limit, or pass max_batch_size={actual}."
+            )
+
+    def loaders_for(self, batch_size: int, *, may_be_fixed: bool = False) -> StageLoaders:
+        """Set the size and request the loaders.
+
+        A ValueError is raised where no loader follows the size, unless they ``may_be_fixed``.
+        """
+        # Validation loaders that were passed to fit keep their sizes.
+        is_fit_validation = (
+            self.source.stage == "val" and self.trainer.state.fn == TrainerFn.FITTING
+        )
+        own_sizes = may_be_fixed and self.source.passed and is_fit_validation
+        if not own_sizes:
+            self.write(batch_size)
+        combined = self.source.request()
+        if combined_mode(combined) == "sequential" and self.source.default_mode != "sequential":
+            # Lightning raises such an error too, but only after the search.
+            raise ValueError(
+                'the loaders of train_dataloader must be combined by "min_size", "max_size" or'
+                ' "max_size_cycle", which'
+                ' Lightning can train with, got "sequential"'
+            )
+        sizes = self._sizes(combined)
+        if self.source.passed:
+            follow = [not own_sizes] * len(sizes)
+        elif self.attribute.exists and sizes == [batch_size]:
+            follow = [True]
+        elif len(sizes) == 1 and not may_be_fixed:
+            follow = [False]
+        else:
+            follow = self._follow(batch_size, sizes)
+        if not (any(follow) or may_be_fixed):
+            raise ValueError(
+                f"{self.source.hook} must use `{self.name}`, got loaders of batch sizes"
+                f" {_listed(sizes)} after it was set to {batch_size}. {self._remedy(sizes)}"
+            )
+        infos = []
+        for loader, size, follows in zip(combined.flattened, sizes, follow, strict=True):
+            sample_loader = single_samples(loader)
+            requested_at = batch_size if follows else None
+            replicas = replicas_of(self.trainer, loader)
+            infos.append(LoaderInfo(sample_loader, size, requested_at, replicas))
+        return stage_loaders(combined, infos)
+
+    def check_loaders(self, batch_size: int, loaders: StageLoaders) -> None:
+        """Raise a ValueError unless new loaders have the predicted sizes at ``batch_size``.
+
+        The prediction is that of ``loaders``.
+        """
+        self.write(batch_size)
+        expected = [one.size_at(batch_size) for one in loaders.sized]
+        actual = self._sizes(self.source.request())
+        if actual != expected:
+            raise ValueError(
+                f"{self.source.hook} must follow `{self.name}` at every size, got loaders of batch"
+                f" sizes {_listed(actual)} instead of {_listed(expected)} after it was set to"
+                f" {batch_size}. Build them with `{self.name}` itself, and limit the size with"
+                " max_batch_size."
+            )
+
+    @property
+    def _argument(self) -> str:
+        return "batch_arg_name" if self.source.stage == "train" else "eval_batch_arg_name"
+
+    def _remedy(self, sizes: Sequence[int]) -> str:
+        """The change that lets the loaders follow the size.
+
+        Another attribute with a size of the loaders may be the one that sets it.
+        """
+        if names := self.attribute.others_with(sizes):
+            also = f" (also of this value: {', '.join(names[1:5])})" if names[1:] else ""
+            return f'Pass {self._argument}="{names[0]}"{also}, or pass the loaders to fit.'
+        return f"Build them with batch_size=self.{self.name}, or pass the loaders to fit."
+
+    def _follow(self, batch_size: int, sizes: Sequence[int]) -> list[bool]:
+        """Which loaders have twice their size at twice the batch size; the others must keep it."""
+        if not self.attribute.exists:
+            return [False] * len(sizes)
+        self.write(2 * batch_size)
+        twice = self._sizes(self.source.request())
+        self.write(batch_size)
+        if len(twice) != len(sizes) or any(
+            two not in (one, 2 * one) for one, two in zip(sizes, twice, strict=True)
+        ):
+            raise ValueError(
+                f"{self.source.hook} must give each loader a fixed batch size, or `{self.name}`"
+                f" times a number, got {_listed(sizes)} after {self.name} was set to {batch_size},"
+                f" and {_listed(twice)} at {2 * batch_size}"
+            )
+        return [two == 2 * one for one, two in zip(sizes, twice, strict=True)]
+
+    def _sizes(self, combined: CombinedLoader) -> list[int]:
+        sizes = []
+        for loader in combined.flattened:
+            if (size := loader_batch_size(loader)) is None:
+                actual = "batch_size=None"
+                if loader.batch_sampler is not None:
+                    actual = f"the batch sampler {type(loader.batch_sampler).__name__}"
+                raise ValueError(
+                    f"the loaders of {self.source.hook} must have a batch size that can be set, got"
+                    f" {actual}. Use DataLoader(single_samples, batch_size=self.{self.name}), pass"
+                    " such a loader to fit, or give the batch sampler a `batch_size` attribute."
+                )
+            sizes.append(size)
+        return sizes
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))

@@ -1,1 +1,0 @@
-"""Set the batch size, gradient accumulation and learning rate."""

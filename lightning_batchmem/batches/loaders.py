@@ -1,0 +1,256 @@
+"""Sizes and lengths of a stage's dataloaders at any batch size.
+
+The largest batch size that they allow follows from these.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.data import sized_len
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_map, tree_unflatten
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from lightning_batchmem.plan.records import SizeLimit
+
+# A bound is a largest size in samples, and the setting or data that limits it.
+Bound = tuple[int, SizeLimit]
+
+
+def count_samples(loader: DataLoader[Any]) -> int | None:
+    """Number of samples in an epoch of ``loader``; ``None`` for a stream without a length."""
+    if isinstance(loader.dataset, IterableDataset):
+        return sized_len(loader.dataset)
+    if loader.batch_size is not None:
+        sampler: Any = loader.sampler
+    else:
+        sampler = getattr(loader.batch_sampler, "sampler", None)
+    length = sized_len(sampler)
+    return sized_len(loader.dataset) if length is None else length
+
+
+def indices_to_draw(loader: DataLoader[Any], most: int) -> list[Any]:
+    """Up to ``most`` indices of samples.
+
+    They are spread over the whole data set, or are the first ones of the user's own sampler.
+    """
+    own_batches = loader.batch_size is None and loader.batch_sampler is not None
+    data_sets = [loader.dataset, getattr(loader.dataset, "batched", None)]
+    if isinstance(loader.sampler, SequentialSampler | RandomSampler) and not own_batches:
+        length = len(loader.sampler.data_source)
+        count = min(most, length)
+        return [i * length // count for i in range(count)]
+    source = loader.batch_sampler if own_batches else loader.sampler
+    # The indices come from a copy, because the sampler may have a random generator.
+    copied = copy.deepcopy(source, {id(one): one for one in data_sets})
+    # mypy does not see that the sampler is not None, and that a batch sampler makes lists.
+    indices = chain.from_iterable(copied) if own_batches else iter(copied)  # type: ignore[arg-type]
+    return list(islice(indices, most))
+
+
+@dataclass(frozen=True)
+class LoaderInfo:
+    """One loader of a stage, and its size at any batch size."""
+
+    loader: DataLoader[Any]
+    # The size is the number of samples per batch when the loader was requested.
+    size: int
+    # This is the batch size at that time, to which `size` is proportional. It is None where `size`
+    # does not follow the batch size.
+    requested_at: int | None
+    # Lightning divides the samples of the loader among this number of ranks.
+    replicas: int = 1
+
+    @property
+    def follows(self) -> bool:
+        return self.requested_at is not None
+
+    @property
+    def samples(self) -> int | None:
+        """Number of samples in an epoch on this rank; ``None`` for a stream without a length."""
+        samples = count_samples(self.loader)
+        # The quotient is rounded up, because the last ranks get some samples twice.
+        return None if samples is None else -(-samples // self.replicas)
+
+    def size_at(self, batch_size: int) -> int:
+        if self.requested_at is None:
+            return self.size
+        return max(1, self.size * batch_size // self.requested_at)
+
+    def batches(self, batch_size: int, *, full_only: bool = False) -> float:
+        """Batches in an epoch of this loader; ``inf`` for a stream without a length."""
+        samples = self.samples
+        if samples is None:
+            return math.inf
+        if self.loader.batch_size is None:
+            drop_last = getattr(self.loader.batch_sampler, "drop_last", False)
+        else:
+            drop_last = self.loader.drop_last
+        size = self.size_at(batch_size)
+        return samples // size if full_only or drop_last else -(-samples // size)
+
+
+@dataclass(frozen=True)
+class StageLoaders:
+    """The loaders of one stage, as Lightning combines them and one by one."""
+
+    # Lightning's CombinedLoader, which only Lightning's loops read.
+    combined: Any
+    sized: tuple[LoaderInfo, ...]
+    # How the loaders are combined: "min_size", "max_size", "max_size_cycle" or "sequential".
+    mode: str
+    # The collection of the loaders, in which a batch of several loaders has its parts.
+    structure: TreeSpec
+
+    def in_structure(self, batches: Sequence[Any]) -> Any:
+        """One batch per loader, in the collection of the loaders."""
+        return tree_unflatten(list(batches), self.structure)
+
+    @property
+    def follows(self) -> bool:
+        """Whether the size of at least one loader follows the batch size."""
+        return any(one.follows for one in self.sized)
+
+    def batches(self, batch_size: int, *, full_only: bool = False) -> float:
+        """Batches in an epoch without ``limit_*_batches``.
+
+        The number is ``inf`` if it depends on a stream without a length.
+        """
+        combine: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}
+        return combine.get(self.mode, max)(
+            [one.batches(batch_size, full_only=full_only) for one in self.sized]
+        )
+
+    def last_batch_size(self, batch_size: int) -> int:
+        """Samples in the last batch of an epoch at ``batch_size``.
+
+        Where the last batch is full or unknown, half of ``batch_size`` is returned.
+        """
+        samples = next((one.samples for one in self.sized if one.follows), None)
+        return (samples % batch_size if samples else 0) or max(1, batch_size // 2)
+
+
+def single_samples(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The loader, or a view of it that reads single samples.
+
+    The view is for a loader whose data set reads whole batches.
+    """
+    sampler = batch_sampler_of(loader)
+    if sampler is loader.batch_sampler:
+        return loader
+    view = copy.copy(loader)
+    vars(view).update(batch_sampler=sampler, dataset=_SingleSamples(loader.dataset))
+    vars(view).update(collate_fn=partial(_collated, loader.collate_fn))
+    return view
+
+
+@dataclass(frozen=True)
+class _SingleSamples(Dataset[Any]):
+    """Batches of one sample each, of a data set that is indexed with a list."""
+
+    batched: Any
+
+    def __len__(self) -> int:
+        return len(self.batched)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.batched[[index]]
+
+
+def _collated(collate_fn: Callable[[Any], Any], samples: list[Any]) -> Any:
+    """Join batches of one sample each to one batch, and then collate it as the project does."""
+    # A list of one item has one sample. A longer list has the tensors of one batch.
+    is_list = isinstance(samples[0], list) and len(samples[0]) == 1
+    return collate_fn(list(chain(*samples)) if is_list else tree_map(_join, *samples))
+
+
+def _join(*parts: Any) -> Any:
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else parts[0]
+
+
+def batch_sampler_of(loader: DataLoader[Any]) -> Any:
+    """The sampler that makes the indices of a batch.
+
+    It may also be passed as ``sampler``, with ``batch_size=None``.
+    """
+    is_sampler = loader.batch_size is None and hasattr(loader.sampler, "batch_size")
+    return loader.sampler if is_sampler and loader.batch_sampler is None else loader.batch_sampler
+
+
+def state_of(loaders: Sequence[DataLoader[Any]]) -> SimpleNamespace:
+    """Data sets of loaders, and random generators that are attributes of loaders and samplers."""
+    samplers = [batch_sampler_of(loader) for loader in loaders]
+    holders = [*loaders, *(loader.sampler for loader in loaders), *samplers]
+    holders += [getattr(sampler, "sampler", None) for sampler in samplers]
+    kinds = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
+    values = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
+    generators = [value for value in values if isinstance(value, kinds)]
+    return SimpleNamespace(generators=generators, data_sets=[loader.dataset for loader in loaders])
+
+
+def keep_sizes(loaders: Iterable[DataLoader[Any]]) -> Callable[[], None]:
+    """Record the batch sizes of loaders; returns a function that restores them."""
+    undo = ExitStack()
+    for loader in loaders:
+        if (size := loader_batch_size(loader)) is not None:
+            undo.callback(set_loader_batch_size, loader, size)
+    return undo.close
+
+
+def loader_batch_size(loader: DataLoader[Any]) -> int | None:
+    """The batch size of ``loader``, or ``None`` where it has none.
+
+    A loader without batching has none, and neither has a batch sampler without a size.
+    """
+    size = loader.batch_size
+    if size is None:
+        size = getattr(batch_sampler_of(loader), "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def set_loader_batch_size(loader: DataLoader[Any], batch_size: int) -> None:
+    """Set the batch size of an existing loader in place, whatever arguments its class takes."""
+    sampler = batch_sampler_of(loader)
+    if hasattr(sampler, "batch_size"):
+        name = type(sampler).__name__
+        try:
+            sampler.batch_size = batch_size
+        except AttributeError as error:
+            raise ValueError(
+                f"the batch sampler {name} must have a batch_size that can be set, got {error}"
+            ) from error
+        if type(sampler) is not BatchSampler:
+            # The memo keeps deepcopy from copying the data set.
+            copied = copy.deepcopy(sampler, {id(loader.dataset): loader.dataset})
+            first: Any = next(iter(copied), [])
+            # mypy does not see that a data set with a batch sampler has a length.
+            if len(first) > batch_size or len(first) < batch_size <= len(loader.dataset):  # type: ignore[arg-type]
+                raise ValueError(
+                    f"the batch sampler {name} must make batches of its batch_size, got one of"
+                    f" {len(first)} samples after it was set to {batch_size}. Make the batches in"
+                    " __iter__."
+                )
+    if loader.batch_size is not None:
+        # DataLoader.__setattr__ raises an error for this attribute (torch 2.5.1 to 2.13).
+        vars(loader)["batch_size"] = batch_size

@@ -1,0 +1,134 @@
+"""Memory breakdown of a step, exact in bytes, with every storage counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_batchmem.devices.tensors import is_on, plain_tensors, tensors_in
+from lightning_batchmem.plan.records import mib
+
+PARTS = (
+    ("parameters and buffers", "parameters_bytes"),
+    ("gradients", "gradients_bytes"),
+    ("optimizer state", "optimizer_state_bytes"),
+    ("batch data", "batch_bytes"),
+    ("activations and temporaries", "activations_bytes"),
+    ("other", "other_bytes"),
+)
+"""Names of the parts, and of the fields of :class:`MemoryBreakdown`."""
+
+
+@dataclass(frozen=True)
+class MemoryBreakdown:
+    """The parts of the memory at the peak of a step; they add up to :attr:`peak_bytes`.
+
+    The first four are the storages alive *at the start of a step*, each counted in the first part
+    that holds it. From the second step on, Lightning keeps gradients during the next forward
+    (``zero_grad`` runs after ``training_step``), so they are part of the peak. If they are freed
+    between two steps, for example by ``zero_grad`` at the end of a manual step, they are 0 here and
+    part of ``activations_bytes``.
+
+    Args:
+        parameters_bytes: parameters and buffers of the module.
+        gradients_bytes: gradients alive at the start of the step.
+        optimizer_state_bytes: state of the optimizers, and parameters that only they hold (master
+            copies).
+        batch_bytes: the batch, as far as it is on the measured device.
+        activations_bytes: the peak minus all other parts: activations, and temporary tensors of
+            backward and of the optimizer; on the host also freed memory that the heap keeps.
+        other_bytes: memory in use at the start of the step that is none of the above: workspaces
+            and the user's own tensors on a GPU; interpreter and libraries on the host, measured
+            before the first step because the resident set later includes memory that a step freed.
+            Negative if some tensors are not resident (swapped out, or mapped from a file and never
+            read).
+
+    Example:
+        >>> MemoryBreakdown(80, 80, 160, 24, 500, 896).peak_bytes
+        1740
+    """
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_state_bytes: int
+    batch_bytes: int
+    activations_bytes: int
+    other_bytes: int
+
+    def __str__(self) -> str:
+        return ", ".join(f"{mib(getattr(self, field))} {name}" for name, field in PARTS)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Sum of the parts: the peak of the step, in bytes."""
+        return self.start_bytes + self.activations_bytes
+
+    @property
+    def start_bytes(self) -> int:
+        """Bytes in use at the start of the step: all parts but the activations."""
+        known_bytes = (
+            self.parameters_bytes
+            + self.gradients_bytes
+            + self.optimizer_state_bytes
+            + self.batch_bytes
+        )
+        return known_bytes + self.other_bytes
+
+    def at_peak(self, peak_bytes: int) -> MemoryBreakdown:
+        """Return the same parts with the activations of another peak."""
+        above_bytes = peak_bytes - self.start_bytes
+        # Two readings of the host may differ by some pages. Activations are never negative, and the
+        # sum stays exact.
+        other_bytes = self.other_bytes + min(0, above_bytes)
+        return replace(self, activations_bytes=max(0, above_bytes), other_bytes=other_bytes)
+
+
+def measure_breakdown(
+    module: Module,
+    optimizers: Iterable[Optimizer],
+    batch: object,
+    device: torch.device,
+    *,
+    start_bytes: int,
+    peak_bytes: int | None = None,
+) -> MemoryBreakdown:
+    """Measure the parts at the start of a step, with the batch on the device.
+
+    Without ``peak_bytes`` the activations are 0.
+    """
+    optimizers = list(optimizers)
+    weights = list(module.parameters())
+    groups = [optimizer.param_groups for optimizer in optimizers]
+    attributes = [value for optimizer in optimizers for value in vars(optimizer).values()]
+    inner = [value for value in attributes if isinstance(value, Optimizer)]
+    states = [list(optimizer.state.values()) for optimizer in (*optimizers, *inner)]
+    seen: set[tuple[torch.device, int]] = set()
+
+    def held(tensors: Iterable[Tensor]) -> int:
+        plain = (
+            part for tensor in tensors if not is_lazy(tensor) for part in plain_tensors(tensor)
+        )
+        storages = [part.untyped_storage() for part in plain if is_on(part.device, device)]
+        found = {(storage.device, storage.data_ptr()): storage.nbytes() for storage in storages}
+        new_bytes = sum(count for key, count in found.items() if key not in seen)
+        seen.update(found)
+        return new_bytes
+
+    parameters_bytes = held(weights) + held(module.buffers())
+    masters = [tensor for tensor in tensors_in(groups) if tensor.is_leaf]
+    gradients_bytes = held(
+        tensor.grad for tensor in (*weights, *masters) if tensor.grad is not None
+    )
+    state_bytes = held(masters) + held(tensors_in(states))
+    batch_bytes = held(tensors_in(batch))
+    other_bytes = start_bytes - parameters_bytes - gradients_bytes - state_bytes - batch_bytes
+    breakdown = MemoryBreakdown(
+        parameters_bytes, gradients_bytes, state_bytes, batch_bytes, 0, other_bytes
+    )
+    return breakdown if peak_bytes is None else breakdown.at_peak(peak_bytes)

@@ -1,1 +1,0 @@
-"""Run real steps and read the device."""

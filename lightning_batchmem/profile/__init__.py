@@ -1,0 +1,1 @@
+"""The steps of a run come in; records, metrics, alerts, a CSV file and a summary go out."""

@@ -1,0 +1,83 @@
+"""The memory breakdown of a run, taken in its first steady-state step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_batchmem.devices import DeviceMemory
+from lightning_batchmem.devices.breakdown import MemoryBreakdown, measure_breakdown
+
+# Gradients are looked for in so many steps, since a manual step may free them before it ends.
+_MAX_BREAKDOWNS = 3
+
+
+class SteadyBreakdown:
+    """Memory breakdown of a run, taken in its first steady-state step."""
+
+    def __init__(
+        self,
+        device_memory: DeviceMemory,
+        device: torch.device,
+        module: Module,
+        optimizers: Iterable[Optimizer],
+    ) -> None:
+        # Bytes on the device outside this process's allocator.
+        self.outside_bytes: int | None = None
+        self._device_memory = device_memory
+        self._device = device
+        self._at_start: MemoryBreakdown | None = None
+        self.num_taken = 0
+        # Whether to call :meth:`take` at the start of the next steady-state step.
+        self.is_due = True
+        # The resident set includes memory that earlier steps freed, which belongs to the
+        # activations. An allocator that reports reserved bytes counts freed memory separately.
+        self._other_bytes: int | None = None
+        if device_memory.current().reserved_bytes is None:
+            device_memory.release_cached()
+            now_bytes = device_memory.current().allocated_bytes
+            breakdown = measure_breakdown(module, optimizers, None, device, start_bytes=now_bytes)
+            self._other_bytes = breakdown.other_bytes
+
+    def take(self, module: Module, optimizers: list[Optimizer], batch: object) -> None:
+        """Measure the storages alive at the start of a step."""
+        start_bytes = self._device_memory.current().allocated_bytes
+        breakdown = measure_breakdown(
+            module, optimizers, batch, self._device, start_bytes=start_bytes
+        )
+        if self._other_bytes is not None:
+            other_bytes = min(breakdown.other_bytes, self._other_bytes)
+            breakdown = replace(breakdown, other_bytes=other_bytes)
+        self._at_start = breakdown
+        self.outside_bytes = self._device_memory.non_torch_bytes()
+        self.num_taken += 1
+        # An evaluation has no optimizers, and so no gradients to look for.
+        self.is_due = (
+            bool(optimizers) and not breakdown.gradients_bytes and self.num_taken < _MAX_BREAKDOWNS
+        )
+
+    def at_peak(self, peak_bytes: int) -> MemoryBreakdown | None:
+        """Return the breakdown at a steady-state peak.
+
+        It is None if the peak is 0, before the first steady-state step ended.
+        """
+        if self._at_start is None or not peak_bytes:
+            return None
+        return self._at_start.at_peak(peak_bytes)
+
+    def at_failure(
+        self, module: Module, optimizers: Iterable[Optimizer], batch: object, peak_bytes: int
+    ) -> MemoryBreakdown:
+        """Measure the parts in a step that ran out of memory.
+
+        Bytes of no known part count as activations.
+        """
+        breakdown = measure_breakdown(module, optimizers, batch, self._device, start_bytes=0)
+        other_bytes = self._other_bytes or 0
+        if self._at_start is not None:
+            other_bytes = self._at_start.other_bytes
+        return replace(breakdown, other_bytes=other_bytes).at_peak(peak_bytes)

@@ -1,0 +1,201 @@
+"""``memory_per_batch.csv``: one row per step; written, and read back."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import lru_cache
+from itertools import count, takewhile
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, TextIO
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_batchmem.plan.records import MIB, PHASES
+from lightning_batchmem.profile.step_record import StepRecord
+
+NAME = "memory_per_batch.csv"
+PLAN_NAME = "batch_plan.json"
+COLUMNS = (
+    "step",
+    "stage",
+    "batch_size",
+    "peak_allocated_mib",
+    "peak_reserved_mib",
+    "limit_mib",
+    "samples_per_s",
+    "items_per_s",
+    "step_ms",
+    "data_wait_pct",
+    "gpu_pct",
+    "cpu_pct",
+    *(f"{phase}_peak_mib" for phase in PHASES),
+)
+_HEADER = ",".join(COLUMNS) + "\r\n"
+
+
+def make_log_dir(directory: Path) -> None:
+    """Create the log directory, and raise an OSError with a remedy if it cannot be written."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=directory).close()
+    except OSError as error:
+        text = (
+            "MemoryProfiler cannot write into the log directory; use another one, or"
+            " MemoryProfiler(csv=False)"
+        )
+        raise type(error)(error.errno, f"{text}: {error}") from error
+
+
+class StepCsv:
+    """Writes ``memory_per_batch.csv``, or the next free ``memory_per_batch_1.csv``.
+
+    A resumed run appends to its file.
+    """
+
+    def __init__(
+        self, directory: Path, *, resume: bool = False, own_path: Path | None = None
+    ) -> None:
+        own_path = own_path if own_path is not None and own_path.parent == directory else None
+        newest = own_path or next(reversed([*takewhile(Path.exists, _paths(directory))]), None)
+        self.path, self._file = (resume and newest and _appended(newest)) or _created(directory)
+        self._rows = csv.writer(self._file)
+
+    def write(self, steps: Iterable[StepRecord], *, world_size: int = 1) -> None:
+        """Add a row for each step; it is in the file at once."""
+        if self._file.closed:
+            return
+        try:
+            self._rows.writerows([_cells(step, world_size) for step in steps])
+            # The file is flushed once for many rows.
+            self._file.flush()
+        except OSError as error:
+            # Closing the file flushes it again, which may fail too.
+            with suppress(OSError):
+                self._file.close()
+            rank_zero_warn(f"{self.path} gets no more rows: {error}")
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            rank_zero_warn(f"{self.path} lacks its last rows: {error}")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write another file of this run, and warn if this fails.
+
+        Its name has the number of the CSV.
+        """
+        number = self.path.stem.removeprefix(Path(NAME).stem)
+        path = self.path.with_name(name.replace(".", number + "."))
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            rank_zero_warn(f"{path} could not be written: {error}")
+
+
+def _cells(step: StepRecord, world_size: int) -> tuple[object, ...]:
+    seconds = step.seconds if step.device_seconds is None else step.device_seconds
+    phases = step.peaks.phase_peak_bytes
+    size = step.batch_size
+    items = step.items
+    wait_seconds = step.wait_seconds
+    key, percent = step.utilization or ("", 0.0)
+    rates = (
+        None if n is None or seconds <= 0 else f"{n * world_size / seconds:.3f}"
+        for n in (size, items)
+    )
+    if wait_seconds is None or step.seconds <= 0:
+        wait_percent = ""
+    else:
+        wait_percent = f"{100.0 * wait_seconds / step.seconds:.2f}"
+    return (
+        step.number,
+        step.stage,
+        size,
+        _mib(max(phases.values(), default=None)),
+        _mib(step.peaks.peak_reserved_bytes),
+        _mib(step.limit_bytes),
+        *rates,
+        f"{1e3 * seconds:.3f}",
+        wait_percent,
+        f"{percent:.2f}" if key == "gpu_pct" else None,
+        f"{percent:.2f}" if key == "cpu_pct" else None,
+        *map(_mib, map(phases.get, PHASES)),
+    )
+
+
+# The texts are cached, because phases and steps often have the same peak.
+@lru_cache(maxsize=64)
+def _mib(count_bytes: int | None) -> str:
+    return "" if count_bytes is None else str(round(count_bytes / MIB, 3))
+
+
+def _paths(directory: Path) -> Iterator[Path]:
+    return (
+        directory / (f"{Path(NAME).stem}_{number}.csv" if number else NAME) for number in count()
+    )
+
+
+def _created(directory: Path) -> tuple[Path, TextIO]:
+    for path in _paths(directory):
+        # A link to nothing raises this error too.
+        with suppress(FileExistsError):
+            file = path.open("x", newline="", encoding="utf-8")
+            file.write(_HEADER)
+            file.flush()
+            return path, file
+    raise AssertionError("the paths do not end")
+
+
+def _appended(path: Path) -> tuple[Path, TextIO] | None:
+    """Open the file of an earlier run at its end.
+
+    The result is None if the file has another header, or is a directory.
+    """
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        if file.readline() != _HEADER.encode():
+            return None
+        file.seek(-1, 2)
+        # A killed run may leave half a row.
+        is_cut_off = file.read(1) != b"\n"
+    appended = path.open("a", newline="", encoding="utf-8")
+    appended.write("\r\n" if is_cut_off else "")
+    return path, appended
+
+
+Row = dict[str, Any]
+"""``step``, ``stage`` and all columns in MiB, which are None where the file has no value."""
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the complete rows of a file, which take about 500 bytes of memory each.
+
+    Rows that a killed run cut off are skipped.
+    """
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        # The last line may be cut off inside a number.
+        lines = (line for line in file if line.endswith("\n"))
+        reader = csv.DictReader(lines, restkey="more", quoting=csv.QUOTE_NONE)
+        header = reader.fieldnames or ()
+        if not {"step", "stage", "peak_allocated_mib"} <= set(header):
+            raise ValueError(
+                f"path must be that of a {NAME}, got {path} with the header"
+                f" {','.join(header)[:80]!r}"
+            )
+        complete = (cells for cells in reader if None not in cells.values() and "more" not in cells)
+        return [row for cells in complete if (row := _row(cells)) is not None]
+
+
+def _row(cells: Mapping[str, str]) -> Row | None:
+    memory = {name: text for name, text in cells.items() if name.endswith("_mib")}
+    try:
+        counts = {name: float(text) if text else None for name, text in memory.items()}
+        return {"step": int(cells["step"]), "stage": cells["stage"], **counts}
+    except ValueError:
+        # The row is incomplete or damaged.
+        return None

@@ -1,0 +1,202 @@
+"""The summary of a run, its table, and the output of a search.
+
+Without a terminal, rich prints plain text.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_batchmem.devices.breakdown import PARTS, MemoryBreakdown
+from lightning_batchmem.plan.records import known_fields, mib
+
+SUMMARY_NAME = "memory_summary.json"
+
+_OTHER = {"host": "other (interpreter, libraries)", "cuda": "other (workspaces, kept tensors)"}
+_STAGES = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
+
+
+def summary_name(stage: str) -> str:
+    """Return the file name of the summary of a training or an evaluation.
+
+    The name for an evaluation is for example ``memory_summary_test.json``.
+    """
+    return SUMMARY_NAME if stage == "train" else SUMMARY_NAME.replace(".json", f"_{stage}.json")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Memory and time of the steps of one stage in one call of a Trainer.
+
+    The call is one of ``fit``, ``validate``, ``test`` and ``predict``.
+
+    Args:
+        device: ``"cuda"`` or ``"host"``; the device type if its memory cannot be measured.
+        steps: number of steps.
+        peak_bytes: highest allocated bytes in a step (host: resident set); None if memory cannot be
+            measured.
+        peak_step: the step of this peak, as in ``memory_per_batch.csv``.
+        batch_size: samples of that step, on this rank; None if its batch does not show it.
+        phase_peak_bytes: phase -> highest allocated bytes in it, over all steps.
+        peak_reserved_bytes: highest reserved bytes; None if the device reserves none.
+        limit_bytes: bytes that this process may hold, at the last reading: the limit of the device,
+            or of a BatchFinder's plan.
+        breakdown: parts of the memory at the highest peak of the steady state, which begins with
+            the first step after an optimizer step (in an evaluation: with the second step); None if
+            the run ended before.
+        samples_per_second: samples of all ranks per second of wall time; None if no batch shows its
+            size.
+        step_seconds: mean time of a step.
+        data_wait_share: share of wall time before the batch arrived, 0 to 1; None if unknown.
+        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        items_per_second: items of all ranks per second, as ``items_fn`` counts them; None without
+            it.
+        outside_bytes: bytes on the device outside this process's allocator when the breakdown was
+            taken: contexts, NCCL, other processes; None if unknown.
+        predicted_bytes: prediction of a BatchFinder's plan at ``batch_size``; None without a plan.
+        alerts: the alerts of the run, in their order.
+        rank_peaks_bytes: highest peak of each rank, in rank order; empty for one rank.
+        validation: the validation inside this ``fit``; None if there was none.
+    """
+
+    device: str
+    steps: int
+    peak_bytes: int | None
+    peak_step: int
+    batch_size: int | None
+    phase_peak_bytes: dict[str, int]
+    peak_reserved_bytes: int | None
+    limit_bytes: int | None
+    breakdown: MemoryBreakdown | None
+    samples_per_second: float | None
+    step_seconds: float
+    data_wait_share: float | None
+    stage: str = "train"
+    items_per_second: float | None = None
+    outside_bytes: int | None = None
+    predicted_bytes: int | None = None
+    alerts: tuple[str, ...] = ()
+    rank_peaks_bytes: tuple[int, ...] = ()
+    validation: Summary | None = None
+
+    @property
+    def cached_bytes(self) -> int | None:
+        """Reserved bytes beyond the highest allocated bytes; None if the device reserves none."""
+        if self.peak_reserved_bytes is None or self.peak_bytes is None:
+            return None
+        return max(0, self.peak_reserved_bytes - self.peak_bytes)
+
+    def to_json(self) -> str:
+        """Return the summary as JSON, for :meth:`from_json`."""
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Summary:
+        """Read the JSON of :meth:`to_json`; unknown keys are ignored.
+
+        Raises:
+            ValueError: if ``text`` is not the JSON of a summary.
+        """
+        try:
+            return cls._from_dict(json.loads(text))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"text must be the JSON of a Summary, got {text[:80]!r}") from error
+
+    @classmethod
+    def _from_dict(cls, data: dict[str, Any]) -> Summary:
+        known = known_fields(cls, data)
+        known["breakdown"] = data["breakdown"] and MemoryBreakdown(**data["breakdown"])
+        known["validation"] = data["validation"] and cls._from_dict(data["validation"])
+        known |= {name: tuple(data[name]) for name in ("alerts", "rank_peaks_bytes")}
+        return cls(**known)
+
+
+def show_summary(summary: Summary, console: Console) -> None:
+    """Print the table of a run, and its other numbers below it."""
+    if summary.peak_bytes is not None:
+        console.print(summary_table(summary))
+    console.print("\n".join(_caption(summary)), highlight=False, markup=False, soft_wrap=True)
+
+
+def summary_table(summary: Summary) -> Table:
+    """Return the memory breakdown of a run at its highest peak, in MiB and per cent."""
+    title = f"Memory of a {_STAGES[summary.stage]} step ({summary.device})"
+    table = Table(title=title, title_justify="left")
+    table.add_column("part")
+    for heading in ("memory", "of the peak"):
+        table.add_column(heading, justify="right")
+    breakdown = summary.breakdown
+    peak_bytes = (summary.peak_bytes or 0) if breakdown is None else breakdown.peak_bytes
+    if breakdown is not None:
+        for name, attribute in PARTS:
+            count_bytes = getattr(breakdown, attribute)
+            label = _OTHER.get(summary.device, name) if attribute == "other_bytes" else name
+            share = f"{count_bytes / peak_bytes:.1%}" if peak_bytes else ""
+            table.add_row(label, mib(count_bytes), share)
+        table.add_section()
+    table.add_row("peak", mib(peak_bytes), "100.0%")
+    for name, beyond_bytes in (
+        ("predicted by the plan", summary.predicted_bytes),
+        ("cached, unused", summary.cached_bytes),
+        ("outside the allocator", summary.outside_bytes),
+    ):
+        if beyond_bytes is not None:
+            table.add_row(name, mib(beyond_bytes), "")
+    return table
+
+
+def _caption(summary: Summary) -> list[str]:
+    samples = "" if summary.batch_size is None else f" ({summary.batch_size:,} samples)"
+    lines = []
+    if summary.peak_bytes is not None:
+        lines.append(
+            f"Highest peak: {mib(summary.peak_bytes)} at step {summary.peak_step}{samples}"
+        )
+    if summary.peak_reserved_bytes is not None:
+        lines.append(f"Reserved: {mib(summary.peak_reserved_bytes)}")
+    if summary.limit_bytes is not None:
+        lines.append(f"Limit of this process: {mib(summary.limit_bytes)}")
+    lines.append(_speed(summary))
+    if summary.data_wait_share is not None:
+        lines.append(f"{summary.data_wait_share:.1%} of the time waiting for data")
+    if peaks := summary.rank_peaks_bytes:
+        highest = peaks.index(max(peaks))
+        lines.append(
+            f"Peaks of {len(peaks)} ranks: {mib(min(peaks))} to {mib(max(peaks))},"
+            f" highest on {highest}; {mib(sum(peaks))} in all"
+        )
+    if (validation := summary.validation) is not None:
+        peak = ""
+        if validation.peak_bytes is not None:
+            peak = f"highest peak {mib(validation.peak_bytes)}, "
+        lines.append(f"Validation: {peak}{_speed(validation)}")
+    start = "the second step"
+    if summary.stage == "train":
+        start = "the first step after an optimizer step"
+    if summary.breakdown is None and summary.peak_bytes is not None:
+        lines.append(f"No breakdown: the run ended before {start}.")
+    elif summary.breakdown is not None and summary.breakdown.peak_bytes < (summary.peak_bytes or 0):
+        lines.append(
+            f"The highest peak came before {start}; the breakdown is that of the steps after it."
+        )
+    if summary.breakdown is not None and summary.breakdown.other_bytes < 0:
+        lines.append(
+            '"Other" is negative: some tensors are not resident (swapped out, or mapped from a'
+            " file)."
+        )
+    return [*lines, *(f"Warning: {alert}" for alert in summary.alerts)]
+
+
+def _speed(summary: Summary) -> str:
+    noun = "step" if summary.steps == 1 else "steps"
+    text = f"{summary.steps:,} {noun} of {1e3 * summary.step_seconds:,.1f} ms"
+    if summary.samples_per_second is not None:
+        text += f", {summary.samples_per_second:,.1f} samples/s"
+    if summary.items_per_second is not None:
+        text += f", {summary.items_per_second:,.1f} items/s"
+    return text

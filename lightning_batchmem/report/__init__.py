@@ -1,1 +1,0 @@
-"""What a run reports: rows, metrics, tables and figures."""

@@ -1,0 +1,196 @@
+"""Accumulation for a target, the learning rate, and notes on both."""
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from lightning_batchmem import BatchFinder
+from tests.helpers.lawful import MIB, Lawful, Sizes, found_size, law
+
+BUDGET = 559 * MIB
+SMALLER_BUDGET = 335 * MIB
+assert found_size(BUDGET, multiple_of=1) == 400
+assert found_size(SMALLER_BUDGET, multiple_of=1) == 200
+
+
+class Rated(Lawful):
+    """Has a learning rate in an attribute."""
+
+    def __init__(self, device, lr=0.1, batch_size=3, optimizer=torch.optim.SGD):
+        super().__init__(device, law, batch_size)
+        self.lr = lr
+        self.optimizer = optimizer
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters(), lr=self.lr)
+
+
+@pytest.fixture
+def device(device):
+    device.budget = BUDGET
+    return device
+
+
+@pytest.mark.parametrize(
+    ("target", "size", "accumulate", "effective", "limited_by"),
+    [
+        (1024, 256, 4, 1024, "memory"),
+        (1, 1, 1, 1, "target_batch_size"),
+        # The target is a prime, so a step has one sample less.
+        (1601, 400, 4, 1600, "memory"),
+    ],
+)
+def test_the_target_is_reached_by_accumulation(
+    search, device, target, size, accumulate, effective, limited_by
+):
+    sizes = Sizes()
+    module = Lawful(device, law)
+    plan = search(module, sizes, options={"target_batch_size": target, "multiple_of": None})
+    assert (plan.batch_size, plan.limited_by) == (size, limited_by)
+    assert plan.accumulate_grad_batches == accumulate
+    assert plan.effective_batch_size == sizes.per_step[0] == effective
+    assert plan.verified
+    assert module.trainer.accumulate_grad_batches == accumulate
+    assert any("instead of" in note for note in plan.notes) == (effective != target)
+
+
+def test_an_epoch_shorter_than_an_optimizer_step(search, device):
+    module = Rated(device)
+    options = {"target_batch_size": 4000, "lr_scaling": "linear", "base_batch_size": 400}
+    plan = search(module, options=options, limit_train_batches=2)
+    assert (plan.accumulate_grad_batches, plan.effective_batch_size) == (10, 800)
+    assert "an epoch ends after 2 of 10 batches per optimizer step" in plan.notes
+    assert module.lr == pytest.approx(0.2)
+
+
+def test_steps_of_the_search_accumulate_for_a_target(search, device):
+    """Gradients are alive in the second micro batch, where the peak may be."""
+    seen = set()
+
+    class Watched(Lawful):
+        def training_step(self, batch, batch_idx):
+            has_gradient = self.layer.weight.grad is not None
+            seen.add(has_gradient and self.trainer.accumulate_grad_batches > 1)
+            return super().training_step(batch, batch_idx)
+
+    search(Watched(device, law), options={"target_batch_size": 64})
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("automatic", "callbacks", "message"),
+    [
+        (
+            True,
+            [GradientAccumulationScheduler({0: 2})],
+            "must be None with a GradientAccumulationScheduler",
+        ),
+        (False, [], "must be None under manual optimization"),
+    ],
+)
+def test_a_target_next_to_other_accumulation_is_refused(
+    search, device, automatic, callbacks, message
+):
+    module = Lawful(device, law)
+    module.automatic_optimization = automatic
+    with pytest.raises(ValueError, match=f"target_batch_size {message}"):
+        search(module, *callbacks, options={"target_batch_size": 64})
+    assert module.sizes == []
+
+
+@pytest.mark.parametrize(
+    ("options", "project", "trainer", "expected"),
+    [
+        ({"base_batch_size": 100}, {}, {}, 0.4),
+        # The samples per optimizer step grow from 40 x 2 to 400 x 2, so the rate grows tenfold.
+        (
+            {},
+            {"batch_size": np.int64(40), "lr": np.float32(0.5)},
+            {"accumulate_grad_batches": 2},
+            5.0,
+        ),
+    ],
+)
+def test_the_learning_rate_is_scaled(search, device, options, project, trainer, expected):
+    module = Rated(device, **project)
+    plan = search(module, options={"lr_scaling": "linear", **options}, **trainer)
+    assert plan.learning_rate == module.lr == pytest.approx(expected)
+    assert type(module.lr) is float
+    assert module.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(expected)
+    assert f"{expected:.6g} instead of" in str(plan)
+    assert not any("learning rate" in note for note in plan.notes)
+
+
+class RatedInHparams(Lawful):
+    def __init__(self, device, learning_rate=0.1):
+        super().__init__(device, law)
+        self.save_hyperparameters("learning_rate")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.learning_rate)
+
+
+def test_the_learning_rate_in_hparams(search, device):
+    module = RatedInHparams(device)
+    search(module, options={"lr_scaling": "linear", "base_batch_size": 100})
+    assert module.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.4)
+    assert module.hparams.learning_rate == pytest.approx(0.4)
+    # Lightning logs these hyperparameters.
+    assert module.hparams_initial["learning_rate"] == pytest.approx(0.4)
+
+
+def test_a_second_fit_does_not_scale_again(fit, device):
+    finder = BatchFinder(multiple_of=1, lr_scaling="linear", base_batch_size=100)
+    module = Rated(device)
+    for budget_bytes, expected in ((BUDGET, 0.4), (SMALLER_BUDGET, 0.2)):
+        device.budget = budget_bytes
+        fit(module, finder, device)
+        assert module.lr == pytest.approx(expected)
+
+
+def test_a_learning_rate_that_is_not_used_is_a_warning(search, device):
+    module = Rated(device, optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=0.1))
+    with pytest.warns(UserWarning, match="configure_optimizers does not use it"):
+        search(module, options={"lr_scaling": "linear"})
+
+
+@pytest.mark.parametrize(
+    ("project", "message"),
+    [
+        (None, r"lr_scaling must be None for a module without `lr` .*, got 'linear'"),
+        ({"lr": "1e-3"}, r"`lr` must be a number for lr_scaling, got '1e-3' of str"),
+        (
+            {"lr": torch.tensor(0.5)},
+            r"`lr` must be a number for lr_scaling, got tensor\(0.5000\) of Tensor",
+        ),
+        (
+            {"batch_size": "32"},
+            r"base_batch_size must be given .* `batch_size` .* got batch_size='32'",
+        ),
+    ],
+)
+def test_projects_whose_learning_rate_cannot_be_scaled(search, device, project, message):
+    def optimizer(parameters, lr):
+        return torch.optim.SGD(parameters, lr=float(lr))
+
+    if project is None:
+        module = Lawful(device, law)
+    else:
+        module = Rated(device, **project, optimizer=optimizer)
+    with pytest.raises(ValueError, match=message):
+        search(module, options={"lr_scaling": "linear"})
+    assert module.sizes == []
+
+
+@pytest.mark.parametrize("target", [None, 3])
+def test_a_note_on_the_learning_rate_without_scaling(search, device, target, capsys):
+    module = Rated(device)
+    plan = search(module, options={"target_batch_size": target})
+    notes = [note for note in plan.notes if "samples per optimizer step" in note]
+    assert len(notes) == (target is None)
+    change = 'from 3 to 400: for SGD, lr_scaling="linear" multiplies the learning rate by 133.3'
+    for note in notes:
+        assert change in note
+        assert note in capsys.readouterr().out
+    assert module.lr == 0.1

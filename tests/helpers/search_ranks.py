@@ -1,0 +1,201 @@
+"""One rank of test_ranks.py, which runs trainings in one process group.
+
+It writes the results to a file.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Callback, LightningModule, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_batchmem import BatchFinder, batch_finder
+from tests.conftest import FakeDevice
+from tests.helpers.lawful import MIB, quiet_trainer
+
+_real_device_memory_for = batch_finder.device_memory_for
+_devices = []
+_steps = itertools.count()
+
+
+class Net(LightningModule):
+    """A network that uses memory and fails as the case requires.
+
+    DDP would exchange the buffers of its BatchNorm.
+    """
+
+    def __init__(self, case):
+        super().__init__()
+        self.case = case
+        self.lr = 0.01
+        self.size = 0
+        self.layers = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1)
+        )
+
+    def configure_model(self):
+        if self.case.get("strategy") == "fsdp2":
+            from torch.distributed._composable.fsdp import fully_shard
+
+            for layer in (self.layers[0], self.layers[3], self.layers):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+    def fail(self, where):
+        fails = self.case.get("fails", {})
+        fails_here = (fails.get("where"), fails.get("rank", 1)) == (where, self.global_rank)
+        if not fails_here or self.size < fails["size"]:
+            return
+        if fails.get("synchronized") and not isinstance(
+            self.trainer.strategy.model, nn.parallel.DistributedDataParallel
+        ):
+            return
+        (Path(self.trainer.default_root_dir) / "failed_at").write_text(str(time.time()))
+        if fails["error"] == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        errors = {"ValueError": ValueError, "OutOfMemoryError": torch.cuda.OutOfMemoryError}
+        raise errors[fails["error"]]("made up")
+
+    def training_step(self, batch, batch_idx):
+        self.use_memory(len(batch[0]))
+        self.fail("forward")
+        loss = nn.functional.mse_loss(self.layers(batch[0]), batch[1])
+        # These collectives go through Lightning.
+        if self.case.get("exchanges"):
+            self.log("loss", loss, sync_dist=True)
+            self.all_gather(loss.detach())
+        # This collective is the user's own, so Lightning does not know of it.
+        if self.case.get("collectives"):
+            torch.distributed.all_reduce(loss.detach().clone())
+        if loss.requires_grad:
+            loss.register_hook(lambda gradient: self.fail("backward"))
+        return loss
+
+    def use_memory(self, size):
+        self.size = size
+        is_small = self.case.get("varies") == self.global_rank and next(_steps) % 2
+        for device in _devices:
+            device.use((100 + (size // 2 if is_small else size)) * MIB)
+            device.free()
+
+    def validation_step(self, batch, batch_idx):
+        self.use_memory(len(batch[0]))
+        self.log(
+            "val/loss", nn.functional.mse_loss(self.layers(batch[0]), batch[1]), sync_dist=True
+        )
+
+    def on_before_optimizer_step(self, optimizer):
+        self.fail("optimizer")
+
+    def configure_optimizers(self):
+        self.fail("configure_optimizers")
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        steps = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Recorder(Callback):
+    """The batches of the run itself, without the search."""
+
+    def __init__(self):
+        self.batches = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, *_):
+        self.batches.append(batch[0])
+
+    on_validation_batch_end = on_train_batch_end
+
+
+def digest(tensors):
+    """A hash of the tensors; of this rank's shards under FSDP2."""
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    return hashlib.sha256(
+        b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in local)
+    ).hexdigest()
+
+
+def run_case(case, directory, ranks):
+    """Train, or validate, and return what this rank saw."""
+    warnings.simplefilter("ignore")
+    rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+    (directory / f"{os.getpid()}.pid").touch()
+    _devices.clear()
+    batch_finder.device_memory_for = _real_device_memory_for
+    if budgets := case.get("budgets", [400] * ranks):
+        _devices.append(FakeDevice(budget_bytes=budgets[rank] * MIB))
+        batch_finder.device_memory_for = lambda device: module.fail("check") or _devices[0]
+    seed_everything(7, verbose=False)
+    options = {"min_steps_per_epoch": None, **case.get("finder", {})}
+    # Only the first rank can read the file of the plan.
+    if case.get("reuses"):
+        options["plan"] = directory / ("plan.txt" if rank == 0 else "none")
+    finder = BatchFinder(**options)
+    recorder = Recorder()
+    callbacks = [recorder, finder] if case.get("search", True) else [recorder]
+    if case.get("saves"):
+        callbacks.append(ModelCheckpoint(directory, "last", every_n_train_steps=2))
+    sharded = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
+    trainer = quiet_trainer(
+        *callbacks,
+        devices=ranks,
+        strategy=sharded if case.get("strategy") == "fsdp2" else DDPStrategy(**case.get("ddp", {})),
+        default_root_dir=directory,
+        enable_checkpointing=bool(case.get("saves")),
+        **{"max_steps": 3, "limit_val_batches": 0, **case.get("trainer", {})},
+    )
+    module = Net(case)
+    x = torch.randn(600, 8, generator=torch.Generator().manual_seed(0))
+    data = DataLoader(
+        TensorDataset(x, x.sum(1, keepdim=True)), batch_size=case.get("batch_size", 4), shuffle=True
+    )
+    if case.get("entry") == "validate":
+        trainer.validate(module, data, verbose=False)
+    else:
+        trainer.fit(
+            module, data, data, ckpt_path=directory / "last.ckpt" if case.get("resumes") else None
+        )
+    if case.get("saves") and rank == 0:
+        (directory / "plan.txt").write_text(finder.plan.to_json())
+    states = [optimizer.state_dict()["state"] for optimizer in trainer.optimizers]
+    entries = itertools.chain.from_iterable(state.values() for state in states)
+    moments = [value for entry in entries for value in entry.values() if hasattr(value, "shape")]
+    return {
+        "plan": json.loads(finder.plan.to_json()) if finder.plan else None,
+        "releases": sum(device.num_releases for device in _devices),
+        "sizes": [len(batch) for batch in recorder.batches],
+        "batches": digest(recorder.batches),
+        "left": {
+            "steps": trainer.global_step,
+            "parameters": digest([*module.parameters(), *module.buffers()]),
+            "moments": digest(moments),
+            "random": digest([torch.get_rng_state()]),
+        },
+    }
+
+
+def run_cases(rank, directory, cases, ranks):
+    """Run the cases one after the other; an error of a single case is part of the result."""
+    seen = {}
+    for name, case in cases.items():
+        try:
+            seen[name] = run_case(case, directory, ranks)
+        except (RuntimeError, ValueError) as error:
+            if case.get("ends"):
+                raise
+            seen[name] = {"error": f"{type(error).__name__}: {error}"}
+    (directory / f"{rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    run_case(json.loads(sys.argv[1]), Path(sys.argv[2]), ranks=2)

@@ -1,0 +1,132 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_batchmem.devices.peaks import StepPeaks
+from lightning_batchmem.profile.step_csv import COLUMNS, StepCsv, make_log_dir, read_rows
+from lightning_batchmem.profile.step_record import StepRecord
+from tests.helpers.profiled import MIB, rows
+
+HEADER = (
+    "step,stage,batch_size,peak_allocated_mib,peak_reserved_mib,limit_mib,"
+    "samples_per_s,items_per_s,step_ms,data_wait_pct,gpu_pct,cpu_pct,"
+    "forward_peak_mib,backward_peak_mib,optimizer_step_peak_mib,evaluation_peak_mib"
+)
+PEAKS = StepPeaks(
+    {"forward": 3 * MIB, "backward": 2 * MIB + MIB // 2, "optimizer_step": MIB}, 4 * MIB
+)
+STEP = StepRecord(7, 8, PEAKS, 0.5, 0.125)
+
+
+def written(directory, *steps, **options):
+    make_log_dir(directory)
+    file = StepCsv(directory, **options)
+    file.write(steps)
+    file.close()
+    return file.path
+
+
+def test_units_and_columns(tmp_path):
+    make_log_dir(tmp_path / "made" / "on the way")
+    file = StepCsv(tmp_path / "made" / "on the way")
+    step = replace(STEP, items=100, limit_bytes=16 * MIB, utilization=("gpu_pct", 81.5))
+    file.write([step], world_size=2)
+    file.close()
+    assert file.path.read_text().splitlines()[0] == HEADER == ",".join(COLUMNS)
+    row = rows(file.path)[0]
+    present = {name: value for name, value in row.items() if value}
+    values = [float(value) if name != "stage" else value for name, value in present.items()]
+    assert values == [7, "train", 8, 3, 4, 16, 32, 400, 500, 25, 81.5, 3, 2.5, 1]
+    assert row["cpu_pct"] == ""
+
+
+def test_unknown_values_are_empty_and_never_0(tmp_path):
+    row = rows(written(tmp_path, StepRecord(0, None, StepPeaks({"forward": 0}), 0.5, None)))[0]
+    present = {name: value for name, value in row.items() if value}
+    assert present == {
+        "step": "0",
+        "stage": "train",
+        "peak_allocated_mib": "0.0",
+        "step_ms": "500.000",
+        "forward_peak_mib": "0.0",
+    }
+    without_peaks = StepRecord(0, 1, StepPeaks({}), 0.0, 0.0)
+    row = rows(written(tmp_path / "2", without_peaks))[0]
+    assert row["peak_allocated_mib"] == ""
+
+
+def test_a_new_run_has_another_file_and_a_resumed_run_appends_below_one_header(tmp_path):
+    names = [written(tmp_path, STEP).name for _ in "12"]
+    assert names == ["memory_per_batch.csv", "memory_per_batch_1.csv"]
+    second = written(tmp_path, STEP, resume=True)
+    assert second.name == "memory_per_batch_1.csv"
+    assert second.read_text().count("step,stage") == 1
+    assert [row["step"] for row in rows(second)] == ["7", "7"]
+
+
+def test_a_link_to_nothing_keeps_its_name(tmp_path):
+    (tmp_path / "memory_per_batch.csv").symlink_to(tmp_path / "deleted")
+    assert written(tmp_path, STEP).name == "memory_per_batch_1.csv"
+
+
+@pytest.mark.parametrize("content", [b"step,other\n1,2\n", b"\xff\xfe\x00step", b"", None])
+def test_a_resumed_run_leaves_a_foreign_file_alone(tmp_path, content):
+    """The file has another header, is not UTF-8, is empty, or is a directory."""
+    path = tmp_path / "memory_per_batch.csv"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    assert written(tmp_path, STEP, resume=True).name == "memory_per_batch_1.csv"
+    if content is None:
+        assert path.is_dir()
+    else:
+        assert path.read_bytes() == content
+
+
+def test_two_runs_that_start_at_once_have_two_files(tmp_path, monkeypatch):
+    # Another run looked for a free name at the same time, and wrote this file.
+    old = written(tmp_path, STEP).read_bytes()
+    looks = iter([False])
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: next(looks, True) and exists(path))
+    assert written(tmp_path, STEP).name == "memory_per_batch_1.csv"
+    assert (tmp_path / "memory_per_batch.csv").read_bytes() == old
+
+
+def test_rows_are_read_back(tmp_path):
+    (row,) = read_rows(written(tmp_path, replace(STEP, limit_bytes=16 * MIB)))
+    peaks = {
+        "forward_peak_mib": 3,
+        "backward_peak_mib": 2.5,
+        "optimizer_step_peak_mib": 1,
+        "evaluation_peak_mib": None,
+    }
+    memory = {"peak_allocated_mib": 3, "peak_reserved_mib": 4, "limit_mib": 16, **peaks}
+    assert row == {"step": 7, "stage": "train", **memory}
+    (tmp_path / "other.csv").write_text("step,other\n1,2\n")
+    message = r"must be that of a memory_per_batch\.csv, got .*'step,other'"
+    with pytest.raises(ValueError, match=message):
+        read_rows(tmp_path / "other.csv")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_rows_are_in_the_file_at_once(tmp_path, resume):
+    written(tmp_path, STEP)
+    file = StepCsv(tmp_path, resume=resume)
+    file.write([STEP])
+    assert len(rows(file.path)) == 1 + resume
+    file.close()
+    file.close()
+
+
+def test_other_files_have_the_number_of_the_csv(tmp_path):
+    written(tmp_path, STEP)
+    file = StepCsv(tmp_path)
+    file.write_text("memory_summary.json", "{}")
+    assert (tmp_path / "memory_summary_1.json").read_text() == "{}"
+    (tmp_path / "batch_plan_1.json").mkdir()
+    with pytest.warns(UserWarning, match=r"batch_plan_1\.json could not be written"):
+        file.write_text("batch_plan.json", "{}")
+    file.close()

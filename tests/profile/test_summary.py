@@ -1,0 +1,143 @@
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from lightning_batchmem.devices.breakdown import MemoryBreakdown
+from lightning_batchmem.plan.records import MIB
+from lightning_batchmem.profile.summary import Summary, show_summary
+
+SUMMARY = Summary(
+    device="host",
+    steps=1200,
+    peak_bytes=2000 * MIB,
+    peak_step=37,
+    batch_size=64,
+    phase_peak_bytes={"forward": 1900 * MIB, "backward": 2000 * MIB},
+    peak_reserved_bytes=None,
+    limit_bytes=8192 * MIB,
+    breakdown=MemoryBreakdown(100 * MIB, 100 * MIB, 200 * MIB, 50 * MIB, 1500 * MIB, 50 * MIB),
+    samples_per_second=1234.5,
+    step_seconds=0.0125,
+    data_wait_share=0.25,
+)
+CUDA = replace(
+    SUMMARY,
+    device="cuda",
+    peak_reserved_bytes=2100 * MIB,
+    outside_bytes=512 * MIB,
+    predicted_bytes=MIB,
+)
+NO_MEMORY = replace(SUMMARY, device="mps", peak_bytes=None, limit_bytes=None, breakdown=None)
+UNKNOWN = replace(
+    SUMMARY, breakdown=None, samples_per_second=None, data_wait_share=None, batch_size=None
+)
+VALIDATION = replace(SUMMARY, stage="validate", peak_bytes=2500 * MIB, steps=3)
+MORE = replace(
+    SUMMARY,
+    validation=VALIDATION,
+    alerts=("Something rises.",),
+    rank_peaks_bytes=(MIB, 2 * MIB),
+    items_per_second=99.5,
+)
+
+
+def lines(summary):
+    console = Console(width=80, file=io.StringIO())
+    show_summary(summary, console)
+    return console.file.getvalue().splitlines()
+
+
+def cells(summary):
+    rows = [line.split("│")[1:4] for line in lines(summary) if "│" in line]
+    return {name.strip(): (size.strip(), share.strip()) for name, size, share in rows}
+
+
+def test_every_part_with_its_share():
+    assert cells(SUMMARY) == {
+        "parameters and buffers": ("100.0 MiB", "5.0%"),
+        "gradients": ("100.0 MiB", "5.0%"),
+        "optimizer state": ("200.0 MiB", "10.0%"),
+        "activations and temporaries": ("1,500.0 MiB", "75.0%"),
+        "batch data": ("50.0 MiB", "2.5%"),
+        "other (interpreter, libraries)": ("50.0 MiB", "2.5%"),
+        "peak": ("2,000.0 MiB", "100.0%"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("summary", "present", "missing"),
+    [
+        (
+            SUMMARY,
+            ["2,000.0 MiB at step 37 (64 samples)", "8,192.0 MiB", "1,200 steps of 12.5 ms"],
+            ["Reserved"],
+        ),
+        (
+            SUMMARY,
+            ["1,234.5 samples/s", "25.0% of the time waiting for data"],
+            ["No breakdown", "not resident"],
+        ),
+        (
+            CUDA,
+            [
+                "Reserved: 2,100.0 MiB",
+                "cached, unused │ 100.0 MiB",
+                "other (workspaces, kept tensors)",
+            ],
+            [],
+        ),
+        (
+            MORE,
+            [
+                "Validation: highest peak 2,500.0 MiB, 3 steps of 12.5 ms",
+                "Warning: Something rises.",
+            ],
+            [],
+        ),
+        (
+            MORE,
+            [
+                "Peaks of 2 ranks: 1.0 MiB to 2.0 MiB, highest on 1; 3.0 MiB in all",
+                "samples/s, 99.5 items/s",
+            ],
+            [],
+        ),
+        (VALIDATION, ["Memory of a validation step (host)"], []),
+        (
+            UNKNOWN,
+            ["No breakdown: the run ended before the first step after an optimizer"],
+            ["samples", "waiting"],
+        ),
+        (NO_MEMORY, ["1,200 steps of 12.5 ms"], ["MiB"]),
+        (
+            replace(SUMMARY, peak_bytes=2001 * MIB),
+            ["came before the first step after an optimizer step"],
+            [],
+        ),
+        (
+            replace(SUMMARY, breakdown=MemoryBreakdown(2100 * MIB, 0, 0, 0, 0, -MIB)),
+            ["are not resident"],
+            [],
+        ),
+    ],
+)
+def test_other_numbers_are_below_the_table(summary, present, missing):
+    text = " ".join(" ".join(lines(summary)).split())
+    assert [word for word in present if word not in text] == []
+    assert [word for word in missing if word in text] == []
+
+
+@pytest.mark.parametrize("summary", [SUMMARY, UNKNOWN, MORE, CUDA])
+def test_a_summary_survives_json(summary):
+    assert Summary.from_json(summary.to_json()) == summary
+    older = {**json.loads(summary.to_json()), "has_peak": True, "estimate": None}
+    assert Summary.from_json(json.dumps(older)) == summary
+
+
+@pytest.mark.parametrize("wrong", ["{}", "[]", "no JSON", '{"device": "host"}'])
+def test_other_json_is_no_summary(wrong):
+    with pytest.raises(ValueError, match=r"must be the JSON of a Summary|Expecting value"):
+        Summary.from_json(wrong)

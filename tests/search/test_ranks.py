@@ -1,0 +1,258 @@
+"""Searches on several ranks, with real processes (gloo)."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch.distributed.fsdp
+
+from lightning_batchmem.devices.base import MemoryStats
+from lightning_batchmem.plan.records import Trial
+from lightning_batchmem.search.ranks import Ranks, own_budget_bytes
+from tests.helpers.rank_processes import WAIT_SECONDS, run_ranks
+from tests.helpers.search_ranks import MIB, run_cases
+
+ROOT = Path(__file__).parents[2]
+# torch 2.5 has no fully_shard in this module, and its FSDP2 needs GPUs.
+SHARDS_HERE = hasattr(torch.distributed.fsdp, "fully_shard")
+pytestmark = pytest.mark.slow
+
+
+def test_one_rank_exchanges_nothing_and_keeps_its_error():
+    trainer = SimpleNamespace(world_size=1, global_rank=0)
+    ranks = Ranks(trainer)
+    trial = Trial(8, "ok", {"forward": 50})
+    assert (ranks.exchange(3), ranks.worst_of_all(trial)) == ([3], trial)
+    with pytest.raises(ValueError, match="the user's own error"), ranks.fail_together():
+        raise ValueError("the user's own error")
+
+
+@pytest.mark.parametrize(
+    ("name", "processes", "own_bytes"), [("host", 1, 900), ("host", 4, 300), ("cuda", 4, 900)]
+)
+def test_ranks_of_one_node_share_the_memory_of_the_host(name, processes, own_bytes):
+    device = SimpleNamespace(name=name, budget_bytes=lambda: 900, current=lambda: MemoryStats(100))
+    trainer = SimpleNamespace(strategy=SimpleNamespace(num_processes=processes))
+    assert own_budget_bytes(device, trainer) == own_bytes
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    """Run cases on ranks; returns exit codes, the results of the ranks by case, and the output."""
+
+    def run(cases, ranks=2):
+        directory = tmp_path_factory.mktemp("ranks")
+        codes, output = run_ranks(run_cases, directory, cases, ranks, ranks=ranks)
+        seen = [json.loads(file.read_text()) for file in sorted(directory.glob("*.json"))]
+        return codes, {name: [one[name] for one in seen] for name in cases if seen}, output
+
+    return run
+
+
+def fails(error, where, size, **more):
+    """A failure on rank 1, or another, in every step of at least this size."""
+    return {"fails": {"error": error, "where": where, "size": size, **more}}
+
+
+OUT = "OutOfMemoryError"
+# Without budgets, the ranks measure the memory of the host.
+UP_TO_24 = {"finder": {"max_batch_size": 24}, "budgets": None}
+VALIDATES = {"limit_val_batches": 1.0}
+ACCUMULATES = {"accumulate_grad_batches": 2, "max_steps": -1, "max_epochs": 2, **VALIDATES}
+TWO_RANKS = {
+    "less on rank 0": {"budgets": [300, 400]},
+    **{f"{OUT} in {where}": fails(OUT, where, 100) for where in ("backward", "optimizer")},
+    "nothing fits": fails(OUT, "backward", 1),
+    "error on rank 0": fails("ValueError", "backward", 8, rank=0),
+    "error on rank 1": fails("ValueError", "optimizer", 8),
+    "error in the first step": {"collectives": True, **fails("ValueError", "forward", 1)},
+    "error before the search": fails("ValueError", "configure_optimizers", 0),
+    "error in the checks before it": fails("ValueError", "check", 0),
+    "exchanges": {"exchanges": True, "trainer": VALIDATES, **fails(OUT, "forward", 51)},
+    "collectives": {"budgets": [400, 300], "collectives": True, "varies": 0},
+    "target": {"finder": {"target_batch_size": 96, "lr_scaling": "linear", "base_batch_size": 48}},
+    "saves": {"budgets": [300, 250], "saves": True},
+    "resumes": {"budgets": [300, 250], "resumes": True, "trainer": {"max_steps": 5}},
+    "reuses": {"budgets": [300, 250], "reuses": True},
+    "reuses with less on rank 1": {"budgets": [300, 200], "reuses": True},
+    "validate": {"budgets": [300, 250], "entry": "validate", "trainer": VALIDATES},
+    "ddp": {"ddp": {"bucket_cap_mb": 0.0001}, "trainer": ACCUMULATES, **UP_TO_24},
+    "ddp with views": {
+        "ddp": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001},
+        "collectives": True,
+        **UP_TO_24,
+    },
+}
+if SHARDS_HERE:
+    TWO_RANKS["fsdp2 budgets"] = {"strategy": "fsdp2", "budgets": [400, 300]}
+    TWO_RANKS["fsdp2"] = {"strategy": "fsdp2", "trainer": ACCUMULATES, **UP_TO_24}
+THREE_RANKS = {"three budgets": {"budgets": [400, 200, 300]}}
+ALL = TWO_RANKS | THREE_RANKS
+UP_TO_24_CASES = [name for name, case in ALL.items() if case.items() >= UP_TO_24.items()]
+
+
+@pytest.fixture(scope="module")
+def seen(launch):
+    """The results of each rank in each case; cases with as many ranks share a process group."""
+    found = {}
+    hard_coded = {"search": False, "batch_size": 24}
+    coded = {f"{name}, coded": {**ALL[name], **hard_coded} for name in UP_TO_24_CASES}
+    for cases, ranks in ((TWO_RANKS | coded, 2), (THREE_RANKS, 3)):
+        codes, of_cases, output = launch(cases, ranks)
+        assert codes == [0] * ranks, output
+        found.update(of_cases)
+    return found
+
+
+def same_plan(of_ranks):
+    """The plan of all ranks, which they train with."""
+    plans = [one.get("plan") or one for one in of_ranks]
+    assert all(plan == plans[0] for plan in plans), plans
+    assert {one["sizes"][0] for one in of_ranks} == {plans[0]["batch_size"]}
+    return plans[0]
+
+
+@pytest.mark.parametrize(
+    "case", [name for name, case in ALL.items() if case.get("budgets") and name != "resumes"]
+)
+def test_the_rank_with_the_least_memory_decides(seen, case):
+    plan = same_plan(seen[case])
+    least = min(ALL[case]["budgets"])
+    # The chosen size needs this share of the limit, which is 0.95 of the budget.
+    share = 0.85 if case in ("collectives", "fsdp2 budgets") else 0.94
+    assert (plan["limited_by"], plan["limit_bytes"]) == ("memory", int(0.95 * least * MIB))
+    assert share - 0.03 < (100 + plan["batch_size"]) * MIB / plan["limit_bytes"] <= share
+    kinds = [trial["kind"] for trial in plan["trials"]]
+    assert kinds.count("rehearsal") == (1 if share == 0.85 else 2)
+
+
+@pytest.mark.parametrize("where", ["backward", "optimizer"])
+def test_out_of_memory_on_one_rank_makes_all_step_down(seen, where):
+    plan = same_plan(seen[f"{OUT} in {where}"])
+    failed = [trial for trial in plan["trials"] if trial["outcome"] == "out_of_memory"]
+    assert {trial["error"] for trial in failed} == {"on rank 1: OutOfMemoryError: made up"}
+    assert 50 < plan["batch_size"] < min(trial["batch_size"] for trial in failed)
+
+
+def test_no_size_fits_on_one_rank(seen):
+    for one in seen["nothing fits"]:
+        start = "RuntimeError: Nothing fits: 2 samples, the smallest size allowed"
+        assert one["error"].startswith(start)
+        assert "on rank 1: OutOfMemoryError: made up" in one["error"]
+
+
+@pytest.mark.parametrize("case", [name for name in ALL if name.startswith("error")])
+def test_an_error_between_steps_reaches_the_other_rank(seen, case):
+    rank = ALL[case]["fails"].get("rank", 1)
+    assert seen[case][rank]["error"] == "ValueError: made up"
+    error = f"RankFailedError: rank {rank} ended the search: ValueError: made up"
+    assert seen[case][1 - rank]["error"] == error
+
+
+def test_exchanges_through_lightning_do_not_make_a_step_collective(seen):
+    plan = same_plan(seen["exchanges"])
+    assert plan["batch_size"] <= 50
+    assert "out_of_memory" in {trial["outcome"] for trial in plan["trials"]}
+    assert "evaluation" in plan["memory"]["lines"]
+
+
+def test_ranks_take_as_many_collective_steps_when_only_one_repeats_them(seen):
+    plan = same_plan(seen["collectives"])
+    assert plan["trials"][-1]["full_steps"] > 20
+
+
+def test_target_and_learning_rate_count_the_samples_of_all_ranks(seen):
+    plan = same_plan(seen["target"])
+    samples = plan["batch_size"] * 2 * plan["accumulate_grad_batches"]
+    assert samples == plan["effective_batch_size"] == 96
+    assert plan["learning_rate"] == 2 * plan["learning_rate_before"]
+
+
+def test_a_resumed_run_continues_without_a_search(seen):
+    plan = same_plan(seen["saves"])
+    assert same_plan(seen["resumes"]) == plan
+    assert [(one["releases"], one["left"]["steps"]) for one in seen["resumes"]] == [(0, 5)] * 2
+
+
+def test_the_first_rank_decides_whether_an_earlier_plan_is_used_again(seen):
+    plan = same_plan(seen["saves"])
+    again = same_plan(seen["reuses"])
+    reason = (
+        f"{plan['batch_size']} samples: the size of an earlier plan,"
+        " which passed a rehearsal again."
+    )
+    assert again["reason"] == reason
+    rehearsals = [trial for trial in again["trials"] if trial["kind"] == "rehearsal"]
+    # One is of this size, and the other failed or was of a smaller size.
+    assert len(rehearsals) == 2
+    assert again["limit_bytes"] == plan["limit_bytes"]
+    searched = same_plan(seen["reuses with less on rank 1"])
+    assert "The earlier plan was not used: it held" in " ".join(searched["notes"])
+    assert searched["batch_size"] < plan["batch_size"]
+
+
+@pytest.mark.parametrize("case", UP_TO_24_CASES)
+def test_training_is_that_with_the_size_hard_coded(seen, case):
+    assert same_plan(seen[case])["batch_size"] == 24
+    for name in ("left", "sizes", "batches"):
+        assert [one[name] for one in seen[case]] == [one[name] for one in seen[f"{case}, coded"]]
+    # The ranks have different samples.
+    assert len({one["batches"] for one in seen[case]}) == len(seen[case])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"collectives": True, **fails(OUT, "forward", 8)},
+        fails(OUT, "backward", 8, synchronized=True),
+    ],
+    ids=["collectives of the user", "the synchronized step"],
+)
+def test_out_of_memory_in_a_collective_step_ends_both_ranks(launch, case):
+    codes, _, output = launch({"case": {"ends": True, **case}})
+    assert codes == [1, 1]
+    assert "that all ranks take together" in output[0]
+    assert "RankFailedError" not in output[1]
+
+
+def test_a_rank_that_is_killed_between_steps_ends_the_other(launch):
+    codes, _, output = launch({"case": {"ends": True, **fails("SIGKILL", "backward", 8)}})
+    assert codes == [1, -signal.SIGKILL]
+    assert "RankFailedError: another rank ended without a message" in output[0]
+
+
+SCRIPT = [str(ROOT / "tests" / "search_ranks.py")]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *SCRIPT]
+
+
+def lives(pid):
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+@pytest.mark.parametrize(
+    ("launcher", "error"),
+    [(TORCHRUN, "ValueError"), (SCRIPT, "SIGKILL")],
+    ids=["torchrun", "Lightning"],
+)
+def test_the_launcher_ends_all_ranks(tmp_path, launcher, error):
+    case = {"collectives": True, **fails(error, "backward", 8)}
+    timeout = ["timeout", "--kill-after=5", str(WAIT_SECONDS)]
+    command = [*timeout, sys.executable, *launcher, json.dumps(case), tmp_path]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, check=False)
+    assert time.time() - float((tmp_path / "failed_at").read_text()) < 60
+    # The status is 124 where `timeout` ended the launcher.
+    assert done.returncode not in (0, 124)
+    pids = [int(file.stem) for file in tmp_path.glob("*.pid")]
+    assert len(pids) == 2
+    assert not any(map(lives, pids))

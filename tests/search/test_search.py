@@ -1,0 +1,305 @@
+"""Whole searches in a real Trainer on a fake device.
+
+The tests cover validation, other stages, limits of the size, and the state after a search.
+"""
+
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+from lightning_batchmem import BatchFinder
+from lightning_batchmem.devices.base import MemoryStats
+from lightning_batchmem.devices.peaks import LiveStorages
+from lightning_batchmem.search.budget import WorkerMemory
+from tests.helpers.lawful import MIB, SAMPLES, Evaluated, Lawful, found_size, law, loader
+
+BUDGET = 500 * MIB
+LIMIT = 475 * MIB
+FOUND = found_size(BUDGET, multiple_of=1)
+# A search finds this size where each sample takes two MiB.
+HALF = 173
+# A search probes this size as its second one.
+SECOND = 8
+# A search rehearses this size as its first one.
+REHEARSED = 328
+
+
+@pytest.mark.parametrize(
+    ("arguments", "size", "peaks"),
+    [
+        ({}, HALF, (law(4), law(2 * HALF))),
+        # The validation data has fewer samples than a batch.
+        ({"samples": 50}, FOUND, (law(4), law(100))),
+        ({"size_name": "fixed_size"}, FOUND, (law(100), law(100))),
+    ],
+)
+def test_validation_is_a_phase(search, device, arguments, size, peaks):
+    plan = search(Evaluated(device, **arguments))
+    assert (plan.batch_size, device.num_ooms) == (size, 0)
+    assert tuple(plan.trials[index].phase_peak_bytes["evaluation"] for index in (0, -1)) == peaks
+
+
+def test_validation_has_its_own_size(search, device):
+    module = Evaluated(device, "eval_batch_size")
+    plan = search(module, options={"eval_batch_arg_name": "eval_batch_size"}, limit_val_batches=1)
+    assert (plan.batch_size, plan.evaluation.batch_size) == (FOUND, HALF)
+    assert (module.batch_size, module.eval_batch_size) == (FOUND, HALF)
+    with pytest.raises(
+        ValueError,
+        match=r"^eval_batch_arg_name must name .* got 'other' and loaders of batch sizes 173",
+    ):
+        search(module, options={"eval_batch_arg_name": "other"})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [(None, "Nothing fits"), ("eval_batch_size", "validation: Nothing fits")]
+)
+def test_validation_that_does_not_fit(search, device, name, message):
+    module = Evaluated(device, name or "batch_size")
+    module.factor = 250
+    with pytest.raises(RuntimeError, match=f"^{message}"):
+        search(module, options={"eval_batch_arg_name": name})
+
+
+@pytest.mark.parametrize(
+    ("loaders", "reason"),
+    [([torch.zeros(4, 1)], "must be torch DataLoaders"), (loader(None), "batch_size=None")],
+)
+def test_validation_that_cannot_be_measured_is_left_out(search, device, loaders, reason):
+    with pytest.warns(UserWarning, match=f"leaves validation out of the search: .*{reason}"):
+        plan = search(Evaluated(device), val_dataloaders=loaders, limit_val_batches=1)
+    assert plan.batch_size == FOUND
+
+
+# Lightning itself warns of the empty list.
+@pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
+def test_an_empty_list_of_validation_loaders_is_no_validation(search, device):
+    plan = search(Evaluated(device), val_dataloaders=[])
+    assert plan.batch_size == FOUND
+    assert "evaluation" not in plan.trials[0].phase_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("stage", "is_passed"), [("validate", False), ("test", True), ("predict", False)]
+)
+def test_other_stages_are_searched_with_forward_passes(stage, is_passed, search, device):
+    module = Evaluated(device)
+    data = loader(3)
+    plan = search(module, stage=stage, data=data if is_passed else None)
+    assert plan.batch_size == (data if is_passed else module).batch_size == HALF
+    assert {phase for trial in plan.trials for phase in trial.phase_peak_bytes} == {"evaluation"}
+    assert set(module.evaluated) == {HALF, SAMPLES % HALF}
+    # No training step was run.
+    assert module.sizes == []
+
+
+@pytest.mark.parametrize(("size_name", "fast"), [("fixed_size", False), ("batch_size", True)])
+def test_a_stage_without_a_search(search, device, size_name, fast):
+    module = Evaluated(device, size_name)
+    assert search(module, stage="test", fast_dev_run=fast) is None
+    assert (set(module.evaluated), module.batch_size) == ({3 if fast else 50}, 3)
+
+
+def test_a_stage_whose_loaders_cannot_be_set_is_a_warning(search, device):
+    with pytest.warns(
+        UserWarning, match=r"loaders of test_dataloader must have a batch size that can be set"
+    ):
+        assert search(Evaluated(device), stage="test", data=loader(None, samples=2)) is None
+
+
+def test_a_stage_that_failed_can_be_repeated(search, device):
+    module = Evaluated(device)
+    module.fails_at = SECOND
+    with pytest.raises(IndexError, match="of the user"):
+        search(module, stage="validate")
+    assert (module.batch_size, module.evaluated, module.training) == (3, [], True)
+    module.fails_at = 0
+    module.trainer.validate(module)
+    assert module.batch_size == HALF
+
+
+def test_a_fraction_of_the_batches(search, device):
+    device.budget = 10**6 * MIB
+    plan = search(Lawful(device, law), limit_train_batches=0.25)
+    # The data set has four batches of this size, of which the last one is short.
+    assert (plan.batch_size, plan.limited_by) == (1666, "limit_train_batches")
+
+
+def test_accumulation_runs_two_micro_batches(search, device):
+    plan = search(Lawful(device, law), accumulate_grad_batches=4)
+    probes = [trial for trial in plan.trials if trial.kind == "probe"]
+    assert all(trial.samples_run == 2 * trial.full_steps * trial.batch_size for trial in probes)
+    assert (plan.accumulate_grad_batches, plan.effective_batch_size) == (4, 4 * FOUND)
+
+
+def test_an_average_of_the_weights_takes_a_copy_of_the_parameters(search, device):
+    plan = search(Lawful(device, law), StochasticWeightAveraging(0.01), max_epochs=1)
+    # The copy has a weight and a bias of four bytes each.
+    assert plan.limit_bytes == LIMIT - 8
+    elsewhere = StochasticWeightAveraging(0.01, swa_epoch_start=2, device=torch.device("meta"))
+    assert search(Lawful(device, law), elsewhere, max_epochs=3).limit_bytes == LIMIT
+
+
+def test_loader_workers_on_a_device(search, device, monkeypatch):
+    host = SimpleNamespace(budget_bytes=lambda: 2000, current=lambda: MemoryStats(800))
+    monkeypatch.setattr("lightning_batchmem.search.budget.HostMemory", lambda: host)
+    plan = search(Lawful(device, law), train_dataloaders=loader(3, num_workers=1))
+    # The workers hold three batches, and each sample takes 4 bytes.
+    assert (plan.batch_size, plan.limited_by) == (100, "host memory")
+    assert (plan.trials[-1].worker_bytes, plan.trials[-1].needed_bytes) == (1200, law(100))
+
+
+def test_loader_workers_on_the_host(search, device, monkeypatch):
+    device.name = "host"
+    # The fake device has no live tensors that could be counted.
+    monkeypatch.setattr(LiveStorages, "is_possible", lambda: False)
+    monkeypatch.setattr(WorkerMemory, "bytes_at", lambda self, size: (100 + size) * MIB)
+    plan = search(Lawful(device, law))
+    chosen = plan.trials[-1]
+    assert chosen.reserve_bytes == int(0.4 * law(plan.batch_size)) + (100 + plan.batch_size) * MIB
+    assert 0.95 * LIMIT < chosen.needed_bytes <= LIMIT
+    device.budget = 150 * MIB
+    with pytest.raises(
+        RuntimeError, match=r"the memory held .*; DataLoader workers hold 102.0 MiB more\."
+    ):
+        search(Lawful(device, law))
+
+
+def test_a_device_that_fills_up_during_the_search(search, device):
+    def fill_up(size):
+        device.budget = 600 * MIB if size > 100 else device.budget
+        return law(size)
+
+    device.budget = 1000 * MIB
+    plan = search(Lawful(device, fill_up))
+    # The size is the largest within 0.94 of the limit.
+    assert (plan.limit_bytes, plan.batch_size, device.num_ooms) == (570 * MIB, 436, 0)
+
+
+def test_padded_samples_train_an_epoch(search, device):
+    # One sample of 64 is four times as long as the others.
+    samples = [torch.zeros(40 if index % 64 == 33 else 10) for index in range(640)]
+    data = DataLoader(samples, 3, shuffle=True, collate_fn=lambda each: [pad_sequence(each, True)])
+    arguments = {"train_dataloaders": data, "max_steps": -1, "max_epochs": 1}
+    plan = search(Lawful(device, lambda elements: law(elements // 10)), **arguments)
+    # This many samples of 40 elements fit.
+    assert plan.batch_size == 86
+    assert any("Samples differ in size" in note for note in plan.notes)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        search(
+            Lawful(device, lambda elements: law(elements // 10)),
+            options={"worst_case": "typical"},
+            **arguments,
+        )
+
+
+class Watched(Lawful):
+    """Notes the state in which each size is first run, and in which training starts."""
+
+    def __init__(self, device_memory, fails_at=0):
+        super().__init__(device_memory, law)
+        self.fails_at = fails_at
+        seen = {}
+        # The search does not restore a function, and so this one keeps all states.
+        self.seen = lambda: seen
+
+    def training_step(self, batch, batch_idx):
+        is_training = any(isinstance(callback, BatchFinder) for callback in self.trainer.callbacks)
+        optimizer = self.trainer.optimizers[0]
+        module_state = (self.layer.bias.item(), self.layer.bias.grad is None, len(self.sizes))
+        last = len(optimizer._optimizer_step_post_hooks) if is_training else torch.rand(1).item()
+        state = (*module_state, bool(optimizer.state), self.trainer.global_step, last)
+        self.seen().setdefault("training" if is_training else len(batch[0]), state)
+        if len(batch[0]) == self.fails_at:
+            raise IndexError("of the user")
+        return super().training_step(batch, batch_idx)
+
+
+def test_rehearsals_and_training_start_from_the_state_before_the_search(search, device):
+    module = Watched(device)
+    start = (module.layer.bias.item(), True, 0, False, 0)
+    search(module)
+    seen = module.seen()
+    # Training starts from this state, without a hook on the optimizer.
+    assert seen["training"] == (*start, 0)
+    # Rehearsals and the first probe start from this state, with the same random numbers.
+    assert seen[REHEARSED] == seen[FOUND] == seen[2] == (*start, seen[2][-1])
+    # The second probe continues from the state after the first one.
+    assert all(one != other for one, other in zip(seen[SECOND], seen[2], strict=True))
+
+
+def test_a_probe_after_one_that_failed_starts_from_the_state_before_the_search(search, device):
+    module = Watched(device)
+    use = Lawful(device, lambda size: law(size) if size < SECOND else 10**12).use
+    module.use = use
+    bias = module.layer.bias.item()
+    search(module)
+    seen = module.seen()
+    assert seen[4] == seen[2]
+    assert seen[4][:-1] == (bias, True, 0, False, 0)
+
+
+@pytest.mark.parametrize("fails_at", [SECOND, REHEARSED])
+def test_everything_is_restored_after_an_error(search, device, fails_at):
+    device.enforces_limits = True
+    module = Watched(device, fails_at)
+    callback = Callback()
+    bias = module.layer.bias.item()
+    random = torch.get_rng_state()
+    with pytest.raises(IndexError, match="of the user"):
+        search(module, callback, accumulate_grad_batches=4)
+    assert fails_at in module.seen()
+    trainer = module.trainer
+    assert (trainer.global_step, trainer.accumulate_grad_batches) == (0, 4)
+    assert trainer.callbacks[1:] == [callback]
+    assert not trainer.optimizers[0].state
+    assert (module.layer.bias.item(), module.layer.bias.grad) == (bias, None)
+    assert torch.equal(random, torch.get_rng_state())
+    assert (module.batch_size, module.sizes, device.budget) == (3, [], BUDGET)
+
+
+def test_no_tensor_of_a_step_that_failed_is_left(search, device):
+    made = []
+    alive = set()
+
+    def steep(size):
+        alive.add(sum(reference() is not None for reference in made))
+        # The traceback of an error refers to this frame, and so to the tensor.
+        held = torch.zeros(size)
+        made.append(weakref.ref(held))
+        device.use(law(size) + max(0, size - 30) * 60 * MIB)
+        device.free()
+        return law(size)
+
+    search(Lawful(device, steep))
+    assert device.num_ooms > 0
+    assert alive == {0}
+
+
+class Logging(Lawful):
+    def training_step(self, batch, batch_idx):
+        # Only a step of the search has a smaller batch.
+        if self.logger is not None and len(batch[0]) < FOUND:
+            self.logger.experiment.config.update({"a": 1})
+            self.logger.experiment["b"] = self.logger.experiment.runs[0].name
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("has_logger", [True, False])
+def test_with_a_logger_and_barebones(has_logger, device, monkeypatch, tmp_path):
+    monkeypatch.setattr("lightning_batchmem.batch_finder.device_memory_for", lambda _: device)
+    arguments = {"logger": CSVLogger(tmp_path)} if has_logger else {"barebones": True}
+    trainer = Trainer(
+        accelerator="cpu", callbacks=[BatchFinder(multiple_of=1)], max_steps=1, **arguments
+    )
+    module = Logging(device, law)
+    trainer.fit(module)
+    loggers = [arguments["logger"]] if has_logger else []
+    assert (module.batch_size, trainer.loggers) == (FOUND, loggers)

@@ -1,0 +1,252 @@
+"""Trials in a real Trainer on a fake device: what they record, and what a rehearsal finds."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_batchmem.search.trial import TrialRunner
+from tests.helpers.lawful import MIB, Lawful, law
+
+
+class Stepping(Lawful):
+    """Calls ``during(size, number)`` inside each training step.
+
+    The steps of each size are numbered from 1.
+    """
+
+    def __init__(self, device_memory, during=lambda size, number: None):
+        super().__init__(device_memory, law)
+        steps = {}
+
+        # This is a function, since the search restores the contents of other attributes.
+        def count(size):
+            steps[size] = steps.get(size, 0) + 1
+            during(size, steps[size])
+
+        self.count = count
+
+    def training_step(self, batch, batch_idx):
+        self.count(len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.fixture
+def device(device):
+    device.enforces_limits = True
+    return device
+
+
+def rehearsed(plan):
+    return [trial for trial in plan.trials if trial.kind == "rehearsal"]
+
+
+def test_what_trials_record(search, device):
+    budgets = {}
+
+    def during(size, number):
+        budgets.setdefault(size, set()).add(device.budget)
+
+    plan = search(Stepping(device, during))
+    # The limit is 475 MiB: 328 samples need 0.9 of it, and 347 samples need 0.94.
+    assert [(trial.batch_size, trial.kind) for trial in plan.trials] == [
+        (2, "probe"),
+        (8, "probe"),
+        (82, "probe"),
+        (328, "rehearsal"),
+        (347, "rehearsal"),
+    ]
+    assert {trial.outcome for trial in plan.trials} == {"ok"}
+    for trial in plan.trials:
+        assert list(trial.phase_peak_bytes) == ["forward", "backward", "optimizer_step"]
+        assert trial.peak_bytes == law(trial.batch_size)
+    # A rehearsal has a warm-up step, five steady ones, a smaller one and two more, and then another
+    # smaller one and one more.
+    assert [trial.full_steps for trial in plan.trials] == [4, 3, 3, 11, 11]
+    assert device.num_ooms == 0
+    # The enforced limit is restored.
+    assert device.budget == 500 * MIB
+    assert budgets[82] == {500 * MIB}
+    assert plan.limit_bytes == 475 * MIB
+    assert plan.limit_bytes in budgets[328]
+
+
+def test_a_step_that_runs_out_of_memory_is_an_outcome(search, device):
+    def during(size, number):
+        if size > 300 and number == 3:
+            device.use(10**12)
+
+    plan = search(Stepping(device, during))
+    # The size steps down from 328 by 5 % to 310, and from there by 25 %.
+    assert plan.batch_size == 232
+    failed = [trial for trial in plan.trials if trial.outcome != "ok"]
+    assert [(trial.batch_size, trial.outcome) for trial in failed] == [
+        (328, "out_of_memory"),
+        (310, "out_of_memory"),
+    ]
+    assert failed[0].error.startswith("OutOfMemoryError: CUDA out of memory")
+
+
+def test_a_half_made_optimizer_state_is_dropped(search, device):
+    class Half(Stepping):
+        def optimizer_step(self, epoch, batch_idx, optimizer, closure=None):
+            closure()
+            state = optimizer.state[self.layer.weight]
+            if self.sizes[-1] == 2 and not state:
+                # The state is as if Adam ran out of memory before exp_avg exists.
+                state["step"] = torch.tensor(0.0)
+                device.use(10**12)
+            optimizer.step()
+
+    plan = search(Half(device), options={"min_batch_size": 1})
+    assert [(trial.batch_size, trial.outcome) for trial in plan.trials] == [
+        (2, "out_of_memory"),
+        (1, "ok"),
+        (1, "ok"),
+    ]
+
+
+def test_a_retry_of_the_allocator_fails_a_rehearsal_once_optimizers_have_state(search, device):
+    def retry_in_step(first, wanted):
+        def during(size, number):
+            if size == first and number == wanted:
+                device.num_alloc_retries += 1
+
+        return during
+
+    steady = search(Stepping(device, retry_in_step(328, 2)))
+    assert [trial.outcome for trial in rehearsed(steady)] == ["allocator_retry", "ok"]
+    assert steady.batch_size == 310
+    # The eighth step comes after the smaller batch.
+    late = search(Stepping(device, retry_in_step(328, 8)))
+    assert late.batch_size == 310
+    warm = search(Stepping(device, retry_in_step(328, 1)))
+    assert [trial.outcome for trial in rehearsed(warm)] == ["ok", "ok"]
+
+
+def test_skipped_optimizer_steps_prolong_the_warm_up(search, device):
+    class Scaling(Stepping):
+        """Skips its first optimizer steps, as a gradient scaler does."""
+
+        skipped = 4
+
+        def optimizer_step(self, epoch, batch_idx, optimizer, closure=None):
+            closure()
+            self.seen = getattr(self, "seen", 0) + 1
+            if self.seen > self.skipped:
+                optimizer.step()
+
+    assert [trial.full_steps for trial in rehearsed(search(Scaling(device)))] == [15, 15]
+    never = Scaling(device)
+    never.skipped = 10**6
+    plan = search(never)
+    # 20 of these steps are the warm-up.
+    assert [trial.full_steps for trial in rehearsed(plan)] == [30, 30]
+    assert any("An optimizer did not step in the first 20 steps" in note for note in plan.notes)
+
+
+def test_slow_steps_are_repeated_less_often(search, device, monkeypatch):
+    monkeypatch.setattr("lightning_batchmem.search.trial._SLOW_SECONDS", 0.0)
+    steps = [trial.full_steps for trial in search(Stepping(device)).trials]
+    # Quick steps are repeated 4, 3, 3, 11 and 11 times.
+    assert steps == [4, 2, 2, 10, 10]
+
+
+def test_steps_that_differ_at_random_are_repeated(search, device):
+    class Different(Stepping):
+        def __init__(self, device_memory):
+            super().__init__(device_memory)
+            numbers = iter(range(10**6))
+
+            def use(size):
+                device_memory.use(law(size // (1 + next(numbers) % 2)))
+                device_memory.free()
+
+            self.use = use
+
+    assert {trial.full_steps for trial in rehearsed(search(Different(device)))} == {26}
+
+
+def test_steady_steps_use_batches_of_other_lengths(search, device):
+    lengths = {}
+
+    class Padded(Stepping):
+        def training_step(self, batch, batch_idx):
+            lengths.setdefault(len(batch), []).append(batch.shape[1])
+            self.use(len(batch))
+            return self.layer(batch[:, :1]).mean()
+
+        def train_dataloader(self):
+            samples = [torch.zeros(1 + i % 4) for i in range(640)]
+            pad = torch.nn.utils.rnn.pad_sequence
+            collate = partial(pad, batch_first=True)
+            return DataLoader(samples, self.batch_size, collate_fn=collate)
+
+    plan = search(Padded(device))
+    probe = plan.trials[0].batch_size
+    rehearsal = rehearsed(plan)[0].batch_size
+    # A probe uses only the longest samples.
+    assert set(lengths[probe]) == {4}
+    assert len(set(lengths[rehearsal])) > 1
+
+
+def test_a_checkpoint_takes_a_copy_of_the_state(search, device, monkeypatch, tmp_path):
+    device.name = "host"
+    device._base_bytes = MIB
+    device.free()
+    reserves = []
+    reserve = TrialRunner._reserve
+
+    def noted(self, record, start_bytes, share):
+        # The record is that of steps that take no memory.
+        flat = replace(record, held_bytes=[start_bytes])
+        reserves.append(reserve(self, flat, start_bytes, share))
+        return reserves[-1]
+
+    monkeypatch.setattr(TrialRunner, "_reserve", noted)
+    search(Stepping(device), options={"max_batch_size": 4})
+    assert set(reserves) == {0}
+    reserves.clear()
+    search(
+        Stepping(device),
+        ModelCheckpoint(tmp_path),
+        options={"max_batch_size": 4},
+        enable_checkpointing=True,
+    )
+    # The copy has weights, moments, step counts, and a score of the callback.
+    assert set(reserves) == {2 * 3 * 4 + 2 * 4 + 4}
+
+
+def test_a_reserve_is_kept_for_holes_in_the_heap(search, device):
+    device.name = "host"
+    device._base_bytes = MIB
+    device.free()
+    plan = search(Stepping(device), options={"max_batch_size": 4})
+    trial = rehearsed(plan)[0]
+    grown_bytes = trial.held_bytes - MIB
+    # The tensors are tiny, so the growth counts as growth and again as holes in the heap.
+    assert trial.reserve_bytes / grown_bytes == pytest.approx(2 * 0.12, abs=0.01)
+
+
+def test_a_step_above_the_limit_ends_a_rehearsal_on_the_host(search, device):
+    device.name = "host"
+    device._base_bytes = MIB
+    device.enforces_limits = False
+    device.free()
+    steps = []
+
+    def during(size, number):
+        steps.append(number)
+        # The probe has six steps, and the fourth one of the rehearsal is a steady step.
+        if number == 10:
+            device.use(300 * MIB)
+
+    with pytest.raises(RuntimeError, match=r"4 samples, .* need 337.0 MiB"):
+        search(
+            Stepping(device, during),
+            options={"memory_limit": 200 * MIB, "min_batch_size": 4, "max_batch_size": 4},
+        )
+    assert max(steps) == 10
