@@ -31,7 +31,8 @@ from lightning_batchmem._lightning.module_state import ModuleState
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.strategies import check_strategy
 from lightning_batchmem._lightning.trainer_state import RandomStates, callbacks_of, is_fast_dev_run
-from lightning_batchmem.devices import DeviceMemory, device_memory_for, device_name
+from lightning_batchmem.devices import device_memory_for, device_name
+from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.peaks import RequestedBytes
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.plan.options import SearchOptions, WorstCase, changes_since
@@ -230,7 +231,7 @@ class BatchFinder(Callback):
             notes=(*plan.notes, *why_not),
             conditions=search_conditions(trainer, self._options),
         )
-        if device_memory.name != "host" and search.start_bytes > 0:
+        if device_memory.counts_live_bytes and search.start_bytes > 0:
             self._start = (device_memory, search.start_bytes)
         return complete_plan(trainer, plan, self._options, before, search.epoch_batches)
 

@@ -33,6 +33,11 @@ class FakeDevice:
 
     def __init__(self, budget_bytes, base_bytes=0):
         self.name = "cuda"
+        self.overrun_kills = False
+        self.counts_live_bytes = True
+        self.held_is_resident_set = False
+        self.shared_by_ranks = False
+        self.holds_loader_workers = False
         self.enforces_limits = False
         self.granularity_bytes = 0
         self.budget = budget_bytes
@@ -42,6 +47,19 @@ class FakeDevice:
         self.num_alloc_retries = 0
         self.num_releases = 0
         self._base_bytes = self._current_bytes = self._peak_bytes = base_bytes
+
+    def as_host(self):
+        """Behave as the memory of the host."""
+        self.name = "host"
+        self.overrun_kills = True
+        self.counts_live_bytes = False
+        self.held_is_resident_set = True
+        self.shared_by_ranks = True
+        self.holds_loader_workers = True
+        self.enforces_limits = False
+
+    def evictable_bytes(self):
+        return 0
 
     def use(self, size_bytes):
         """Use ``size_bytes`` more; raises ``torch.cuda.OutOfMemoryError`` above the budget."""

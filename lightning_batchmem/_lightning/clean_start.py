@@ -20,7 +20,7 @@ from lightning_batchmem._lightning.trainer_state import (
     TrainerState,
 )
 from lightning_batchmem.batches.loaders import keep_sizes
-from lightning_batchmem.devices import DeviceMemory
+from lightning_batchmem.devices.base import DeviceMemory
 
 
 @dataclass

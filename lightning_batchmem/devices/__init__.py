@@ -5,11 +5,8 @@ from __future__ import annotations
 import torch
 
 from lightning_batchmem.devices.accelerator import CudaMemory, CudaTimer, cuda_utilization
-from lightning_batchmem.devices.base import Utilization
+from lightning_batchmem.devices.base import DeviceMemory, Utilization
 from lightning_batchmem.devices.host import HostMemory, cpu_utilization, peak_can_be_reset
-
-DeviceMemory = CudaMemory | HostMemory
-"""Memory of this process on one device."""
 
 
 def device_memory_for(device: torch.device, *, quick: bool = False) -> DeviceMemory | None:

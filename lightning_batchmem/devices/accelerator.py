@@ -29,6 +29,11 @@ class CudaMemory:
     """
 
     name = "cuda"
+    overrun_kills = False
+    counts_live_bytes = True
+    held_is_resident_set = False
+    shared_by_ranks = False
+    holds_loader_workers = False
     # A block for more than 1 MiB may keep up to 1 MiB unsplit, so the same need may count less at a
     # larger batch.
     # Source: kSmallSize in c10/core/AllocatorConfig.h, should_split in
@@ -51,6 +56,10 @@ class CudaMemory:
 
     def private_bytes(self) -> int:
         return self.current().allocated_bytes
+
+    def evictable_bytes(self) -> int:
+        """Return 0: the driver drops nothing."""
+        return 0
 
     def budget_bytes(self) -> int:
         """Return the free memory of the driver plus the reserved memory of this process.

@@ -1,9 +1,19 @@
-"""Readings that every device shares."""
+"""What a device can tell: readings of its memory, and the capabilities that a search depends on.
+
+The contract of ``DeviceMemory``:
+
+- All numbers are integer bytes of this process, except the budget, which other processes reduce.
+- ``reset_peak`` and then ``peak`` give the highest use in between; a device without such a counter
+  has no ``DeviceMemory``.
+- A reading that a device does not have is ``None``.
+- Nothing but ``synchronize`` waits for the device.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
 
 
 class MemoryStats(NamedTuple):
@@ -31,3 +41,64 @@ class Utilization(NamedTuple):
 
     key: str
     percent: Callable[[], float | None]
+
+
+class PeakCounter(Protocol):
+    """Counts bytes in use, and their peak since a reset."""
+
+    def reset_peak(self) -> None:
+        """Begin a new peak at the bytes that are in use now."""
+
+    def peak(self) -> MemoryStats:
+        """Return the highest use since :meth:`reset_peak`."""
+
+    def current(self) -> MemoryStats:
+        """Return the use at this moment."""
+
+
+class DeviceMemory(PeakCounter, Protocol):
+    """Memory of this process on one device.
+
+    Attributes:
+        name: ``"cuda"``, ``"host"`` or another name of the kind of device.
+        granularity_bytes: peaks of equal steps may differ by this much.
+        overrun_kills: whether a process that exceeds its memory is ended, without an error.
+        counts_live_bytes: whether ``requested_bytes`` are known. If not, a dispatch mode has to
+            count live bytes.
+        held_is_resident_set: whether the held bytes are the resident set of the process, with its
+            interpreter and libraries, rather than the segments of an allocator.
+        shared_by_ranks: whether all ranks on one machine share this memory.
+        holds_loader_workers: whether loader workers take their memory from this device.
+    """
+
+    name: str
+    granularity_bytes: int
+    overrun_kills: bool
+    counts_live_bytes: bool
+    held_is_resident_set: bool
+    shared_by_ranks: bool
+    holds_loader_workers: bool
+
+    def private_bytes(self) -> int:
+        """Return the bytes in use at this moment that no other process shares."""
+
+    def evictable_bytes(self) -> int:
+        """Return the held bytes that the kernel drops before it ends a process."""
+
+    def budget_bytes(self) -> int:
+        """Return the most that this process may hold at this moment."""
+
+    def non_torch_bytes(self) -> int | None:
+        """Return the bytes in use outside of this process's allocator."""
+
+    def limit_enforced(self, limit_bytes: int) -> AbstractContextManager[bool]:
+        """Make allocations above ``limit_bytes`` fail; yields whether the device can do so."""
+
+    def release_cached(self) -> None:
+        """Collect garbage, and return memory that is not in use."""
+
+    def synchronize(self) -> None:
+        """Wait until all work of the device has ended."""
+
+    def counters(self) -> dict[str, int]:
+        """Return totals of the allocator's events since the process started."""

@@ -57,6 +57,11 @@ class HostMemory:
     """
 
     name = "host"
+    overrun_kills = True
+    counts_live_bytes = False
+    held_is_resident_set = True
+    shared_by_ranks = True
+    holds_loader_workers = True
     # Some heap pages are left after a trim.
     # Source: measured; the peaks of a linear layer of a few KiB differed by less than 0.3 MiB.
     granularity_bytes = 2**20
@@ -102,7 +107,7 @@ class HostMemory:
         resident, shared = os.pread(self._statm, 256, 0).split()[1:3]
         return (int(resident) - int(shared)) * resource.getpagesize()
 
-    def file_bytes(self) -> int:
+    def evictable_bytes(self) -> int:
         """Return the resident pages of files, such as libraries."""
         return _status_bytes("RssFile") or 0
 

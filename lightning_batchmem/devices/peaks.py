@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 # `_get_current_dispatch_mode` is private in torch 2.5 to 2.13.
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
-from lightning_batchmem.devices import DeviceMemory
-from lightning_batchmem.devices.base import MemoryStats
+from lightning_batchmem.devices.base import DeviceMemory, MemoryStats, PeakCounter
 from lightning_batchmem.devices.tensors import plain_tensors
 
 
@@ -112,38 +113,74 @@ class StepPeaks(NamedTuple):
 class PhasePeaks:
     """Measures the peak of each phase of a step: ``start``, any number of ``enter``, ``stop``.
 
-    A phase that is entered twice (manual optimization with several optimizers) keeps its higher
-    peak. Every boundary resets the device's peak. Without a device nothing is read.
+    Lightning's hooks mark the begin of backward and of the optimizer step. It has none for the end
+    of an optimizer step, which ``watch`` adds. A phase that is entered twice (manual optimization
+    with several optimizers) keeps its higher peak. Every boundary resets the peak of the counter;
+    without a counter nothing is read.
     """
 
-    def __init__(self, device_memory: DeviceMemory | LiveStorages | RequestedBytes | None) -> None:
-        self._device_memory = device_memory
+    def __init__(self, counter: PeakCounter | None) -> None:
+        self.stepped: set[int] = set()
+        self._counter = counter
+        self._handles: list[RemovableHandle] = []
         self._phase: str | None = None
         self._peaks: dict[str, int] = {}
         self._reserved_bytes: int | None = None
 
-    def start(self, phase: str = "forward") -> None:
+    def read_from(self, counter: PeakCounter) -> None:
+        """Use another counter from the next step on."""
+        self._counter = counter
+
+    def watch(self, optimizers: Iterable[Optimizer], *, forward_follows: bool) -> None:
+        """Note which of these optimizers step; ids of those in the current step are in ``stepped``.
+
+        Args:
+            optimizers: the optimizers of the next steps, instead of those watched before.
+            forward_follows: whether another forward pass may follow in the same step, as under
+                manual optimization.
+        """
+        self.unwatch()
+
+        def note_step(optimizer: Optimizer, *_: Any) -> None:
+            self.stepped.add(id(optimizer))
+            if forward_follows:
+                self.enter("forward")
+
+        self._handles = [optimizer.register_step_post_hook(note_step) for optimizer in optimizers]
+
+    def unwatch(self) -> None:
+        """Remove the hooks from the optimizers."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def start(self, phase: str) -> None:
+        """Begin a step."""
+        self.stepped.clear()
         self._peaks = {}
         self._reserved_bytes = None
-        if self._device_memory is not None:
+        if self._counter is not None:
             self._phase = phase
-            self._device_memory.reset_peak()
+            self._counter.reset_peak()
 
-    def enter(self, phase: str | None) -> None:
+    def enter(self, phase: str) -> None:
         """End the current phase and begin ``phase``; outside a step nothing happens."""
-        device_memory = self._device_memory
-        ended = self._phase
-        if ended is None or device_memory is None:
-            return
-        peak_bytes, reserved_bytes, _ = device_memory.peak()
-        if peak_bytes > self._peaks.get(ended, -1):
-            self._peaks[ended] = peak_bytes
-        if reserved_bytes is not None:
-            self._reserved_bytes = max(self._reserved_bytes or 0, reserved_bytes)
-        self._phase = phase
-        if phase is not None:
-            device_memory.reset_peak()
+        self._end_phase()
+        if self._phase is not None and self._counter is not None:
+            self._phase = phase
+            self._counter.reset_peak()
 
     def stop(self) -> StepPeaks:
-        self.enter(None)
+        """End the step."""
+        self._end_phase()
+        self._phase = None
         return StepPeaks(self._peaks, self._reserved_bytes)
+
+    def _end_phase(self) -> None:
+        if self._phase is None or self._counter is None:
+            return
+        peak_bytes, reserved_bytes, _ = self._counter.peak()
+        if peak_bytes > self._peaks.get(self._phase, -1):
+            self._peaks[self._phase] = peak_bytes
+        if reserved_bytes is not None:
+            self._reserved_bytes = max(self._reserved_bytes or 0, reserved_bytes)

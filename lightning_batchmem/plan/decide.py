@@ -10,13 +10,13 @@ from functools import cached_property
 from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.fit import dropped_sizes, fit_memory, fit_time, ran_through
 from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import (
     LimitedBy,
     MemoryModel,
     NextSize,
     SearchFailed,
     SearchLimits,
-    SearchPolicy,
     Trial,
 )
 from lightning_batchmem.plan.scaling import largest_where, rounded, size_range

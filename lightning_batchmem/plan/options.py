@@ -14,7 +14,8 @@ from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import Objective, SearchPolicy, mib
+from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.records import Objective, mib
 from lightning_batchmem.plan.scaling import LearningRateScaling
 
 WorstCase = Literal["typical", "longest"] | Callable[[Any], float] | None

@@ -229,40 +229,6 @@ class SearchLimits:
 
 
 @dataclass(frozen=True)
-class SearchPolicy:
-    """Constants of the search.
-
-    Source: simulated CUDA allocators and memory cgroups; ``benchmarks/`` prints the results.
-    """
-
-    # The first size is not 1: a batch of one sample is an error to BatchNorm and takes other code
-    # paths.
-    first_size: int = 2
-    # The second size is this multiple of the first: far enough apart to measure the slope.
-    second_growth: int = 4
-    # A third probe at this share of the candidate shows a bend while it is harmless.
-    large_probe_share: float = 0.25
-    # The candidate may take this share of the limit. The rest is for rounding and fragmentation.
-    candidate_share: float = 0.90
-    # This share of the limit is tried once after a rehearsal has passed.
-    step_up_share: float = 0.94
-    # The candidate may take this share of the limit where ranks step together and no limit can be
-    # enforced.
-    collective_share: float = 0.85
-    # The size shrinks by the next of these shares after each failure.
-    step_down: tuple[float, ...] = (0.052, 0.12, 0.25, 0.5)
-    # These shares of the size that fits are rehearsed first where exceeding the limit ends the
-    # process.
-    climb: tuple[float, ...] = (0.5, 0.8)
-    # A gain below this share is not worth another size.
-    min_gain: float = 0.02
-    # A gain below this share is not worth the risk where exceeding the limit ends the process.
-    min_gain_when_killed: float = 0.1
-    # Beyond this share of the best throughput more memory gains next to no speed.
-    throughput_share: float = 0.95
-
-
-@dataclass(frozen=True)
 class NextSize:
     """The next size to run."""
 

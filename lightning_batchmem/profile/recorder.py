@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_batchmem._lightning.trainer_state import logs_at_all, logs_now
-from lightning_batchmem.devices import DeviceMemory, utilization_for
+from lightning_batchmem.devices import utilization_for
 from lightning_batchmem.devices.accelerator import CudaTimer
+from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.devices.tensors import samples_in
 from lightning_batchmem.plan.options import number_from

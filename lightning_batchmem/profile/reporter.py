@@ -10,8 +10,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.trainer_state import logging_step, logs_at_all
-from lightning_batchmem.devices import DeviceMemory
 from lightning_batchmem.devices.accelerator import CudaTimer
+from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.profile.alerts import Alerts

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_batchmem.devices import DeviceMemory
+from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.breakdown import MemoryBreakdown, measure_breakdown
 
 # Gradients are looked for in so many steps, since a manual step may free them before it ends.

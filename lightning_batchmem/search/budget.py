@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_batchmem._lightning.strategies import processes_on_node, steps_are_collective
 from lightning_batchmem.batches.loaders import Bound, LoaderInfo
 from lightning_batchmem.batches.probe_batches import ProbeBatches
-from lightning_batchmem.devices import DeviceMemory
+from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.host import HostMemory
 from lightning_batchmem.plan.decide import decide
 from lightning_batchmem.plan.fit import fit_memory, fit_time
@@ -22,7 +22,8 @@ from lightning_batchmem.plan.options import (
     SearchOptions,
     parse_memory_limit,
 )
-from lightning_batchmem.plan.records import NextSize, SearchLimits, SearchPolicy, Trial, mib
+from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.records import NextSize, SearchLimits, Trial, mib
 from lightning_batchmem.search.ranks import Ranks, own_budget_bytes
 
 # A trial of each kind has so many steps, with those of its evaluation.
@@ -89,7 +90,7 @@ def search_limits(
     ]
     if target_batch_size is not None:
         largest_allowed.append((target_batch_size, "target_batch_size"))
-    if device.name != "host":
+    if not device.holds_loader_workers:
         largest_allowed.append(
             (workers.largest_in_host_memory(processes_on_node(trainer)), "host memory")
         )
@@ -110,7 +111,7 @@ def search_limits(
         objective=options.objective,
         target_batch_size=target_batch_size,
         ranks=ranks.size,
-        out_of_memory_kills=device.name == "host",
+        out_of_memory_kills=device.overrun_kills,
         steps_are_collective=steps_are_collective(trainer),
     )
 
@@ -137,7 +138,7 @@ def memory_limit_bytes(trainer: Trainer, device: DeviceMemory, options: SearchOp
 
 def _share_of(budget_bytes: int, device: DeviceMemory) -> int:
     # On the host, this process also holds the interpreter and libraries.
-    held_bytes = device.current().allocated_bytes if device.name == "host" else 0
+    held_bytes = device.current().allocated_bytes if device.held_is_resident_set else 0
     return held_bytes + int(_LIMIT_SHARE * (budget_bytes - held_bytes))
 
 
@@ -162,7 +163,7 @@ def with_workers(
 ) -> Trial:
     """The trial with the memory of DataLoader workers, which counts on the host."""
     trial = replace(trial, worker_bytes=workers.bytes_at(trial.batch_size))
-    if device.name != "host":
+    if not device.holds_loader_workers:
         return trial
     trial = replace(trial, reserve_bytes=trial.reserve_bytes + trial.worker_bytes)
     is_over = trial.outcome == "ok" and trial.needed_bytes > limit_bytes

@@ -8,7 +8,8 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_batchmem.devices import DeviceMemory, device_name
+from lightning_batchmem.devices import device_name
+from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.plan.options import SearchOptions, changes_since
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.reuse import load_plan

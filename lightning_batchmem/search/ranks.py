@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_batchmem._lightning.strategies import processes_on_node
-from lightning_batchmem.devices import DeviceMemory
+from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.plan.records import Trial
 
 _Value = TypeVar("_Value")
@@ -145,7 +145,7 @@ class CollectiveDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def own_budget_bytes(device: DeviceMemory, trainer: Trainer) -> int:
     """The most bytes that this rank may hold; ranks on one host share its free memory equally."""
     budget_bytes = device.budget_bytes()
-    processes = processes_on_node(trainer) if device.name == "host" else 1
+    processes = processes_on_node(trainer) if device.shared_by_ranks else 1
     if processes == 1:
         return budget_bytes
     held_bytes = device.current().allocated_bytes

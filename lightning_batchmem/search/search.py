@@ -35,7 +35,7 @@ from lightning_batchmem._lightning.trainer_state import (
 )
 from lightning_batchmem.batches.loaders import Bound, StageLoaders
 from lightning_batchmem.batches.probe_batches import ProbeBatches
-from lightning_batchmem.devices import DeviceMemory
+from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.breakdown import measure_breakdown
 from lightning_batchmem.plan.decide import decide
 from lightning_batchmem.plan.options import SearchOptions
@@ -95,7 +95,9 @@ class BatchSizeSearch:
         self._ranks = Ranks(trainer)
         self._first = options.first_size
         self._callbacks = callbacks_of(trainer)
-        self._averages_bytes = weight_average_bytes(trainer) if device.name != "host" else 0
+        self._averages_bytes = (
+            weight_average_bytes(trainer) if not device.held_is_resident_set else 0
+        )
         shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
         self._progress = SearchProgress(enabled=shown)
         # An epoch has this many batches at the chosen size. The number is inf when it is unknown.
@@ -388,7 +390,7 @@ class BatchSizeSearch:
             peak_bytes=trial.peak_bytes or trial.held_bytes,
         )
         text = f"At {trial.batch_size} samples the memory held {breakdown}"
-        if trial.worker_bytes and self._device.name == "host":
+        if trial.worker_bytes and self._device.holds_loader_workers:
             text += f"; DataLoader workers hold {mib(trial.worker_bytes)} more"
         return replace(failure, reason=f"{failure.reason} {text}.")
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_batchmem.devices import DeviceMemory
-from lightning_batchmem.devices.host import HostMemory
+from lightning_batchmem.devices.base import DeviceMemory, PeakCounter
 from lightning_batchmem.devices.peaks import LiveStorages, PhasePeaks, RequestedBytes, StepPeaks
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.search.compiled import compiled_frames
@@ -100,9 +99,9 @@ class StepRunner:
         self.trainer = trainer
         self.device = device
         self.callback = callback
-        self.is_host = device.name == "host"
+        self.is_host = device.held_is_resident_set
         self._samples_bytes = samples_bytes if self.is_host else 0
-        self._file_bytes = device.file_bytes() if isinstance(device, HostMemory) else 0
+        self._file_bytes = device.evictable_bytes()
         self.live = self._live_counter(counts_live)
         self._frames_before = compiled_frames()
         # This is true if an optimizer did not step while others warmed up.
@@ -161,7 +160,7 @@ class StepRunner:
 
         ``live`` counts storages on the host, ``varied`` takes other lengths in every other step.
         """
-        counter: DeviceMemory | LiveStorages | RequestedBytes = self.device
+        counter: PeakCounter = self.device
         if self.live is not None and (live or not self.is_host):
             counter = self.live
         elif self.live is not None:
@@ -169,7 +168,8 @@ class StepRunner:
             counted = False
         with counter if isinstance(counter, LiveStorages) else nullcontext():
             for step in range(count):
-                self.callback.peaks = peaks = PhasePeaks(counter)
+                peaks = self.callback.peaks
+                peaks.read_from(counter)
                 is_varied = varied and step % 2 == 1
                 for call in range(record.calls):
                     begin = time.perf_counter()
@@ -208,9 +208,7 @@ class StepRunner:
 
         The kernel drops the pages of such files first.
         """
-        new_bytes = 0
-        if isinstance(self.device, HostMemory):
-            new_bytes = self.device.file_bytes() - self._file_bytes
+        new_bytes = self.device.evictable_bytes() - self._file_bytes
         return self._samples_bytes + max(0, new_bytes)
 
     def state_bytes(self, callbacks: Iterable[Callback]) -> int:

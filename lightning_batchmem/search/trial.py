@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from lightning_batchmem._lightning.strategies import steps_are_collective, without_synchronization
-from lightning_batchmem.devices import DeviceMemory
+from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.devices.peaks import LiveStorages, StepPeaks
 from lightning_batchmem.plan.records import Outcome, Trial, TrialKind

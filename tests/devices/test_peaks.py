@@ -84,13 +84,13 @@ def use_and_free(device_memory, size_bytes):
 
 def test_what_happens_between_two_steps_belongs_to_none(device_memory):
     phase_peaks = PhasePeaks(device_memory)
-    phase_peaks.start()
+    phase_peaks.start("forward")
     first = phase_peaks.stop()
     use_and_free(device_memory, 5000)
     # This backward pass belongs to no training step.
     phase_peaks.enter("backward")
     use_and_free(device_memory, 5000)
     assert first == StepPeaks({"forward": 100}, None)
-    phase_peaks.start()
+    phase_peaks.start("forward")
     use_and_free(device_memory, 10)
     assert phase_peaks.stop() == StepPeaks({"forward": 110}, None)

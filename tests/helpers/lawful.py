@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_batchmem.plan.records import SearchPolicy
+from lightning_batchmem.plan.policy import SearchPolicy
 
 SAMPLES = 5000
 MIB = 2**20

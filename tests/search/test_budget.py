@@ -53,7 +53,7 @@ def test_all_ranks_use_the_least_limits_and_the_longest_sample(monkeypatch, fake
     other = (700 * KIB, (50, "dataset"), [([9 * KIB], ("longer",))])
     ranks = SimpleNamespace(size=2, exchange=lambda value: [value, other])
     device = fake_device(budget_bytes=1000 * KIB)
-    device.name = "host"
+    device.as_host()
     memory = WorkerMemory([stage({"num_workers": 1}), stage({"num_workers": 1})])
     found = limits.search_limits(
         None, device, ranks, SearchOptions(), memory, bounds=[(100, "dataset")]

@@ -39,7 +39,9 @@ def test_one_rank_exchanges_nothing_and_keeps_its_error():
     ("name", "processes", "own_bytes"), [("host", 1, 900), ("host", 4, 300), ("cuda", 4, 900)]
 )
 def test_ranks_of_one_node_share_the_memory_of_the_host(name, processes, own_bytes):
-    device = SimpleNamespace(name=name, budget_bytes=lambda: 900, current=lambda: MemoryStats(100))
+    device = SimpleNamespace(
+        shared_by_ranks=name == "host", budget_bytes=lambda: 900, current=lambda: MemoryStats(100)
+    )
     trainer = SimpleNamespace(strategy=SimpleNamespace(num_processes=processes))
     assert own_budget_bytes(device, trainer) == own_bytes
 

@@ -157,7 +157,7 @@ def test_loader_workers_on_a_device(search, device, monkeypatch):
 
 
 def test_loader_workers_on_the_host(search, device, monkeypatch):
-    device.name = "host"
+    device.as_host()
     # The fake device has no live tensors that could be counted.
     monkeypatch.setattr(LiveStorages, "is_possible", lambda: False)
     monkeypatch.setattr(WorkerMemory, "bytes_at", lambda self, size: (100 + size) * MIB)

@@ -194,7 +194,7 @@ def test_steady_steps_use_batches_of_other_lengths(search, device):
 
 
 def test_a_checkpoint_takes_a_copy_of_the_state(search, device, monkeypatch, tmp_path):
-    device.name = "host"
+    device.as_host()
     device._base_bytes = MIB
     device.free()
     reserves = []
@@ -221,7 +221,7 @@ def test_a_checkpoint_takes_a_copy_of_the_state(search, device, monkeypatch, tmp
 
 
 def test_a_reserve_is_kept_for_holes_in_the_heap(search, device):
-    device.name = "host"
+    device.as_host()
     device._base_bytes = MIB
     device.free()
     plan = search(Stepping(device), options={"max_batch_size": 4})
@@ -232,7 +232,7 @@ def test_a_reserve_is_kept_for_holes_in_the_heap(search, device):
 
 
 def test_a_step_above_the_limit_ends_a_rehearsal_on_the_host(search, device):
-    device.name = "host"
+    device.as_host()
     device._base_bytes = MIB
     device.enforces_limits = False
     device.free()

@@ -19,6 +19,12 @@ class SimulatedCuda(CachingAllocator):
     """A new process with the model of ``trace`` on a device with ``capacity_bytes`` of memory."""
 
     name = "cuda"
+    granularity_bytes = 0
+    overrun_kills = False
+    counts_live_bytes = True
+    held_is_resident_set = False
+    shared_by_ranks = False
+    holds_loader_workers = False
 
     def __init__(self, trace: Trace, capacity_bytes: int, *, expandable: bool = False) -> None:
         super().__init__(capacity_bytes, expandable=expandable)
@@ -65,6 +71,15 @@ class SimulatedCuda(CachingAllocator):
 
     def current(self) -> MemoryStats:
         return MemoryStats(self.allocated, self.reserved, self.requested)
+
+    def private_bytes(self) -> int:
+        return self.allocated
+
+    def evictable_bytes(self) -> int:
+        return 0
+
+    def non_torch_bytes(self) -> None:
+        """Nothing else uses the device."""
 
     def budget_bytes(self) -> int:
         return min(self.capacity_bytes, self.limit_bytes)
