@@ -8,18 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from rich.console import Console
 
-from lightning_batchmem._lightning.apply import (
-    apply_to_training,
-    check_step,
-    check_training,
-    complete_plan,
-    current_state,
-    record_training_setup,
-)
+from lightning_batchmem._lightning.apply import apply_to_training, check_step, check_training
+from lightning_batchmem._lightning.clean_start import RecordedState
 from lightning_batchmem._lightning.data_source import (
     discard_train_loader,
     stage_loop,
@@ -27,25 +22,22 @@ from lightning_batchmem._lightning.data_source import (
     train_source,
 )
 from lightning_batchmem._lightning.hooks import before_optimizers, call_before
-from lightning_batchmem._lightning.module_state import ModuleState
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.strategies import check_strategy
-from lightning_batchmem._lightning.trainer_state import RandomStates, callbacks_of, is_fast_dev_run
+from lightning_batchmem._lightning.trainer_search import TrainerSearch
+from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run
 from lightning_batchmem.devices import device_memory_for, device_name
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.peaks import RequestedBytes
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
-from lightning_batchmem.plan.options import SearchOptions, WorstCase, changes_since
+from lightning_batchmem.plan.options import SearchOptions, WorstCase
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import Objective, SearchFailed, mib
+from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.records import Objective, mib
+from lightning_batchmem.plan.reuse import changes_since
 from lightning_batchmem.plan.scaling import LearningRateScaling
-from lightning_batchmem.search.budget import memory_limit_bytes
-from lightning_batchmem.search.earlier_plan import earlier_plan, search_conditions
+from lightning_batchmem.search.budget import Budget
 from lightning_batchmem.search.ranks import Ranks
-from lightning_batchmem.search.search import BatchSizeSearch
-
-# Two starts of one training differ by at most this share of the limit.
-_NOTABLE_SHARE = 0.01
 
 
 class BatchFinder(Callback):
@@ -99,6 +91,7 @@ class BatchFinder(Callback):
 
     Attributes:
         plan: the :class:`~lightning_batchmem.Plan` of the last search; ``None`` before.
+        policy: the numbers that steer a search; assign another one before ``fit``.
 
     Raises:
         ValueError: for an argument out of range, and at ``fit`` for a project whose batch size
@@ -131,27 +124,40 @@ class BatchFinder(Callback):
         plan: Plan | str | Path | None = None,
         verbose: bool = False,
     ) -> None:
-        arguments = {
-            name: value
-            for name, value in locals().items()
-            if name in SearchOptions.__dataclass_fields__
-        }
         super().__init__()
         self.plan: Plan | None = None
-        self._options = SearchOptions(**arguments)
+        self.policy = SearchPolicy()
+        self._options = SearchOptions(
+            objective=objective,
+            memory_limit=memory_limit,
+            max_batch_size=max_batch_size,
+            min_batch_size=min_batch_size,
+            multiple_of=multiple_of,
+            min_steps_per_epoch=min_steps_per_epoch,
+            batch_arg_name=batch_arg_name,
+            eval_batch_arg_name=eval_batch_arg_name,
+            worst_case=worst_case,
+            target_batch_size=target_batch_size,
+            lr_scaling=lr_scaling,
+            base_batch_size=base_batch_size,
+        )
         self._search_on_resume = search_on_resume
         self._verbose = verbose
         if not isinstance(plan, Plan | str | Path | None):
             raise ValueError(f"plan must be a Plan, a path or None, got {plan!r:.80}")
-        self._earlier = plan
+        self._given_plan = plan
         self._plan_of_fit: Plan | None = None
         self._checkpoint: dict[str, Any] = {}
-        # These are the states before configure_optimizers.
-        self._before: tuple[RandomStates, ModuleState] | None = None
+        # This is the state before configure_optimizers.
+        self._recorded: RecordedState | None = None
         self._fit_started = False
         self._cancel: Callable[[], object] | None = None
         # The number is that of live bytes when the search began its last rehearsal.
         self._start: tuple[DeviceMemory, int] | None = None
+
+    def device_memory(self, device: torch.device) -> DeviceMemory | None:
+        """Return the memory that a search uses; override it to search on another kind of device."""
+        return device_memory_for(device)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Record the state before ``configure_optimizers``, or search before an evaluation."""
@@ -172,14 +178,15 @@ class BatchFinder(Callback):
         trainer.callbacks = sorted(callbacks_of(trainer), key=lambda callback: callback is not self)  # type: ignore[attr-defined]
 
         def record() -> None:
-            self._before = current_state(trainer, pl_module, train_source(trainer))
+            source = train_source(trainer)
+            self._recorded = RecordedState.record(trainer, pl_module, source)
 
         self._cancel = before_optimizers(trainer, record)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, apply the size, and print the plan."""
-        before = self._before
-        self._before = None
+        recorded = self._recorded
+        self._recorded = None
         self._fit_started = True
         self._cancel = None
         if is_fast_dev_run(trainer):
@@ -189,51 +196,30 @@ class BatchFinder(Callback):
         if 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches):
             return
         # Settings and files may differ between ranks, so one rank may fail alone.
-        with Ranks(trainer).fail_together():
+        with _ranks_of(trainer).fail_together():
             check_training(trainer, pl_module, self._options)
             source = train_source(trainer)
-            random, module_state = before or current_state(trainer, pl_module, source)
+            recorded = recorded or RecordedState.record(trainer, pl_module, source)
             # Lightning has built the loader where configure_optimizers read
             # estimated_stepping_batches.
             discard_train_loader(trainer)
             setting = BatchSizeSetting(trainer, pl_module, self._options.batch_arg_name, source)
             setting.check()
-            device_memory = _device_memory_of(trainer)
-            plan = resumed = self._resumed_plan(trainer, device_memory)
+            search = self._search_in(trainer)
+            plan = checkpoint_plan = self._plan_of_checkpoint(trainer, search.budget)
         if plan is None:
-            plan = self._search(setting, device_memory, random, module_state)
+            plan = search.training(setting, recorded, self._plan_of_fit, self._given_plan)
+            if search.device_memory.counts_live_bytes and search.start_bytes > 0:
+                self._start = (search.device_memory, search.start_bytes)
         else:
-            module_state.restore()
-            random.restore()
+            recorded.restore()
         # The hooks configure_optimizers and train_dataloader may raise an error on one rank only.
-        with Ranks(trainer).fail_together():
+        with _ranks_of(trainer).fail_together():
             apply_to_training(trainer, setting, plan, self._options)
-        self.plan = self._plan_of_fit = plan
-        if resumed is None:
+        self.plan = plan
+        self._plan_of_fit = plan
+        if checkpoint_plan is None:
             self._report(trainer, plan)
-
-    def _search(
-        self,
-        setting: BatchSizeSetting,
-        device_memory: DeviceMemory,
-        random: RandomStates,
-        module_state: ModuleState,
-    ) -> Plan:
-        trainer = setting.trainer
-        before = record_training_setup(trainer, setting, self._options, self._plan_of_fit)
-        earlier, why_not = earlier_plan(trainer, device_memory, self._options, self._earlier)
-        search = BatchSizeSearch(
-            trainer, device_memory, self._options, random, module_state, earlier
-        )
-        plan = _checked(search.training(setting), setting)
-        plan = replace(
-            plan,
-            notes=(*plan.notes, *why_not),
-            conditions=search_conditions(trainer, self._options),
-        )
-        if device_memory.counts_live_bytes and search.start_bytes > 0:
-            self._start = (device_memory, search.start_bytes)
-        return complete_plan(trainer, plan, self._options, before, search.epoch_batches)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -248,7 +234,7 @@ class BatchFinder(Callback):
         own_bytes = bytes_of(own, trainer.strategy.root_device)
         current_bytes = RequestedBytes(device_memory).current().allocated_bytes
         more_bytes = current_bytes - own_bytes - start_bytes
-        if more_bytes > _NOTABLE_SHARE * self.plan.limit_bytes:
+        if more_bytes > self.policy.more_in_use_share * self.plan.limit_bytes:
             rank_zero_warn(
                 f"Training begins with {mib(more_bytes)} more in use than the search did, for"
                 " example because of another callback. If it runs out of memory, lower"
@@ -262,9 +248,9 @@ class BatchFinder(Callback):
         if self._cancel is not None:
             self._cancel()
         # The other ranks may wait in a search that this one has not reached.
-        if self._before is not None:
-            self._before = None
-            Ranks(trainer).report(exception)
+        if self._recorded is not None:
+            self._recorded = None
+            _ranks_of(trainer).report(exception)
 
     def state_dict(self) -> dict[str, Any]:
         """The plan and the options for a checkpoint, as plain JSON types."""
@@ -287,7 +273,7 @@ class BatchFinder(Callback):
                 " by hand and remove BatchFinder."
             )
 
-    def _resumed_plan(self, trainer: Trainer, device_memory: DeviceMemory) -> Plan | None:
+    def _plan_of_checkpoint(self, trainer: Trainer, budget: Budget) -> Plan | None:
         """The plan of the checkpoint that the run resumes from; a warning has its changes."""
         if not self._checkpoint or self._search_on_resume:
             return None
@@ -298,7 +284,8 @@ class BatchFinder(Callback):
             self._checkpoint.get("options", self._checkpoint.get("wishes", {})),
             self._options.as_json(),
             device=device_name(trainer.strategy.root_device),
-            limit_bytes=memory_limit_bytes(trainer, device_memory, self._options),
+            limit_bytes=budget.limit_bytes(),
+            policy=self.policy,
         )
         accumulate = trainer.accumulate_grad_batches
         if self._options.target_batch_size is None and plan.accumulate_grad_batches != accumulate:
@@ -324,22 +311,28 @@ class BatchFinder(Callback):
         setting = BatchSizeSetting(
             trainer, module, options.eval_batch_arg_name or options.batch_arg_name, source
         )
-        outcome = None
+        plan = None
         if setting.attribute.exists or source.passed:
-            random, module_state = current_state(trainer, module, source)
-            search = BatchSizeSearch(
-                trainer, _device_memory_of(trainer), options, random, module_state
-            )
-            outcome = search.evaluation(setting, loop)
-        if outcome is None:
+            recorded = RecordedState.record(trainer, module, source)
+            plan = self._search_in(trainer).evaluation(setting, loop, recorded)
+        if plan is None:
             rank_zero_info(
                 f"BatchFinder leaves {source.hook} unchanged: no loader follows `{setting.name}`"
             )
             return
-        device = device_name(trainer.strategy.root_device)
-        self.plan = replace(_checked(outcome, setting), device=device, ranks=trainer.world_size)
-        setting.write(self.plan.batch_size, also_logged=True)
-        self._report(trainer, self.plan)
+        self.plan = plan
+        setting.write(plan.batch_size, also_logged=True)
+        self._report(trainer, plan)
+
+    def _search_in(self, trainer: Trainer) -> TrainerSearch:
+        device = trainer.strategy.root_device
+        device_memory = self.device_memory(device)
+        if device_memory is None:
+            raise ValueError(
+                f"the device must have a peak memory counter for BatchFinder, got {device.type}."
+                " Set the batch size by hand."
+            )
+        return TrainerSearch(trainer, device_memory, self._options, self.policy)
 
     def _report(self, trainer: Trainer, plan: Plan) -> None:
         if trainer.is_global_zero:
@@ -347,20 +340,5 @@ class BatchFinder(Callback):
             Console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _device_memory_of(trainer: Trainer) -> DeviceMemory:
-    device = trainer.strategy.root_device
-    if (device_memory := device_memory_for(device)) is None:
-        raise ValueError(
-            f"the device must have a peak memory counter for BatchFinder, got {device.type}."
-            " Set the batch size by hand."
-        )
-    return device_memory
-
-
-def _checked(outcome: Plan | SearchFailed, setting: BatchSizeSetting) -> Plan:
-    if isinstance(outcome, SearchFailed):
-        raise RuntimeError(outcome.reason)
-    if not setting.attribute.exists or setting.value == outcome.batch_size:
-        return outcome
-    note = f"Values computed from `{setting.name}` in __init__ or setup keep the old size."
-    return replace(outcome, notes=(*outcome.notes, note))
+def _ranks_of(trainer: Trainer) -> Ranks:
+    return Ranks(trainer.global_rank, trainer.world_size)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_batchmem._lightning.hooks import call_before, mute_callbacks_and_loggers
 from lightning_batchmem._lightning.module_state import ModuleState
-from lightning_batchmem._lightning.packages import lightning_name
+from lightning_batchmem._lightning.packages import end_of_tuning, lightning_name
 from lightning_batchmem._lightning.trainer_state import RandomStates, TrainerState, callbacks_of
 from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.batches.loaders import keep_sizes, state_of
@@ -107,7 +107,7 @@ class _SearchOnly(BatchFinder):
             # mypy does not see that the trainer has this attribute.
             trainer.callbacks = [self]  # type: ignore[attr-defined]
         # The exception is private in lightning 2.5.0 to 2.6.6.
-        raise lightning_name(trainer, "utilities.exceptions._TunerExitException")
+        raise end_of_tuning(trainer)
 
     def _report(self, trainer: Trainer, plan: Plan) -> None:
         """Print nothing: the plan is returned."""

@@ -1,6 +1,7 @@
 import gc
 import multiprocessing
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -138,14 +139,17 @@ def reads_here(monkeypatch):
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda **_: "spawn")
 
 
+def same_device(device_memory, device):
+    """A function of a module, which can be pickled with the callback."""
+    return device_memory
+
+
 @pytest.fixture
 def fit(monkeypatch, reads_here):
     """Train for a few steps on the fake device."""
 
     def run(module, finder, device_memory, *callbacks, **arguments):
-        monkeypatch.setattr(
-            lightning_batchmem.batch_finder, "device_memory_for", lambda device: device_memory
-        )
+        finder.device_memory = partial(same_device, device_memory)
         keywords = {
             key: arguments.pop(key)
             for key in ("train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path")
@@ -172,6 +176,7 @@ def search(fit, device):
         finder = BatchFinder(
             **{"multiple_of": 1, "min_steps_per_epoch": None, **arguments.pop("options", {})}
         )
+        finder.policy = arguments.pop("policy", finder.policy)
         steps = {"max_steps": 1} if stage == "fit" else {"max_epochs": 0}
         trainer = fit(
             module, finder, device, *callbacks, **{"num_sanity_val_steps": 0, **steps, **arguments}

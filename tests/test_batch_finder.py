@@ -90,7 +90,8 @@ def test_more_memory_in_use_than_in_the_search_is_one_warning(
     fit, fake_device, recwarn, copy_mib, name, warnings
 ):
     device = fake_device(budget_bytes=BUDGET, base_bytes=10 * MIB)
-    device.name = name
+    if name == "host":
+        device.as_host()
     # The callback takes memory, as a copy of the weights does.
     copies = LambdaCallback(on_train_start=lambda *_: device.use(copy_mib * MIB))
     fit(Lawful(device, law), BatchFinder(max_batch_size=16), device, copies)
@@ -119,7 +120,7 @@ def test_an_error_when_nothing_fits_lists_the_memory(search, device):
 def test_objective_throughput_ends_at_a_smaller_size(search, device, monkeypatch):
     # Time passes only in steps.
     now = [0.0]
-    monkeypatch.setattr("lightning_batchmem.search.step_runner.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("lightning_batchmem.search.steps.time.perf_counter", lambda: now[0])
 
     def timed(size):
         now[0] += 0.01 + 1e-5 * size

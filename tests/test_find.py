@@ -10,8 +10,7 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_every
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 
-import lightning_batchmem.batch_finder
-from lightning_batchmem import find_batch_size
+from lightning_batchmem import BatchFinder, find_batch_size
 from tests.helpers.lawful import MIB, Lawful, found_size, law, loader, quiet_trainer
 from tests.test_contract import CASES, SIZE, assert_same, outcome_of
 
@@ -109,7 +108,7 @@ class Data(LightningDataModule):
 @pytest.mark.filterwarnings("ignore:Attribute .cannot_be_pickled. removed from hparams")
 @pytest.mark.parametrize("fails_at", [0, 8])
 def test_everything_is_as_before(fails_at, device, reads_here, monkeypatch, tmp_path):
-    monkeypatch.setattr(lightning_batchmem.batch_finder, "device_memory_for", lambda _: device)
+    monkeypatch.setattr(BatchFinder, "device_memory", lambda *_: device)
     seed_everything(5, verbose=False)
     calls = []
     options = {"max_epochs": 1, "logger": CSVLogger(tmp_path), "enable_checkpointing": True}
@@ -167,7 +166,7 @@ def test_a_trainer_that_would_not_train():
 
 def test_the_callbacks_of_the_training_count(device, reads_here, monkeypatch):
     """As in ``fit``, a copy of the weights for their average takes memory."""
-    monkeypatch.setattr(lightning_batchmem.batch_finder, "device_memory_for", lambda _: device)
+    monkeypatch.setattr(BatchFinder, "device_memory", lambda *_: device)
     trainers = (
         quiet_trainer(max_epochs=1),
         quiet_trainer(StochasticWeightAveraging(0.1), max_epochs=1),

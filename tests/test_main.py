@@ -28,9 +28,7 @@ def finished(tmp_path_factory):
     directory = tmp_path_factory.mktemp("finished")
     device_memory = FakeDevice(budget_bytes=500 * MIB)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            lightning_batchmem.batch_finder, "device_memory_for", lambda device: device_memory
-        )
+        patch.setattr(lightning_batchmem.BatchFinder, "device_memory", lambda *_: device_memory)
         patch.setattr(
             lightning_batchmem.memory_profiler,
             "device_memory_for",

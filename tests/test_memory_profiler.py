@@ -529,10 +529,8 @@ def test_the_plan_of_a_finder_is_found(tmp_path, fake_device, monkeypatch):
     monkeypatch.setattr(
         lightning_batchmem.memory_profiler, "device_memory_for", lambda device, quick: device_memory
     )
-    monkeypatch.setattr(
-        lightning_batchmem.batch_finder, "device_memory_for", lambda device: device_memory
-    )
     finder = BatchFinder()
+    finder.device_memory = lambda device: device_memory
     profiler = MemoryProfiler()
     recorder = Recorder()
     trainer = trainer_for(

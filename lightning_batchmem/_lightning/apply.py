@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from hashlib import sha256
 from numbers import Real
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.data_source import (
-    DataSource,
     discard_train_loader,
     validation_source,
 )
 from lightning_batchmem._lightning.hooks import (
     configure_optimizers_again,
 )
-from lightning_batchmem._lightning.module_state import ModuleState
 from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem._lightning.project_attribute import ProjectAttribute
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.trainer_state import (
-    RandomStates,
     callbacks_of,
-    datamodules_of,
 )
-from lightning_batchmem.batches.loaders import state_of
-from lightning_batchmem.devices import device_name
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.scaling import learning_rate_factor, learning_rate_note, micro_batches
+from lightning_batchmem.plan.scaling import (
+    TrainingSetup,
+)
 
 
 def check_training(trainer: Trainer, module: LightningModule, options: SearchOptions) -> None:
@@ -49,18 +47,6 @@ def check_training(trainer: Trainer, module: LightningModule, options: SearchOpt
         )
 
 
-def current_state(
-    trainer: Trainer, module: LightningModule, source: DataSource
-) -> tuple[RandomStates, ModuleState]:
-    """Everything outside the trainer that a search may change.
-
-    Configuring the optimizers twice may change it too.
-    """
-    random_states = RandomStates()
-    others = [state_of(source.passed_loaders()), *datamodules_of(trainer)]
-    return random_states, ModuleState(module, others)
-
-
 def check_step(module: LightningModule, name: str) -> None:
     """Raise a ValueError where a step fetches its batches itself."""
     if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
@@ -70,96 +56,54 @@ def check_step(module: LightningModule, name: str) -> None:
         )
 
 
-TrainingSetup = tuple[int | None, float | None]
-"""Samples per optimizer step over all ranks, and learning rate of a run before its search."""
-
-
 def record_training_setup(
     trainer: Trainer, setting: BatchSizeSetting, options: SearchOptions, previous: Plan | None
 ) -> TrainingSetup:
-    """Record the setup before a search.
+    """Record the optimizer steps before a search.
 
     ``previous`` is the plan of an earlier ``fit``; its learning rate is not scaled twice.
+
+    Raises:
+        ValueError: if ``lr_scaling`` has no learning rate or no base to scale from.
     """
-    size = setting.size
     attribute = _learning_rate_attribute(trainer, setting.module)
-    batches = trainer.accumulate_grad_batches * trainer.world_size
-    effective = options.base_batch_size or (size * batches if size else None)
-    value = attribute.value
-    learning_rate = (
-        float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
-    )
+    base = options.base_batch_size
+    if base is None and setting.size:
+        base = setting.size * trainer.accumulate_grad_batches * trainer.world_size
+    learning_rate = None
+    if isinstance(attribute.value, Real) and not isinstance(attribute.value, bool):
+        learning_rate = float(attribute.value)
     if options.lr_scaling is not None:
-        if not attribute.exists:
-            raise ValueError(
-                "lr_scaling must be None for a module without `lr` or `learning_rate`, got"
-                f" {options.lr_scaling!r}. Add one and use it in configure_optimizers."
-            )
-        if learning_rate is None:
-            raise ValueError(
-                f"`{attribute.path}` must be a number for lr_scaling, got {value!r:.80} of"
-                f" {type(value).__name__}"
-            )
-        if effective is None:
+        _check_learning_rate(attribute, learning_rate, options)
+        if base is None:
             raise ValueError(
                 f"base_batch_size must be given with lr_scaling where `{setting.name}` is no"
                 f" positive whole number, got {setting.name}={setting.value!r:.80}"
             )
-    if (
-        previous is not None
-        and options.base_batch_size is not None
-        and learning_rate == previous.learning_rate
-    ):
+    has_fixed_base = options.base_batch_size is not None
+    if previous is not None and has_fixed_base and learning_rate == previous.learning_rate:
         learning_rate = previous.learning_rate_before
-    return effective, learning_rate
-
-
-def complete_plan(
-    trainer: Trainer,
-    plan: Plan,
-    options: SearchOptions,
-    before: TrainingSetup,
-    epoch_batches: float,
-) -> Plan:
-    """Add accumulation, samples per optimizer step and learning rate to ``plan``.
-
-    An epoch has ``epoch_batches`` at the batch size of the plan.
-    """
-    notes = list(plan.notes)
-    accumulate = trainer.accumulate_grad_batches
-    if options.target_batch_size is not None:
-        target = options.target_batch_size
-        micro_by_size = micro_batches(target, trainer.world_size, options.multiple_of)
-        micro = micro_by_size[plan.batch_size]
-        accumulate = micro.accumulate_grad_batches
-        notes += [micro.rounding] if micro.rounding else []
-    batches_per_step = accumulate
-    # Lightning makes an optimizer step at the end of an epoch in any case.
-    if epoch_batches < accumulate:
-        batches_per_step = max(1, int(epoch_batches))
-        notes.append(
-            f"an epoch ends after {batches_per_step} of {accumulate} batches per optimizer step"
-        )
-    effective = plan.batch_size * batches_per_step * trainer.world_size
-    base, rate_before = before
-    learning_rate = None
-    if base is not None and options.lr_scaling is not None and rate_before is not None:
-        learning_rate = rate_before * learning_rate_factor(options.lr_scaling, effective, base)
-    elif base is not None:
-        names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
-        note = learning_rate_note(names, effective_batch_size=effective, base_batch_size=base)
-        # This note comes first, because the console shows only one.
-        notes = [note, *notes] if note else notes
-    return replace(
-        plan,
-        device=device_name(trainer.strategy.root_device),
-        ranks=trainer.world_size,
-        accumulate_grad_batches=accumulate,
-        effective_batch_size=effective,
-        learning_rate=learning_rate,
-        learning_rate_before=None if learning_rate is None else rate_before,
-        notes=tuple(notes),
+    return TrainingSetup(
+        trainer.accumulate_grad_batches,
+        trainer.world_size,
+        base,
+        learning_rate,
+        tuple(type(optimizer).__name__ for optimizer in trainer.optimizers),
     )
+
+
+def search_conditions(trainer: Trainer, options: SearchOptions) -> dict[str, Any]:
+    """Conditions that have to match before a plan is used again, in plain JSON types."""
+    parameters = list(trainer.lightning_module.named_parameters())
+    shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in parameters]
+    total = sum(parameter.numel() for _, parameter in parameters)
+    digest = sha256(repr(shapes).encode()).hexdigest()[:12]
+    return {
+        **options.as_json(),
+        "ranks": trainer.world_size,
+        "precision": str(trainer.precision),
+        "parameters": f"{total:,} in {len(shapes)} tensors ({digest})",
+    }
 
 
 def apply_to_training(
@@ -184,6 +128,22 @@ def apply_to_training(
         rank_zero_warn(
             f"lr_scaling set the learning rate of the module to {plan.learning_rate:.6g}, but"
             " configure_optimizers does not use it. Pass it to the optimizers there."
+        )
+
+
+def _check_learning_rate(
+    attribute: ProjectAttribute, learning_rate: float | None, options: SearchOptions
+) -> None:
+    if not attribute.exists:
+        raise ValueError(
+            "lr_scaling must be None for a module without `lr` or `learning_rate`, got"
+            f" {options.lr_scaling!r}. Add one and use it in configure_optimizers."
+        )
+    if learning_rate is None:
+        value = attribute.value
+        raise ValueError(
+            f"`{attribute.path}` must be a number for lr_scaling, got {value!r:.80} of"
+            f" {type(value).__name__}"
         )
 
 

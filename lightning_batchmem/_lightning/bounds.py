@@ -8,9 +8,10 @@ from typing import cast
 
 from lightning.pytorch import Trainer
 
-from lightning_batchmem.batches.loaders import Bound, StageLoaders
+from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions
-from lightning_batchmem.plan.records import SizeLimit
+from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.records import Bound, SizeLimit
 from lightning_batchmem.plan.scaling import largest_where
 
 
@@ -39,6 +40,7 @@ def training_bounds(
     loaders: StageLoaders,
     validation: StageLoaders | None,
     options: SearchOptions,
+    policy: SearchPolicy,
     project_size: int | None,
 ) -> list[Bound]:
     """The largest sizes that the data and each setting of the trainer allow.
@@ -68,7 +70,8 @@ def training_bounds(
             "min_steps_per_epoch",
             lambda size: limited_batches(loaders.batches(size, full_only=True), share) >= fewest,
         )
-        bounds.append((max(largest, project_size or 0, options.first_size), "min_steps_per_epoch"))
+        smallest = max(project_size or 0, options.first_size(policy))
+        bounds.append((max(largest, smallest), "min_steps_per_epoch"))
     return bounds
 
 

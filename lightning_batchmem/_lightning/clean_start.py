@@ -1,79 +1,134 @@
-"""The state in which a stage starts, entered again by each attempt of a search."""
+"""The state in which a stage starts: recorded before a search, and entered for each attempt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem._lightning.hooks import (
-    mute_callbacks_and_loggers,
-)
+from lightning_batchmem._lightning.data_source import DataSource
+from lightning_batchmem._lightning.hooks import PhaseCallback, mute_callbacks_and_loggers
 from lightning_batchmem._lightning.module_state import ModuleState
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.trainer_state import (
     Loop,
     RandomStates,
     TrainerState,
+    callbacks_of,
+    datamodules_of,
 )
-from lightning_batchmem.batches.loaders import keep_sizes
+from lightning_batchmem.batches.loaders import keep_sizes, state_of
 from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.peaks import PhasePeaks
 
 
-@dataclass
-class Attempts:
-    """Attempts of a search, each from the state before it; everything is restored afterwards."""
+@dataclass(frozen=True)
+class RecordedState:
+    """Everything outside the trainer that a search may change.
 
-    trainer: Trainer
-    device: DeviceMemory
-    callback: Callback
+    Configuring the optimizers twice may change it too, so it is recorded before the first time.
+    """
+
     random: RandomStates
-    module_state: ModuleState
-    _current: ExitStack = field(default_factory=ExitStack, init=False)
+    module: ModuleState
 
-    def restoring(self, settings: Sequence[BatchSizeSetting], loop: Loop) -> ExitStack:
-        """Prepare the trainer for an attempt without other callbacks.
+    @classmethod
+    def record(cls, trainer: Trainer, module: LightningModule, source: DataSource) -> RecordedState:
+        random = RandomStates()
+        others = [state_of(source.passed_loaders()), *datamodules_of(trainer)]
+        return cls(random, ModuleState(module, others))
 
-        Closing the result restores everything.
-        """
-        # The calls run in reverse order, each of them even where another one fails.
+    def restore(self) -> None:
+        self.module.restore()
+        self.random.restore()
+
+
+class CleanStart:
+    """A trainer whose other callbacks and loggers are muted, in the state in which a stage starts.
+
+    It is a context: everything is restored at its end. ``again`` restores everything and enters the
+    state once more.
+
+    Args:
+        trainer: the trainer, in ``on_fit_start`` or before the loaders of another stage are built.
+        device_memory: its caches are released before each attempt.
+        phases: the phases of a step, which the only callback that is not muted marks.
+        recorded: the state outside the trainer.
+        settings: the places of the batch sizes that a search sets.
+        loop: the loop of the stage.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        device_memory: DeviceMemory,
+        phases: PhasePeaks,
+        recorded: RecordedState,
+        settings: Sequence[BatchSizeSetting],
+        loop: Loop,
+    ) -> None:
+        self.callbacks = callbacks_of(trainer)
+        # It is called at the end of each entry, when the loaders of the stage are known.
+        self.prepare: Callable[[], None] = lambda: None
+        self._trainer = trainer
+        self._device_memory = device_memory
+        self._callback = PhaseCallback(phases)
+        self._recorded = recorded
+        self._settings = settings
+        self._loop = loop
+        self._undo = ExitStack()
+        not_restorable = recorded.module.not_restorable
+        if not_restorable:
+            rank_zero_warn(
+                "BatchFinder cannot restore these if a training step changes them: "
+                + "; ".join(not_restorable[:10])
+            )
+
+    def __enter__(self) -> CleanStart:
+        self._enter_state()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._leave_state()
+        if error is None:
+            # With empty caches, training starts as if nothing had been allocated before.
+            self._device_memory.release_cached()
+
+    def again(self) -> None:
+        """Restore everything, drop optimizer states and gradients, and release caches."""
+        self._leave_state()
+        self._trainer.lightning_module.zero_grad(set_to_none=True)
+        self._device_memory.release_cached()
+        self._enter_state()
+
+    def _enter_state(self) -> None:
+        schedulers = self._recorded.module.schedulers
+        # The calls run in reverse order, each of them even where another one fails. An error in the
+        # user's hooks, which `prepare` calls, restores everything at once.
         with ExitStack() as undo:
-            undo.callback(self.random.restore)
-            for setting in settings:
+            undo.callback(self._recorded.random.restore)
+            for setting in self._settings:
                 undo.callback(keep_sizes(setting.source.passed_loaders()))
             # This restores the batch size too, where it is in an attribute.
-            undo.callback(self.module_state.restore)
-            undo.callback(TrainerState(self.trainer, loop, self.module_state.schedulers).restore)
-            mute_callbacks_and_loggers(self.trainer, self.callback)
-            return undo.pop_all()
+            undo.callback(self._recorded.module.restore)
+            undo.callback(TrainerState(self._trainer, self._loop, schedulers).restore)
+            mute_callbacks_and_loggers(self._trainer, self._callback)
+            self.prepare()
+            self._undo = undo.pop_all()
 
-    @contextmanager
-    def begin(self, start: Callable[[], ExitStack]) -> Iterator[None]:
-        """Run the body in an attempt, also when it is restarted in between."""
-        self._current = start()
-        try:
-            yield
-        finally:
-            self._close()
-        # With empty caches, training starts as if nothing had been allocated before.
-        self.device.release_cached()
-
-    def restart(self, start: Callable[[], ExitStack]) -> None:
-        """Restore everything, drop optimizer states and gradients, and release caches.
-
-        This is the state in which training starts.
-        """
-        self._close()
-        self.trainer.lightning_module.zero_grad(set_to_none=True)
-        self.device.release_cached()
-        self._current = start()
-
-    def _close(self) -> None:
-        self._current.close()
-        if self.trainer.state.fn == TrainerFn.FITTING:
+    def _leave_state(self) -> None:
+        self._undo.close()
+        if self._trainer.state.fn == TrainerFn.FITTING:
             # New optimizers are configured before the next step.
-            for optimizer in self.trainer.optimizers:
+            for optimizer in self._trainer.optimizers:
                 optimizer.state.clear()

@@ -16,6 +16,9 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lightning_batchmem.devices.peaks import PhasePeaks
 
 
 def call_before(owner: Any, method: str, call: Callable[[], None]) -> Callable[[], object]:
@@ -104,6 +107,23 @@ class _MutedLogger(DummyLogger):
     version = property(lambda self: self._logger.version)
     save_dir = property(lambda self: self._logger.save_dir)
     log_dir = property(lambda self: getattr(self._logger, "log_dir", self._logger.save_dir))
+
+
+class PhaseCallback(Callback):
+    """Marks where the phases of a step begin; the only callback that steps of a search reach."""
+
+    def __init__(self, phases: PhasePeaks) -> None:
+        self._phases = phases
+
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
+        """End forward."""
+        self._phases.enter("backward")
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End backward; clipping and the optimizer follow."""
+        self._phases.enter("optimizer_step")
 
 
 def mute_callbacks_and_loggers(trainer: Trainer, callback: Callback) -> None:

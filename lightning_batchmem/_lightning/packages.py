@@ -9,6 +9,13 @@ from typing import Any
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
+def end_of_tuning(trainer: object) -> BaseException:
+    """An exception that ends ``fit`` without an error, as after a tuner."""
+    # _TunerExitException is private in lightning 2.5.0 to 2.6.6.
+    exception: BaseException = lightning_name(trainer, "utilities.exceptions._TunerExitException")()
+    return exception
+
+
 def lightning_name(owner: object, path: str) -> Any:
     """The object at ``path``, such as ``"loops.loop._Loop"``, in the package of ``owner``.
 

@@ -137,7 +137,7 @@ class BatchSizeSetting:
             requested_at = batch_size if follows else None
             replicas = replicas_of(self.trainer, loader)
             infos.append(LoaderInfo(sample_loader, size, requested_at, replicas))
-        return stage_loaders(combined, infos)
+        return stage_loaders(combined, infos, self.source.hook)
 
     def check_loaders(self, batch_size: int, loaders: StageLoaders) -> None:
         """Raise a ValueError unless new loaders have the predicted sizes at ``batch_size``.

@@ -30,11 +30,6 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_batchmem.plan.records import SizeLimit
-
-# A bound is a largest size in samples, and the setting or data that limits it.
-Bound = tuple[int, SizeLimit]
-
 
 def count_samples(loader: DataLoader[Any]) -> int | None:
     """Number of samples in an epoch of ``loader``; ``None`` for a stream without a length."""
@@ -120,6 +115,8 @@ class StageLoaders:
     mode: str
     # The collection of the loaders, in which a batch of several loaders has its parts.
     structure: TreeSpec
+    # The hook that makes the loaders, such as "train_dataloader".
+    hook: str
 
     def in_structure(self, batches: Sequence[Any]) -> Any:
         """One batch per loader, in the collection of the loaders."""

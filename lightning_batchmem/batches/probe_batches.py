@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
 from lightning_batchmem.batches.samples import (
@@ -63,6 +64,12 @@ class ProbeBatches:
             return loader.batch(batch_size, turn if varied else None), loader_index
         batches = [one.batch(batch_size, index if varied else None) for one in self._each]
         return self._loaders.in_structure(batches), 0
+
+    def other_lengths(self, batch_size: int, index: int) -> tuple[Any, int]:
+        return self.batch(batch_size, index, varied=True)
+
+    def worker_bytes(self, batch_size: int) -> int:
+        return sum(_batches_ahead(info) * size for info, size in self.batch_bytes(batch_size))
 
     def batch_bytes(self, batch_size: int) -> list[tuple[LoaderInfo, int]]:
         """Bytes of the largest batch of each loader."""
@@ -189,3 +196,13 @@ class _LoaderBatches:
             f" {statistics.median(self._sizes):,.0f}. The search used batches {batches};"
             ' worst_case="typical" uses average ones.'
         )
+
+
+def _batches_ahead(info: LoaderInfo) -> int:
+    loader = info.loader
+    if not loader.num_workers:
+        return 0
+    # Pinned memory comes in powers of two.
+    # Source: `allocate` in pytorch/aten/src/ATen/core/CachingHostAllocator.h.
+    copies = 2 if loader.pin_memory and torch.cuda.is_available() else 1
+    return (loader.num_workers * (loader.prefetch_factor or 0) + 1) * copies

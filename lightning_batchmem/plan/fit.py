@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from lightning_batchmem.plan.records import MIB, PHASES, Line, MemoryModel, TimeModel, Trial
-
-# Sizes count as on one line up to this largest residual, as a share of the growth. Live bytes are
-# exact, so sizes on one line leave only rounding, and a bend between two sizes leaves more.
-_ON_ONE_LINE = 0.005
-# Under CUDA graphs a replay allocates nothing: live bytes stay flat while the pool behind the
-# graphs grows. Live bytes count as flat if they grow by less than this share of the growth of held
-# bytes.
-_FLAT_SHARE = 0.05
-# Held bytes must have grown by more than this, which is more than a few segments of the allocator.
-_FLAT_BYTES = 64 * MIB
+from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.records import PHASES, Line, MemoryModel, TimeModel, Trial
 
 
 def ran_through(trials: Iterable[Trial]) -> list[Trial]:
@@ -27,7 +19,8 @@ def ran_through(trials: Iterable[Trial]) -> list[Trial]:
     for trial in trials:
         if trial.outcome != "out_of_memory" and trial.phase_peak_bytes:
             by_size.setdefault(trial.batch_size, []).append(trial)
-    return [Trial.worst_of(by_size[size]) for size in sorted(by_size)]
+    worst = {size: t[0] if len(t) == 1 else Trial.worst_of(t) for size, t in by_size.items()}
+    return [worst[size] for size in sorted(worst)]
 
 
 def dropped_sizes(trials: Iterable[Trial]) -> list[int]:
@@ -43,7 +36,7 @@ def dropped_sizes(trials: Iterable[Trial]) -> list[int]:
     ]
 
 
-def fit_memory(trials: Sequence[Trial]) -> MemoryModel | None:
+def fit_memory(trials: Iterable[Trial], policy: SearchPolicy | None = None) -> MemoryModel | None:
     """Fit one line of peak bytes over samples to each phase; ``None`` with fewer than two sizes.
 
     At any moment of a step the live bytes are ``a + b * batch_size``, so the peak of a phase is a
@@ -54,14 +47,18 @@ def fit_memory(trials: Sequence[Trial]) -> MemoryModel | None:
 
     Source: least squares as in :func:`statistics.linear_regression`.
     """
-    left_out = dropped_sizes(trials)
-    ran = [trial for trial in ran_through(trials) if trial.batch_size not in left_out]
+    policy = policy or SearchPolicy()
+    ran = ran_through(trials)
+    left_out = dropped_sizes(ran)
+    ran = [trial for trial in ran if trial.batch_size not in left_out]
     if len(ran) < 2:
         return None
-    if _is_flat(ran):
-        held = {trial.batch_size: trial.held_bytes for trial in ran}
-        return MemoryModel({"forward": _line(held, is_exact=True)})
+    if _is_flat(ran, policy):
+        held_bytes = {trial.batch_size: trial.held_bytes for trial in ran}
+        return MemoryModel({"forward": _line(held_bytes, policy.on_one_line_share)})
+    # The resident set is no exact count of live bytes, so a bend of it is noise.
     is_exact = all(trial.is_exact for trial in ran)
+    largest_residual_share = policy.on_one_line_share if is_exact else math.inf
     lines = {}
     for phase in PHASES:
         peaks = {
@@ -70,7 +67,7 @@ def fit_memory(trials: Sequence[Trial]) -> MemoryModel | None:
             if phase in trial.phase_peak_bytes
         }
         if peaks:
-            lines[phase] = _line(peaks, is_exact=is_exact)
+            lines[phase] = _line(peaks, largest_residual_share)
     return MemoryModel(lines)
 
 
@@ -101,18 +98,23 @@ def fit_time(trials: Sequence[Trial]) -> TimeModel | None:
     return TimeModel(Line(intercept, slope, min(sizes), max(sizes)))
 
 
-def _is_flat(ran: Sequence[Trial]) -> bool:
+def _is_flat(ran: Sequence[Trial], policy: SearchPolicy) -> bool:
+    """Whether live bytes stay flat while held bytes grow, as under CUDA graphs."""
     grown_bytes = ran[-1].peak_bytes - ran[0].peak_bytes
     grown_held_bytes = ran[-1].held_bytes - ran[0].held_bytes
-    return grown_held_bytes > _FLAT_BYTES and grown_bytes < _FLAT_SHARE * grown_held_bytes
+    is_growing = grown_held_bytes > policy.flat_bytes
+    return is_growing and grown_bytes < policy.flat_share * grown_held_bytes
 
 
-def _line(points: Mapping[int, int], *, is_exact: bool) -> Line:
+def _line(points: Mapping[int, int], largest_residual_share: float) -> Line:
+    """The line through the longest run of the largest sizes that lies on one line."""
     sizes = sorted(points)
     # With one size only, no fixed part is known, so all of it may grow with the batch.
     if len(sizes) == 1:
         return Line(0.0, points[sizes[0]] / sizes[0], sizes[0], sizes[0])
-    grown = max(0, points[sizes[-1]] - points[sizes[0]])
+    grown_bytes = max(0, points[sizes[-1]] - points[sizes[0]])
+    # One byte is rounding.
+    largest_residual = 1 + largest_residual_share * max(1, grown_bytes)
     for first in range(len(sizes) - 1):
         run = sizes[first:]
         values = [points[size] for size in run]
@@ -124,6 +126,6 @@ def _line(points: Mapping[int, int], *, is_exact: bool) -> Line:
         residual = max(
             abs(value - intercept - slope * size) for size, value in zip(run, values, strict=True)
         )
-        if not is_exact or len(run) == 2 or residual <= _ON_ONE_LINE * grown + 1:
+        if len(run) == 2 or residual <= largest_residual:
             break
     return Line(intercept, slope, run[0], run[-1])

@@ -1,21 +1,17 @@
-"""Arguments of BatchFinder, checked and converted to plain Python types.
-
-The module also lists the arguments that changed since a plan.
-"""
+"""Arguments of BatchFinder, checked and converted to plain Python types."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
-from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import Objective, mib
+from lightning_batchmem.plan.records import Objective
 from lightning_batchmem.plan.scaling import LearningRateScaling
 
 WorstCase = Literal["typical", "longest"] | Callable[[Any], float] | None
@@ -28,9 +24,6 @@ _UNIT_BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNIT_BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 _TEXT_LIMIT = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([a-zA-Z]+)\s*")
-
-# A limit may differ by this share, because the free memory of a host always differs a little.
-_LIMIT_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
@@ -93,10 +86,9 @@ class SearchOptions:
         if isinstance(self.memory_limit, Real):
             object.__setattr__(self, "memory_limit", _plain_number(self.memory_limit))
 
-    @property
-    def first_size(self) -> int:
+    def first_size(self, policy: SearchPolicy) -> int:
         """The smallest size to try."""
-        size = self.min_batch_size or SearchPolicy.first_size
+        size = self.min_batch_size or policy.first_size
         unit = self.multiple_of or 1
         return -(-size // unit) * unit
 
@@ -131,32 +123,6 @@ def parse_memory_limit(memory_limit: object, budget_bytes: int) -> int:
             f" (0, 1], got {memory_limit!r:.80}"
         )
     return int(limit_bytes)
-
-
-def changes_since(
-    plan: Plan,
-    old_options: Mapping[str, Any],
-    options: Mapping[str, Any],
-    *,
-    device: str,
-    limit_bytes: int,
-) -> list[str]:
-    """One clause for each difference that may make the size of ``plan`` wrong.
-
-    The device, the limit and the options are compared.
-    """
-    changes = []
-    if device != plan.device:
-        changes.append(f"it was found on {plan.device} and this is {device}")
-    held_bytes = max(plan.held_peak_bytes or 0, plan.measured_peak_bytes or 0)
-    if held_bytes > limit_bytes:
-        changes.append(f"it held {mib(held_bytes)} and the limit is {mib(limit_bytes)}")
-    elif abs(limit_bytes - plan.limit_bytes) > _LIMIT_TOLERANCE * plan.limit_bytes:
-        changes.append(f"the limit was {mib(plan.limit_bytes)} and is {mib(limit_bytes)}")
-    changed = [name for name, value in options.items() if old_options.get(name, value) != value]
-    return changes + [
-        f"{name} was {old_options[name]!r} and is {options[name]!r}" for name in changed
-    ]
 
 
 def number_from(argument: str, returned: Any, *, nan: bool = False) -> float:

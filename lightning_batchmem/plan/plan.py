@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_batchmem.plan.fit import fit_memory, fit_time
+from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import (
+    Chosen,
     LimitedBy,
     Line,
     MemoryModel,
+    SearchLimits,
     TimeModel,
     Trial,
     known_fields,
-    mib,
 )
-
-_HEADINGS = ("run", "result", "size", "live MiB", "line MiB", "held MiB", "ms", "samples/s")
-_ROW = "  {:<9} {:<10} {:>6} {:>9} {:>9} {:>9} {:>9} {:>9}"
-_OUTCOMES = {
-    "ok": "ok",
-    "out_of_memory": "no memory",
-    "over_limit": "over limit",
-    "allocator_retry": "retries",
-}
+from lightning_batchmem.plan.scaling import OptimizerStep
+from lightning_batchmem.plan.text import full_text, short_text
 
 
 @dataclass(frozen=True)
@@ -84,98 +80,11 @@ class Plan:
     conditions: Mapping[str, Any] | None = None
 
     def __str__(self) -> str:
-        table = [_HEADINGS, *map(self._cells, self.trials)] if self.trials else []
-        rows = [f"  {name:<10}{value}" for name, value in self._rows()]
-        rows += [_ROW.format(*row).rstrip() for row in table]
-        text = "\n".join([self._head(), *rows])
-        return text if self.evaluation is None else f"{text}\nvalidation: {self.evaluation}"
+        return full_text(self)
 
     def short_text(self) -> str:
-        """The plan in at most six lines.
-
-        The reason, the fitted lines, the trials and all notes but the first are left out.
-        """
-        # Of several notes the dictionary keeps the first, because the last of equal keys counts.
-        rows = dict(reversed(self._rows()))
-        memory = "; ".join(
-            f"{name} {rows[name]}" for name in ("limit", "predicted", "measured") if name in rows
-        )
-        shown = {"memory": memory}
-        shown |= {name: rows[name] for name in ("speed", "step", "note") if name in rows}
-        shown["details"] = (
-            "print(finder.plan) or BatchFinder(verbose=True): reasons, all sizes, all notes"
-        )
-        lines = [f"  {name:<10}{text}" for name, text in shown.items()]
-        return "\n".join([f"BatchFinder: {self._head()}", *lines])
-
-    @property
-    def _each_rank(self) -> str:
-        return f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
-
-    def _head(self) -> str:
-        validation = ""
-        if self.evaluation is not None:
-            validation = f" (validation {self.evaluation.batch_size})"
-        verified = "verified by a rehearsal" if self.verified else "not verified"
-        limited_by = self.limited_by.replace("_", " ")
-        return (
-            f"batch size {self.batch_size}{validation}{self._each_rank},"
-            f" limited by {limited_by}, {verified}"
-        )
-
-    def _rows(self) -> list[tuple[str, str]]:
-        rows = [("limit", mib(self.limit_bytes))]
-        if self.predicted_peak_bytes is not None:
-            rows.append(("predicted", mib(self.predicted_peak_bytes)))
-        if self.measured_peak_bytes is not None:
-            held = ""
-            if self.held_peak_bytes is not None:
-                held = f", {mib(self.held_peak_bytes)} taken from the device"
-            total_bytes = self.ranks * max(self.held_peak_bytes or 0, self.measured_peak_bytes)
-            total = f"; at most {mib(total_bytes)} on all ranks" if self.ranks > 1 else ""
-            rows.append(("measured", f"{mib(self.measured_peak_bytes)}{held}{total}"))
-        if self.memory is not None:
-            phase = self.memory.phase_at(self.batch_size)
-            line = self.memory.lines[phase]
-            text = f"{mib(line.intercept)} + {mib(line.slope)} a sample"
-            rows.append(("memory", f"{text} ({phase.replace('_', ' ')})"))
-        if self.time is not None:
-            line = self.time.line
-            text = f"{line.intercept * 1e3:.3g} ms + {line.slope * 1e3:.3g} ms a sample"
-            rows.append(("time", text))
-        same_size = [trial for trial in self.trials if trial.batch_size == self.batch_size]
-        timed = [trial for trial in same_size if trial.step_seconds]
-        if timed:
-            rows.append(("speed", f"{self._cells(timed[-1])[-1]} samples/s"))
-        changes = []
-        is_divided = self.accumulate_grad_batches > 1 or self.ranks > 1
-        if self.effective_batch_size is not None and is_divided:
-            batches = f"{self.accumulate_grad_batches} batches"
-            if self.accumulate_grad_batches == 1:
-                batches = "a batch"
-            changes.append(f"{self.effective_batch_size} samples, in {batches}{self._each_rank}")
-        if self.learning_rate is not None and self.learning_rate != self.learning_rate_before:
-            changes.append(
-                f"learning rate {self.learning_rate:.6g} instead of {self.learning_rate_before:.6g}"
-            )
-        if changes:
-            rows.append(("step", "; ".join(changes)))
-        if self.reason:
-            rows.append(("why", self.reason))
-        return rows + [("note", note) for note in self.notes]
-
-    def _cells(self, trial: Trial) -> tuple[str, ...]:
-        """What was measured at one size, and the value of the line there."""
-        line_bytes = None if self.memory is None else self.memory.predict_bytes(trial.batch_size)
-        readings = (trial.peak_bytes or None, line_bytes, trial.peak_held_bytes)
-        memory = [
-            "" if count_bytes is None else mib(count_bytes).removesuffix(" MiB")
-            for count_bytes in readings
-        ]
-        seconds = trial.step_seconds
-        samples = self.ranks * trial.batch_size
-        times = [f"{seconds * 1e3:,.1f}", f"{samples / seconds:,.0f}"] if seconds else ["", ""]
-        return (trial.kind, _OUTCOMES[trial.outcome], str(trial.batch_size), *memory, *times)
+        """The plan in at most six lines, with the first note only."""
+        return short_text(self)
 
     def to_json(self) -> str:
         """The plan as JSON; :meth:`from_json` makes an equal plan of it."""
@@ -211,3 +120,55 @@ class Plan:
         trials = tuple(Trial(**known_fields(Trial, trial)) for trial in data["trials"])
         made = {"memory": memory, "time": time, "evaluation": evaluation, "trials": trials}
         return cls(**{**known_fields(cls, data), **made, "notes": tuple(data["notes"])})
+
+
+def make_plan(
+    chosen: Chosen,
+    trials: Sequence[Trial],
+    limits: SearchLimits,
+    policy: SearchPolicy,
+    *,
+    device: str,
+    notes: Sequence[str],
+    step: OptimizerStep,
+    evaluation: Plan | None = None,
+    conditions: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Make the plan of a search, once, at its end.
+
+    Args:
+        chosen: the size.
+        trials: every size that was run, in the order in which it was run.
+        limits: the limits at the end of the search.
+        policy: the numbers that steered the search.
+        device: the name of the device.
+        notes: remarks on the search and the training, a sentence each.
+        step: the optimizer steps of a training; ``OptimizerStep()`` for an evaluation.
+        evaluation: the plan of validation's own size.
+        conditions: what has to match before the plan is used again.
+    """
+    size = chosen.batch_size
+    rehearsal = next((trial for trial in reversed(trials) if trial.batch_size == size), None)
+    smaller = fit_memory([trial for trial in trials if trial.batch_size < size], policy)
+    return Plan(
+        batch_size=size,
+        limited_by=chosen.limited_by,
+        verified=chosen.is_verified,
+        limit_bytes=limits.limit_bytes,
+        predicted_peak_bytes=None if smaller is None else round(smaller.predict_bytes(size)),
+        measured_peak_bytes=None if rehearsal is None else rehearsal.peak_bytes,
+        held_peak_bytes=None if rehearsal is None else rehearsal.peak_held_bytes,
+        trials=tuple(trials),
+        memory=fit_memory(trials, policy),
+        time=fit_time(trials),
+        reason=chosen.reason,
+        device=device,
+        accumulate_grad_batches=step.accumulate_grad_batches,
+        effective_batch_size=step.effective_batch_size,
+        learning_rate=step.learning_rate,
+        learning_rate_before=step.learning_rate_before,
+        notes=(*step.notes, *notes),
+        evaluation=evaluation,
+        ranks=limits.ranks,
+        conditions=conditions,
+    )

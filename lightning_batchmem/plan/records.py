@@ -29,6 +29,9 @@ SizeLimit = Literal[
 LimitedBy = Literal["memory", "throughput", SizeLimit]
 Objective = Literal["memory", "throughput"]
 
+Bound = tuple[int, SizeLimit]
+"""A largest size in samples, and the argument, setting or data that limits it."""
+
 # The worst outcome comes first: several ranks or repetitions agree on the first that occurred.
 _OUTCOMES: tuple[Outcome, ...] = ("out_of_memory", "over_limit", "allocator_retry", "ok")
 
@@ -204,42 +207,77 @@ class TimeModel:
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """The limits of a search. Sizes are in samples."""
+    """Everything that limits a search; sizes in samples.
 
-    # This process may hold this many bytes.
+    Args:
+        limit_bytes: the most that this process may hold.
+        min_batch_size: the smallest size that is allowed.
+        max_batch_size: the largest size that is allowed.
+        max_reason: the argument, setting or data that limits the largest size.
+        multiple_of: sizes are a multiple of it; ``None`` for the largest power of two that is at
+            most a 64th of the size.
+        objective: ``"memory"`` or ``"throughput"``.
+        target_batch_size: samples per optimizer step over all ranks, which a whole number of sizes
+            has to make.
+        ranks: processes that train together.
+        overrun_kills: whether exceeding the limit ends the process, as on the host.
+        steps_are_collective: whether ranks take every step together.
+        is_compiled: whether the module is compiled for each size, so that few sizes are run.
+    """
+
     limit_bytes: int
     min_batch_size: int
     max_batch_size: int
-    # This limit sets ``max_batch_size``.
     max_reason: SizeLimit
-    # Sizes are rounded to a multiple of this. ``None`` stands for the largest power of two that is
-    # at most a 64th of the size.
     multiple_of: int | None = None
     objective: Objective = "memory"
-    # Each optimizer step has this many samples over all ranks, from a whole number of batches.
     target_batch_size: int | None = None
-    # This many processes train together.
     ranks: int = 1
-    # This is true where exceeding the limit ends the process, as on the host.
-    out_of_memory_kills: bool = False
-    # This is true where the ranks take every step together.
+    overrun_kills: bool = False
     steps_are_collective: bool = False
-    # At most this many distinct sizes may run.
-    max_sizes: int = 8
+    is_compiled: bool = False
 
 
 @dataclass(frozen=True)
 class NextSize:
-    """The next size to run."""
+    """The next size to run.
+
+    Args:
+        batch_size: the size in samples.
+        kind: whether it is only measured, or rehearsed as in a training.
+        needs_clean_start: whether everything has to be restored before it.
+    """
 
     batch_size: int
     kind: TrialKind
+    needs_clean_start: bool = False
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The size to train with.
+
+    Args:
+        batch_size: the size in samples.
+        limited_by: what limits it.
+        reason: one sentence: why this size.
+        notes: sentences about the lines and the allocator.
+        is_verified: whether a rehearsal passed at exactly this size.
+    """
+
+    batch_size: int
+    limited_by: LimitedBy
+    reason: str
+    notes: tuple[str, ...] = ()
+    is_verified: bool = True
 
 
 @dataclass(frozen=True)
 class SearchFailed:
-    """No size fits: what was measured, and what to do."""
+    """No size fits.
+
+    Args:
+        reason: what was measured, and what to do.
+    """
 
     reason: str
-    # These trials had run by then.
-    trials: tuple[Trial, ...] = ()

@@ -1,67 +1,77 @@
-"""A plan of an earlier run, used again."""
+"""The plan of an earlier run, used again where nothing that matters has changed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import NextSize, SearchLimits, Trial
+from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.records import Chosen, SearchLimits, Trial
 from lightning_batchmem.plan.scaling import size_range
-from lightning_batchmem.plan.sentences import outcome_text, size_limit_text
 
 
 def load_plan(plan: Plan | str | Path) -> Plan:
     """A plan, or the plan of a file, or the newest plan of a fit below a log directory.
 
-    Without a plan there, OSError or ValueError is raised.
+    Raises:
+        OSError: if there is no such file.
+        ValueError: if a file has no plan.
     """
     if isinstance(plan, Plan):
         return plan
     path = Path(plan)
     if path.is_dir():
-        found = sorted(
-            path.rglob("batch_plan*.json"), key=lambda one: one.stat().st_mtime, reverse=True
-        )
-        for one in found:
-            earlier = Plan.from_json(one.read_text(encoding="utf-8"))
+        files = sorted(path.rglob("batch_plan*.json"), key=lambda file: file.stat().st_mtime)
+        for file in reversed(files):
+            earlier = Plan.from_json(file.read_text(encoding="utf-8"))
             # The plan of an evaluation has no conditions, and is skipped.
             if earlier.conditions is not None:
                 return earlier
-        path = found[0] if found else path / "batch_plan.json"
+        path = files[-1] if files else path / "batch_plan.json"
     return Plan.from_json(path.read_text(encoding="utf-8"))
 
 
-def reuse(plan: Plan, trials: Sequence[Trial], limits: SearchLimits) -> NextSize | Plan | str:
-    """The rehearsal at the size of ``plan``, and after it the new plan.
+def changes_since(
+    plan: Plan,
+    old_conditions: Mapping[str, Any],
+    conditions: Mapping[str, Any],
+    *,
+    device: str,
+    limit_bytes: int,
+    policy: SearchPolicy,
+) -> list[str]:
+    """One clause for each difference that may make the size of ``plan`` wrong."""
+    changes = []
+    if device != plan.device:
+        changes.append(sentences.other_device(plan.device, device))
+    held_bytes = max(plan.held_peak_bytes or 0, plan.measured_peak_bytes or 0)
+    difference_bytes = abs(limit_bytes - plan.limit_bytes)
+    if held_bytes > limit_bytes:
+        changes.append(sentences.held_too_much(held_bytes, limit_bytes))
+    elif difference_bytes > policy.limit_tolerance * plan.limit_bytes:
+        changes.append(sentences.other_limit(plan.limit_bytes, limit_bytes))
+    changed = [
+        name for name, value in conditions.items() if old_conditions.get(name, value) != value
+    ]
+    return changes + sentences.other_options(old_conditions, conditions, changed)
 
-    If a search is needed instead, the result is a text with the reason.
-    """
+
+def why_not_allowed(plan: Plan, limits: SearchLimits) -> str:
+    """Why the size of ``plan`` is not worth a rehearsal; empty if it is."""
     size = plan.batch_size
     lowest, highest = size_range(limits)
-    if trials:
-        if trials[-1].outcome != "ok":
-            return f"{size} samples {outcome_text(trials[-1])}"
-        earlier = [one for one in plan.trials if (one.batch_size, one.kind) != (size, "rehearsal")]
-        return replace(
-            plan,
-            verified=True,
-            limit_bytes=limits.limit_bytes,
-            measured_peak_bytes=trials[-1].peak_bytes,
-            held_peak_bytes=trials[-1].peak_held_bytes,
-            trials=(*earlier, trials[-1]),
-            reason=f"{size} samples: the size of an earlier plan, which passed a rehearsal again.",
-            notes=(),
-            # Validation has a separate search, which adds its plan afterwards.
-            evaluation=None,
-        )
     if not lowest <= size <= highest:
-        return (
-            f"it has {size} samples, and sizes from {lowest} to {highest} are allowed:"
-            f" {size_limit_text(limits)}"
-        )
+        return sentences.outside_range(size, lowest, highest, limits)
     if plan.limited_by not in ("memory", "throughput") and size != highest:
-        limited_by = plan.limited_by.replace("_", " ")
-        return f"its size was limited by {limited_by} to {size} and may now be {highest}"
-    return NextSize(size, "rehearsal")
+        return sentences.other_size_limit(plan.limited_by, size, highest)
+    return ""
+
+
+def reused(plan: Plan, trial: Trial) -> tuple[Chosen, tuple[Trial, ...]]:
+    """The size of ``plan`` after ``trial``, a rehearsal that passed, and the trials of both."""
+    size = plan.batch_size
+    earlier = [t for t in plan.trials if (t.batch_size, t.kind) != (size, "rehearsal")]
+    return Chosen(size, plan.limited_by, sentences.passed_again(size)), (*earlier, trial)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.records import SearchLimits
 
 LearningRateScaling = Literal["linear", "sqrt"]
@@ -58,10 +59,8 @@ def micro_batch(
     effective = batch_size * accumulate * ranks
     rounding = ""
     if effective != target_batch_size:
-        on_ranks = f" on each of {ranks} ranks" if ranks > 1 else ""
-        rounding = (
-            f"{effective:,} samples per optimizer step instead of {target_batch_size:,}:"
-            f" {accumulate:,} x {batch_size:,}{on_ranks}"
+        rounding = sentences.rounded_target(
+            effective, target_batch_size, accumulate, batch_size, ranks
         )
     return MicroBatch(batch_size, accumulate, effective, rounding)
 
@@ -90,31 +89,94 @@ def learning_rate_factor(
     return ratio if scaling == "linear" else math.sqrt(ratio)
 
 
-def learning_rate_note(
-    optimizer_names: Sequence[str], *, effective_batch_size: int, base_batch_size: int
-) -> str:
-    """One sentence for a run whose effective batch size changed and whose learning rate did not.
+def learning_rate_note(optimizer_names: Sequence[str], before: int, after: int) -> str:
+    """A note for a run whose samples per optimizer step changed and whose learning rate did not.
 
-    The text is empty where the effective batch size is the same.
+    It is empty where the samples per optimizer step are the same.
     """
-    if effective_batch_size == base_batch_size or not optimizer_names:
+    if before == after or not optimizer_names:
         return ""
-    changed = (
-        f"samples per optimizer step went from {base_batch_size:,} to {effective_batch_size:,}"
-    )
     names = list(dict.fromkeys(optimizer_names))
-    rule = _RULES.get(names[0])
     listed = " and ".join(names)
+    rule = _RULES.get(names[0])
     if rule is None or any(_RULES.get(name) != rule for name in names):
-        return (
-            f"{changed}, and no single rule is known for {listed}: tune the learning rate by hand"
-        )
-    ratio = effective_batch_size / base_batch_size
-    factor = f"{learning_rate_factor(rule, effective_batch_size, base_batch_size):,.4g}"
-    if max(ratio, 1 / ratio) > _TESTED_FACTOR:
-        factor += f" (untested beyond {_TESTED_FACTOR} times the samples)"
-    advice = f'for {listed}, lr_scaling="{rule}" multiplies the learning rate by {factor}'
-    return f"{changed}: {advice}, see docs/choosing-a-batch-size.md"
+        return sentences.no_learning_rate_rule(before, after, listed)
+    factor = learning_rate_factor(rule, after, before)
+    return sentences.learning_rate_rule(before, after, listed, rule, factor, _TESTED_FACTOR)
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """The optimizer steps of a training before its search.
+
+    Args:
+        accumulate_grad_batches: batches to an optimizer step.
+        ranks: processes that train together.
+        base_batch_size: samples per optimizer step over all ranks; ``None`` if unknown.
+        learning_rate: the learning rate of the module; ``None`` if it is no number.
+        optimizer_names: the classes of the optimizers.
+    """
+
+    accumulate_grad_batches: int
+    ranks: int
+    base_batch_size: int | None
+    learning_rate: float | None
+    optimizer_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """The optimizer steps of a training at the chosen size.
+
+    Args:
+        accumulate_grad_batches: batches to an optimizer step.
+        effective_batch_size: samples to an optimizer step over all ranks; ``None`` in an
+            evaluation.
+        learning_rate: the new learning rate; ``None`` where it stays.
+        learning_rate_before: the learning rate before that; ``None`` likewise.
+        notes: sentences about accumulation and learning rate.
+    """
+
+    accumulate_grad_batches: int = 1
+    effective_batch_size: int | None = None
+    learning_rate: float | None = None
+    learning_rate_before: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+def optimizer_step(
+    setup: TrainingSetup,
+    batch_size: int,
+    epoch_batches: float,
+    *,
+    target_batch_size: int | None,
+    multiple_of: int | None,
+    lr_scaling: LearningRateScaling | None,
+) -> OptimizerStep:
+    """The optimizer steps at ``batch_size``; an epoch has ``epoch_batches`` batches then."""
+    notes = []
+    accumulate = setup.accumulate_grad_batches
+    if target_batch_size is not None:
+        micro = micro_batches(target_batch_size, setup.ranks, multiple_of)[batch_size]
+        accumulate = micro.accumulate_grad_batches
+        if micro.rounding:
+            notes.append(micro.rounding)
+    batches_per_step = accumulate
+    # Lightning makes an optimizer step at the end of an epoch in any case.
+    if epoch_batches < accumulate:
+        batches_per_step = max(1, int(epoch_batches))
+        notes.append(sentences.short_epoch(batches_per_step, accumulate))
+    effective = batch_size * batches_per_step * setup.ranks
+    base = setup.base_batch_size
+    rate = setup.learning_rate
+    if base is not None and lr_scaling is not None and rate is not None:
+        new_rate = rate * learning_rate_factor(lr_scaling, effective, base)
+        return OptimizerStep(accumulate, effective, new_rate, rate, tuple(notes))
+    if base is not None:
+        note = learning_rate_note(setup.optimizer_names, base, effective)
+        # This note comes first, because the console shows only one.
+        notes = [note, *notes] if note else notes
+    return OptimizerStep(accumulate, effective, notes=tuple(notes))
 
 
 def size_range(limits: SearchLimits) -> tuple[int, int]:

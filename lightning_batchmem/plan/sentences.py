@@ -1,14 +1,15 @@
-"""Sentences about the outcome of a search."""
+"""Every sentence of a plan: reasons, notes, and why there is no plan."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from lightning_batchmem.plan.records import SearchLimits, Trial, mib
 
 _REMEDY = "Use a smaller model, smaller samples, lower precision or activation checkpointing."
 
-_LIMITS: dict[str, str] = {
+_LIMITS: Mapping[str, str] = {
     "dataset": "the data set has no more than {size} samples for a full batch",
     "host memory": (
         "more than {size} samples in the DataLoader's workers would fill the host's memory"
@@ -17,70 +18,203 @@ _LIMITS: dict[str, str] = {
     "max_batch_size": "max_batch_size is {size}",
     "validation data": "the validation data set has no full batch of more than {size} samples",
 }
-_OUTCOMES = {
+_OUTCOMES: Mapping[str, str] = {
     "out_of_memory": "ran out of memory",
     "over_limit": "need {needed}",
     "allocator_retry": "fit only if the allocator releases its cache in every step",
 }
 
-
-def size_limit_text(limits: SearchLimits) -> str:
-    reason = limits.max_reason
-    size = limits.max_batch_size
-    return _LIMITS.get(reason, f"{reason} allows no more than {{size}} samples").format(size=size)
+LIVE_BYTES_NOT_COUNTED = (
+    "Live tensors could not be counted, so the resident set was measured and more room left free."
+)
 
 
-def outcome_text(trial: Trial) -> str:
+def size_limit(limits: SearchLimits) -> str:
+    """What limits the largest size that is allowed."""
+    text = _LIMITS.get(
+        limits.max_reason, f"{limits.max_reason} allows no more than {{size}} samples"
+    )
+    return text.format(size=limits.max_batch_size)
+
+
+def outcome(trial: Trial) -> str:
+    """What happened at a size that did not pass."""
     text = _OUTCOMES[trial.outcome].format(needed=mib(trial.needed_bytes))
     return f"{text} ({trial.error})" if trial.error else text
 
 
-def empty_range_text(limits: SearchLimits) -> str:
+# Why there is no size.
+
+
+def empty_range(limits: SearchLimits) -> str:
     wanted = f"No multiple of {limits.multiple_of}" if limits.multiple_of else "No size"
     lowest = max(1, limits.min_batch_size)
     return (
-        f"{wanted} lies between min_batch_size={lowest} and the largest size:"
-        f" {size_limit_text(limits)}."
+        f"{wanted} lies between min_batch_size={lowest} and the largest size: {size_limit(limits)}."
     )
 
 
-def nothing_fits_text(trial: Trial, limits: SearchLimits) -> str:
+def nothing_fits(trial: Trial, limits: SearchLimits, *, could_be_one: bool) -> str:
+    hint = " Or pass min_batch_size=1." if could_be_one else ""
     return (
-        f"Nothing fits: {trial.batch_size} samples, the smallest size allowed,"
-        f" {outcome_text(trial)} under a limit of {mib(limits.limit_bytes)}. {_REMEDY}"
+        f"Nothing fits: {trial.batch_size} samples, the smallest size allowed, {outcome(trial)}"
+        f" under a limit of {mib(limits.limit_bytes)}. {_REMEDY}{hint}"
     )
 
 
-def no_rehearsal_text(trial: Trial) -> str:
+def no_rehearsal(trial: Trial) -> str:
     return (
-        f"No size passed its rehearsal, and {trial.batch_size} samples {outcome_text(trial)}."
-        f" {_REMEDY}"
+        f"No size passed its rehearsal, and {trial.batch_size} samples {outcome(trial)}. {_REMEDY}"
     )
 
 
-def memory_text(failed: Sequence[Trial], batch_size: int) -> str:
-    """Why memory allows no more than ``batch_size`` samples."""
+def breakdown_of(batch_size: int, breakdown: str, worker_bytes: int) -> str:
+    text = f"At {batch_size} samples the memory held {breakdown}"
+    if worker_bytes:
+        text += f"; DataLoader workers hold {mib(worker_bytes)} more"
+    return f"{text}."
+
+
+# Why this size.
+
+
+def too_small_to_run(batch_size: int, limits: SearchLimits) -> str:
+    return f"{batch_size} samples: {size_limit(limits)}. Nothing was run."
+
+
+def limited_by_memory(batch_size: int, failed: Iterable[Trial]) -> str:
     above = [trial for trial in failed if trial.batch_size > batch_size]
     if not above:
-        return "the largest size that is predicted to fit"
+        return f"{batch_size} samples: the largest size that is predicted to fit."
     smallest = min(above, key=lambda trial: trial.batch_size)
-    return f"{smallest.batch_size} samples {outcome_text(smallest)}"
+    return f"{batch_size} samples: {smallest.batch_size} samples {outcome(smallest)}."
 
 
-def dropped_text(batch_size: int) -> str:
+def limited_by_size(batch_size: int, limits: SearchLimits) -> str:
+    return f"{batch_size} samples: {size_limit(limits)}."
+
+
+def near_best_throughput(batch_size: int, share: float, largest: int) -> str:
+    return (
+        f"{batch_size} samples: {share:.0%} of the throughput at {largest}, the largest size that"
+        " fits."
+    )
+
+
+def passed_again(batch_size: int) -> str:
+    return f"{batch_size} samples: the size of an earlier plan, which passed a rehearsal again."
+
+
+# Notes about the measurement.
+
+
+def dropped_from_fit(batch_size: int) -> str:
     return (
         f"The peak at {batch_size} samples is above that of a larger size and was left out of the"
         " fit."
     )
 
 
-def fragmentation_text(trial: Trial) -> str:
+def fragmented(trial: Trial) -> str:
     return (
         f"The allocator reserved {mib(trial.held_bytes)} for {mib(trial.peak_bytes)} of tensors."
         " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may let a larger size fit."
     )
 
 
-def not_used_text(reason: str) -> str:
-    """A note about an earlier plan."""
-    return f"The earlier plan was not used: {reason}."
+def idle_optimizer(steps: int) -> str:
+    return (
+        f"An optimizer did not step in the first {steps} steps, so its state is not part of the"
+        " measured memory. Lower memory_limit to leave room for it."
+    )
+
+
+# Notes about the training.
+
+
+def old_values(name: str) -> str:
+    return f"Values computed from `{name}` in __init__ or setup keep the old size."
+
+
+def rounded_target(
+    effective: int, target: int, accumulate: int, batch_size: int, ranks: int
+) -> str:
+    on_ranks = f" on each of {ranks} ranks" if ranks > 1 else ""
+    return (
+        f"{effective:,} samples per optimizer step instead of {target:,}:"
+        f" {accumulate:,} x {batch_size:,}{on_ranks}"
+    )
+
+
+def short_epoch(batches: int, accumulate: int) -> str:
+    return f"an epoch ends after {batches} of {accumulate} batches per optimizer step"
+
+
+def no_learning_rate_rule(before: int, after: int, optimizers: str) -> str:
+    return (
+        f"samples per optimizer step went from {before:,} to {after:,}, and no single rule is known"
+        f" for {optimizers}: tune the learning rate by hand"
+    )
+
+
+def learning_rate_rule(
+    before: int, after: int, optimizers: str, rule: str, factor: float, untested_beyond: int
+) -> str:
+    ratio = after / before
+    untested = ""
+    if max(ratio, 1 / ratio) > untested_beyond:
+        untested = f" (untested beyond {untested_beyond} times the samples)"
+    return (
+        f"samples per optimizer step went from {before:,} to {after:,}: for {optimizers},"
+        f' lr_scaling="{rule}" multiplies the learning rate by {factor:,.4g}{untested}, see'
+        " docs/choosing-a-batch-size.md"
+    )
+
+
+# Why an earlier plan was not used, as clauses of one sentence.
+
+
+def earlier_plan_not_used(*reasons: str) -> str:
+    return f"The earlier plan was not used: {', and '.join(reasons)}."
+
+
+def unreadable(error: Exception) -> str:
+    return f"it cannot be read ({error})"
+
+
+def not_verified() -> str:
+    return "it was not verified by a fit of this version"
+
+
+def failed_again(trial: Trial) -> str:
+    return f"{trial.batch_size} samples {outcome(trial)}"
+
+
+def outside_range(batch_size: int, lowest: int, highest: int, limits: SearchLimits) -> str:
+    return (
+        f"it has {batch_size} samples, and sizes from {lowest} to {highest} are allowed:"
+        f" {size_limit(limits)}"
+    )
+
+
+def other_size_limit(limited_by: str, batch_size: int, highest: int) -> str:
+    reason = limited_by.replace("_", " ")
+    return f"its size was limited by {reason} to {batch_size} and may now be {highest}"
+
+
+def other_device(old: str, new: str) -> str:
+    return f"it was found on {old} and this is {new}"
+
+
+def held_too_much(held_bytes: int, limit_bytes: int) -> str:
+    return f"it held {mib(held_bytes)} and the limit is {mib(limit_bytes)}"
+
+
+def other_limit(old_bytes: int, new_bytes: int) -> str:
+    return f"the limit was {mib(old_bytes)} and is {mib(new_bytes)}"
+
+
+def other_options(
+    old: Mapping[str, Any], new: Mapping[str, Any], names: Sequence[str]
+) -> list[str]:
+    return [f"{name} was {old[name]!r} and is {new[name]!r}" for name in names]

@@ -1,180 +1,135 @@
-"""Limits of the size in a search: memory, loader workers, data, the user, and the other ranks."""
+"""What limits the size in a search: memory, loader workers, data, the user, and the other ranks."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
-import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_warn
-
-from lightning_batchmem._lightning.strategies import processes_on_node, steps_are_collective
-from lightning_batchmem.batches.loaders import Bound, LoaderInfo
-from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.host import HostMemory
-from lightning_batchmem.plan.decide import decide
-from lightning_batchmem.plan.fit import fit_memory, fit_time
 from lightning_batchmem.plan.options import (
     UNBOUNDED_MAX_BATCH_SIZE,
     SearchOptions,
     parse_memory_limit,
 )
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import NextSize, SearchLimits, Trial, mib
-from lightning_batchmem.search.ranks import Ranks, own_budget_bytes
-
-# A trial of each kind has so many steps, with those of its evaluation.
-_STEPS = {"probe": 7, "rehearsal": 14}
-# It takes about this time to collect garbage and restore everything before a trial.
-_RESTART_SECONDS = 2.0
-# The limit is this share of the memory that the device can provide. The rest is for libraries,
-# fragmentation and other processes.
-_LIMIT_SHARE = 0.95
+from lightning_batchmem.plan.records import Bound, SearchLimits, mib
+from lightning_batchmem.search.ranks import Ranks
+from lightning_batchmem.search.session import Session
 
 
 @dataclass(frozen=True)
-class WorkerMemory:
-    """Bytes in loader workers by arithmetic.
+class Budget:
+    """The memory of a device that this rank may use.
 
-    They hold the batches that they make ahead, and one that is being fetched. The workers of all
-    ``stages`` are alive at the same time.
+    Args:
+        device: the device.
+        options: ``memory_limit`` among them.
+        policy: the share of the device that is left free.
+        ranks_on_host: processes that train on this machine.
+        later_bytes: bytes that the training takes later, and no step of the search does.
+        host_memory: makes the memory of the host, which loader workers fill.
     """
 
-    stages: Sequence[ProbeBatches]
+    device: DeviceMemory
+    options: SearchOptions
+    policy: SearchPolicy
+    ranks_on_host: int = 1
+    later_bytes: int = 0
+    host_memory: Callable[[], DeviceMemory] = HostMemory
 
-    def bytes_at(self, batch_size: int) -> int:
-        return sum(
-            _batches_ahead(info) * size
-            for stage in self.stages
-            for info, size in stage.batch_bytes(batch_size)
-        )
+    def provided_bytes(self) -> int:
+        """The most that this rank may hold; ranks that share memory divide what is left equally."""
+        budget_bytes = self.device.budget_bytes()
+        if self.ranks_on_host == 1 or not self.device.shared_by_ranks:
+            return budget_bytes
+        held_bytes = self.device.current().allocated_bytes
+        return held_bytes + (budget_bytes - held_bytes) // self.ranks_on_host
 
-    def largest_in_host_memory(self, processes: int = 1) -> int:
-        """The largest batch size whose batches fit into free host memory.
+    def free_bytes(self) -> int:
+        """Bytes that this rank may take beyond those that it holds; at least 0."""
+        return max(0, self.provided_bytes() - self.device.current().allocated_bytes)
 
-        The ranks on this host, ``processes`` of them, share this memory equally.
+    def usable_bytes(self) -> int:
+        """The most that a training on this rank may hold now, without ``memory_limit``."""
+        return self._share_of(self.provided_bytes()) - self.later_bytes
+
+    def is_exceeded_by_option(self) -> bool:
+        """Whether ``memory_limit`` is more than the device can provide."""
+        provided_bytes = self.provided_bytes()
+        return parse_memory_limit(self.options.memory_limit, provided_bytes) > provided_bytes
+
+    def limit_bytes(self) -> int:
+        """The limit of this rank: ``memory_limit``, and at most a share of what is provided.
+
+        Raises:
+            ValueError: if the process already holds as much as ``memory_limit``.
         """
-        if self.bytes_at(1) == 0:
-            return UNBOUNDED_MAX_BATCH_SIZE
-        host = HostMemory()
-        room = (host.budget_bytes() - host.current().allocated_bytes) // processes
-        return max(1, bisect_right(range(1, UNBOUNDED_MAX_BATCH_SIZE + 1), room, key=self.bytes_at))
+        provided_bytes = self.provided_bytes()
+        wanted_bytes = parse_memory_limit(self.options.memory_limit, provided_bytes)
+        return min(wanted_bytes, self._share_of(provided_bytes))
+
+    def _share_of(self, provided_bytes: int) -> int:
+        # On the host the interpreter and the libraries are part of the held bytes.
+        held_bytes = 0
+        if self.device.held_is_resident_set:
+            held_bytes = self.device.current().allocated_bytes
+        return held_bytes + int(self.policy.limit_share * (provided_bytes - held_bytes))
 
 
 def search_limits(
-    trainer: Trainer,
-    device: DeviceMemory,
-    ranks: Ranks,
+    session: Session,
+    budget: Budget,
     options: SearchOptions,
-    workers: WorkerMemory,
-    *,
-    bounds: Sequence[Bound],
-    target_batch_size: int | None = None,
-    averages_bytes: int = 0,
+    policy: SearchPolicy,
+    ranks: Ranks,
 ) -> SearchLimits:
-    """The limits of a search, the same on every rank."""
-    limit_bytes = memory_limit_bytes(trainer, device, options)
-    held_bytes = device.current().allocated_bytes
+    """The limits of a search, the same on every rank: the rank with the least of each decides.
+
+    Raises:
+        ValueError: if the process already holds as much as ``memory_limit``.
+    """
+    limit_bytes = budget.limit_bytes()
+    held_bytes = budget.device.current().allocated_bytes
     if options.memory_limit is not None and limit_bytes <= held_bytes:
         raise ValueError(
             f"memory_limit must be above the {mib(held_bytes)} that the process already holds, got"
             f" {mib(limit_bytes)}"
         )
-    limit_bytes -= averages_bytes
-    largest_allowed: list[Bound] = [
+    target = options.target_batch_size if session.training is not None else None
+    bounds: list[Bound] = [
         (options.max_batch_size or UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size"),
-        *bounds,
+        *session.bounds(),
     ]
-    if target_batch_size is not None:
-        largest_allowed.append((target_batch_size, "target_batch_size"))
-    if not device.holds_loader_workers:
-        largest_allowed.append(
-            (workers.largest_in_host_memory(processes_on_node(trainer)), "host memory")
-        )
-    own = min(largest_allowed, key=lambda bound: bound[0])
-    found = [(stage.longest_bytes, stage.notes) for stage in workers.stages]
-    # The rank with the lowest value of a limit decides for all ranks.
-    of_all = ranks.exchange((limit_bytes, own, found))
-    largest, reason = min((bound for _, bound, _ in of_all), key=lambda bound: bound[0])
-    # A rank without validation has fewer stages than the others.
-    for number, stage in enumerate(workers.stages):
-        stage.agree([each[number] for _, _, each in of_all if number < len(each)])
+    if target is not None:
+        bounds.append((target, "target_batch_size"))
+    if not budget.device.holds_loader_workers:
+        bounds.append((_largest_in_host_memory(session, budget), "host memory"))
+    bound = min(bounds, key=lambda bound: bound[0])
+    of_ranks = ranks.exchange((limit_bytes - budget.later_bytes, bound, session.sample_sizes()))
+    largest, reason = min((bound for _, bound, _ in of_ranks), key=lambda bound: bound[0])
+    session.use_sample_sizes([sizes for _, _, sizes in of_ranks])
     return SearchLimits(
-        limit_bytes=min(limit for limit, _, _ in of_all),
-        min_batch_size=options.min_batch_size or min(SearchPolicy.first_size, largest),
+        limit_bytes=min(limit_bytes for limit_bytes, _, _ in of_ranks),
+        min_batch_size=options.min_batch_size or min(policy.first_size, largest),
         max_batch_size=largest,
         max_reason=reason,
         multiple_of=options.multiple_of,
         objective=options.objective,
-        target_batch_size=target_batch_size,
+        target_batch_size=target,
         ranks=ranks.size,
-        out_of_memory_kills=device.overrun_kills,
-        steps_are_collective=steps_are_collective(trainer),
+        overrun_kills=budget.device.overrun_kills,
+        steps_are_collective=session.steps_are_collective,
     )
 
 
-def own_limit_bytes(trainer: Trainer, device: DeviceMemory, averages_bytes: int) -> int:
-    """Bytes that this rank may hold at this moment; ``averages_bytes`` are taken later."""
-    return _share_of(own_budget_bytes(device, trainer), device) - averages_bytes
-
-
-def memory_limit_bytes(trainer: Trainer, device: DeviceMemory, options: SearchOptions) -> int:
-    """Bytes that this process may hold.
-
-    A ``memory_limit`` above the bytes that the device can provide causes a warning.
-    """
-    budget_bytes = own_budget_bytes(device, trainer)
-    wanted_bytes = parse_memory_limit(options.memory_limit, budget_bytes)
-    if wanted_bytes > budget_bytes:
-        rank_zero_warn(
-            f"memory_limit={options.memory_limit!r} is more than the device can provide,"
-            f" {mib(budget_bytes)}."
-        )
-    return min(wanted_bytes, _share_of(budget_bytes, device))
-
-
-def _share_of(budget_bytes: int, device: DeviceMemory) -> int:
-    # On the host, this process also holds the interpreter and libraries.
-    held_bytes = device.current().allocated_bytes if device.held_is_resident_set else 0
-    return held_bytes + int(_LIMIT_SHARE * (budget_bytes - held_bytes))
-
-
-def expected_seconds(trials: Sequence[Trial], limits: SearchLimits) -> float:
-    """Seconds that the rest of a search takes if every size fits as predicted; 0 if unknown."""
-    memory = fit_memory(trials)
-    times = fit_time(trials)
-    run = list(trials)
-    seconds = 0.0
-    if memory is None or times is None:
-        return 0.0
-    while isinstance(step := decide(run, limits), NextSize):
-        size = step.batch_size
-        predicted_bytes = int(memory.predict_bytes(step.batch_size))
-        run.append(Trial(size, "ok", {memory.phase_at(size): predicted_bytes}, step.kind))
-        seconds += _STEPS[step.kind] * times.step_seconds(size) + _RESTART_SECONDS
-    return seconds
-
-
-def with_workers(
-    trial: Trial, workers: WorkerMemory, device: DeviceMemory, limit_bytes: int
-) -> Trial:
-    """The trial with the memory of DataLoader workers, which counts on the host."""
-    trial = replace(trial, worker_bytes=workers.bytes_at(trial.batch_size))
-    if not device.holds_loader_workers:
-        return trial
-    trial = replace(trial, reserve_bytes=trial.reserve_bytes + trial.worker_bytes)
-    is_over = trial.outcome == "ok" and trial.needed_bytes > limit_bytes
-    return replace(trial, outcome="over_limit") if is_over else trial
-
-
-def _batches_ahead(info: LoaderInfo) -> int:
-    loader = info.loader
-    if not loader.num_workers:
-        return 0
-    # Pinned memory comes in powers of two.
-    # Source: `allocate` in pytorch/aten/src/ATen/core/CachingHostAllocator.h.
-    copies = 2 if loader.pin_memory and torch.cuda.is_available() else 1
-    return (loader.num_workers * (loader.prefetch_factor or 0) + 1) * copies
+def _largest_in_host_memory(session: Session, budget: Budget) -> int:
+    """The largest size whose batches in loader workers fit into the free memory of the host."""
+    if session.worker_bytes(1) == 0:
+        return UNBOUNDED_MAX_BATCH_SIZE
+    host = budget.host_memory()
+    free_bytes = host.budget_bytes() - host.current().allocated_bytes
+    room_bytes = free_bytes // budget.ranks_on_host
+    sizes = range(1, UNBOUNDED_MAX_BATCH_SIZE + 1)
+    return max(1, bisect_right(sizes, room_bytes, key=session.worker_bytes))

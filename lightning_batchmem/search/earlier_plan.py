@@ -1,62 +1,56 @@
-"""An earlier plan and the conditions under which it was found."""
+"""The plan of an earlier run, if all ranks may use it again."""
 
 from __future__ import annotations
 
-from hashlib import sha256
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
-
-from lightning_batchmem.devices import device_name
-from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.plan.options import SearchOptions, changes_since
+from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.reuse import load_plan
-from lightning_batchmem.plan.sentences import not_used_text
-from lightning_batchmem.search.budget import memory_limit_bytes
+from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.reuse import changes_since, load_plan
 from lightning_batchmem.search.ranks import Ranks
 
 
-def earlier_plan(
-    trainer: Trainer,
-    device_memory: DeviceMemory,
-    options: SearchOptions,
-    given: Plan | str | Path | None,
-) -> tuple[Plan | None, tuple[str, ...]]:
-    """The plan to use again, or a note why not; the first rank decides for all."""
-    if given is None:
-        return None, ()
-    ranks = Ranks(trainer)
+def find_earlier_plan(
+    given: Plan | str | Path,
+    conditions: Mapping[str, Any],
+    *,
+    device: str,
+    limit_bytes: int,
+    policy: SearchPolicy,
+    ranks: Ranks,
+) -> tuple[Plan | None, list[str]]:
+    """The plan to use again, or ``None`` and a note why not; the first rank decides for all.
+
+    Args:
+        given: a plan, its file, or a log directory.
+        conditions: what has to match, in plain JSON types.
+        device: the name of the device.
+        limit_bytes: the limit of this rank.
+        policy: how much the limit may differ.
+        ranks: the processes that search together.
+    """
     plan = None
-    limit_bytes = min(ranks.exchange(memory_limit_bytes(trainer, device_memory, options)))
+    limit_bytes = min(ranks.exchange(limit_bytes))
     try:
         plan = load_plan(given)
     except (OSError, ValueError) as error:
         # The first run of a sweep usually has no file, so this is no error.
-        changes = [f"it cannot be read ({error})"]
+        changes = [sentences.unreadable(error)]
     else:
-        device = device_name(trainer.strategy.root_device)
-        now = search_conditions(trainer, options)
         changes = changes_since(
-            plan, plan.conditions or {}, now, device=device, limit_bytes=limit_bytes
+            plan,
+            plan.conditions or {},
+            conditions,
+            device=device,
+            limit_bytes=limit_bytes,
+            policy=policy,
         )
         if plan.conditions is None or not plan.verified:
-            changes.append("it was not verified by a fit of this version")
+            changes.append(sentences.not_verified())
     plan, changes = ranks.exchange((plan, changes))[0]
-    return (None, (not_used_text(", and ".join(changes)),)) if changes else (plan, ())
-
-
-def search_conditions(trainer: Trainer, options: SearchOptions) -> dict[str, Any]:
-    """Conditions that have to match before a plan is used again, in plain JSON types."""
-    parameters = list(trainer.lightning_module.named_parameters())
-    shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in parameters]
-    total = sum(p.numel() for _, p in parameters)
-    digest = sha256(repr(shapes).encode()).hexdigest()[:12]
-    text = f"{total:,} in {len(shapes)} tensors ({digest})"
-    return {
-        **options.as_json(),
-        "ranks": trainer.world_size,
-        "precision": str(trainer.precision),
-        "parameters": text,
-    }
+    if changes:
+        return None, [sentences.earlier_plan_not_used(*changes)]
+    return plan, []

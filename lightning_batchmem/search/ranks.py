@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch import Trainer
 
 # TorchDispatchMode is documented, and public only under this name in torch 2.5 to 2.13.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_batchmem._lightning.strategies import processes_on_node
-from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.plan.records import Trial
 
 _Value = TypeVar("_Value")
@@ -30,9 +26,9 @@ class Ranks:
     Each of them calls :meth:`exchange` equally often, and once more after an error.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.size = trainer.world_size
-        self.rank = trainer.global_rank
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
         self._in_collective_step = False
 
     def exchange(self, value: _Value) -> list[_Value]:
@@ -45,18 +41,18 @@ class Ranks:
                 raise RankFailedError(f"rank {rank} ended the search: {failure}")
         return [row[1] for row in rows]
 
-    def worst_of_all(self, trial: Trial) -> Trial:
+    def worst_of(self, trial: Trial) -> Trial:
+        """The worst trial of all ranks, which have to run the same size."""
         trials = self.exchange(trial)
-        if len({one.batch_size for one in trials}) > 1:
+        if len({trial.batch_size for trial in trials}) > 1:
             raise RuntimeError(
                 "BatchFinder's ranks ran different batch sizes; please report this as a bug."
             )
-        if self.size > 1:
-            trials = [
-                replace(one, error=one.error and f"on rank {i}: {one.error}")
-                for i, one in enumerate(trials)
-            ]
         return Trial.worst_of(trials)
+
+    def named(self, error: str) -> str:
+        """An error of this rank, with the rank if there are several."""
+        return f"on rank {self.rank}: {error}" if error and self.size > 1 else error
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
@@ -140,13 +136,3 @@ class CollectiveDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 " too."
             )
         return func(*args, **(kwargs or {}))
-
-
-def own_budget_bytes(device: DeviceMemory, trainer: Trainer) -> int:
-    """The most bytes that this rank may hold; ranks on one host share its free memory equally."""
-    budget_bytes = device.budget_bytes()
-    processes = processes_on_node(trainer) if device.shared_by_ranks else 1
-    if processes == 1:
-        return budget_bytes
-    held_bytes = device.current().allocated_bytes
-    return held_bytes + (budget_bytes - held_bytes) // processes

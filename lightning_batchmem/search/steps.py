@@ -1,90 +1,275 @@
-"""The user's training step, or the evaluation step of a stage, on batches of the search."""
+"""Consecutive steps of one kind and size, and the readings that they leave."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import NamedTuple
 
-from lightning.pytorch import Trainer
+import torch
 
-from lightning_batchmem._lightning.run_step import (
-    EvaluationLoop,
-    begin_epoch,
-    begin_evaluation,
-    drop_batch,
-    end_evaluation,
-    run_evaluation_step,
-    run_step,
-)
-from lightning_batchmem.batches.loaders import StageLoaders
-from lightning_batchmem.batches.probe_batches import ProbeBatches
+from lightning_batchmem.devices.base import DeviceMemory, PeakCounter
+from lightning_batchmem.devices.peaks import LiveStorages, RequestedBytes, StepPeaks
+from lightning_batchmem.devices.tensors import bytes_of, tensors_in
+from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.records import Outcome
+from lightning_batchmem.search.compiled import compiled_frames
+from lightning_batchmem.search.session import Session, Steps
+
+RunStep = Callable[[int, int], None]
 
 
-@dataclass(eq=False)
-class TrainingSteps:
-    """The user's training step in Lightning's own loop."""
+class OverLimitError(Exception):
+    """A step held more bytes than the steps of its trial may hold."""
 
-    first_phase = "forward"
-    trainer: Trainer
-    probe_batches: ProbeBatches
-    batches: Callable[[int], float]
 
-    def begin(self, batch_size: int) -> int:
-        """Make the next step the first of an epoch.
+class CallReading(NamedTuple):
+    """Peaks and wall time of one call of :meth:`.Steps.run`."""
 
-        Return the number of calls of :meth:`run` in a full step.
+    peaks: StepPeaks
+    seconds: float
+
+
+@dataclass
+class TrialReadings:
+    """What the steps of one trial used. Times and full steps are those of the primary steps."""
+
+    primary: Steps
+    # Live bytes of each call whose peaks count.
+    step_peaks: list[StepPeaks] = field(default_factory=list)
+    # Held bytes of each call, warm-up included.
+    held_bytes: list[int] = field(default_factory=list)
+    # Wall time of each timed call.
+    seconds: list[float] = field(default_factory=list)
+    full_steps: int = 0
+    samples: int = 0
+    outcome: Outcome = "out_of_memory"
+    # Live bytes that last from one step to the next, without gradients.
+    fixed_bytes: int = 0
+    # Bytes to keep free for what a few steps cannot measure.
+    reserve_bytes: int = 0
+    error: str = ""
+    # A step that holds more ends the trial.
+    most_held_bytes: float = math.inf
+
+    def phase_peaks(self) -> dict[str, int]:
+        """The highest live bytes of each phase."""
+        highest: dict[str, int] = {}
+        for step in self.step_peaks:
+            for phase, peak_bytes in step.phase_peak_bytes.items():
+                highest[phase] = max(highest.get(phase, 0), peak_bytes)
+        return highest
+
+
+class StepMeter:
+    """Reads live bytes, held bytes and times of the steps of a session.
+
+    Live bytes are what lines are fitted to. Where the device cannot count them, as on the host, a
+    dispatch mode counts them in steps of their own, because counting uses memory itself. Where that
+    is not possible either, ``live`` is ``None`` and the held bytes stand in for them.
+    """
+
+    def __init__(self, session: Session, device: DeviceMemory, policy: SearchPolicy) -> None:
+        self.session = session
+        self.device = device
+        self.policy = policy
+        self.has_idle_optimizer = False
+        # Until a probe has passed, a step has to find the storages that the module holds.
+        self.is_first_size = True
+        self._sample_bytes = 0
+        if device.held_is_resident_set:
+            steps = (session.training, session.evaluation)
+            self._sample_bytes = sum(s.sample_bytes for s in steps if s is not None)
+        self._evictable_bytes = device.evictable_bytes()
+        self._frames_before = compiled_frames()
+        self.live: RequestedBytes | LiveStorages | None = self._live_counter()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a step of this stage was compiled by ``torch.compile``."""
+        return compiled_frames() > self._frames_before
+
+    @property
+    def warmup_steps(self) -> int:
+        return self.policy.graph_warmup_steps if self.is_compiled else self.policy.warmup_steps
+
+    @property
+    def step_counter(self) -> PeakCounter:
+        """Counts the peaks of steps that are not run to count live bytes."""
+        return self.live if isinstance(self.live, RequestedBytes) else self.device
+
+    def live_bytes(self) -> int:
+        """Live bytes at this moment; held bytes where live bytes cannot be counted."""
+        return (self.live or self.device).current().allocated_bytes
+
+    def held_bytes(self) -> int:
+        """Bytes that this process has taken from the device at this moment."""
+        stats = self.device.current()
+        held_bytes = stats.allocated_bytes if stats.reserved_bytes is None else stats.reserved_bytes
+        return held_bytes - self._uncounted_bytes()
+
+    def peak_held_bytes(self, peaks: StepPeaks) -> int:
+        """Bytes that this process had taken from the device at the peak of a step."""
+        return (peaks.peak_reserved_bytes or peaks.peak_bytes) - self._uncounted_bytes()
+
+    def gradient_bytes(self) -> int:
+        gradients = (parameter.grad for parameter in self.session.module.parameters())
+        return bytes_of(gradient for gradient in gradients if gradient is not None)
+
+    def checkpoint_bytes(self) -> int | None:
+        """Host memory that saving a checkpoint copies; ``None`` where the training saves none."""
+        states = self.session.checkpoint_states()
+        return None if states is None else bytes_of(tensors_in(states), torch.device("cpu"))
+
+    def track_lasting(self, counter: LiveStorages) -> None:
+        """Count optimizer states and gradients, which earlier steps made, without keeping them."""
+        counter.track(tensors_in([optimizer.state for optimizer in self.session.optimizers]))
+        counter.track(tensors_in([p.grad for p in self.session.module.parameters()]))
+
+    def _uncounted_bytes(self) -> int:
+        """Bytes of the search's samples, and of files that were mapped since the start.
+
+        The kernel drops pages of files before it ends a process.
         """
-        micro_batches = begin_epoch(self.trainer, self.batches(batch_size))
-        return micro_batches * self.probe_batches.loaders_in_turn
+        new_bytes = self.device.evictable_bytes() - self._evictable_bytes
+        return self._sample_bytes + max(0, new_bytes)
 
-    def run(self, batch_size: int, index: int, *, varied: bool = False) -> None:
-        """Run a training step; under gradient accumulation, a micro batch."""
-        run_step(
-            self.trainer, lambda: self.probe_batches.batch(batch_size, index, varied=varied)[0]
-        )
-
-    def end(self) -> None:
-        """Nothing to undo."""
-
-    def release(self) -> None:
-        """Drop gradients, a half-made optimizer state and the batch, which a failed step holds."""
-        for parameter in self.trainer.lightning_module.parameters():
-            parameter.grad = None
-        for optimizer in self.trainer.optimizers:
-            optimizer.state.clear()
-        drop_batch(self.trainer.fit_loop.epoch_loop)
+    def _live_counter(self) -> RequestedBytes | LiveStorages | None:
+        if self.device.counts_live_bytes:
+            return RequestedBytes(self.device)
+        if self.session.steps_are_collective or not LiveStorages.is_possible():
+            return None
+        self.device.release_cached()
+        tensors = [*self.session.module.parameters(), *self.session.module.buffers()]
+        counter = LiveStorages()
+        counter.track(tensors)
+        tensor_bytes = counter.current().allocated_bytes
+        other_bytes = self.device.current().allocated_bytes - self._sample_bytes - tensor_bytes
+        counter = LiveStorages(max(0, other_bytes))
+        counter.track(tensors)
+        return counter
 
 
-@dataclass(eq=False)
-class EvaluationSteps:
-    """The user's validation, test or prediction step in Lightning's own loop, without gradients."""
+class ConsecutiveSteps:
+    """Steps of one kind and size that follow each other, between their begin and end."""
 
-    first_phase = "evaluation"
-    trainer: Trainer
-    loop: EvaluationLoop
-    loaders: StageLoaders
-    probe_batches: ProbeBatches
+    def __init__(
+        self, meter: StepMeter, steps: Steps, batch_size: int, readings: TrialReadings
+    ) -> None:
+        self._meter = meter
+        self._steps = steps
+        self._batch_size = batch_size
+        self._readings = readings
+        self._calls = 1
 
-    def begin(self, batch_size: int) -> int:
-        """Enter the evaluation with the module's hooks.
+    def __enter__(self) -> ConsecutiveSteps:
+        self._calls = self._steps.begin(self._batch_size)
+        return self
 
-        Return the number of calls of :meth:`run` in a full step.
-        """
-        begin_evaluation(
-            self.trainer, self.loop, self.loaders.combined, self.loaders.batches(batch_size)
-        )
-        return self.probe_batches.loaders_in_turn
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._steps.end()
 
-    def run(self, batch_size: int, index: int, *, varied: bool = False) -> None:
-        run_evaluation_step(
-            self.loop, lambda: self.probe_batches.batch(batch_size, index, varied=varied)
-        )
+    def warm_up(self, at_least: int) -> None:
+        """Run until every optimizer has stepped, so that its state exists; no peak counts."""
+        meter = self._meter
+        waiting: set[int] = set()
+        if self._steps.first_phase == "forward":
+            waiting = {id(optimizer) for optimizer in meter.session.optimizers}
+        for step in range(meter.policy.max_warmup_steps):
+            if step >= at_least and not waiting:
+                break
+            self._full_step(self._steps.run, 0)
+            waiting -= meter.session.phases.stepped
+        meter.has_idle_optimizer |= bool(waiting)
+        if not meter.device.counts_live_bytes and meter.is_compiled:
+            # A compiled module allocates without operators that a dispatch mode could count.
+            meter.live = None
 
-    def end(self) -> None:
-        end_evaluation(self.trainer, self.loop)
+    def run(self, count: int) -> None:
+        """Run steps whose peaks count."""
+        for number in range(count):
+            self._add_peaks(self._full_step(self._steps.run, number))
 
-    def release(self) -> None:
-        """Nothing is held."""
+    def run_timed(self, count: int) -> None:
+        """Run steps whose peaks and times count."""
+        for number in range(count):
+            calls = self._full_step(self._steps.run, number)
+            self._add_peaks(calls)
+            self._add_times(calls)
 
+    def run_steady(self, count: int) -> list[int]:
+        """The same with batches of other lengths in every other step; returns the held bytes."""
+        first = len(self._readings.held_bytes)
+        for number in range(count):
+            is_odd = number % 2 == 1
+            run = self._steps.run_other_lengths if is_odd else self._steps.run
+            calls = self._full_step(run, number)
+            self._add_peaks(calls)
+            self._add_times(calls)
+        return self._readings.held_bytes[first:]
 
-Steps = TrainingSteps | EvaluationSteps
+    def count_live_bytes(self) -> None:
+        """Count live bytes with a dispatch mode, unless the device counts them itself."""
+        counter = self._meter.live
+        if not isinstance(counter, LiveStorages):
+            return
+        self._meter.track_lasting(counter)
+        if self._meter.is_first_size:
+            # This step only finds everything else that the module holds.
+            self._counted_step(counter)
+        self._readings.step_peaks += [call.peaks for call in self._counted_step(counter)]
+
+    def _counted_step(self, counter: LiveStorages) -> list[CallReading]:
+        with counter:
+            return self._calls_of_a_step(self._steps.run, 0, counter)
+
+    def _full_step(self, run: RunStep, number: int) -> list[CallReading]:
+        """Run one full step and note the bytes that it holds."""
+        return self._calls_of_a_step(run, number, self._meter.step_counter, self._note_held_bytes)
+
+    def _calls_of_a_step(
+        self,
+        run: RunStep,
+        number: int,
+        counter: PeakCounter,
+        note_peaks: Callable[[StepPeaks], None] = lambda peaks: None,
+    ) -> list[CallReading]:
+        meter = self._meter
+        phases = meter.session.phases
+        phases.read_from(counter)
+        readings = []
+        for call in range(self._calls):
+            begin = time.perf_counter()
+            phases.start(self._steps.first_phase)
+            run(self._batch_size, number * self._calls + call)
+            meter.device.synchronize()
+            seconds = time.perf_counter() - begin
+            peaks = phases.stop()
+            note_peaks(peaks)
+            readings.append(CallReading(peaks, seconds))
+            self._readings.samples += self._batch_size
+        if self._steps is self._readings.primary:
+            self._readings.full_steps += 1
+        return readings
+
+    def _note_held_bytes(self, peaks: StepPeaks) -> None:
+        held_bytes = self._meter.peak_held_bytes(peaks)
+        self._readings.held_bytes.append(held_bytes)
+        if held_bytes > self._readings.most_held_bytes:
+            raise OverLimitError
+
+    def _add_peaks(self, calls: list[CallReading]) -> None:
+        if not isinstance(self._meter.live, LiveStorages):
+            self._readings.step_peaks += [call.peaks for call in calls]
+
+    def _add_times(self, calls: list[CallReading]) -> None:
+        if self._steps is self._readings.primary:
+            self._readings.seconds += [call.seconds for call in calls]

@@ -20,11 +20,10 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_batchmem import BatchFinder, batch_finder
+from lightning_batchmem import BatchFinder
 from tests.conftest import FakeDevice
 from tests.helpers.lawful import MIB, quiet_trainer
 
-_real_device_memory_for = batch_finder.device_memory_for
 _devices = []
 _steps = itertools.count()
 
@@ -131,16 +130,16 @@ def run_case(case, directory, ranks):
     rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
     (directory / f"{os.getpid()}.pid").touch()
     _devices.clear()
-    batch_finder.device_memory_for = _real_device_memory_for
     if budgets := case.get("budgets", [400] * ranks):
         _devices.append(FakeDevice(budget_bytes=budgets[rank] * MIB))
-        batch_finder.device_memory_for = lambda device: module.fail("check") or _devices[0]
     seed_everything(7, verbose=False)
     options = {"min_steps_per_epoch": None, **case.get("finder", {})}
     # Only the first rank can read the file of the plan.
     if case.get("reuses"):
         options["plan"] = directory / ("plan.txt" if rank == 0 else "none")
     finder = BatchFinder(**options)
+    if _devices:
+        finder.device_memory = lambda device: module.fail("check") or _devices[0]
     recorder = Recorder()
     callbacks = [recorder, finder] if case.get("search", True) else [recorder]
     if case.get("saves"):

@@ -14,13 +14,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import lightning_batchmem.plan.decide as decide_module
 from lightning_batchmem.plan.decide import decide
-from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import PHASES, NextSize, SearchFailed, SearchLimits, Trial
-from lightning_batchmem.plan.scaling import rounded
+from lightning_batchmem.plan.fit import fit_memory
+from lightning_batchmem.plan.plan import Plan, make_plan
+from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.records import (
+    PHASES,
+    Chosen,
+    NextSize,
+    SearchFailed,
+    SearchLimits,
+    Trial,
+)
+from lightning_batchmem.plan.scaling import OptimizerStep, rounded
 
 LIMIT = 10_000
+POLICY = SearchPolicy()
 Law = list[list[tuple[int, int]]]
 STRAIGHT = [[(1000, 30)]]
 # The law bends at 73 samples.
@@ -67,13 +76,22 @@ def device(
 
 @dataclass
 class Driven:
-    step: Plan | SearchFailed
+    step: Chosen | SearchFailed
     trials: list[Trial]
+    bounds: SearchLimits
 
     @property
     def plan(self):
-        assert isinstance(self.step, Plan), self.step
-        return self.step
+        assert isinstance(self.step, Chosen), self.step
+        return make_plan(
+            self.step,
+            self.trials,
+            self.bounds,
+            POLICY,
+            device="abacus",
+            notes=self.step.notes,
+            step=OptimizerStep(),
+        )
 
     @property
     def text(self):
@@ -86,22 +104,25 @@ class Driven:
 def drive(run, bounds):
     """Search as the finder does, and check the properties of every search."""
     trials = []
+    most = POLICY.max_sizes_compiled if bounds.is_compiled else POLICY.max_sizes
     while isinstance(step := decide(trials, bounds), NextSize):
         size = step.batch_size
         assert (size, step.kind) not in {(trial.batch_size, trial.kind) for trial in trials}
         assert bounds.min_batch_size <= size <= bounds.max_batch_size
         assert size == bounds.max_batch_size or size % (bounds.multiple_of or 1) == 0
+        follows_failure = bool(trials) and trials[-1].outcome != "ok"
+        assert step.needs_clean_start == (step.kind == "rehearsal" or follows_failure)
         trials.append(run(step))
-        assert len({trial.batch_size for trial in trials}) <= bounds.max_sizes
-    assert step.trials == tuple(trials)
+        assert len({trial.batch_size for trial in trials}) <= most
+    driven = Driven(step, trials, bounds)
     passed = [t for t in trials if t.kind == "rehearsal" and t.outcome == "ok"]
-    if isinstance(step, Plan):
-        assert step.verified == (step.batch_size in [trial.batch_size for trial in passed])
-        assert step.verified or bounds.max_batch_size == 1
-        assert Plan.from_json(step.to_json()) == step
+    if isinstance(step, Chosen):
+        assert step.is_verified == (step.batch_size in [trial.batch_size for trial in passed])
+        assert step.is_verified or bounds.max_batch_size == 1
+        assert Plan.from_json(driven.plan.to_json()) == driven.plan
     else:
         assert not passed
-    return Driven(step, trials)
+    return driven
 
 
 def passing(largest):
@@ -135,7 +156,7 @@ def in_an_old_process(run, held):
     return run_with_free_blocks
 
 
-KILLS = {"out_of_memory_kills": True}
+KILLS = {"overrun_kills": True}
 # The sizes are computed by hand. The candidate needs 0.9 of the limit and the step up needs 0.94 of
 # it; the steps down are 5, 12, 25 and 50 %.
 CASES = [
@@ -155,13 +176,13 @@ CASES = [
     (device([[(9000, 600)]]), {}, "2p! 1p 1r", 1),
     (device([[(0, 100), (-8000, 4000)]]), {}, "2p 8p! 4p 4r", 4),
     # With compiled modules, at most four sizes are tried.
-    (device(STRAIGHT), {"max_sizes": 4}, "2p 8p 266r 280r", 280),
-    (passing(200), {"max_sizes": 4}, "2p 8p 266r! 199r", 199),
-    (passing(100), {"max_sizes": 4}, "2p 8p 266r! 199r! 8r", 8),
+    (device(STRAIGHT), {"is_compiled": True}, "2p 8p 266r 280r", 280),
+    (passing(200), {"is_compiled": True}, "2p 8p 266r! 199r", 199),
+    (passing(100), {"is_compiled": True}, "2p 8p 266r! 199r! 8r", 8),
     (device(STRAIGHT, kills=True), KILLS, "2p 8p 150r 240r 300r", 300),
     (device(STRAIGHT, kills=True), {**KILLS, "cap": 155}, "2p 8p 155r", 155),
     (device(STRAIGHT, kills=True), {**KILLS, "cap": 250}, "2p 8p 150r 250r", 250),
-    (device(STRAIGHT, kills=True), {**KILLS, "max_sizes": 4}, "2p 8p 240r 300r", 300),
+    (device(STRAIGHT, kills=True), {**KILLS, "is_compiled": True}, "2p 8p 240r 300r", 300),
     (device(STRAIGHT, kills=True, held_share=0.5), KILLS, "2p 8p 100r 159r 200r", 200),
     (device(STRAIGHT, kills=True, largest_passed=230), KILLS, "2p 8p 150r 240r! 227r", 227),
     (device(STRAIGHT, kills=True, largest_passed=160), KILLS, "2p 8p 150r 240r! 227r! 199r!", 150),
@@ -249,9 +270,9 @@ def test_no_plan(run, bounds, start, end):
 
 def test_a_data_set_of_one_sample_needs_no_step():
     step = decide([], limits(cap=1))
-    assert isinstance(step, Plan)
+    assert isinstance(step, Chosen)
     assert (step.batch_size, step.limited_by) == (1, "dataset")
-    assert (step.verified, step.trials) == (False, ())
+    assert not step.is_verified
 
 
 def test_throughput_chooses_the_smallest_size_near_the_best():
@@ -284,7 +305,7 @@ def test_a_smaller_size_that_fails_does_not_discard_the_one_that_passed():
 
 def test_the_size_with_the_best_throughput_counts_as_a_size():
     run = device(STRAIGHT, largest_passed=100, seconds=(1.0, 0.1))
-    driven = drive(run, limits(objective="throughput", max_sizes=8))
+    driven = drive(run, limits(objective="throughput"))
     # These are eight sizes, the most allowed, so the search does not go on to 48.
     assert driven.text == "2p 8p 66p 266r! 252r! 221r! 165r! 82r"
     assert driven.plan.batch_size == 82
@@ -301,7 +322,7 @@ BOUNDS = {
     "multiple_of": st.none() | st.integers(1, 64),
     "target_batch_size": st.none() | st.integers(1, 4096),
     "objective": st.sampled_from(["memory", "throughput"]),
-    "max_sizes": st.sampled_from([4, 8]),
+    "is_compiled": st.booleans(),
     "steps_are_collective": st.booleans(),
 }
 
@@ -324,7 +345,7 @@ def test_a_search_ends_within_its_limits(law, share, data, held, passed):
     driven = drive(run, bounds)
     rehearsals = [trial for trial in driven.trials if trial.kind == "rehearsal"]
     assert sum(after.batch_size > before.batch_size for before, after in pairwise(rehearsals)) <= 1
-    if isinstance(driven.step, Plan) and bounds.target_batch_size is not None:
+    if isinstance(driven.step, Chosen) and bounds.target_batch_size is not None:
         assert driven.step.batch_size <= bounds.target_batch_size
 
 
@@ -332,11 +353,11 @@ def test_a_search_ends_within_its_limits(law, share, data, held, passed):
 @given(law=LAWS, held=st.floats(0, 0.8), cap=st.integers(2, 10**6))
 def test_no_size_is_predicted_above_the_limit_where_that_would_kill(law, held, cap):
     limit = 8 * 10**9
-    bounds = limits(limit, cap=cap, out_of_memory_kills=True)
+    bounds = limits(limit, cap=cap, overrun_kills=True)
     trials = []
     run = device(law, limit, held_share=held, kills=True)
     while isinstance(step := decide(trials, bounds), NextSize):
-        model = decide_module.fit_memory(trials)
+        model = fit_memory(trials)
         if model is not None:
             largest = max(trials, key=lambda trial: trial.batch_size)
             grown = model.predict_bytes(step.batch_size) - largest.peak_bytes

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_batchmem.plan.options import SearchOptions, parse_memory_limit
+from lightning_batchmem.plan.policy import SearchPolicy
 
 BUDGET = 100 * 2**30
 
@@ -135,7 +136,7 @@ def test_wrong_arguments(arguments, message):
     ],
 )
 def test_the_first_size_is_a_multiple(arguments, size):
-    assert SearchOptions(**arguments).first_size == size
+    assert SearchOptions(**arguments).first_size(SearchPolicy()) == size
 
 
 @pytest.mark.parametrize("worst_case", [None, "typical", "longest", len, dict])

@@ -119,7 +119,7 @@ NONE_KNOWN = "and no single rule is known for {}: tune the learning rate by hand
     ],
 )
 def test_note(names, effective, expected):
-    note = learning_rate_note(names, effective_batch_size=effective, base_batch_size=32)
+    note = learning_rate_note(names, 32, effective)
     start = ""
     if expected:
         start = f"samples per optimizer step went from 32 to {effective:,}{expected}"

@@ -59,7 +59,8 @@ def test_each_size_is_static_and_training_is_compiled_as_if_hard_coded(fit, fake
         notes = LambdaCallback(on_train_start=lambda *_: before.extend(programs.made))
         with torch._dynamo.config.patch(cache_size_limit=2):
             module = Compiled(device, programs, batch_size)
-            fit(module, notes, device, *callbacks, max_steps=-1, max_epochs=2)
+            callbacks = [*callbacks, notes]
+            fit(module, callbacks[0], device, *callbacks[1:], max_steps=-1, max_epochs=2)
         return before, programs.made[len(before) :]
 
     finder = BatchFinder()

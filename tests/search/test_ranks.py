@@ -8,15 +8,13 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch.distributed.fsdp
 
-from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.plan.records import Trial
-from lightning_batchmem.search.ranks import Ranks, own_budget_bytes
+from lightning_batchmem.search.ranks import Ranks
 from tests.helpers.rank_processes import WAIT_SECONDS, run_ranks
 from tests.helpers.search_ranks import MIB, run_cases
 
@@ -27,23 +25,17 @@ pytestmark = pytest.mark.slow
 
 
 def test_one_rank_exchanges_nothing_and_keeps_its_error():
-    trainer = SimpleNamespace(world_size=1, global_rank=0)
-    ranks = Ranks(trainer)
+    ranks = Ranks(rank=0, size=1)
     trial = Trial(8, "ok", {"forward": 50})
-    assert (ranks.exchange(3), ranks.worst_of_all(trial)) == ([3], trial)
+    assert (ranks.exchange(3), ranks.worst_of(trial)) == ([3], trial)
+    assert ranks.named("an error") == "an error"
     with pytest.raises(ValueError, match="the user's own error"), ranks.fail_together():
         raise ValueError("the user's own error")
 
 
-@pytest.mark.parametrize(
-    ("name", "processes", "own_bytes"), [("host", 1, 900), ("host", 4, 300), ("cuda", 4, 900)]
-)
-def test_ranks_of_one_node_share_the_memory_of_the_host(name, processes, own_bytes):
-    device = SimpleNamespace(
-        shared_by_ranks=name == "host", budget_bytes=lambda: 900, current=lambda: MemoryStats(100)
-    )
-    trainer = SimpleNamespace(strategy=SimpleNamespace(num_processes=processes))
-    assert own_budget_bytes(device, trainer) == own_bytes
+def test_an_error_names_its_rank_if_there_are_several():
+    assert Ranks(rank=1, size=2).named("an error") == "on rank 1: an error"
+    assert Ranks(rank=1, size=2).named("") == ""
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ The tests cover validation, other stages, limits of the size, and the state afte
 """
 
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +14,6 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.devices.base import MemoryStats
-from lightning_batchmem.devices.peaks import LiveStorages
-from lightning_batchmem.search.budget import WorkerMemory
 from tests.helpers.lawful import MIB, SAMPLES, Evaluated, Lawful, found_size, law, loader
 
 BUDGET = 500 * MIB
@@ -147,29 +143,12 @@ def test_an_average_of_the_weights_takes_a_copy_of_the_parameters(search, device
     assert search(Lawful(device, law), elsewhere, max_epochs=3).limit_bytes == LIMIT
 
 
-def test_loader_workers_on_a_device(search, device, monkeypatch):
-    host = SimpleNamespace(budget_bytes=lambda: 2000, current=lambda: MemoryStats(800))
-    monkeypatch.setattr("lightning_batchmem.search.budget.HostMemory", lambda: host)
+def test_loader_workers_make_batches_ahead(search, device):
     plan = search(Lawful(device, law), train_dataloaders=loader(3, num_workers=1))
     # The workers hold three batches, and each sample takes 4 bytes.
-    assert (plan.batch_size, plan.limited_by) == (100, "host memory")
-    assert (plan.trials[-1].worker_bytes, plan.trials[-1].needed_bytes) == (1200, law(100))
-
-
-def test_loader_workers_on_the_host(search, device, monkeypatch):
-    device.as_host()
-    # The fake device has no live tensors that could be counted.
-    monkeypatch.setattr(LiveStorages, "is_possible", lambda: False)
-    monkeypatch.setattr(WorkerMemory, "bytes_at", lambda self, size: (100 + size) * MIB)
-    plan = search(Lawful(device, law))
     chosen = plan.trials[-1]
-    assert chosen.reserve_bytes == int(0.4 * law(plan.batch_size)) + (100 + plan.batch_size) * MIB
-    assert 0.95 * LIMIT < chosen.needed_bytes <= LIMIT
-    device.budget = 150 * MIB
-    with pytest.raises(
-        RuntimeError, match=r"the memory held .*; DataLoader workers hold 102.0 MiB more\."
-    ):
-        search(Lawful(device, law))
+    assert chosen.worker_bytes == 3 * 4 * plan.batch_size
+    assert chosen.needed_bytes == law(plan.batch_size)
 
 
 def test_a_device_that_fills_up_during_the_search(search, device):
@@ -293,12 +272,11 @@ class Logging(Lawful):
 
 
 @pytest.mark.parametrize("has_logger", [True, False])
-def test_with_a_logger_and_barebones(has_logger, device, monkeypatch, tmp_path):
-    monkeypatch.setattr("lightning_batchmem.batch_finder.device_memory_for", lambda _: device)
+def test_with_a_logger_and_barebones(has_logger, device, tmp_path):
+    finder = BatchFinder(multiple_of=1)
+    finder.device_memory = lambda _: device
     arguments = {"logger": CSVLogger(tmp_path)} if has_logger else {"barebones": True}
-    trainer = Trainer(
-        accelerator="cpu", callbacks=[BatchFinder(multiple_of=1)], max_steps=1, **arguments
-    )
+    trainer = Trainer(accelerator="cpu", callbacks=[finder], max_steps=1, **arguments)
     module = Logging(device, law)
     trainer.fit(module)
     loggers = [arguments["logger"]] if has_logger else []

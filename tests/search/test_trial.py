@@ -1,14 +1,12 @@
 """Trials in a real Trainer on a fake device: what they record, and what a rehearsal finds."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_batchmem.search.trial import TrialRunner
+from lightning_batchmem.plan.policy import SearchPolicy
 from tests.helpers.lawful import MIB, Lawful, law
 
 
@@ -148,9 +146,9 @@ def test_skipped_optimizer_steps_prolong_the_warm_up(search, device):
     assert any("An optimizer did not step in the first 20 steps" in note for note in plan.notes)
 
 
-def test_slow_steps_are_repeated_less_often(search, device, monkeypatch):
-    monkeypatch.setattr("lightning_batchmem.search.trial._SLOW_SECONDS", 0.0)
-    steps = [trial.full_steps for trial in search(Stepping(device)).trials]
+def test_slow_steps_are_repeated_less_often(search, device):
+    policy = SearchPolicy(slow_step_seconds=0.0)
+    steps = [trial.full_steps for trial in search(Stepping(device), policy=policy).trials]
     # Quick steps are repeated 4, 3, 3, 11 and 11 times.
     assert steps == [4, 2, 2, 10, 10]
 
@@ -191,33 +189,6 @@ def test_steady_steps_use_batches_of_other_lengths(search, device):
     # A probe uses only the longest samples.
     assert set(lengths[probe]) == {4}
     assert len(set(lengths[rehearsal])) > 1
-
-
-def test_a_checkpoint_takes_a_copy_of_the_state(search, device, monkeypatch, tmp_path):
-    device.as_host()
-    device._base_bytes = MIB
-    device.free()
-    reserves = []
-    reserve = TrialRunner._reserve
-
-    def noted(self, record, start_bytes, share):
-        # The record is that of steps that take no memory.
-        flat = replace(record, held_bytes=[start_bytes])
-        reserves.append(reserve(self, flat, start_bytes, share))
-        return reserves[-1]
-
-    monkeypatch.setattr(TrialRunner, "_reserve", noted)
-    search(Stepping(device), options={"max_batch_size": 4})
-    assert set(reserves) == {0}
-    reserves.clear()
-    search(
-        Stepping(device),
-        ModelCheckpoint(tmp_path),
-        options={"max_batch_size": 4},
-        enable_checkpointing=True,
-    )
-    # The copy has weights, moments, step counts, and a score of the callback.
-    assert set(reserves) == {2 * 3 * 4 + 2 * 4 + 4}
 
 
 def test_a_reserve_is_kept_for_holes_in_the_heap(search, device):

@@ -12,7 +12,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import lightning_batchmem.batch_finder
 from lightning_batchmem import BatchFinder, Plan
 from tests.helpers.lawful import quiet_trainer
 from tests.simulated_cuda.device import SimulatedCuda
@@ -86,21 +85,29 @@ def simulated_module(device: SimulatedCuda) -> LightningModule:
     return Module()
 
 
+class SimulatedFinder(BatchFinder):
+    """A BatchFinder on a simulated device."""
+
+    def __init__(self, device: SimulatedCuda, **options: Any) -> None:
+        super().__init__(**options)
+        self._device = device
+
+    def device_memory(self, device: torch.device) -> SimulatedCuda:
+        return self._device
+
+
 def search(device: SimulatedCuda, **options: Any) -> Searched:
     """Search, then train 200 steps in the same process with the whole capacity.
 
     Evaluations and smaller batches of one size come in between; a second training has smaller
     batches of any size.
     """
-    finder = BatchFinder(**options)
+    finder = SimulatedFinder(device, **options)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with mock.patch.object(
-        lightning_batchmem.batch_finder, "device_memory_for", return_value=device
-    ):
-        trainer = quiet_trainer(finder, max_steps=1, limit_val_batches=0.5)
-        # Without this stage, only the code before the first step runs.
-        with mock.patch.object(Trainer, "_run_stage"):
-            trainer.fit(simulated_module(device))
+    trainer = quiet_trainer(finder, max_steps=1, limit_val_batches=0.5)
+    # Without this stage, only the code before the first step runs.
+    with mock.patch.object(Trainer, "_run_stage"):
+        trainer.fit(simulated_module(device))
     plan = finder.plan
     assert plan is not None
     num_ooms = device.num_ooms

@@ -1,0 +1,123 @@
+"""The text of a plan for a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_batchmem.plan.records import Trial, mib
+
+if TYPE_CHECKING:
+    from lightning_batchmem.plan.plan import Plan
+
+_HEADINGS = ("run", "result", "size", "live MiB", "line MiB", "held MiB", "ms", "samples/s")
+_ROW = "  {:<9} {:<10} {:>6} {:>9} {:>9} {:>9} {:>9} {:>9}"
+_OUTCOMES = {
+    "ok": "ok",
+    "out_of_memory": "no memory",
+    "over_limit": "over limit",
+    "allocator_retry": "retries",
+}
+
+
+def full_text(plan: Plan) -> str:
+    """The plan with all reasons, all notes and every size that was run."""
+    lines = [_head(plan)]
+    lines += [f"  {name:<10}{value}" for name, value in _rows(plan)]
+    if plan.trials:
+        table = [_HEADINGS, *(_cells(plan, trial) for trial in plan.trials)]
+        lines += [_ROW.format(*cells).rstrip() for cells in table]
+    if plan.evaluation is not None:
+        lines.append(f"validation: {full_text(plan.evaluation)}")
+    return "\n".join(lines)
+
+
+def short_text(plan: Plan) -> str:
+    """The plan in at most six lines: no reason, no lines, no trials, and only the first note."""
+    # Of several notes the dictionary keeps the first, because the last of equal keys counts.
+    rows = dict(reversed(_rows(plan)))
+    memory = [f"{name} {rows[name]}" for name in ("limit", "predicted", "measured") if name in rows]
+    shown = {"memory": "; ".join(memory)}
+    shown |= {name: rows[name] for name in ("speed", "step", "note") if name in rows}
+    shown["details"] = (
+        "print(finder.plan) or BatchFinder(verbose=True): reasons, all sizes, all notes"
+    )
+    lines = [f"  {name:<10}{text}" for name, text in shown.items()]
+    return "\n".join([f"BatchFinder: {_head(plan)}", *lines])
+
+
+def _on_each_rank(plan: Plan) -> str:
+    return f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
+
+
+def _head(plan: Plan) -> str:
+    validation = ""
+    if plan.evaluation is not None:
+        validation = f" (validation {plan.evaluation.batch_size})"
+    verified = "verified by a rehearsal" if plan.verified else "not verified"
+    limited_by = plan.limited_by.replace("_", " ")
+    return (
+        f"batch size {plan.batch_size}{validation}{_on_each_rank(plan)},"
+        f" limited by {limited_by}, {verified}"
+    )
+
+
+def _rows(plan: Plan) -> list[tuple[str, str]]:
+    rows = [("limit", mib(plan.limit_bytes))]
+    if plan.predicted_peak_bytes is not None:
+        rows.append(("predicted", mib(plan.predicted_peak_bytes)))
+    if plan.measured_peak_bytes is not None:
+        rows.append(("measured", _measured(plan, plan.measured_peak_bytes)))
+    if plan.memory is not None:
+        phase = plan.memory.phase_at(plan.batch_size)
+        line = plan.memory.lines[phase]
+        text = f"{mib(line.intercept)} + {mib(line.slope)} a sample ({phase.replace('_', ' ')})"
+        rows.append(("memory", text))
+    if plan.time is not None:
+        line = plan.time.line
+        text = f"{line.intercept * 1e3:.3g} ms + {line.slope * 1e3:.3g} ms a sample"
+        rows.append(("time", text))
+    same_size = [trial for trial in plan.trials if trial.batch_size == plan.batch_size]
+    timed = [trial for trial in same_size if trial.step_seconds]
+    if timed:
+        rows.append(("speed", f"{_cells(plan, timed[-1])[-1]} samples/s"))
+    if changes := _changes(plan):
+        rows.append(("step", "; ".join(changes)))
+    if plan.reason:
+        rows.append(("why", plan.reason))
+    return rows + [("note", note) for note in plan.notes]
+
+
+def _measured(plan: Plan, peak_bytes: int) -> str:
+    text = mib(peak_bytes)
+    if plan.held_peak_bytes is not None:
+        text += f", {mib(plan.held_peak_bytes)} taken from the device"
+    if plan.ranks > 1:
+        total_bytes = plan.ranks * max(plan.held_peak_bytes or 0, peak_bytes)
+        text += f"; at most {mib(total_bytes)} on all ranks"
+    return text
+
+
+def _changes(plan: Plan) -> list[str]:
+    """What an optimizer step consists of, and its learning rate, where they changed."""
+    changes = []
+    accumulate = plan.accumulate_grad_batches
+    if plan.effective_batch_size is not None and (accumulate > 1 or plan.ranks > 1):
+        batches = "a batch" if accumulate == 1 else f"{accumulate} batches"
+        changes.append(f"{plan.effective_batch_size} samples, in {batches}{_on_each_rank(plan)}")
+    if plan.learning_rate is not None and plan.learning_rate != plan.learning_rate_before:
+        changes.append(
+            f"learning rate {plan.learning_rate:.6g} instead of {plan.learning_rate_before:.6g}"
+        )
+    return changes
+
+
+def _cells(plan: Plan, trial: Trial) -> tuple[str, ...]:
+    """What was measured at one size, and the value of the line there."""
+    line_bytes = None if plan.memory is None else plan.memory.predict_bytes(trial.batch_size)
+    readings = (trial.peak_bytes or None, line_bytes, trial.peak_held_bytes)
+    memory = ["" if value is None else mib(value).removesuffix(" MiB") for value in readings]
+    times = ["", ""]
+    if trial.step_seconds:
+        samples = plan.ranks * trial.batch_size
+        times = [f"{trial.step_seconds * 1e3:,.1f}", f"{samples / trial.step_seconds:,.0f}"]
+    return (trial.kind, _OUTCOMES[trial.outcome], str(trial.batch_size), *memory, *times)

@@ -1,0 +1,140 @@
+"""What a search needs of a training program: the seam between the search and Lightning.
+
+The contract of a session, which is that of one stage (training with its validation, or one
+evaluation) on this rank:
+
+- It starts in the state in which the stage starts. ``restart`` goes back to that state, with
+  optimizers that have not stepped, and sets the batch size of the next steps.
+- ``training`` and ``evaluation`` are the steps of the stage; at least one of them exists.
+- Steps run on batches of real samples, of any size, as the stage itself would run them. They mark
+  the begin of backward and of the optimizer step in ``phases``.
+- Sizes are in samples for each rank; the batch size of the project, to which loaders may apply a
+  factor.
+
+A step runs as ``begin(size)``, then ``run(size, 0)``, ``run(size, 1)`` and so on, then ``end()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_batchmem.devices.peaks import PhasePeaks
+from lightning_batchmem.plan.records import Bound
+
+
+class Steps(Protocol):
+    """Steps of one kind on batches of any size: training steps, or the steps of an evaluation."""
+
+    first_phase: str
+    """``"forward"`` or ``"evaluation"``, in which each step begins."""
+
+    @property
+    def follows_batch_size(self) -> bool:
+        """Whether the batches have another size at another batch size."""
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of the samples that this process keeps to make batches of."""
+
+    def begin(self, batch_size: int) -> int:
+        """Make the next step the first of an epoch; returns the calls of ``run`` to a full step."""
+
+    def run(self, batch_size: int, index: int) -> None:
+        """Run the ``index``-th step since ``begin``: under gradient accumulation, a micro batch."""
+
+    def run_other_lengths(self, batch_size: int, index: int) -> None:
+        """The same with a batch that is no larger, of samples of other sizes if they differ."""
+
+    def end(self) -> None:
+        """Leave the steps that ``begin`` has entered."""
+
+    def release(self) -> None:
+        """Release whatever a step that failed still holds: gradients, states, its batch."""
+
+
+class Session(Protocol):
+    """One stage of a training program on this rank, in the state before its first step."""
+
+    phases: PhasePeaks
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among those that train together."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes that train together."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The network whose gradients and weights are measured."""
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers of the next step."""
+
+    @property
+    def training(self) -> Steps | None:
+        """The training steps; ``None`` in an evaluation."""
+
+    @property
+    def evaluation(self) -> Steps | None:
+        """The steps of the evaluation; in a training those of its validation, or ``None``."""
+
+    @property
+    def evaluates_first(self) -> bool:
+        """Whether some steps of the evaluation come before the first training step."""
+
+    @property
+    def steps_are_collective(self) -> bool:
+        """Whether every step needs all ranks."""
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """Whether ranks exchange gradients at the end of backward, which rehearsals leave out."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Sentences about the samples that the plan repeats."""
+
+    def bounds(self) -> list[Bound]:
+        """The largest sizes that data and settings allow."""
+
+    def smaller_batch_size(self, batch_size: int) -> int:
+        """Samples in the last batch of an epoch, or half of the size where that is unknown."""
+
+    def batches_in_epoch(self, batch_size: int) -> float:
+        """Training batches of an epoch on this rank; ``inf`` where that is unknown."""
+
+    def worker_bytes(self, batch_size: int) -> int:
+        """Host memory in batches that loader workers make ahead."""
+
+    def sample_sizes(self) -> Any:
+        """The sizes of the longest samples on this rank, for :meth:`use_sample_sizes`."""
+
+    def use_sample_sizes(self, of_ranks: Sequence[Any]) -> None:
+        """Use the longest samples of all ranks."""
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Set the batch size wherever the project keeps it."""
+
+    def check_batch_size(self, batch_size: int) -> None:
+        """Raise a ValueError unless the project follows this size as predicted."""
+
+    def restart(self, batch_size: int) -> None:
+        """Go back to the state in which the stage starts, and set the size of the next steps."""
+
+    def without_synchronization(self) -> AbstractContextManager[None]:
+        """Run steps on this rank alone, without collectives of the training program."""
+
+    def checkpoint_states(self) -> list[object] | None:
+        """Everything that a checkpoint copies; ``None`` where the training saves none."""

@@ -1,0 +1,139 @@
+"""A complete search on a training program without Lightning."""
+
+import pytest
+
+from lightning_batchmem.devices.peaks import LiveStorages
+from lightning_batchmem.plan.options import SearchOptions
+from lightning_batchmem.plan.plan import make_plan
+from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.records import Chosen, SearchFailed
+from lightning_batchmem.plan.scaling import OptimizerStep
+from lightning_batchmem.search.budget import Budget
+from lightning_batchmem.search.progress import SearchProgress
+from lightning_batchmem.search.ranks import Ranks
+from lightning_batchmem.search.search import BatchSizeSearch
+from tests.helpers.fake_session import FakeSession
+from tests.helpers.lawful import MIB, law
+
+POLICY = SearchPolicy()
+
+
+@pytest.fixture
+def device(device):
+    device.enforces_limits = True
+    return device
+
+
+def searched(session, policy=POLICY, earlier_plan=None, **options):
+    told = []
+    options = SearchOptions(**{"multiple_of": 1, **options})
+    device = session.device_memory
+    budget = Budget(device, options, policy)
+    progress = SearchProgress(enabled=False)
+    ranks = Ranks(0, 1)
+    search = BatchSizeSearch(session, device, budget, options, policy, ranks, progress, told.append)
+    return search.run(earlier_plan), told
+
+
+def plan_of(result):
+    return make_plan(
+        result.chosen,
+        result.trials,
+        result.limits,
+        POLICY,
+        device="abacus",
+        notes=result.notes,
+        step=OptimizerStep(),
+    )
+
+
+def test_a_search_needs_no_lightning(device):
+    session = FakeSession(device, law)
+    result, told = searched(session)
+    plan = plan_of(result)
+    # The limit is 475 MiB: 0.9 of it are 328 samples, 0.94 are 347.
+    assert [(trial.batch_size, trial.kind) for trial in result.trials] == [
+        (2, "probe"), (8, "probe"), (82, "probe"), (328, "rehearsal"), (347, "rehearsal")
+    ]  # fmt: skip
+    assert (plan.batch_size, plan.limited_by, plan.verified) == (347, "memory", True)
+    assert plan.measured_peak_bytes == plan.predicted_peak_bytes == law(347)
+    assert session.restarts == [328, 347]
+    assert session.batch_size == 347
+    assert plan.notes == ("a note of the samples",)
+    assert told == []
+    assert device.num_ooms == 0
+
+
+def test_the_size_of_an_earlier_plan_is_only_rehearsed(device):
+    plan = plan_of(searched(FakeSession(device, law))[0])
+    session = FakeSession(device, law)
+    result, _ = searched(session, earlier_plan=plan)
+    assert set(session.sizes) <= {347, 347 // 2, 347 * 3 // 4}
+    assert [trial.batch_size for trial in result.trials] == [2, 8, 82, 328, 347]
+    assert result.chosen.reason.endswith("which passed a rehearsal again.")
+    heavier = FakeSession(device, lambda size: law(2 * size))
+    result, _ = searched(heavier, earlier_plan=plan)
+    assert result.chosen.batch_size == 173
+    assert "The earlier plan was not used: 347 samples ran out of memory" in result.notes[0]
+    smaller = FakeSession(device, law, largest=50)
+    result, _ = searched(smaller, earlier_plan=plan)
+    assert result.notes[0].startswith(
+        "The earlier plan was not used: it has 347 samples, and sizes"
+    )
+
+
+def test_a_failure_has_the_memory_breakdown(device):
+    device.as_host()
+    session = FakeSession(device, lambda size: law(size) + 10**9)
+    session.bytes_per_waiting_sample = MIB
+    result, _ = searched(session)
+    assert isinstance(result.chosen, SearchFailed)
+    assert "Nothing fits" in result.chosen.reason
+    assert "At 2 samples the memory held" in result.chosen.reason
+    assert result.chosen.reason.endswith("DataLoader workers hold 2.0 MiB more.")
+
+
+def test_loader_workers_count_on_the_host(device):
+    device.as_host()
+    session = FakeSession(device, law)
+    session.bytes_per_waiting_sample = MIB
+    # Live bytes cannot be counted while another dispatch mode is active.
+    with LiveStorages():
+        result, _ = searched(session)
+    chosen = result.trials[-1]
+    size = result.chosen.batch_size
+    assert chosen.worker_bytes == size * MIB
+    assert chosen.reserve_bytes == int(0.4 * law(size)) + size * MIB
+    assert 0.95 * 475 * MIB < chosen.needed_bytes <= 475 * MIB
+    assert any("Live tensors could not be counted" in note for note in result.notes)
+
+
+def test_a_long_search_is_announced(device):
+    _, told = searched(FakeSession(device, law), SearchPolicy(announced_seconds=-1.0))
+    assert len(told) == 1
+    assert told[0].startswith("BatchFinder expects to search for")
+
+
+def test_a_policy_steers_the_search(device):
+    policy = SearchPolicy(first_size=3, candidate_share=0.5, step_up_share=0.6)
+    result, _ = searched(FakeSession(device, law), policy)
+    # 0.5 of 475 MiB are 138 samples, 0.6 are 186.
+    sizes = [trial.batch_size for trial in result.trials]
+    assert sizes == [3, 6, 34, 138, 186]
+    assert isinstance(result.chosen, Chosen)
+
+
+def test_a_checkpoint_takes_a_copy_of_the_state(device):
+    device.as_host()
+
+    def reserve_bytes(states):
+        session = FakeSession(device, lambda size: 0)
+        session.saved = states
+        result, _ = searched(session, max_batch_size=4)
+        assert result.chosen.batch_size == 4
+        return result.trials[-1].reserve_bytes
+
+    module = FakeSession(device, law).module
+    assert reserve_bytes(None) == 0
+    # A weight and a bias have four bytes each.
+    assert reserve_bytes([module.state_dict()]) == 8
