@@ -145,14 +145,6 @@ class LightningSession:
     working: list[ProbeBatches]
 
     @property
-    def rank(self) -> int:
-        return self.trainer.global_rank
-
-    @property
-    def world_size(self) -> int:
-        return self.trainer.world_size
-
-    @property
     def device(self) -> torch.device:
         return self.trainer.strategy.root_device
 

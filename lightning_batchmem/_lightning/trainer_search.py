@@ -188,16 +188,7 @@ class TrainerSearch:
         return CleanStart(self._trainer, self.device_memory, self._phases, recorded, settings, loop)
 
     def _search_of(self, session: LightningSession) -> BatchSizeSearch:
-        return BatchSizeSearch(
-            session,
-            self.device_memory,
-            self.budget,
-            self._options,
-            self._policy,
-            self.ranks,
-            self._progress,
-            rank_zero_info,
-        )
+        return BatchSizeSearch(session, self.budget, self.ranks, self._progress, rank_zero_info)
 
     def _evaluation_plan(self, chosen: Chosen, result: SearchResult, notes: list[str]) -> Plan:
         return make_plan(

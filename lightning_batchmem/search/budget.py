@@ -78,18 +78,13 @@ class Budget:
         return held_bytes + int(self.policy.limit_share * (provided_bytes - held_bytes))
 
 
-def search_limits(
-    session: Session,
-    budget: Budget,
-    options: SearchOptions,
-    policy: SearchPolicy,
-    ranks: Ranks,
-) -> SearchLimits:
+def search_limits(session: Session, budget: Budget, ranks: Ranks) -> SearchLimits:
     """The limits of a search, the same on every rank: the rank with the least of each decides.
 
     Raises:
         ValueError: if the process already holds as much as ``memory_limit``.
     """
+    options = budget.options
     limit_bytes = budget.limit_bytes()
     held_bytes = budget.device.current().allocated_bytes
     if options.memory_limit is not None and limit_bytes <= held_bytes:
@@ -112,7 +107,7 @@ def search_limits(
     session.use_sample_sizes([sizes for _, _, sizes in of_ranks])
     return SearchLimits(
         limit_bytes=min(limit_bytes for limit_bytes, _, _ in of_ranks),
-        min_batch_size=options.min_batch_size or min(policy.first_size, largest),
+        min_batch_size=options.min_batch_size or min(budget.policy.first_size, largest),
         max_batch_size=largest,
         max_reason=reason,
         multiple_of=options.multiple_of,

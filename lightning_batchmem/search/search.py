@@ -6,14 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.breakdown import measure_breakdown
 from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.decide import decide
 from lightning_batchmem.plan.forecast import expected_seconds
-from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, SearchLimits, Trial
 from lightning_batchmem.plan.reuse import reused, why_not_allowed
 from lightning_batchmem.search.budget import Budget, search_limits
@@ -48,10 +45,7 @@ class BatchSizeSearch:
 
     Args:
         session: the training program, in the state before its first step.
-        device: the memory of its device.
-        budget: the part of that memory that this rank may use.
-        options: the arguments of BatchFinder.
-        policy: the numbers that steer the search.
+        budget: the memory that this rank may use, with options and policy of the search.
         ranks: the processes that search together.
         progress: shows the size that runs.
         inform: logs a sentence for the user.
@@ -60,23 +54,18 @@ class BatchSizeSearch:
     def __init__(
         self,
         session: Session,
-        device: DeviceMemory,
         budget: Budget,
-        options: SearchOptions,
-        policy: SearchPolicy,
         ranks: Ranks,
         progress: SearchProgress,
         inform: Callable[[str], None],
     ) -> None:
         self._session = session
-        self._device = device
         self._budget = budget
-        self._options = options
-        self._policy = policy
+        self._policy = budget.policy
         self._ranks = ranks
         self._progress = progress
         self._inform = inform
-        self._runner = TrialRunner(session, device, ranks, policy)
+        self._runner = TrialRunner(session, budget.device, ranks, budget.policy)
         self._begin_seconds = time.monotonic()
         self._is_announced = False
         self._start_bytes = 0
@@ -84,7 +73,7 @@ class BatchSizeSearch:
     def run(self, earlier_plan: Plan | None = None) -> SearchResult:
         """Search, or only rehearse the size of an earlier plan if that passes."""
         session = self._session
-        limits = search_limits(session, self._budget, self._options, self._policy, self._ranks)
+        limits = search_limits(session, self._budget, self._ranks)
         notes: list[str] = []
         result: SearchResult | None = None
         if earlier_plan is not None:
@@ -129,7 +118,7 @@ class BatchSizeSearch:
         trial = self._ranks.worst_of(self._runner.run(step, limits.limit_bytes))
         self._progress.measured(trial)
         if trial.outcome != "ok":
-            self._restart(self._options.first_size(self._policy))
+            self._restart(self._budget.options.first_size(self._policy))
             return SearchResult(SearchFailed(sentences.failed_again(trial)), (trial,), limits)
         chosen, trials = reused(plan, trial)
         return SearchResult(chosen, trials, self._read_again(limits))
@@ -199,17 +188,17 @@ class BatchSizeSearch:
         if not trials:
             return failure
         trial = trials[-1]
-        self._device.release_cached()
+        self._budget.device.release_cached()
         breakdown = measure_breakdown(
             self._session.module,
             self._session.optimizers,
             # To move a batch to the device could run out of memory once more.
             None,
             self._session.device,
-            start_bytes=self._device.current().allocated_bytes,
+            start_bytes=self._budget.device.current().allocated_bytes,
             peak_bytes=trial.peak_bytes or trial.held_bytes,
         )
-        worker_bytes = trial.worker_bytes if self._device.holds_loader_workers else 0
+        worker_bytes = trial.worker_bytes if self._budget.device.holds_loader_workers else 0
         text = sentences.breakdown_of(trial.batch_size, str(breakdown), worker_bytes)
         return SearchFailed(f"{failure.reason} {text}")
 

@@ -63,14 +63,6 @@ class Session(Protocol):
     phases: PhasePeaks
 
     @property
-    def rank(self) -> int:
-        """The number of this process among those that train together."""
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes that train together."""
-
-    @property
     def device(self) -> torch.device:
         """The device of the weights."""
 

@@ -42,8 +42,6 @@ class FakeSteps:
 class FakeSession:
     """One stage of a program whose memory follows ``law``, a function of the batch size."""
 
-    rank = 0
-    world_size = 1
     device = torch.device("cpu")
     evaluation = None
     evaluates_first = False

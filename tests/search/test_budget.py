@@ -41,7 +41,7 @@ def test_a_limit_below_the_held_bytes_is_refused(fake_device):
     session = FakeSession(device, lambda size: size)
     options = SearchOptions(memory_limit=200)
     with pytest.raises(ValueError, match=r"memory_limit must be above the 0\.000 MiB"):
-        search_limits(session, Budget(device, options, POLICY), options, POLICY, Ranks(0, 1))
+        search_limits(session, Budget(device, options, POLICY), Ranks(0, 1))
 
 
 def test_free_host_memory_limits_the_size(fake_device):
@@ -51,7 +51,7 @@ def test_free_host_memory_limits_the_size(fake_device):
     def largest(ranks_on_host):
         host = fake_device(1000 * KIB, base_bytes=400 * KIB)
         budget = budget_of(device, ranks_on_host=ranks_on_host, host_memory=lambda: host)
-        limits = search_limits(session, budget, SearchOptions(), POLICY, Ranks(0, 1))
+        limits = search_limits(session, budget, Ranks(0, 1))
         return limits.max_batch_size, limits.max_reason
 
     assert largest(1) == (UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size")
@@ -70,7 +70,7 @@ def test_all_ranks_use_the_least_limits_and_the_longest_sample(fake_device):
     device = fake_device(budget_bytes=1000 * KIB)
     device.as_host()
     session = FakeSession(device, lambda size: size, largest=100)
-    limits = search_limits(session, budget_of(device), SearchOptions(), POLICY, ranks)
+    limits = search_limits(session, budget_of(device), ranks)
     assert (limits.limit_bytes, limits.max_batch_size) == (700 * KIB, 50)
     assert (limits.max_reason, limits.ranks, limits.overrun_kills) == ("dataset", 2, True)
     assert session.longest_sample == 9

@@ -31,7 +31,7 @@ def searched(session, policy=POLICY, earlier_plan=None, **options):
     budget = Budget(device, options, policy)
     progress = SearchProgress(enabled=False)
     ranks = Ranks(0, 1)
-    search = BatchSizeSearch(session, device, budget, options, policy, ranks, progress, told.append)
+    search = BatchSizeSearch(session, budget, ranks, progress, told.append)
     return search.run(earlier_plan), told
 
 
