@@ -1,6 +1,7 @@
 import pickle
 import re
 import signal
+import traceback
 
 import pytest
 import torch
@@ -466,3 +467,19 @@ def test_the_first_request_of_a_loader_is_a_multiple(search, device):
     grouped = changed(train_dataloader=train_dataloader)
     plan = search(grouped(device, law), options={"multiple_of": 4, "max_batch_size": 16})
     assert [trial.batch_size % 4 for trial in plan.trials].count(0) == len(plan.trials) > 1
+
+
+def test_a_step_of_the_search_is_at_most_ten_frames_below_the_hook(search, device):
+    depths = []
+
+    class Traced(Lawful):
+        def training_step(self, batch, batch_idx):
+            names = [frame.name for frame in traceback.extract_stack()]
+            if "on_fit_start" in names:
+                first = names.index("on_fit_start")
+                depths.append(names.index("advance", first) - first - 1)
+            return super().training_step(batch, batch_idx)
+
+    search(Traced(device, law))
+    assert depths
+    assert max(depths) <= 10

@@ -59,38 +59,37 @@ def begin_epoch(trainer: Trainer, batches: float) -> int:
 
 
 def run_step(trainer: Trainer, make_batch: Callable[[], Any]) -> None:
+    """Run one training step; under gradient accumulation, a micro batch.
+
+    Raises:
+        RuntimeError: if the user's hooks or step end the epoch.
+    """
     epoch_loop = trainer.fit_loop.epoch_loop
-    # Where on_train_batch_start ended the epoch, the next one begins.
-    if not _advance(trainer, make_batch):
-        epoch_loop.batch_progress = type(epoch_loop.batch_progress)()
-        if not _advance(trainer, make_batch):
-            raise RuntimeError(
-                "on_train_batch_start returned -1 for the first batch, so BatchFinder cannot"
-                " measure a training step. Set the batch size by hand, or return -1 only after"
-                " training has begun."
-            )
+    for _ in range(2):
+        try:
+            # mypy does not see that _BatchFetcher has the part of _DataFetcher that is used.
+            epoch_loop.advance(_BatchFetcher(make_batch))  # type: ignore[arg-type]
+            break
+        except StopIteration as error:
+            counts: Any = epoch_loop.batch_progress.current
+            # The counts differ in this way only for a batch that the hook skipped.
+            if counts.processed <= counts.started:
+                raise RuntimeError(
+                    "the training step raised StopIteration, which would end the epoch, so"
+                    " BatchFinder cannot measure it. Begin the exhausted iterator again, or use"
+                    " next(iterator, default)."
+                ) from error
+            # on_train_batch_start ended the epoch, so the next one begins.
+            epoch_loop.batch_progress = type(epoch_loop.batch_progress)()
+    else:
+        raise RuntimeError(
+            "on_train_batch_start returned -1 for the first batch, so BatchFinder cannot"
+            " measure a training step. Set the batch size by hand, or return -1 only after"
+            " training has begun."
+        )
     if not epoch_loop._should_accumulate():
         # Lightning counts in on_advance_end, which is not called here because it also validates.
         epoch_loop._batches_that_stepped += 1
-
-
-def _advance(trainer: Trainer, make_batch: Callable[[], Any]) -> bool:
-    """Run one step; False where ``on_train_batch_start`` returned -1."""
-    epoch_loop = trainer.fit_loop.epoch_loop
-    try:
-        # mypy does not see that _BatchFetcher has the part of _DataFetcher that the loop uses.
-        epoch_loop.advance(_BatchFetcher(make_batch))  # type: ignore[arg-type]
-    except StopIteration as error:
-        counts: Any = epoch_loop.batch_progress.current
-        # The counts differ in this way only for a batch that the hook skipped.
-        if counts.processed > counts.started:
-            return False
-        raise RuntimeError(
-            "the training step raised StopIteration, which would end the epoch, so BatchFinder"
-            " cannot measure it. Begin the exhausted iterator again, or use next(iterator,"
-            " default)."
-        ) from error
-    return True
 
 
 def drop_batch(loop: Any) -> None:

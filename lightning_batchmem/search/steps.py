@@ -186,7 +186,7 @@ class ConsecutiveSteps:
         for step in range(meter.policy.max_warmup_steps):
             if step >= at_least and not waiting:
                 break
-            self._full_step(self._steps.run, 0)
+            self._full_step(self._steps.run, 0, meter.step_counter)
             waiting -= meter.session.phases.stepped
         meter.has_idle_optimizer |= bool(waiting)
         if not meter.device.counts_live_bytes and meter.is_compiled:
@@ -196,12 +196,12 @@ class ConsecutiveSteps:
     def run(self, count: int) -> None:
         """Run steps whose peaks count."""
         for number in range(count):
-            self._add_peaks(self._full_step(self._steps.run, number))
+            self._add_peaks(self._full_step(self._steps.run, number, self._meter.step_counter))
 
     def run_timed(self, count: int) -> None:
         """Run steps whose peaks and times count."""
         for number in range(count):
-            calls = self._full_step(self._steps.run, number)
+            calls = self._full_step(self._steps.run, number, self._meter.step_counter)
             self._add_peaks(calls)
             self._add_times(calls)
 
@@ -209,9 +209,8 @@ class ConsecutiveSteps:
         """The same with batches of other lengths in every other step; returns the held bytes."""
         first = len(self._readings.held_bytes)
         for number in range(count):
-            is_odd = number % 2 == 1
-            run = self._steps.run_other_lengths if is_odd else self._steps.run
-            calls = self._full_step(run, number)
+            run = self._steps.run_other_lengths if number % 2 == 1 else self._steps.run
+            calls = self._full_step(run, number, self._meter.step_counter)
             self._add_peaks(calls)
             self._add_times(calls)
         return self._readings.held_bytes[first:]
@@ -222,26 +221,15 @@ class ConsecutiveSteps:
         if not isinstance(counter, LiveStorages):
             return
         self._meter.track_lasting(counter)
-        if self._meter.is_first_size:
-            # This step only finds everything else that the module holds.
-            self._counted_step(counter)
-        self._readings.step_peaks += [call.peaks for call in self._counted_step(counter)]
-
-    def _counted_step(self, counter: LiveStorages) -> list[CallReading]:
         with counter:
-            return self._calls_of_a_step(self._steps.run, 0, counter)
+            if self._meter.is_first_size:
+                # This step only finds everything else that the module holds.
+                self._full_step(self._steps.run, 0, counter)
+            calls = self._full_step(self._steps.run, 0, counter)
+        self._readings.step_peaks += [call.peaks for call in calls]
 
-    def _full_step(self, run: RunStep, number: int) -> list[CallReading]:
-        """Run one full step and note the bytes that it holds."""
-        return self._calls_of_a_step(run, number, self._meter.step_counter, self._note_held_bytes)
-
-    def _calls_of_a_step(
-        self,
-        run: RunStep,
-        number: int,
-        counter: PeakCounter,
-        note_peaks: Callable[[StepPeaks], None] = lambda peaks: None,
-    ) -> list[CallReading]:
+    def _full_step(self, run: RunStep, number: int, counter: PeakCounter) -> list[CallReading]:
+        """Run one full step, and note the bytes that it holds unless live bytes are counted."""
         meter = self._meter
         phases = meter.session.phases
         phases.read_from(counter)
@@ -253,8 +241,9 @@ class ConsecutiveSteps:
             meter.device.synchronize()
             seconds = time.perf_counter() - begin
             peaks = phases.stop()
-            note_peaks(peaks)
             readings.append(CallReading(peaks, seconds))
+            if not isinstance(counter, LiveStorages):
+                self._note_held_bytes(peaks)
             self._readings.samples += self._batch_size
         if self._steps is self._readings.primary:
             self._readings.full_steps += 1

@@ -72,8 +72,11 @@ class TrialRunner:
             if detector.found:
                 break
             try:
-                with self._session.without_synchronization(), detector:
-                    self._run(steps, batch_size, TrialReadings(steps), 1)
+                alone = self._session.without_synchronization()
+                readings = TrialReadings(steps)
+                consecutive = ConsecutiveSteps(self.meter, steps, batch_size, readings)
+                with alone, detector, consecutive:
+                    consecutive.run(1)
             # Out of memory has many types, and the first probe reports it.
             except Exception as error:
                 if not detector.found and not is_out_of_memory(error):
@@ -98,9 +101,10 @@ class TrialRunner:
     def synchronized_step(self, batch_size: int) -> int:
         """Run a step in which the ranks exchange gradients, and return its peak of held bytes."""
         readings = TrialReadings(self._primary)
-        with self._ranks.collective_step(batch_size):
+        consecutive = ConsecutiveSteps(self.meter, self._primary, batch_size, readings)
+        with self._ranks.collective_step(batch_size), consecutive:
             # All ranks have to run equally many steps, so none of them counts as slow.
-            self._run(self._primary, batch_size, readings, self._policy.measured_steps)
+            consecutive.run(self._policy.measured_steps)
         return max(readings.held_bytes)
 
     @property
@@ -110,10 +114,6 @@ class TrialRunner:
     def _all_steps(self) -> list[Steps]:
         both = (self._session.training, self._session.evaluation)
         return [steps for steps in both if steps is not None]
-
-    def _run(self, steps: Steps, batch_size: int, readings: TrialReadings, count: int) -> None:
-        with ConsecutiveSteps(self.meter, steps, batch_size, readings) as consecutive:
-            consecutive.run(count)
 
     def _probe(self, batch_size: int, readings: TrialReadings) -> None:
         """Run a few steps and measure the peak of each phase."""
@@ -188,7 +188,8 @@ class TrialRunner:
         evaluation = session.evaluation if session.training is not None else None
         smaller_size = session.smaller_batch_size(batch_size)
         if evaluation is not None and session.evaluates_first:
-            self._run(evaluation, batch_size, readings, self._measured_steps)
+            with ConsecutiveSteps(self.meter, evaluation, batch_size, readings) as consecutive:
+                consecutive.run(self._measured_steps)
         with ConsecutiveSteps(self.meter, primary, batch_size, readings) as consecutive:
             consecutive.warm_up(self.meter.warmup_steps)
             first_call = len(readings.held_bytes)
@@ -199,18 +200,20 @@ class TrialRunner:
                 if self._is_slow:
                     more_steps = self._policy.more_steady_steps_slow
                 consecutive.run_steady(more_steps)
+        # The steps that follow have these kinds, sizes and numbers.
+        following = [(primary, smaller_size, 1), (primary, batch_size, self._measured_steps)]
         if evaluation is not None:
-            self._run(evaluation, batch_size, readings, self._measured_steps)
-            self._run(evaluation, smaller_size, readings, 1)
-        self._run(primary, smaller_size, readings, 1)
-        self._run(primary, batch_size, readings, self._measured_steps)
+            following.insert(0, (evaluation, smaller_size, 1))
+            following.insert(0, (evaluation, batch_size, self._measured_steps))
         # A compiled module would be compiled again for another size.
         if not (self._device.held_is_resident_set or self.meter.is_compiled):
             # Activations of this batch leave a part of most segments of the larger batch free. Its
             # gradients lie there, so that the next step can neither use nor release them.
-            share = self._policy.smaller_batch_share
-            self._run(primary, max(1, int(share * batch_size)), readings, 1)
-            self._run(primary, batch_size, readings, 1)
+            worst_smaller_size = max(1, int(self._policy.smaller_batch_share * batch_size))
+            following += [(primary, worst_smaller_size, 1), (primary, batch_size, 1)]
+        for steps, size, count in following:
+            with ConsecutiveSteps(self.meter, steps, size, readings) as consecutive:
+                consecutive.run(count)
         return _Steady(first_call, self._allocator_retries() - retries)
 
     def _differ(self, held_bytes: list[int]) -> bool:

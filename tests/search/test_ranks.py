@@ -223,7 +223,7 @@ def test_a_rank_that_is_killed_between_steps_ends_the_other(launch):
     assert "RankFailedError: another rank ended without a message" in output[0]
 
 
-SCRIPT = [str(ROOT / "tests" / "search_ranks.py")]
+SCRIPT = [str(ROOT / "tests" / "helpers" / "search_ranks.py")]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *SCRIPT]
 
 
