@@ -1,4 +1,4 @@
-"""Dataloaders of a stage: request them, set their batch size, discard them.
+"""Request, attach and discard the dataloaders of a stage.
 
 The private names used here are those of lightning 2.5.0 and 2.6.6.
 """
@@ -115,10 +115,10 @@ def combined_mode(combined: CombinedLoader) -> str:
     return combined._mode
 
 
-def stage_loaders(combined: CombinedLoader, sized: Sequence[LoaderInfo]) -> StageLoaders:
+def stage_loaders(combined: CombinedLoader, sized: Sequence[LoaderInfo], hook: str) -> StageLoaders:
     """The loaders of a stage, one by one and as Lightning combines them."""
     # _spec is private in lightning 2.5.0 to 2.6.6.
-    return StageLoaders(combined, tuple(sized), combined_mode(combined), combined._spec)
+    return StageLoaders(combined, tuple(sized), combined_mode(combined), combined._spec, hook)
 
 
 def attach_loaders(

@@ -39,9 +39,9 @@ class TrainingSteps:
 
     def run(self, batch_size: int, index: int, *, varied: bool = False) -> None:
         """Run a training step; under gradient accumulation, a micro batch."""
-        run_step(
-            self.trainer, lambda: self.probe_batches.batch(batch_size, index, varied=varied)[0]
-        )
+        batches = self.probe_batches
+        make = batches.other_lengths if varied else batches.batch
+        run_step(self.trainer, lambda: make(batch_size, index)[0])
 
     def end(self) -> None:
         """Nothing to undo."""
@@ -76,9 +76,9 @@ class EvaluationSteps:
         return self.probe_batches.loaders_in_turn
 
     def run(self, batch_size: int, index: int, *, varied: bool = False) -> None:
-        run_evaluation_step(
-            self.loop, lambda: self.probe_batches.batch(batch_size, index, varied=varied)
-        )
+        batches = self.probe_batches
+        make = batches.other_lengths if varied else batches.batch
+        run_evaluation_step(self.loop, lambda: make(batch_size, index))
 
     def end(self) -> None:
         end_evaluation(self.trainer, self.loop)

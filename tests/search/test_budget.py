@@ -21,7 +21,7 @@ def stage(*loaders):
     dataset = TensorDataset(torch.zeros(1, KIB // 4).expand(100_000, -1))
     made = [DataLoader(dataset, **{"batch_size": 2, **one}) for one in loaders]
     sized = tuple(LoaderInfo(one, one.batch_size or 0, 2) for one in made)
-    return ProbeBatches(stage_loaders(CombinedLoader(made), sized))
+    return ProbeBatches(stage_loaders(CombinedLoader(made), sized, "train_dataloader"))
 
 
 def test_the_batches_ahead_are_counted_and_one_that_is_being_fetched():
