@@ -27,10 +27,12 @@ def stage_bounds(trainer: Trainer, stage: str, loaders: StageLoaders) -> list[Bo
 
     The data set must have a full batch of each loader, and the limit must leave a batch.
     """
-    infos = [info for info in loaders.sized if info.follows]
+    followers = [loader for loader in loaders.sized if loader.follows]
 
     def is_full(size: int) -> bool:
-        return all(info.samples is None or info.size_at(size) <= info.samples for info in infos)
+        return all(
+            loader.samples is None or loader.size_at(size) <= loader.samples for loader in followers
+        )
 
     return [_bound("dataset", is_full), _limit_bound(trainer, stage, loaders)]
 
@@ -87,8 +89,8 @@ def _limit_bound(trainer: Trainer, stage: str, loaders: StageLoaders) -> Bound:
     )
     if limit == getattr(trainer, "overfit_batches", 0):
         reason = "overfit_batches"
-    follow = [one for one in loaders.sized if one.follows and one.samples]
+    followers = [loader for loader in loaders.sized if loader.follows and loader.samples]
     return _bound(
         cast("SizeLimit", reason),
-        lambda size: all(limited_batches(one.batches(size), limit) for one in follow),
+        lambda size: all(limited_batches(loader.batches(size), limit) for loader in followers),
     )

@@ -1,4 +1,4 @@
-"""Dataloaders of a stage: request them, set their batch size, discard them.
+"""Request, attach and discard the dataloaders of a stage.
 
 The private names used here are those of lightning 2.5.0 and 2.6.6.
 """

@@ -72,10 +72,11 @@ class ProjectAttribute:
     def _roots(self) -> list[Any]:
         return [root for owner in self._owners for root in (owner, owner.hparams)]
 
-    def _holders(self, found: list[Any]) -> list[Any]:
+    def _holders(self, holders: list[Any]) -> list[Any]:
+        """The objects or dicts at the end of the path from these, which have the value."""
         for part in self.path.split(".")[:-1]:
-            found = [_get(one, part) for one in found if _has(one, part)]
-        return [one for one in found if _has(one, self._name)]
+            holders = [_get(holder, part) for holder in holders if _has(holder, part)]
+        return [holder for holder in holders if _has(holder, self._name)]
 
 
 def _has(holder: Any, name: str) -> bool:

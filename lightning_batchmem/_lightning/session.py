@@ -340,7 +340,12 @@ class SessionFactory:
         return EvaluationSteps(self.trainer, validation_loop(self.trainer), loaders, batches)
 
     def _batches(self, loaders: StageLoaders) -> ProbeBatches:
-        return ProbeBatches(loaders, self.options.worst_case, room_bytes=self.budget.free_bytes())
+        return ProbeBatches(
+            loaders,
+            self.options.worst_case,
+            policy=self.policy,
+            room_bytes=self.budget.free_bytes(),
+        )
 
     def _begin_training(self, training: TrainingSteps, evaluation: EvaluationSteps | None) -> None:
         """Attach the loaders, configure optimizers, and call the hooks before the first step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from numbers import Integral
 
 from lightning.pytorch import LightningModule, Trainer
@@ -17,12 +18,12 @@ from lightning_batchmem._lightning.data_source import (
     stage_loaders,
 )
 from lightning_batchmem._lightning.project_attribute import ProjectAttribute
+from lightning_batchmem.batches.batch_sampler import single_samples
 from lightning_batchmem.batches.loaders import (
     LoaderInfo,
     StageLoaders,
     loader_batch_size,
     set_loader_batch_size,
-    single_samples,
 )
 
 
@@ -103,11 +104,13 @@ class BatchSizeSetting:
         A ValueError is raised where no loader follows the size, unless they ``may_be_fixed``.
         """
         # Validation loaders that were passed to fit keep their sizes.
-        is_fit_validation = (
-            self.source.stage == "val" and self.trainer.state.fn == TrainerFn.FITTING
+        keeps_sizes = (
+            may_be_fixed
+            and self.source.passed
+            and self.source.stage == "val"
+            and self.trainer.state.fn == TrainerFn.FITTING
         )
-        own_sizes = may_be_fixed and self.source.passed and is_fit_validation
-        if not own_sizes:
+        if not keeps_sizes:
             self.write(batch_size)
         combined = self.source.request()
         if combined_mode(combined) == "sequential" and self.source.default_mode != "sequential":
@@ -118,35 +121,44 @@ class BatchSizeSetting:
                 ' Lightning can train with, got "sequential"'
             )
         sizes = self._sizes(combined)
+        twice_sizes = None
         if self.source.passed:
-            follow = [not own_sizes] * len(sizes)
-        elif self.attribute.exists and sizes == [batch_size]:
-            follow = [True]
+            follows = [not keeps_sizes] * len(sizes)
         elif len(sizes) == 1 and not may_be_fixed:
-            follow = [False]
+            follows = [sizes == [batch_size]]
         else:
-            follow = self._follow(batch_size, sizes)
-        if not (any(follow) or may_be_fixed):
+            twice_sizes = self._sizes_at(2 * batch_size)
+            self.write(batch_size)
+            # The numbers of loaders may differ, which the check below refuses.
+            follows = [size != twice for size, twice in zip_longest(sizes, twice_sizes)]
+        if not (any(follows) or may_be_fixed):
             raise ValueError(
                 f"{self.source.hook} must use `{self.name}`, got loaders of batch sizes"
                 f" {_listed(sizes)} after it was set to {batch_size}. {self._remedy(sizes)}"
             )
-        infos = []
-        for loader, size, follows in zip(combined.flattened, sizes, follow, strict=True):
-            sample_loader = single_samples(loader)
-            requested_at = batch_size if follows else None
-            replicas = replicas_of(self.trainer, loader)
-            infos.append(LoaderInfo(sample_loader, size, requested_at, replicas))
-        return stage_loaders(combined, infos, self.source.hook)
+        infos = [
+            LoaderInfo(
+                single_samples(loader),
+                size,
+                batch_size if is_following else None,
+                replicas_of(self.trainer, loader),
+            )
+            for loader, size, is_following in zip(combined.flattened, sizes, follows, strict=False)
+        ]
+        loaders = stage_loaders(combined, infos, self.source.hook)
+        if twice_sizes is not None:
+            self._check_sizes(2 * batch_size, twice_sizes, loaders)
+        return loaders
 
     def check_loaders(self, batch_size: int, loaders: StageLoaders) -> None:
         """Raise a ValueError unless new loaders have the predicted sizes at ``batch_size``.
 
         The prediction is that of ``loaders``.
         """
-        self.write(batch_size)
-        expected = [one.size_at(batch_size) for one in loaders.sized]
-        actual = self._sizes(self.source.request())
+        self._check_sizes(batch_size, self._sizes_at(batch_size), loaders)
+
+    def _check_sizes(self, batch_size: int, actual: list[int], loaders: StageLoaders) -> None:
+        expected = [loader.size_at(batch_size) for loader in loaders.sized]
         if actual != expected:
             raise ValueError(
                 f"{self.source.hook} must follow `{self.name}` at every size, got loaders of batch"
@@ -154,6 +166,10 @@ class BatchSizeSetting:
                 f" {batch_size}. Build them with `{self.name}` itself, and limit the size with"
                 " max_batch_size."
             )
+
+    def _sizes_at(self, batch_size: int) -> list[int]:
+        self.write(batch_size)
+        return self._sizes(self.source.request())
 
     @property
     def _argument(self) -> str:
@@ -168,23 +184,6 @@ class BatchSizeSetting:
             also = f" (also of this value: {', '.join(names[1:5])})" if names[1:] else ""
             return f'Pass {self._argument}="{names[0]}"{also}, or pass the loaders to fit.'
         return f"Build them with batch_size=self.{self.name}, or pass the loaders to fit."
-
-    def _follow(self, batch_size: int, sizes: Sequence[int]) -> list[bool]:
-        """Which loaders have twice their size at twice the batch size; the others must keep it."""
-        if not self.attribute.exists:
-            return [False] * len(sizes)
-        self.write(2 * batch_size)
-        twice = self._sizes(self.source.request())
-        self.write(batch_size)
-        if len(twice) != len(sizes) or any(
-            two not in (one, 2 * one) for one, two in zip(sizes, twice, strict=True)
-        ):
-            raise ValueError(
-                f"{self.source.hook} must give each loader a fixed batch size, or `{self.name}`"
-                f" times a number, got {_listed(sizes)} after {self.name} was set to {batch_size},"
-                f" and {_listed(twice)} at {2 * batch_size}"
-            )
-        return [two == 2 * one for one, two in zip(sizes, twice, strict=True)]
 
     def _sizes(self, combined: CombinedLoader) -> list[int]:
         sizes = []

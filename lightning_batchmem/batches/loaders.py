@@ -5,30 +5,21 @@ The largest batch size that they allow follows from these.
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.fabric.utilities.data import sized_len
-from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_map, tree_unflatten
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from lightning_batchmem.batches.batch_sampler import batch_sampler_of, copied_sampler
 
 
 def count_samples(loader: DataLoader[Any]) -> int | None:
@@ -41,25 +32,6 @@ def count_samples(loader: DataLoader[Any]) -> int | None:
         sampler = getattr(loader.batch_sampler, "sampler", None)
     length = sized_len(sampler)
     return sized_len(loader.dataset) if length is None else length
-
-
-def indices_to_draw(loader: DataLoader[Any], most: int) -> list[Any]:
-    """Up to ``most`` indices of samples.
-
-    They are spread over the whole data set, or are the first ones of the user's own sampler.
-    """
-    own_batches = loader.batch_size is None and loader.batch_sampler is not None
-    data_sets = [loader.dataset, getattr(loader.dataset, "batched", None)]
-    if isinstance(loader.sampler, SequentialSampler | RandomSampler) and not own_batches:
-        length = len(loader.sampler.data_source)
-        count = min(most, length)
-        return [i * length // count for i in range(count)]
-    source = loader.batch_sampler if own_batches else loader.sampler
-    # The indices come from a copy, because the sampler may have a random generator.
-    copied = copy.deepcopy(source, {id(one): one for one in data_sets})
-    # mypy does not see that the sampler is not None, and that a batch sampler makes lists.
-    indices = chain.from_iterable(copied) if own_batches else iter(copied)  # type: ignore[arg-type]
-    return list(islice(indices, most))
 
 
 @dataclass(frozen=True)
@@ -115,7 +87,7 @@ class StageLoaders:
     mode: str
     # The collection of the loaders, in which a batch of several loaders has its parts.
     structure: TreeSpec
-    # The hook that makes the loaders, such as "train_dataloader".
+    # The hook of Lightning that returns such loaders, such as "train_dataloader".
     hook: str
 
     def in_structure(self, batches: Sequence[Any]) -> Any:
@@ -125,7 +97,7 @@ class StageLoaders:
     @property
     def follows(self) -> bool:
         """Whether the size of at least one loader follows the batch size."""
-        return any(one.follows for one in self.sized)
+        return any(loader.follows for loader in self.sized)
 
     def batches(self, batch_size: int, *, full_only: bool = False) -> float:
         """Batches in an epoch without ``limit_*_batches``.
@@ -134,7 +106,7 @@ class StageLoaders:
         """
         combine: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}
         return combine.get(self.mode, max)(
-            [one.batches(batch_size, full_only=full_only) for one in self.sized]
+            [loader.batches(batch_size, full_only=full_only) for loader in self.sized]
         )
 
     def last_batch_size(self, batch_size: int) -> int:
@@ -142,57 +114,8 @@ class StageLoaders:
 
         Where the last batch is full or unknown, half of ``batch_size`` is returned.
         """
-        samples = next((one.samples for one in self.sized if one.follows), None)
+        samples = next((loader.samples for loader in self.sized if loader.follows), None)
         return (samples % batch_size if samples else 0) or max(1, batch_size // 2)
-
-
-def single_samples(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The loader, or a view of it that reads single samples.
-
-    The view is for a loader whose data set reads whole batches.
-    """
-    sampler = batch_sampler_of(loader)
-    if sampler is loader.batch_sampler:
-        return loader
-    view = copy.copy(loader)
-    vars(view).update(batch_sampler=sampler, dataset=_SingleSamples(loader.dataset))
-    vars(view).update(collate_fn=partial(_collated, loader.collate_fn))
-    return view
-
-
-@dataclass(frozen=True)
-class _SingleSamples(Dataset[Any]):
-    """Batches of one sample each, of a data set that is indexed with a list."""
-
-    batched: Any
-
-    def __len__(self) -> int:
-        return len(self.batched)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.batched[[index]]
-
-
-def _collated(collate_fn: Callable[[Any], Any], samples: list[Any]) -> Any:
-    """Join batches of one sample each to one batch, and then collate it as the project does."""
-    # A list of one item has one sample. A longer list has the tensors of one batch.
-    is_list = isinstance(samples[0], list) and len(samples[0]) == 1
-    return collate_fn(list(chain(*samples)) if is_list else tree_map(_join, *samples))
-
-
-def _join(*parts: Any) -> Any:
-    if isinstance(parts[0], Tensor):
-        return torch.cat(parts)
-    return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else parts[0]
-
-
-def batch_sampler_of(loader: DataLoader[Any]) -> Any:
-    """The sampler that makes the indices of a batch.
-
-    It may also be passed as ``sampler``, with ``batch_size=None``.
-    """
-    is_sampler = loader.batch_size is None and hasattr(loader.sampler, "batch_size")
-    return loader.sampler if is_sampler and loader.batch_sampler is None else loader.batch_sampler
 
 
 def state_of(loaders: Sequence[DataLoader[Any]]) -> SimpleNamespace:
@@ -238,9 +161,7 @@ def set_loader_batch_size(loader: DataLoader[Any], batch_size: int) -> None:
                 f"the batch sampler {name} must have a batch_size that can be set, got {error}"
             ) from error
         if type(sampler) is not BatchSampler:
-            # The memo keeps deepcopy from copying the data set.
-            copied = copy.deepcopy(sampler, {id(loader.dataset): loader.dataset})
-            first: Any = next(iter(copied), [])
+            first: Any = next(iter(copied_sampler(sampler, loader.dataset)), [])
             # mypy does not see that a data set with a batch sampler has a length.
             if len(first) > batch_size or len(first) < batch_size <= len(loader.dataset):  # type: ignore[arg-type]
                 raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -218,3 +219,26 @@ def other_options(
     old: Mapping[str, Any], new: Mapping[str, Any], names: Sequence[str]
 ) -> list[str]:
     return [f"{name} was {old[name]!r} and is {new[name]!r}" for name in names]
+
+
+# Notes about the samples.
+
+
+def ragged_samples(sizes: Sequence[float], random_batches: int | None) -> str:
+    """A note about samples that differ in size.
+
+    The search used the largest of so many ``random_batches``; None if it repeated one sample.
+    """
+    batches = "of the largest sample only"
+    if random_batches is not None:
+        batches = f"as large as the largest of {random_batches:,} random ones"
+    return (
+        f"Samples differ in size: of {len(sizes):,} the largest has {max(sizes):,.0f} bytes in a"
+        f" batch and the median {statistics.median(sizes):,.0f}. The search used batches {batches};"
+        ' worst_case="typical" uses average ones.'
+    )
+
+
+def scan_ended(count: int, seconds: float) -> str:
+    """A note about a data set of which only the first ``count`` samples were read in time."""
+    return f"Only {count:,} samples were read in {seconds:.0f} s; larger ones may exist."

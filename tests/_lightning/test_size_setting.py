@@ -80,7 +80,7 @@ def train_loaders(module, batch_size, **data):
 
 
 def sizes_at(loaders, batch_size):
-    return [one.size_at(batch_size) for one in loaders.sized]
+    return [info.size_at(batch_size) for info in loaders.sized]
 
 
 # Tests of loaders that follow the size.
@@ -106,8 +106,9 @@ def test_loaders_that_follow_the_size(make, asked, at_three, at_ten, batches):
     # The last call is that of Lightning itself.
     assert sizes == [*asked, 3]
     assert module.batch_size == 3
-    assert [loader_batch_size(one.loader) for one in loaders.sized] == at_three
+    assert [loader_batch_size(info.loader) for info in loaders.sized] == at_three
     assert loaders.follows
+    assert loaders.hook == "train_dataloader"
     assert sizes_at(loaders, 10) == at_ten
     assert loaders.batches(10) == batches
 
@@ -127,11 +128,15 @@ def test_loaders_that_follow_the_size(make, asked, at_three, at_ten, batches):
         ),
         (
             lambda size: [loader(size + 1), loader(size)],
-            r"times a number, got 4, 3 after batch_size .* 3, and 7, 6 at 6",
+            r"must follow .* got loaders of batch sizes 7, 6 instead of 8, 6 after it was set to 6",
         ),
         (
             lambda size: [loader(size)] * size,
-            r"times a number, got 3, 3, 3 after .* and 6, 6, 6, 6, 6, 6 at 6",
+            r"got loaders of batch sizes 6, 6, 6, 6, 6, 6 instead of 6, 6, 6 after it was set to 6",
+        ),
+        (
+            lambda size: [loader(size)] * max(1, 5 - size),
+            r"got loaders of batch sizes 6 instead of 6, 6 after it was set to 6",
         ),
         (
             lambda size: [loader(size), loader(None)],
@@ -178,6 +183,8 @@ def test_loaders_are_compared_at_the_chosen_size(make, message):
         (lambda size: loader(2 * size), [18]),
         (lambda size: [loader(size), loader(7)], [9, 7]),
         (lambda size: loader(5), None),
+        # The fixed size is the one at which the loaders are requested.
+        (lambda size: loader(3), None),
         (lambda size: [loader(5), loader(7)], None),
     ],
 )
@@ -188,7 +195,7 @@ def test_validation_loaders_may_have_fixed_sizes(make, at_nine):
         source=validation_source,
     )
     assert loaders.follows == (at_nine is not None)
-    fixed_sizes = [loader_batch_size(one.loader) for one in loaders.sized]
+    fixed_sizes = [loader_batch_size(info.loader) for info in loaders.sized]
     assert sizes_at(loaders, 9) == (at_nine or fixed_sizes)
 
 
@@ -200,7 +207,7 @@ def test_sizes_of_passed_loaders_are_set_and_restored():
     loaders = train_loaders(module, 3, train_dataloaders=[loader(4), {"b": loader(4)}])
     assert loaders.follows
     assert sizes_at(loaders, 7) == [7, 7]
-    assert [loader_batch_size(one.loader) for one in loaders.sized] == [4, 4]
+    assert [loader_batch_size(info.loader) for info in loaders.sized] == [4, 4]
     assert len(module.trained[0][0][0]) == len(module.trained[0][1]["b"][0]) == 4
 
 
@@ -209,7 +216,7 @@ def test_passed_loaders_of_different_sizes_are_refused_unchanged():
     message = r"passed must have one batch size, got 4, 8\. Build them in train_dataloader instead"
     with pytest.raises(ValueError, match=message):
         train_loaders(Module(), 3, train_dataloaders=passed)
-    assert [loader_batch_size(one) for one in passed] == [4, 8, 4]
+    assert [loader_batch_size(loader) for loader in passed] == [4, 8, 4]
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
@@ -265,10 +272,10 @@ def test_setting_the_size_of_a_loader_in_place():
         DataLoader(DATASET, batch_size=2),
         DataLoader(DATASET, batch_sampler=sampler),
     ]
-    for one in loaders:
-        set_loader_batch_size(one, 4)
-        assert loader_batch_size(one) == 4
-        assert [len(batch[0]) for batch in one] == [4, 4, 2]
+    for changed in loaders:
+        set_loader_batch_size(changed, 4)
+        assert loader_batch_size(changed) == 4
+        assert [len(batch[0]) for batch in changed] == [4, 4, 2]
     assert loader_batch_size(DataLoader(DATASET, batch_size=None)) is None
     assert loader_batch_size(DataLoader(DATASET, batch_sampler=[[0], [1, 2]])) is None
 
@@ -399,8 +406,8 @@ def test_a_batch_sampler_as_sampler(kind, is_passed):
         module = WithHooks(make)
         batch = in_fit(look, module)
     assert type(batch) is type(module.trained[0])
-    found = batch["x"] if kind == "dict" else batch
-    assert len(found) == 7
+    values = batch["x"] if kind == "dict" else batch
+    assert len(values) == 7
     if kind == "dict":
         assert (batch["x"].shape, batch["y"].shape, batch["name"]) == ((7,), (7,), "a")
     # Nothing was read in this process before the training.

@@ -21,6 +21,7 @@ from lightning_batchmem._lightning.bounds import stage_bounds, training_bounds
 from lightning_batchmem._lightning.data_source import stage_loaders
 from lightning_batchmem.batches.loaders import LoaderInfo, count_samples
 from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions
+from lightning_batchmem.plan.policy import SearchPolicy
 
 MODES = ["min_size", "max_size", "max_size_cycle", "sequential"]
 
@@ -38,6 +39,11 @@ class SizedStream(Stream):
         if self.length is None:
             raise TypeError("no length")
         return self.length
+
+
+def stage_of(*infos, mode="min_size"):
+    combined = CombinedLoader([info.loader for info in infos], mode)
+    return stage_loaders(combined, infos, "train_dataloader")
 
 
 def test_count_samples():
@@ -102,7 +108,7 @@ def stage_at(stage, batch_size):
         size = fixed if times is None else times * batch_size
         loader = loader_of(samples, size, drop_last, kind)
         sized.append(LoaderInfo(loader, size, None if times is None else batch_size))
-    return stage_loaders(CombinedLoader([one.loader for one in sized], mode), tuple(sized))
+    return stage_of(*sized, mode=mode)
 
 
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
@@ -121,12 +127,13 @@ def test_batches_are_those_of_lightning(stage, batch_size):
 def test_the_largest_size_is_the_largest_that_lightning_trains_a_full_batch_of(stage, limit):
     def trains(batch_size):
         at_size = stage_at(stage, batch_size)
-        follow = [one for one in at_size.sized if one.requested_at is not None]
-        if any(one.size > count_samples(one.loader) for one in follow):
+        followers = [info for info in at_size.sized if info.requested_at is not None]
+        if any(info.size > count_samples(info.loader) for info in followers):
             return False
         try:
             limits = [
-                _parse_num_batches(RunningStage.TRAINING, len(one.loader), limit) for one in follow
+                _parse_num_batches(RunningStage.TRAINING, len(info.loader), limit)
+                for info in followers
             ]
         except MisconfigurationException:
             return False
@@ -143,18 +150,17 @@ def test_the_largest_size_is_the_largest_that_lightning_trains_a_full_batch_of(s
 def test_streams_have_no_bound_and_no_end():
     stream = LoaderInfo(DataLoader(Stream(), batch_size=4), 4, 4)
     sized = LoaderInfo(loader_of(40, 4, False, "plain"), 4, 4)
-    alone = stage_loaders(CombinedLoader([stream.loader]), (stream,))
+    alone = stage_of(stream)
     assert largest(alone, 1.0) == UNBOUNDED_MAX_BATCH_SIZE
     assert alone.follows
     for mode, batches in zip(MODES, [10, math.inf, math.inf, math.inf], strict=True):
-        both = stage_loaders(CombinedLoader([stream.loader, sized.loader], mode), (stream, sized))
+        both = stage_of(stream, sized, mode=mode)
         assert largest(both, 1.0) == 40
         assert both.batches(4) == batches
 
 
 def one_loader(samples, *, drop_last=False, requested_at=2):
-    one = LoaderInfo(loader_of(samples, 2, drop_last, "plain"), 2, requested_at)
-    return stage_loaders(CombinedLoader(one.loader), (one,))
+    return stage_of(LoaderInfo(loader_of(samples, 2, drop_last, "plain"), 2, requested_at))
 
 
 @pytest.mark.parametrize(
@@ -193,8 +199,8 @@ OVERFIT = dict.fromkeys(("overfit_batches", "limit_train_batches", "limit_val_ba
 def test_settings_that_bound_the_size(settings, validation, expected):
     options = SearchOptions(min_steps_per_epoch=None)
     trainer = settings_of_trainer(**settings)
-    found = training_bounds(trainer, one_loader(1000), validation, options, None)
-    assert min(found, key=lambda bound: bound[0]) == expected
+    bounds = training_bounds(trainer, one_loader(1000), validation, options, SearchPolicy(), None)
+    assert min(bounds, key=lambda bound: bound[0]) == expected
 
 
 @pytest.mark.parametrize(
@@ -216,21 +222,22 @@ def test_settings_that_bound_the_size(settings, validation, expected):
 def test_an_epoch_keeps_optimizer_steps(arguments, settings, project_size, expected):
     options = SearchOptions(**arguments)
     trainer = settings_of_trainer(**settings)
-    found = training_bounds(trainer, one_loader(1000), None, options, project_size)
-    bounds = {reason: size for size, reason in found}
-    assert bounds.get("min_steps_per_epoch") == expected
+    bounds = training_bounds(trainer, one_loader(1000), None, options, SearchPolicy(), project_size)
+    sizes = {reason: size for size, reason in bounds}
+    assert sizes.get("min_steps_per_epoch") == expected
 
 
 def test_steps_of_an_epoch_on_ranks_and_of_streams():
     ranks = LoaderInfo(loader_of(1000, 2, False, "plain"), 2, 2, replicas=4)
     stream = LoaderInfo(DataLoader(Stream(), batch_size=2), 2, 2)
-    for one, expected in ((ranks, 25), (stream, UNBOUNDED_MAX_BATCH_SIZE)):
-        loaders = stage_loaders(CombinedLoader(one.loader), (one,))
-        bounds = training_bounds(settings_of_trainer(), loaders, None, SearchOptions(), None)
+    for info, expected in ((ranks, 25), (stream, UNBOUNDED_MAX_BATCH_SIZE)):
+        bounds = training_bounds(
+            settings_of_trainer(), stage_of(info), None, SearchOptions(), SearchPolicy(), None
+        )
         assert bounds[-1] == (expected, "min_steps_per_epoch")
 
 
 def test_a_loader_of_half_the_size_follows_it_downwards():
     half = LoaderInfo(loader_of(10, 1, False, "plain"), 1, 2)
     assert [half.size_at(size) for size in (1, 2, 3, 4, 20)] == [1, 1, 1, 2, 10]
-    assert largest(stage_loaders(CombinedLoader(half.loader), (half,)), 1.0) == 21
+    assert largest(stage_of(half), 1.0) == 21

@@ -1,223 +1,21 @@
 from __future__ import annotations
 
-import gc
-import itertools
-import logging
-import os
-import time
 from dataclasses import dataclass
 
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem._lightning.data_source import stage_loaders
-from lightning_batchmem.batches import samples as sample_sizes
 from lightning_batchmem.batches.loaders import LoaderInfo
 from lightning_batchmem.batches.probe_batches import ProbeBatches
-from lightning_batchmem.batches.samples import MAX_SIZES
+from lightning_batchmem.plan.policy import SearchPolicy
+from tests.helpers.samples import Numbers, batches, changed, info, pad
 
+KIB = 1024
 MIB = 2**20
-
-
-class Numbers(Dataset):
-    """Tensors of ``elements`` numbers, or of other ``lengths``, that contain their index.
-
-    ``reads`` counts the samples that are read in this process.
-    """
-
-    def __init__(self, length=100, elements=4, lengths=None, sample=None):
-        self.length = length
-        self.elements = elements
-        self.lengths = lengths or {}
-        self.sample = sample
-        self.reads = 0
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        self.reads += 1
-        if self.sample:
-            return self.sample(index)
-        return torch.full((self.lengths.get(index, self.elements),), index)
-
-
-def changed(sample, length=100):
-    """A data set whose samples come from a function of the index."""
-    return Numbers(length, sample=sample)
-
-
-class Stream(IterableDataset):
-    """An iterator that can be used up."""
-
-    def __init__(self, numbers):
-        self.numbers = numbers
-
-    def __iter__(self):
-        return (torch.tensor([number]) for number in self.numbers)
-
-
-def pad(samples):
-    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
-
-
-def info(loader, follows=True):
-    return LoaderInfo(loader, loader.batch_size, 2 if follows else None)
-
-
-def batches(dataset, worst_case=None, *, room_bytes=None, **arguments):
-    loader = DataLoader(dataset, batch_size=2, **arguments)
-    stage = stage_loaders(CombinedLoader(loader), (info(loader),))
-    return ProbeBatches(stage, worst_case, room_bytes=room_bytes)
-
-
-def read_sizes(dataset, worst_case=None, **arguments):
-    loader = DataLoader(dataset, batch_size=2, **arguments)
-    return sample_sizes.draw_samples(loader, loader.collate_fn, worst_case, float("inf"))
-
-
-# Tests of reading samples.
-
-
-def test_samples_are_read_in_another_process_and_leave_no_trace():
-    dataset = changed(lambda index: torch.tensor(os.getpid()))
-    own = torch.Generator()
-    random = torch.get_rng_state()
-    batch, _ = batches(dataset, generator=own).batch(2)
-    assert dataset.reads == 0
-    assert (batch != os.getpid()).all()
-    assert torch.equal(torch.get_rng_state(), random)
-    assert torch.equal(own.get_state(), torch.Generator().get_state())
-    assert not batch.is_shared()
-
-
-def test_a_stream_is_not_consumed():
-    stream = Stream(iter(range(100)))
-    assert batches(stream).batch(5)[0].shape == (5, 1)
-    assert batches(stream, float).batch(2)[0].tolist() == [[99], [99]]
-    assert next(stream.numbers) == 0
-
-
-def test_a_data_set_that_no_worker_can_read_is_copied():
-    here = os.getpid()
-
-    def sample(index):
-        if os.getpid() != here:
-            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.")
-        return torch.tensor(index)
-
-    dataset = changed(sample, length=3)
-    assert batches(dataset).batch(3)[0].tolist() == [0, 1, 2]
-    assert dataset.reads == 0
-
-
-def test_an_error_of_the_data_set_or_of_the_callable_is_raised_as_it_is(caplog):
-    def failing(value):
-        raise KeyError("the user's own mistake")
-
-    with caplog.at_level(logging.INFO):
-        for dataset, worst_case in ((changed(failing), None), (Numbers(), failing)):
-            with pytest.raises(KeyError, match=r"^.the user's own mistake.$") as caught:
-                batches(dataset, worst_case)
-            assert caught.traceback[-1].name == "failing"
-
-
-@pytest.mark.parametrize("returned", [None, "long", float("nan"), torch.zeros(2)])
-def test_a_callable_must_return_a_number(returned):
-    with pytest.raises(ValueError, match=r"^worst_case must return a number, got"):
-        batches(Numbers(), lambda sample: returned)
-
-
-def test_an_empty_data_set_is_an_error():
-    with pytest.raises(ValueError, match="the data set must have at least one sample, got none"):
-        batches(Stream(iter(())))
-
-
-def test_a_sample_that_ends_its_worker_is_not_read_again():
-    dataset = changed(lambda index: os._exit(3) if index == 3 else torch.zeros(1))
-    with pytest.raises(RuntimeError, match=r"worker .* exited unexpectedly"):
-        batches(dataset)
-    assert dataset.reads == 0
-
-
-def test_slow_samples_are_kept_as_far_as_they_were_read(monkeypatch):
-    monkeypatch.setattr(sample_sizes, "_SCAN_SECONDS", 0.1)
-    dataset = changed(lambda index: (time.sleep(0.05), torch.zeros(1))[1])
-    drawn = read_sizes(dataset)
-    assert 1 <= len(drawn.samples) <= 3
-    assert drawn.notes == (
-        f"Only {len(drawn.samples)} samples were read in 0 s; larger ones may exist.",
-    )
-    assert dataset.reads == 0
-    assert batches(dataset).notes
-    assert not batches(dataset, "typical").notes
-
-
-def test_a_worker_that_hangs_ends_the_reading(monkeypatch):
-    monkeypatch.setattr(sample_sizes, "_SAMPLE_SECONDS", 1.0)
-    # The DataLoader waits this long for a worker before it terminates it.
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
-    dataset = changed(lambda index: (time.sleep(100 if index == 9 else 0), torch.zeros(1))[1])
-    drawn = read_sizes(dataset)
-    # Samples 0, 3 and 6 were read before sample 9.
-    assert len(drawn.samples) == 3
-    assert drawn.notes
-    assert dataset.reads == 0
-
-
-def test_workers_are_initialized_as_those_of_the_loader():
-    loader = {"num_workers": 1, "worker_init_fn": lengthen, "collate_fn": pad}
-    assert batches(Numbers(), "longest", **loader).batch(1)[0].tolist() == [[7] * 9]
-
-
-def lengthen(worker):
-    torch.utils.data.get_worker_info().dataset.lengths[7] = 9
-
-
-def test_no_file_descriptor_is_kept():
-    def descriptors_after(times):
-        kept = [batches(Numbers(40)) for _ in range(times)]
-        gc.collect()
-        assert len(kept) == times
-        return len(os.listdir("/proc/self/fd"))
-
-    # The first call opens files that stay open, such as that of the resource tracker.
-    descriptors_after(1)
-    first = descriptors_after(1)
-    # Fewer descriptors stay open than one for each sample.
-    assert descriptors_after(4) < first + 40
-
-
-# Tests of the number of samples.
-
-
-def test_large_samples_hold_at_most_a_quarter_of_the_room():
-    dataset = Numbers(length=8, elements=MIB // 8)
-    for room_mib, count in ((17, 4), (1, 1), (0, 1)):
-        probe = batches(dataset, room_bytes=room_mib * MIB)
-        assert probe.held_bytes == pytest.approx(count * MIB, rel=1e-3)
-        assert len({sample[0].item() for sample in probe.batch(50)[0]}) == count
-
-
-def test_the_scan_ends_when_all_sizes_are_equal(monkeypatch):
-    assert len(read_sizes(Numbers(2000)).sizes) == 512
-    # With this setting, all samples count as slow.
-    monkeypatch.setattr(sample_sizes, "_EQUAL_SECONDS", 0.0)
-    assert len(read_sizes(Numbers(2000)).sizes) == 64
-    assert len(read_sizes(Numbers(2000), "typical").sizes) == 32
-    assert len(read_sizes(Numbers(100), "longest").sizes) == 100
-
-
-def test_the_scan_of_samples_that_differ_ends_at_its_limit(monkeypatch):
-    assert MAX_SIZES == 10_000
-    monkeypatch.setattr(sample_sizes, "MAX_SIZES", 100)
-    dataset = Numbers(2000, lengths={0: 5})
-    assert len(read_sizes(dataset, collate_fn=pad).sizes) == 100
-    assert len(read_sizes(Stream(itertools.count()), float).sizes) == 100
-
 
 # Tests of samples of several sizes.
 
@@ -229,8 +27,8 @@ def test_batches_that_are_padded_are_made_of_the_longest_sample():
         probe = batches(RAGGED, worst_case, collate_fn=pad)
         assert probe.batch(3)[0].tolist() == [[37] * 16] * 3
         assert probe.batch_bytes(50)[0][1] == 50 * 16 * 8
-        varied = [probe.batch(3, index, varied=True)[0].shape for index in range(33)]
-        assert {(3, 4), (3, 16)} <= set(varied)
+        shapes = [probe.other_lengths(3, index)[0].shape for index in range(33)]
+        assert {(3, 4), (3, 16)} <= set(shapes)
     assert batches(RAGGED, collate_fn=pad).longest_bytes == [16 * 8]
     first = batches(RAGGED, lambda sample: -int(sample[0]), collate_fn=pad)
     assert first.batch(1)[0].tolist() == [[0] * 4]
@@ -247,9 +45,9 @@ def test_batches_that_are_concatenated_are_the_largest_of_random_ones():
     assert probe.batch_bytes(50)[0][1] == pytest.approx(elements * 8, rel=0.02)
     # A batch of 200 has all samples.
     assert probe.batch(200)[0].numel() == pytest.approx(200 * 13.5, rel=0.02)
-    varied = [probe.batch(50, index, varied=True)[0].numel() for index in range(5)]
-    assert len(set(varied)) > 1
-    assert max(varied) <= elements
+    others = [probe.other_lengths(50, index)[0].numel() for index in range(5)]
+    assert len(set(others)) > 1
+    assert max(others) <= elements
     assert torch.equal(probe.batch(50)[0], batches(dataset, collate_fn=torch.cat).batch(50)[0])
 
 
@@ -259,17 +57,17 @@ def of_one_length(samples):
 
 
 @pytest.mark.parametrize(
-    "collate", [list, of_one_length, lambda samples: ["text" * len(one) for one in samples]]
+    "collate", [list, of_one_length, lambda samples: ["text" * len(sample) for sample in samples]]
 )
 def test_batches_that_the_model_combines_are_made_of_the_longest_sample(collate):
     batch, _ = batches(RAGGED, collate_fn=collate).batch(2)
     assert len(batch[0]) == len(batch[1]) == (64 if isinstance(batch[0], str) else 16)
 
 
-def test_typical_samples_are_those_drawn():
+def test_typical_samples_are_spread_over_the_data_set():
     probe = batches(RAGGED, "typical", collate_fn=pad)
     assert probe.batch(3)[0].tolist() == [[0] * 4, [6] * 4, [12] * 4]
-    assert torch.equal(probe.batch(3, 1, varied=True)[0], probe.batch(3)[0])
+    assert torch.equal(probe.other_lengths(3, 1)[0], probe.batch(3)[0])
     assert not probe.notes
 
 
@@ -309,9 +107,6 @@ def test_a_batch_is_made_of_new_samples_without_the_storage_around_them(workers,
     assert len({id(sample) for sample in batch}) == 40
     assert len({sample.x.data_ptr() for sample in batch}) == (32 if is_shared else 40)
     assert probe.held_bytes >= 32 * 400
-    # Workers send samples through shared memory.
-    sent = sample_sizes._without_views(Frozen(ROWS[3], range(3)))
-    assert sent.x.untyped_storage().nbytes() == 400
 
 
 def several(mode):
@@ -321,8 +116,8 @@ def several(mode):
     loaders = {"a": loader(2, 1), "b": [loader(3, 2), loader(4, 3)]}
     combined = CombinedLoader(loaders, mode)
     fixed = loaders["b"][0]
-    sized = tuple(info(one, follows=one is not fixed) for one in combined.flattened)
-    return stage_loaders(combined, sized)
+    infos = [info(loader, follows=loader is not fixed) for loader in combined.flattened]
+    return stage_loaders(combined, infos, "train_dataloader")
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
@@ -333,7 +128,7 @@ def test_a_batch_has_the_collection_of_the_loaders(mode):
     batch, loader_index = probe.batch(5, 1)
     assert loader_index == 0
     assert batch["a"].flatten().tolist() == [1] * 5
-    assert [one.flatten().tolist() for one in batch["b"]] == [[2] * 3, [3] * 10]
+    assert [part.flatten().tolist() for part in batch["b"]] == [[2] * 3, [3] * 10]
     assert str(probe.batch(2)[0]) == str(next(iter(loaders.combined))[0])
     assert [batch_bytes for _, batch_bytes in probe.batch_bytes(5)] == [5 * 8, 3 * 8, 10 * 8]
 
@@ -341,24 +136,75 @@ def test_a_batch_has_the_collection_of_the_loaders(mode):
 def test_in_a_sequence_the_loaders_follow_each_other():
     probe = ProbeBatches(several("sequential"))
     assert probe.loaders_in_turn == 3
-    for varied in (False, True):
-        made = [probe.batch(5, index, varied=varied) for index in range(4)]
-        assert [loader_index for _, loader_index in made] == [0, 1, 2, 0]
-        numbers = [batch.flatten().tolist() for batch, _ in made]
+    for make in (probe.batch, probe.other_lengths):
+        pairs = [make(5, index) for index in range(4)]
+        assert [loader_index for _, loader_index in pairs] == [0, 1, 2, 0]
+        numbers = [batch.flatten().tolist() for batch, _ in pairs]
         assert numbers == [[1] * 5, [2] * 3, [3] * 10, [1] * 5]
 
 
 def test_each_loader_has_its_own_longest_sample_and_share():
     loaders = [DataLoader(Numbers(60, 4, {7: length}), 2, collate_fn=pad) for length in (20, 12)]
-    stage = stage_loaders(CombinedLoader(loaders, "min_size"), tuple(map(info, loaders)))
+    combined = CombinedLoader(loaders, "min_size")
+    stage = stage_loaders(combined, list(map(info, loaders)), "train_dataloader")
     probe = ProbeBatches(stage, room_bytes=10**9)
-    assert [tuple(one.shape) for one in probe.batch(3)[0]] == [(3, 20), (3, 12)]
+    assert [tuple(batch.shape) for batch in probe.batch(3)[0]] == [(3, 20), (3, 12)]
     assert probe.longest_bytes == [20 * 8, 12 * 8]
     assert len(probe.notes) == 2
-    assert [one.shape[0] for one in ProbeBatches(stage, room_bytes=0).batch(3)[0]] == [3, 3]
+    without_room = ProbeBatches(stage, room_bytes=0)
+    assert [batch.shape[0] for batch in without_room.batch(3)[0]] == [3, 3]
 
 
-def test_a_sample_that_does_not_fit_is_explained():
-    message = "Memory ran out while BatchFinder read a single sample of Numbers"
-    with pytest.raises(RuntimeError, match=message):
-        read_sizes(changed(lambda index: torch.empty(10**15)))
+@pytest.mark.parametrize("collate", [pad, torch.cat])
+def test_without_room_the_first_sample_may_be_the_only_one(collate):
+    dataset = Numbers(60, lengths={0: 16})
+    probe = batches(dataset, room_bytes=0, collate_fn=collate)
+    assert probe.held_bytes < 300
+    assert probe.batch(1)[0].numel() == 16
+
+
+def test_typical_batches_without_room_have_the_first_sample_only():
+    dataset = Numbers(32, lengths={5: 16})
+    probe = batches(dataset, "typical", room_bytes=0, collate_fn=pad)
+    assert probe.batch(3)[0].tolist() == [[0] * 4] * 3
+
+
+# Tests of the memory of samples and of workers.
+
+
+def test_large_samples_hold_at_most_their_share_of_the_room():
+    dataset = Numbers(length=8, elements=MIB // 8)
+    for room_mib, share, count in ((17, 0.25, 4), (9, 0.5, 4), (1, 0.25, 1), (0, 0.25, 1)):
+        policy = SearchPolicy(samples_share=share)
+        probe = batches(dataset, room_bytes=room_mib * MIB, policy=policy)
+        assert probe.held_bytes == pytest.approx(count * MIB, rel=1e-3)
+        assert len({sample[0].item() for sample in probe.batch(50)[0]}) == count
+
+
+def with_workers(*loaders):
+    """Batches of loaders of samples of 1 KiB, which are made with these arguments."""
+    dataset = TensorDataset(torch.zeros(1, KIB // 4).expand(10_000, -1))
+    made = [DataLoader(dataset, **{"batch_size": 2, **arguments}) for arguments in loaders]
+    infos = [LoaderInfo(loader, loader.batch_size, 2) for loader in made]
+    return ProbeBatches(stage_loaders(CombinedLoader(made), infos, "train_dataloader"))
+
+
+def test_workers_hold_the_batches_ahead_and_one_that_is_being_fetched():
+    probe = with_workers(
+        {"num_workers": 2, "prefetch_factor": 3}, {"num_workers": 1, "batch_size": 4}, {}
+    )
+    assert probe.worker_bytes(8) == (7 * 8 + 3 * 16) * KIB
+
+
+def test_pinned_batches_count_twice(monkeypatch):
+    probe = with_workers({"num_workers": 1, "pin_memory": True})
+    assert probe.worker_bytes(8) == 3 * 8 * KIB
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert probe.worker_bytes(8) == 2 * 3 * 8 * KIB
+
+
+def test_workers_hold_batches_of_the_longest_sample_of_all_ranks():
+    probe = with_workers({"num_workers": 1})
+    probe.agree([(probe.longest_bytes, ()), ([9 * KIB], ("longer",))])
+    assert probe.worker_bytes(8) == 3 * 8 * 9 * KIB
+    assert probe.notes == ("longer",)

@@ -1,0 +1,76 @@
+"""Loaders with a batch sampler, also where it is passed as ``sampler`` of a loader."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset
+
+
+def batch_sampler_of(loader: DataLoader[Any]) -> Any:
+    """The sampler that makes the indices of a batch.
+
+    It may also be passed as ``sampler``, with ``batch_size=None``.
+    """
+    is_sampler = loader.batch_size is None and hasattr(loader.sampler, "batch_size")
+    return loader.sampler if is_sampler and loader.batch_sampler is None else loader.batch_sampler
+
+
+def copied_sampler(sampler: Any, dataset: object) -> Any:
+    """A copy of ``sampler``, which may have a random generator, but not of its data set."""
+    if isinstance(dataset, _SingleSamples):
+        dataset = dataset.batched
+    return copy.deepcopy(sampler, {id(dataset): dataset})
+
+
+def single_samples(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The loader, or a view of it that reads single samples.
+
+    The view is for a loader whose data set reads whole batches.
+    """
+    sampler = batch_sampler_of(loader)
+    if sampler is loader.batch_sampler:
+        return loader
+    view = copy.copy(loader)
+    # DataLoader.__setattr__ raises an error for these attributes (torch 2.5.1 to 2.13).
+    vars(view).update(
+        batch_sampler=sampler,
+        dataset=_SingleSamples(loader.dataset),
+        collate_fn=partial(_collated, loader.collate_fn),
+    )
+    return view
+
+
+@dataclass(frozen=True)
+class _SingleSamples(Dataset[Any]):
+    """Batches of one sample each, of a data set that is indexed with a list."""
+
+    batched: Any
+
+    def __len__(self) -> int:
+        return len(self.batched)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.batched[[index]]
+
+
+def _collated(collate_fn: Callable[[Any], Any], samples: list[Any]) -> Any:
+    """Join batches of one sample each to one batch, and then collate it as the project does."""
+    # A list of one item has one sample. A longer list has the tensors of one batch.
+    is_list = isinstance(samples[0], list) and len(samples[0]) == 1
+    return collate_fn(list(chain(*samples)) if is_list else tree_map(_join, *samples))
+
+
+def _join(*parts: Any) -> Any:
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else parts[0]

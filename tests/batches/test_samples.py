@@ -1,0 +1,196 @@
+import gc
+import itertools
+import logging
+import os
+import re
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_batchmem.batches.samples import SampleMeasure, read_samples, without_views
+from lightning_batchmem.plan.policy import SearchPolicy
+from tests.helpers.samples import Numbers, Stream, batches, changed, pad
+
+
+def read(dataset, worst_case=None, **policy):
+    loader = DataLoader(dataset, batch_size=2, collate_fn=pad)
+    measure = SampleMeasure(pad, worst_case, SearchPolicy(**policy), float("inf"))
+    return read_samples(loader, measure)
+
+
+def count_read(dataset, worst_case=None, **policy):
+    _, sizes = read(dataset, worst_case, **policy)
+    return len(sizes.measured)
+
+
+# Tests of reading samples.
+
+
+def test_samples_are_read_in_another_process_and_leave_no_trace():
+    dataset = changed(lambda index: torch.tensor(os.getpid()))
+    generator = torch.Generator()
+    random = torch.get_rng_state()
+    batch, _ = batches(dataset, generator=generator).batch(2)
+    assert dataset.reads == 0
+    assert (batch != os.getpid()).all()
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(generator.get_state(), torch.Generator().get_state())
+    assert not batch.is_shared()
+
+
+def test_a_stream_is_not_consumed():
+    stream = Stream(iter(range(100)))
+    assert batches(stream).batch(5)[0].shape == (5, 1)
+    assert batches(stream, float).batch(2)[0].tolist() == [[99], [99]]
+    assert next(stream.numbers) == 0
+
+
+def test_a_data_set_that_no_worker_can_read_is_copied():
+    here = os.getpid()
+
+    def sample(index):
+        if os.getpid() != here:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.")
+        return torch.tensor(index)
+
+    dataset = changed(sample, length=3)
+    assert batches(dataset).batch(3)[0].tolist() == [0, 1, 2]
+    assert dataset.reads == 0
+
+
+def test_an_error_of_the_data_set_or_of_the_callable_is_raised_as_it_is(caplog):
+    def failing(value):
+        raise KeyError("the user's own mistake")
+
+    with caplog.at_level(logging.INFO):
+        for dataset, worst_case in ((changed(failing), None), (Numbers(), failing)):
+            with pytest.raises(KeyError, match=r"^.the user's own mistake.$") as caught:
+                batches(dataset, worst_case)
+            assert caught.traceback[-1].name == "failing"
+
+
+@pytest.mark.parametrize("returned", [None, "long", float("nan"), torch.zeros(2)])
+def test_a_callable_must_return_a_number(returned):
+    with pytest.raises(ValueError, match=r"^worst_case must return a number, got"):
+        batches(Numbers(), lambda sample: returned)
+
+
+def test_an_empty_data_set_is_an_error():
+    with pytest.raises(ValueError, match="the data set must have at least one sample, got none"):
+        batches(Stream(iter(())))
+
+
+def test_a_sample_that_ends_its_worker_is_not_read_again():
+    dataset = changed(lambda index: os._exit(3) if index == 3 else torch.zeros(1))
+    with pytest.raises(RuntimeError, match=r"worker .* exited unexpectedly"):
+        batches(dataset)
+    assert dataset.reads == 0
+
+
+def test_slow_samples_are_used_as_far_as_they_were_read():
+    dataset = changed(lambda index: (time.sleep(0.05), torch.zeros(1))[1])
+    quick = SearchPolicy(scan_seconds=0.1)
+    samples, sizes = read(dataset, scan_seconds=0.1)
+    assert 1 <= len(samples) <= 3
+    assert len(sizes.measured) == len(samples)
+    assert sizes.scan_seconds > 0.1
+    assert not sizes.is_complete
+    assert dataset.reads == 0
+    (note,) = batches(dataset, policy=quick).notes
+    assert re.fullmatch(r"Only [123] samples were read in 0 s; larger ones may exist\.", note)
+    assert not batches(dataset, "typical", policy=quick).notes
+
+
+def test_a_worker_that_hangs_ends_the_reading(monkeypatch):
+    # The DataLoader waits this long for a worker before it terminates it.
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+    dataset = changed(lambda index: (time.sleep(100 if index == 9 else 0), torch.zeros(1))[1])
+    samples, sizes = read(dataset, sample_seconds=1.0)
+    # Samples 0, 3 and 6 were read before sample 9.
+    assert len(samples) == 3
+    assert sizes.scan_seconds is not None
+    assert dataset.reads == 0
+
+
+def test_workers_are_initialized_as_those_of_the_loader():
+    loader = {"num_workers": 1, "worker_init_fn": lengthen, "collate_fn": pad}
+    assert batches(Numbers(), "longest", **loader).batch(1)[0].tolist() == [[7] * 9]
+
+
+def lengthen(worker):
+    torch.utils.data.get_worker_info().dataset.lengths[7] = 9
+
+
+def test_no_file_descriptor_is_kept():
+    def descriptors_after(times):
+        probes = [batches(Numbers(40)) for _ in range(times)]
+        gc.collect()
+        assert len(probes) == times
+        return len(os.listdir("/proc/self/fd"))
+
+    # The first call opens files that stay open, such as that of the resource tracker.
+    descriptors_after(1)
+    first = descriptors_after(1)
+    # Fewer descriptors stay open than one for each sample.
+    assert descriptors_after(4) < first + 40
+
+
+# Tests of the number of samples.
+
+
+def test_the_reading_ends_when_all_sizes_are_equal():
+    assert count_read(Numbers(2000)) == 512
+    # With this setting, all samples count as slow.
+    assert count_read(Numbers(2000), equal_sizes_seconds=0.0) == 64
+    assert count_read(Numbers(2000), "typical") == 32
+    assert count_read(Numbers(100), "longest") == 100
+
+
+def test_the_reading_of_samples_that_differ_ends_at_its_limit():
+    dataset = Numbers(2000, lengths={0: 5})
+    assert count_read(dataset, max_sample_sizes=100) == 100
+    assert count_read(Stream(itertools.count()), float, max_sample_sizes=100) == 100
+
+
+def test_some_samples_are_returned_and_the_largest_one():
+    """The largest sample of 200 is that of index 37, unless "typical" ones are enough."""
+    dataset = Numbers(200, lengths={30: 9, 37: 16, 38: 12})
+    samples, sizes = read(dataset, max_samples=4)
+    assert [int(sample[0]) for sample in samples] == [0, 50, 100, 150, 37]
+    assert sizes.sample_bytes == [32, 32, 32, 32, 128]
+    assert (sizes.spread_count, sizes.largest) == (4, 4)
+    assert (len(sizes.measured), sizes.is_ragged, sizes.is_complete) == (200, True, True)
+    samples, sizes = read(dataset, "typical", max_samples=4)
+    assert [int(sample[0]) for sample in samples] == [0, 50, 100, 150]
+    assert not sizes.is_complete
+
+
+def test_a_sample_that_does_not_fit_is_explained():
+    message = "Memory ran out while BatchFinder read a single sample of Numbers"
+    with pytest.raises(RuntimeError, match=message):
+        read(changed(lambda index: torch.empty(10**15)))
+
+
+@pytest.mark.slow
+def test_a_spawned_worker_reads_samples(caplog):
+    """What is sent to it must be pickled, else a copy of the data set is read."""
+    spawned = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    with caplog.at_level(logging.INFO):
+        probe = batches(TensorDataset(torch.arange(40)), len, **spawned)
+    assert probe.batch(2)[0][0].tolist() == [0, 0]
+    assert "reads a copy" not in caplog.text
+
+
+@dataclass(frozen=True)
+class Row:
+    x: Tensor
+    where: range
+
+
+def test_workers_send_samples_without_the_storage_around_them():
+    row = Row(torch.zeros(1000, 100)[3], range(3))
+    assert without_views(row).x.untyped_storage().nbytes() == 400
