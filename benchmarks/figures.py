@@ -65,6 +65,10 @@ def draw(out: Path) -> None:
         print(f"{path} ({path.stat().st_size / 1024:.0f} KiB)")
 
 
-if __name__ == "__main__":
+def main() -> None:
     command_line(__doc__).parse_args()
     draw(ROOT / "docs" / "figures")
+
+
+if __name__ == "__main__":
+    main()

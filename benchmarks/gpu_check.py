@@ -13,7 +13,7 @@ Parts, each in a process with a time budget:
   the allocator;
 - search: a search, training, and the largest size found by bisection, for four networks at two
   limits;
-- simulator: peaks of ResNet-18 on the device and in ``tests/simulated_cuda``;
+- simulator: peaks of ResNet-18 on the device and in ``tests/helpers/simulated_cuda``;
 - overhead: time inside the hooks of monitoring callbacks;
 - compile: a search and training with ``torch.compile``, without and with CUDA graphs.
 

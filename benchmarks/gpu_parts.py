@@ -29,6 +29,8 @@ from benchmarks.search import largest_that
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.devices.accelerator import CudaMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
+from tests.helpers.simulated_cuda.device import SimulatedCuda
+from tests.helpers.simulated_cuda.trace import trace_of
 
 Row = dict[str, Any]
 Cases = Iterator[tuple[Row, Callable[[], Row]]]
@@ -281,9 +283,6 @@ def simulator() -> Cases:
 
 def peaks(size: int, step: int) -> Row:
     """The peak of the last of ``step`` steps."""
-    from tests.simulated_cuda.device import SimulatedCuda
-    from tests.simulated_cuda.trace import trace_of
-
     name = "ResNet-18 SGD"
     memory = CudaMemory(DEVICE)
     simulated = SimulatedCuda(trace_of(name), torch.cuda.mem_get_info(DEVICE)[1])

@@ -18,9 +18,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import command_line, markdown, results_file
+from benchmarks.common import ROOT, command_line, markdown
 from lightning_batchmem import Plan
 from lightning_batchmem.plan.fit import fit_memory
+
+# The searches that docs/comparison.md shows. They can be read on any machine.
+RESULTS = ROOT / "benchmarks" / "results" / "cpu-2-cores" / "search.json"
 
 
 def errors(plan: Plan) -> Iterable[tuple[float, float]]:
@@ -65,9 +68,7 @@ def _columns(found: Sequence[tuple[float, float]]) -> dict[str, str]:
 def main() -> None:
     """Run the command line."""
     parser = command_line(__doc__)
-    parser.add_argument(
-        "--file", type=Path, default=results_file("search"), help="default: %(default)s"
-    )
+    parser.add_argument("--file", type=Path, default=RESULTS, help="default: %(default)s")
     print(table(json.loads(parser.parse_args().file.read_text())))
 
 

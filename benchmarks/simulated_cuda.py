@@ -24,9 +24,9 @@ import torch
 from benchmarks.common import command_line, markdown, report
 from benchmarks.large_networks import NETWORKS
 from benchmarks.search import largest_that
-from tests.simulated_cuda.device import SimulatedCuda
-from tests.simulated_cuda.search import search
-from tests.simulated_cuda.trace import Trace, trace_of
+from tests.helpers.simulated_cuda.device import SimulatedCuda
+from tests.helpers.simulated_cuda.search import search
+from tests.helpers.simulated_cuda.trace import Trace, trace_of
 
 LIMITS = (1.0, 0.9)
 

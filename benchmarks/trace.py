@@ -27,7 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.common import command_line, markdown, one_line, report
 from lightning_batchmem import BatchFinder
-from tests.test_contract import CASES, SIZE, Case, Net, Noisy, assert_same, outcome_of
+from tests.helpers.contract_cases import CASES, SIZE, Case, Net, Noisy
+from tests.helpers.outcomes import assert_same, outcome_of
 
 START = 2
 FINDERS = ("BatchFinder", "power", "binsearch", "no finder")

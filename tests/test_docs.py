@@ -1,9 +1,9 @@
 """Every code block of the README and of docs/ runs, and every link and file name exists.
 
 Python blocks of a page run in order in one namespace, with ``Classifier`` from Getting started and
-``module``, one of it. Of the commands, those of the package run; for others their files and options
-are checked. The README's two blocks marked "fresh-start" (installation, tests) run in .ci/run and
-in a fresh clone instead.
+``module``, one of it. Of the commands, those of the package run; the files and modules that others
+name must exist, and tests/benchmarks runs those of the benchmarks. The README's two blocks marked
+"fresh-start" (installation, tests) run in .ci/run and in a fresh clone instead.
 """
 
 import doctest

@@ -11,8 +11,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveragi
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_batchmem import BatchFinder, find_batch_size
+from tests.helpers.contract_cases import CASES, SIZE
 from tests.helpers.lawful import MIB, Lawful, found_size, law, loader, quiet_trainer
-from tests.test_contract import CASES, SIZE, assert_same, outcome_of
+from tests.helpers.outcomes import assert_same, outcome_of
 
 # In each of these cases, a search could leave a trace in another way.
 PROJECTS = [

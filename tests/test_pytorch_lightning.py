@@ -1,5 +1,6 @@
 """The contract with the other Lightning package: the cases of test_contract.py with its classes."""
 
+import importlib.util
 import sys
 import types
 from pathlib import Path
@@ -13,15 +14,16 @@ CASES = ["manual_two_optimizers", "a_combined_loader", "datamodule_hparams", "bf
 
 
 def with_other_package(name):
-    """A test module in which ``lightning.pytorch`` is replaced by ``pytorch_lightning``."""
-    path = Path(__file__).with_name(f"{name}.py")
+    """A module of the tests in which ``lightning.pytorch`` is replaced by ``pytorch_lightning``."""
+    path = Path(importlib.util.find_spec(name).origin)
     text = path.read_text().replace("lightning.pytorch", "pytorch_lightning")
     text = text.replace(
         "from lightning_batchmem import BatchFinder",
         "from lightning_batchmem.pytorch_lightning import BatchFinder",
     )
-    module = types.ModuleType(f"{name}_of_pytorch_lightning")
-    # Dataclasses look up annotations in sys.modules.
+    text = text.replace("from tests.", "from pytorch_lightning_tests.")
+    module = types.ModuleType(f"pytorch_lightning_{name}")
+    # Dataclasses look up annotations in sys.modules, and the next module imports from this one.
     sys.modules[module.__name__] = module
     exec(compile(text, str(path), "exec"), vars(module))
     return module
@@ -29,7 +31,9 @@ def with_other_package(name):
 
 @pytest.fixture(scope="module")
 def contract():
-    return with_other_package("test_contract")
+    for name in ("tests.helpers.contract_cases", "tests.helpers.outcomes"):
+        with_other_package(name)
+    return with_other_package("tests.test_contract")
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")

@@ -1,108 +1,133 @@
-"""The benchmarks run, and their tables can be read back."""
+"""Each benchmark runs, and the table that it prints can be read back."""
 
-import json
-from dataclasses import replace
+import importlib
+import re
+import shlex
+import shutil
+import sys
+from functools import partial
 
 import pytest
+import torch
 
-from benchmarks import prediction, search, trace
-from benchmarks.common import in_fresh_process
-from benchmarks.search import largest_surviving, largest_that
+from benchmarks import gpu_check, gpu_parts
+from benchmarks.common import ROOT, in_fresh_process
+from benchmarks.search import largest_that
 from benchmarks.workloads import WORKLOADS
-from lightning_batchmem.plan.records import Trial
-from tests.plan.test_plan import PLAN
+
+COMMANDS = [
+    path.stem
+    for path in sorted((ROOT / "benchmarks").glob("*.py"))
+    if "__main__" in path.read_text()
+]
+RESULTS = ROOT / "benchmarks" / "results" / "cpu-2-cores"
 
 
-def rows_of(table):
-    """The cells of a Markdown table, without its second line."""
-    lines = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
-    assert len({len(line) for line in lines}) == 1
-    return [[cell.strip() for cell in line] for line in (lines[0], *lines[2:])]
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run a command as ``python -m benchmarks.COMMAND`` does; returns what it prints."""
+
+    def run_command(command):
+        name, *arguments = shlex.split(command)
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        importlib.import_module(f"benchmarks.{name}").main()
+        return capsys.readouterr().out
+
+    return run_command
 
 
-@pytest.mark.parametrize("known", [{}, {1: [True], 450: [False]}])
-@pytest.mark.parametrize("limit", [1, 7, 90, 400])
-def test_largest_surviving_size(limit, known):
-    found = largest_surviving(lambda size, count: [size <= limit] * count, known=known)
-    assert found is not None
-    assert 0.97 * limit <= found <= limit
+def rows_of(printed):
+    """The rows of a Markdown table, by the name of the column."""
+    lines = [line.strip("|").split("|") for line in printed.splitlines() if line.startswith("|")]
+    head, _, *rows = [[cell.strip() for cell in line] for line in lines]
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_the_command(name, run, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        run(f"{name} --help")
+    assert f"python -m benchmarks.{name}" in capsys.readouterr().out
+
+
+def test_the_trace_of_batch_finder_is_empty_and_that_of_lightning_is_not(run):
+    row, total = rows_of(run("trace --only dropout"))
+    assert (row["BatchFinder"], row["no finder"]) == ("identical", "identical")
+    assert {"weights", "random"} <= set(row["power"].split(", "))
+    identical = ["1 of 1 identical", "0 of 1 identical", "0 of 1 identical", "1 of 1 identical"]
+    assert list(total.values()) == ["all", *identical]
+
+
+def test_predictions_have_the_errors_that_the_documentation_states(run):
+    *_, total = rows_of(run("prediction"))
+    assert list(total.values()) == ["all", "69", "0.12%", "+2.10%", "0.38%", "+10.11%"]
+    page = (ROOT / "docs" / "comparison.md").read_text()
+    assert "median error of 69 predictions is 0.12 %, the largest 2.1 %" in page
+
+
+def test_a_search_continues_from_its_file_and_none_of_the_stored_trainings_failed(run, tmp_path):
+    path = shutil.copy(RESULTS / "search.json", tmp_path)
+    rows = rows_of(run(f"search --quick --ways BatchFinder --file {path}"))
+    outcomes = [re.search(r"failed (\d+) of (\d+)", row["BatchFinder"]) for row in rows]
+    assert {outcome[1] for outcome in outcomes} == {"0"}
+    # The README states this number of trainings.
+    assert sum(int(outcome[2]) for outcome in outcomes) == 62
+    lstm = next(row for row in rows if row["network"] == "LSTM")
+    assert lstm["BatchFinder"] == "80 (63 to 82), 82%, failed 0 of 10, 11 (10 to 14) s"
+
+
+@pytest.mark.slow
+def test_a_training_in_a_control_group_survives_or_is_killed():
+    training = partial(
+        in_fresh_process, "benchmarks.ways", "LSTM", room_bytes=WORKLOADS["LSTM"].room_bytes
+    )
+    try:
+        small = training("2", "--steps", "3")
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    assert (small["error"], small["steps"]) == (None, 3)
+    assert 0 < small["used_bytes"] <= small["peak_bytes"] < WORKLOADS["LSTM"].room_bytes
+    large = training("400")
+    assert (large["error"], large["last_new_size"], large.get("steps")) == ("killed", 400, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["U-Net 256 AdamW", "GPT 12x768 AdamW bf16", "ResNet-18 SGD"])
+def test_searches_on_the_simulated_device_find_nearly_the_largest_size_that_trains(network, run):
+    rows = rows_of(run(f"simulated_cuda --gigabytes 8 --only '{network}'"))
+    assert [row["limit"] for row in rows] == ["1.0", "0.9"]
+    for row in rows:
+        assert (row["trains"], row["trains, other sizes"]) == ("yes", "yes")
+        assert float(row["of quiet"]) >= 0.93
+        assert int(row["out of memory"]) <= 2
+        assert int(row["sizes"]) <= 8
+        assert int(row["steps at size"]) <= 40
+
+
+@pytest.mark.slow
+def test_overhead_is_relative_to_memory_profiler(run):
+    rows = rows_of(run("overhead --runs 1"))
+    assert {row["log_every_n_steps"] for row in rows} == {"50", "1"}
+    assert all(row["MemoryProfiler us"].endswith(" (1.00)") for row in rows)
 
 
 @pytest.mark.parametrize("start", [1, 100])
 @pytest.mark.parametrize("largest", [0, 1, 7, 90, 130, 1000])
 def test_the_largest_size_that_passes_is_found_from_any_start(largest, start):
-    found = largest_that(lambda size: size <= largest, start, growth=1.25)
-    assert 0.97 * largest <= found <= largest
+    found_size = largest_that(lambda size: size <= largest, start)
+    assert 0.97 * largest <= found_size <= largest
 
 
-@pytest.mark.parametrize(("repeats", "sizes"), [(0, []), (3, [20, 20, 30])])
-def test_one_training_for_each_search_and_then_the_largest_size(
-    repeats, sizes, monkeypatch, tmp_path
-):
-    trained = []
-    to_find = iter(sizes)
-
-    def in_fresh_process(module, name, way, *, room_bytes):
-        if not way.isdecimal():
-            return {
-                "error": None,
-                "batch_size": next(to_find),
-                "search_seconds": 1.0,
-                "samples_run": 60,
-            }
-        trained.append(int(way))
-        return {"error": None if int(way) <= 40 else "killed"}
-
-    monkeypatch.setattr(search, "in_fresh_process", in_fresh_process)
-    path = tmp_path / "results.json"
-    search.measure(search.Measurements(path), "LSTM", ["toma"], repeats, has_oracle=True)
-    assert trained[: len(sizes)] == sizes
-    known = json.loads(path.read_text())
-    assert known["LSTM"]["oracle"] == 40
-    _, row = rows_of(search.table(known))
-    searched = ["20 (20 to 30), 50%, failed 0 of 6, 1 s"] if sizes else []
-    assert row == ["LSTM", "200", "40", *searched]
-    before = len(trained)
-    search.measure(search.Measurements(path), "LSTM", ["toma"], repeats, has_oracle=True)
-    # The second measurement continues from the file.
-    assert len(trained) == before
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gpu_check would run")
+def test_gpu_check_without_a_cuda_device_prints_one_sentence(capsys):
+    assert gpu_check.main([]) == 2
+    assert capsys.readouterr() == ("", "gpu_check needs a CUDA device, and torch finds none.\n")
+    assert all(callable(getattr(gpu_parts, part)) for part in gpu_check.PARTS)
+    # The check is promised to end within ten minutes.
+    assert sum(gpu_check.PARTS.values()) <= 550
 
 
-@pytest.mark.slow
-def test_a_training_in_a_control_group_survives_or_is_killed():
-    room_bytes = WORKLOADS["LSTM"].room_bytes
-    try:
-        small = in_fresh_process(
-            "benchmarks.ways", "LSTM", "2", "--steps", "3", room_bytes=room_bytes
-        )
-    except OSError as error:
-        pytest.skip(f"no control group can be made here: {error}")
-    assert (small["error"], small["steps"]) == (None, 3)
-    assert 0 < small["used_bytes"] <= small["peak_bytes"] < room_bytes
-    large = in_fresh_process("benchmarks.ways", "LSTM", "400", room_bytes=room_bytes)
-    assert (large["error"], large["last_new_size"], large.get("steps")) == ("killed", 400, None)
-
-
-# Lightning's own finder raises warnings.
-@pytest.mark.filterwarnings("ignore")
-def test_trace_of_one_way_to_train():
-    name = "dropout"
-    results = {finder: trace.compare(name, finder) for finder in trace.FINDERS}
-    head, row, total = rows_of(trace.table({name: results}))
-    found = dict(zip(head, row, strict=True))
-    assert (found["BatchFinder"], found["no finder"]) == ("identical", "identical")
-    assert {"weights", "random"} <= set(found["power"].split(", "))
-    assert total[1:] == [
-        "1 of 1 identical",
-        "0 of 1 identical",
-        "0 of 1 identical",
-        "1 of 1 identical",
-    ]
-
-
-def test_predictions_are_compared_with_trials_twice_as_large():
-    # The peaks follow 100 + 4 * size, and the last one is higher by 10.
-    peaks = [(2, 108), (8, 132), (20, 190)]
-    trials = tuple(Trial(size, "ok", {"backward": peak}) for size, peak in peaks)
-    plan = replace(PLAN, trials=trials)
-    assert list(prediction.errors(plan)) == [(-10 / 190, -10 / 82)]
+def test_a_process_that_is_late_is_ended():
+    sleep = "import time; time.sleep(60)"
+    result = in_fresh_process("timeit", "-n", "1", "-r", "1", sleep, timeout_seconds=1)
+    assert result == {"error": "no end after 1 s"}

@@ -5,6 +5,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -38,7 +39,7 @@ def loader(size, samples=SAMPLES, **arguments):
     return DataLoader(TensorDataset(torch.zeros(samples, 1)), batch_size=size, **arguments)
 
 
-def quiet_trainer(*callbacks, **arguments):
+def quiet_trainer(*callbacks: Callback, **arguments: Any) -> Trainer:
     """A trainer on the CPU that writes and prints nothing, unless ``arguments`` change that."""
     defaults = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False

@@ -1,3 +1,5 @@
+"""The rules of c10/cuda/CUDACachingAllocator.cpp, one by one and in random sequences."""
+
 from itertools import pairwise
 
 import pytest
@@ -5,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.simulated_cuda.allocator import MIB, CachingAllocator
+from tests.helpers.simulated_cuda.allocator import MIB, CachingAllocator
 
 
 @pytest.mark.parametrize(
@@ -43,13 +45,12 @@ def test_smallest_sufficient_free_block_of_the_pool_is_used_and_split():
     assert allocator.reserved == 60 * MIB
 
 
-def test_free_neighbours_merge_into_the_whole_segment():
+def test_free_neighbours_merge_and_only_whole_segments_are_released():
     allocator = CachingAllocator(100 * MIB)
     first, second, third = (allocator.malloc(4 * MIB) for _ in range(3))
     for block in (first, third):
         allocator.free(block)
     allocator.release_cached()
-    assert allocator.reserved == 20 * MIB
     assert sorted(allocator.large.sizes.values()) == [4 * MIB, 12 * MIB]
     allocator.free(second)
     assert list(allocator.large.sizes.values()) == [20 * MIB]
@@ -68,32 +69,21 @@ def test_cached_segments_are_released_before_an_allocation_fails(capacity, limit
     assert (allocator.reserved, allocator.num_alloc_retries, allocator.num_ooms) == (30 * MIB, 2, 1)
 
 
-def test_peaks_start_again_from_the_current_use():
-    allocator = CachingAllocator(100 * MIB)
-    kept = allocator.malloc(10 * MIB)
-    freed = allocator.malloc(20 * MIB)
-    allocator.free(freed)
-    assert (allocator.allocated_peak, allocator.requested_peak) == (30 * MIB, 30 * MIB)
-    allocator.reset_peak()
-    assert (allocator.allocated_peak, allocator.reserved_peak) == (kept.size, 30 * MIB)
-
-
 def test_expandable_segments_grow_by_pages():
     allocator = CachingAllocator(200 * MIB, expandable=True)
-    allocator.malloc(MIB)
     first, second, third = (allocator.malloc(size * MIB) for size in (25, 10, 10))
-    # The small pool has a page of 2 MiB. The large pool has three pages of 20 MiB for 45 MiB.
-    assert (allocator.reserved, third.address) == (62 * MIB, 35 * MIB)
+    # Three pages of 20 MiB hold 45 MiB.
+    assert (allocator.reserved, third.address) == (60 * MIB, 35 * MIB)
     allocator.free(first)
     allocator.free(third)
     # Each free range, 0 to 25 MiB and 35 to 60 MiB, has one whole page.
     allocator.release_cached()
-    assert (allocator.reserved, second.address) == (22 * MIB, 25 * MIB)
+    assert (allocator.reserved, second.address) == (20 * MIB, 25 * MIB)
     # The lowest gap is used: its page from 0 to 20 MiB is mapped again.
     assert allocator.malloc(15 * MIB).address == 0
-    assert allocator.malloc(30 * MIB).address == 35 * MIB
     # 35 to 40 MiB were mapped, and the other 25 MiB take two pages.
-    assert allocator.reserved == 82 * MIB
+    assert allocator.malloc(30 * MIB).address == 35 * MIB
+    assert allocator.reserved == 80 * MIB
 
 
 def test_expandable_segments_check_the_limit_against_the_whole_request():
@@ -104,14 +94,6 @@ def test_expandable_segments_check_the_limit_against_the_whole_request():
         allocator.malloc(22 * MIB)
     allocator.malloc(20 * MIB)
     assert allocator.reserved == 60 * MIB
-
-
-def test_expandable_segments_fail_where_the_device_has_no_page_left():
-    allocator = CachingAllocator(50 * MIB, expandable=True)
-    allocator.malloc(25 * MIB)
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        allocator.malloc(16 * MIB)
-    assert (allocator.reserved, allocator.num_alloc_retries) == (40 * MIB, 1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -129,12 +111,12 @@ def test_bytes_are_conserved(requests, expandable):
             assert allocator.reserved + size > 60 * MIB
         for _ in range(min(num_freed, len(live))):
             allocator.free(live.pop(size % len(live)))
-        free_bytes = sum(
-            size for pool in (allocator.small, allocator.large) for size in pool.sizes.values()
-        )
-        assert allocator.requested == sum(block.requested for block in live) <= allocator.allocated
+        pools = (allocator.small, allocator.large)
+        free_bytes = sum(size for pool in pools for size in pool.sizes.values())
         live_bytes = sum(block.size for block in live)
+        assert allocator.requested == sum(block.requested for block in live) <= allocator.allocated
         assert allocator.allocated == live_bytes == allocator.reserved - free_bytes
+        # The limit of expandable segments counts requests, and pages may exceed it.
         assert allocator.reserved <= (120 if expandable else 100) * MIB
         large = [block for block in live if block.pool is allocator.large]
         spans = sorted((block.address, block.size) for block in large)

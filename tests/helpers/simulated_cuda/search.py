@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_batchmem import BatchFinder, Plan
 from tests.helpers.lawful import quiet_trainer
-from tests.simulated_cuda.device import SimulatedCuda
+from tests.helpers.simulated_cuda.device import SimulatedCuda
 
 SAMPLES = 10**7
 
@@ -36,7 +37,7 @@ def simulated_module(device: SimulatedCuda) -> LightningModule:
     Nothing of the device is an attribute of the module.
     """
 
-    class State(dict[Any, Any]):
+    class State(defaultdict[Tensor, Any]):
         def clear(self) -> None:
             device.drop(device.trace.states)
 
@@ -55,7 +56,8 @@ def simulated_module(device: SimulatedCuda) -> LightningModule:
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             device.run_phase("forward", len(batch))
-            return self.layer(torch.zeros(1)).mean()
+            loss: Tensor = self.layer(torch.zeros(1)).mean()
+            return loss
 
         def zero_grad(self, set_to_none: bool = True) -> None:
             super().zero_grad(set_to_none)
@@ -66,7 +68,8 @@ def simulated_module(device: SimulatedCuda) -> LightningModule:
 
         def backward(self, loss: Tensor) -> None:
             device.run_phase("backward")
-            loss.backward()
+            # torch does not annotate this method.
+            loss.backward()  # type: ignore[no-untyped-call]
 
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
             device.evaluation_step(len(batch))
@@ -113,13 +116,14 @@ def search(device: SimulatedCuda, **options: Any) -> Searched:
     num_ooms = device.num_ooms
     size = plan.batch_size
     remainder = SAMPLES % size or max(1, size // 2)
-    trained = [
-        _trains(device, size, lambda _: remainder),
-        _trains(device, size, lambda i: max(1, i * 7919 % size)),
-    ]
-    steps_at_size = sum(trial.full_steps for trial in plan.trials if trial.batch_size == size)
-    sizes = len({trial.batch_size for trial in plan.trials})
-    return Searched(plan, num_ooms, *trained, steps_at_size, sizes)
+    return Searched(
+        plan,
+        num_ooms,
+        trains=_trains(device, size, lambda _: remainder),
+        trains_with_varied_sizes=_trains(device, size, lambda epoch: max(1, epoch * 7919 % size)),
+        steps_at_size=sum(trial.full_steps for trial in plan.trials if trial.batch_size == size),
+        sizes=len({trial.batch_size for trial in plan.trials}),
+    )
 
 
 def _trains(device: SimulatedCuda, size: int, smaller: Callable[[int], int]) -> bool:

@@ -68,11 +68,13 @@ def workspace_share(convolution: int, size: int) -> float:
     return WORKSPACE_SHARES[(3 * convolution + int(4 * math.log2(size))) % 4]
 
 
-class _Recorder(TorchDispatchMode):
+# TorchDispatchMode.__init_subclass__ has no type annotations.
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        super().__init__()
+        # TorchDispatchMode.__init__ has no type annotations.
+        super().__init__()  # type: ignore[no-untyped-call]
         # The slot of each live storage.
-        self.slots = {one.untyped_storage()._cdata: slot for slot, one in enumerate(tensors)}
+        self.slots = {tensor.untyped_storage()._cdata: slot for slot, tensor in enumerate(tensors)}
         self.count = len(tensors)
         self.convolutions = 0
         self.events = list[tuple[int, int, int | None]]()
@@ -130,11 +132,14 @@ def _record(
                 optimizer.zero_grad()
                 # These events are dropped: the replay releases the gradients itself.
                 recorder.take()
-                loss.backward()
+                # torch does not annotate this method.
+                loss.backward()  # type: ignore[no-untyped-call]
                 phases["backward"] = recorder.take()
                 optimizer.step()
                 gradients |= {
-                    recorder.slots[one.grad.untyped_storage()._cdata] for one in parameters
+                    recorder.slots[parameter.grad.untyped_storage()._cdata]
+                    for parameter in parameters
+                    if parameter.grad is not None
                 }
             del loss, batch
             programs.setdefault(name, {})["optimizer_step" if module.training else name] = (

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import torch
 
 from lightning_batchmem.devices.base import MemoryStats
-from tests.simulated_cuda.allocator import Block, CachingAllocator
-from tests.simulated_cuda.trace import Trace
+from tests.helpers.simulated_cuda.allocator import Block, CachingAllocator
+from tests.helpers.simulated_cuda.trace import Trace
 
 
 class SimulatedCuda(CachingAllocator):
@@ -109,9 +109,9 @@ class SimulatedCuda(CachingAllocator):
                     self.free(self._live.pop(slot))
         except torch.OutOfMemoryError:
             # The storages of the step are released as the exception unwinds.
-            kept = self.trace.gradients | set(range(len(self.trace.persistent_bytes)))
+            remaining = self.trace.gradients | set(range(len(self.trace.persistent_bytes)))
             # Foreach SGD writes its states at the end of the step, so the first step leaves none.
             if self._steady or "SGD" not in self.trace.network.name:
-                kept |= self.trace.states
-            self.drop(self._live.keys() - kept)
+                remaining |= self.trace.states
+            self.drop(self._live.keys() - remaining)
             raise

@@ -1,0 +1,534 @@
+"""The ways to train in which the contract is checked: modules, data and options of a Trainer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import lightning.pytorch.callbacks as lightning_callbacks
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    default_collate,
+    random_split,
+)
+from torchmetrics.classification import MulticlassAccuracy
+
+# Every search of the contract ends with this size: max_batch_size bounds it, and memory does not.
+SIZE = 8
+SAMPLES = 32
+
+
+class Noisy(Dataset):
+    """Samples augmented with all three generators, and with one of the data set's own."""
+
+    def __init__(self, own_generator: bool = False) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(SAMPLES, 6, generator=generator)
+        self.y = torch.randint(3, (SAMPLES,), generator=generator)
+        self.generator = torch.Generator().manual_seed(2) if own_generator else None
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = (
+            torch.randn(6, generator=self.generator) + random.random() + float(np.random.random())
+        )
+        return self.x[index] + 0.1 * noise, self.y[index]
+
+
+def shuffled(size: int, dataset: Dataset[Any] | None = None, **arguments: Any) -> DataLoader[Any]:
+    return DataLoader(dataset or Noisy(), batch_size=size, shuffle=True, **arguments)
+
+
+class Net(LightningModule):
+    """BatchNorm, dropout, a metric, a non-persistent buffer and attributes that steps change.
+
+    The metric is logged as an object.
+    """
+
+    def __init__(
+        self, batch_size: int, optimizer: str = "sgd", workers: int = 0, lr: float = 1e-2
+    ) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.lr = lr
+        self.optimizer_name = optimizer
+        self.workers = workers
+        self.layers = nn.Sequential(
+            nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3)
+        )
+        self.accuracy = MulticlassAccuracy(num_classes=3)
+        self.register_buffer("steps_seen", torch.zeros(()), persistent=False)
+        self.history: list[int] = []
+        self.running = {"loss": torch.zeros(())}
+
+    def on_train_epoch_start(self) -> None:
+        self.epoch_steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        scores = self.layers(x)
+        loss = nn.functional.cross_entropy(scores, y)
+        self.steps_seen += 1
+        self.epoch_steps += 1
+        self.history.append(batch_idx)
+        self.running["loss"] = self.running["loss"] * 0.9 + loss.detach() * 0.1
+        self.accuracy(scores, y)
+        self.log("loss", loss)
+        self.log("epoch_loss", loss, on_step=False, on_epoch=True)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", nn.functional.cross_entropy(self.layers(x), y))
+
+    def configure_optimizers(self) -> Any:
+        # The generator must be in the same state here as in the hard-coded run.
+        torch.rand(1)
+        sgd = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        if self.optimizer_name == "onecycle":
+            total = int(self.trainer.estimated_stepping_batches)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(
+                sgd, max_lr=10 * self.lr, total_steps=total
+            )
+            return {"optimizer": sgd, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        if self.optimizer_name == "plateau":
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd, patience=0, factor=0.5)
+            return {
+                "optimizer": sgd,
+                "lr_scheduler": {"scheduler": plateau, "monitor": "epoch_loss"},
+            }
+        return sgd
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return shuffled(
+            self.batch_size, num_workers=self.workers, persistent_workers=self.workers > 0
+        )
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Noisy(), batch_size=self.batch_size)
+
+
+class Adversarial(Net):
+    """Manual optimization with two optimizers."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self.automatic_optimization = False
+        self.critic = nn.Linear(3, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        first, second = self.optimizers()
+        scores = self.layers(x)
+        loss = nn.functional.cross_entropy(scores, y) - self.critic(scores).mean()
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        judged = self.critic(self.layers(x).detach()).pow(2).mean()
+        second.zero_grad()
+        self.manual_backward(judged)
+        second.step()
+        self.steps_seen += 1
+        self.log("loss", loss)
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(self.layers.parameters(), lr=1e-2),
+            torch.optim.SGD(self.critic.parameters(), lr=1e-2, momentum=0.9),
+        ]
+
+
+class Data(LightningDataModule):
+    """The size in the datamodule's hyperparameters."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return shuffled(self.hparams.batch_size)
+
+
+class ManyLoaders(Net):
+    """Several training loaders, one with a size of its own and one with twice the batch size."""
+
+    def train_dataloader(self) -> Any:
+        return {
+            "labeled": shuffled(self.batch_size),
+            "unlabeled": shuffled(2 * self.batch_size, Noisy(True)),
+            "anchors": DataLoader(Noisy(), batch_size=5),
+        }
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch["labeled"], batch_idx)
+        others = torch.cat([batch["unlabeled"][0], batch["anchors"][0]])
+        return loss + 0.1 * self.layers(others).square().mean()
+
+
+class OwnValidationSize(Net):
+    """Validation has a batch size of its own, draws and counts."""
+
+    def __init__(self, batch_size: int, eval_batch_size: int = 4) -> None:
+        super().__init__(batch_size)
+        self.eval_batch_size = eval_batch_size
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.history.append(len(batch[1]))
+        torch.rand(1)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("batches", float(len(self.history)))
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Noisy(), batch_size=self.eval_batch_size)
+
+
+class FixedValidation(OwnValidationSize):
+    def val_dataloader(self) -> Any:
+        return [DataLoader(Noisy(), batch_size=7), DataLoader(Noisy(True), batch_size=5)]
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+
+
+class Plain(Net):
+    """No loader of its own and no batch size."""
+
+    train_dataloader = LightningModule.train_dataloader
+    val_dataloader = LightningModule.val_dataloader
+
+    def __init__(self, batch_size: int = 0, optimizer: str = "sgd") -> None:
+        super().__init__(batch_size, optimizer)
+        del self.batch_size
+
+
+class InHparams(Plain):
+    """The size in the hyperparameters of the module."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return shuffled(self.hparams.batch_size)
+
+
+class OfLists(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (x, y), (other, _) = batch
+        return super().training_step((x, y), batch_idx) + self.layers(other).square().mean()
+
+
+def halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+class Hooked(Net):
+    """Puts hooks on tensors and a parametrization on a layer.
+
+    It reads the trainer's data before the first batch, and a step reads the logger's directory.
+    """
+
+    def on_fit_start(self) -> None:
+        self.layers[0].weight.register_hook(lambda gradient: gradient * 0.5)
+        self.layers[0].bias.register_post_accumulate_grad_hook(halve)
+
+    def on_train_start(self) -> None:
+        nn.utils.parametrizations.orthogonal(self.layers[4], orthogonal_map="householder")
+        loaders = self.trainer.train_dataloader, self.trainer.val_dataloaders
+        self.history += [
+            *map(len, loaders),
+            len(loaders[0].dataset),
+            int(self.trainer.num_training_batches),
+        ]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.logger.log_dir
+        assert self.trainer.log_dir
+        return super().training_step(batch, batch_idx)
+
+
+class Extractor:
+    """Keeps what a layer puts out, from a hook on the layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.features: list[Tensor] = []
+        layer.register_forward_hook(lambda module, inputs, output: self.features.append(output))
+
+
+class Entangled(Net):
+    """Two generators, an unregistered teacher, a hook that fills a list, and a sparse buffer.
+
+    One of the generators is the loader's.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size, "onecycle")
+        self.noise = torch.Generator().manual_seed(4)
+        self.order = torch.Generator().manual_seed(6)
+        self.teacher = [nn.Linear(6, 3)]
+        self.extractor = Extractor(self.layers[0])
+        self.register_buffer("adjacency", torch.eye(6).to_sparse())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        noise = torch.rand(x.shape, generator=self.noise)
+        x = torch.sparse.mm(self.adjacency, x.t()).t() + 0.1 * noise
+        loss = super().training_step((x, y), batch_idx)
+        with torch.no_grad():
+            self.teacher[0].weight.mul_(0.99).add_(self.layers[4].weight[:, :6], alpha=0.01)
+        features = self.extractor.features.pop()
+        penalty = 0.01 * features.square().mean()
+        distance = (self.teacher[0](x) - self.layers(x)).square().mean()
+        return loss + penalty + distance
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return shuffled(self.batch_size, generator=self.order)
+
+
+class OwnOptimizers(Net):
+    """Makes optimizers and schedules once, in ``__init__``.
+
+    It returns some to Lightning, and steps the others itself.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self.adam = torch.optim.Adam(self.layers.parameters(), lr=1e-2)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.adam, 2)
+        self.offset = nn.Parameter(torch.zeros(3))
+        self.aux = torch.optim.Adam([self.offset], lr=0.1)
+        self.decay = torch.optim.lr_scheduler.OneCycleLR(self.aux, 0.1, total_steps=SAMPLES // SIZE)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.aux.zero_grad()
+        self.offset.sub(1).square().sum().backward()
+        self.aux.step()
+        self.decay.step()
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.offset.detach().sum() * self.layers[0].weight.sum()
+
+    def configure_optimizers(self) -> Any:
+        return {
+            "optimizer": self.adam,
+            "lr_scheduler": {"scheduler": self.schedule, "interval": "step"},
+        }
+
+
+class KeepsSchedule(Net):
+    """Keeps the schedule that ``configure_optimizers`` makes, and steps it itself."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return optimizer
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        self.schedule.step()
+
+
+def scripted(batch_size: int) -> Net:
+    module = Net(batch_size)
+    module.layers = torch.jit.script(module.layers)
+    return module
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        # mypy does not accept an object that is iterable through __getitem__ alone.
+        return iter(Noisy())  # type: ignore[call-overload]
+
+
+class Collate:
+    """Takes the samples apart and counts its calls, and the count changes the batch."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, samples: list[Any]) -> Any:
+        self.calls += 1
+        y = torch.stack([sample.pop() for sample in samples])
+        return torch.stack([sample.pop() for sample in samples]) + 0.01 * self.calls, y
+
+
+class Popping(Noisy):
+    def __getitem__(self, index: int) -> Any:
+        return list(super().__getitem__(index))
+
+
+class Splitting(Data):
+    """Splits at random on the first request of a loader, and keeps the split."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        if not hasattr(self, "part"):
+            self.part, _ = random_split(Noisy(), [SAMPLES - 8, 8])
+        return shuffled(self.hparams.batch_size, self.part)
+
+
+class InDict(LightningDataModule):
+    """The size in a dict of arguments, as in torch_geometric, and in the hyperparameters."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        self.save_hyperparameters({"kwargs": {"batch_size": batch_size}})
+        self.kwargs = {"batch_size": batch_size, "shuffle": True}
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Noisy(), **self.kwargs)
+
+
+class ReadsBatches(Noisy):
+    """Reads all samples of a batch at once."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        return default_collate([super(ReadsBatches, self).__getitem__(index) for index in indices])
+
+
+@dataclass
+class Case:
+    """One way to train: a module for a batch size, what ``fit`` gets, what the Trainer gets."""
+
+    module: Callable[[int], LightningModule]
+    fit: Callable[[int], dict[str, Any]] = lambda size: {}
+    trainer: dict[str, Any] = field(default_factory=dict)
+    callbacks: Callable[[], list[Callback]] = list
+    start: int = 3
+    # The search gets these further arguments of BatchFinder.
+    finder: dict[str, Any] = field(default_factory=dict)
+    # The hard-coded run gets these arguments of the Trainer in place of the search.
+    follows: dict[str, Any] = field(default_factory=dict)
+    # The hard-coded run makes its module with this function, or with `module` where it is None.
+    hard_coded: Callable[[int], LightningModule] | None = None
+    limited_by: str = "max_batch_size"
+
+
+def given(make: Callable[[int], Any]) -> Callable[[int], dict[str, Any]]:
+    """What ``fit`` gets for training loaders."""
+    return lambda size: {"train_dataloaders": make(size)}
+
+
+def in_order(size: int) -> DataLoader[Any]:
+    return DataLoader(Noisy(True), batch_size=size)
+
+
+def of_batches(size: int) -> DataLoader[Any]:
+    return DataLoader(
+        ReadsBatches(),
+        batch_size=None,
+        sampler=BatchSampler(RandomSampler(range(SAMPLES)), size, True),
+    )
+
+
+def of_every_second(size: int) -> DataLoader[Any]:
+    return DataLoader(Noisy(), batch_size=size, sampler=SubsetRandomSampler(range(0, SAMPLES, 2)))
+
+
+onecycle = partial(Net, optimizer="onecycle")
+
+CASES = {
+    "sgd_momentum": Case(Net),
+    "onecycle_from_a_larger_start": Case(onecycle, start=SAMPLES),
+    "onecycle_of_few_steps": Case(onecycle, trainer={"max_steps": 5, "max_epochs": -1}),
+    "onecycle_with_persistent_workers": Case(partial(onecycle, workers=2)),
+    "reduce_on_plateau": Case(partial(Net, optimizer="plateau")),
+    "manual_two_optimizers": Case(Adversarial),
+    "several_loaders_of_several_sizes": Case(ManyLoaders),
+    "loaders_passed_in_a_list": Case(
+        OfLists, fit=given(lambda size: [shuffled(size), in_order(size)])
+    ),
+    "a_combined_loader": Case(
+        OfLists,
+        fit=given(lambda size: CombinedLoader([shuffled(size), shuffled(size)], "min_size")),
+    ),
+    "validation_of_its_own_size": Case(
+        OwnValidationSize,
+        finder={"eval_batch_arg_name": "eval_batch_size"},
+        hard_coded=partial(OwnValidationSize, eval_batch_size=SIZE),
+    ),
+    "validation_of_fixed_sizes": Case(FixedValidation),
+    "validation_loaders_passed_too": Case(
+        Plain,
+        fit=lambda size: {"train_dataloaders": shuffled(size), "val_dataloaders": in_order(6)},
+    ),
+    "target_batch_size": Case(
+        onecycle, finder={"target_batch_size": 16}, follows={"accumulate_grad_batches": 2}
+    ),
+    "scaled_learning_rate": Case(
+        onecycle,
+        finder={"lr_scaling": "linear", "base_batch_size": 4},
+        hard_coded=partial(onecycle, lr=2e-2),
+    ),
+    "worst_case_of_the_user": Case(
+        Net, finder={"worst_case": lambda sample: float(sample[0].sum())}
+    ),
+    "accumulation_and_clipping": Case(
+        Net, trainer={"accumulate_grad_batches": 4, "gradient_clip_val": 0.1}
+    ),
+    "bf16_mixed": Case(Net, trainer={"precision": "bf16-mixed"}),
+    "weights_averaged_stochastically": Case(
+        Net, callbacks=lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)]
+    ),
+    "hparams": Case(InHparams),
+    "hparams_of_module_and_datamodule": Case(
+        InHparams, fit=lambda size: {"datamodule": Data(size)}
+    ),
+    "stream": Case(Plain, fit=given(lambda size: DataLoader(Stream(), batch_size=size))),
+    "datamodule_hparams": Case(Plain, fit=lambda size: {"datamodule": Data(size)}),
+    "datamodule_that_caches_a_random_split": Case(
+        Plain, fit=lambda size: {"datamodule": Splitting(size)}
+    ),
+    "hooks_on_tensors_that_ask_the_trainer": Case(Hooked),
+    "optimizers_of_its_own": Case(OwnOptimizers, trainer={"max_epochs": 1}),
+    "schedule_kept_in_the_module": Case(KeepsSchedule),
+    "scripted": Case(scripted),
+    "entangled_attributes": Case(Entangled),
+    "onecycle_of_a_loader_with_generators": Case(
+        partial(Plain, optimizer="onecycle"),
+        fit=given(
+            lambda size: shuffled(size, Noisy(True), generator=torch.Generator().manual_seed(5))
+        ),
+    ),
+    "stateful_collate_that_takes_samples_apart": Case(
+        Plain, fit=given(lambda size: shuffled(size, Popping(), collate_fn=Collate()))
+    ),
+    "subset_sampler": Case(Plain, fit=given(of_every_second)),
+    "size_in_a_dict": Case(
+        Plain,
+        fit=lambda size: {"datamodule": InDict(size)},
+        finder={"batch_arg_name": "kwargs.batch_size"},
+    ),
+    "batch_sampler_as_sampler": Case(Plain, fit=given(of_batches)),
+    "steps_of_an_epoch": Case(
+        Net,
+        finder={"max_batch_size": None, "min_steps_per_epoch": SAMPLES // SIZE},
+        limited_by="min_steps_per_epoch",
+    ),
+    "validation_within_epoch": Case(
+        Net, trainer={"val_check_interval": 0.5, "num_sanity_val_steps": 0}
+    ),
+    "limited_batches": Case(Net, trainer={"limit_train_batches": 3, "limit_val_batches": 2}),
+}
+# The callback exists since lightning 2.6.
+if hasattr(lightning_callbacks, "EMAWeightAveraging"):
+    CASES["weights_averaged_exponentially"] = Case(
+        Net, callbacks=lambda: [lightning_callbacks.EMAWeightAveraging()]
+    )
