@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
+import io
 import json
-import re
 import sys
+import textwrap
 import traceback
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.comparison import compare, make_and_find
@@ -55,65 +56,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     The code is 0 for a result, 1 for none, and 2 for wrong arguments.
     """
-    parser = argparse.ArgumentParser(
+    # A name that the terminal cannot show is escaped, as it is in standard error.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # A log directory without a command is drawn, as in version 0.1.
+    if words and Path(words[0]).is_dir():
+        words.insert(0, "draw")
+    options = _parser().parse_args(words)
+    try:
+        exit_code: int = options.run(options.parser, options)
+    except (ValueError, RuntimeError) as error:
+        # An error in the user's code needs its traceback, one of this package only its message.
+        origin = traceback.extract_tb(error.__traceback__)[-1].filename
+        if not Path(origin).is_relative_to(Path(__file__).parent):
+            raise
+        _print_error(f"{options.command} failed: {error}")
+        return 1
+    return exit_code
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
         prog="python -m lightning_batchmem",
         description="Compute a batch size, compare settings, or draw figures.",
         epilog=f"{_EXAMPLES}\n\nExit code: 0 for a result, 1 for none, 2 for wrong arguments.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    search: dict[str, Any] = {
+        "parents": [_search_parser()],
+        "usage": "%(prog)s MODULE:MAKE [--limit VALUE] [...]",
+        "description": _EXAMPLES,
+        "formatter_class": RawDescriptionHelpFormatter,
+    }
     finding = commands.add_parser(
-        "find",
-        help="compute the batch size, without a training",
-        description=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "find", help="compute the batch size, without a training", **search
     )
+    finding.set_defaults(run=_find, parser=finding)
     comparing = commands.add_parser(
-        "compare",
-        help="compute the batch size under several settings",
-        description=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "compare", help="compute the batch size under several settings", **search
     )
+    comparing.add_argument(
+        "--variants", metavar="NAME", help="a dictionary of variants in the module of make"
+    )
+    comparing.set_defaults(run=_compare, parser=comparing)
     drawing = commands.add_parser(
         "draw",
         help="draw the figures of a run",
         description=_DRAW,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    for command in (finding, comparing):
-        command.usage = "%(prog)s MODULE:MAKE [--limit VALUE] [...]"
-        command.add_argument(
-            "make", metavar="MODULE:MAKE", help="the function that returns (model, data)"
-        )
-        command.add_argument(
-            "--trainer",
-            metavar="NAME=VALUE",
-            action="append",
-            default=[],
-            help="an argument of the Trainer; repeatable",
-        )
-        command.add_argument(
-            "--out",
-            metavar="FILE",
-            type=Path,
-            help="for the plan as JSON, or the table as Markdown",
-        )
-        group = command.add_argument_group("search")
-        for name, text in _search_options().items():
-            flags = [f"--{name.replace('_', '-')}"]
-            if name == "memory_limit":
-                flags.append("--limit")
-            group.add_argument(
-                *flags,
-                dest=name,
-                metavar="VALUE",
-                type=parse_value,
-                default=argparse.SUPPRESS,
-                help=text.replace("%", "%%"),
-            )
-    finding.set_defaults(variants=None)
-    comparing.add_argument(
-        "--variants", metavar="NAME", help="a dictionary of variants in the module of make"
+        formatter_class=RawDescriptionHelpFormatter,
     )
     drawing.add_argument(
         "log_dir", metavar="LOG_DIR", type=Path, help="log directory of one or more runs"
@@ -127,125 +119,151 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="png",
         help="of the figures; default: %(default)s",
     )
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    # A log directory without a command is drawn, as in version 0.1.
-    if given and Path(given[0]).is_dir():
-        given = ["draw", *given]
-    options = parser.parse_args(given)
-    if options.command == "draw":
-        if not options.log_dir.is_dir():
-            drawing.error(f"LOG_DIR must be a directory, got {str(options.log_dir)!r}")
-        return _draw(options.log_dir, options.out or options.log_dir, options.format)
-    command = finding if options.command == "find" else comparing
-    search = {name: getattr(options, name) for name in _search_options() if hasattr(options, name)}
+    drawing.set_defaults(run=_draw, parser=drawing)
+    return parser
+
+
+def _search_parser() -> ArgumentParser:
+    """The arguments that ``find`` and ``compare`` have in common."""
+    parser = ArgumentParser(add_help=False)
+    parser.add_argument(
+        "make", metavar="MODULE:MAKE", help="the function that returns (model, data)"
+    )
+    parser.add_argument(
+        "--trainer",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="an argument of the Trainer; repeatable",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="for the plan as JSON, or the table as Markdown",
+    )
+    group = parser.add_argument_group("search")
+    texts = _argument_texts(BatchFinder)
+    for name in inspect.signature(BatchFinder).parameters:
+        # These arguments change nothing without a training.
+        if name in ("search_on_resume", "verbose"):
+            continue
+        flags = [f"--{name.replace('_', '-')}"]
+        if name == "memory_limit":
+            flags.append("--limit")
+        group.add_argument(
+            *flags,
+            dest=name,
+            metavar="VALUE",
+            type=parse_value,
+            default=SUPPRESS,
+            help=texts.get(name, "").replace("%", "%%"),
+        )
+    return parser
+
+
+def _argument_texts(documented: type) -> dict[str, str]:
+    """The text of each argument, from the section ``Args`` of a docstring."""
+    section = (inspect.getdoc(documented) or "").partition("Args:\n")[2].partition("\n\n")[0]
+    # The lines of a text after its first one are indented further.
+    entries = textwrap.dedent(section).replace("\n    ", " ").replace("`", "").splitlines()
+    return dict(entry.split(": ", 1) for entry in entries)
+
+
+def _find(parser: ArgumentParser, options: Namespace) -> int:
+    base, search = _checked_arguments(parser, options)
+    plan = make_and_find(_named(parser, options.make), base, search)
+    sys.stdout.write(f"{plan}\n")
+    if options.out is not None:
+        options.out.write_text(f"{plan.to_json()}\n", encoding="utf-8")
+    return 0
+
+
+def _compare(parser: ArgumentParser, options: Namespace) -> int:
+    base, search = _checked_arguments(parser, options)
+    make = _named(parser, options.make)
+    variants = None
+    if options.variants is not None:
+        module_name = options.make.partition(":")[0]
+        variants = _named(parser, f"{module_name}:{options.variants}")
+    comparison = compare(make, variants, base=base, **search)
+    sys.stdout.write(f"{comparison}\n")
+    if options.out is not None:
+        options.out.write_text(f"{comparison.to_markdown()}\n", encoding="utf-8")
+    return 0 if comparison.fastest is not None else 1
+
+
+def _checked_arguments(
+    parser: ArgumentParser, options: Namespace
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of the Trainer, and those of BatchFinder."""
+    names = inspect.signature(BatchFinder).parameters
+    search = {name: value for name, value in vars(options).items() if name in names}
     try:
         BatchFinder(**search)
+        return parse_options(options.trainer), search
     except ValueError as error:
-        command.error(str(error))
-    make = _named(command, options.make)
-    base = parse_options(options.trainer)
-    variants = None
-    if options.variants:
-        module_name = options.make.partition(":")[0]
-        variants = _named(command, f"{module_name}:{options.variants}")
-    result: Any
-    try:
-        if command is finding:
-            result = make_and_find(make, {}, base, search)
-        else:
-            result = compare(make, variants, base=base, **search)
-    except (ValueError, RuntimeError) as error:
-        if not _is_own(error):
-            raise
-        _print(f"{options.command} failed: {error}", sys.stderr)
-        return 1
-    sys.stdout.write(f"{result}\n")
-    if options.out is not None:
-        text = result.to_json() if command is finding else result.to_markdown()
-        options.out.write_text(f"{text}\n", encoding="utf-8")
-    return 0 if command is finding or result.fastest is not None else 1
+        parser.error(str(error))
 
 
-def _search_options() -> dict[str, str]:
-    """The arguments of BatchFinder that make sense without a training, with their texts.
-
-    The texts come from the docstring of BatchFinder.
-    """
-    parameters = inspect.signature(BatchFinder).parameters
-    names = [name for name in parameters if name not in ("search_on_resume", "verbose")]
-    pattern = r"^ {8}(\w+): (.*?)(?=^ {0,8}\S|^$)"
-    entries = re.findall(pattern, BatchFinder.__doc__ or "", re.MULTILINE | re.DOTALL)
-    # The name ``plan`` is an argument and an attribute. Reversed, the text of the argument counts.
-    texts = dict(reversed(entries))
-    return {
-        name: " ".join(re.sub(r":\w+:`~?|`", "", texts.get(name, "")).split()) for name in names
-    }
-
-
-def _named(command: argparse.ArgumentParser, target: str) -> Any:
+def _named(parser: ArgumentParser, target: str) -> Any:
     """The object with the name ``module:name``; a wrong name ends with a list of right ones."""
     module_name, _, name = target.partition(":")
     try:
         module = import_module(module_name)
     except (ModuleNotFoundError, ValueError) as error:
-        if isinstance(error, ModuleNotFoundError) and not module_name.startswith(str(error.name)):
-            # The module exists, but another one that it imports does not.
+        # The module exists, but its code has the error, or a module that it imports is missing.
+        if module_name and not module_name.startswith(str(getattr(error, "name", None))):
             raise
-        found = ", ".join(sorted(path.stem for path in Path.cwd().glob("*.py"))) or "none"
-        command.error(
-            f"MODULE:MAKE must name a module, got {module_name!r}; modules in {Path.cwd()}: {found}"
+        modules = ", ".join(sorted(path.stem for path in Path.cwd().glob("*.py"))) or "none"
+        parser.error(
+            f"MODULE:MAKE must name a module, got {module_name!r}; modules in {Path.cwd()}:"
+            f" {modules}"
         )
-    if not name or not hasattr(module, name):
-        own = [
+    if not hasattr(module, name):
+        names = [
             key
             for key, value in vars(module).items()
             if getattr(value, "__module__", None) == module.__name__
         ]
-        found = ", ".join(own) or "none"
-        command.error(
-            f"MODULE:MAKE must name a function of {module_name}, got {name!r}; it has: {found}"
+        parser.error(
+            f"MODULE:MAKE must name a function of {module_name}, got {name!r}; it has:"
+            f" {', '.join(names) or 'none'}"
         )
     return getattr(module, name)
 
 
-def _is_own(error: BaseException) -> bool:
-    """Whether this package has raised an error, so that its message is enough.
-
-    An error in the user's code needs its traceback.
-    """
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).startswith("lightning_batchmem")
-
-
-def _draw(log_dir: Path, out: Path, extension: str) -> int:
-    drawn = 0
-    found = [
+def _draw(parser: ArgumentParser, options: Namespace) -> int:
+    log_dir = options.log_dir
+    if not log_dir.is_dir():
+        parser.error(f"LOG_DIR must be a directory, got {str(log_dir)!r}")
+    files = [
         (path, name) for name in _READERS for path in sorted(log_dir.rglob(name.replace(".", "*.")))
     ]
-    for path, name in filter(lambda one: one[0].is_file(), found):
-        directory = out / path.parent.relative_to(log_dir)
-        number = path.stem.removeprefix(Path(name).stem)
+    number_of_figures = 0
+    for path, name in files:
+        folder = (options.out or log_dir) / path.parent.relative_to(log_dir)
+        file_number = path.stem.removeprefix(Path(name).stem)
         try:
             figures = draw(_READERS[name](path))
             if not figures:
-                _print(f"{path} has nothing to draw", sys.stderr)
+                _print_error(f"{path} has nothing to draw")
             for figure_name, figure in figures.items():
-                target = directory / f"{figure_name}{number}.{extension}"
+                target = folder / f"{figure_name}{file_number}.{options.format}"
                 save(figure, target)
-                drawn += 1
-                _print(f"{target}", sys.stdout)
+                number_of_figures += 1
+                sys.stdout.write(f"{target}\n")
         except ImportError as error:
             # Without matplotlib no figure can be drawn.
-            _print(f"{error}", sys.stderr)
+            _print_error(str(error))
             return 1
         # A damaged file may raise any error, and the other files are drawn nevertheless.
         except Exception as error:  # noqa: BLE001
-            _print(f"{path} could not be drawn: {type(error).__name__}: {error}", sys.stderr)
-    if not drawn:
-        _print(
-            f"No figure was drawn from {log_dir}; it needs a {' or '.join(_READERS)}", sys.stderr
-        )
-    return 0 if drawn else 1
+            _print_error(f"{path} could not be drawn: {type(error).__name__}: {error}")
+    if number_of_figures == 0:
+        _print_error(f"No figure was drawn from {log_dir}; it needs a {' or '.join(_READERS)}")
+        return 1
+    return 0
 
 
 def _finite_json(path: Path) -> str:
@@ -256,11 +274,9 @@ def _finite_json(path: Path) -> str:
     return json.dumps(json.loads(path.read_text(encoding="utf-8")), allow_nan=False)
 
 
-def _print(text: str, stream: TextIO) -> None:
-    """Print a line; a name that the terminal cannot show is escaped."""
-    encoding = stream.encoding or "utf-8"
-    line = " ".join(text.splitlines())
-    stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+def _print_error(text: str) -> None:
+    """Print the text in one line, also where an error or a file name has several."""
+    sys.stderr.write(" ".join(text.splitlines()) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,12 +9,9 @@ import ast
 import inspect
 import os
 from collections.abc import Iterable
-from importlib import import_module
 from typing import Any
 
 VARIABLE = "LIGHTNING_BATCHMEM"
-
-_CALLBACKS = {"profile": ("MemoryProfiler",), "find": ("BatchFinder", "MemoryProfiler")}
 
 
 def callbacks() -> list[Any]:
@@ -29,20 +26,37 @@ def callbacks() -> list[Any]:
     Raises:
         ValueError: for another word or option.
     """
-    return _callbacks("lightning_batchmem")
+    if not _setting():
+        return []
+    from lightning_batchmem.batch_finder import BatchFinder
+    from lightning_batchmem.callback_adder import CallbackAdder
+    from lightning_batchmem.memory_profiler import MemoryProfiler
+
+    return [CallbackAdder(_callbacks_of_setting(BatchFinder, MemoryProfiler))]
 
 
 def callbacks_of_pytorch_lightning() -> list[Any]:
     """Return the same as :func:`callbacks`, for a Trainer of ``pytorch_lightning``."""
-    return _callbacks("lightning_batchmem.pytorch_lightning")
+    if not _setting():
+        return []
+    from lightning_batchmem.pytorch_lightning import BatchFinder, CallbackAdder, MemoryProfiler
+
+    return [CallbackAdder(_callbacks_of_setting(BatchFinder, MemoryProfiler))]
 
 
 def parse_options(texts: Iterable[str]) -> dict[str, Any]:
-    """Options from texts such as ``"memory_limit=0.9"``; see :func:`parse_value`."""
-    pairs = [(text, *text.partition("=")) for text in texts]
-    if wrong := [text for text, _, equals, _ in pairs if not equals]:
-        raise ValueError(f"options must be NAME=VALUE, got {wrong[0]!r}")
-    return {name.strip(): parse_value(value.strip()) for _, name, _, value in pairs}
+    """Options from texts such as ``"memory_limit=0.9"``; see :func:`parse_value`.
+
+    Raises:
+        ValueError: for a text without an equals sign.
+    """
+    options = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"options must be NAME=VALUE, got {text!r}")
+        options[name.strip()] = parse_value(value.strip())
+    return options
 
 
 def parse_value(text: str) -> Any:
@@ -56,22 +70,24 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def _callbacks(home: str) -> list[Any]:
-    if not (setting := os.environ.get(VARIABLE, "").strip()):
-        return []
-    word, _, rest = setting.partition(":")
-    if word not in _CALLBACKS:
-        words = ", ".join(f'"{known}"' for known in _CALLBACKS)
+def _setting() -> str:
+    return os.environ.get(VARIABLE, "").strip()
+
+
+def _callbacks_of_setting(finder_class: type, profiler_class: type) -> list[Any]:
+    """The callbacks that the variable names; its options are those of the first one."""
+    word, _, texts = _setting().partition(":")
+    classes_by_word = {"profile": [profiler_class], "find": [finder_class, profiler_class]}
+    if word not in classes_by_word:
+        words = ", ".join(f'"{known_word}"' for known_word in classes_by_word)
         raise ValueError(f"{VARIABLE} must be one of {words}, got {word!r}")
-    module = import_module(home)
-    hooks = import_module("lightning_batchmem._lightning.hooks")
-    first, *others = (getattr(module, name) for name in _CALLBACKS[word])
-    options = parse_options(rest.split(",") if rest else ())
-    names = list(inspect.signature(first).parameters)
-    if unknown := [name for name in options if name not in names]:
-        raise ValueError(
-            f"{VARIABLE}={word} must have options of {first.__name__} ({', '.join(names)}), got"
-            f" {unknown[0]!r}"
-        )
-    adder = vars(module).get("CallbackAdder", hooks.CallbackAdder)
-    return [adder([first(**options), *(other() for other in others)])]
+    first_class, *other_classes = classes_by_word[word]
+    options = parse_options(texts.split(",") if texts else ())
+    names = list(inspect.signature(first_class).parameters)
+    for name in options:
+        if name not in names:
+            raise ValueError(
+                f"{VARIABLE}={word} must have options of {first_class.__name__}"
+                f" ({', '.join(names)}), got {name!r}"
+            )
+    return [first_class(**options), *(other_class() for other_class in other_classes)]

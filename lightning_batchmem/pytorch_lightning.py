@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from pytorch_lightning import Callback
 
-from lightning_batchmem import batch_finder, memory_profiler
-from lightning_batchmem._lightning import hooks
+from lightning_batchmem import batch_finder, callback_adder, memory_profiler
 
 __all__ = ["BatchFinder", "MemoryProfiler"]
 
@@ -28,5 +27,5 @@ class MemoryProfiler(memory_profiler.MemoryProfiler, Callback):  # type: ignore[
 
 
 # mypy does not see that both classes ``Callback`` have the same code.
-class CallbackAdder(hooks.CallbackAdder, Callback):  # type: ignore[misc]
-    """:class:`.hooks.CallbackAdder` for a Trainer of ``pytorch_lightning``."""
+class CallbackAdder(callback_adder.CallbackAdder, Callback):  # type: ignore[misc]
+    """:class:`.callback_adder.CallbackAdder` for a Trainer of ``pytorch_lightning``."""

@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 import lightning_batchmem.comparison
+from lightning_batchmem.new_process import NotImportableError
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -65,8 +66,7 @@ def test_every_block_is_tested_or_marked():
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")
 def test_blocks_run_in_order(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    here = {"not_importable": "a page is no module"}
-    monkeypatch.setattr(lightning_batchmem.comparison, "_in_new_process", lambda work: here)
+    monkeypatch.setattr(lightning_batchmem.comparison, "call_in_new_process", not_importable)
     shutil.copytree(REPOSITORY / "examples", tmp_path / "examples")
     # The module is in sys.modules, so that its classes can be pickled.
     module = types.ModuleType(page.stem.replace("-", "_"))
@@ -85,6 +85,10 @@ def test_blocks_run_in_order(page, tmp_path, monkeypatch, capsys):
         elif block.language == "bash" and not block.mark:
             for line in block.text.splitlines():
                 check_command(shlex.split(line, comments=True))
+
+
+def not_importable(*_):
+    raise NotImportableError("a page is no module")
 
 
 def run(block, module):

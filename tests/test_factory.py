@@ -44,7 +44,7 @@ def run(package, folder, *callbacks):
     """
     name = "callbacks_of_pytorch_lightning" if package is pl else "callbacks"
     added = getattr(factory, name)()
-    assert all(isinstance(one, package.Callback) for one in added)
+    assert all(isinstance(callback, package.Callback) for callback in added)
     options = {"accelerator": "cpu", "default_root_dir": folder, "logger": False, "max_steps": 2}
     trainer = package.Trainer(
         callbacks=[*callbacks, *added],
@@ -111,7 +111,8 @@ def test_callbacks_of_the_script_stay(tmp_path, monkeypatch):
     monkeypatch.setenv(factory.VARIABLE, "profile")
     profiler = MemoryProfiler(csv=False)
     trainer, _ = run(lightning_pytorch, tmp_path, profiler)
-    assert [one for one in trainer.callbacks if isinstance(one, MemoryProfiler)] == [profiler]
+    added = [callback for callback in trainer.callbacks if isinstance(callback, MemoryProfiler)]
+    assert added == [profiler]
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,14 @@ LEVELS = {
     "profile": 5,
     "memory_profiler": 6,
     "batch_finder": 6,
-    "factory": 6,
+    "callback_adder": 6,
     "find": 7,
-    "comparison": 8,
-    "__init__": 9,
-    "pytorch_lightning": 9,
-    "__main__": 10,
+    "pytorch_lightning": 7,
+    "factory": 8,
+    "new_process": 9,
+    "comparison": 10,
+    "__init__": 11,
+    "__main__": 12,
 }
 
 

@@ -1,6 +1,7 @@
 """``python -m lightning_batchmem`` on the files of a real run, and on damaged ones."""
 
 import inspect
+import io
 import json
 import re
 import shutil
@@ -143,6 +144,15 @@ def test_a_run_that_was_killed(log_dir):
     assert read_rows(path) == whole[:4] + whole[5:]
 
 
+def test_a_path_that_standard_output_cannot_show_is_escaped(finished, tmp_path, monkeypatch):
+    log_dir = shutil.copytree(finished, tmp_path / "größe")
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", output)
+    assert main(["draw", str(log_dir)]) == 0
+    output.flush()
+    assert output.buffer.getvalue().count(rb"/gr\xf6\xdfe/") == len(ALL_FIGURES)
+
+
 def test_nothing_to_draw(tmp_path, capsys):
     assert main(["draw", str(tmp_path)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
@@ -178,13 +188,15 @@ def make():
 def broken():
     return BoringModel(), DataLoader(RandomDataset(31, 100), batch_size=3)
 
-variants = {"one": {}}
+variants = {"plain": {}}
 """
 
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     (tmp_path / "my_project.py").write_text(PROJECT)
+    (tmp_path / "fails.py").write_text("int('no')")
+    (tmp_path / "imports.py").write_text("import no_such_module")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_project", raising=False)
@@ -192,76 +204,73 @@ def project(tmp_path, monkeypatch):
 
 
 def test_find(project, capsys):
-    arguments = [
-        "--max-batch-size=8",
-        "--limit=4GiB",
-        "--trainer=accelerator=cpu",
-        "--trainer=max_epochs=2",
-    ]
-    assert main(["find", "my_project:make", *arguments, "--out", "plan.json"]) == 0
+    options = "--max-batch-size=8 --limit=4GiB --trainer accelerator=cpu --trainer max_epochs=2"
+    files = set(project.iterdir())
+    assert main(["find", "my_project:make", *options.split(), "--out", "plan.json"]) == 0
     plan = Plan.from_json(Path("plan.json").read_text())
     assert (plan.batch_size, plan.limit_bytes) == (8, 4096 * MIB)
     # The plan follows the line of progress.
     assert capsys.readouterr().out.endswith(f"\n{plan}\n")
-    names = sorted(path.name for path in project.iterdir() if path.suffix)
-    assert names == ["my_project.py", "plan.json"]
+    assert {path.name for path in set(project.iterdir()) - files} - {"__pycache__"} == {"plan.json"}
+
+
+def test_an_error_of_the_package_is_one_line(project, capsys):
     assert main(["find", "my_project:make", "--limit", "1MiB"]) == 1
     last_line = capsys.readouterr().err.splitlines()[-1]
     assert last_line.startswith("find failed: memory_limit must be above the ")
-    # An error of the user's own keeps its traceback.
-    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
-        main(["find", "my_project:broken"])
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "message"),
+    [
+        ("my_project:broken", RuntimeError, "mat1 and mat2 shapes cannot be multiplied"),
+        ("fails:make", ValueError, "invalid literal for int"),
+        ("imports:make", ModuleNotFoundError, "No module named 'no_such_module'"),
+    ],
+)
+def test_an_error_of_the_user_keeps_its_traceback(project, target, error, message):
+    with pytest.raises(error, match=message):
+        main(["find", target])
 
 
 def test_compare(project, capsys):
-    arguments = [
-        "--max-batch-size",
-        "8",
-        "--trainer",
-        "accelerator=cpu",
-        "--variants",
-        "variants",
-        "--out",
-        "table.md",
-    ]
-    assert main(["compare", "my_project:make", *arguments]) == 0
-    assert "fastest under the limit: one\n" in capsys.readouterr().out
+    options = "--max-batch-size 8 --trainer accelerator=cpu --variants variants --out table.md"
+    assert main(["compare", "my_project:make", *options.split()]) == 0
+    assert "fastest under the limit: plain\n" in capsys.readouterr().out
     assert Path("table.md").read_text().startswith("| variant | fixed MiB |")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["find", "my_project:mak"], "a function of my_project, got 'mak'; it has: make, broken"),
-        (["find", "my_project"], "a function of my_project, got ''; it has: make, broken"),
+        ("find my_project:mak", "a function of my_project, got 'mak'; it has: make, broken"),
+        ("find my_project", "a function of my_project, got ''; it has: make, broken"),
         (
-            ["find", "my_projec:make"],
-            "must name a module, got 'my_projec'; modules in {cwd}: my_project",
+            "find my_projec:make",
+            "must name a module, got 'my_projec'; modules in {cwd}: fails, imports, my_project",
         ),
-        (
-            ["compare", "my_project:make", "--variants", "none"],
-            "a function of my_project, got 'none'",
-        ),
-        (
-            ["find", "my_project:make", "--objective", "speed"],
-            'objective must be one of "memory", "throughput"',
-        ),
-        (["find", "my_project:make", "--no-such", "1"], "unrecognized arguments: --no-such 1"),
-        (["fin", "my_project:make"], "(choose from"),
+        ("find :make", "must name a module, got ''; modules in {cwd}: "),
+        ("compare my_project:make --variants none", "a function of my_project, got 'none'"),
+        ("find my_project:make --objective speed", 'must be one of "memory", "throughput"'),
+        ("find my_project:make --trainer 1", "options must be NAME=VALUE, got '1'"),
+        ("find my_project:make --no-such 1", "unrecognized arguments: --no-such 1"),
+        ("fin my_project:make", "(choose from"),
     ],
 )
-def test_wrong_names(project, capsys, arguments, message):
+def test_wrong_arguments(project, capsys, arguments, message):
     with pytest.raises(SystemExit) as error:
-        main(arguments)
+        main(arguments.split())
     assert error.value.code == 2
     assert message.format(cwd=project) in capsys.readouterr().err
 
 
-def test_help_describes_every_option(capsys):
+@pytest.mark.parametrize("command", ["find", "compare"])
+def test_help_describes_every_option(capsys, command):
     with pytest.raises(SystemExit):
-        main(["find", "--help"])
+        main([command, "--help"])
     text = " ".join(capsys.readouterr().out.split())
     for name in inspect.signature(BatchFinder).parameters.keys() - {"search_on_resume", "verbose"}:
         assert re.search(rf"--{name.replace('_', '-')} VALUE(, --limit VALUE)? \"?\w+", text), name
-    assert "the largest size to consider, in samples" in text
+    assert "--max-batch-size VALUE the largest size to consider, in samples. --min" in text
+    assert "within 5 % of the best samples per second. --memory" in text
     assert "--plan VALUE a plan of an earlier fit to use again" in text

@@ -138,22 +138,3 @@ def mute_callbacks_and_loggers(trainer: Trainer, callback: Callback) -> None:
     # Lightning 2.6 broadcasts SIGTERM in every step, but a step of the search may run on one rank
     # only. mypy does not allow the replacement of a method.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-
-
-class CallbackAdder(Callback):
-    """Add callbacks when a run starts, unless the Trainer has some of the same class.
-
-    It has no state, because the Trainer refuses two callbacks with state of one class, before any
-    hook runs.
-    """
-
-    def __init__(self, callbacks: list[Callback]) -> None:
-        self._callbacks = callbacks
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Insert them after this one, so that their ``setup`` runs next."""
-        # mypy does not see attributes that Lightning sets outside the class Trainer.
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        names = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
-        index = callbacks.index(self) + 1
-        callbacks[index:index] = [one for one in self._callbacks if type(one).__name__ not in names]

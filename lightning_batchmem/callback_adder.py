@@ -1,0 +1,28 @@
+"""The callback that the entry points in ``factory`` return."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class CallbackAdder(Callback):
+    """Add callbacks when a run starts, unless the Trainer has some of the same class.
+
+    It has no state, because the Trainer refuses two callbacks with state of one class, before any
+    hook runs.
+    """
+
+    def __init__(self, callbacks: list[Callback]) -> None:
+        self._callbacks = callbacks
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Insert them after this one, so that their ``setup`` runs next."""
+        # mypy does not see attributes that Lightning sets outside the class Trainer.
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        missing = [
+            callback
+            for callback in self._callbacks
+            if not any(isinstance(other, type(callback)) for other in callbacks)
+        ]
+        index = callbacks.index(self) + 1
+        callbacks[index:index] = missing
