@@ -124,7 +124,7 @@ def no_device(monkeypatch, fake_device):
     monkeypatch.setattr(gpu_parts, "SEARCHED", (name,))
     memory = fake_device(budget_bytes=2**30, base_bytes=2**20)
     memory.reserved_ratio = 2
-    monkeypatch.setattr(gpu_parts, "CudaMemory", lambda device: memory)
+    monkeypatch.setattr(gpu_parts, "AcceleratorMemory", lambda device: memory)
     monkeypatch.setattr(gpu_parts, "BatchFinder", lambda **_: BatchFinder(max_batch_size=4))
     monkeypatch.setattr(gpu_parts, "trains", lambda network, size: size <= 5)
     monkeypatch.setattr(torch, "compile", lambda module, **arguments: module)
