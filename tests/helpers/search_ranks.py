@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder, batch_finder
-from tests.conftest import FakeDevice
+from tests.helpers.fake_device import FakeDevice
 from tests.helpers.lawful import MIB, quiet_trainer
 
 _real_device_memory_for = batch_finder.device_memory_for
