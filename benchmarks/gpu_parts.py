@@ -27,7 +27,7 @@ from benchmarks import overhead as hooks
 from benchmarks.common import ROOT, one_line, trainer_for
 from benchmarks.search import largest_that
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.devices.accelerator import CudaMemory
+from lightning_batchmem.devices.accelerator import AcceleratorMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from tests.helpers.simulated_cuda.device import SimulatedCuda
 from tests.helpers.simulated_cuda.trace import trace_of
@@ -163,7 +163,7 @@ class Trained(LightningModule):
 @contextmanager
 def limited(limit_bytes: int) -> Iterator[None]:
     """Limit the memory of this process, and start and end without cached memory."""
-    CudaMemory(DEVICE).release_cached()
+    AcceleratorMemory(DEVICE).release_cached()
     torch.cuda.set_per_process_memory_fraction(
         min(1.0, limit_bytes / torch.cuda.mem_get_info(DEVICE)[1]), DEVICE
     )
@@ -171,7 +171,7 @@ def limited(limit_bytes: int) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
-        CudaMemory(DEVICE).release_cached()
+        AcceleratorMemory(DEVICE).release_cached()
 
 
 def search() -> Cases:
@@ -221,7 +221,7 @@ def searched(module: Callable[[], Trained], count: int, limit_bytes: int) -> Row
     """
 
     def read(*_: Any) -> None:
-        counters = CudaMemory(DEVICE).counters()
+        counters = AcceleratorMemory(DEVICE).counters()
         readings.append(
             (time.monotonic(), counters.get("num_ooms", 0), counters.get("num_alloc_retries", 0))
         )
@@ -268,7 +268,7 @@ def trains(network: Any, size: int) -> bool:
             raise
         return False
     finally:
-        CudaMemory(DEVICE).release_cached()
+        AcceleratorMemory(DEVICE).release_cached()
     return True
 
 
@@ -284,7 +284,7 @@ def simulator() -> Cases:
 def peaks(size: int, step: int) -> Row:
     """The peak of the last of ``step`` steps."""
     name = "ResNet-18 SGD"
-    memory = CudaMemory(DEVICE)
+    memory = AcceleratorMemory(DEVICE)
     simulated = SimulatedCuda(trace_of(name), torch.cuda.mem_get_info(DEVICE)[1])
     memory.release_cached()
     memory.reset_peak()

@@ -15,7 +15,7 @@ import lightning_batchmem.memory_profiler
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
 from lightning_batchmem.__main__ import main
 from lightning_batchmem.profile.step_csv import read_rows
-from tests.conftest import FakeDevice
+from tests.helpers.fake_device import FakeDevice
 from tests.helpers.lawful import MIB, Lawful, law, quiet_trainer
 
 SEARCH_FIGURES = ["memory_vs_batch_size.png", "throughput_vs_batch_size.png"]

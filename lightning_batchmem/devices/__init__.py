@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from lightning_batchmem.devices.accelerator import CudaMemory, CudaTimer, cuda_utilization
+from lightning_batchmem.devices.accelerator import (
+    AcceleratorMemory,
+    AcceleratorTimer,
+    cuda_utilization,
+)
 from lightning_batchmem.devices.base import DeviceMemory, Utilization
-from lightning_batchmem.devices.host import HostMemory, cpu_utilization, peak_can_be_reset
+from lightning_batchmem.devices.cpu import cpu_utilization
+from lightning_batchmem.devices.host import HostMemory
 
 
 def device_memory_for(device: torch.device, *, quick: bool = False) -> DeviceMemory | None:
@@ -15,10 +20,14 @@ def device_memory_for(device: torch.device, *, quick: bool = False) -> DeviceMem
     ``None`` without a peak counter: on MPS, and on a host whose ``/proc/self/clear_refs`` cannot be
     written (not Linux, some sandboxes).
     """
+    # XPU is refused, although torch.xpu has the functions of AcceleratorMemory (torch 2.13). It was
+    # never run, and Lightning restores the random states of CUDA only (2.6.6), so that a search
+    # would change the training after it.
     if device.type == "cuda":
-        return CudaMemory(device)
+        return AcceleratorMemory(device)
     if device.type == "cpu":
-        return HostMemory(quick=quick) if peak_can_be_reset() else None
+        host_memory = HostMemory(quick=quick)
+        return host_memory if host_memory.can_reset_peak else None
     if device.type == "mps":
         return None
     raise ValueError(f"device must be a cuda, cpu or mps device, got {device}")
@@ -44,6 +53,6 @@ def utilization_for(device: torch.device) -> Utilization | None:
     return cpu_utilization() if device.type == "cpu" else None
 
 
-def timer_for(device: torch.device) -> CudaTimer | None:
+def timer_for(device: torch.device) -> AcceleratorTimer | None:
     """Return the event timer of a CUDA device; ``None`` elsewhere, where wall time is used."""
-    return CudaTimer(device) if device.type == "cuda" else None
+    return AcceleratorTimer(device) if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""Memory, work time, utilization and allocation history of a CUDA device."""
+"""Memory, work time and utilization of a device that has a module in torch, such as CUDA."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_batchmem.devices.base import MemoryStats, Utilization
 
 # They count failed allocations, allocations that succeeded only after the cache was released (a
-# device synchronization each), and segments given back to the driver.
-# Source: torch.cuda.memory_stats
+# device synchronization each), and segments given back to the driver. XPU counts none of them.
+# Source: torch.cuda.memory_stats and torch.xpu.memory_stats, torch 2.13
 _COUNTERS = ("num_ooms", "num_alloc_retries", "num_device_free")
 
 
-class CudaMemory:
-    """Counters of PyTorch's caching allocator for one CUDA device, and free memory of the driver.
+class AcceleratorMemory:
+    """Counters of PyTorch's caching allocator for one device, and free memory of the driver.
 
     No method but :meth:`synchronize` waits for the device, and only :meth:`budget_bytes` and
-    :meth:`limit_enforced` start CUDA. Before that this process holds 0 bytes.
+    :meth:`limit_enforced` start it. Before that this process holds 0 bytes.
+
+    Args:
+        device: a CUDA device (ROCm has this name too), or another one whose module has the same
+            functions.
+        functions: module with the functions of the device, by default ``torch.cuda`` for CUDA.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
     """
 
-    name = "cuda"
     overrun_kills = False
     counts_live_bytes = True
     held_is_resident_set = False
@@ -40,13 +44,15 @@ class CudaMemory:
     # c10/cuda/CUDACachingAllocator.cpp, torch 2.13
     granularity_bytes = 2 * 2**20
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, functions: Any = None) -> None:
+        self.name = device.type
         self._device = device
+        self._functions = functions or torch.get_device_module(device)
 
     def reset_peak(self) -> None:
         # Before CUDA starts, torch raises an error here (2.5.1 to 2.13).
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self._functions.is_initialized():
+            self._functions.reset_peak_memory_stats(self._device)
 
     def peak(self) -> MemoryStats:
         return self._read("peak")
@@ -66,12 +72,12 @@ class CudaMemory:
 
         It is not the device's total memory, since other processes may use a part of that.
         """
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
-        # An integrated GPU uses the host's memory.
-        if torch.cuda.get_device_properties(self._device).is_integrated:
+        free_bytes, total_bytes = self._functions.mem_get_info(self._device)
+        if self._uses_host_memory():
             free_bytes = min(free_bytes, psutil.virtual_memory().available)
         budget_bytes = free_bytes + (self.current().reserved_bytes or 0)
-        if (fraction := self._memory_fraction()) is not None:
+        fraction = self._memory_fraction()
+        if fraction is not None:
             budget_bytes = min(budget_bytes, int(fraction * total_bytes))
         return int(budget_bytes)
 
@@ -80,9 +86,9 @@ class CudaMemory:
 
         They belong to contexts, to libraries such as NCCL, and to other processes.
         """
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if not self._functions.is_initialized():
             return None
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        free_bytes, total_bytes = self._functions.mem_get_info(self._device)
         other_bytes = int(total_bytes - free_bytes) - (self.current().reserved_bytes or 0)
         # Windows may move reserved memory to the host, which makes the difference negative.
         return other_bytes if other_bytes >= 0 else None
@@ -91,86 +97,101 @@ class CudaMemory:
     def limit_enforced(self, limit_bytes: int) -> Iterator[bool]:
         """Limit the reserved memory to ``limit_bytes``, and restore the previous limit at the end.
 
-        An allocation above the limit fails. It yields ``False`` and changes nothing where torch
-        cannot report the previous limit, with another allocator than the native one, with
-        expandable segments, which the limit stops too early, and with a threshold for garbage
-        collection, which the allocator ignores until a limit is set, and would apply to the whole
-        training afterwards.
+        An allocation above the limit fails. Where the allocator cannot be limited, nothing changes
+        and the context yields ``False``.
 
         Source:
         https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html
         """
         previous = self._memory_fraction()
-        if (
-            previous is None
-            or torch.cuda.get_allocator_backend() != "native"
-            or not _can_be_limited()
-        ):
+        if previous is None or not self._can_be_limited():
             yield False
             return
-        total_bytes = torch.cuda.mem_get_info(self._device)[1]
-        torch.cuda.set_per_process_memory_fraction(
-            min(previous, limit_bytes / total_bytes), self._device
-        )
+        total_bytes = self._functions.mem_get_info(self._device)[1]
+        fraction = min(previous, limit_bytes / total_bytes)
+        self._functions.set_per_process_memory_fraction(fraction, self._device)
         try:
             yield True
         finally:
-            torch.cuda.set_per_process_memory_fraction(previous, self._device)
+            self._functions.set_per_process_memory_fraction(previous, self._device)
 
     def release_cached(self) -> None:
         """Collect garbage, and return the allocator's free segments to the driver."""
         gc.collect()
-        torch.cuda.empty_cache()
+        self._functions.empty_cache()
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
+        self._functions.synchronize(self._device)
 
     def counters(self) -> dict[str, int]:
-        """Return the event totals since the process started; empty before CUDA starts."""
-        stats = self._stats()
+        """Return the event totals since the process started; empty before the device starts."""
+        stats = self._functions.memory_stats_as_nested_dict(self._device)
         return {name: int(stats[name]) for name in _COUNTERS if name in stats}
 
+    def _uses_host_memory(self) -> bool:
+        properties = self._functions.get_device_properties(self._device)
+        # The first name is that of CUDA, the second that of XPU (torch 2.13).
+        names = ("is_integrated", "is_integrated_gpu")
+        return any(getattr(properties, name, False) for name in names)
+
     def _memory_fraction(self) -> float | None:
-        # This function does not exist in torch 2.5.1.
-        get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+        # torch.cuda of torch 2.5.1 lacks this function.
+        get_fraction = getattr(self._functions, "get_per_process_memory_fraction", None)
         return None if get_fraction is None else float(get_fraction(self._device))
 
-    def _read(self, when: str) -> MemoryStats:
-        if not (stats := self._stats()):
-            return MemoryStats(0, 0, 0)
-        kinds = (stats[f"{kind}_bytes"]["all"] for kind in ("allocated", "reserved", "requested"))
-        allocated_bytes, reserved_bytes, requested_bytes = (int(kind[when]) for kind in kinds)
-        # The allocator cudaMallocAsync does not count requested bytes.
-        if requested_bytes == 0 < allocated_bytes:
-            return MemoryStats(allocated_bytes, reserved_bytes)
-        return MemoryStats(allocated_bytes, reserved_bytes, requested_bytes)
+    def _can_be_limited(self) -> bool:
+        """Whether an enforced limit has no other effect than that allocations above it fail."""
+        # Only torch.cuda has this function (torch 2.13). Other devices have one allocator, and
+        # whether its settings allow a limit is not known, so that nothing is enforced.
+        get_backend = getattr(self._functions, "get_allocator_backend", None)
+        if get_backend is None or get_backend() != "native":
+            return False
+        # The snapshot has the settings in force, including changes at run time. Expandable segments
+        # are stopped too early by a limit. A threshold for garbage collection is ignored until a
+        # limit is set, and would apply to the whole training afterwards.
+        # Source: torch/csrc/cuda/Module.cpp; `set_fraction` in c10/cuda/CUDACachingAllocator.cpp,
+        # torch 2.13
+        settings = self._functions.memory._snapshot().get("allocator_settings", {})
+        is_expandable = settings.get("expandable_segments", True)
+        return not is_expandable and not settings.get("garbage_collection_threshold", 0)
 
-    def _stats(self) -> dict[str, Any]:
+    def _read(self, when: str) -> MemoryStats:
         # The nested form is faster, because torch.cuda.memory_stats and max_memory_allocated
         # flatten and sort about 100 counters in every call.
-        return torch.cuda.memory_stats_as_nested_dict(self._device)
+        stats = self._functions.memory_stats_as_nested_dict(self._device)
+        if not stats:
+            return MemoryStats(0, 0, 0)
+        allocated_bytes = int(stats["allocated_bytes"]["all"][when])
+        reserved_bytes = int(stats["reserved_bytes"]["all"][when])
+        requested_bytes: int | None = int(stats["requested_bytes"]["all"][when])
+        # The allocator cudaMallocAsync does not count requested bytes.
+        if requested_bytes == 0 < allocated_bytes:
+            requested_bytes = None
+        return MemoryStats(allocated_bytes, reserved_bytes, requested_bytes)
 
 
-class CudaTimer:
-    """Seconds of a CUDA device's work between two events.
+class AcceleratorTimer:
+    """Seconds of a device's work between two events.
 
-    They are read later, without waiting for the device.
+    They are read later, without waiting for the device. The arguments are those of
+    :class:`AcceleratorMemory`.
 
     Source: https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__EVENT.html
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, functions: Any = None) -> None:
         self._device = device
+        self._functions = functions or torch.get_device_module(device)
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Any:
         """Record an event after all work submitted so far to the device's current stream.
 
-        The first event starts CUDA.
+        The first event starts the device.
         """
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = self._functions.Event(enable_timing=True)
         # Without a stream, the event would be recorded on the current device, which may be another
         # one.
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(self._functions.current_stream(self._device))
         return event
 
     def seconds_between(self, earlier: Any, later: Any) -> float | None:
@@ -184,7 +205,8 @@ class CudaTimer:
 def cuda_utilization(device: torch.device) -> Utilization | None:
     """Return the utilization over the driver's last sample period.
 
-    It is ``None``, with a warning, if the utilization cannot be read.
+    It is ``None``, with a warning, if the utilization cannot be read. It is for CUDA only, because
+    ``torch.xpu.utilization`` waits for 100 ms in every call (torch 2.13).
     """
 
     def percent() -> float | None:
@@ -201,14 +223,3 @@ def cuda_utilization(device: torch.device) -> Utilization | None:
         )
         return None
     return Utilization("gpu_pct", percent)
-
-
-def _can_be_limited() -> bool:
-    # The snapshot has the settings in force, including changes at run time. The result is False if
-    # they are unknown, so that nothing is enforced.
-    # Source: torch/csrc/cuda/Module.cpp; `set_fraction` in c10/cuda/CUDACachingAllocator.cpp,
-    # torch 2.13
-    settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
-    return not (
-        settings.get("expandable_segments", True) or settings.get("garbage_collection_threshold", 0)
-    )

@@ -1,12 +1,17 @@
-"""What a device can tell: readings of its memory, and the capabilities that a search depends on.
+"""Readings of a device's memory, and the capabilities that a search depends on.
 
 The contract of ``DeviceMemory``:
 
 - All numbers are integer bytes of this process, except the budget, which other processes reduce.
 - ``reset_peak`` and then ``peak`` give the highest use in between; a device without such a counter
   has no ``DeviceMemory``.
-- A reading that a device does not have is ``None``.
+- A reading that a device does not have is ``None``, and an event that it does not count is not in
+  ``counters``.
 - Nothing but ``synchronize`` waits for the device.
+- A reading does not start the device: before that this process holds 0 bytes. Only
+  ``budget_bytes`` and ``limit_enforced`` may start it.
+- ``reset_peak``, ``peak`` and ``current`` are called several times in every step, so they take
+  microseconds.
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ class Utilization(NamedTuple):
 
 
 class PeakCounter(Protocol):
-    """Counts bytes in use, and their peak since a reset."""
+    """Reads the bytes in use, and their peak since a reset."""
 
     def reset_peak(self) -> None:
         """Begin a new peak at the bytes that are in use now."""
@@ -57,10 +62,10 @@ class PeakCounter(Protocol):
 
 
 class DeviceMemory(PeakCounter, Protocol):
-    """Memory of this process on one device.
+    """Memory of this process on one device. The contract is at the top of the file.
 
     Attributes:
-        name: ``"cuda"``, ``"host"`` or another name of the kind of device.
+        name: ``"host"``, or torch's name of the kind of device: ``"cuda"`` for CUDA and ROCm.
         granularity_bytes: peaks of equal steps may differ by this much.
         overrun_kills: whether a process that exceeds its memory is ended, without an error.
         counts_live_bytes: whether ``requested_bytes`` are known. If not, a dispatch mode has to
@@ -86,10 +91,10 @@ class DeviceMemory(PeakCounter, Protocol):
         """Return the held bytes that the kernel drops before it ends a process."""
 
     def budget_bytes(self) -> int:
-        """Return the most that this process may hold at this moment."""
+        """Return the most that this process may hold at this moment, with what it holds."""
 
     def non_torch_bytes(self) -> int | None:
-        """Return the bytes in use outside of this process's allocator."""
+        """Return the bytes in use outside of this process's allocator; ``None`` if unknown."""
 
     def limit_enforced(self, limit_bytes: int) -> AbstractContextManager[bool]:
         """Make allocations above ``limit_bytes`` fail; yields whether the device can do so."""
@@ -101,4 +106,8 @@ class DeviceMemory(PeakCounter, Protocol):
         """Wait until all work of the device has ended."""
 
     def counters(self) -> dict[str, int]:
-        """Return totals of the allocator's events since the process started."""
+        """Return totals of the allocator's events since the process started.
+
+        The keys are ``num_ooms``, ``num_alloc_retries`` and ``num_device_free``, as far as the
+        device counts them.
+        """

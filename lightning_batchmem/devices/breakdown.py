@@ -104,31 +104,52 @@ def measure_breakdown(
     """
     optimizers = list(optimizers)
     weights = list(module.parameters())
-    groups = [optimizer.param_groups for optimizer in optimizers]
-    attributes = [value for optimizer in optimizers for value in vars(optimizer).values()]
-    inner = [value for value in attributes if isinstance(value, Optimizer)]
-    states = [list(optimizer.state.values()) for optimizer in (*optimizers, *inner)]
-    seen: set[tuple[torch.device, int]] = set()
-
-    def held(tensors: Iterable[Tensor]) -> int:
-        plain = (
-            part for tensor in tensors if not is_lazy(tensor) for part in plain_tensors(tensor)
-        )
-        storages = [part.untyped_storage() for part in plain if is_on(part.device, device)]
-        found = {(storage.device, storage.data_ptr()): storage.nbytes() for storage in storages}
-        new_bytes = sum(count for key, count in found.items() if key not in seen)
-        seen.update(found)
-        return new_bytes
-
-    parameters_bytes = held(weights) + held(module.buffers())
-    masters = [tensor for tensor in tensors_in(groups) if tensor.is_leaf]
-    gradients_bytes = held(
-        tensor.grad for tensor in (*weights, *masters) if tensor.grad is not None
+    # Those that are no weights of the module are master copies of them in another precision.
+    trained = tensors_in([optimizer.param_groups for optimizer in optimizers])
+    trained = [tensor for tensor in trained if tensor.is_leaf]
+    gradients = [tensor.grad for tensor in (*weights, *trained) if tensor.grad is not None]
+    # The tensors of each part. A storage counts in the first part that has it.
+    parts = (
+        [*weights, *module.buffers()],
+        gradients,
+        [*trained, *_state_tensors(optimizers)],
+        tensors_in(batch),
     )
-    state_bytes = held(masters) + held(tensors_in(states))
-    batch_bytes = held(tensors_in(batch))
-    other_bytes = start_bytes - parameters_bytes - gradients_bytes - state_bytes - batch_bytes
+    counted: dict[tuple[torch.device, int], int] = {}
+    part_bytes = []
+    for tensors in parts:
+        storages = _storage_bytes(tensors, device)
+        new_storages = storages.keys() - counted.keys()
+        part_bytes.append(sum(storages[address] for address in new_storages))
+        counted |= storages
+    parameters_bytes, gradients_bytes, state_bytes, batch_bytes = part_bytes
+    other_bytes = start_bytes - sum(part_bytes)
     breakdown = MemoryBreakdown(
         parameters_bytes, gradients_bytes, state_bytes, batch_bytes, 0, other_bytes
     )
     return breakdown if peak_bytes is None else breakdown.at_peak(peak_bytes)
+
+
+def _state_tensors(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the tensors in the states of optimizers, and of optimizers that these hold."""
+    states: list[object] = []
+    for optimizer in optimizers:
+        inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+        states += [holder.state for holder in (optimizer, *inner)]
+    return tensors_in(states)
+
+
+def _storage_bytes(
+    tensors: Iterable[Tensor], device: torch.device
+) -> dict[tuple[torch.device, int], int]:
+    """Return the size of each storage of the tensors on a device, by its address."""
+    sizes = {}
+    for tensor in tensors:
+        # A lazy parameter has no storage before the first forward pass.
+        if is_lazy(tensor):
+            continue
+        for part in plain_tensors(tensor):
+            if is_on(part.device, device):
+                storage = part.untyped_storage()
+                sizes[storage.device, storage.data_ptr()] = storage.nbytes()
+    return sizes

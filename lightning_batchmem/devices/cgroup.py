@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import errno
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-if sys.platform != "win32":
-    pass
-
-
 _GROUPS = Path("/sys/fs/cgroup")
-
-
 _MEMBERSHIP = Path("/proc/self/cgroup")
-
-
 # Version 1 of control groups writes "no limit" as 2^63 less a page.
 # Source: docs.kernel.org/admin-guide/cgroup-v1
 _NO_LIMIT_BYTES = 1 << 62
@@ -54,9 +45,9 @@ def cpu_quota_cores(*, root: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> 
 def _headroom_bytes(group: Path) -> int | None:
     # Above memory.high the kernel does not kill a training, but slows it down to a standstill.
     names = ("memory.max", "memory.high", "memory.limit_in_bytes")
-    texts = [_read(group / name).strip() for name in names]
+    texts = [_read(group / name) for name in names]
     limits = [int(text) for text in texts if text.isdigit() and int(text) < _NO_LIMIT_BYTES]
-    used = (_read(group / "memory.current") or _read(group / "memory.usage_in_bytes")).strip()
+    used = _read(group / "memory.current") or _read(group / "memory.usage_in_bytes")
     if not limits or not used.isdigit():
         return None
     statistics = dict(line.split(maxsplit=1) for line in _read(group / "memory.stat").splitlines())
@@ -89,7 +80,7 @@ def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text().strip()
     except OSError as error:
         # With too many open files, a limit would be overlooked.
         if error.errno in (errno.EMFILE, errno.ENFILE):

@@ -7,16 +7,12 @@ import functools
 import sys
 from typing import Any
 
-if sys.platform != "win32":
-    pass
-
-
-# On 64-bit systems, glibc maps new blocks that are larger than this, so they leave no holes.
-# Source: DEFAULT_MMAP_THRESHOLD_MAX in mallopt(3)
-_LARGEST_HOLE_BYTES = 2**25
-
-
-_SMALLEST_HOLE_BYTES = 2**16
+# Holes are filled with blocks of these sizes, from 32 MiB to 64 KiB. A new block of at least 32 MiB
+# is mapped if no hole can take it, and is unmapped when it is freed, so it leaves no hole. Holes
+# below 64 KiB stay, for the small objects of Python and of libraries, which would otherwise let the
+# heap grow.
+# Source: DEFAULT_MMAP_THRESHOLD_MAX on 64-bit systems in mallopt(3)
+_BLOCK_BYTES = tuple(2**power for power in range(25, 15, -1))
 
 
 class _HeapUse(ctypes.Structure):
@@ -28,38 +24,53 @@ class _HeapUse(ctypes.Structure):
 
 @functools.cache
 def c_library() -> Any:
-    """The C library where it has ``malloc_trim``; glibc from 2.33 on also has ``mallinfo2``."""
+    """Return the C library if it has ``malloc_trim``; glibc from 2.33 on also has ``mallinfo2``."""
     library: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(library, "mallinfo2"):
         library.mallinfo2.restype = _HeapUse
         library.malloc.restype = ctypes.c_void_p
         library.malloc.argtypes = [ctypes.c_size_t]
         library.free.argtypes = [ctypes.c_void_p]
+        library.sbrk.restype = ctypes.c_void_p
+        library.sbrk.argtypes = [ctypes.c_ssize_t]
     return library if hasattr(library, "malloc_trim") else None
 
 
-def set_holes_aside(library: Any) -> None:
+def return_free_blocks() -> None:
+    """Return the whole pages of free blocks to the kernel. Source: malloc_trim(3)."""
+    if (library := c_library()) is not None:
+        library.malloc_trim(0)
+
+
+def set_holes_aside() -> None:
     """Allocate the free blocks inside the heap, and never free them.
 
     They are not written, so they take addresses but no memory. Otherwise the blocks of later batch
     sizes would scatter over the holes that earlier ones left, and hold more memory than in a new
-    process.
+    process. Without ``mallinfo2`` nothing happens.
     """
-    size = _LARGEST_HOLE_BYTES
-    while size >= _SMALLEST_HOLE_BYTES:
-        before = library.mallinfo2()
-        hole_bytes = before.fordblks - before.keepcost
-        if size <= hole_bytes and (block := library.malloc(size)) is not None:
-            after = library.mallinfo2()
-            is_from_hole = (
-                after.arena == before.arena
-                and after.hblks == before.hblks
-                and after.keepcost == before.keepcost
-            )
-            # Another hole may be as large as this one.
-            if is_from_hole:
-                continue
-            # A mapped block stays, because freeing it would raise the threshold of mapping.
-            if after.hblks == before.hblks:
-                library.free(block)
-        size //= 2
+    library = c_library()
+    if not hasattr(library, "mallinfo2"):
+        return
+    use = library.mallinfo2()
+    # The free memory at the end of the heap is no hole.
+    hole_bytes = use.fordblks - use.keepcost
+    end_address = library.sbrk(0) - use.keepcost
+    for block_bytes in _BLOCK_BYTES:
+        while block_bytes <= hole_bytes:
+            address = library.malloc(block_bytes)
+            if address is None:
+                return
+            # A block before the end is from a hole. Only other blocks are looked at further,
+            # because mallinfo2 walks through all free blocks; a thread has a heap of its own.
+            if address >= end_address:
+                after = library.mallinfo2()
+                is_mapped = after.hblks != use.hblks
+                if is_mapped or after.arena != use.arena or after.keepcost != use.keepcost:
+                    # A mapped block stays, because freeing it would raise the threshold of mapping.
+                    # Source: the note on M_MMAP_THRESHOLD in mallopt(3)
+                    if not is_mapped:
+                        library.free(address)
+                    use = library.mallinfo2()
+                    break
+            hole_bytes -= block_bytes

@@ -1,4 +1,4 @@
-"""Memory of this process on the host and its control groups, and utilization of its CPU cores."""
+"""Memory of this process on the host and under the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import gc
 import os
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,21 +14,17 @@ from typing import Any
 
 import psutil
 
-from lightning_batchmem.devices.base import MemoryStats, Utilization
-from lightning_batchmem.devices.cgroup import cpu_quota_cores, memory_headroom_bytes
-from lightning_batchmem.devices.heap import c_library, set_holes_aside
+from lightning_batchmem.devices.base import MemoryStats
+from lightning_batchmem.devices.cgroup import memory_headroom_bytes
+from lightning_batchmem.devices.heap import return_free_blocks, set_holes_aside
 
 if sys.platform != "win32":
     import resource
 
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_STATUS = Path("/proc/self/status")
-_STATM = Path("/proc/self/statm")
+_PROCESS = Path("/proc/self")
 # The files in /proc write 1,024 bytes as "kB".
 # Source: proc_pid_status(5)
 _KIB = 1024
-
-
 # Since Linux 6.2 each core may hold some pages back from getrusage.
 _READINGS_AGREE_BYTES = 2**20
 
@@ -38,13 +33,19 @@ class HostMemory:
     """Resident set of this process.
 
     The peak is the kernel's high-water mark (``VmHWM``), restarted by a write to
-    ``/proc/self/clear_refs``; where that file cannot be written, the current value. Create one per
-    process: a forked child would restart its parent's peak.
+    ``/proc/self/clear_refs``. Create one per process: a forked child would restart its parent's
+    peak.
 
     Args:
         quick: read the peak with ``getrusage`` (1 µs) instead of ``VmHWM`` (about 20 µs) if both
             agree after a reset. They differ if the program that ran before ``exec`` in this process
             was larger.
+        files: directory of the kernel's files about this process.
+
+    Attributes:
+        can_reset_peak: whether the kernel has a peak that can be restarted. Without it, the peak is
+            the current value.
+        is_quick: whether the peak is read with ``getrusage``.
 
     Example:
         >>> memory = HostMemory()
@@ -66,22 +67,23 @@ class HostMemory:
     # Source: measured; the peaks of a linear layer of a few KiB differed by less than 0.3 MiB.
     granularity_bytes = 2**20
 
-    def __init__(self, *, quick: bool = False) -> None:
-        self._is_quick_wanted = quick
+    def __init__(self, *, quick: bool = False, files: Path = _PROCESS) -> None:
         self._process = psutil.Process()
+        self._status = files / "status"
         # The file stays open, because every step writes to it three times.
-        self._clear_refs = _open_clear_refs()
+        self._clear_refs = _open_clear_refs(files)
         self._statm: int | None = None
+        self.can_reset_peak = self._clear_refs is not None
         if self._clear_refs is not None:
             # The file stays open, because opening it takes 15 µs.
-            self._statm = os.open(_STATM, os.O_RDONLY)
+            self._statm = os.open(files / "statm", os.O_RDONLY)
             weakref.finalize(self, os.close, self._clear_refs)
             weakref.finalize(self, os.close, self._statm)
-        self._quick = quick and self._clear_refs is not None and _readings_agree()
+        self.is_quick = quick and self.can_reset_peak and _readings_agree(self._status)
 
     def __reduce__(self) -> tuple[Callable[[], HostMemory], tuple[Any, ...]]:
         # A copied descriptor could belong to another file in a spawned process.
-        return functools.partial(HostMemory, quick=self._is_quick_wanted), ()
+        return functools.partial(HostMemory, quick=self.is_quick), ()
 
     def reset_peak(self) -> None:
         if self._clear_refs is not None:
@@ -90,9 +92,9 @@ class HostMemory:
     def peak(self) -> MemoryStats:
         """Return the largest resident set since :meth:`reset_peak`."""
         # The call is inline, because every step reads the peak three times.
-        if self._quick:
+        if self.is_quick:
             return MemoryStats(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB)
-        peak_bytes = _status_bytes("VmHWM") if self._clear_refs is not None else None
+        peak_bytes = _status_bytes(self._status, "VmHWM") if self.can_reset_peak else None
         return self.current() if peak_bytes is None else MemoryStats(peak_bytes)
 
     def current(self) -> MemoryStats:
@@ -101,7 +103,7 @@ class HostMemory:
     def private_bytes(self) -> int:
         """Return the resident set now without the pages of files and of shared memory."""
         if self._statm is None:
-            return int(self._process.memory_info().rss)
+            return self.current().allocated_bytes
         # The file has the size, the resident set and its shared part, each in pages.
         # Source: proc_pid_statm(5)
         resident, shared = os.pread(self._statm, 256, 0).split()[1:3]
@@ -109,7 +111,7 @@ class HostMemory:
 
     def evictable_bytes(self) -> int:
         """Return the resident pages of files, such as libraries."""
-        return _status_bytes("RssFile") or 0
+        return _status_bytes(self._status, "RssFile") or 0
 
     def budget_bytes(self) -> int:
         """Return the resident set plus the bytes by which it can still grow.
@@ -138,12 +140,10 @@ class HostMemory:
         Where possible, the heap is then like that of a new process.
         """
         gc.collect()
-        if (library := c_library()) is not None:
-            library.malloc_trim(0)
-            if hasattr(library, "mallinfo2"):
-                limit_rooms = _resource_limit_rooms(self._process.memory_info())
-                if not limit_rooms:
-                    set_holes_aside(library)
+        return_free_blocks()
+        # Setting holes aside may take new addresses, which count under these limits.
+        if not _resource_limit_rooms(self._process.memory_info()):
+            set_holes_aside()
 
     def synchronize(self) -> None:
         """Return at once: the host has no pending work."""
@@ -153,51 +153,16 @@ class HostMemory:
         return {}
 
 
-def peak_can_be_reset() -> bool:
-    """Whether the kernel has a peak of this process that can be restarted."""
-    if (clear_refs := _open_clear_refs()) is None:
-        return False
-    os.close(clear_refs)
-    return True
+def _open_clear_refs(files: Path) -> int | None:
+    """Open ``clear_refs`` and restart the peak; ``None`` where this is not possible.
 
-
-def cpu_utilization() -> Utilization:
-    """Return the busy share of the cores that this process may use, since the previous call.
-
-    ``time.process_time`` counts nanoseconds. psutil counts ticks of 10 ms: 0 % or 100 % for steps
-    shorter than that.
-    """
-    cores = 0.0
-    if hasattr(psutil.Process, "cpu_affinity"):
-        cores = float(len(psutil.Process().cpu_affinity() or ()))
-    cores = min(cores or os.cpu_count() or 1, cpu_quota_cores() or float("inf"))
-    last_wall = time.monotonic()
-    last_busy = time.process_time()
-
-    def percent() -> float | None:
-        nonlocal last_wall, last_busy
-        wall = time.monotonic() - last_wall
-        busy = time.process_time() - last_busy
-        last_wall += wall
-        last_busy += busy
-        # The process time of a forked child restarts at 0.
-        if wall <= 0 or busy < 0:
-            return None
-        return min(100.0, 100 * busy / (wall * cores))
-
-    return Utilization("cpu_pct", percent)
-
-
-def _open_clear_refs() -> int | None:
-    """Open ``/proc/self/clear_refs`` and restart the peak; ``None`` where this is not possible.
-
-    Some sandboxes lack this file, or ``VmHWM`` in ``/proc/self/status``.
+    Some sandboxes lack this file, or ``VmHWM`` in ``status``.
     """
     clear_refs = None
     try:
-        if _status_bytes("VmHWM") is None:
+        if _status_bytes(files / "status", "VmHWM") is None:
             return None
-        clear_refs = os.open(_CLEAR_REFS, os.O_WRONLY)
+        clear_refs = os.open(files / "clear_refs", os.O_WRONLY)
         os.write(clear_refs, b"5")
     except OSError:
         if clear_refs is not None:
@@ -206,19 +171,19 @@ def _open_clear_refs() -> int | None:
     return clear_refs
 
 
-def _readings_agree() -> bool:
-    peak_bytes = _status_bytes("VmHWM")
+def _readings_agree(status: Path) -> bool:
+    peak_bytes = _status_bytes(status, "VmHWM")
     rusage_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
     return peak_bytes is not None and abs(peak_bytes - rusage_bytes) <= _READINGS_AGREE_BYTES
 
 
-def _status_bytes(name: str) -> int | None:
+def _status_bytes(status: Path, name: str) -> int | None:
     """Return a size in ``/proc/self/status`` in bytes; ``None`` where it is missing.
 
     Source: proc_pid_status(5)
     """
-    _, found, rest = _STATUS.read_bytes().partition(f"\n{name}:".encode())
-    return int(rest.split(maxsplit=1)[0]) * _KIB if found else None
+    _, separator, rest = status.read_bytes().partition(f"\n{name}:".encode())
+    return int(rest.split(maxsplit=1)[0]) * _KIB if separator else None
 
 
 def _resource_limit_rooms(memory: Any) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -19,33 +18,36 @@ _MAX_EVENTS = 100_000
 class OomSnapshot:
     """Records the allocator's events, and writes them when memory ran out.
 
-    A history that somebody else records is written too, and continues.
+    A history that somebody else records is written too, and continues. This needs CUDA: only
+    ``torch.cuda`` tells whether a history is recorded already.
+
     Source: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html; read in torch 2.5.1 and
     2.13.
     """
 
-    def __init__(self, directory: Path, *, is_own: bool) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._is_own = is_own
+        self._is_own = not torch._C._cuda_isHistoryEnabled()
+        if self._is_own:
+            torch.cuda.memory._record_memory_history(
+                "all", context="alloc", stacks="python", max_entries=_MAX_EVENTS
+            )
 
     @classmethod
     def start(cls, directory: Path | None, device: torch.device) -> OomSnapshot | None:
         """Start to record, which starts CUDA; None with a warning if this is not possible."""
-        try:
-            if device.type != "cuda":
-                raise RuntimeError("it needs a CUDA device")
-            if directory is None:
-                raise RuntimeError("log_dir is not local")
-            is_own = not torch._C._cuda_isHistoryEnabled()
-            if is_own:
-                torch.cuda.memory._record_memory_history(
-                    "all", context="alloc", stacks="python", max_entries=_MAX_EVENTS
-                )
-        # An allocator without a history (cudaMallocAsync) raises this type too.
-        except RuntimeError as error:
-            rank_zero_warn(f"No memory snapshot will be written: {str(error).splitlines()[0]}.")
-            return None
-        return cls(directory, is_own=is_own)
+        if device.type != "cuda":
+            reason = "it needs a CUDA device"
+        elif directory is None:
+            reason = "log_dir is not local"
+        else:
+            try:
+                return cls(directory)
+            # An allocator without a history (cudaMallocAsync) raises this type.
+            except RuntimeError as error:
+                reason = _first_line(error)
+        rank_zero_warn(f"No memory snapshot will be written: {reason}.")
+        return None
 
     def write(self, rank: int) -> str:
         """Write the snapshot to a new file, and return a sentence about it.
@@ -55,9 +57,7 @@ class OomSnapshot:
         path = None
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            suffixes = ("" if number == 1 else f"_{number}" for number in count(1))
-            names = (f"oom_snapshot_rank{rank}{suffix}.pickle" for suffix in suffixes)
-            path = next(path for name in names if not (path := self._directory / name).exists())
+            path = _new_path(self._directory, f"oom_snapshot_rank{rank}")
             torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
         # An error in writing must not replace the out-of-memory error.
         except (OSError, MemoryError, RuntimeError) as error:
@@ -65,8 +65,10 @@ class OomSnapshot:
             if path is not None:
                 with suppress(OSError):
                     path.unlink()
-            reason = str(error).splitlines()[0]
-            return f"The memory snapshot could not be written to {self._directory}: {reason}"
+            return (
+                f"The memory snapshot could not be written to {self._directory}:"
+                f" {_first_line(error)}"
+            )
         return f"PyTorch's memory snapshot is in {path}; https://pytorch.org/memory_viz shows it."
 
     def stop(self) -> None:
@@ -74,3 +76,17 @@ class OomSnapshot:
         if self._is_own:
             self._is_own = False
             torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _new_path(directory: Path, stem: str) -> Path:
+    path = directory / f"{stem}.pickle"
+    number = 1
+    while path.exists():
+        number += 1
+        path = directory / f"{stem}_{number}.pickle"
+    return path
+
+
+def _first_line(error: Exception) -> str:
+    # A MemoryError has no text.
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -72,7 +72,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _matches(error: BaseException) -> bool:
     # The _ArrayMemoryError of numpy is a MemoryError.
-    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True

@@ -31,7 +31,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # TorchDispatchMode.__init__ has no type annotations.
         super().__init__()  # type: ignore[no-untyped-call]
         self._live: dict[int, weakref.ref[Any]] = {}
-        self._bytes = self._peak_bytes = other_bytes
+        self._bytes = other_bytes
+        self._peak_bytes = other_bytes
 
     @staticmethod
     def is_possible() -> bool:
@@ -53,11 +54,15 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def track(self, values: Iterable[object]) -> None:
         """Count the storages of these tensors from now on."""
         for value in values:
-            if isinstance(value, Tensor) and value.device.type == "cpu":
-                for part in (value,) if value.layout is torch.strided else plain_tensors(value):
-                    storage = part.untyped_storage()
-                    if (key := storage._cdata) not in self._live:
-                        self._count(key, storage, storage.nbytes())
+            if not isinstance(value, Tensor) or value.device.type != "cpu":
+                continue
+            # Most tensors are strided, and every operator of a step comes here.
+            parts = (value,) if value.layout is torch.strided else plain_tensors(value)
+            for part in parts:
+                storage = part.untyped_storage()
+                # The address of torch's own object, which is unique while the storage is alive.
+                if (key := storage._cdata) not in self._live:
+                    self._count(key, storage, storage.nbytes())
 
     def reset_peak(self) -> None:
         self._peak_bytes = self._bytes
@@ -159,22 +164,24 @@ class PhasePeaks:
         self.stepped.clear()
         self._peaks = {}
         self._reserved_bytes = None
-        if self._counter is not None:
-            self._phase = phase
-            self._counter.reset_peak()
+        self._begin_phase(phase)
 
     def enter(self, phase: str) -> None:
         """End the current phase and begin ``phase``; outside a step nothing happens."""
-        self._end_phase()
-        if self._phase is not None and self._counter is not None:
-            self._phase = phase
-            self._counter.reset_peak()
+        if self._phase is not None:
+            self._end_phase()
+            self._begin_phase(phase)
 
     def stop(self) -> StepPeaks:
         """End the step."""
         self._end_phase()
         self._phase = None
         return StepPeaks(self._peaks, self._reserved_bytes)
+
+    def _begin_phase(self, phase: str) -> None:
+        if self._counter is not None:
+            self._phase = phase
+            self._counter.reset_peak()
 
     def _end_phase(self) -> None:
         if self._phase is None or self._counter is None:

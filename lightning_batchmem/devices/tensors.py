@@ -22,19 +22,19 @@ def tensors_in(data: object) -> list[Tensor]:
 
     The data may be mappings, sequences, sets, data classes and objects with a method ``to``.
     """
-    found: list[Tensor] = []
-    _collect(data, found, set())
-    return found
+    tensors: list[Tensor] = []
+    _collect(data, tensors, set())
+    return tensors
 
 
-def _collect(data: Any, found: list[Tensor], parents: set[int]) -> None:
+def _collect(data: Any, tensors: list[Tensor], parents: set[int]) -> None:
     if isinstance(data, Tensor):
-        found.append(data)
+        tensors.append(data)
     elif type(data) not in _LEAVES and id(data) not in parents:
         # A batch may refer to itself, so its parents are not opened again.
         parents.add(id(data))
         for item in _items(data):
-            _collect(item, found, parents)
+            _collect(item, tensors, parents)
         parents.discard(id(data))
 
 
@@ -67,9 +67,9 @@ def samples_in(batch: object) -> int | None:
     if type(batch) in (list, tuple) and all(type(item) is Tensor for item in _items(batch)):
         # mypy does not see that the batch is a list or tuple of tensors.
         return _common_size(batch)  # type: ignore[arg-type]
-    for one in (batch, *_items(batch)):
+    for part in (batch, *_items(batch)):
         # The batches of PyTorch Geometric have this attribute.
-        if isinstance(graphs := getattr(one, "num_graphs", None), int):
+        if isinstance(graphs := getattr(part, "num_graphs", None), int):
             return graphs
     return _common_size(tensors_in(batch))
 

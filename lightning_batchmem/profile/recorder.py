@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_batchmem._lightning.trainer_state import logs_at_all, logs_now
 from lightning_batchmem.devices import utilization_for
-from lightning_batchmem.devices.accelerator import CudaTimer
+from lightning_batchmem.devices.accelerator import AcceleratorTimer
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.devices.tensors import samples_in
@@ -42,7 +42,7 @@ class StepRecorder:
         module: LightningModule,
         device_memory: DeviceMemory | None,
         stage: str,
-        device_timer: CudaTimer | None,
+        device_timer: AcceleratorTimer | None,
         *,
         items_fn: Callable[[Any], float] | None,
         plan: Plan | None,

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.trainer_state import logging_step, logs_at_all
-from lightning_batchmem.devices.accelerator import CudaTimer
+from lightning_batchmem.devices.accelerator import AcceleratorTimer
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB
@@ -45,7 +45,7 @@ class StepReporter:
         trainer: Trainer,
         device_memory: DeviceMemory | None,
         stage: str,
-        device_timer: CudaTimer | None = None,
+        device_timer: AcceleratorTimer | None = None,
         *,
         plan: Plan | None = None,
         csv: StepCsv | None = None,
@@ -95,7 +95,7 @@ class StepReporter:
         del queue[:known]
         self._num_counted = len(queue)
 
-    def _read_device_seconds(self, timer: CudaTimer, is_last: bool) -> int:
+    def _read_device_seconds(self, timer: AcceleratorTimer, is_last: bool) -> int:
         """Read the device's time of the queued steps in order; return how many can be written."""
         for index, record in enumerate(self._queue):
             if record.marks is not None:

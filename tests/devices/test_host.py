@@ -10,13 +10,13 @@ import psutil
 import pytest
 import torch
 
-from lightning_batchmem.devices import heap, host
-from lightning_batchmem.devices.host import HostMemory, cpu_utilization, peak_can_be_reset
+from lightning_batchmem.devices import host
+from lightning_batchmem.devices.host import HostMemory
 
 MIB = 1 << 20
 
 needs_peak = pytest.mark.skipif(
-    not peak_can_be_reset(), reason="no writable /proc/self/clear_refs on this host"
+    not HostMemory().can_reset_peak, reason="no writable /proc/self/clear_refs on this host"
 )
 
 
@@ -47,7 +47,7 @@ def test_the_peak_includes_freed_memory_until_it_is_reset():
 def test_the_quick_reading_equals_the_exact_one():
     quick = HostMemory(quick=True)
     exact = HostMemory()
-    if not quick._quick:
+    if not quick.is_quick:
         pytest.skip("the program before exec was larger")
     for size in (0, 64, 8):
         quick.reset_peak()
@@ -93,11 +93,11 @@ def test_a_copy_opens_its_own_files_and_every_file_is_closed(duplicate):
     assert psutil.Process().num_fds() == before
 
 
-@pytest.mark.parametrize("name", ["_CLEAR_REFS", "_STATUS"])
-def test_without_the_files_of_the_kernel_the_peak_is_the_current_value(monkeypatch, tmp_path, name):
-    monkeypatch.setattr(host, name, tmp_path / "missing")
-    assert not peak_can_be_reset()
-    device_memory = HostMemory(quick=True)
+@pytest.mark.parametrize("name", ["clear_refs", "status"])
+def test_without_the_files_of_the_kernel_the_peak_is_the_current_value(tmp_path, name):
+    (tmp_path / name).symlink_to(Path("/proc/self") / name)
+    device_memory = HostMemory(quick=True, files=tmp_path)
+    assert not device_memory.can_reset_peak
     touch(64 * MIB).close()
     device_memory.reset_peak()
     peak_bytes = device_memory.peak().allocated_bytes
@@ -127,54 +127,3 @@ def test_a_resource_limit_bounds_the_budget(monkeypatch, limit, field):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits.get(kind, unlimited))
     room_bytes = device_memory.budget_bytes() - device_memory.current().allocated_bytes
     assert room_bytes == pytest.approx(300 * MIB, abs=10 * MIB)
-
-
-@pytest.mark.parametrize(
-    ("quota", "seconds", "percents"),
-    [
-        # 4 of 8 core seconds are busy, then 1 of 4.
-        (None, [(12, 14), (13, 15)], [50, 25]),
-        # The second reading is a burst above the quota.
-        (0.5, [(12, 10.5), (12.5, 11.5)], [50, 100]),
-        # No time passed between the readings.
-        (None, [(10, 10)], [None]),
-        # In a forked child the process time restarts at 0.
-        (None, [(12, 0.5)], [None]),
-    ],
-)
-def test_cpu_utilization_is_the_share_of_the_usable_cores_since_the_last_call(
-    monkeypatch, quota, seconds, percents
-):
-    clock = SimpleNamespace(wall=10.0, busy=10.0)
-    clock.monotonic = lambda: clock.wall
-    clock.process_time = lambda: clock.busy
-    monkeypatch.setattr(host, "time", clock)
-    monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda self: [0, 1, 2, 3])
-    monkeypatch.setattr(host, "cpu_quota_cores", lambda: quota)
-    utilization = cpu_utilization()
-    assert utilization.key == "cpu_pct"
-    for (clock.wall, clock.busy), percent in zip(seconds, percents, strict=True):
-        assert utilization.percent() == (None if percent is None else pytest.approx(percent))
-
-
-@pytest.mark.skipif(
-    not hasattr(heap.c_library(), "mallinfo2"), reason="needs mallinfo2 of glibc 2.33"
-)
-def test_holes_in_the_heap_are_set_aside():
-    def holes_bytes():
-        use = heap.c_library().mallinfo2()
-        return use.fordblks - use.keepcost
-
-    device_memory = HostMemory()
-    device_memory.release_cached()
-    # Earlier tests leave small holes.
-    before_bytes = holes_bytes()
-    # Blocks below glibc's mmap threshold lie in the heap.
-    blocks = [torch.empty(100 * 1024, dtype=torch.uint8) for _ in range(512)]
-    del blocks[::2]
-    held_bytes = device_memory.current().allocated_bytes
-    made_bytes = holes_bytes() - before_bytes
-    assert made_bytes > 20 * MIB
-    device_memory.release_cached()
-    assert holes_bytes() - before_bytes < 0.4 * made_bytes
-    assert device_memory.current().allocated_bytes <= held_bytes + 2 * MIB

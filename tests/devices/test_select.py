@@ -1,8 +1,10 @@
+from functools import partial
+
 import pytest
 import torch
 
 from lightning_batchmem.devices import device_memory_for, device_name, timer_for, utilization_for
-from lightning_batchmem.devices.accelerator import CudaMemory, CudaTimer
+from lightning_batchmem.devices.accelerator import AcceleratorMemory, AcceleratorTimer
 from lightning_batchmem.devices.host import HostMemory
 
 CUDA = torch.device("cuda", 1)
@@ -10,19 +12,21 @@ CPU = torch.device("cpu")
 MPS = torch.device("mps")
 
 
-@pytest.mark.parametrize("is_resettable", [True, False])
-def test_the_host_has_a_reader_if_its_peak_can_be_reset(is_resettable, monkeypatch):
-    monkeypatch.setattr("lightning_batchmem.devices.peak_can_be_reset", lambda: is_resettable)
-    assert isinstance(device_memory_for(CPU), HostMemory) is is_resettable
+def test_the_host_has_a_reader_if_its_peak_can_be_reset(monkeypatch, tmp_path):
+    assert isinstance(device_memory_for(CPU), HostMemory) is HostMemory().can_reset_peak
+    without_files = partial(HostMemory, files=tmp_path)
+    monkeypatch.setattr("lightning_batchmem.devices.HostMemory", without_files)
+    assert device_memory_for(CPU) is None
 
 
 def test_readers_of_each_device(monkeypatch):
-    assert isinstance(device_memory_for(CUDA), CudaMemory)
-    assert isinstance(timer_for(CUDA), CudaTimer)
+    assert isinstance(device_memory_for(CUDA), AcceleratorMemory)
+    assert isinstance(timer_for(CUDA), AcceleratorTimer)
     assert device_memory_for(MPS) is utilization_for(MPS) is None
     assert timer_for(MPS) is timer_for(CPU) is None
-    with pytest.raises(ValueError, match="device must be a cuda, cpu or mps device, got meta"):
-        device_memory_for(torch.device("meta"))
+    for name in ("meta", "xpu"):
+        with pytest.raises(ValueError, match=f"must be a cuda, cpu or mps device, got {name}"):
+            device_memory_for(torch.device(name))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
     assert [device_name(device) for device in (CUDA, CPU, MPS)] == ["GPU 1", "host", "mps"]
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_batchmem.devices.accelerator import CudaMemory
+from lightning_batchmem.devices.accelerator import AcceleratorMemory
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def limit_to(device):
         fraction = limit_bytes / torch.cuda.mem_get_info(device)[1]
         torch.cuda.set_per_process_memory_fraction(fraction, device)
 
-    CudaMemory(device).release_cached()
+    AcceleratorMemory(device).release_cached()
     yield limit
     torch.cuda.set_per_process_memory_fraction(1.0, device)
-    CudaMemory(device).release_cached()
+    AcceleratorMemory(device).release_cached()

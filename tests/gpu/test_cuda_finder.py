@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.devices.accelerator import CudaMemory
+from lightning_batchmem.devices.accelerator import AcceleratorMemory
 from tests.helpers.lawful import quiet_trainer
 
 STEPS = 30
@@ -78,7 +78,7 @@ def train(module, folder, *callbacks):
 def test_training_at_the_size_found_completes_within_the_limit(
     limit_gib, device, limit_to, tmp_path
 ):
-    device_memory = CudaMemory(device)
+    device_memory = AcceleratorMemory(device)
     limit_bytes = limit_gib * 2**30
     fraction = limit_bytes / torch.cuda.mem_get_info(device)[1]
     if device_memory.budget_bytes() < limit_bytes:

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from lightning_batchmem.devices.accelerator import CudaMemory, CudaTimer
+from lightning_batchmem.devices.accelerator import AcceleratorMemory, AcceleratorTimer
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 
 MIB = 1 << 20
@@ -18,7 +18,7 @@ needs_fraction = pytest.mark.skipif(
 @pytest.fixture
 def device_memory(device):
     torch.empty(1, device=device)
-    device_memory = CudaMemory(device)
+    device_memory = AcceleratorMemory(device)
     device_memory.release_cached()
     device_memory.reset_peak()
     yield device_memory
@@ -89,7 +89,7 @@ def test_an_enforced_limit_fails_above_it_and_is_lifted_afterwards(
 
 def test_no_reading_waits_for_the_device(device_memory, device):
     matrix = torch.ones(4096, 4096, device=device)
-    timer = CudaTimer(device)
+    timer = AcceleratorTimer(device)
     matrix @ matrix
     device_memory.synchronize()
     earlier = timer.mark()

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder
-from tests.conftest import FakeDevice
+from tests.helpers.fake_device import FakeDevice
 from tests.helpers.lawful import MIB, quiet_trainer
 
 _devices = []

@@ -1,0 +1,66 @@
+"""Utilization of the CPU cores that this process may use."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+
+import psutil
+
+from lightning_batchmem.devices.base import Utilization
+from lightning_batchmem.devices.cgroup import cpu_quota_cores
+
+
+class CpuMeter:
+    """Measures the busy share of the cores between two calls of :meth:`percent`.
+
+    ``time.process_time`` counts nanoseconds. psutil counts ticks of 10 ms: 0 % or 100 % for steps
+    shorter than that.
+
+    Args:
+        cores: how many cores this process may use.
+        wall_seconds: clock of the time that passes.
+        busy_seconds: clock of the time that all threads of this process computed.
+    """
+
+    def __init__(
+        self,
+        cores: float,
+        *,
+        wall_seconds: Callable[[], float] = time.monotonic,
+        busy_seconds: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._cores = cores
+        self._read_wall = wall_seconds
+        self._read_busy = busy_seconds
+        self._last_wall = wall_seconds()
+        self._last_busy = busy_seconds()
+
+    def percent(self) -> float | None:
+        """Return the busy share since the previous call, at most 100."""
+        wall = self._read_wall()
+        busy = self._read_busy()
+        wall_seconds = wall - self._last_wall
+        busy_seconds = busy - self._last_busy
+        self._last_wall = wall
+        self._last_busy = busy
+        # The process time of a forked child restarts at 0.
+        if wall_seconds <= 0 or busy_seconds < 0:
+            return None
+        return min(100.0, 100 * busy_seconds / (wall_seconds * self._cores))
+
+
+def cpu_utilization() -> Utilization:
+    """Return the busy share of the cores that this process may use, since the previous call."""
+    return Utilization("cpu_pct", CpuMeter(usable_cores()).percent)
+
+
+def usable_cores() -> float:
+    """Return the cores of this process's affinity, or its CPU quota in cores if that is less."""
+    cores = os.cpu_count() or 1
+    # psutil lacks this function on macOS.
+    if hasattr(psutil.Process, "cpu_affinity"):
+        cores = len(psutil.Process().cpu_affinity() or ()) or cores
+    return min(cores, cpu_quota_cores() or math.inf)

@@ -1,0 +1,21 @@
+"""mypy checks here that the devices of the tests have the same Protocol as those of the package."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_batchmem.devices.accelerator import AcceleratorMemory
+from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.host import HostMemory
+from tests.helpers.fake_device import FakeDevice
+from tests.helpers.simulated_cuda.device import SimulatedCuda
+from tests.helpers.simulated_cuda.trace import Trace
+
+
+def all_kinds(trace: Trace) -> list[DeviceMemory]:
+    return [
+        AcceleratorMemory(torch.device("cuda")),
+        HostMemory(),
+        FakeDevice(budget_bytes=1),
+        SimulatedCuda(trace, capacity_bytes=1),
+    ]
