@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_batchmem.plan.json_fields import from_json
 from lightning_batchmem.plan.records import (
     LimitedBy,
-    Line,
     MemoryModel,
     TimeModel,
     Trial,
-    known_fields,
     mib,
 )
 
@@ -190,24 +189,4 @@ class Plan:
         Raises:
             ValueError: when ``text`` is not the JSON of a plan.
         """
-        try:
-            return cls._from_dict(json.loads(text))
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"text must be the JSON of a Plan, got {text[:80]!r}") from error
-
-    @classmethod
-    def _from_dict(cls, data: dict[str, Any]) -> Plan:
-        memory = data["memory"]
-        time = data["time"]
-        evaluation = data["evaluation"]
-        if memory is not None:
-            memory = MemoryModel(
-                {phase: Line(**known_fields(Line, line)) for phase, line in memory["lines"].items()}
-            )
-        if time is not None:
-            time = TimeModel(Line(**known_fields(Line, time["line"])))
-        if evaluation is not None:
-            evaluation = cls._from_dict(evaluation)
-        trials = tuple(Trial(**known_fields(Trial, trial)) for trial in data["trials"])
-        made = {"memory": memory, "time": time, "evaluation": evaluation, "trials": trials}
-        return cls(**{**known_fields(cls, data), **made, "notes": tuple(data["notes"])})
+        return from_json(cls, text)
