@@ -6,25 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from rich.console import Console
 from torch import Tensor
 
-from lightning_batchmem._lightning.trainer_state import (
-    callbacks_of,
-    is_fast_dev_run,
-    logging_step,
-    logs_at_all,
-)
-from lightning_batchmem.devices import device_memory_for, timer_for
+from lightning_batchmem._lightning.trainer_state import is_fast_dev_run
+from lightning_batchmem.devices import device_memory_for
+from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
-from lightning_batchmem.devices.out_of_memory import is_out_of_memory
-from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.profile.recorder import StepRecorder
-from lightning_batchmem.profile.reporter import StepReporter
+from lightning_batchmem.profile.recorded_run import RecordedRun, Run
 from lightning_batchmem.profile.step_csv import NAME, StepCsv, make_log_dir
-from lightning_batchmem.profile.summary import Summary, show_summary
+from lightning_batchmem.profile.summary import Summary
 
 
 class MemoryProfiler(Callback):
@@ -64,11 +57,6 @@ class MemoryProfiler(Callback):
         progress_bar: whether the progress bar shows the run's peak and the limit, in GiB (they are
             then in ``trainer.callback_metrics`` too).
 
-    Attributes:
-        summary: summary of the last run; ``None`` before its end, and if it had no step. After an
-            exception it covers the steps until then. In a process that Lightning spawned it stays
-            there.
-
     Raises:
         ValueError: if ``snapshot`` or ``items_fn`` is invalid.
         OSError: in ``setup``, if ``log_dir`` cannot be written.
@@ -93,17 +81,22 @@ class MemoryProfiler(Callback):
             raise ValueError(f'snapshot must be "on_oom" or None, got {snapshot!r}')
         if items_fn is not None and not callable(items_fn):
             raise ValueError(f"items_fn must be a function of a batch, got {items_fn!r}")
-        self.summary: Summary | None = None
         self._has_csv = csv
         self._items_fn = items_fn
-        self._progress_bar = progress_bar
+        self._has_progress_bar = progress_bar
         self._has_snapshot = snapshot == "on_oom"
-        self._snapshot: OomSnapshot | None = None
         self._log_dir: Path | None = None
         self._csv_path: Path | None = None
-        self._recorder: StepRecorder | None = None
-        self._reporter: StepReporter | None = None
-        self._table_due = False
+        self._run = Run()
+
+    @property
+    def summary(self) -> Summary | None:
+        """Summary of the last run; ``None`` before its end, and if it had no step.
+
+        After an exception it covers the steps until then. In a process that Lightning spawned it
+        stays there.
+        """
+        return self._run.summary
 
     @property
     def epoch_peak_bytes(self) -> int | None:
@@ -112,35 +105,40 @@ class MemoryProfiler(Callback):
         It is ``None`` between runs. The profiler resets the device's peak counter in every step, so
         read this, or :attr:`run_peak_bytes`, instead of ``torch.cuda.max_memory_allocated()``.
         """
-        if self._recorder is None or self._reporter is None:
-            return None
-        return self._reporter.epoch_peak_bytes
+        return self._run.epoch_peak_bytes
 
     @property
     def run_peak_bytes(self) -> int | None:
         """Highest allocated bytes in a step of this run so far; after its end, of the whole run."""
-        return None if self._reporter is None else self._reporter.run_peak_bytes
+        return self._run.run_peak_bytes
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out open files, because a loader that spawns workers may pickle the Trainer."""
-        return {**self.__dict__, **dict.fromkeys(("_recorder", "_reporter", "_snapshot"))}
+    def device_memory(self, device: torch.device) -> DeviceMemory | None:
+        """Return the memory that is measured; override it to measure another kind of device.
+
+        Args:
+            device: the device of the Trainer.
+
+        Returns:
+            The memory of this process on the device, with cheap readings; ``None`` to measure time
+            only.
+        """
+        return device_memory_for(device, quick=True)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Fail if the log directory cannot be written."""
-        self.summary = None
-        self._recorder = None
-        self._reporter = None
-        self._table_due = False
+        self._run = Run()
         # Reading ``log_dir`` is a broadcast, so every rank must read it.
         log_dir = trainer.log_dir or trainer.default_root_dir
-        self._log_dir = None if "://" in log_dir or is_fast_dev_run(trainer) else Path(log_dir)
+        is_remote = "://" in log_dir
+        is_without_files = is_remote or is_fast_dev_run(trainer)
+        self._log_dir = None if is_without_files else Path(log_dir)
         if self._has_csv and trainer.is_global_zero:
-            if self._log_dir is not None:
-                make_log_dir(self._log_dir)
-            elif "://" in log_dir:
+            if is_remote:
                 rank_zero_warn(
                     f"MemoryProfiler writes no {NAME}: the log directory {log_dir} is not local."
                 )
+            elif not is_without_files:
+                make_log_dir(Path(log_dir))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to record a training."""
@@ -148,11 +146,7 @@ class MemoryProfiler(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out the time between two epochs."""
-        if self._recorder is not None and self._reporter is not None:
-            # The optimizers may have been configured again.
-            self._recorder.watch(trainer, pl_module)
-            self._recorder.restart()
-            self._reporter.begin_epoch()
+        self._run.begin_epoch(trainer, pl_module)
 
     def on_train_batch_start(
         self,
@@ -163,8 +157,7 @@ class MemoryProfiler(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Begin a step."""
-        if self._recorder is not None:
-            self._recorder.start(pl_module, batch)
+        self._run.begin_step(pl_module, batch)
 
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
 
@@ -172,13 +165,11 @@ class MemoryProfiler(Callback):
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
         """End forward."""
-        if self._recorder is not None:
-            self._recorder.phase_peaks.enter("backward")
+        self._run.enter_phase("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End backward; unscaling, clipping and the optimizer follow."""
-        if self._recorder is not None:
-            self._recorder.phase_peaks.enter("optimizer_step")
+        self._run.enter_phase("optimizer_step")
 
     def on_train_batch_end(
         self,
@@ -190,29 +181,13 @@ class MemoryProfiler(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """End a step, and log the training if it is due."""
-        recorder = self._recorder
-        reporter = self._reporter
-        if recorder is None or reporter is None:
-            return
-        record = recorder.stop(trainer, batch)
-        if record is None:
-            return
-        reporter.add(record)
-        is_logged = recorder.is_logging_step(trainer)
-        if is_logged:
-            step = logging_step(trainer) if logs_at_all(trainer) else None
-            reporter.log("train", step, recorder.read_device())
-        recorder.leave()
-        is_due = is_logged or record.limit_bytes is not None
-        if self._progress_bar and record.stage == "train" and is_due:
-            pl_module.log_dict(reporter.progress_bar_values(), prog_bar=True, logger=False)
+        self._run.end_step(trainer, pl_module, batch)
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Exchange and log the totals of the ranks."""
-        if self._reporter is not None and trainer.world_size > 1 and logs_at_all(trainer):
-            self._reporter.join_ranks(max(0, logging_step(trainer) - 1))
+        self._run.end_epoch(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report a training."""
@@ -220,23 +195,22 @@ class MemoryProfiler(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to record an evaluation, by itself or in a training."""
-        # The stage is "validate", "test" or "predict". mypy does not see that it is set here.
-        stage: str = trainer.state.stage.value  # type: ignore[union-attr]
-        if self._recorder is not None:
-            self._recorder.begin_evaluation(stage)
-        elif not trainer.sanity_checking:
+        if trainer.state.fn == "fit":
+            # The sanity check is before the training, so it is not recorded.
+            self._run.begin_validation()
+        else:
+            # The stage is "validate", "test" or "predict". mypy does not see that it is set here.
+            stage: str = trainer.state.stage.value  # type: ignore[union-attr]
             self._begin(trainer, pl_module, stage)
 
     on_test_start = on_predict_start = on_validation_start
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report an evaluation."""
-        if self._recorder is None or self._reporter is None or self._recorder.main.stage != "train":
+        if trainer.state.fn == "fit":
+            self._run.end_validation(trainer)
+        else:
             self._finish(trainer)
-            return
-        step = logging_step(trainer) if logs_at_all(trainer) else None
-        self._reporter.log_evaluation(step, self._recorder.read_device())
-        self._recorder.end_evaluation()
 
     on_test_end = on_predict_end = on_validation_end
 
@@ -244,26 +218,19 @@ class MemoryProfiler(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Exclude the writing of a checkpoint, whose end no hook marks, from the wait for data."""
-        if self._recorder is not None:
-            self._recorder.main.forget_wait()
+        self._run.forget_wait()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Report the steps so far, remove all hooks, and add a note to an out-of-memory error."""
         try:
-            if is_out_of_memory(exception) and self._recorder is not None:
-                exception.add_note(
-                    f"MemoryProfiler: {self._recorder.explain_out_of_memory(trainer, pl_module)}"
-                )
-                if self._snapshot is not None:
-                    exception.add_note(
-                        f"MemoryProfiler: {self._snapshot.write(trainer.global_rank)}"
-                    )
+            for note in self._run.notes(exception, trainer, pl_module):
+                exception.add_note(f"MemoryProfiler: {note}")
             self._finish(trainer, is_complete=False)
             if isinstance(exception, KeyboardInterrupt):
                 # Lightning does not call teardown after this exception.
-                self._table_due = True
+                self._run.is_table_due = True
                 self.teardown(trainer, pl_module, "fit")
         # A failed device may raise any error, which must not replace the first one.
         except Exception as error:  # noqa: BLE001
@@ -273,45 +240,27 @@ class MemoryProfiler(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Print the table once the progress bar has stopped."""
-        if self._table_due and self.summary is not None and trainer.is_global_zero:
-            if (bar := trainer.progress_bar_callback) is not None:
-                # Lightning ends the progress bar last, and the bar of Rich would overwrite the
-                # table.
-                bar.teardown(trainer, pl_module, stage)
-            show_summary(self.summary, Console())
-        self._table_due = False
+        self._run.show_table(trainer, pl_module, stage)
 
     def _begin(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         device = trainer.strategy.root_device
-        device_memory = device_memory_for(device, quick=True)
-        timer = timer_for(device)
-        if device_memory is None:
-            rank_zero_warn(
-                f"MemoryProfiler measures no memory, because {device.type} has no peak counter."
-            )
-        plans = (vars(callback).get("plan") for callback in callbacks_of(trainer))
-        plan = next((plan for plan in plans if isinstance(plan, Plan)), None)
         csv = None
         if self._has_csv and self._log_dir is not None and trainer.is_global_zero:
             csv = StepCsv(self._log_dir, resume=trainer.global_step > 0, own_path=self._csv_path)
             self._csv_path = csv.path
-        self._recorder = StepRecorder(
-            trainer, module, device_memory, stage, timer, items_fn=self._items_fn, plan=plan
+        self._run = RecordedRun(
+            trainer,
+            module,
+            stage,
+            device_memory=self.device_memory(device),
+            csv=csv,
+            snapshot=OomSnapshot.start(self._log_dir, device) if self._has_snapshot else None,
+            items_fn=self._items_fn,
+            has_progress_bar=self._has_progress_bar,
         )
-        self._reporter = StepReporter(trainer, device_memory, stage, timer, plan=plan, csv=csv)
-        if self._has_snapshot:
-            self._snapshot = OomSnapshot.start(self._log_dir, device)
-        # The first step starts now.
-        self._recorder.restart()
 
     def _finish(self, trainer: Trainer, *, is_complete: bool = True) -> None:
-        recorder = self._recorder
-        reporter = self._reporter
-        self._recorder = None
-        if recorder is not None and reporter is not None:
-            if self._snapshot is not None:
-                self._snapshot.stop()
-                self._snapshot = None
-            recorder.close()
-            self.summary = reporter.finish(trainer, recorder, is_complete=is_complete)
-            self._table_due = is_complete
+        run = self._run
+        # Nothing more is recorded, even if an error ends the report.
+        self._run = Run()
+        self._run = run.finish(trainer, is_complete=is_complete)

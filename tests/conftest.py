@@ -5,9 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-import lightning_batchmem.batch_finder
-import lightning_batchmem.memory_profiler
-from lightning_batchmem import BatchFinder
+from lightning_batchmem import BatchFinder, MemoryProfiler
 from tests.helpers.fake_device import FakeDevice
 from tests.helpers.lawful import quiet_trainer
 
@@ -90,7 +88,5 @@ def search(fit, device):
 def device_memory(fake_device, monkeypatch):
     """The fake device of every profiler in the test: 1 MiB in use, a budget of 1 GiB."""
     device_memory = fake_device(budget_bytes=2**30, base_bytes=2**20)
-    monkeypatch.setattr(
-        lightning_batchmem.memory_profiler, "device_memory_for", lambda device, quick: device_memory
-    )
+    monkeypatch.setattr(MemoryProfiler, "device_memory", lambda profiler, device: device_memory)
     return device_memory

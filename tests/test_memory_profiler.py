@@ -1,13 +1,14 @@
 """MemoryProfiler in real Trainers, mostly on a device whose use the test sets."""
 
+import ast
 import math
-import os
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
@@ -15,23 +16,27 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import lightning_batchmem.batch_finder
 import lightning_batchmem.memory_profiler
-import lightning_batchmem.profile.recorder
-import lightning_batchmem.profile.step_record
-from lightning_batchmem import BatchFinder, Line, MemoryModel, MemoryProfiler, Plan, Trial
+import lightning_batchmem.profile.recorded_run
+from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
 from lightning_batchmem.devices.breakdown import MemoryBreakdown
-from lightning_batchmem.devices.peaks import StepPeaks
-from lightning_batchmem.profile.reporter import StepReporter
-from lightning_batchmem.profile.step_record import StepRecord
+from lightning_batchmem.devices.oom_snapshot import OomSnapshot
+from lightning_batchmem.profile.device_reader import DeviceReader
+from lightning_batchmem.profile.stage_timer import StageTimer
 from lightning_batchmem.profile.summary import Summary
 from tests.helpers.lawful import Lawful, law
 from tests.helpers.profiled import (
     METRICS,
     MIB,
+    At,
+    Evaluated,
+    Gan,
     Net,
+    Planned,
     Recorder,
     Validated,
     csv_rows,
     data,
+    failing,
     rows,
     spike,
     trainer_for,
@@ -46,76 +51,6 @@ EVALUATED = {
     "cpu_pct",
     "batch_size",
 }
-
-
-class Evaluated(Net):
-    """Uses 5 MiB in a step of an evaluation."""
-
-    def __init__(self, device_memory):
-        super().__init__()
-        self.use = lambda: (device_memory.use(5 * MIB), device_memory.free())
-
-    def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        self.use()
-        return torch.zeros(())
-
-    test_step = predict_step = validation_step
-
-
-class Gan(LightningModule):
-    """Manual optimization with two optimizers; the second forward and first backward need more."""
-
-    def __init__(self, device_memory, fail_at=None):
-        super().__init__()
-        self.automatic_optimization = False
-        self.one = nn.Linear(4, 1)
-        self.two = nn.Linear(4, 1)
-        self.device_memory = device_memory
-        self.fail_at = fail_at
-
-    def training_step(self, batch, batch_idx):
-        sizes = ((self.one, 10, 50), (self.two, 30, 20))
-        for (layer, forward, backward), optimizer in zip(sizes, self.optimizers(), strict=True):
-            self.device_memory.use(forward * MIB)
-            loss = layer(batch[0]).square().mean()
-            loss.register_hook(lambda gradient, mib=backward: self.device_memory.use(mib * MIB))
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            self.device_memory.free()
-            failing(self.fail_at)(batch_idx, "backward")
-            optimizer.step()
-
-    def configure_optimizers(self):
-        sgd = torch.optim.SGD(self.one.parameters(), 0.1)
-        adam = torch.optim.Adam(self.two.parameters(), 0.1)
-        return sgd, adam
-
-
-class Planned(Callback):
-    """Has a plan, like a BatchFinder: fixed memory and 2 MiB a sample."""
-
-    def __init__(self, fixed_mib=1.0):
-        memory = MemoryModel({"forward": Line(fixed_mib * MIB, 2.0 * MIB, 2, 4)})
-        trials = tuple(Trial(size, "ok", {"forward": (1 + 2 * size) * MIB}) for size in (2, 4))
-        self.plan = Plan(4, "memory", True, 1024 * MIB, None, 9 * MIB, trials, memory, None)
-
-
-class At(Callback):
-    """Calls functions in hooks."""
-
-    def __init__(self, **hooks):
-        for name, function in hooks.items():
-            setattr(
-                self, name, lambda trainer, module, *_, function=function: function(trainer, module)
-            )
-
-
-def failing(at_step, error=None):
-    def work(step, where):
-        if step == at_step:
-            raise error or KeyError("the user's error")
-
-    return work
 
 
 def profiled(tmp_path, net, *callbacks, loader=None, profiler=None, val=None, **options):
@@ -143,9 +78,9 @@ def notes_of(error):
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that stands still between calls of ``sleep``."""
-    clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
+    clock = SimpleNamespace(now=100.0)
     clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
-    monkeypatch.setattr(lightning_batchmem.profile.step_record, "time", clock)
+    monkeypatch.setattr(StageTimer, "now", lambda timer: clock.now)
     return clock
 
 
@@ -156,7 +91,7 @@ def test_every_step_is_a_row_with_the_peak_of_each_phase(
     tmp_path, device_memory, monkeypatch, capsys
 ):
     monkeypatch.setattr(Trainer, "world_size", 2)
-    monkeypatch.setattr(lightning_batchmem.profile.recorder, "LIMIT_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(DeviceReader, "memory_interval_seconds", 0.0)
     device_memory.reserved_ratio = 2.0
 
     def work(step, where):
@@ -255,17 +190,6 @@ def test_a_logger_that_raises_does_not_end_training(tmp_path, device_memory):
     ):
         trainer_for(tmp_path, MemoryProfiler(), logger=[broken, other]).fit(Net(), data())
     assert (len(broken.ours), len(other.ours)) == (1, 6)
-
-
-def test_steps_wait_in_a_bounded_queue_until_they_are_logged(tmp_path, device_memory):
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path
-    )
-    reporter = StepReporter(trainer, device_memory, "train")
-    for number in range(1000):
-        reporter.add(StepRecord(number, 8, StepPeaks({"forward": number}), 0.1, 0.01))
-        assert len(reporter._queue) < 256
-    assert reporter.run_peak_bytes == 999
 
 
 # --- accumulation, manual optimization, batches
@@ -405,7 +329,9 @@ def test_the_time_of_the_device_arrives_a_step_later(tmp_path, device_memory, mo
         def seconds_between(self, earlier, later):
             return 2.0 * (later - earlier) if later < self.marks else None
 
-    monkeypatch.setattr(lightning_batchmem.memory_profiler, "timer_for", lambda device: FakeTimer())
+    monkeypatch.setattr(
+        lightning_batchmem.profile.recorded_run, "timer_for", lambda device: FakeTimer()
+    )
     profiler, recorder = profiled(tmp_path, Net())
     found = [(row["step"], row["step_ms"]) for row in csv_rows(tmp_path)]
     assert found[:-1] == [(str(step), "2000.000") for step in range(5)]
@@ -480,15 +406,28 @@ def test_a_peak_before_the_steady_state(
     assert text in " ".join(capsys.readouterr().out.split())
 
 
+def test_memory_that_the_heap_keeps_counts_as_activations(tmp_path, device_memory):
+    device_memory.as_host()
+
+    def work(step, where):
+        if (step, where) == (0, "forward"):
+            device_memory.use(50 * MIB)
+
+    profiler, _ = profiled(tmp_path, Net(work))
+    breakdown = profiler.summary.breakdown
+    assert breakdown.other_bytes == MIB - breakdown.parameters_bytes
+    assert breakdown.peak_bytes == 51 * MIB
+
+
 def test_the_peaks_of_epoch_and_run_can_be_read_at_any_time(tmp_path, device_memory):
     seen = []
     profiler = MemoryProfiler()
 
     def read(*_):
         seen.append((profiler.epoch_peak_bytes // MIB, profiler.run_peak_bytes // MIB))
-        # A loader that spawns workers may pickle the Trainer.
-        state = profiler.__getstate__()
-        # Lightning adds these two methods, which belong to the module.
+        # A loader that spawns workers may pickle the Trainer. Lightning adds these two methods,
+        # which belong to the module.
+        state = vars(profiler)
         pickle.dumps({name: state[name] for name in state.keys() - {"log", "log_dict"}})
 
     net = Net(spike(device_memory, 1, "forward", 9))
@@ -497,13 +436,16 @@ def test_the_peaks_of_epoch_and_run_can_be_read_at_any_time(tmp_path, device_mem
     assert (profiler.epoch_peak_bytes, profiler.run_peak_bytes) == (None, 10 * MIB)
 
 
-def test_without_a_peak_counter_memory_is_left_out(tmp_path, monkeypatch, capsys):
+class WithoutMemory(MemoryProfiler):
     """As on MPS, and on a host whose kernel peak cannot be reset."""
-    monkeypatch.setattr(
-        lightning_batchmem.memory_profiler, "device_memory_for", lambda device, quick: None
-    )
+
+    def device_memory(self, device):
+        return None
+
+
+def test_without_a_peak_counter_memory_is_left_out(tmp_path, capsys):
     options = {
-        "profiler": MemoryProfiler(progress_bar=True),
+        "profiler": WithoutMemory(progress_bar=True),
         "num_sanity_val_steps": 0,
         "val": data(samples=4),
     }
@@ -524,11 +466,8 @@ def test_without_a_peak_counter_memory_is_left_out(tmp_path, monkeypatch, capsys
 # --- plans and alerts
 
 
-def test_the_plan_of_a_finder_is_found(tmp_path, fake_device, monkeypatch):
-    device_memory = fake_device(budget_bytes=200 * MIB)
-    monkeypatch.setattr(
-        lightning_batchmem.memory_profiler, "device_memory_for", lambda device, quick: device_memory
-    )
+def test_the_plan_of_a_finder_is_found(tmp_path, device_memory):
+    device_memory.budget = 200 * MIB
     finder = BatchFinder()
     finder.device_memory = lambda device: device_memory
     profiler = MemoryProfiler()
@@ -542,7 +481,8 @@ def test_the_plan_of_a_finder_is_found(tmp_path, fake_device, monkeypatch):
     predictions_mib = [metrics[name] for _, metrics in logged if name in metrics]
     assert predictions_mib
     for prediction_mib in predictions_mib:
-        assert prediction_mib == pytest.approx(law(finder.plan.batch_size) / MIB, abs=1e-6)
+        # 1 MiB is in use from the start.
+        assert prediction_mib == pytest.approx(law(finder.plan.batch_size) / MIB + 1, abs=1e-6)
     assert profiler.summary.alerts == ()
     (path,) = tmp_path.rglob("batch_plan.json")
     assert Plan.from_json(path.read_text()) == finder.plan
@@ -561,11 +501,9 @@ ALERTS = {
 
 @pytest.mark.parametrize("kind", ALERTS)
 def test_an_alert_is_one_warning_and_in_the_summary(
-    tmp_path, device_memory, capsys, kind, monkeypatch
+    tmp_path, device_memory, capsys, kind, monkeypatch, clock
 ):
-    monkeypatch.setattr(lightning_batchmem.profile.recorder, "LIMIT_INTERVAL_SECONDS", 0.0)
-    # A busy machine may wait for data, which would be a second alert.
-    monkeypatch.setattr("lightning_batchmem.profile.alerts._WAIT_SECONDS", math.inf)
+    monkeypatch.setattr(DeviceReader, "memory_interval_seconds", 0.0)
     text, options = ALERTS[kind]
 
     def work(step, where):
@@ -600,23 +538,6 @@ def test_no_files(tmp_path, device_memory, monkeypatch, arguments, options):
     with pytest.warns(UserWarning, match=r"no memory_per_batch\.csv.*s3://bucket/run"):
         trainer_for(tmp_path, MemoryProfiler()).fit(Net(), data())
     assert not list(tmp_path.iterdir())
-
-
-def test_a_full_disk_ends_the_csv_and_not_the_training(tmp_path, device_memory):
-    net = Net()
-    profiler = MemoryProfiler()
-
-    def fill_disk(trainer, module):
-        if module.steps == 2:
-            os.dup2(full.fileno(), profiler._reporter._csv._file.fileno())
-
-    with (
-        open("/dev/full", "w") as full,
-        pytest.warns(UserWarning, match="no more rows.*No space left"),
-    ):
-        trainer_for(tmp_path, profiler, At(on_train_batch_start=fill_disk)).fit(net, data())
-    assert net.steps == profiler.summary.steps == 6
-    assert len(csv_rows(tmp_path)) == 2
 
 
 def test_a_run_appends_to_its_own_file_only(tmp_path, device_memory):
@@ -697,9 +618,10 @@ def test_an_out_of_memory_error_gets_a_note_and_a_snapshot(
         write=lambda rank: calls.append(("write", rank)) or "the snapshot is written",
         stop=lambda: calls.append("stop"),
     )
-    starts = SimpleNamespace(
-        start=lambda directory, device: calls.append((directory, device.type)) or snapshot
-    )
+
+    def start(directory, device):
+        calls.append((directory, device.type))
+        return snapshot
 
     def work(step, now):
         device_memory.use(50 * MIB)
@@ -707,7 +629,7 @@ def test_an_out_of_memory_error_gets_a_note_and_a_snapshot(
             device_memory.use(2000 * MIB)
         device_memory.free()
 
-    monkeypatch.setattr(lightning_batchmem.memory_profiler, "OomSnapshot", starts)
+    monkeypatch.setattr(OomSnapshot, "start", start)
     end = At(on_train_epoch_end=lambda trainer, module: work(module.steps, "epoch end"))
     trainer = trainer_for(tmp_path, MemoryProfiler(snapshot="on_oom"), end, num_sanity_val_steps=0)
     with pytest.raises(torch.cuda.OutOfMemoryError) as error:
@@ -727,6 +649,18 @@ def test_items_fn_must_return_a_number(tmp_path, items):
         profiled(tmp_path, Net(), profiler=MemoryProfiler(items_fn=lambda batch: items))
 
 
+def test_no_hook_asks_whether_a_run_is_recorded():
+    tree = ast.parse(Path(lightning_batchmem.memory_profiler.__file__).read_text())
+    hooks = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name.startswith(("on_", "setup", "teardown"))
+    ]
+    assert len(hooks) > 12
+    for hook in hooks:
+        assert not [node for node in ast.walk(hook) if isinstance(node, ast.Is | ast.IsNot)]
+
+
 @pytest.mark.parametrize("arguments", [{"snapshot": "always"}, {"items_fn": 3}])
 def test_invalid_arguments(arguments):
     with pytest.raises(ValueError, match=f"^{next(iter(arguments))} must be"):
@@ -734,23 +668,20 @@ def test_invalid_arguments(arguments):
 
 
 def test_the_progress_bar_shows_peak_and_limit_and_stops_before_the_table(
-    tmp_path, device_memory, monkeypatch
+    tmp_path, device_memory, capsys
 ):
     shown = []
-    order = []
+    outputs = []
 
     class Bar(RichProgressBar):
-        def _stop_progress(self):
-            order.append("bar")
-            super()._stop_progress()
+        def teardown(self, trainer, module, stage):
+            outputs.append(capsys.readouterr().out)
+            super().teardown(trainer, module, stage)
 
     def look(trainer, module):
         names = trainer.progress_bar_metrics.keys() & {"peak_gib", "limit_gib"}
         shown.append({name: trainer.progress_bar_metrics[name] for name in names})
 
-    monkeypatch.setattr(
-        lightning_batchmem.memory_profiler, "show_summary", lambda *_: order.append("table")
-    )
     device_memory.budget = 64 * 2**30
     options = {"log_every_n_steps": 3, "max_epochs": 2, "enable_progress_bar": True}
     net = Net(spike(device_memory, 2, "forward", 9 * 1024))
@@ -761,7 +692,8 @@ def test_the_progress_bar_shows_peak_and_limit_and_stops_before_the_table(
     first, later = ({"peak_gib": gib, "limit_gib": 64.0} for gib in (0.0, 9.0))
     assert shown[1:4] == [first, first, later]
     assert all("peak_gib" not in metrics for _, metrics in recorder.ours)
-    assert order[:2] == ["bar", "table"]
+    # The table follows the first call, which ends the bar, and comes before that of Lightning.
+    assert ["Highest peak" in output for output in outputs] == [False, True]
 
 
 def test_training_is_bit_identical_with_everything_on(tmp_path):

@@ -8,16 +8,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_batchmem.plan.fit import fit_memory, fit_time
+from lightning_batchmem.plan.json_fields import from_json
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import (
     Chosen,
     LimitedBy,
-    Line,
     MemoryModel,
     SearchLimits,
     TimeModel,
     Trial,
-    known_fields,
 )
 from lightning_batchmem.plan.scaling import OptimizerStep
 from lightning_batchmem.plan.text import full_text, short_text
@@ -99,27 +98,7 @@ class Plan:
         Raises:
             ValueError: when ``text`` is not the JSON of a plan.
         """
-        try:
-            return cls._from_dict(json.loads(text))
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"text must be the JSON of a Plan, got {text[:80]!r}") from error
-
-    @classmethod
-    def _from_dict(cls, data: dict[str, Any]) -> Plan:
-        memory = data["memory"]
-        time = data["time"]
-        evaluation = data["evaluation"]
-        if memory is not None:
-            memory = MemoryModel(
-                {phase: Line(**known_fields(Line, line)) for phase, line in memory["lines"].items()}
-            )
-        if time is not None:
-            time = TimeModel(Line(**known_fields(Line, time["line"])))
-        if evaluation is not None:
-            evaluation = cls._from_dict(evaluation)
-        trials = tuple(Trial(**known_fields(Trial, trial)) for trial in data["trials"])
-        made = {"memory": memory, "time": time, "evaluation": evaluation, "trials": trials}
-        return cls(**{**known_fields(cls, data), **made, "notes": tuple(data["notes"])})
+        return from_json(cls, text)
 
 
 def make_plan(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 MIB = 2**20
 """Bytes in a mebibyte, the unit in which memory is shown to people."""
@@ -41,14 +41,6 @@ def mib(count_bytes: float) -> str:
     decimals = 1 if abs(count_bytes) >= MIB else 3
     # The sum with 0.0 turns -0.0 into 0.0.
     return f"{round(count_bytes / MIB, decimals) + 0.0:,.{decimals}f} MiB"
-
-
-def known_fields(kind: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of ``data`` that are fields of a data class.
-
-    Another version may have written other entries.
-    """
-    return {field.name: data[field.name] for field in fields(kind) if field.name in data}
 
 
 @dataclass(frozen=True)

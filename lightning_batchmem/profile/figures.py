@@ -1,6 +1,6 @@
-"""Figures of a search and of a run, and their images in loggers.
+"""Figures of a search and of a run, also for loggers.
 
-matplotlib is an extra (``plot``) and is imported when a figure is drawn. pyplot is not used: it has
+matplotlib is an extra (``plot``) and is imported when a figure is drawn, without pyplot, which has
 global state. Each ``plot_`` function returns ``None`` when there is nothing to draw.
 """
 
@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_batchmem.devices.breakdown import PARTS
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import MIB, PHASES, mib
+from lightning_batchmem.plan.records import MIB, mib
 from lightning_batchmem.profile.step_csv import Row, read_rows
 from lightning_batchmem.profile.summary import Summary
 
@@ -34,25 +34,28 @@ BLUE = "#0072B2"
 VERMILLION = "#D55E00"
 PURPLE = "#CC79A7"
 
-# These are the colors of reserved memory and of the phases, in this order.
-_LINE_COLORS = (GREY, BLUE, ORANGE, GREEN, SKY)
-_STAGE_STYLES = {"validate": (SKY, "D"), "test": (PURPLE, "P"), "predict": (GREEN, "X")}
+# Reserved memory and the phases. A later line is thinner, because lines often have the same peak.
+_PART_STYLES: dict[str, dict[str, Any]] = {
+    "peak_reserved_mib": {"label": "reserved", "color": GREY, "linewidth": 5.5},
+    "forward_peak_mib": {"label": "forward", "color": BLUE, "linewidth": 4.5},
+    "backward_peak_mib": {"label": "backward", "color": ORANGE, "linewidth": 3.5},
+    "optimizer_step_peak_mib": {"label": "optimizer step", "color": GREEN, "linewidth": 2.5},
+}
+_STAGE_STYLES: dict[str, dict[str, Any]] = {
+    "train": {"label": "peak", "color": BLACK, "marker": ".", "linewidth": 1, "markersize": 3},
+    "validate": {"label": "peak (validate)", "color": SKY, "marker": "D"},
+    "test": {"label": "peak (test)", "color": PURPLE, "marker": "P"},
+    "predict": {"label": "peak (predict)", "color": GREEN, "marker": "X"},
+}
 
 # Without clipping, a point near size 0 is not cut off by the axis.
-_POINTS: dict[str, Any] = {"markersize": 7, "clip_on": False}
+_POINTS: dict[str, Any] = {"marker": "o", "linestyle": "none", "markersize": 7, "clip_on": False}
 
 # The parts begin at the bottom of the bar. "Other" is the first, because it can be negative, and
 # the parts that grow with the batch size are the last.
 _BREAKDOWN = tuple(
     zip((PARTS[-1], *PARTS[:-1]), (GREY, BLUE, PURPLE, GREEN, SKY, ORANGE), strict=True)
 )
-
-# A line has about this many points at most, because a figure is 640 pixels wide, and Agg cannot
-# draw a line of very many points.
-_MAX_POINTS = 1000
-# A limit above this multiple of the data is only in the legend. Otherwise the data would be too low
-# to be read.
-_FAR = 3.0
 
 
 def plot_memory_vs_batch_size(plan: Plan) -> Figure | None:
@@ -65,38 +68,27 @@ def plot_memory_vs_batch_size(plan: Plan) -> Figure | None:
     if not completed:
         return None
     sizes = _sizes(plan)
-    held = [trial.held_bytes / MIB for trial in completed]
     limit = plan.limit_bytes / MIB
-    highest = max(held)
     title = f"Memory of a step{plan.device and f' on {plan.device}'}"
     figure, axes = _new_figure(title, "batch size (samples)", "memory (MiB)")
     if plan.memory is not None:
+        # The line may bend, because it is the highest line of all phases.
         predicted = [plan.memory.predict_bytes(size) / MIB for size in sizes]
-        highest = max(highest, *predicted)
         axes.plot(sizes, predicted, label="fitted line", color=BLUE, linewidth=1.8)
     measured = [trial.batch_size for trial in completed]
-    if any(trial.held_bytes != trial.peak_bytes for trial in completed):
-        live = [trial.peak_bytes / MIB for trial in completed]
-        axes.plot(
-            measured, live, "o", label="live (tensors)", color=ORANGE, fillstyle="none", **_POINTS
-        )
-    axes.plot(measured, held, "o", label="held", color=BLACK, **_POINTS)
+    held = [trial.held_bytes / MIB for trial in completed]
+    live = [trial.peak_bytes / MIB for trial in completed]
+    if held != live:
+        axes.plot(measured, live, label="live (tensors)", color=ORANGE, fillstyle="none", **_POINTS)
+    axes.plot(measured, held, label="held", color=BLACK, **_POINTS)
     # Failed trials are drawn at the limit, because the peak of a trial that ran out of memory is
     # not known.
     if failed:
-        highest = max(highest, limit)
-        axes.plot(
-            failed,
-            [limit] * len(failed),
-            "X",
-            label="did not fit",
-            color=VERMILLION,
-            markersize=11,
-            zorder=4,
-        )
-    _draw_limit(axes, [0, sizes[-1]], [limit] * 2, highest)
-    _draw_chosen_size(axes, plan, sizes[-1])
-    return _with_legend(figure, axes)
+        limits = [limit] * len(failed)
+        axes.plot(failed, limits, "X", label="did not fit", color=VERMILLION, markersize=11)
+    _draw_limit(axes, [0, sizes[-1]], [limit, limit])
+    _draw_chosen_size(axes, plan)
+    return _with_legend(figure)
 
 
 def plot_throughput_vs_batch_size(plan: Plan) -> Figure | None:
@@ -107,19 +99,19 @@ def plot_throughput_vs_batch_size(plan: Plan) -> Figure | None:
     timed = [(trial.batch_size, trial.step_seconds) for trial in plan.trials if trial.step_seconds]
     if not timed:
         return None
-    sizes = _sizes(plan)
     of_rank = " of each rank" if plan.ranks > 1 else ""
     title = f"Throughput{of_rank}{plan.device and f' on {plan.device}'}"
     figure, axes = _new_figure(title, "batch size (samples)", "throughput (samples/s)")
     if plan.time is not None:
+        sizes = _sizes(plan)
         # Matplotlib leaves out infinite values.
         curve = [plan.time.samples_per_second(size) for size in sizes]
         axes.plot(sizes, curve, label="fitted curve", color=BLUE, linewidth=1.8)
     measured = [size / seconds for size, seconds in timed]
-    axes.plot([size for size, _ in timed], measured, "o", label="measured", color=BLACK, **_POINTS)
+    axes.plot([size for size, _ in timed], measured, label="measured", color=BLACK, **_POINTS)
     axes.set_ylim(0, 1.15 * max(measured))
-    _draw_chosen_size(axes, plan, sizes[-1])
-    return _with_legend(figure, axes)
+    _draw_chosen_size(axes, plan)
+    return _with_legend(figure)
 
 
 def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
@@ -127,12 +119,10 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
 
     The figure also has the evaluations between the steps, and the limit.
     """
-    measured = [row for row in rows if row["peak_allocated_mib"]]
-    peaks = [row.get("peak_reserved_mib") or row["peak_allocated_mib"] for row in measured]
-    if not peaks:
+    if not any(row["peak_allocated_mib"] for row in rows):
         return None
-    # The keys are stages, and the values are their rows, each with the step to draw it at. The row
-    # of an evaluation is drawn at the training step before it.
+    # Each row with the step to draw it at, for each stage. An evaluation is drawn at the training
+    # step before it.
     stages: dict[str, list[tuple[int, Row]]] = {}
     train_step = None
     for row in rows:
@@ -140,36 +130,26 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
             train_step = row["step"]
         drawn_step = row["step"] if train_step is None else train_step
         stages.setdefault(row["stage"], []).append((drawn_step, row))
-    points = [point for placed in stages.values() for point in placed]
-    steps = [step for step, _ in points]
-    width = (max(steps) - min(steps)) // _MAX_POINTS + 1
-    title = "Peak memory of each step"
-    if width > 1:
-        title = f"Peak memory, highest of every {width:,} steps"
-    figure, axes = _new_figure(title, "step", "memory (MiB)")
-    for stage, placed in stages.items():
-        if stage != "train":
-            color, marker = _STAGE_STYLES.get(stage, (GREY, "x"))
-            line = "none" if "train" in stages else "solid"
-            x, y = _extreme(placed, "peak_allocated_mib", width)
-            axes.plot(x, y, label=f"peak ({stage})", color=color, marker=marker, linestyle=line)
-            continue
-        columns = {"reserved": "peak_reserved_mib"}
-        columns |= {phase: f"{phase}_peak_mib" for phase in PHASES}
-        # A later line is thinner, because the lines often have the same peak.
-        for index, (name, column) in enumerate(columns.items()):
-            x, y = _extreme(placed, column, width)
-            if x:
-                label = name.replace("_", " ")
-                axes.plot(x, y, label=label, color=_LINE_COLORS[index], linewidth=5.5 - index)
-        x, y = _extreme(placed, "peak_allocated_mib", width)
-        axes.plot(x, y, label="peak", color=BLACK, linewidth=1.0, marker=".", markersize=3)
-    x, y = _extreme(points, "limit_mib", width, min)
-    if x:
-        x = [*x, max(steps)]
-        y = [*y, y[-1]]
-    _draw_limit(axes, x, y, max(peaks))
-    return _with_legend(figure, axes)
+    figure, axes = _new_figure("Peak memory of each step", "step", "memory (MiB)")
+    for stage, points in stages.items():
+        line = "solid"
+        if stage == "train":
+            for column, style in _PART_STYLES.items():
+                steps, values = _highest(points, column)
+                if steps:
+                    axes.plot(steps, values, **style)
+        elif "train" in stages:
+            line = "none"
+        steps, values = _highest(points, "peak_allocated_mib")
+        axes.plot(steps, values, linestyle=line, **_STAGE_STYLES[stage])
+    points = [point for points in stages.values() for point in points]
+    steps, limits = _highest(points, "limit_mib")
+    if limits:
+        # The last limit holds until the last step.
+        steps.append(max(step for step, _ in points))
+        limits.append(limits[-1])
+    _draw_limit(axes, steps, limits)
+    return _with_legend(figure)
 
 
 def plot_breakdown(summary: Summary) -> Figure | None:
@@ -193,10 +173,7 @@ def plot_breakdown(summary: Summary) -> Figure | None:
         )
         base_bytes += max(0, count_bytes)
     axes.set(xlim=(-0.6, 0.6), xticks=[])
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(
-        handles[::-1], labels[::-1], loc="outside right center", frameon=False, labelspacing=0.9
-    )
+    figure.legend(loc="outside right center", frameon=False, labelspacing=0.9, reverse=True)
     return figure
 
 
@@ -244,61 +221,48 @@ def _new_figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _with_legend(figure: Figure, axes: Axes) -> Figure:
-    figure.legend(
-        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False
-    )
+def _with_legend(figure: Figure) -> Figure:
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
-def _draw_limit(axes: Axes, x: Sequence[float], limits: Sequence[float], highest: float) -> None:
-    """Draw the limit, and set the range of the axis.
+def _draw_limit(axes: Axes, x: Sequence[float], limits: Sequence[float]) -> None:
+    """Draw the limit, and begin the axis at 0.
 
-    The axis begins at 0 and ends above the data, and also above the limit unless that is far.
+    The axis ends above the limit, but at most at twice the data, so that they can be read.
     """
+    _, data_top = axes.get_ylim()
     if limits:
-        near = limits[-1] <= _FAR * highest
-        highest = max(highest, *limits) if near else highest
-        label = f"limit {limits[-1]:,.1f} MiB{'' if near else ' (above)'}"
+        label = f"limit {limits[-1]:,.1f} MiB"
         axes.plot(x, limits, label=label, color=VERMILLION, linewidth=2, drawstyle="steps-post")
-    axes.set_ylim(0, 1.08 * highest or 1)
+    _, top = axes.get_ylim()
+    axes.set_ylim(0, min(top, 2 * data_top))
 
 
-def _draw_chosen_size(axes: Axes, plan: Plan, last_size: float) -> None:
-    axes.axvline(
-        plan.batch_size,
-        label=f"chosen: {plan.batch_size:,}",
-        color=GREEN,
-        linestyle="--",
-        linewidth=1.8,
-    )
-    axes.set_xlim(0, last_size)
+def _draw_chosen_size(axes: Axes, plan: Plan) -> None:
+    label = f"chosen: {plan.batch_size:,}"
+    axes.axvline(plan.batch_size, label=label, color=GREEN, linestyle="--", linewidth=1.8)
+    axes.set_xlim(0, _sizes(plan)[-1])
 
 
-def _extreme(
-    placed: Iterable[tuple[int, Row]],
-    column: str,
-    width: int,
-    choose: Callable[[float, float], float] = max,
-) -> tuple[list[int], list[float]]:
-    """Return steps, and the highest or lowest value of each ``width`` of them.
+def _highest(points: Iterable[tuple[int, Row]], column: str) -> tuple[list[int], list[float]]:
+    """Return the steps with a value, and the highest value of each.
 
-    Steps without a reading are left out.
+    A resumed run repeats steps, and the steps of an evaluation are drawn at one training step.
     """
-    found: dict[int, float] = {}
-    for step, row in placed:
+    highest: dict[int, float] = {}
+    for step, row in points:
         value: float | None = row.get(column)
         if value is not None:
-            first = step - step % width
-            found[first] = choose(value, found.get(first, value))
-    steps = sorted(found)
-    return steps, [found[step] for step in steps]
+            highest[step] = max(value, highest.get(step, value))
+    steps = sorted(highest)
+    return steps, [highest[step] for step in steps]
 
 
 def _sizes(plan: Plan) -> list[float]:
     """Batch sizes from 0 to a tenth beyond the largest, at which curves are drawn."""
     last = 1.1 * max(plan.batch_size, *(trial.batch_size for trial in plan.trials))
-    return [last * index / 200 for index in range(201)]
+    return [last * percent / 100 for percent in range(101)]
 
 
 def log_figures(
@@ -308,21 +272,21 @@ def log_figures(
     summary: Summary | None,
     step: int,
 ) -> None:
-    """Draw the figures of a run, and log them to the loggers that accept images.
+    """Draw the figures of a run, and log them to the loggers that accept figures.
 
-    The tag of an image is ``batchmem/<name>``.
+    Their names are ``batchmem/<name>``.
     """
-    images: dict[str, Any] = {}
+    figures: dict[str, Figure] = {}
     for logger in loggers:
         try:
-            if (send := _sender(logger)) is None:
+            log_figure = _figure_function(logger)
+            if log_figure is None:
                 continue
-            if not images:
+            if not figures:
                 rows = None if csv_path is None else read_rows(csv_path)
                 figures = draw(rows, plan, summary)
-                images = {name: _pixels(figure) for name, figure in figures.items()}
-            for name, pixels in images.items():
-                send(f"batchmem/{name}", pixels, step)
+            for name, figure in figures.items():
+                log_figure(f"batchmem/{name}", figure, step)
         except ImportError as error:
             rank_zero_info(f"MemoryProfiler logs no figures: {error}.")
             return
@@ -334,32 +298,22 @@ def log_figures(
             )
 
 
-def _sender(logger: Any) -> Callable[[str, Any, int], object] | None:
-    """Return the function that logs one image; None for a logger that accepts none."""
+def _figure_function(logger: Any) -> Callable[[str, Figure, int], object] | None:
+    """Return the function that logs one figure; None for a logger that accepts none."""
     # All checks are of the class, since the objects of Lightning's dummy loggers have every method.
-    # The WandbLogger of Lightning 2.5.0 to 2.6.6 has this method.
+    # The WandbLogger of Lightning 2.5.0 to 2.6.6 has this method, and wandb.Image takes a figure.
     if hasattr(type(logger), "log_image"):
-        return lambda tag, pixels, step: logger.log_image(key=tag, images=[pixels], step=step)
+        return lambda name, figure, step: logger.log_image(key=name, images=[figure], step=step)
     experiment: Any = getattr(logger, "experiment", None)
     # The SummaryWriter of torch 2.13 has this method.
-    if hasattr(type(experiment), "add_image"):
-        return lambda tag, pixels, step: experiment.add_image(tag, pixels, step, dataformats="HWC")
-    if hasattr(type(experiment), "log_image"):
+    if hasattr(type(experiment), "add_figure"):
+        return lambda name, figure, step: experiment.add_figure(name, figure, step)
+    if hasattr(type(experiment), "log_figure"):
         # The MlflowClient of MLflow 3.17 is one client for all runs, so it needs the run's id.
         if hasattr(type(logger), "run_id"):
-            return lambda tag, pixels, step: experiment.log_image(
-                logger.run_id, pixels, artifact_file=f"{tag}.png"
+            return lambda name, figure, step: experiment.log_figure(
+                logger.run_id, figure, f"{name}.png"
             )
         # The Experiment of Comet 3.58 has this signature.
-        return lambda tag, pixels, step: experiment.log_image(pixels, name=tag, step=step)
+        return lambda name, figure, step: experiment.log_figure(name, figure, step=step)
     return None
-
-
-def _pixels(figure: Figure) -> Any:
-    """Return the figure as an array of height x width x RGB."""
-    import numpy
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas: Any = FigureCanvasAgg(figure)
-    canvas.draw()
-    return numpy.asarray(canvas.buffer_rgba())[..., :3].copy()

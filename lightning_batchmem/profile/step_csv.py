@@ -58,17 +58,22 @@ class StepCsv:
     def __init__(
         self, directory: Path, *, resume: bool = False, own_path: Path | None = None
     ) -> None:
-        own_path = own_path if own_path is not None and own_path.parent == directory else None
-        newest = own_path or next(reversed([*takewhile(Path.exists, _paths(directory))]), None)
-        self.path, self._file = (resume and newest and _appended(newest)) or _created(directory)
-        self._rows = csv.writer(self._file)
+        opened = None
+        if resume:
+            paths = [*takewhile(Path.exists, _paths(directory))]
+            if own_path is not None and own_path.parent == directory:
+                paths.append(own_path)
+            opened = _appended(paths[-1]) if paths else None
+        self.path, self._file = opened or _created(directory)
+        # A utilization may have no column.
+        self._rows = csv.DictWriter(self._file, COLUMNS, extrasaction="ignore")
 
     def write(self, steps: Iterable[StepRecord], *, world_size: int = 1) -> None:
         """Add a row for each step; it is in the file at once."""
         if self._file.closed:
             return
         try:
-            self._rows.writerows([_cells(step, world_size) for step in steps])
+            self._rows.writerows(_row(step, world_size) for step in steps)
             # The file is flushed once for many rows.
             self._file.flush()
         except OSError as error:
@@ -96,35 +101,33 @@ class StepCsv:
             rank_zero_warn(f"{path} could not be written: {error}")
 
 
-def _cells(step: StepRecord, world_size: int) -> tuple[object, ...]:
+def _row(step: StepRecord, world_size: int) -> dict[str, object]:
+    """Return the cells that are known."""
     seconds = step.seconds if step.device_seconds is None else step.device_seconds
     phases = step.peaks.phase_peak_bytes
-    size = step.batch_size
-    items = step.items
-    wait_seconds = step.wait_seconds
-    key, percent = step.utilization or ("", 0.0)
-    rates = (
-        None if n is None or seconds <= 0 else f"{n * world_size / seconds:.3f}"
-        for n in (size, items)
-    )
-    if wait_seconds is None or step.seconds <= 0:
-        wait_percent = ""
-    else:
-        wait_percent = f"{100.0 * wait_seconds / step.seconds:.2f}"
-    return (
-        step.number,
-        step.stage,
-        size,
-        _mib(max(phases.values(), default=None)),
-        _mib(step.peaks.peak_reserved_bytes),
-        _mib(step.limit_bytes),
-        *rates,
-        f"{1e3 * seconds:.3f}",
-        wait_percent,
-        f"{percent:.2f}" if key == "gpu_pct" else None,
-        f"{percent:.2f}" if key == "cpu_pct" else None,
-        *map(_mib, map(phases.get, PHASES)),
-    )
+    row: dict[str, object] = {
+        "step": step.number,
+        "stage": step.stage,
+        "batch_size": step.batch_size,
+        "peak_reserved_mib": _mib(step.peaks.peak_reserved_bytes),
+        "limit_mib": _mib(step.limit_bytes),
+        "step_ms": f"{1e3 * seconds:.3f}",
+    }
+    if phases:
+        row["peak_allocated_mib"] = _mib(max(phases.values()))
+    for phase, peak_bytes in phases.items():
+        row[f"{phase}_peak_mib"] = _mib(peak_bytes)
+    if seconds > 0:
+        if step.batch_size is not None:
+            row["samples_per_s"] = f"{step.batch_size * world_size / seconds:.3f}"
+        if step.items is not None:
+            row["items_per_s"] = f"{step.items * world_size / seconds:.3f}"
+    if step.wait_seconds is not None and step.seconds > 0:
+        row["data_wait_pct"] = f"{100.0 * step.wait_seconds / step.seconds:.2f}"
+    if step.utilization is not None:
+        name, percent = step.utilization
+        row[name] = f"{percent:.2f}"
+    return row
 
 
 # The texts are cached, because phases and steps often have the same peak.
@@ -188,10 +191,10 @@ def read_rows(path: Path) -> list[Row]:
                 f" {','.join(header)[:80]!r}"
             )
         complete = (cells for cells in reader if None not in cells.values() and "more" not in cells)
-        return [row for cells in complete if (row := _row(cells)) is not None]
+        return [row for cells in complete if (row := _read_row(cells)) is not None]
 
 
-def _row(cells: Mapping[str, str]) -> Row | None:
+def _read_row(cells: Mapping[str, str]) -> Row | None:
     memory = {name: text for name, text in cells.items() if name.endswith("_mib")}
     try:
         counts = {name: float(text) if text else None for name, text in memory.items()}

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from lightning_batchmem.devices.breakdown import PARTS, MemoryBreakdown
-from lightning_batchmem.plan.records import known_fields, mib
+from lightning_batchmem.plan.json_fields import from_json
+from lightning_batchmem.plan.records import mib
 
 SUMMARY_NAME = "memory_summary.json"
 
-_OTHER = {"host": "other (interpreter, libraries)", "cuda": "other (workspaces, kept tensors)"}
 _STAGES = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
 
 
@@ -102,18 +101,7 @@ class Summary:
         Raises:
             ValueError: if ``text`` is not the JSON of a summary.
         """
-        try:
-            return cls._from_dict(json.loads(text))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"text must be the JSON of a Summary, got {text[:80]!r}") from error
-
-    @classmethod
-    def _from_dict(cls, data: dict[str, Any]) -> Summary:
-        known = known_fields(cls, data)
-        known["breakdown"] = data["breakdown"] and MemoryBreakdown(**data["breakdown"])
-        known["validation"] = data["validation"] and cls._from_dict(data["validation"])
-        known |= {name: tuple(data[name]) for name in ("alerts", "rank_peaks_bytes")}
-        return cls(**known)
+        return from_json(cls, text)
 
 
 def show_summary(summary: Summary, console: Console) -> None:
@@ -133,9 +121,13 @@ def summary_table(summary: Summary) -> Table:
     breakdown = summary.breakdown
     peak_bytes = (summary.peak_bytes or 0) if breakdown is None else breakdown.peak_bytes
     if breakdown is not None:
+        # Only an allocator reserves memory; a resident set includes the program.
+        other = "workspaces, kept tensors"
+        if summary.peak_reserved_bytes is None:
+            other = "interpreter, libraries"
         for name, attribute in PARTS:
             count_bytes = getattr(breakdown, attribute)
-            label = _OTHER.get(summary.device, name) if attribute == "other_bytes" else name
+            label = f"{name} ({other})" if attribute == "other_bytes" else name
             share = f"{count_bytes / peak_bytes:.1%}" if peak_bytes else ""
             table.add_row(label, mib(count_bytes), share)
         table.add_section()

@@ -1,16 +1,17 @@
-"""Small trainings for tests of the profiler, and a logger that keeps what it is given."""
+"""Small trainings and callbacks for tests of the profiler, and a logger that keeps its metrics."""
 
 from __future__ import annotations
 
 import csv
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_batchmem import Line, MemoryModel, Plan, Trial
 from tests.helpers.lawful import MIB, quiet_trainer
 
 METRICS = {
@@ -61,6 +62,76 @@ class Net(LightningModule):
 class Validated(Net):
     def validation_step(self, batch, batch_idx):
         self.work(self.steps, "validation")
+
+
+class Evaluated(Net):
+    """Uses 5 MiB in a step of an evaluation."""
+
+    def __init__(self, device_memory):
+        super().__init__()
+        self.use = lambda: (device_memory.use(5 * MIB), device_memory.free())
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.use()
+        return torch.zeros(())
+
+    test_step = predict_step = validation_step
+
+
+def failing(at_step, error=None):
+    def work(step, where):
+        if step == at_step:
+            raise error or KeyError("the user's error")
+
+    return work
+
+
+class Gan(LightningModule):
+    """Manual optimization with two optimizers; the second forward and first backward need more."""
+
+    def __init__(self, device_memory, fail_at=None):
+        super().__init__()
+        self.automatic_optimization = False
+        self.one = nn.Linear(4, 1)
+        self.two = nn.Linear(4, 1)
+        self.device_memory = device_memory
+        self.fail_at = fail_at
+
+    def training_step(self, batch, batch_idx):
+        sizes = ((self.one, 10, 50), (self.two, 30, 20))
+        for (layer, forward, backward), optimizer in zip(sizes, self.optimizers(), strict=True):
+            self.device_memory.use(forward * MIB)
+            loss = layer(batch[0]).square().mean()
+            loss.register_hook(lambda gradient, mib=backward: self.device_memory.use(mib * MIB))
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.device_memory.free()
+            failing(self.fail_at)(batch_idx, "backward")
+            optimizer.step()
+
+    def configure_optimizers(self):
+        sgd = torch.optim.SGD(self.one.parameters(), 0.1)
+        adam = torch.optim.Adam(self.two.parameters(), 0.1)
+        return sgd, adam
+
+
+class Planned(Callback):
+    """Has a plan, like a BatchFinder: fixed memory and 2 MiB a sample."""
+
+    def __init__(self, fixed_mib=1.0):
+        memory = MemoryModel({"forward": Line(fixed_mib * MIB, 2.0 * MIB, 2, 4)})
+        trials = tuple(Trial(size, "ok", {"forward": (1 + 2 * size) * MIB}) for size in (2, 4))
+        self.plan = Plan(4, "memory", True, 1024 * MIB, None, 9 * MIB, trials, memory, None)
+
+
+class At(Callback):
+    """Calls functions in hooks."""
+
+    def __init__(self, **hooks):
+        for name, function in hooks.items():
+            setattr(
+                self, name, lambda trainer, module, *_, function=function: function(trainer, module)
+            )
 
 
 def data(samples=24, batch_size=4):

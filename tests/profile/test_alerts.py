@@ -1,3 +1,5 @@
+"""The rules of the alerts, and their sentences, from numbers."""
+
 import math
 import random
 from dataclasses import replace
@@ -9,9 +11,10 @@ from hypothesis import strategies as st
 from lightning_batchmem.devices.peaks import StepPeaks
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, Line, MemoryModel, Trial
-from lightning_batchmem.profile.alerts import Alerts, LeakDetector
+from lightning_batchmem.profile.alerts import Alerts, DataWait, LeakDetector, Prediction
+from lightning_batchmem.profile.recorder import next_start_reading
 from lightning_batchmem.profile.step_record import DeviceReading, StepRecord
-from lightning_batchmem.profile.totals import StepTotals
+from lightning_batchmem.profile.totals import Ratio, StepTotals
 
 GIB = 1024 * MIB
 GRANULARITY = 2 * MIB
@@ -19,15 +22,17 @@ GRANULARITY = 2 * MIB
 LINE = Line(100 * MIB, MIB, 10, 100)
 
 
-def plan(*, device="cuda", **lines):
+def plan(**lines):
     trials = [Trial(size, "ok", {}) for size in (10, 20, 100)]
     trials.append(Trial(400, "out_of_memory", {}))
     memory = MemoryModel(lines or {"backward": LINE})
-    return Plan(100, "memory", True, GIB, None, None, tuple(trials), memory, None, device=device)
+    return Plan(100, "memory", True, GIB, None, None, tuple(trials), memory, None)
 
 
-def alerts(granularity_bytes=GRANULARITY, **arguments):
-    return Alerts(granularity_bytes=granularity_bytes, **arguments)
+def alerts(**arguments):
+    """Alerts that list the sentences they issue, and the list."""
+    sentences = []
+    return Alerts(sentences.append, granularity_bytes=GRANULARITY, **arguments), sentences
 
 
 def step(number, size, peak_bytes, start_bytes=None):
@@ -64,8 +69,7 @@ def leak(use, steps, granularity_bytes=GRANULARITY):
     while number < steps:
         if (pace := detector.add(number, int(use(number)))) is not None:
             return pace
-        # As in the recorder, the gap between two readings grows with the number of steps.
-        number += max(1, number // 48)
+        number = next_start_reading(number)
     return None
 
 
@@ -104,82 +108,96 @@ def test_noise_around_a_constant_is_no_leak(base_bytes, noise_bytes, seed):
     assert leak(lambda n: base_bytes + rng.randint(0, noise_bytes), 5000) is None
 
 
+def test_readings_at_step_start_become_rare_but_never_stop():
+    numbers = [0]
+    while numbers[-1] < 2**14:
+        numbers.append(next_start_reading(numbers[-1]))
+    assert numbers[:97] == list(range(97))
+    assert 30 <= sum(2**12 <= number < 2**13 for number in numbers) <= 36
+
+
 def test_the_alert_for_a_leak_names_pace_and_end_once():
-    one = alerts()
-    issued = []
+    rules, sentences = alerts()
     for n in range(300):
-        issued += one.step(step(n, 8, 1500 * MIB, GIB + n * MIB), limit_bytes=2000 * MIB)
-    assert issued == [one.issued["leak"]]
+        rules.step(step(n, 8, 1500 * MIB, GIB + n * MIB), limit_bytes=2000 * MIB)
+    (sentence,) = sentences
+    assert rules.issued == {"leak": sentence}
     # The alert comes after step 63. From the peak of 1,500 MiB, 500 steps reach the limit.
     pace = "grows by 1.0 MiB a step"
     end = "and would reach the limit of 2,000.0 MiB at about step 563."
-    assert f"{pace} {end}" in issued[0]
-    assert "loss.item()" in issued[0]
+    assert f"{pace} {end}" in sentence
+    assert "loss.item()" in sentence
 
 
 # Tests of steps above the plan.
 
 
-def is_above(one, size, peak_bytes):
-    """Whether the second step at a size is above the plan; the first is not compared."""
-    assert one.step(step(0, size, 10**15), None) == []
-    return bool(one.step(step(60, size, peak_bytes), None))
+def prediction(plan, *, held_is_resident_set=False):
+    return Prediction(plan, GRANULARITY, held_is_resident_set=held_is_resident_set)
 
 
 @pytest.mark.parametrize(
-    ("granularity_bytes", "device", "size", "allowed_mib"),
+    ("held_is_resident_set", "size", "allowed_mib"),
     [
         # The line, at 200 MiB, may be exceeded by 5 % of its growth of 100 MiB.
-        (GRANULARITY, "cuda", 100, 205),
+        (False, 100, 205),
         # The granularity of 2 MiB is more than 5 % of the growth.
-        (GRANULARITY, "cuda", 10, 112),
+        (False, 10, 112),
         # Below the measured sizes, the smallest measured size counts.
-        (GRANULARITY, "cuda", 3, 112),
-        (GRANULARITY, "cuda", 150, 257.5),
-        # On the host the tolerance is at least 64 MiB.
-        (GRANULARITY, "host", 100, 264),
+        (False, 3, 112),
+        (False, 150, 257.5),
+        # The tolerance for a resident set is at least 64 MiB.
+        (True, 100, 264),
     ],
 )
 def test_a_step_may_be_above_the_plan_by_a_share_of_the_growth(
-    granularity_bytes, device, size, allowed_mib
+    held_is_resident_set, size, allowed_mib
 ):
-    below = alerts(granularity_bytes, plan=plan(device=device))
-    assert not is_above(below, size, allowed_mib * MIB)
-    one = alerts(granularity_bytes, plan=plan(device=device))
-    assert is_above(one, size, allowed_mib * MIB + 1)
-    allowed = f"{allowed_mib:.1f} MiB"
-    text = f"step 60 ({size} samples), {allowed}, is above {allowed}, the most that BatchFinder"
-    assert text in one.issued["prediction"]
-    # The alert is issued only once.
-    assert one.step(step(61, 100, 10**15), None) == []
+    rule = prediction(plan(), held_is_resident_set=held_is_resident_set)
+    assert rule.allowed_bytes(size) == allowed_mib * MIB
 
 
 @pytest.mark.parametrize(
-    ("device", "allowed_mib"), [("cuda", 205), ("host", 200 + 200 + 0.3 * 300)]
+    ("held_is_resident_set", "allowed_mib"), [(False, 205), (True, 200 + 200 + 0.3 * 300)]
 )
-def test_the_resident_set_may_exceed_the_live_bytes_as_in_the_search(device, allowed_mib):
+def test_the_resident_set_may_exceed_the_live_bytes_as_in_the_search(
+    held_is_resident_set, allowed_mib
+):
     held = Trial(100, "ok", {"backward": 200 * MIB}, "rehearsal", peak_held_bytes=400 * MIB)
-    one = replace(plan(device=device), trials=(held,))
-    assert not is_above(alerts(plan=one), 100, allowed_mib * MIB)
-    assert is_above(alerts(plan=one), 100, allowed_mib * MIB + 1)
+    rule = prediction(replace(plan(), trials=(held,)), held_is_resident_set=held_is_resident_set)
+    assert rule.allowed_bytes(100) == allowed_mib * MIB
 
 
-@pytest.mark.parametrize(("device", "above"), [("cuda", True), ("host", False)])
-def test_the_heap_of_the_host_keeps_the_memory_of_a_larger_batch_and_of_evaluation(device, above):
-    one = alerts(plan=plan(device=device))
-    for number, size in enumerate((100, 10, 100)):
-        assert one.step(step(number, size, 200 * MIB), None) == []
-    assert bool(one.step(step(4, 10, 200 * MIB), None)) is above
-    evaluation = Line(MIB, 4 * MIB, 10, 100)
-    evaluated = alerts(plan=plan(device=device, backward=LINE, evaluation=evaluation))
-    assert is_above(evaluated, 100, 401 * MIB) is above
+def test_the_alert_for_a_step_above_the_plan_is_issued_once():
+    rules, sentences = alerts(plan=plan())
+    # The first step of a size is not compared.
+    rules.step(step(0, 100, 10**15), None)
+    rules.step(step(59, 100, 205 * MIB), None)
+    assert sentences == []
+    rules.step(step(60, 100, 205 * MIB + 1), None)
+    rules.step(step(61, 100, 10**15), None)
+    (sentence,) = sentences
+    assert "step 60 (100 samples), 205.0 MiB, is above 205.0 MiB, the most that Batch" in sentence
+
+
+@pytest.mark.parametrize("held_is_resident_set", [True, False])
+def test_the_heap_of_the_host_keeps_the_memory_of_a_larger_batch_and_of_evaluation(
+    held_is_resident_set,
+):
+    rule = prediction(plan(), held_is_resident_set=held_is_resident_set)
+    for size in (100, 10, 100):
+        assert rule.exceeded_bytes(size, 200 * MIB) is None
+    assert (rule.exceeded_bytes(10, 200 * MIB) is None) is held_is_resident_set
+    evaluated = plan(backward=LINE, evaluation=Line(MIB, 4 * MIB, 10, 100))
+    rule = prediction(evaluated, held_is_resident_set=held_is_resident_set)
+    assert (rule.allowed_bytes(100) > 401 * MIB) is held_is_resident_set
 
 
 def test_the_prediction_is_the_highest_line_of_training():
     forward = Line(150 * MIB, MIB / 4, 10, 100)
     evaluation = Line(MIB, GIB, 10, 100)
-    one = alerts(plan=plan(backward=LINE, forward=forward, evaluation=evaluation))
-    assert [one.predicted_bytes(size) for size in (100, 20)] == [200 * MIB, 155 * MIB]
+    rules, _ = alerts(plan=plan(backward=LINE, forward=forward, evaluation=evaluation))
+    assert [rules.predicted_bytes(size) for size in (100, 20)] == [200 * MIB, 155 * MIB]
 
 
 NO_LINES = Plan(2, "memory", True, GIB, None, None, (), None, None)
@@ -197,9 +215,11 @@ NO_LINES = Plan(2, "memory", True, GIB, None, None, (), None, None)
     ],
 )
 def test_without_a_prediction_no_step_is_compared(of, size):
-    one = alerts(plan=of)
-    assert one.predicted_bytes(size) is None
-    assert not is_above(one, size, 10**15)
+    rules, sentences = alerts(plan=of)
+    assert rules.predicted_bytes(size) is None
+    for number in range(2):
+        rules.step(step(number, size, 10**15), None)
+    assert sentences == []
 
 
 # Tests of evaluation, and of the steps between two logs.
@@ -208,85 +228,69 @@ def test_without_a_prediction_no_step_is_compared(of, size):
 # Evaluation may be above training by the granularity of 2 MiB, or by 2 % of a larger peak.
 @pytest.mark.parametrize(("allowed_mib", "train_mib"), [(52, 50), (1020, 1000)])
 def test_evaluation_above_training(allowed_mib, train_mib):
-    one = alerts()
-    assert one.evaluation("validate", allowed_mib * MIB, train_mib * MIB) == []
-    (text,) = one.evaluation("validate", allowed_mib * MIB + 1, train_mib * MIB)
-    assert text.endswith("in the validate DataLoader.")
-    assert one.evaluation("validate", allowed_mib * MIB + 1, train_mib * MIB) == []
+    rules, sentences = alerts()
+    for peak_bytes in (None, allowed_mib * MIB):
+        rules.evaluation("validate", peak_bytes, train_mib * MIB)
+    assert sentences == []
+    for _ in range(2):
+        rules.evaluation("validate", allowed_mib * MIB + 1, train_mib * MIB)
+    (sentence,) = sentences
+    assert sentence.endswith("in the validate DataLoader.")
 
 
-NOTHING = {
-    "steps": 50,
-    "seconds": 5.0,
-    "wait_share": 0.0,
-    "peak_bytes": 100 * MIB,
-    "busy": None,
-    "is_host": True,
-}
-
-
-def interval(one, *, retries=None, **changes):
-    seen = {**NOTHING, **changes}
-    totals = StepTotals(steps=seen["steps"], seconds=seen["seconds"], peak_bytes=seen["peak_bytes"])
-    if seen["wait_share"] is not None:
-        totals.wait_seconds = seen["wait_share"] * seen["seconds"]
-        totals.waited_seconds = seen["seconds"]
-    utilization = None if seen["busy"] is None else ("gpu_pct", seen["busy"])
-    return one.interval(
-        totals, DeviceReading(1000 * MIB, utilization, retries), is_host=seen["is_host"]
-    )
-
-
-def test_allocator_retries_after_the_first_interval():
-    one = alerts()
+def test_allocator_retries_after_the_first_reading():
+    rules, sentences = alerts()
     # Retries before the first reading do not count, since a search may cause some.
-    assert [interval(one, retries=retries) for retries in (None, 7, 7)] == [[]] * 3
-    (text,) = interval(one, retries=10)
-    assert "retried 3 times" in text
-    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in text
-    assert interval(one, retries=20) == []
+    for retries in (None, 7, 7, 10, 20):
+        rules.interval(StepTotals(), DeviceReading(alloc_retries=retries), None)
+    (sentence,) = sentences
+    assert "retried 3 times" in sentence
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in sentence
 
 
-def test_nearly_full():
-    one = alerts()
-    assert interval(one, peak_bytes=950 * MIB) == []
-    (text,) = interval(one, peak_bytes=950 * MIB + 1)
-    assert text.startswith("The peak, 950.0 MiB, is above 95% of the 1,000.0 MiB")
-    assert interval(one, peak_bytes=999 * MIB) == []
-    # A plan may fill the memory up to its limit.
-    planned = alerts(plan=plan())
-    assert interval(planned, peak_bytes=GIB) == []
-    assert len(interval(planned, peak_bytes=GIB + 1)) == 1
+# A plan may fill the memory up to its limit, which is 1 GiB.
+@pytest.mark.parametrize(("of", "allowed_mib"), [(None, 950), (plan(), 1024)])
+def test_nearly_full(of, allowed_mib):
+    rules, sentences = alerts(plan=of)
+    for peak_bytes in (None, allowed_mib * MIB):
+        rules.interval(StepTotals(peak_bytes=peak_bytes), DeviceReading(), 1000 * MIB)
+    assert sentences == []
+    for _ in range(2):
+        rules.interval(StepTotals(peak_bytes=allowed_mib * MIB + 1), DeviceReading(), 1000 * MIB)
+    (sentence,) = sentences
+    assert f"The peak, {allowed_mib:,}.0 MiB, is above 95% of the 1,000.0 MiB" in sentence
+
+
+def waited(steps, seconds, share):
+    return StepTotals(steps, seconds, data_wait=Ratio(share * seconds, seconds))
 
 
 @pytest.mark.parametrize(
-    ("changes", "issued"),
+    ("steps", "seconds", "share", "busy", "is_wait"),
     [
-        ({"wait_share": 0.51}, True),
-        ({"wait_share": 0.5}, False),
-        ({"wait_share": None}, False),
-        ({"wait_share": 0.9, "busy": 49.0}, True),
-        ({"wait_share": 0.9, "busy": 49.0, "is_host": False}, True),
-        # A GPU may work while its process waits.
-        ({"wait_share": 0.9, "is_host": False}, False),
-        ({"wait_share": 0.9, "busy": 50.0}, False),
-        ({"wait_share": 0.9, "steps": 19}, False),
-        ({"wait_share": 0.9, "steps": 20}, True),
-        ({"wait_share": 0.9, "seconds": 9.9}, False),
+        (20, 10.0, 0.51, 49.0, True),
+        (20, 10.0, 0.5, 49.0, False),
+        (20, 10.0, 0.51, 50.0, False),
+        (19, 10.0, 0.51, 49.0, False),
+        (20, 9.9, 0.51, 49.0, False),
     ],
 )
-def test_waiting_for_data(changes, issued):
-    assert bool(interval(alerts(), **{"seconds": 10.0, **changes})) is issued
+def test_waiting_for_data(steps, seconds, share, busy, is_wait):
+    assert (DataWait().add(waited(steps, seconds, share), busy) is not None) is is_wait
 
 
-def test_the_wait_is_summed_over_intervals():
-    one = alerts()
-    slow = {"steps": 5, "seconds": 3.0, "wait_share": 0.8}
+def test_the_wait_is_summed_over_intervals_of_known_utilization():
+    rules, sentences = alerts()
     # The sum starts again after each check.
-    assert interval(one, seconds=1000.0, wait_share=0.1) == []
-    assert [interval(one, **slow, busy=busy) for busy in (10.0, 40.0, None)] == [[]] * 3
-    (text,) = interval(one, **slow)
-    assert "80% of the last 12 s (20 steps)" in text
-    assert "and the device was busy for 25% of it" in text
-    assert "num_workers" in text
-    assert interval(one, steps=100, seconds=100.0, wait_share=0.8) == []
+    rules.interval(waited(50, 1000.0, 0.1), DeviceReading(utilization=("gpu_pct", 0.0)), None)
+    # A device may work while its process waits.
+    rules.interval(waited(50, 1000.0, 0.9), DeviceReading(), None)
+    for busy in (10.0, 40.0, 10.0, 40.0):
+        assert sentences == []
+        rules.interval(waited(5, 3.0, 0.8), DeviceReading(utilization=("gpu_pct", busy)), None)
+    (sentence,) = sentences
+    assert "80% of the last 12 s (20 steps)" in sentence
+    assert "and the device was busy for 25% of it" in sentence
+    assert "num_workers" in sentence
+    rules.interval(waited(100, 100.0, 0.8), DeviceReading(utilization=("gpu_pct", 0.0)), None)
+    assert len(sentences) == 1

@@ -1,3 +1,4 @@
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,16 +86,6 @@ def test_a_resumed_run_leaves_a_foreign_file_alone(tmp_path, content):
         assert path.read_bytes() == content
 
 
-def test_two_runs_that_start_at_once_have_two_files(tmp_path, monkeypatch):
-    # Another run looked for a free name at the same time, and wrote this file.
-    old = written(tmp_path, STEP).read_bytes()
-    looks = iter([False])
-    exists = Path.exists
-    monkeypatch.setattr(Path, "exists", lambda path: next(looks, True) and exists(path))
-    assert written(tmp_path, STEP).name == "memory_per_batch_1.csv"
-    assert (tmp_path / "memory_per_batch.csv").read_bytes() == old
-
-
 def test_rows_are_read_back(tmp_path):
     (row,) = read_rows(written(tmp_path, replace(STEP, limit_bytes=16 * MIB)))
     peaks = {
@@ -119,6 +110,21 @@ def test_rows_are_in_the_file_at_once(tmp_path, resume):
     assert len(rows(file.path)) == 1 + resume
     file.close()
     file.close()
+
+
+def test_a_full_disk_is_one_warning_and_ends_the_file(tmp_path):
+    file = StepCsv(tmp_path)
+    file.write([STEP])
+    with open("/dev/full", "w") as full:
+        for descriptor in Path("/proc/self/fd").iterdir():
+            if descriptor.exists() and descriptor.samefile(file.path):
+                os.dup2(full.fileno(), int(descriptor.name))
+    with pytest.warns(UserWarning, match="no more rows.*No space left"):
+        file.write([STEP])
+    # Without another warning, which would be an error.
+    file.write([STEP])
+    file.close()
+    assert len(rows(file.path)) == 1
 
 
 def test_other_files_have_the_number_of_the_csv(tmp_path):

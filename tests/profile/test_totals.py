@@ -6,7 +6,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_batchmem.devices.peaks import StepPeaks
 from lightning_batchmem.profile.step_record import StepRecord
-from lightning_batchmem.profile.totals import StepTotals, gather_ranks, rank_metrics
+from lightning_batchmem.profile.totals import StageTotals, StepTotals, gather_ranks, rank_metrics
 from tests.helpers.profiled import rows
 from tests.helpers.profiled_ranks import profile
 from tests.helpers.rank_processes import run_ranks
@@ -21,8 +21,8 @@ def step(number, peak, *, size=4, seconds=2.0, wait=0.5, reserved=None, items=No
 
 def total_of(*steps):
     total = StepTotals()
-    for one in steps:
-        total.add(one)
+    for record in steps:
+        total.add(record)
     return total
 
 
@@ -43,17 +43,25 @@ def test_metrics_are_maxima_of_bytes_and_means_of_times():
     assert (total.peak_bytes, total.peak_step, total.peak_batch_size) == (9 * MIB, 1, 4)
 
 
-def test_merged_totals_are_those_of_all_steps():
-    steps = [
-        step(0, 5),
-        step(1, 9, size=7, reserved=5, items=100),
-        step(2, 3, wait=None),
-        step(3, 8, size=None, reserved=3),
-    ]
-    for cut in range(5):
-        total = total_of(*steps[:cut])
-        total.merge(total_of(*steps[cut:]))
-        assert total == total_of(*steps)
+def test_unknown_sizes_items_and_waits_are_left_out_of_the_means():
+    total = total_of(step(0, 5, items=100), step(1, 3, size=None, seconds=6.0, wait=None))
+    metrics = total.metrics(limit_bytes=None, world_size=1)
+    names = ("samples_per_s", "items_per_s", "data_wait_pct", "step_ms")
+    assert [metrics[f"throughput/{name}"] for name in names] == [2.0, 50.0, 25.0, 4000.0]
+    assert "batch/size" not in metrics
+
+
+def test_an_interval_begins_after_the_previous_one():
+    totals = StageTotals()
+    steps = [step(0, 9), step(1, 5), step(2, 7)]
+    totals.add(steps[0])
+    assert totals.end_interval() == total_of(steps[0])
+    for later in steps[1:]:
+        totals.add(later)
+    totals.add_device_seconds(3.0)
+    assert totals.end_interval().peak_step == 2
+    assert (totals.run.peak_step, totals.run.steps, totals.run.step_seconds) == (0, 3, 3.0)
+    assert totals.end_interval() == StepTotals()
 
 
 def test_one_rank():

@@ -1,0 +1,51 @@
+"""Read a data class from JSON: the reverse of ``json.dumps(dataclasses.asdict(value))``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+def from_json(kind: type[T], text: str) -> T:
+    """Return the data class that JSON describes.
+
+    Keys that are no fields are ignored, because another version may have written them.
+
+    Raises:
+        ValueError: if ``text`` is not the JSON of this data class.
+    """
+    try:
+        value: T = _value(kind, json.loads(text))
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"text must be the JSON of a {kind.__name__}, got {text[:80]!r}"
+        ) from error
+    return value
+
+
+def _value(annotation: Any, data: Any) -> Any:
+    """Return a value of this type from what JSON has in its place."""
+    if is_dataclass(annotation):
+        annotations = get_type_hints(annotation)
+        known = {
+            field.name: _value(annotations[field.name], data[field.name])
+            for field in fields(annotation)
+            if field.name in data
+        }
+        # After is_dataclass, mypy takes the class for one of its instances, which has no call.
+        return annotation(**known)  # type: ignore[operator]
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
+    # The only unions are those of a type and None.
+    if origin is UnionType and data is not None:
+        return _value(arguments[0], data)
+    if origin is tuple:
+        return tuple(_value(arguments[0], part) for part in data)
+    if origin is Mapping:
+        return {key: _value(arguments[1], part) for key, part in data.items()}
+    return data
