@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import traceback
 from collections.abc import Iterator
 
 import torch
@@ -99,3 +100,20 @@ def _related(error: BaseException) -> Iterator[BaseException]:
             waiting.append(this.__context__)
         if isinstance(this, BaseExceptionGroup):
             waiting.extend(this.exceptions)
+
+
+def release_traceback(failure: BaseException) -> str:
+    """Drop the tensors in a failed step's traceback, and return the first line of the error.
+
+    Source: https://github.com/Lightning-AI/pytorch-lightning/issues/7335
+    """
+    lines = str(failure).strip().splitlines()
+    text = f"{type(failure).__name__}: {lines[0]}" if lines else type(failure).__name__
+    seen: set[int] = set()
+    error: BaseException | None = failure
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+    return text

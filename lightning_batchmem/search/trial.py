@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.out_of_memory import is_out_of_memory
+from lightning_batchmem.devices.out_of_memory import is_out_of_memory, release_traceback
 from lightning_batchmem.devices.peaks import StepPeaks
 from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.policy import SearchPolicy
@@ -81,7 +80,7 @@ class TrialRunner:
             except Exception as error:
                 if not detector.found and not is_out_of_memory(error):
                     raise
-                _release_traceback(error)
+                release_traceback(error)
                 steps.release()
         return detector.found
 
@@ -254,7 +253,7 @@ class TrialRunner:
             if not is_out_of_memory(error) or self.is_collective:
                 raise
             readings.outcome = "out_of_memory"
-            readings.error = _release_traceback(error)
+            readings.error = release_traceback(error)
             for steps in self._all_steps():
                 # Caches stay, since the next trial releases them.
                 steps.release()
@@ -292,20 +291,3 @@ class TrialRunner:
             worker_bytes=worker_bytes,
             error=self._ranks.named(readings.error),
         )
-
-
-def _release_traceback(failure: BaseException) -> str:
-    """Drop the tensors in a failed step's traceback, and return the first line of the error.
-
-    Source: https://github.com/Lightning-AI/pytorch-lightning/issues/7335
-    """
-    lines = str(failure).strip().splitlines()
-    text = f"{type(failure).__name__}: {lines[0]}" if lines else type(failure).__name__
-    seen: set[int] = set()
-    error: BaseException | None = failure
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
-    return text
