@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +13,21 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from rich.console import Console
 
 from lightning_batchmem._lightning.apply import apply_to_training, check_step, check_training
-from lightning_batchmem._lightning.clean_start import RecordedState
-from lightning_batchmem._lightning.data_source import (
-    discard_train_loader,
-    stage_loop,
-    stage_source,
-    train_source,
-)
-from lightning_batchmem._lightning.hooks import before_optimizers, call_before
+from lightning_batchmem._lightning.clean_start import record
+from lightning_batchmem._lightning.data_source import stage_loop, stage_source, train_source
+from lightning_batchmem._lightning.hooks import call_before
+from lightning_batchmem._lightning.recorded_state import RecordedState
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.strategies import check_strategy
 from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run
-from lightning_batchmem.devices import device_memory_for, device_name
+from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.peaks import RequestedBytes
-from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.plan.options import SearchOptions, WorstCase
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import Objective, mib
-from lightning_batchmem.plan.reuse import changes_since
+from lightning_batchmem.plan.records import Objective
 from lightning_batchmem.plan.scaling import LearningRateScaling
-from lightning_batchmem.search.budget import Budget
 from lightning_batchmem.search.ranks import Ranks
 
 
@@ -148,12 +139,14 @@ class BatchFinder(Callback):
         self._given_plan = plan
         self._plan_of_fit: Plan | None = None
         self._checkpoint: dict[str, Any] = {}
+        # It is set from setup until the search begins.
+        self._cancel: Callable[[], object] | None = None
         # This is the state before configure_optimizers.
         self._recorded: RecordedState | None = None
-        self._fit_started = False
-        self._cancel: Callable[[], object] | None = None
-        # The number is that of live bytes when the search began its last rehearsal.
-        self._start: tuple[DeviceMemory, int] | None = None
+        # It is set from the end of the search until the first batch.
+        self._search: TrainerSearch | None = None
+        # These are the processes that search together.
+        self._ranks = Ranks(0, 1)
 
     def device_memory(self, device: torch.device) -> DeviceMemory | None:
         """Return the memory that a search uses; override it to search on another kind of device."""
@@ -162,9 +155,11 @@ class BatchFinder(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Record the state before ``configure_optimizers``, or search before an evaluation."""
         self._checkpoint = {}
-        self._fit_started = False
-        self._start = None
+        self._cancel = None
+        self._search = None
+        self._ranks = Ranks(trainer.global_rank, trainer.world_size)
         if is_fast_dev_run(trainer):
+            rank_zero_info("BatchFinder does nothing under fast_dev_run")
             return
         # The check comes before Lightning makes an engine that could not be made again.
         check_strategy(trainer)
@@ -177,69 +172,51 @@ class BatchFinder(Callback):
         # needs the size. mypy does not see that the trainer has this attribute.
         trainer.callbacks = sorted(callbacks_of(trainer), key=lambda callback: callback is not self)  # type: ignore[attr-defined]
 
-        def record() -> None:
-            source = train_source(trainer)
-            self._recorded = RecordedState.record(trainer, pl_module, source)
+        def record_state() -> None:
+            self._recorded = record(trainer)
 
-        self._cancel = before_optimizers(trainer, record)
+        # The user's configure_optimizers may draw random numbers.
+        self._cancel = call_before(trainer.strategy, "setup_optimizers", record_state)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, apply the size, and print the plan."""
         recorded = self._recorded
         self._recorded = None
-        self._fit_started = True
         self._cancel = None
-        if is_fast_dev_run(trainer):
-            rank_zero_info("BatchFinder does nothing under fast_dev_run")
-            return
         # With any of these at 0 there is no training.
-        if 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches):
+        limits = (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches)
+        if recorded is None or 0 in limits:
             return
-        # Settings and files may differ between ranks, so one rank may fail alone.
-        with _ranks_of(trainer).fail_together():
-            check_training(trainer, pl_module, self._options)
+        options = self._options
+        continues = bool(self._checkpoint) and not self._search_on_resume
+        # Settings, files and the user's hooks may differ between ranks, so one rank may fail alone.
+        with self._ranks.fail_together():
+            check_training(trainer, pl_module, options)
             source = train_source(trainer)
-            recorded = recorded or RecordedState.record(trainer, pl_module, source)
-            # Lightning has built the loader where configure_optimizers read
-            # estimated_stepping_batches.
-            discard_train_loader(trainer)
-            setting = BatchSizeSetting(trainer, pl_module, self._options.batch_arg_name, source)
+            setting = BatchSizeSetting(trainer, pl_module, options.batch_arg_name, source)
             setting.check()
             search = self._search_in(trainer)
-            plan = checkpoint_plan = self._plan_of_checkpoint(trainer, search.budget)
-        if plan is None:
-            plan = search.training(setting, recorded, self._plan_of_fit, self._given_plan)
-            if search.device_memory.counts_live_bytes and search.start_bytes > 0:
-                self._start = (search.device_memory, search.start_bytes)
-        else:
-            recorded.restore()
-        # The hooks configure_optimizers and train_dataloader may raise an error on one rank only.
-        with _ranks_of(trainer).fail_together():
-            apply_to_training(trainer, setting, plan, self._options)
+            # The other ranks end here too if one has failed.
+            self._ranks.exchange(None)
+            if continues:
+                plan = search.plan_of_checkpoint(self._checkpoint)
+                recorded.restore()
+            else:
+                plan = search.training(setting, recorded, self._plan_of_fit, self._given_plan)
+                self._search = search
+            apply_to_training(setting, plan, options)
         self.plan = plan
         self._plan_of_fit = plan
-        if checkpoint_plan is None:
+        if not continues:
             self._report(trainer, plan)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Warn once if training begins with more memory in use than the search did."""
-        if self._start is None or self.plan is None:
-            return
-        device_memory, start_bytes = self._start
-        self._start = None
-        # A resumed run has restored the optimizer state, which the rehearsal made itself.
-        own = tensors_in([batch, *(optimizer.state for optimizer in trainer.optimizers)])
-        own_bytes = bytes_of(own, trainer.strategy.root_device)
-        current_bytes = RequestedBytes(device_memory).current().allocated_bytes
-        more_bytes = current_bytes - own_bytes - start_bytes
-        if more_bytes > self.policy.more_in_use_share * self.plan.limit_bytes:
-            rank_zero_warn(
-                f"Training begins with {mib(more_bytes)} more in use than the search did, for"
-                " example because of another callback. If it runs out of memory, lower"
-                " memory_limit by as much."
-            )
+        if self._search is not None and self.plan is not None:
+            self._search.check_start(batch, self.plan)
+            self._search = None
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -250,7 +227,7 @@ class BatchFinder(Callback):
         # The other ranks may wait in a search that this one has not reached.
         if self._recorded is not None:
             self._recorded = None
-            _ranks_of(trainer).report(exception)
+            self._ranks.report(exception)
 
     def state_dict(self) -> dict[str, Any]:
         """The plan and the options for a checkpoint, as plain JSON types."""
@@ -263,9 +240,9 @@ class BatchFinder(Callback):
         if "plan" not in state_dict:
             return
         self._checkpoint = state_dict
-        # A LearningRateFinder loads the checkpoint that it saved after the search, with the same
-        # plan.
-        if self._fit_started and self.plan is not None and state_dict != self.state_dict():
+        # A strategy may load it after the search. A LearningRateFinder loads the checkpoint that it
+        # saved after the search, with the same plan.
+        if self._cancel is None and self.plan is not None and state_dict != self.state_dict():
             rank_zero_warn(
                 f"BatchFinder searched again and uses batch size {self.plan.batch_size}, because"
                 " this strategy loads the checkpoint (batch size"
@@ -273,48 +250,20 @@ class BatchFinder(Callback):
                 " by hand and remove BatchFinder."
             )
 
-    def _plan_of_checkpoint(self, trainer: Trainer, budget: Budget) -> Plan | None:
-        """The plan of the checkpoint that the run resumes from; a warning has its changes."""
-        if not self._checkpoint or self._search_on_resume:
-            return None
-        plan = Plan.from_json(json.dumps(self._checkpoint["plan"]))
-        changes = changes_since(
-            plan,
-            # Version 0.1.0 stored the options as "wishes".
-            self._checkpoint.get("options", self._checkpoint.get("wishes", {})),
-            self._options.as_json(),
-            device=device_name(trainer.strategy.root_device),
-            limit_bytes=budget.limit_bytes(),
-            policy=self.policy,
-        )
-        accumulate = trainer.accumulate_grad_batches
-        if self._options.target_batch_size is None and plan.accumulate_grad_batches != accumulate:
-            plan = replace(plan, accumulate_grad_batches=accumulate, effective_batch_size=None)
-        text = f"BatchFinder continues with batch size {plan.batch_size} of the checkpoint"
-        if changes:
-            rank_zero_warn(
-                f"{text}, although {', and '.join(changes)}. search_on_resume=True searches again."
-            )
-        else:
-            rank_zero_info(text)
-        return plan
-
     def _evaluation(self, trainer: Trainer, module: LightningModule) -> None:
         """Search with forward passes, where the loaders of the stage follow the batch size."""
-        loop = stage_loop(trainer)
+        self._cancel = None
         source = stage_source(trainer)
         options = self._options
-        self._cancel = None
         if getattr(trainer, f"limit_{source.stage}_batches") == 0:
             return
         check_step(module, "validation_step" if source.stage == "val" else f"{source.stage}_step")
-        setting = BatchSizeSetting(
-            trainer, module, options.eval_batch_arg_name or options.batch_arg_name, source
-        )
+        name = options.eval_batch_arg_name or options.batch_arg_name
+        setting = BatchSizeSetting(trainer, module, name, source)
         plan = None
         if setting.attribute.exists or source.passed:
-            recorded = RecordedState.record(trainer, module, source)
-            plan = self._search_in(trainer).evaluation(setting, loop, recorded)
+            with self._ranks.fail_together():
+                plan = self._search_in(trainer).evaluation(setting, record(trainer))
         if plan is None:
             rank_zero_info(
                 f"BatchFinder leaves {source.hook} unchanged: no loader follows `{setting.name}`"
@@ -332,13 +281,9 @@ class BatchFinder(Callback):
                 f"the device must have a peak memory counter for BatchFinder, got {device.type}."
                 " Set the batch size by hand."
             )
-        return TrainerSearch(trainer, device_memory, self._options, self.policy)
+        return TrainerSearch(trainer, device_memory, self._options, self.policy, self._ranks)
 
     def _report(self, trainer: Trainer, plan: Plan) -> None:
         if trainer.is_global_zero:
             text = str(plan) if self._verbose else plan.short_text()
-            Console().print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _ranks_of(trainer: Trainer) -> Ranks:
-    return Ranks(trainer.global_rank, trainer.world_size)
+            Console().out(text, highlight=False)

@@ -92,9 +92,11 @@ def test_changed_conditions_are_a_warning(
     assert run.accumulate_grad_batches == trainer.get("accumulate_grad_batches", 1)
 
 
-def test_another_device_is_a_warning(fit, device, checkpoint, monkeypatch):
-    monkeypatch.setattr("lightning_batchmem.batch_finder.device_name", lambda device: "abacus")
-    with pytest.warns(UserWarning, match="although it was found on host and this is abacus"):
+def test_another_device_is_a_warning(fit, device, checkpoint):
+    saved = torch.load(checkpoint, weights_only=True)
+    saved["callbacks"]["BatchFinder"]["plan"]["device"] = "abacus"
+    torch.save(saved, checkpoint)
+    with pytest.warns(UserWarning, match="although it was found on abacus and this is host"):
         resume(fit, device, checkpoint, BatchFinder())
 
 

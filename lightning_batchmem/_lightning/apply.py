@@ -1,4 +1,4 @@
-"""Use the trainer for the search, then apply batch size, accumulation and learning rate."""
+"""Batch size, accumulation and learning rate of a training: checked, recorded, and applied."""
 
 from __future__ import annotations
 
@@ -11,24 +11,15 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem._lightning.data_source import (
-    discard_train_loader,
-    validation_source,
-)
-from lightning_batchmem._lightning.hooks import (
-    configure_optimizers_again,
-)
-from lightning_batchmem._lightning.packages import lightning_name
+from lightning_batchmem._lightning.data_source import discard_train_loader, validation_source
+from lightning_batchmem._lightning.hooks import configure_optimizers_again
+from lightning_batchmem._lightning.packages import in_every_package
 from lightning_batchmem._lightning.project_attribute import ProjectAttribute
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
-from lightning_batchmem._lightning.trainer_state import (
-    callbacks_of,
-)
+from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.scaling import (
-    TrainingSetup,
-)
+from lightning_batchmem.plan.scaling import TrainingSetup
 
 
 def check_training(trainer: Trainer, module: LightningModule, options: SearchOptions) -> None:
@@ -40,7 +31,7 @@ def check_training(trainer: Trainer, module: LightningModule, options: SearchOpt
         raise ValueError(
             "target_batch_size must be None under manual optimization, which steps by itself"
         )
-    scheduler = lightning_name(trainer, "callbacks.GradientAccumulationScheduler")
+    scheduler = in_every_package("callbacks.GradientAccumulationScheduler")
     if any(isinstance(callback, scheduler) for callback in callbacks_of(trainer)):
         raise ValueError(
             "target_batch_size must be None with a GradientAccumulationScheduler, which sets it too"
@@ -56,8 +47,17 @@ def check_step(module: LightningModule, name: str) -> None:
         )
 
 
+def validation_setting(setting: BatchSizeSetting, options: SearchOptions) -> BatchSizeSetting:
+    """The places of the batch size of validation, next to those of the training."""
+    return replace(
+        setting,
+        source=validation_source(setting.trainer),
+        name=options.eval_batch_arg_name or setting.name,
+    )
+
+
 def record_training_setup(
-    trainer: Trainer, setting: BatchSizeSetting, options: SearchOptions, previous: Plan | None
+    setting: BatchSizeSetting, options: SearchOptions, previous: Plan | None
 ) -> TrainingSetup:
     """Record the optimizer steps before a search.
 
@@ -66,23 +66,21 @@ def record_training_setup(
     Raises:
         ValueError: if ``lr_scaling`` has no learning rate or no base to scale from.
     """
-    attribute = _learning_rate_attribute(trainer, setting.module)
+    trainer = setting.trainer
     base = options.base_batch_size
     if base is None and setting.size:
         base = setting.size * trainer.accumulate_grad_batches * trainer.world_size
     learning_rate = None
-    if isinstance(attribute.value, Real) and not isinstance(attribute.value, bool):
-        learning_rate = float(attribute.value)
     if options.lr_scaling is not None:
-        _check_learning_rate(attribute, learning_rate, options)
+        learning_rate = _learning_rate(_learning_rate_attribute(setting), options.lr_scaling)
         if base is None:
             raise ValueError(
                 f"base_batch_size must be given with lr_scaling where `{setting.name}` is no"
                 f" positive whole number, got {setting.name}={setting.value!r:.80}"
             )
-    has_fixed_base = options.base_batch_size is not None
-    if previous is not None and has_fixed_base and learning_rate == previous.learning_rate:
-        learning_rate = previous.learning_rate_before
+        has_fixed_base = options.base_batch_size is not None
+        if previous is not None and has_fixed_base and learning_rate == previous.learning_rate:
+            learning_rate = previous.learning_rate_before
     return TrainingSetup(
         trainer.accumulate_grad_batches,
         trainer.world_size,
@@ -106,54 +104,52 @@ def search_conditions(trainer: Trainer, options: SearchOptions) -> dict[str, Any
     }
 
 
-def apply_to_training(
-    trainer: Trainer, setting: BatchSizeSetting, plan: Plan, options: SearchOptions
-) -> None:
+def apply_to_training(setting: BatchSizeSetting, plan: Plan, options: SearchOptions) -> None:
     """Apply ``plan`` and configure the optimizers again, as if the size had always been there."""
+    trainer = setting.trainer
     setting.write(plan.batch_size, also_logged=True)
     if plan.evaluation is not None and options.eval_batch_arg_name is not None:
-        validation = replace(
-            setting, name=options.eval_batch_arg_name, source=validation_source(trainer)
-        )
-        validation.write(plan.evaluation.batch_size, also_logged=True)
+        validation_setting(setting, options).write(plan.evaluation.batch_size, also_logged=True)
     trainer.accumulate_grad_batches = plan.accumulate_grad_batches
-    attribute = _learning_rate_attribute(trainer, setting.module)
-    changes = plan.learning_rate is not None and plan.learning_rate != attribute.value
+    attribute = _learning_rate_attribute(setting)
+    is_scaled = plan.learning_rate not in (None, attribute.value)
     if plan.learning_rate is not None:
         attribute.set(plan.learning_rate, also_logged=True)
     discard_train_loader(trainer)
     before = _optimizer_learning_rates(trainer)
     configure_optimizers_again(trainer)
-    if changes and before == _optimizer_learning_rates(trainer):
+    if is_scaled and before == _optimizer_learning_rates(trainer):
         rank_zero_warn(
             f"lr_scaling set the learning rate of the module to {plan.learning_rate:.6g}, but"
             " configure_optimizers does not use it. Pass it to the optimizers there."
         )
 
 
-def _check_learning_rate(
-    attribute: ProjectAttribute, learning_rate: float | None, options: SearchOptions
-) -> None:
+def _learning_rate_attribute(setting: BatchSizeSetting) -> ProjectAttribute:
+    rate = ProjectAttribute(setting.trainer, setting.module, "lr")
+    # Lightning's LearningRateFinder uses the same order.
+    return rate if rate.exists else replace(rate, path="learning_rate")
+
+
+def _learning_rate(attribute: ProjectAttribute, scaling: str) -> float:
+    value = attribute.value
     if not attribute.exists:
         raise ValueError(
             "lr_scaling must be None for a module without `lr` or `learning_rate`, got"
-            f" {options.lr_scaling!r}. Add one and use it in configure_optimizers."
+            f" {scaling!r}. Add one and use it in configure_optimizers."
         )
-    if learning_rate is None:
-        value = attribute.value
+    if not isinstance(value, Real) or isinstance(value, bool):
         raise ValueError(
             f"`{attribute.path}` must be a number for lr_scaling, got {value!r:.80} of"
             f" {type(value).__name__}"
         )
-
-
-def _learning_rate_attribute(trainer: Trainer, module: LightningModule) -> ProjectAttribute:
-    lr = ProjectAttribute(trainer, module, "lr")
-    learning_rate = ProjectAttribute(trainer, module, "learning_rate")
-    # Lightning's LearningRateFinder uses the same order.
-    return lr if lr.exists else learning_rate
+    return float(value)
 
 
 def _optimizer_learning_rates(trainer: Trainer) -> list[float]:
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    return [float(group["lr"]) for group in groups if "lr" in group]
+    return [
+        float(group["lr"])
+        for optimizer in trainer.optimizers
+        for group in optimizer.param_groups
+        if "lr" in group
+    ]

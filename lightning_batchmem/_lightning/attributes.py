@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import random
 import socket
 import sys
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_batchmem._lightning.packages import in_every_package
@@ -60,27 +61,32 @@ _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.
 
 _LIBRARIES = {"torch", "lightning", "pytorch_lightning", "torchmetrics"} | sys.stdlib_module_names
 
-Found = Iterator[tuple[str, Any]]
+_CONTAINERS = (dict, list, deque, set, tuple, frozenset, bytearray)
+
+# Paths and values of the objects to which an object leads.
+Children = Iterator[tuple[str, Any]]
 
 
 class AttributeState:
     """Contents of every mutable object that can be reached from ``roots``.
 
-    ``not_restorable`` names the objects that cannot be restored.
+    ``not_restorable`` names the objects that cannot be restored, and ``schedulers`` are the
+    schedulers of learning rates that were reached.
     """
 
     def __init__(self, roots: Iterable[object]) -> None:
         # Arrays are here too, as tensors over the same memory. The caller saves the bytes of all.
         self.tensors: list[Tensor] = []
-        self.schedulers: list[Any] = []
         self.not_restorable: list[str] = []
-        lightning = (
-            "trainer.Trainer",
-            "callbacks.Callback",
-            "loggers.Logger",
-            "core.LightningDataModule",
+        self._not_walked = (
+            *_NOT_WALKED,
+            *in_every_package(
+                "trainer.Trainer",
+                "callbacks.Callback",
+                "loggers.Logger",
+                "core.LightningDataModule",
+            ),
         )
-        self._not_walked = (*_NOT_WALKED, *in_every_package(*lightning))
         self._restores: list[tuple[str, Callable[[], object]]] = []
         # The references keep the objects alive, so that no id is used twice.
         self._seen: dict[int, object] = {}
@@ -106,6 +112,7 @@ class AttributeState:
             # An attribute of a user's object may raise any exception.
             except Exception as error:  # noqa: BLE001
                 self.not_restorable.append(f"{path} ({type(error).__name__})")
+        self.schedulers = [value for value in self._seen.values() if isinstance(value, LRScheduler)]
 
     def restore(self) -> list[str]:
         """Restore all contents; returns the objects for which this failed."""
@@ -118,42 +125,34 @@ class AttributeState:
                 failed.append(f"{path} ({type(error).__name__})")
         return failed
 
-    def _add_root(self, path: str, root: Any) -> Found:
+    def _add_root(self, path: str, root: Any) -> Children:
         self._seen[id(root)] = root
         # A parametrization replaces the class of a module, and the other attributes depend on it.
-        if isinstance(root, Module):
-            self._later(path, _set_attribute, root, "__class__", type(root))
+        self._later(path, _set_attribute, root, "__class__", type(root))
         yield from self._add_object(path, root)
         yield from _class_containers(root)
         if isinstance(root, Module):
             # The tensors of a ScriptModule are found only here, because no attribute leads to them.
             for tensor in (*root.parameters(recurse=False), *root.buffers(recurse=False)):
-                if id(tensor) not in self._seen:
-                    self._seen[id(tensor)] = tensor
-                    self._add_tensor(path, tensor, registered=True)
+                self._seen[id(tensor)] = tensor
+                self._add_tensor(path, tensor, math.inf)
             # The dicts of a plain module are those of parameters, buffers, submodules and hooks.
-            tables = vars(Module())
-            for name, table in list(vars(root).items()):
-                if name in tables and isinstance(table, dict):
+            for name in vars(Module()):
+                table = vars(root).get(name)
+                if isinstance(table, dict):
                     self._seen[id(table)] = table
                     yield from self._add_container(f"{path}.{name}", table)
 
-    def _add(self, path: str, value: Any) -> Found:
+    def _add(self, path: str, value: Any) -> Children:
         if isinstance(value, types.MethodType):
             yield f"{path}.__self__", value.__self__
         elif isinstance(value, partial):
             yield f"{path}.args", value.args
             yield f"{path}.keywords", value.keywords
-        elif isinstance(value, LRScheduler | ReduceLROnPlateau):
-            self.schedulers.append(value)
-            yield from self._add_object(path, value)
         elif isinstance(value, Dataset):
             yield from _class_containers(value)
         elif isinstance(value, self._not_walked):
             return
-        elif isinstance(value, Tensor):
-            self._add_tensor(path, value, registered=False)
-            yield from self._add_object(path, value)
         elif isinstance(value, np.ndarray):
             yield from self._add_array(path, value)
         elif isinstance(value, random.Random):
@@ -165,10 +164,12 @@ class AttributeState:
         elif hasattr(type(value), "__next__") and not hasattr(value, "__dict__"):
             self.not_restorable.append(f"{path} (an iterator, {type(value).__name__})")
         else:
+            if isinstance(value, Tensor):
+                self._add_tensor(path, value, LARGEST_ARRAY_BYTES)
             yield from self._add_container(path, value)
             yield from self._add_object(path, value)
 
-    def _add_tensor(self, path: str, tensor: Tensor, *, registered: bool) -> None:
+    def _add_tensor(self, path: str, tensor: Tensor, largest_bytes: float) -> None:
         if tensor.device.type == "meta":
             return
         # A sparse or nested tensor has no storage of its own.
@@ -176,68 +177,61 @@ class AttributeState:
             self._later(path, torch.no_grad()(tensor.copy_), tensor.detach().clone())
             return
         size_bytes = tensor.untyped_storage().nbytes()
-        if registered or size_bytes <= LARGEST_ARRAY_BYTES:
+        if size_bytes <= largest_bytes:
             self.tensors.append(tensor)
         else:
             self.not_restorable.append(f"{path} (a tensor of {size_bytes:,} bytes)")
 
-    def _add_array(self, path: str, array: Any) -> Found:
+    def _add_array(self, path: str, array: Any) -> Children:
         if array.nbytes > LARGEST_ARRAY_BYTES:
             self.not_restorable.append(f"{path} (an array of {array.nbytes:,} bytes)")
-        elif array.dtype.hasobject:
-            self._later(path, np.copyto, array, array.copy())
-            yield from ((f"{path}[{index}]", item) for index, item in enumerate(array.flat))
-        elif array.flags.writeable:
+            return
+        if array.flags.writeable:
             try:
                 self.tensors.append(torch.from_numpy(array))
             except (TypeError, ValueError):
-                # torch cannot use the memory of text, of records or with negative strides.
+                # torch cannot use the memory of objects, text, records or with negative strides.
                 self._later(path, np.copyto, array, array.copy())
+        if array.dtype.hasobject:
+            yield from self._add_container(path, tuple(array.flat))
 
-    def _add_container(self, path: str, value: Any) -> Found:
-        if isinstance(value, list | deque | tuple | frozenset):
-            items = list(value)
-            if isinstance(value, list | deque):
-                self._later(path, _refill, value, items, value.extend)
-            yield from ((f"{path}[{index}]", item) for index, item in enumerate(items))
-        elif isinstance(value, dict):
-            entries = dict(value)
-            self._later(path, _refill, value, entries, value.update)
-            yield from ((f"{path}[{_key_text(key)}]", item) for key, item in entries.items())
-        elif isinstance(value, set):
-            self._later(path, _refill, value, set(value), value.update)
-        elif isinstance(value, bytearray):
+    def _add_container(self, path: str, value: Any) -> Children:
+        if isinstance(value, bytearray):
             self._later(path, value.__setitem__, slice(None), bytes(value))
+        elif isinstance(value, _CONTAINERS):
+            contents: Any = dict(value) if isinstance(value, dict) else list(value)
+            if hasattr(value, "clear"):
+                self._later(path, refill, value, contents)
+            entries = contents.items() if isinstance(value, dict) else enumerate(contents)
+            yield from ((f"{path}[{_key_text(key)}]", item) for key, item in entries)
 
-    def _add_object(self, path: str, value: Any) -> Found:
-        attributes = getattr(value, "__dict__", None)
-        kept = dict(attributes) if isinstance(attributes, dict) else {}
+    def _add_object(self, path: str, value: Any) -> Children:
+        attributes = getattr(value, "__dict__", {})
+        contents = dict(attributes)
         # The class may define another __getstate__. With slots the state is a pair.
         state = object.__getstate__(value)
         slots = state[1] if isinstance(state, tuple) else {}
-        held = [*kept.items(), *slots.items()]
+        entries = {**contents, **slots}
         if not isinstance(value, Module) and any(
-            isinstance(item, _LIVE_RESOURCES) for _, item in held
+            isinstance(item, _LIVE_RESOURCES) for item in entries.values()
         ):
             self.not_restorable.append(f"{path} (it holds a lock, a thread, a file or a socket)")
             return
-        if isinstance(attributes, dict):
-            self._later(path, _refill, attributes, kept, attributes.update)
+        self._later(path, refill, attributes, contents)
         for name, item in slots.items():
             self._later(f"{path}.{name}", _set_attribute, value, name, item)
-        yield from ((f"{path}.{name}", item) for name, item in held)
+        yield from ((f"{path}.{name}", item) for name, item in entries.items())
 
     def _later(self, path: str, restore: Callable[..., object], *arguments: Any) -> None:
         self._restores.append((path, partial(restore, *arguments)))
 
 
-def _class_containers(value: object) -> Found:
-    """Mutable containers that are attributes of the user's classes."""
+def _class_containers(value: object) -> Children:
+    """Containers that are attributes of the user's classes."""
     for kind in type(value).__mro__:
         if kind.__module__.partition(".")[0] not in _LIBRARIES:
             for name, item in vars(kind).items():
-                is_container = isinstance(item, list | dict | set | deque | bytearray)
-                if is_container and not name.startswith("__"):
+                if isinstance(item, _CONTAINERS) and not name.startswith("__"):
                     yield f"{kind.__name__}.{name}", item
 
 
@@ -251,15 +245,18 @@ def _set_attribute(value: object, name: str, item: object) -> None:
         setattr(value, name, item)
 
 
-def _refill(container: Any, contents: Any, fill: Callable[[Any], object]) -> None:
+def refill(container: Any, contents: Any) -> None:
+    """Give a list, deque, set or dict these contents again.
+
+    The contents of a set are a list, in the order of the set.
+    """
     # Unchanged containers are left alone, because another thread would see them empty for a moment.
     if _ids(container) != _ids(contents):
         container.clear()
+        fill = container.extend if isinstance(container, list | deque) else container.update
         fill(contents)
 
 
 def _ids(container: Any) -> list[int]:
-    if isinstance(container, dict):
-        return [id(part) for entry in container.items() for part in entry]
-    ids = [id(item) for item in container]
-    return sorted(ids) if isinstance(container, set) else ids
+    values = container.values() if isinstance(container, dict) else ()
+    return [id(item) for item in (*container, *values)]

@@ -1,134 +1,139 @@
-"""The state in which a stage starts: recorded before a search, and entered for each attempt."""
+"""The state in which a stage starts: recorded before a search, and entered for each attempt.
+
+The private names used here are those of lightning 2.5.0 and 2.6.6.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from types import TracebackType
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.amp import GradScaler
 
-from lightning_batchmem._lightning.data_source import DataSource
-from lightning_batchmem._lightning.hooks import PhaseCallback, mute_callbacks_and_loggers
-from lightning_batchmem._lightning.module_state import ModuleState
-from lightning_batchmem._lightning.size_setting import BatchSizeSetting
-from lightning_batchmem._lightning.trainer_state import (
-    Loop,
-    RandomStates,
-    TrainerState,
-    callbacks_of,
-    datamodules_of,
+from lightning_batchmem._lightning.attributes import refill
+from lightning_batchmem._lightning.data_source import stage_source, validation_source
+from lightning_batchmem._lightning.hooks import (
+    PhaseCallback,
+    freeze,
+    mute_callbacks_and_loggers,
 )
-from lightning_batchmem.batches.loaders import keep_sizes, state_of
+from lightning_batchmem._lightning.packages import in_every_package
+from lightning_batchmem._lightning.recorded_state import RecordedState
+from lightning_batchmem._lightning.trainer_state import callbacks_of, datamodules_of
+from lightning_batchmem.batches.loaders import keep_sizes
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.peaks import PhasePeaks
 
 
-@dataclass(frozen=True)
-class RecordedState:
-    """Everything outside the trainer that a search may change.
+def record(trainer: Trainer) -> RecordedState:
+    """Record the state outside the trainer, before the optimizers are configured."""
+    sources = [stage_source(trainer)]
+    if trainer.training:
+        sources.append(validation_source(trainer))
+        if trainer.fit_loop._combined_loader is not None:
+            rank_zero_warn(
+                "The training loader was built before configure_optimizers (by"
+                " estimated_stepping_batches in a setup hook, for example), so values derived from"
+                " it belong to the old batch size. Read it in configure_optimizers instead."
+            )
+    loaders = [loader for source in sources for loader in source.passed_loaders()]
+    return RecordedState(trainer.lightning_module, loaders, datamodules_of(trainer))
 
-    Configuring the optimizers twice may change it too, so it is recorded before the first time.
-    """
 
-    random: RandomStates
-    module: ModuleState
+@contextmanager
+def isolated(trainer: Trainer, recorded: RecordedState, callback: Callback) -> Iterator[None]:
+    """Run the trainer with ``callback`` as the only callback; everything is restored at the end."""
+    # The calls run in reverse order, each of them even where another one fails.
+    with ExitStack() as undo:
+        # This restores the batch size too, where it is in an attribute.
+        undo.callback(recorded.restore)
+        undo.callback(keep_sizes(recorded.loaders))
+        connector = trainer._logger_connector
+        schedulers = recorded.attributes.schedulers
+        for owner in (trainer, trainer.state, trainer.precision_plugin, connector, *schedulers):
+            _isolate(owner, undo)
+        # This makes new dictionaries of metrics.
+        connector.reset_metrics()
+        # A scheduler that was made for the old batch size may end before the search does.
+        freeze(schedulers)
+        mute_callbacks_and_loggers(trainer, callback)
+        yield
 
-    @classmethod
-    def record(cls, trainer: Trainer, module: LightningModule, source: DataSource) -> RecordedState:
-        random = RandomStates()
-        others = [state_of(source.passed_loaders()), *datamodules_of(trainer)]
-        return cls(random, ModuleState(module, others))
 
-    def restore(self) -> None:
-        self.module.restore()
-        self.random.restore()
+def _isolate(owner: Any, undo: ExitStack) -> None:
+    """Let a search change the attributes of a part of the trainer, and of the loops in it."""
+    attributes = vars(owner)
+    undo.callback(refill, attributes, dict(attributes))
+    # Both classes are private in lightning 2.5.0 to 2.6.6.
+    loops = in_every_package("loops.loop._Loop")
+    progress = in_every_package("loops.progress._BaseProgress")
+    for name, value in list(attributes.items()):
+        if isinstance(value, loops):
+            _isolate(value, undo)
+        # These change in place, so the search changes copies.
+        elif isinstance(value, (*progress, GradScaler)):
+            attributes[name] = copy.deepcopy(value)
+        # A prediction loop has None as its results.
+        elif name == "_results" and value is not None:
+            attributes[name] = type(value)(training=value.training)
 
 
 class CleanStart:
     """A trainer whose other callbacks and loggers are muted, in the state in which a stage starts.
 
-    It is a context: everything is restored at its end. ``again`` restores everything and enters the
-    state once more.
+    ``prepare`` is called whenever the state is entered again.
 
     Args:
         trainer: the trainer, in ``on_fit_start`` or before the loaders of another stage are built.
         device_memory: its caches are released before each attempt.
-        phases: the phases of a step, which the only callback that is not muted marks.
         recorded: the state outside the trainer.
-        settings: the places of the batch sizes that a search sets.
-        loop: the loop of the stage.
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        device_memory: DeviceMemory,
-        phases: PhasePeaks,
-        recorded: RecordedState,
-        settings: Sequence[BatchSizeSetting],
-        loop: Loop,
+        self, trainer: Trainer, device_memory: DeviceMemory, recorded: RecordedState
     ) -> None:
+        self.phases = PhasePeaks(device_memory)
         self.callbacks = callbacks_of(trainer)
-        # It is called at the end of each entry, when the loaders of the stage are known.
+        self.saves_checkpoints = bool(trainer.checkpoint_callbacks)
         self.prepare: Callable[[], None] = lambda: None
         self._trainer = trainer
         self._device_memory = device_memory
-        self._callback = PhaseCallback(phases)
         self._recorded = recorded
-        self._settings = settings
-        self._loop = loop
         self._undo = ExitStack()
-        not_restorable = recorded.module.not_restorable
+        not_restorable = recorded.attributes.not_restorable
         if not_restorable:
             rank_zero_warn(
                 "BatchFinder cannot restore these if a training step changes them: "
                 + "; ".join(not_restorable[:10])
             )
 
-    def __enter__(self) -> CleanStart:
-        self._enter_state()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._leave_state()
-        if error is None:
-            # With empty caches, training starts as if nothing had been allocated before.
-            self._device_memory.release_cached()
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Enter the state, and restore everything at the end."""
+        with self._undo:
+            self._enter()
+            yield
+        # With empty caches, training starts as if nothing had been allocated before.
+        self._device_memory.release_cached()
 
     def again(self) -> None:
-        """Restore everything, drop optimizer states and gradients, and release caches."""
-        self._leave_state()
-        self._trainer.lightning_module.zero_grad(set_to_none=True)
-        self._device_memory.release_cached()
-        self._enter_state()
-
-    def _enter_state(self) -> None:
-        schedulers = self._recorded.module.schedulers
-        # The calls run in reverse order, each of them even where another one fails. An error in the
-        # user's hooks, which `prepare` calls, restores everything at once.
-        with ExitStack() as undo:
-            undo.callback(self._recorded.random.restore)
-            for setting in self._settings:
-                undo.callback(keep_sizes(setting.source.passed_loaders()))
-            # This restores the batch size too, where it is in an attribute.
-            undo.callback(self._recorded.module.restore)
-            undo.callback(TrainerState(self._trainer, self._loop, schedulers).restore)
-            mute_callbacks_and_loggers(self._trainer, self._callback)
-            self.prepare()
-            self._undo = undo.pop_all()
-
-    def _leave_state(self) -> None:
+        """Restore everything, drop optimizer states, release caches, and enter the state again."""
         self._undo.close()
-        if self._trainer.state.fn == TrainerFn.FITTING:
+        self._device_memory.release_cached()
+        self._enter()
+        self.prepare()
+
+    def _enter(self) -> None:
+        trainer = self._trainer
+        self._undo.enter_context(isolated(trainer, self._recorded, PhaseCallback(self.phases)))
+        if trainer.training:
             # New optimizers are configured before the next step.
-            for optimizer in self._trainer.optimizers:
-                optimizer.state.clear()
+            self._undo.callback(self._clear_optimizers)
+
+    def _clear_optimizers(self) -> None:
+        for optimizer in self._trainer.optimizers:
+            optimizer.state.clear()

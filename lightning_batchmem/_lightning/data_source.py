@@ -19,16 +19,16 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_batchmem._lightning.packages import lightning_name
-from lightning_batchmem._lightning.run_step import EvaluationLoop
 from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
 
 
-def validation_loop(trainer: Trainer) -> EvaluationLoop:
+def validation_loop(trainer: Trainer) -> Any:
+    """The ``_EvaluationLoop`` of either Lightning package that validates during ``fit``."""
     return trainer.fit_loop.epoch_loop.val_loop
 
 
-def stage_loop(trainer: Trainer) -> EvaluationLoop:
-    """The loop of ``trainer.validate``, ``trainer.test`` or ``trainer.predict``, whichever runs."""
+def stage_loop(trainer: Trainer) -> Any:
+    """The loop of ``fit``, ``validate``, ``test`` or ``predict``, whichever runs."""
     # _active_loop is private in lightning 2.5.0 to 2.6.6.
     return trainer._active_loop
 
@@ -122,24 +122,21 @@ def stage_loaders(combined: CombinedLoader, sized: Sequence[LoaderInfo], hook: s
 
 
 def attach_loaders(
-    trainer: Trainer,
-    loaders: CombinedLoader,
-    batches: float,
-    validation: CombinedLoader | None,
-    validation_batches: list[float],
+    trainer: Trainer, training: StageLoaders, validation: StageLoaders | None, batch_size: int
 ) -> None:
     """Attach loaders and their numbers of batches to the trainer, where hooks may read them.
 
     No worker is started.
     """
-    trainer.fit_loop._combined_loader = loaders
-    trainer.fit_loop.max_batches = batches
+    trainer.fit_loop._combined_loader = training.combined
+    trainer.fit_loop.max_batches = training.batches(batch_size)
+    val_loop = validation_loop(trainer)
     if validation is not None:
-        validation_loop(trainer)._combined_loader = validation
-        validation_loop(trainer)._max_batches = validation_batches
+        val_loop._combined_loader = validation.combined
+        val_loop._max_batches = [loader.batches(batch_size) for loader in validation.sized]
     elif trainer.enable_validation:
         # This builds the validation loaders but no iterator, so no worker is started.
-        validation_loop(trainer).setup_data()
+        val_loop.setup_data()
 
 
 def discard_train_loader(trainer: Trainer) -> None:

@@ -5,7 +5,7 @@ The private names used here are those of lightning 2.5.0 and 2.6.6.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_batchmem.devices.peaks import PhasePeaks
@@ -37,24 +36,6 @@ def call_before(owner: Any, method: str, call: Callable[[], None]) -> Callable[[
     return cancel
 
 
-def before_optimizers(trainer: Trainer, call: Callable[[], None]) -> Callable[[], object]:
-    """Run ``call`` once before ``configure_optimizers``, which may draw random numbers.
-
-    Returns a function that cancels the call.
-    """
-
-    def checked() -> None:
-        if trainer.fit_loop._combined_loader is not None:
-            rank_zero_warn(
-                "The training loader was built before configure_optimizers (by"
-                " estimated_stepping_batches in a setup hook, for example), so values derived from"
-                " it belong to the old batch size. Read it in configure_optimizers instead."
-            )
-        call()
-
-    return call_before(trainer.strategy, "setup_optimizers", checked)
-
-
 def configure_optimizers_again(trainer: Trainer) -> None:
     """Make new optimizers and schedulers, as ``Strategy.setup`` does."""
     strategy = trainer.strategy
@@ -63,16 +44,10 @@ def configure_optimizers_again(trainer: Trainer) -> None:
     _optimizers_to_device(strategy.optimizers, strategy.root_device)
 
 
-def freeze_schedulers(trainer: Trainer) -> None:
-    """Keep the learning rate in steps of a search.
-
-    The schedulers are configured again afterwards.
-    """
-    for config in trainer.strategy.lr_scheduler_configs:
-        vars(config.scheduler)["step"] = keep_learning_rate
-
-
-def keep_learning_rate(*_: Any, **__: Any) -> None: ...
+def freeze(schedulers: Iterable[Any]) -> None:
+    """Keep the learning rate in steps of a search."""
+    for scheduler in schedulers:
+        vars(scheduler)["step"] = lambda *_, **__: None
 
 
 class _MutedExperiment:
@@ -106,7 +81,7 @@ class _MutedLogger(DummyLogger):
     name = property(lambda self: self._logger.name)
     version = property(lambda self: self._logger.version)
     save_dir = property(lambda self: self._logger.save_dir)
-    log_dir = property(lambda self: getattr(self._logger, "log_dir", self._logger.save_dir))
+    log_dir = property(lambda self: self._logger.log_dir)
 
 
 class PhaseCallback(Callback):
@@ -127,10 +102,7 @@ class PhaseCallback(Callback):
 
 
 def mute_callbacks_and_loggers(trainer: Trainer, callback: Callback) -> None:
-    """Leave ``callback`` as the only callback, and no logger or profiler.
-
-    ``TrainerState.restore`` undoes it.
-    """
+    """Leave ``callback`` as the only callback, and no logger or profiler."""
     # mypy does not see attributes that Lightning sets outside the class Trainer.
     trainer.callbacks = [callback]  # type: ignore[attr-defined]
     trainer.loggers = [_MutedLogger(logger) for logger in trainer.loggers]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
-_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_UNIFIED = "lightning.pytorch"
+_STANDALONE = "pytorch_lightning"
 
 
 def end_of_tuning(trainer: object) -> BaseException:
@@ -21,19 +22,13 @@ def lightning_name(owner: object, path: str) -> Any:
 
     The owner is a trainer or a loop, and its class decides which Lightning package is used.
     """
-    modules = [f"{kind.__module__}." for kind in type(owner).__mro__]
-    for package in _PACKAGES:
-        if any(module.startswith(f"{package}.") for module in modules):
-            return _attribute(package, path)
-    return _attribute(_PACKAGES[0], path)
+    kinds = type(owner).__mro__
+    is_standalone = any(kind.__module__.startswith(f"{_STANDALONE}.") for kind in kinds)
+    package = _STANDALONE if is_standalone else _UNIFIED
+    return resolve_name(f"{package}.{path}")
 
 
 def in_every_package(*paths: str) -> tuple[Any, ...]:
     """``paths`` in each of the packages that is imported."""
-    packages = [package for package in _PACKAGES if package in sys.modules]
-    return tuple(_attribute(package, path) for package in packages for path in paths)
-
-
-def _attribute(package: str, path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(f"{package}.{module}"), name)
+    packages = [package for package in (_UNIFIED, _STANDALONE) if package in sys.modules]
+    return tuple(resolve_name(f"{package}.{path}") for package in packages for path in paths)

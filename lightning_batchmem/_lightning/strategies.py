@@ -1,4 +1,4 @@
-"""Both packages of Lightning, supported strategies, and steps without synchronization.
+"""Supported strategies, and steps without their synchronization.
 
 The private names used here are those of lightning 2.5.0 and 2.6.6.
 """
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
-from torch.distributed import ReduceOp
 from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,11 +39,9 @@ def check_strategy(trainer: Trainer) -> None:
 
 def steps_are_collective(trainer: Trainer) -> bool:
     """Whether every step needs all ranks: sharded parameters, or SyncBatchNorm."""
-    if trainer.world_size == 1:
-        return False
-    is_sharded = _is_strategy(trainer, "ModelParallelStrategy")
-    return is_sharded or any(
-        isinstance(module, SyncBatchNorm) for module in trainer.lightning_module.modules()
+    return trainer.world_size > 1 and (
+        _is_strategy(trainer, "ModelParallelStrategy")
+        or any(isinstance(module, SyncBatchNorm) for module in trainer.lightning_module.modules())
     )
 
 
@@ -56,15 +53,14 @@ def is_synchronized(trainer: Trainer) -> bool:
 @contextmanager
 def without_synchronization(trainer: Trainer) -> Iterator[None]:
     """Run steps on one rank only, without collectives of DDP and of the strategy."""
-    strategy = trainer.strategy
-    wrapper = trainer.strategy.model
     if trainer.world_size == 1:
         yield
         return
-    # The wrapper stays alive with its buckets. Its no_sync would exchange buffers in the first
+    strategy = trainer.strategy
+    # A wrapper of DDP stays alive with its buckets. Its no_sync would exchange buffers in the first
     # forward pass (torch 2.5.1, 2.13).
-    if isinstance(wrapper, DistributedDataParallel):
-        strategy.model = trainer.lightning_module
+    wrapper = strategy.model
+    strategy.model = trainer.lightning_module
     collectives = _local_collectives(trainer.world_size)
     vars(strategy).update(collectives)
     try:
@@ -80,7 +76,8 @@ def without_synchronization(trainer: Trainer) -> Iterator[None]:
 @cache
 def _local_collectives(world_size: int) -> dict[str, Callable[..., Any]]:
     def reduce(tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        is_sum = reduce_op == ReduceOp.SUM or str(reduce_op).lower() == "sum"
+        # It is a word, or an operation such as RedOpType.SUM of torch.distributed.
+        is_sum = str(reduce_op).upper().endswith("SUM")
         return tensor * world_size if is_sum and isinstance(tensor, Tensor) else tensor
 
     def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -100,17 +97,13 @@ def wrap_again(trainer: Trainer) -> None:
     A synchronized step reorders the buckets of the old wrapper, which changes sums.
     """
     strategy: Any = trainer.strategy
-    if _is_strategy(trainer, "DDPStrategy") and isinstance(strategy.model, DistributedDataParallel):
+    if is_synchronized(trainer):
         strategy.model = trainer.lightning_module
         # This frees the old wrapper before the new one takes as much memory.
         gc.collect()
         # This is state of the wrapper in lightning 2.6. Lightning 2.5.0 does not have it.
         strategy._pl_static_graph_delay_done = False
         strategy.configure_ddp()
-
-
-def processes_on_node(trainer: Trainer) -> int:
-    return max(1, int(getattr(trainer.strategy, "num_processes", 1)))
 
 
 def _is_strategy(trainer: Trainer, *names: str) -> bool:

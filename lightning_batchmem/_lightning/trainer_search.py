@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_batchmem._lightning.apply import record_training_setup, search_conditions
-from lightning_batchmem._lightning.clean_start import CleanStart, RecordedState
-from lightning_batchmem._lightning.data_source import validation_source
-from lightning_batchmem._lightning.run_step import EvaluationLoop
-from lightning_batchmem._lightning.session import LightningSession, SessionFactory
+from lightning_batchmem._lightning.apply import (
+    record_training_setup,
+    search_conditions,
+    validation_setting,
+)
+from lightning_batchmem._lightning.bounds import stage_bounds, training_bounds
+from lightning_batchmem._lightning.clean_start import CleanStart
+from lightning_batchmem._lightning.data_source import attach_loaders, stage_loop, validation_loop
+from lightning_batchmem._lightning.hooks import configure_optimizers_again, freeze
+from lightning_batchmem._lightning.packages import lightning_name
+from lightning_batchmem._lightning.recorded_state import RecordedState
+from lightning_batchmem._lightning.session import LightningSession
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
-from lightning_batchmem._lightning.strategies import processes_on_node, wrap_again
-from lightning_batchmem._lightning.trainer_state import Loop, weight_average_bytes
+from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
+from lightning_batchmem._lightning.strategies import wrap_again
+from lightning_batchmem._lightning.trainer_state import weight_average_bytes
+from lightning_batchmem.batches.loaders import StageLoaders
+from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.devices import device_name
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.peaks import PhasePeaks
+from lightning_batchmem.devices.peaks import RequestedBytes
+from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan, make_plan
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import Chosen, SearchFailed, mib
+from lightning_batchmem.plan.records import Chosen, mib
+from lightning_batchmem.plan.reuse import changes_since
 from lightning_batchmem.plan.scaling import OptimizerStep, optimizer_step
 from lightning_batchmem.search.budget import Budget
 from lightning_batchmem.search.compiled import each_size_static
@@ -34,6 +48,7 @@ from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.search import BatchSizeSearch, SearchResult
 
 
+@dataclass(eq=False)
 class TrainerSearch:
     """Searches in a Trainer whose loop has not started, and leaves no other trace than the plan.
 
@@ -42,39 +57,33 @@ class TrainerSearch:
         device_memory: the memory of its device.
         options: the arguments of BatchFinder.
         policy: the numbers that steer the search.
+        ranks: the processes that search together.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        device_memory: DeviceMemory,
-        options: SearchOptions,
-        policy: SearchPolicy,
-    ) -> None:
-        self.ranks = Ranks(trainer.global_rank, trainer.world_size)
+    trainer: Trainer
+    device_memory: DeviceMemory
+    options: SearchOptions
+    policy: SearchPolicy
+    ranks: Ranks
+
+    def __post_init__(self) -> None:
+        trainer = self.trainer
+        device_memory = self.device_memory
+        options = self.options
         # On the host the copy of the weights is part of the resident set from the start.
-        later_bytes = 0
-        if not device_memory.held_is_resident_set:
-            later_bytes = weight_average_bytes(trainer)
-        self.budget = Budget(
-            device_memory, options, policy, processes_on_node(trainer), later_bytes
-        )
-        self.start_bytes = 0
-        self._trainer = trainer
-        self.device_memory = device_memory
-        self._options = options
-        self._policy = policy
-        self._phases = PhasePeaks(device_memory)
-        self._sessions = SessionFactory(
-            trainer, options, policy, self.budget, self.ranks, self._phases
-        )
+        later_bytes = 0 if device_memory.held_is_resident_set else weight_average_bytes(trainer)
+        self._budget = Budget(device_memory, options, self.policy, trainer.num_devices, later_bytes)
+        self._first_size = options.first_size(self.policy)
+        self._device = device_name(trainer.strategy.root_device)
+        # The number is that of live bytes when the search began its last rehearsal.
+        self._start_bytes = 0
         self._progress = SearchProgress(
             enabled=trainer.is_global_zero and trainer.progress_bar_callback is not None
         )
-        if self.budget.is_exceeded_by_option():
+        if self._budget.is_exceeded_by_option():
             rank_zero_warn(
                 f"memory_limit={options.memory_limit!r} is more than the device can provide,"
-                f" {mib(self.budget.provided_bytes())}."
+                f" {mib(self._budget.provided_bytes())}."
             )
 
     def training(
@@ -96,114 +105,230 @@ class TrainerSearch:
             RuntimeError: if no size fits.
             ValueError: if the batch size of the project cannot be set.
         """
-        trainer = self._trainer
-        options = self._options
-        with self.ranks.fail_together():
-            setup = record_training_setup(trainer, setting, options, plan_of_fit)
-            conditions = search_conditions(trainer, options)
-            earlier_plan = None
-            notes: list[str] = []
-            if given_plan is not None:
-                earlier_plan, notes = find_earlier_plan(
-                    given_plan,
-                    conditions,
-                    device=self._device,
-                    limit_bytes=self.budget.limit_bytes(),
-                    policy=self._policy,
-                    ranks=self.ranks,
-                )
-            setting.check()
-            validation = replace(
-                setting,
-                source=validation_source(trainer),
-                name=options.eval_batch_arg_name or setting.name,
+        setup = record_training_setup(setting, self.options, plan_of_fit)
+        conditions = search_conditions(self.trainer, self.options)
+        earlier_plan = None
+        notes: list[str] = []
+        if given_plan is not None:
+            earlier_plan, notes = find_earlier_plan(
+                given_plan,
+                conditions,
+                device=self._device,
+                limit_bytes=self._budget.limit_bytes(),
+                policy=self.policy,
+                ranks=self.ranks,
             )
-            clean_start = self._clean_start(recorded, [setting, validation], trainer.fit_loop)
-            validation_result: SearchResult | None = None
-            epoch_batches = math.inf
-            with self._progress, each_size_static(), clean_start:
-                session, validation_session = self._sessions.training(
-                    clean_start, setting, validation
+        clean_start = CleanStart(self.trainer, self.device_memory, recorded)
+        validation_result: SearchResult | None = None
+        with self._progress, each_size_static(), clean_start.entered():
+            session, validation_session = self._training_sessions(clean_start, setting)
+            result = self._search_of(session).run(earlier_plan)
+            if validation_session is not None and isinstance(result.chosen, Chosen):
+                validation_result = self._search_of(validation_session).run(
+                    earlier_plan and earlier_plan.evaluation
                 )
-                result = self._search_of(session).run(earlier_plan)
-                if isinstance(result.chosen, Chosen):
-                    batches = session.batches_in_epoch(result.chosen.batch_size)
-                    epoch_batches = min(self.ranks.exchange(batches))
-                    if validation_session is not None:
-                        earlier = None if earlier_plan is None else earlier_plan.evaluation
-                        validation_result = self._search_of(validation_session).run(earlier)
-            wrap_again(trainer)
+        wrap_again(self.trainer)
         chosen = _chosen(result)
-        self.start_bytes = result.start_bytes
+        if self.device_memory.counts_live_bytes:
+            self._start_bytes = result.start_bytes
         validation_plan = None
         if validation_result is not None:
-            validation_plan = self._evaluation_plan(
-                _chosen(validation_result, "validation: "), validation_result, []
-            )
+            validation_chosen = _chosen(validation_result, "validation: ")
+            validation_plan = self._plan(validation_chosen, validation_result, OptimizerStep())
         step = optimizer_step(
             setup,
             chosen.batch_size,
-            epoch_batches,
-            target_batch_size=options.target_batch_size,
-            multiple_of=options.multiple_of,
-            lr_scaling=options.lr_scaling,
+            min(self.ranks.exchange(session.batches_in_epoch(chosen.batch_size))),
+            target_batch_size=self.options.target_batch_size,
+            multiple_of=self.options.multiple_of,
+            lr_scaling=self.options.lr_scaling,
         )
-        return make_plan(
-            chosen,
-            result.trials,
-            result.limits,
-            self._policy,
-            device=self._device,
-            notes=[*result.notes, *_old_values(setting, chosen), *notes],
-            step=step,
-            evaluation=validation_plan,
-            conditions=conditions,
+        notes = [*_old_values(setting, chosen), *notes]
+        return self._plan(
+            chosen, result, step, notes, evaluation=validation_plan, conditions=conditions
         )
 
-    def evaluation(
-        self, setting: BatchSizeSetting, loop: EvaluationLoop, recorded: RecordedState
-    ) -> Plan | None:
+    def evaluation(self, setting: BatchSizeSetting, recorded: RecordedState) -> Plan | None:
         """Search with forward passes; ``None`` if no loader of the stage follows the batch size.
 
         Raises:
             RuntimeError: if no size fits.
         """
-        with self.ranks.fail_together():
-            clean_start = self._clean_start(recorded, [setting], loop)
-            with self._progress, each_size_static(), clean_start:
-                session = self._sessions.evaluation(clean_start, setting, loop)
-                if session is None:
-                    return None
-                result = self._search_of(session).run()
+        clean_start = CleanStart(self.trainer, self.device_memory, recorded)
+        with self._progress, each_size_static(), clean_start.entered():
+            session = self._evaluation_session(clean_start, setting)
+            if session is None:
+                return None
+            result = self._search_of(session).run()
         chosen = _chosen(result)
-        return self._evaluation_plan(chosen, result, _old_values(setting, chosen))
+        return self._plan(chosen, result, OptimizerStep(), _old_values(setting, chosen))
 
-    @property
-    def _device(self) -> str:
-        return device_name(self._trainer.strategy.root_device)
+    def plan_of_checkpoint(self, checkpoint: dict[str, Any]) -> Plan:
+        """The plan of the checkpoint that a run resumes from; a warning has its changes."""
+        plan = Plan.from_json(json.dumps(checkpoint["plan"]))
+        changes = changes_since(
+            plan,
+            # Version 0.1.0 stored the options as "wishes".
+            checkpoint.get("options", checkpoint.get("wishes", {})),
+            self.options.as_json(),
+            device=self._device,
+            limit_bytes=self._budget.limit_bytes(),
+            policy=self.policy,
+        )
+        accumulate = self.trainer.accumulate_grad_batches
+        if self.options.target_batch_size is None and plan.accumulate_grad_batches != accumulate:
+            plan = replace(plan, accumulate_grad_batches=accumulate, effective_batch_size=None)
+        text = f"BatchFinder continues with batch size {plan.batch_size} of the checkpoint"
+        if changes:
+            rank_zero_warn(
+                f"{text}, although {', and '.join(changes)}. search_on_resume=True searches again."
+            )
+        else:
+            rank_zero_info(text)
+        return plan
 
-    def _clean_start(
-        self, recorded: RecordedState, settings: list[BatchSizeSetting], loop: Loop
-    ) -> CleanStart:
-        return CleanStart(self._trainer, self.device_memory, self._phases, recorded, settings, loop)
+    def check_start(self, batch: object, plan: Plan) -> None:
+        """Warn if training begins with more memory in use than the search did."""
+        if self._start_bytes == 0:
+            return
+        # A resumed run has restored the optimizer state, which the rehearsal made itself.
+        states = [optimizer.state for optimizer in self.trainer.optimizers]
+        made_bytes = bytes_of(tensors_in([batch, *states]), self.trainer.strategy.root_device)
+        current_bytes = RequestedBytes(self.device_memory).current().allocated_bytes
+        more_bytes = current_bytes - made_bytes - self._start_bytes
+        if more_bytes > self.policy.more_in_use_share * plan.limit_bytes:
+            rank_zero_warn(
+                f"Training begins with {mib(more_bytes)} more in use than the search did, for"
+                " example because of another callback. If it runs out of memory, lower"
+                " memory_limit by as much."
+            )
+
+    def _training_sessions(
+        self, clean_start: CleanStart, setting: BatchSizeSetting
+    ) -> tuple[LightningSession, LightningSession | None]:
+        """The session of the training, and that of a validation whose size is searched by itself.
+
+        Raises:
+            ValueError: if no loader follows the batch size.
+        """
+        trainer = self.trainer
+        has_own_size = self.options.eval_batch_arg_name is not None
+        project_size = setting.size
+        loaders = setting.loaders_for(self._first_size)
+        validation = validation_setting(setting, self.options)
+        evaluation = self._validation_steps(validation, may_be_fixed=not has_own_size)
+        if not all(self.ranks.exchange(evaluation is not None)):
+            evaluation = None
+        training = TrainingSteps(
+            trainer, trainer.fit_loop.epoch_loop, loaders, self._batches(loaders)
+        )
+        validation_loaders = None if evaluation is None else evaluation.loaders
+        clean_start.prepare = lambda: self._begin_training(loaders, validation_loaders)
+        bounds = training_bounds(
+            trainer,
+            loaders,
+            None if has_own_size else validation_loaders,
+            self.options,
+            self.policy,
+            project_size,
+        )
+        working = [steps.batches for steps in (training, evaluation) if steps is not None]
+        phase = None if has_own_size else evaluation
+        session = LightningSession(clean_start, setting, training, phase, bounds, working)
+        session.restart(self._first_size)
+        if evaluation is None or not has_own_size:
+            return session, None
+        return session, _session_of(clean_start, validation, evaluation)
+
+    def _evaluation_session(
+        self, clean_start: CleanStart, setting: BatchSizeSetting
+    ) -> LightningSession | None:
+        try:
+            loaders = setting.loaders_for(self._first_size, may_be_fixed=True)
+            follows = loaders.follows
+        except ValueError as error:
+            # In a training this is an error. This stage may not be meant for BatchFinder.
+            rank_zero_warn(str(error))
+            follows = False
+        if not all(self.ranks.exchange(follows)):
+            return None
+        loop = stage_loop(self.trainer)
+        steps = EvaluationSteps(self.trainer, loop, loaders, self._batches(loaders))
+        return _session_of(clean_start, setting, steps)
+
+    def _validation_steps(
+        self, setting: BatchSizeSetting, *, may_be_fixed: bool
+    ) -> EvaluationSteps | None:
+        """The steps of validation; ``None`` where there is none, or its loaders cannot be used."""
+        trainer = self.trainer
+        if not trainer.enable_validation or setting.source.is_empty:
+            return None
+        try:
+            if not may_be_fixed:
+                setting.check()
+            loaders = setting.loaders_for(self._first_size, may_be_fixed=may_be_fixed)
+            batches = self._batches(loaders)
+        except ValueError as error:
+            if not may_be_fixed:
+                raise
+            rank_zero_warn(f"BatchFinder leaves validation out of the search: {error}")
+            return None
+        return EvaluationSteps(trainer, validation_loop(trainer), loaders, batches)
+
+    def _batches(self, loaders: StageLoaders) -> ProbeBatches:
+        return ProbeBatches(
+            loaders,
+            self.options.worst_case,
+            policy=self.policy,
+            room_bytes=self._budget.free_bytes(),
+        )
+
+    def _begin_training(self, training: StageLoaders, validation: StageLoaders | None) -> None:
+        """Attach the loaders, configure optimizers, and call the hooks before the first step."""
+        trainer = self.trainer
+        attach_loaders(trainer, training, validation, self._first_size)
+        if self.options.target_batch_size is not None:
+            # With two micro batches, gradients are alive in backward too.
+            trainer.accumulate_grad_batches = 2
+        configure_optimizers_again(trainer)
+        freeze(config.scheduler for config in trainer.strategy.lr_scheduler_configs)
+        # _call_lightning_module_hook is private in lightning 2.5.0 to 2.6.6.
+        call_hook = lightning_name(trainer, "trainer.call._call_lightning_module_hook")
+        for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
+            call_hook(trainer, hook)
 
     def _search_of(self, session: LightningSession) -> BatchSizeSearch:
-        return BatchSizeSearch(session, self.budget, self.ranks, self._progress, rank_zero_info)
+        return BatchSizeSearch(session, self._budget, self.ranks, self._progress, rank_zero_info)
 
-    def _evaluation_plan(self, chosen: Chosen, result: SearchResult, notes: list[str]) -> Plan:
+    def _plan(
+        self,
+        chosen: Chosen,
+        result: SearchResult,
+        step: OptimizerStep,
+        notes: Sequence[str] = (),
+        **training: Any,
+    ) -> Plan:
         return make_plan(
             chosen,
             result.trials,
             result.limits,
-            self._policy,
+            self.policy,
             device=self._device,
             notes=[*result.notes, *notes],
-            step=OptimizerStep(),
+            step=step,
+            **training,
         )
 
 
+def _session_of(
+    clean_start: CleanStart, setting: BatchSizeSetting, steps: EvaluationSteps
+) -> LightningSession:
+    bounds = stage_bounds(setting.trainer, setting.source.stage, steps.loaders)
+    return LightningSession(clean_start, setting, None, steps, bounds, [steps.batches])
+
+
 def _chosen(result: SearchResult, prefix: str = "") -> Chosen:
-    if isinstance(result.chosen, SearchFailed):
+    if not isinstance(result.chosen, Chosen):
         raise RuntimeError(f"{prefix}{result.chosen.reason}")
     return result.chosen
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lightning_batchmem._lightning.attributes import LARGEST_ARRAY_BYTES, AttributeState
-from lightning_batchmem._lightning.module_state import ModuleState
+from lightning_batchmem._lightning.recorded_state import RecordedState
 
 
 @dataclass
@@ -34,6 +34,11 @@ class Tracker:
     def __next__(self):
         self.count += 1
         return self.count
+
+
+@dataclass(eq=False)
+class Hashable:
+    values: list[int]
 
 
 @dataclass(slots=True)
@@ -72,6 +77,11 @@ def grow(value):
         ({"old": 1, "other": 2}, fill, lambda v: list(v.items())),
         (defaultdict(int, old=1), fill, dict),
         ({1, 2}, lambda v: v.add(3), set),
+        (
+            {Hashable([1])},
+            lambda v: next(iter(v)).values.append(2),
+            lambda v: [list(item.values) for item in v],
+        ),
         (bytearray(b"ab"), lambda v: v.append(3), bytes),
         (
             Tracker([1], {"deep": [1]}),
@@ -108,7 +118,7 @@ def grow(value):
 def test_contents_are_restored_in_the_same_object(value, disturb, look):
     module = Module(value)
     before = look(value)
-    kept = ModuleState(module)
+    kept = RecordedState(module)
     disturb(module.value)
     assert look(value) != before
     kept.restore()
@@ -150,7 +160,7 @@ def test_containers_of_the_users_classes_are_restored():
     module = Derived()
     data = LightningDataModule()
     data.train = Counting()
-    kept = ModuleState(module, [data])
+    kept = RecordedState(module, others=[data])
     for container in (Base.history, Counting.cache["seen"]):
         container.append(2)
     Derived.names.add("y")
@@ -160,7 +170,7 @@ def test_containers_of_the_users_classes_are_restored():
     assert (Base.history, Counting.cache) == ([1], {"seen": []})
     assert (Derived.names, Derived.buffer) == ({"x"}, b"ab")
     assert not hasattr(data, "cache")
-    assert not kept.not_restorable
+    assert not kept.attributes.not_restorable
 
 
 class Run:
@@ -198,11 +208,11 @@ def test_an_object_that_is_not_restored_is_named_and_the_others_are_restored(val
     module = Module({"refuses": value, "other": [1]})
     # A parameter of any size is restored.
     module.weight = nn.Parameter(torch.zeros(LARGEST_ARRAY_BYTES // 4 + 1))
-    kept = ModuleState(module)
+    kept = RecordedState(module)
     module.weight.data += 1
     module.value["other"].append(2)
     kept.restore()
-    assert kept.not_restorable == [f"Module.value['refuses'] ({why})"]
+    assert kept.attributes.not_restorable == [f"Module.value['refuses'] ({why})"]
     assert module.value["other"] == [1]
     assert not module.weight.any()
 
@@ -215,7 +225,7 @@ def test_weights_and_structure_are_restored_when_the_walk_ends_early(monkeypatch
     data.rows = [[index] for index in range(1000)]
     weight = module.value.weight
     before = weight.detach().clone()
-    kept = ModuleState(module, [data])
+    kept = RecordedState(module, others=[data])
     weight.data += 1
     module.value.weight = nn.Parameter(torch.zeros(2, 2))
     module.value.eval()
@@ -225,13 +235,13 @@ def test_weights_and_structure_are_restored_when_the_walk_ends_early(monkeypatch
     assert torch.equal(weight, before)
     assert module.value.training
     assert not hasattr(module, "late")
-    assert any("(more than 100)" in what for what in kept.not_restorable)
+    assert any("(more than 100)" in what for what in kept.attributes.not_restorable)
 
 
 def test_a_buffer_written_with_its_graph_is_restored():
     module = Module(nn.Linear(1, 1))
     module.register_buffer("last", torch.zeros(1))
-    kept = ModuleState(module)
+    kept = RecordedState(module)
     module.last.copy_(module.value(torch.ones(1)))
     assert module.last.grad_fn is not None
     kept.restore()
@@ -249,7 +259,7 @@ class Refuses(list):
 
 def test_an_object_that_refuses_to_be_restored_is_a_warning():
     module = Module([Refuses([1]), [1]])
-    kept = ModuleState(module)
+    kept = RecordedState(module)
     for value in module.value:
         value.append(2)
     with pytest.warns(UserWarning, match=r"could not restore: Module\.value\[0\] \(TypeError\)"):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_batchmem._lightning.module_state import ModuleState, SavedStorages
+from lightning_batchmem._lightning.recorded_state import RecordedState, SavedStorages
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_views_and_shared_storages_are_kept_once():
 
 
 def test_storages_of_several_chunks(monkeypatch):
-    monkeypatch.setattr("lightning_batchmem._lightning.module_state._CHUNK_BYTES", 7)
+    monkeypatch.setattr("lightning_batchmem._lightning.recorded_state._CHUNK_BYTES", 7)
     lengths = (0, 1, 7, 23)
     tensors = [torch.arange(length) for length in lengths]
     kept = SavedStorages(tensors)
@@ -51,7 +51,7 @@ def test_storages_of_several_chunks(monkeypatch):
 def test_a_tensor_that_a_step_resizes(size):
     module = LightningModule()
     module.register_buffer("values", torch.arange(4.0))
-    state = ModuleState(module)
+    state = RecordedState(module)
     module.values.untyped_storage().resize_(4 * size)
     module.values.resize_(size).fill_(-1)
     state.restore()
@@ -155,7 +155,7 @@ def test_a_module_is_restored():
     called = []
     handle = module.layers.register_forward_pre_hook(lambda *_: called.append(1))
     before = described(module)
-    kept = ModuleState(module)
+    kept = RecordedState(module)
     disturb(module)
     assert all(old != new for old, new in zip(before, described(module), strict=True))
     kept.restore()
@@ -174,4 +174,4 @@ def test_a_lazy_parameter_is_refused():
             self.layer = nn.LazyLinear(3)
 
     with pytest.raises(ValueError, match=r"lazy parameter 'layer\.weight'"):
-        ModuleState(Lazy())
+        RecordedState(Lazy())

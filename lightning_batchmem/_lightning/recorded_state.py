@@ -1,4 +1,4 @@
-"""State of a module: recorded before the search, restored in place afterwards."""
+"""State outside the trainer: recorded before the search, restored in place afterwards."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import ctypes
 import os
 import tempfile
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+
+# Both functions are private in lightning 2.5.0 to 2.6.6.
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
 
-from lightning_batchmem._lightning.attributes import AttributeState
+from lightning_batchmem._lightning.attributes import AttributeState, refill
+from lightning_batchmem.batches.loaders import state_of
 from lightning_batchmem.devices.tensors import plain_tensors
 
 # About this many bytes are in memory, and in the page cache, at one time.
@@ -34,12 +39,9 @@ class SavedStorages:
         storages = {
             (flat.device, flat.data_ptr(), flat.numel()): flat for flat in map(_flat_bytes, tensors)
         }
-        self._on_host = [
-            flat for flat in storages.values() if flat.device.type == "cpu" and flat.numel() > 0
-        ]
-        self._on_device = [
-            (flat, flat.cpu()) for flat in storages.values() if flat.device.type != "cpu"
-        ]
+        self._flats = list(storages.values())
+        self._on_host = [flat for flat in self._flats if flat.is_cpu]
+        self._on_device = [(flat, flat.cpu()) for flat in self._flats if not flat.is_cpu]
         try:
             for chunk in self._host_chunks():
                 # A NumPy array is avoided, because torch cannot resize a storage that has had one.
@@ -53,7 +55,7 @@ class SavedStorages:
             ) from error
 
     def write_back(self) -> None:
-        for flat in (*self._on_host, *(flat for flat, _ in self._on_device)):
+        for flat in self._flats:
             # The size differs where a step resized a tensor in place.
             if flat.untyped_storage().nbytes() != flat.numel():
                 flat.untyped_storage().resize_(flat.numel())
@@ -61,11 +63,11 @@ class SavedStorages:
             flat.copy_(copied)
         self._file.seek(0)
         for chunk in self._host_chunks():
-            kept = torch.empty_like(chunk)
-            self._file.readinto(kept.numpy())
+            saved = torch.empty_like(chunk)
+            self._file.readinto(saved.numpy())
             # Unchanged memory is not written: it may be mapped read-only, or shared until a write.
-            if not torch.equal(chunk, kept):
-                chunk.copy_(kept)
+            if not torch.equal(chunk, saved):
+                chunk.copy_(saved)
 
     def _drop_pages(self) -> None:
         """Remove the file from the page cache, which counts against a memory control group."""
@@ -93,31 +95,47 @@ def _flat_bytes(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
-class ModuleState:
-    """State of a module and of ``others``, recorded once and restored in place.
+class RecordedState:
+    """Everything outside the trainer that a search may change, recorded once and restored in place.
 
-    The state is parameters, buffers, gradients, flags, hooks and plain attributes.
+    These are the random states of the process, and parameters, buffers, gradients, flags, hooks and
+    plain attributes of the objects below. Configuring the optimizers twice may change them too, so
+    they are recorded before the first time.
+
+    Args:
+        module: the module.
+        loaders: loaders that the project has made already.
+        others: other objects of the project, such as its datamodule.
     """
 
-    def __init__(self, module: LightningModule, others: Iterable[object] = ()) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        loaders: Sequence[DataLoader[Any]] = (),
+        others: Iterable[object] = (),
+    ) -> None:
+        self.loaders = loaders
+        self._random = _collect_rng_states()
         for name, parameter in module.named_parameters():
             if is_lazy(parameter):
                 raise ValueError(
                     "every parameter must be initialized before the search, got the lazy parameter"
                     f" {name!r}; run one forward pass in configure_model or before fit"
                 )
-        self._attributes = AttributeState([module, *others])
-        self.not_restorable = self._attributes.not_restorable
-        self.schedulers = self._attributes.schedulers
-        tensors = self._attributes.tensors
+        self.attributes = AttributeState([module, state_of(loaders), *others])
+        tensors = self.attributes.tensors
         leaves = [tensor for tensor in tensors if tensor.is_leaf]
+        self._leaves = [(leaf, leaf.detach(), leaf.requires_grad) for leaf in leaves]
+        self._gradients = [
+            (leaf, leaf.grad.detach().to("cpu", copy=True))
+            for leaf in leaves
+            if leaf.grad is not None
+        ]
         # Hooks on tensors are in no dictionary of an object, so they are recorded here. Both names
         # are private in torch 2.5.1 to 2.13.
         names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-        self._hooks = [(t, name, dict(getattr(t, name) or {})) for t in leaves for name in names]
-        self._aliases = [(t, t.detach(), t.requires_grad) for t in leaves]
-        self._gradients = [
-            (t, t.grad.detach().to("cpu", copy=True)) for t in leaves if t.grad is not None
+        self._hooks = [
+            (leaf, name, dict(getattr(leaf, name) or {})) for leaf in leaves for name in names
         ]
         # Of a DTensor, the shard of this rank is saved.
         self._storages = SavedStorages(
@@ -125,24 +143,26 @@ class ModuleState:
         )
 
     def restore(self) -> None:
-        refused = self._attributes.restore()
-        for tensor, alias, requires_grad in self._aliases:
-            if tensor.grad_fn is not None:
-                # A step wrote a value with its graph into this tensor.
-                tensor.detach_()
-            if tensor.data_ptr() != alias.data_ptr() or tensor.shape != alias.shape:
-                tensor.data = alias
-            if tensor.requires_grad != requires_grad:
-                tensor.requires_grad_(requires_grad)
-            tensor.grad = None
-        for tensor, name, kept in self._hooks:
-            hooks = getattr(tensor, name)
-            if hooks is not None and dict(hooks) != kept:
-                # The dictionary itself is filled again, because handles of the user refer to it.
-                hooks.clear()
-                hooks.update(kept)
-        self._storages.write_back()
-        for tensor, gradient in self._gradients:
-            tensor.grad = gradient.to(tensor.device)
-        if refused:
-            rank_zero_warn(f"BatchFinder could not restore: {'; '.join(refused)}")
+        try:
+            failed = self.attributes.restore()
+            for leaf, alias, requires_grad in self._leaves:
+                if leaf.grad_fn is not None:
+                    # A step wrote a value with its graph into this tensor.
+                    leaf.detach_()
+                if leaf.data_ptr() != alias.data_ptr() or leaf.shape != alias.shape:
+                    leaf.data = alias
+                leaf.requires_grad_(requires_grad)
+                leaf.grad = None
+            for leaf, name, recorded_hooks in self._hooks:
+                hooks = getattr(leaf, name)
+                if hooks is not None:
+                    # The dictionary itself is filled again, because handles of the user refer to
+                    # it.
+                    refill(hooks, recorded_hooks)
+            self._storages.write_back()
+            for leaf, gradient in self._gradients:
+                leaf.grad = gradient.to(leaf.device)
+        finally:
+            _set_rng_states(self._random)
+        if failed:
+            rank_zero_warn(f"BatchFinder could not restore: {'; '.join(failed)}")

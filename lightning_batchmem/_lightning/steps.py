@@ -1,0 +1,182 @@
+"""The user's real steps on given batches, in Lightning's own loops.
+
+The private names used here are those of lightning 2.5.0 and 2.6.6.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_batchmem._lightning.packages import lightning_name
+from lightning_batchmem.batches.loaders import StageLoaders
+from lightning_batchmem.batches.probe_batches import ProbeBatches
+
+# Makes a batch, and returns it with the index of its loader.
+MakeBatch = Callable[[], tuple[Any, int]]
+
+
+@dataclass
+class _BatchFetcher:
+    """The part of Lightning's ``_DataFetcher`` that the training loop uses."""
+
+    make_batch: MakeBatch
+    done = False
+
+    def __next__(self) -> tuple[Any, int, int]:
+        return *self.make_batch(), 0
+
+
+@dataclass(eq=False)
+class _StageSteps(ABC):
+    """Steps of one stage, on batches of real samples.
+
+    Args:
+        trainer: the Trainer.
+        loop: the loop of either Lightning package that runs the steps.
+        loaders: the loaders of the stage.
+        batches: the batches, made of samples of these loaders.
+    """
+
+    trainer: Trainer
+    loop: Any
+    loaders: StageLoaders
+    batches: ProbeBatches
+
+    @property
+    def follows_batch_size(self) -> bool:
+        return self.loaders.follows
+
+    @property
+    def sample_bytes(self) -> int:
+        return self.batches.held_bytes
+
+    def run(self, batch_size: int, index: int) -> None:
+        self._step(lambda: self.batches.batch(batch_size, index))
+
+    def run_other_lengths(self, batch_size: int, index: int) -> None:
+        self._step(lambda: self.batches.other_lengths(batch_size, index))
+
+    def release(self) -> None:
+        # A step that fails leaves its batch here. A prediction has no results.
+        if self.loop._results is not None:
+            self.loop._results.batch = None
+            self.loop._results.batch_size = None
+
+    @abstractmethod
+    def _step(self, make_batch: MakeBatch) -> None:
+        """Run one step of the loop."""
+
+
+class TrainingSteps(_StageSteps):
+    """The user's training step; under gradient accumulation, each step is a micro batch."""
+
+    first_phase = "forward"
+
+    def begin(self, batch_size: int) -> int:
+        trainer = self.trainer
+        self.loop.batch_progress = type(self.loop.batch_progress)()
+        # The results are new, because values may now be reduced in another way: on this rank only,
+        # or over all ranks.
+        self.loop._results = type(self.loop._results)(training=True)
+        trainer.fit_loop.max_batches = self.loaders.batches(batch_size)
+        # The first micro batch clears the gradients, and the last one makes the optimizer step.
+        # Those between them take no more memory than the last.
+        trainer.accumulate_grad_batches = min(2, trainer.accumulate_grad_batches)
+        return trainer.accumulate_grad_batches * self.batches.loaders_in_turn
+
+    def end(self) -> None:
+        """There is nothing to leave."""
+
+    def release(self) -> None:
+        super().release()
+        for parameter in self.trainer.lightning_module.parameters():
+            parameter.grad = None
+        for optimizer in self.trainer.optimizers:
+            optimizer.state.clear()
+
+    def _step(self, make_batch: MakeBatch) -> None:
+        """Run one step.
+
+        Raises:
+            RuntimeError: if the user's hooks or step end the epoch.
+        """
+        loop = self.loop
+        for _ in range(2):
+            try:
+                loop.advance(_BatchFetcher(make_batch))
+                break
+            except StopIteration as error:
+                counts = loop.batch_progress.current
+                # The counts differ in this way only for a batch that the hook skipped.
+                if counts.processed <= counts.started:
+                    raise RuntimeError(
+                        "the training step raised StopIteration, which would end the epoch, so"
+                        " BatchFinder cannot measure it. Begin the exhausted iterator again, or use"
+                        " next(iterator, default)."
+                    ) from error
+                # on_train_batch_start ended the epoch, so the next one begins.
+                loop.batch_progress = type(loop.batch_progress)()
+        else:
+            raise RuntimeError(
+                "on_train_batch_start returned -1 for the first batch, so BatchFinder cannot"
+                " measure a training step. Set the batch size by hand, or return -1 only after"
+                " training has begun."
+            )
+        if not loop._should_accumulate():
+            # Lightning counts in on_advance_end, which is not called because it also validates.
+            loop._batches_that_stepped += 1
+
+
+class EvaluationSteps(_StageSteps):
+    """The user's validation, test or prediction step, without gradients."""
+
+    first_phase = "evaluation"
+
+    def begin(self, batch_size: int) -> int:
+        """Enter the evaluation with the module's hooks."""
+        if self.trainer.training:
+            self.trainer.validating = True
+        counts = [self.loaders.batches(batch_size)] * len(self.loaders.sized)
+        # Where a name belongs to the other kind of loop only, this one does not read it.
+        vars(self.loop).update(
+            _combined_loader=self.loaders.combined,
+            # The loops only require that there is a fetcher of batches.
+            _data_fetcher=self,
+            batch_progress=type(self.loop.batch_progress)(),
+            _seen_batches_per_dataloader=defaultdict(int),
+            _max_batches=counts,
+            max_batches=counts,
+            epoch_batch_indices=[[] for _ in counts],
+        )
+        self._without_gradients(type(self.loop).on_run_start)
+        return self.batches.loaders_in_turn
+
+    def end(self) -> None:
+        getattr(self.loop, f"_on_{self._kind}_model_train")()
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            self.trainer.training = True
+
+    def _step(self, make_batch: MakeBatch) -> None:
+        def step(loop: Any) -> None:
+            batch, loader_index = make_batch()
+            # A prediction collects its outputs in these lists, for its return value.
+            loop._predictions = [[] for _ in self.loaders.sized]
+            getattr(loop, f"_{self._kind}_step")(batch, 0, loader_index, None)
+
+        self._without_gradients(step)
+
+    @property
+    def _kind(self) -> str:
+        """The word for the kind of loop in the names of its methods."""
+        return "predict" if hasattr(self.loop, "_predict_step") else "evaluation"
+
+    def _without_gradients(self, call: Callable[[Any], None]) -> None:
+        no_grad_context = lightning_name(self.loop, "loops.utilities._no_grad_context")
+        no_grad_context(call)(self.loop)
