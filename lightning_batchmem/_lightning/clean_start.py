@@ -121,8 +121,9 @@ class CleanStart:
         self._device_memory.release_cached()
 
     def again(self) -> None:
-        """Restore everything, drop optimizer states, release caches, and enter the state again."""
+        """Restore everything, drop gradients, release caches, and enter the state again."""
         self._undo.close()
+        self._trainer.lightning_module.zero_grad(set_to_none=True)
         self._device_memory.release_cached()
         self._enter()
         self.prepare()
