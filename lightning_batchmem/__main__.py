@@ -238,7 +238,10 @@ def _draw(parser: ArgumentParser, options: Namespace) -> int:
     if not log_dir.is_dir():
         parser.error(f"LOG_DIR must be a directory, got {str(log_dir)!r}")
     files = [
-        (path, name) for name in _READERS for path in sorted(log_dir.rglob(name.replace(".", "*.")))
+        (path, name)
+        for name in _READERS
+        for path in sorted(log_dir.rglob(name.replace(".", "*.")))
+        if path.is_file()
     ]
     number_of_figures = 0
     for path, name in files:

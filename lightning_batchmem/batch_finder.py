@@ -14,7 +14,12 @@ from rich.console import Console
 
 from lightning_batchmem._lightning.apply import apply_to_training, check_step, check_training
 from lightning_batchmem._lightning.clean_start import record
-from lightning_batchmem._lightning.data_source import stage_loop, stage_source, train_source
+from lightning_batchmem._lightning.data_source import (
+    discard_train_loader,
+    stage_loop,
+    stage_source,
+    train_source,
+)
 from lightning_batchmem._lightning.hooks import call_before
 from lightning_batchmem._lightning.recorded_state import RecordedState
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
@@ -159,7 +164,6 @@ class BatchFinder(Callback):
         self._search = None
         self._ranks = Ranks(trainer.global_rank, trainer.world_size)
         if is_fast_dev_run(trainer):
-            rank_zero_info("BatchFinder does nothing under fast_dev_run")
             return
         # The check comes before Lightning makes an engine that could not be made again.
         check_strategy(trainer)
@@ -183,15 +187,22 @@ class BatchFinder(Callback):
         recorded = self._recorded
         self._recorded = None
         self._cancel = None
+        if is_fast_dev_run(trainer):
+            rank_zero_info("BatchFinder does nothing under fast_dev_run")
+            return
         # With any of these at 0 there is no training.
-        limits = (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches)
-        if recorded is None or 0 in limits:
+        if 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches):
             return
         options = self._options
         continues = bool(self._checkpoint) and not self._search_on_resume
         # Settings, files and the user's hooks may differ between ranks, so one rank may fail alone.
         with self._ranks.fail_together():
             check_training(trainer, pl_module, options)
+            # A strategy may configure its optimizers in another way than by its own method.
+            recorded = recorded or record(trainer)
+            # Lightning has built the loader where configure_optimizers read
+            # estimated_stepping_batches.
+            discard_train_loader(trainer)
             source = train_source(trainer)
             setting = BatchSizeSetting(trainer, pl_module, options.batch_arg_name, source)
             setting.check()
@@ -203,7 +214,8 @@ class BatchFinder(Callback):
                 recorded.restore()
             else:
                 plan = search.training(setting, recorded, self._plan_of_fit, self._given_plan)
-                self._search = search
+                if search.start_bytes > 0:
+                    self._search = search
             apply_to_training(setting, plan, options)
         self.plan = plan
         self._plan_of_fit = plan

@@ -19,10 +19,8 @@ class CallbackAdder(Callback):
         """Insert them after this one, so that their ``setup`` runs next."""
         # mypy does not see attributes that Lightning sets outside the class Trainer.
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        missing = [
-            callback
-            for callback in self._callbacks
-            if not any(isinstance(other, type(callback)) for other in callbacks)
-        ]
+        # Names are compared, because the classes for the two packages of Lightning differ.
+        names = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
+        missing = [callback for callback in self._callbacks if type(callback).__name__ not in names]
         index = callbacks.index(self) + 1
         callbacks[index:index] = missing

@@ -244,6 +244,7 @@ class MemoryProfiler(Callback):
 
     def _begin(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         device = trainer.strategy.root_device
+        device_memory = self.device_memory(device)
         csv = None
         if self._has_csv and self._log_dir is not None and trainer.is_global_zero:
             csv = StepCsv(self._log_dir, resume=trainer.global_step > 0, own_path=self._csv_path)
@@ -252,12 +253,13 @@ class MemoryProfiler(Callback):
             trainer,
             module,
             stage,
-            device_memory=self.device_memory(device),
+            device_memory=device_memory,
             csv=csv,
-            snapshot=OomSnapshot.start(self._log_dir, device) if self._has_snapshot else None,
             items_fn=self._items_fn,
             has_progress_bar=self._has_progress_bar,
         )
+        if self._has_snapshot:
+            self._run.snapshot = OomSnapshot.start(self._log_dir, device)
 
     def _finish(self, trainer: Trainer, *, is_complete: bool = True) -> None:
         run = self._run

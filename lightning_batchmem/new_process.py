@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
@@ -74,7 +73,7 @@ def call_in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
         process = subprocess.run([sys.executable, "-c", program], env=environment)  # noqa: S603
         if not answer.exists():
             text = f"its process ended with exit code {process.returncode}"
-            if process.returncode == -signal.SIGKILL:
+            if process.returncode == -9:
                 text += ", killed perhaps because the host's memory was full"
             raise ChildProcessError(text)
         # The file was written by a process of the same user.

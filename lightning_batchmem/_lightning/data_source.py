@@ -14,8 +14,6 @@ from lightning.pytorch import Trainer
 # _DataLoaderSource is private in lightning 2.5.0 to 2.6.6.
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities import CombinedLoader
-
-# CombinedLoader uses the same private module of torch in lightning 2.5.0 to 2.6.6.
 from torch.utils.data import DataLoader
 
 from lightning_batchmem._lightning.packages import lightning_name

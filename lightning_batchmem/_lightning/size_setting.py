@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from numbers import Integral
 
 from lightning.pytorch import LightningModule, Trainer
@@ -117,11 +116,9 @@ class BatchSizeSetting:
             # Lightning raises such an error too, but only after the search.
             raise ValueError(
                 'the loaders of train_dataloader must be combined by "min_size", "max_size" or'
-                ' "max_size_cycle", which'
-                ' Lightning can train with, got "sequential"'
+                ' "max_size_cycle", which Lightning can train with, got "sequential"'
             )
         sizes = self._sizes(combined)
-        twice_sizes = None
         if self.source.passed:
             follows = [not keeps_sizes] * len(sizes)
         elif len(sizes) == 1 and not may_be_fixed:
@@ -129,8 +126,16 @@ class BatchSizeSetting:
         else:
             twice_sizes = self._sizes_at(2 * batch_size)
             self.write(batch_size)
-            # The numbers of loaders may differ, which the check below refuses.
-            follows = [size != twice for size, twice in zip_longest(sizes, twice_sizes)]
+            follows = [size != twice for size, twice in zip(sizes, twice_sizes, strict=False)]
+            is_multiple = [
+                twice in (size, 2 * size) for size, twice in zip(sizes, twice_sizes, strict=False)
+            ]
+            if len(twice_sizes) != len(sizes) or not all(is_multiple):
+                raise ValueError(
+                    f"{self.source.hook} must give each loader a fixed batch size, or"
+                    f" `{self.name}` times a number, got {_listed(sizes)} after {self.name} was set"
+                    f" to {batch_size}, and {_listed(twice_sizes)} at {2 * batch_size}"
+                )
         if not (any(follows) or may_be_fixed):
             raise ValueError(
                 f"{self.source.hook} must use `{self.name}`, got loaders of batch sizes"
@@ -143,12 +148,9 @@ class BatchSizeSetting:
                 batch_size if is_following else None,
                 replicas_of(self.trainer, loader),
             )
-            for loader, size, is_following in zip(combined.flattened, sizes, follows, strict=False)
+            for loader, size, is_following in zip(combined.flattened, sizes, follows, strict=True)
         ]
-        loaders = stage_loaders(combined, infos, self.source.hook)
-        if twice_sizes is not None:
-            self._check_sizes(2 * batch_size, twice_sizes, loaders)
-        return loaders
+        return stage_loaders(combined, infos, self.source.hook)
 
     def check_loaders(self, batch_size: int, loaders: StageLoaders) -> None:
         """Raise a ValueError unless new loaders have the predicted sizes at ``batch_size``.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.distributed import ReduceOp
 from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -76,8 +77,7 @@ def without_synchronization(trainer: Trainer) -> Iterator[None]:
 @cache
 def _local_collectives(world_size: int) -> dict[str, Callable[..., Any]]:
     def reduce(tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        # It is a word, or an operation such as RedOpType.SUM of torch.distributed.
-        is_sum = str(reduce_op).upper().endswith("SUM")
+        is_sum = reduce_op == ReduceOp.SUM or str(reduce_op).lower() == "sum"
         return tensor * world_size if is_sum and isinstance(tensor, Tensor) else tensor
 
     def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:

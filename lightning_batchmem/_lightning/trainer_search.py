@@ -76,10 +76,7 @@ class TrainerSearch:
         self._first_size = options.first_size(self.policy)
         self._device = device_name(trainer.strategy.root_device)
         # The number is that of live bytes when the search began its last rehearsal.
-        self._start_bytes = 0
-        self._progress = SearchProgress(
-            enabled=trainer.is_global_zero and trainer.progress_bar_callback is not None
-        )
+        self.start_bytes = 0
         if self._budget.is_exceeded_by_option():
             rank_zero_warn(
                 f"memory_limit={options.memory_limit!r} is more than the device can provide,"
@@ -120,17 +117,17 @@ class TrainerSearch:
             )
         clean_start = CleanStart(self.trainer, self.device_memory, recorded)
         validation_result: SearchResult | None = None
-        with self._progress, each_size_static(), clean_start.entered():
+        with self._progress() as progress, each_size_static(), clean_start.entered():
             session, validation_session = self._training_sessions(clean_start, setting)
-            result = self._search_of(session).run(earlier_plan)
+            result = self._search_of(session, progress).run(earlier_plan)
             if validation_session is not None and isinstance(result.chosen, Chosen):
-                validation_result = self._search_of(validation_session).run(
+                validation_result = self._search_of(validation_session, progress).run(
                     earlier_plan and earlier_plan.evaluation
                 )
         wrap_again(self.trainer)
         chosen = _chosen(result)
         if self.device_memory.counts_live_bytes:
-            self._start_bytes = result.start_bytes
+            self.start_bytes = result.start_bytes
         validation_plan = None
         if validation_result is not None:
             validation_chosen = _chosen(validation_result, "validation: ")
@@ -155,11 +152,11 @@ class TrainerSearch:
             RuntimeError: if no size fits.
         """
         clean_start = CleanStart(self.trainer, self.device_memory, recorded)
-        with self._progress, each_size_static(), clean_start.entered():
+        with self._progress() as progress, each_size_static(), clean_start.entered():
             session = self._evaluation_session(clean_start, setting)
             if session is None:
                 return None
-            result = self._search_of(session).run()
+            result = self._search_of(session, progress).run()
         chosen = _chosen(result)
         return self._plan(chosen, result, OptimizerStep(), _old_values(setting, chosen))
 
@@ -189,13 +186,11 @@ class TrainerSearch:
 
     def check_start(self, batch: object, plan: Plan) -> None:
         """Warn if training begins with more memory in use than the search did."""
-        if self._start_bytes == 0:
-            return
         # A resumed run has restored the optimizer state, which the rehearsal made itself.
         states = [optimizer.state for optimizer in self.trainer.optimizers]
         made_bytes = bytes_of(tensors_in([batch, *states]), self.trainer.strategy.root_device)
         current_bytes = RequestedBytes(self.device_memory).current().allocated_bytes
-        more_bytes = current_bytes - made_bytes - self._start_bytes
+        more_bytes = current_bytes - made_bytes - self.start_bytes
         if more_bytes > self.policy.more_in_use_share * plan.limit_bytes:
             rank_zero_warn(
                 f"Training begins with {mib(more_bytes)} more in use than the search did, for"
@@ -297,8 +292,13 @@ class TrainerSearch:
         for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
             call_hook(trainer, hook)
 
-    def _search_of(self, session: LightningSession) -> BatchSizeSearch:
-        return BatchSizeSearch(session, self._budget, self.ranks, self._progress, rank_zero_info)
+    def _progress(self) -> SearchProgress:
+        trainer = self.trainer
+        is_shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
+        return SearchProgress(enabled=is_shown)
+
+    def _search_of(self, session: LightningSession, progress: SearchProgress) -> BatchSizeSearch:
+        return BatchSizeSearch(session, self._budget, self.ranks, progress, rank_zero_info)
 
     def _plan(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_batchmem.plan.fit import fit_memory, fit_time
+from lightning_batchmem.plan.fit import fit_memory, fit_time, ran_through
 from lightning_batchmem.plan.json_fields import from_json
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import (
@@ -127,8 +127,11 @@ def make_plan(
         conditions: what has to match before the plan is used again.
     """
     size = chosen.batch_size
-    rehearsal = next((trial for trial in reversed(trials) if trial.batch_size == size), None)
+    passed = ran_through(trial for trial in trials if trial.outcome == "ok")
+    rehearsal = next((trial for trial in passed if trial.batch_size == size), None)
     smaller = fit_memory([trial for trial in trials if trial.batch_size < size], policy)
+    # The learning rate comes first, because the console shows only one note.
+    all_notes = (step.learning_rate_note, *notes, *step.notes)
     return Plan(
         batch_size=size,
         limited_by=chosen.limited_by,
@@ -146,7 +149,7 @@ def make_plan(
         effective_batch_size=step.effective_batch_size,
         learning_rate=step.learning_rate,
         learning_rate_before=step.learning_rate_before,
-        notes=(*step.notes, *notes),
+        notes=tuple(note for note in all_notes if note),
         evaluation=evaluation,
         ranks=limits.ranks,
         conditions=conditions,

@@ -134,13 +134,15 @@ class OptimizerStep:
             evaluation.
         learning_rate: the new learning rate; ``None`` where it stays.
         learning_rate_before: the learning rate before that; ``None`` likewise.
-        notes: sentences about accumulation and learning rate.
+        learning_rate_note: a sentence about a learning rate that should change; or empty.
+        notes: sentences about the accumulation.
     """
 
     accumulate_grad_batches: int = 1
     effective_batch_size: int | None = None
     learning_rate: float | None = None
     learning_rate_before: float | None = None
+    learning_rate_note: str = ""
     notes: tuple[str, ...] = ()
 
 
@@ -171,12 +173,11 @@ def optimizer_step(
     rate = setup.learning_rate
     if base is not None and lr_scaling is not None and rate is not None:
         new_rate = rate * learning_rate_factor(lr_scaling, effective, base)
-        return OptimizerStep(accumulate, effective, new_rate, rate, tuple(notes))
+        return OptimizerStep(accumulate, effective, new_rate, rate, notes=tuple(notes))
+    note = ""
     if base is not None:
         note = learning_rate_note(setup.optimizer_names, base, effective)
-        # This note comes first, because the console shows only one.
-        notes = [note, *notes] if note else notes
-    return OptimizerStep(accumulate, effective, notes=tuple(notes))
+    return OptimizerStep(accumulate, effective, learning_rate_note=note, notes=tuple(notes))
 
 
 def size_range(limits: SearchLimits) -> tuple[int, int]:

@@ -229,7 +229,8 @@ class Prediction:
         completed = [trial for trial in plan.trials if trial.outcome == "ok"]
         sizes = [trial.batch_size for trial in completed] if training else []
         self._smallest = min(sizes, default=0)
-        self._largest = max_extrapolation * max(sizes, default=0)
+        # Without lines no size is compared, not even an empty batch.
+        self._largest = max_extrapolation * max(sizes, default=-1)
         self._model = MemoryModel(training)
         # An allocator takes the same bytes for the same step.
         self._bound = self._model

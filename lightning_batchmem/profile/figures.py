@@ -130,23 +130,31 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
             train_step = row["step"]
         drawn_step = row["step"] if train_step is None else train_step
         stages.setdefault(row["stage"], []).append((drawn_step, row))
-    figure, axes = _new_figure("Peak memory of each step", "step", "memory (MiB)")
+    all_steps = [step for points in stages.values() for step, _ in points]
+    # A figure is about a thousand pixels wide, and a file with every step would be large.
+    width = (max(all_steps) - min(all_steps)) // 1000 + 1
+    title = "Peak memory of each step"
+    if width > 1:
+        title = f"Peak memory, highest of every {width:,} steps"
+    figure, axes = _new_figure(title, "step", "memory (MiB)")
     for stage, points in stages.items():
         line = "solid"
         if stage == "train":
             for column, style in _PART_STYLES.items():
-                steps, values = _highest(points, column)
+                steps, values = _highest(points, column, width)
                 if steps:
                     axes.plot(steps, values, **style)
         elif "train" in stages:
             line = "none"
-        steps, values = _highest(points, "peak_allocated_mib")
-        axes.plot(steps, values, linestyle=line, **_STAGE_STYLES[stage])
+        steps, values = _highest(points, "peak_allocated_mib", width)
+        # A damaged file may name another stage.
+        other_style = {"label": f"peak ({stage})", "color": GREY, "marker": "x"}
+        axes.plot(steps, values, linestyle=line, **_STAGE_STYLES.get(stage, other_style))
     points = [point for points in stages.values() for point in points]
-    steps, limits = _highest(points, "limit_mib")
+    steps, limits = _highest(points, "limit_mib", width)
     if limits:
         # The last limit holds until the last step.
-        steps.append(max(step for step, _ in points))
+        steps.append(max(all_steps))
         limits.append(limits[-1])
     _draw_limit(axes, steps, limits)
     return _with_legend(figure)
@@ -245,8 +253,10 @@ def _draw_chosen_size(axes: Axes, plan: Plan) -> None:
     axes.set_xlim(0, _sizes(plan)[-1])
 
 
-def _highest(points: Iterable[tuple[int, Row]], column: str) -> tuple[list[int], list[float]]:
-    """Return the steps with a value, and the highest value of each.
+def _highest(
+    points: Iterable[tuple[int, Row]], column: str, width: int
+) -> tuple[list[int], list[float]]:
+    """Return the steps with a value, and the highest value of each ``width`` steps.
 
     A resumed run repeats steps, and the steps of an evaluation are drawn at one training step.
     """
@@ -254,7 +264,8 @@ def _highest(points: Iterable[tuple[int, Row]], column: str) -> tuple[list[int],
     for step, row in points:
         value: float | None = row.get(column)
         if value is not None:
-            highest[step] = max(value, highest.get(step, value))
+            first_step = step - step % width
+            highest[first_step] = max(value, highest.get(first_step, value))
     steps = sorted(highest)
     return steps, [highest[step] for step in steps]
 

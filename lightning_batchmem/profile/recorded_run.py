@@ -51,6 +51,8 @@ class Run:
     ) -> None:
         self.summary = summary
         self.is_table_due = is_table_due
+        # It records the allocator's events.
+        self.snapshot: OomSnapshot | None = None
         self._peak_bytes = peak_bytes
 
     @property
@@ -98,7 +100,6 @@ class RecordedRun(Run):
         stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
         device_memory: the memory to measure; None if it cannot be measured.
         csv: the file for the steps.
-        snapshot: records the allocator's events.
         items_fn: counts items in a batch.
         has_progress_bar: whether the progress bar shows peak and limit.
     """
@@ -111,7 +112,6 @@ class RecordedRun(Run):
         *,
         device_memory: DeviceMemory | None,
         csv: StepCsv | None,
-        snapshot: OomSnapshot | None,
         items_fn: Callable[[Any], float] | None,
         has_progress_bar: bool,
     ) -> None:
@@ -129,7 +129,6 @@ class RecordedRun(Run):
         self._stage = stage
         self._plan = plan
         self._csv = csv
-        self._snapshot = snapshot
         self._has_progress_bar = has_progress_bar
         self._recorder = StepRecorder(
             trainer,
@@ -176,7 +175,8 @@ class RecordedRun(Run):
         if record is None:
             return
         is_training = record.stage == "train"
-        is_logged = is_training and _is_logging_step(trainer, record.number)
+        num_steps = self._recorder.run_timer.steps
+        is_logged = is_training and _is_logging_step(trainer, num_steps)
         self._reporter.add(record)
         if is_logged:
             self._reporter.log("train", logging_step(trainer), self._recorder.read_device())
@@ -209,16 +209,16 @@ class RecordedRun(Run):
     ) -> Iterable[str]:
         if is_out_of_memory(error):
             yield self._recorder.explain_out_of_memory(trainer, module)
-            if self._snapshot is not None:
-                yield self._snapshot.write(trainer.global_rank)
+            if self.snapshot is not None:
+                yield self.snapshot.write(trainer.global_rank)
 
     def finish(self, trainer: Trainer, *, is_complete: bool) -> Run:
         """Log the remaining metrics, close the CSV and summarize the run.
 
         After an exception, the ranks exchange nothing, and no figures are logged.
         """
-        if self._snapshot is not None:
-            self._snapshot.stop()
+        if self.snapshot is not None:
+            self.snapshot.stop()
         self._recorder.close()
         is_training = self._stage == "train"
         step = _last_step(trainer) if is_training else logging_step(trainer)
@@ -235,15 +235,15 @@ class RecordedRun(Run):
             csv_path = self._csv.path
             self._csv.write_text(summary_name(self._stage), summary.to_json())
         if is_complete and is_training and summary is not None and trainer.is_global_zero:
-            log_figures(trainer.loggers, csv_path, self._plan, summary, step)
+            log_figures(self._reporter.loggers, csv_path, self._plan, summary, step)
         return Run(summary, self.run_peak_bytes, is_table_due=is_complete)
 
 
-def _is_logging_step(trainer: Trainer, number: int) -> bool:
-    """Whether the training is logged after the step with this number, which just ended."""
+def _is_logging_step(trainer: Trainer, num_steps: int) -> bool:
+    """Whether the training is logged after this number of steps of the run."""
     if logs_at_all(trainer):
         return logs_now(trainer)
-    return (number + 1) % _UNLOGGED_INTERVAL == 0
+    return num_steps % _UNLOGGED_INTERVAL == 0
 
 
 def _last_step(trainer: Trainer) -> int:

@@ -42,7 +42,8 @@ class StepReporter:
     ) -> None:
         self.limit_bytes: int | None = None
         # Without log_every_n_steps, nothing is sent to the loggers.
-        self._loggers = list(trainer.loggers) if logs_at_all(trainer) else []
+        self.loggers = list(trainer.loggers)
+        self._logs_metrics = logs_at_all(trainer)
         self._strategy = trainer.strategy
         self._world_size = trainer.world_size
         self._device_name = trainer.strategy.root_device.type
@@ -153,12 +154,12 @@ class StepReporter:
         self._log_metrics(metrics, step)
 
     def _log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        for logger in list(self._loggers):
+        for logger in list(self.loggers) if self._logs_metrics else ():
             try:
                 logger.log_metrics(dict(metrics), step=step)
             # A logger may raise anything, and must not end a training.
             except Exception as error:  # noqa: BLE001
-                self._loggers.remove(logger)
+                self.loggers.remove(logger)
                 name = type(logger).__name__
                 rank_zero_warn(
                     f"{name} gets no more metrics of MemoryProfiler:"

@@ -61,11 +61,7 @@ class Budget:
         return parse_memory_limit(self.options.memory_limit, provided_bytes) > provided_bytes
 
     def limit_bytes(self) -> int:
-        """The limit of this rank: ``memory_limit``, and at most a share of what is provided.
-
-        Raises:
-            ValueError: if the process already holds as much as ``memory_limit``.
-        """
+        """The limit of this rank: ``memory_limit``, and at most a share of what is provided."""
         provided_bytes = self.provided_bytes()
         wanted_bytes = parse_memory_limit(self.options.memory_limit, provided_bytes)
         return min(wanted_bytes, self._share_of(provided_bytes))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from lightning_batchmem.devices.breakdown import measure_breakdown
 from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.decide import decide
+from lightning_batchmem.plan.fit import ran_through
 from lightning_batchmem.plan.forecast import expected_seconds
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, SearchLimits, Trial
@@ -133,8 +134,9 @@ class BatchSizeSearch:
             held_bytes = max(self._ranks.exchange(own_held_bytes))
             if held_bytes <= limits.limit_bytes:
                 return replace(result, limits=limits)
-            alone_bytes = chosen_trial(result).held_bytes
-            more_bytes = max(1, held_bytes - alone_bytes)
+            passed = ran_through(trial for trial in result.trials if trial.outcome == "ok")
+            alone = next(trial for trial in passed if trial.batch_size == chosen.batch_size)
+            more_bytes = max(1, held_bytes - alone.held_bytes)
             room = replace(room, limit_bytes=room.limit_bytes - more_bytes)
             trials = [
                 trial
@@ -201,9 +203,3 @@ class BatchSizeSearch:
         worker_bytes = trial.worker_bytes if self._budget.device.holds_loader_workers else 0
         text = sentences.breakdown_of(trial.batch_size, str(breakdown), worker_bytes)
         return SearchFailed(f"{failure.reason} {text}")
-
-
-def chosen_trial(result: SearchResult) -> Trial:
-    """The last trial of the chosen size."""
-    size = result.chosen.batch_size if isinstance(result.chosen, Chosen) else 0
-    return next(trial for trial in reversed(result.trials) if trial.batch_size == size)

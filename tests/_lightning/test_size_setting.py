@@ -128,11 +128,11 @@ def test_loaders_that_follow_the_size(make, asked, at_three, at_ten, batches):
         ),
         (
             lambda size: [loader(size + 1), loader(size)],
-            r"must follow .* got loaders of batch sizes 7, 6 instead of 8, 6 after it was set to 6",
+            r"fixed batch size, or `batch_size` times a number, got 4, 3 after .* and 7, 6 at 6",
         ),
         (
             lambda size: [loader(size)] * size,
-            r"got loaders of batch sizes 6, 6, 6, 6, 6, 6 instead of 6, 6, 6 after it was set to 6",
+            r"must give each loader a fixed .* got 3, 3, 3 after .* and 6, 6, 6, 6, 6, 6 at 6",
         ),
         (
             lambda size: [loader(size)] * max(1, 5 - size),
