@@ -121,8 +121,8 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
     """
     if not any(row["peak_allocated_mib"] for row in rows):
         return None
-    # Each row with the step to draw it at, for each stage. An evaluation is drawn at the training
-    # step before it.
+    # The keys are stages, and the values are their rows, each with the step to draw it at. The row
+    # of an evaluation is drawn at the training step before it.
     stages: dict[str, list[tuple[int, Row]]] = {}
     train_step = None
     for row in rows:

@@ -66,8 +66,12 @@ class Run:
     def _record_nothing(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    begin_epoch = begin_step = enter_phase = end_step = end_epoch = _record_nothing
-    begin_validation = end_validation = forget_wait = _record_nothing
+    begin_epoch = end_step = end_epoch = end_validation = _record_nothing
+    # A recorded run replaces these by methods of its recorder.
+    begin_step: Callable[..., None] = _record_nothing
+    enter_phase: Callable[..., None] = _record_nothing
+    begin_validation: Callable[..., None] = _record_nothing
+    forget_wait: Callable[..., None] = _record_nothing
 
     def notes(
         self, error: BaseException, trainer: Trainer, module: LightningModule
@@ -139,6 +143,10 @@ class RecordedRun(Run):
             items_fn=items_fn,
             max_limit_bytes=math.inf if plan is None else plan.limit_bytes,
         )
+        self.begin_step = self._recorder.start
+        self.enter_phase = self._recorder.phase_peaks.enter
+        self.begin_validation = self._recorder.begin_validation
+        self.forget_wait = self._recorder.run_timer.forget_wait
         self._reporter = StepReporter(trainer, device_memory, timer, plan=plan, csv=csv)
         # The first step starts now.
         self._recorder.restart()
@@ -161,22 +169,16 @@ class RecordedRun(Run):
         self._recorder.restart()
         self._reporter.begin_epoch()
 
-    def begin_step(self, module: LightningModule, batch: object) -> None:
-        """Begin a step, whose batch has arrived."""
-        self._recorder.start(module, batch)
-
-    def enter_phase(self, phase: str) -> None:
-        """Begin another phase of the step."""
-        self._recorder.phase_peaks.enter(phase)
-
     def end_step(self, trainer: Trainer, module: LightningModule, batch: object) -> None:
         """End a step, and log the training if it is due."""
         record = self._recorder.stop(trainer, batch)
         if record is None:
             return
         is_training = record.stage == "train"
-        num_steps = self._recorder.run_timer.steps
-        is_logged = is_training and _is_logging_step(trainer, num_steps)
+        is_interval = self._recorder.run_timer.steps % _UNLOGGED_INTERVAL == 0
+        is_logged = is_training and (
+            logs_now(trainer) or (is_interval and not logs_at_all(trainer))
+        )
         self._reporter.add(record)
         if is_logged:
             self._reporter.log("train", logging_step(trainer), self._recorder.read_device())
@@ -191,18 +193,10 @@ class RecordedRun(Run):
         if trainer.world_size > 1 and logs_at_all(trainer):
             self._reporter.join_ranks(_last_step(trainer))
 
-    def begin_validation(self) -> None:
-        """Begin a validation in the training."""
-        self._recorder.begin_evaluation("validate")
-
     def end_validation(self, trainer: Trainer) -> None:
         """Report a validation in the training."""
         self._reporter.log_validation(logging_step(trainer), self._recorder.read_device())
-        self._recorder.end_evaluation()
-
-    def forget_wait(self) -> None:
-        """Make the wait for the next batch unknown."""
-        self._recorder.run_timer.forget_wait()
+        self._recorder.end_validation()
 
     def notes(
         self, error: BaseException, trainer: Trainer, module: LightningModule
@@ -237,13 +231,6 @@ class RecordedRun(Run):
         if is_complete and is_training and summary is not None and trainer.is_global_zero:
             log_figures(self._reporter.loggers, csv_path, self._plan, summary, step)
         return Run(summary, self.run_peak_bytes, is_table_due=is_complete)
-
-
-def _is_logging_step(trainer: Trainer, num_steps: int) -> bool:
-    """Whether the training is logged after this number of steps of the run."""
-    if logs_at_all(trainer):
-        return logs_now(trainer)
-    return num_steps % _UNLOGGED_INTERVAL == 0
 
 
 def _last_step(trainer: Trainer) -> int:

@@ -75,14 +75,16 @@ class StepRecorder:
     def restart(self) -> None:
         """Begin the next step now."""
         self.timer.restart()
-        self._mark()
+        if self._device_timer is not None:
+            self._mark(self._device_timer)
 
-    def begin_evaluation(self, stage: str) -> None:
+    def begin_validation(self) -> None:
+        """Begin a validation in the training."""
         self.run_timer.pause()
-        self.timer = StageTimer(stage)
+        self.timer = StageTimer("validate")
         self.restart()
 
-    def end_evaluation(self) -> None:
+    def end_validation(self) -> None:
         self.timer = self.run_timer
         self.run_timer.resume()
         # The start of workers and other callbacks take time around an evaluation.
@@ -93,19 +95,22 @@ class StepRecorder:
     def start(self, module: LightningModule, batch: object) -> None:
         """Begin a step, whose batch has arrived."""
         timer = self.timer
-        if not timer.start():
-            self._mark()
+        is_wait_known = timer.start()
+        if not is_wait_known and self._device_timer is not None:
+            self._mark(self._device_timer)
         self._in_step = True
         self._batch = batch
         self._start_bytes = None
         # The steady state begins with the first step after an optimizer step.
         if self.phase_peaks.stepped:
             self._is_steady = True
+        phase = "evaluation"
         if timer.stage == "train":
-            self._read_start()
-            self.phase_peaks.start("forward")
-        else:
-            self.phase_peaks.start("evaluation")
+            phase = "forward"
+            if timer.steps >= self._next_start_reading and self._device_memory is not None:
+                self._next_start_reading = next_start_reading(timer.steps)
+                self._start_bytes = self._device_memory.private_bytes()
+        self.phase_peaks.start(phase)
         breakdown = self.breakdown
         is_steady = self._is_steady and timer is self.run_timer
         if is_steady and breakdown is not None and breakdown.is_due:
@@ -113,22 +118,17 @@ class StepRecorder:
             breakdown.take(module, self._optimizers, batch)
             timer.resume()
 
-    def _read_start(self) -> None:
-        step = self.timer.steps
-        if self._device_memory is not None and step >= self._next_start_reading:
-            self._next_start_reading = next_start_reading(step)
-            self._start_bytes = self._device_memory.private_bytes()
-
     def stop(self, trainer: Trainer, batch: object) -> StepRecord | None:
         """End the step; None if Lightning skipped it because the loader returned None."""
         if not self._in_step:
             return None
         timer = self.timer
-        number = self._number(trainer)
         peaks = self.phase_peaks.stop()
+        number = timer.steps
         seconds, wait_seconds = timer.stop()
-        marks = self._mark()
+        marks = None if self._device_timer is None else self._mark(self._device_timer)
         if timer.stage == "train":
+            number = trainer.fit_loop.total_batch_idx
             if not self.phase_peaks.stepped and "optimizer_step" in peaks.phase_peak_bytes:
                 # No optimizer stepped after backward, as in a gradient accumulation.
                 after_bytes = peaks.phase_peak_bytes.pop("optimizer_step")
@@ -139,7 +139,9 @@ class StepRecorder:
             self._is_steady = True
         self._in_step = False
         self._batch = None
-        samples = self._samples_in(trainer, batch)
+        samples = samples_in(batch)
+        if samples is None:
+            samples = self._loader_batch_size(trainer)
         items = None
         if self._items_fn is not None:
             items = number_from("items_fn", self._items_fn(batch), nan=True)
@@ -155,8 +157,7 @@ class StepRecorder:
             self._start_bytes,
         )
         if timer is self.run_timer:
-            if self.breakdown is not None:
-                self.breakdown.add_peak(peaks.peak_bytes)
+            record.is_steady = self.breakdown is not None and self.breakdown.num_taken > 0
             if timer.steps == 1:
                 record.limit_bytes = self._device_reader.limit_bytes
         self._record = record
@@ -175,7 +176,10 @@ class StepRecorder:
         """The note of an error: the step that ran out of memory, and the contents of the memory."""
         where = "between two steps"
         if self._in_step:
-            where = f"in {self.timer.stage} step {self._number(trainer)}"
+            number = self.timer.steps
+            if self.timer.stage == "train":
+                number = trainer.fit_loop.total_batch_idx
+            where = f"in {self.timer.stage} step {number}"
             if (samples := samples_in(self._batch)) is not None:
                 where += f" with a batch of {samples:,} samples"
         if trainer.world_size > 1:
@@ -194,23 +198,14 @@ class StepRecorder:
         """Remove the hooks from the optimizers."""
         self.phase_peaks.unwatch()
 
-    def _number(self, trainer: Trainer) -> int:
-        if self.timer.stage == "train":
-            return trainer.fit_loop.total_batch_idx
-        return self.timer.steps
-
-    def _mark(self) -> tuple[object, object] | None:
+    def _mark(self, device_timer: AcceleratorTimer) -> tuple[object, object]:
         """Mark this moment on the device; return the previous mark and this one."""
-        if self._device_timer is None:
-            return None
         previous = self.timer.mark
-        self.timer.mark = self._device_timer.mark()
+        self.timer.mark = device_timer.mark()
         return previous, self.timer.mark
 
-    def _samples_in(self, trainer: Trainer, batch: object) -> int | None:
-        samples = samples_in(batch)
-        if samples is not None:
-            return samples
+    def _loader_batch_size(self, trainer: Trainer) -> int | None:
+        """Return the batch size of the training loader; warn once if it is not known either."""
         if self.timer.stage == "train":
             # Several loaders, and loaders that make their own batches, have no batch size.
             size = getattr(trainer.train_dataloader, "batch_size", None)

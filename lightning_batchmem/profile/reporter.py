@@ -64,6 +64,7 @@ class StepReporter:
         self._num_counted = 0
         self._totals: defaultdict[str, StageTotals] = defaultdict(StageTotals)
         self._epoch_peak_bytes = 0
+        self._steady_peak_bytes = 0
 
     def add(self, record: StepRecord) -> None:
         self._queue.append(record)
@@ -110,6 +111,8 @@ class StepReporter:
             self.limit_bytes = record.limit_bytes
         if peak_bytes > self._epoch_peak_bytes:
             self._epoch_peak_bytes = peak_bytes
+        if record.is_steady and peak_bytes > self._steady_peak_bytes:
+            self._steady_peak_bytes = peak_bytes
         if record.stage == "train" and (self._has_plan or record.start_bytes is not None):
             self._alerts.step(record, self.limit_bytes)
 
@@ -212,7 +215,7 @@ class StepReporter:
             phase_peak_bytes=total.phase_peak_bytes,
             peak_reserved_bytes=total.peak_reserved_bytes,
             limit_bytes=self.limit_bytes,
-            breakdown=None if breakdown is None else breakdown.at_peak(),
+            breakdown=None if breakdown is None else breakdown.at_peak(self._steady_peak_bytes),
             samples_per_second=total.samples.value(self._world_size),
             step_seconds=total.step_seconds,
             data_wait_share=total.data_wait.value(),

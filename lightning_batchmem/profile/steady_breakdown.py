@@ -31,8 +31,7 @@ class SteadyBreakdown:
         self._device_memory = device_memory
         self._device = device
         self._at_start: MemoryBreakdown | None = None
-        self._num_taken = 0
-        self._peak_bytes = 0
+        self.num_taken = 0
         # Whether to call :meth:`take` at the start of the next steady-state step.
         self.is_due = True
         # The resident set includes memory that earlier steps freed, which belongs to the
@@ -55,22 +54,20 @@ class SteadyBreakdown:
             breakdown = replace(breakdown, other_bytes=other_bytes)
         self._at_start = breakdown
         self.outside_bytes = self._device_memory.non_torch_bytes()
-        self._num_taken += 1
+        self.num_taken += 1
         # An evaluation has no optimizers, and so no gradients to look for.
         self.is_due = (
-            bool(optimizers) and not breakdown.gradients_bytes and self._num_taken < _MAX_BREAKDOWNS
+            bool(optimizers) and not breakdown.gradients_bytes and self.num_taken < _MAX_BREAKDOWNS
         )
 
-    def add_peak(self, peak_bytes: int) -> None:
-        """Add the peak of a step, which counts from the first steady-state step on."""
-        if self._at_start is not None:
-            self._peak_bytes = max(self._peak_bytes, peak_bytes)
+    def at_peak(self, peak_bytes: int) -> MemoryBreakdown | None:
+        """Return the breakdown at a steady-state peak.
 
-    def at_peak(self) -> MemoryBreakdown | None:
-        """Return the breakdown at the highest peak; None before a steady-state step ended."""
-        if self._at_start is None or not self._peak_bytes:
+        It is None if the peak is 0, before the first steady-state step ended.
+        """
+        if self._at_start is None or not peak_bytes:
             return None
-        return self._at_start.at_peak(self._peak_bytes)
+        return self._at_start.at_peak(peak_bytes)
 
     def at_failure(
         self, module: Module, optimizers: Iterable[Optimizer], batch: object, peak_bytes: int

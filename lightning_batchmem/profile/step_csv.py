@@ -18,6 +18,7 @@ from lightning_batchmem.profile.step_record import StepRecord
 
 NAME = "memory_per_batch.csv"
 PLAN_NAME = "batch_plan.json"
+_PHASE_COLUMNS = {phase: f"{phase}_peak_mib" for phase in PHASES}
 COLUMNS = (
     "step",
     "stage",
@@ -31,7 +32,7 @@ COLUMNS = (
     "data_wait_pct",
     "gpu_pct",
     "cpu_pct",
-    *(f"{phase}_peak_mib" for phase in PHASES),
+    *_PHASE_COLUMNS.values(),
 )
 _HEADER = ",".join(COLUMNS) + "\r\n"
 
@@ -116,7 +117,7 @@ def _row(step: StepRecord, world_size: int) -> dict[str, object]:
     if phases:
         row["peak_allocated_mib"] = _mib(max(phases.values()))
     for phase, peak_bytes in phases.items():
-        row[f"{phase}_peak_mib"] = _mib(peak_bytes)
+        row[_PHASE_COLUMNS[phase]] = _mib(peak_bytes)
     if seconds > 0:
         if step.batch_size is not None:
             row["samples_per_s"] = f"{step.batch_size * world_size / seconds:.3f}"

@@ -31,6 +31,8 @@ class StepRecord:
     marks: tuple[object, object] | None = None
     # This process held so many bytes at the start of the step.
     start_bytes: int | None = None
+    # This is true if the memory breakdown describes the step.
+    is_steady: bool = False
     # The device took this time between the marks. It is None until it is known.
     device_seconds: float | None = None
     limit_bytes: int | None = None
