@@ -19,7 +19,7 @@ class OomSnapshot:
     """Records the allocator's events, and writes them when memory ran out.
 
     A history that somebody else records is written too, and continues. This needs CUDA: only
-    ``torch.cuda`` tells whether a history is recorded already.
+    ``torch.cuda`` can report whether a history is recorded already.
 
     Source: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html; read in torch 2.5.1 and
     2.13.

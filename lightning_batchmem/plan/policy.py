@@ -127,7 +127,8 @@ class SearchPolicy:
     slow_step_seconds: float = 2.0
     """Slower steps are repeated less often. Source: It bounds the time of a search."""
     announced_seconds: float = 30.0
-    """A search that is expected to take longer says so. Source: Patience."""
+    """The expected time of a search is printed if it is longer than this. Source: A shorter search
+    needs no message."""
     restart_seconds: float = 2.0
     """Expected time to restore everything before a rehearsal. Source: Collecting garbage twice, and
     writing the weights back."""

@@ -24,7 +24,7 @@ from lightning_batchmem.search.trial import TrialRunner
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The size that a search chose, and what the plan says about the search.
+    """The size that a search chose, and what its plan is made of.
 
     Args:
         chosen: the size, or why there is none.

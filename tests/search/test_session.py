@@ -25,14 +25,14 @@ def device(device):
 
 
 def searched(session, policy=POLICY, earlier_plan=None, **options):
-    told = []
+    messages = []
     options = SearchOptions(**{"multiple_of": 1, **options})
     device = session.device_memory
     budget = Budget(device, options, policy)
     progress = SearchProgress(enabled=False)
     ranks = Ranks(0, 1)
-    search = BatchSizeSearch(session, budget, ranks, progress, told.append)
-    return search.run(earlier_plan), told
+    search = BatchSizeSearch(session, budget, ranks, progress, messages.append)
+    return search.run(earlier_plan), messages
 
 
 def plan_of(result):
@@ -49,7 +49,7 @@ def plan_of(result):
 
 def test_a_search_needs_no_lightning(device):
     session = FakeSession(device, law)
-    result, told = searched(session)
+    result, messages = searched(session)
     plan = plan_of(result)
     # The limit is 475 MiB: 0.9 of it are 328 samples, 0.94 are 347.
     assert [(trial.batch_size, trial.kind) for trial in result.trials] == [
@@ -60,7 +60,7 @@ def test_a_search_needs_no_lightning(device):
     assert session.restarts == [328, 347]
     assert session.batch_size == 347
     assert plan.notes == ("a note of the samples",)
-    assert told == []
+    assert messages == []
     assert device.num_ooms == 0
 
 
@@ -109,9 +109,9 @@ def test_loader_workers_count_on_the_host(device):
 
 
 def test_a_long_search_is_announced(device):
-    _, told = searched(FakeSession(device, law), SearchPolicy(announced_seconds=-1.0))
-    assert len(told) == 1
-    assert told[0].startswith("BatchFinder expects to search for")
+    _, messages = searched(FakeSession(device, law), SearchPolicy(announced_seconds=-1.0))
+    assert len(messages) == 1
+    assert messages[0].startswith("BatchFinder expects to search for")
 
 
 def test_a_policy_steers_the_search(device):
