@@ -47,7 +47,7 @@ class BatchFinder(Callback):
 
     Args:
         objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest
-            one within 5 % of the best samples per second.
+            one within 5 % of the best samples per second that were measured.
         memory_limit: the most memory that this process may hold: bytes (``2e9`` too), a text such
             as ``"20GiB"``, or a fraction in (0, 1] of what the device can provide to this process.
             ``None``, and at most: 0.95 of it.

@@ -130,9 +130,33 @@ def test_objective_throughput_ends_at_a_smaller_size(search, device, monkeypatch
     device.budget = 2000 * MIB
     plan = search(Lawful(device, timed), options={"objective": "throughput"})
     assert plan.limited_by == "throughput"
-    # The size is s * t0 * M / (t0 + c * M * (1 - s)), which is 3800 with M = 5000, t0 = 0.01,
-    # c = 1e-5 and s = 0.95.
-    assert plan.batch_size == pytest.approx(3800, rel=0.01)
+    # Throughput rises to the end of the ladder, 5,000 samples. 4,000 is measured between 3,200 and
+    # that, and has 96 % of its throughput.
+    assert plan.batch_size == plan.fastest_batch_size == 4000
+    sizes = [trial.batch_size for trial in plan.trials]
+    assert sizes == [2, 8, 32, 128, 512, 2048, 5000, 3200, 4000, 4000]
+    assert plan.trials[-1].samples_per_second == pytest.approx(4000 / 0.05)
+
+
+def test_the_whole_optimizer_step_is_timed_under_a_target(search, device, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("lightning_batchmem.search.steps.time.perf_counter", lambda: now[0])
+
+    def timed(size):
+        now[0] += 1e-4 * size
+        return 100 * MIB + size * MIB // 4
+
+    class SlowUpdate(Lawful):
+        def optimizer_step(self, *arguments):
+            super().optimizer_step(*arguments)
+            now[0] += 0.1
+
+    device.budget = 2000 * MIB
+    options = {"objective": "throughput", "target_batch_size": 1024}
+    plan = search(SlowUpdate(device, timed), options=options)
+    # An optimizer step of 1,024 samples takes 0.1024 s and an update of 0.1 s at any size.
+    assert plan.trials[0].samples_per_second == pytest.approx(1024 / 0.2024, rel=0.01)
+    assert (plan.batch_size, plan.accumulate_grad_batches) == (2, 512)
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3])

@@ -50,6 +50,10 @@ class LightningSession:
         self.phases = self.clean_start.phases
         self.all_steps = [steps for steps in (self.training, self.evaluation) if steps is not None]
         self.loaders = self.all_steps[0].loaders
+        # The search itself accumulates at most two batches.
+        self.accumulate_grad_batches = 1
+        if self.training is not None:
+            self.accumulate_grad_batches = trainer.accumulate_grad_batches
         self.evaluates_first = bool(trainer.num_sanity_val_steps)
         self.steps_are_collective = steps_are_collective(trainer)
         self.exchanges_gradients = self.training is not None and is_synchronized(trainer)

@@ -298,7 +298,7 @@ class TrainerSearch:
         return SearchProgress(enabled=is_shown)
 
     def _search_of(self, session: LightningSession, progress: SearchProgress) -> BatchSizeSearch:
-        return BatchSizeSearch(session, self._budget, self.ranks, progress, rank_zero_info)
+        return BatchSizeSearch(session, self._budget, self.ranks, progress)
 
     def _plan(
         self,

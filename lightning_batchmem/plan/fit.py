@@ -71,31 +71,47 @@ def fit_memory(trials: Iterable[Trial], policy: SearchPolicy | None = None) -> M
     return MemoryModel(lines)
 
 
-def fit_time(trials: Sequence[Trial]) -> TimeModel | None:
+def fit_time(trials: Sequence[Trial], policy: SearchPolicy | None = None) -> TimeModel | None:
     """Fit the wall time of a step, ``step_seconds = t0 + c * batch_size``, to the timed trials.
 
-    Neither part of the line is negative. ``None`` with fewer than two timed sizes.
+    The line has the least squares of the relative errors, and neither part of it is negative.
+    ``None`` with fewer than two timed sizes, and where the line is far off at one of them.
 
     Source: a step costs a fixed launch overhead ``t0`` plus ``c`` for each sample: the start-up
     time and the asymptotic rate of Hockney and Jesshope, Parallel Computers 2, 1988 (n-half and
-    r-infinity); least squares as in :func:`statistics.linear_regression`.
+    r-infinity).
     """
+    policy = policy or SearchPolicy()
     points = [
-        (t.batch_size, t.step_seconds)
-        for t in trials
-        if t.outcome != "out_of_memory" and t.step_seconds is not None
+        (trial.batch_size, trial.step_seconds)
+        for trial in trials
+        if trial.outcome != "out_of_memory" and trial.step_seconds
     ]
     sizes = [size for size, _ in points]
-    seconds = [value for _, value in points]
     if len(set(sizes)) < 2:
         return None
-    slope, intercept = statistics.linear_regression(sizes, seconds)
-    if slope < 0:
+    # The relative error is t0 * u + c * v - 1. Its squares are least where t0 * uu + c * uv = u and
+    # t0 * uv + c * vv = v.
+    inverse = [1 / seconds for _, seconds in points]
+    rates = [size / seconds for size, seconds in points]
+    u = sum(inverse)
+    v = sum(rates)
+    uu = sum(value * value for value in inverse)
+    uv = sum(value * rate for value, rate in zip(inverse, rates, strict=True))
+    vv = sum(rate * rate for rate in rates)
+    determinant = uu * vv - uv * uv
+    intercept = (u * vv - v * uv) / determinant
+    slope = (v * uu - u * uv) / determinant
+    if intercept < 0:
+        intercept = 0.0
+        slope = v / vv
+    elif slope < 0:
+        intercept = u / uu
         slope = 0.0
-        intercept = statistics.fmean(seconds)
-    elif intercept < 0:
-        slope, intercept = statistics.linear_regression(sizes, seconds, proportional=True)
-    return TimeModel(Line(intercept, slope, min(sizes), max(sizes)))
+    line = Line(intercept, slope, min(sizes), max(sizes))
+    if any(abs(line.at(size) / value - 1) > policy.time_line_error for size, value in points):
+        return None
+    return TimeModel(line)
 
 
 def _is_flat(ran: Sequence[Trial], policy: SearchPolicy) -> bool:

@@ -38,7 +38,7 @@ class Plan:
             be run.
         trials: every size that was run, in the order in which it was run.
         memory: the fitted memory lines; ``None`` when a single size was run.
-        time: the fitted time line; ``None`` likewise.
+        time: the fitted time line; ``None`` likewise, and where no line describes the times.
         reason: one sentence: why this size.
         device: where it was measured, such as ``"NVIDIA H100 80GB HBM3"`` or ``"host"``.
         accumulate_grad_batches: batches to an optimizer step.
@@ -52,6 +52,11 @@ class Plan:
             slowest's.
         held_peak_bytes: what the rehearsal took from the device: reserved bytes (CUDA) or the
             resident set without files that were mapped since (host); ``None`` when it is not known.
+        fastest_batch_size: the smallest size with at least 95 % of the best throughput that was
+            measured; ``None`` if nothing was timed.
+        largest_batch_size: the largest size that passed a rehearsal, or for
+            ``objective="throughput"`` the largest that is predicted to fit; ``None`` for a plan of
+            an earlier version.
         conditions: what has to match before ``BatchFinder(plan=...)`` uses the plan again: its
             options, ranks, precision and parameters; ``None`` for a plan of an evaluation, and of
             version 0.1.0.
@@ -76,6 +81,8 @@ class Plan:
     evaluation: Plan | None = None
     ranks: int = 1
     held_peak_bytes: int | None = None
+    fastest_batch_size: int | None = None
+    largest_batch_size: int | None = None
     conditions: Mapping[str, Any] | None = None
 
     def __str__(self) -> str:
@@ -124,6 +131,11 @@ def make_plan(
         notes: remarks on the search and the training, a sentence each.
         step: the optimizer steps of a training; ``OptimizerStep()`` for an evaluation.
         evaluation: the plan of validation's own size.
+        fastest_batch_size: the smallest size with at least 95 % of the best throughput that was
+            measured; ``None`` if nothing was timed.
+        largest_batch_size: the largest size that passed a rehearsal, or for
+            ``objective="throughput"`` the largest that is predicted to fit; ``None`` for a plan of
+            an earlier version.
         conditions: what has to match before the plan is used again.
     """
     size = chosen.batch_size
@@ -142,7 +154,7 @@ def make_plan(
         held_peak_bytes=None if rehearsal is None else rehearsal.peak_held_bytes,
         trials=tuple(trials),
         memory=fit_memory(trials, policy),
-        time=fit_time(trials),
+        time=fit_time(trials, policy),
         reason=chosen.reason,
         device=device,
         accumulate_grad_batches=step.accumulate_grad_batches,
@@ -152,5 +164,7 @@ def make_plan(
         notes=tuple(note for note in all_notes if note),
         evaluation=evaluation,
         ranks=limits.ranks,
+        fastest_batch_size=chosen.fastest_batch_size,
+        largest_batch_size=chosen.largest_batch_size,
         conditions=conditions,
     )

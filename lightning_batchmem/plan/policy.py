@@ -27,20 +27,20 @@ class SearchPolicy:
     first_size: int = 2
     """The first size, unless `min_batch_size` is given. Source: One sample is an error to BatchNorm
     and takes other code paths."""
-    second_growth: int = 4
-    """The second size is at most this multiple of the first. Source: Far enough apart to measure a
-    slope, and cheap."""
-    max_sizes: int = 8
-    """A search runs at most this many sizes. Source: It bounds the time of a search."""
-    max_sizes_compiled: int = 4
-    """The same for a module that `torch.compile` compiled. Source: Each size is compiled for
-    itself, which takes seconds to minutes."""
-    large_probe_share: float = 0.25
-    """A third probe is this share of the candidate. Source: It shows a bend of the line while that
-    is harmless."""
-    large_probe_limit_share: float = 0.45
-    """The third probe runs only if it is predicted to need at most this share of the limit. Source:
-    Half of `candidate_share`."""
+    ladder_growth: int = 4
+    """Small sizes are measured on a ladder: each size is this multiple of the one before. Source:
+    All of them together take a third more steps than the largest alone."""
+    ladder_limit_share: float = 0.45
+    """Where running out of memory is an error that can be caught, a size on the ladder runs if it is
+    predicted to need at most this share of the limit. Source: Half of `candidate_share`."""
+    ladder_sizes_compiled: int = 2
+    """Sizes on the ladder of a module that `torch.compile` compiled, unless the objective is
+    throughput. Source: Each size is compiled for itself, which takes seconds to minutes."""
+    max_sizes: int = 5
+    """Besides the ladder, a search runs at most this many sizes. Source: It bounds the time of a
+    search."""
+    max_sizes_compiled: int = 2
+    """The same for a module that `torch.compile` compiled. Source: As above."""
     between_probes_sizes: int = 3
     """A size between two probes of which one failed runs only if more sizes than this are left.
     Source: A candidate and two steps down need three sizes."""
@@ -65,9 +65,24 @@ class SearchPolicy:
     min_gain_when_killed: float = 0.1
     """The same where an overrun kills the process. Source: trainings in memory control groups:
     `python -m benchmarks.search`."""
-    throughput_share: float = 0.95
-    """`objective="throughput"` chooses the smallest size with this share of the best speed. Source:
+    near_best_share: float = 0.95
+    """The smallest size with this share of the best throughput counts as the fastest. Source:
     Beyond it, more memory gains next to no speed."""
+    least_rise: float = 0.05
+    """Throughput that rises by less than this share from size to size counts as flat. Source: Twice
+    the noise of the fastest of a few steps: `python -m benchmarks.throughput`."""
+    flat_sizes: int = 2
+    """After this many sizes without a rise, no larger size is timed. Source: One size may be slow
+    by itself, where a library changes its algorithm."""
+    refinements: int = 2
+    """Sizes between two sizes of the ladder that are timed in addition. Source: The ladder is
+    coarse; each of them halves the gap."""
+    least_gap: float = 1.5
+    """Sizes closer than this ratio have no size between them that is worth a measurement. Source:
+    Throughput is flat near its best size."""
+    slower_share: float = 0.1
+    """A note is printed if a smaller size was faster by this share. Source: Less is not worth
+    another search."""
 
     # The limit and the reserves.
 
@@ -110,7 +125,10 @@ class SearchPolicy:
     """Warm-up ends here even if an optimizer has not stepped. Source: fp16 skips the first steps
     while it looks for its loss scale."""
     measured_steps: int = 2
-    """Steps whose peaks and times a probe measures. Source: The second shows a difference."""
+    """Steps of an evaluation, and last steps of a rehearsal, whose peaks are measured. Source: The
+    second shows a difference."""
+    timed_steps: int = 3
+    """Timed steps of a probe. Source: The fastest of three is free of most disturbances."""
     steady_steps: int = 5
     """Steps of a rehearsal after the warm-up. Source: With fewer, trainings ran out of memory in
     later steps; simulated CUDA allocators: `python -m benchmarks.simulated_cuda`."""
@@ -124,18 +142,8 @@ class SearchPolicy:
     """A rehearsal on a device also has a batch of this share of the size. Source: Its gradients lie
     between those of full batches and cannot be released; simulated CUDA allocators: `python -m
     benchmarks.simulated_cuda`."""
-    slow_step_seconds: float = 2.0
+    slow_step_seconds: float = 1.0
     """Slower steps are repeated less often. Source: It bounds the time of a search."""
-    announced_seconds: float = 30.0
-    """The expected time of a search is printed if it is longer than this. Source: A shorter search
-    needs no message."""
-    restart_seconds: float = 2.0
-    """Expected time to restore everything before a rehearsal. Source: Collecting garbage twice, and
-    writing the weights back."""
-    steps_of_a_probe: int = 7
-    """Expected steps of a probe, with its evaluation. Source: Counted in `tests/search`."""
-    steps_of_a_rehearsal: int = 14
-    """Expected steps of a rehearsal, with its evaluation. Source: Counted in `tests/search`."""
 
     # The lines.
 
@@ -148,6 +156,10 @@ class SearchPolicy:
     flat_bytes: int = 64 * 2**20
     """The same, where held bytes grow by more than this. Source: A few segments of the allocator.
     """
+
+    time_line_error: float = 0.1
+    """A line of the step time is kept if no measured time is off by more than this share. Source:
+    It predicts nothing where it does not describe what was measured."""
 
     # The samples.
 

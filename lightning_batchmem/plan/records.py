@@ -65,8 +65,11 @@ class Trial:
         reserve_bytes: bytes to keep free on top, for what a few steps cannot measure (host only).
         fixed_bytes: live bytes that last from one step to the next, without gradients; 0 where it
             is not known.
-        step_seconds: median wall time of a measured step (of a micro-batch under gradient
+        step_seconds: median wall time of a timed step (of a micro-batch under gradient
             accumulation); ``None`` when none was completed.
+        fastest_step_seconds: the shortest of these times; ``None`` likewise.
+        samples_per_second: throughput of this rank, from the fastest steps; under gradient
+            accumulation that of a whole optimizer step. ``None`` likewise.
         full_steps: full steps that ran at this size, warm-up included.
         samples_run: samples that went through these steps.
         worker_bytes: what loader workers hold at this size, by arithmetic.
@@ -82,6 +85,8 @@ class Trial:
     reserve_bytes: int = 0
     fixed_bytes: int = 0
     step_seconds: float | None = None
+    fastest_step_seconds: float | None = None
+    samples_per_second: float | None = None
     full_steps: int = 0
     samples_run: int = 0
     worker_bytes: int = 0
@@ -106,10 +111,13 @@ class Trial:
     def worst_of(cls, trials: Iterable[Trial]) -> Trial:
         """Combine trials of one batch size.
 
-        The result has the worst outcome, the highest peaks and the slowest step.
+        The result has the worst outcome, the highest peaks and the slowest step. It is a rehearsal
+        if a trial with this outcome is.
         """
         trials = list(trials)
-        worst = min(trials, key=lambda trial: _OUTCOMES.index(trial.outcome))
+        worst = min(
+            trials, key=lambda trial: (_OUTCOMES.index(trial.outcome), trial.kind == "probe")
+        )
         phases = [
             phase for phase in PHASES if any(phase in trial.phase_peak_bytes for trial in trials)
         ]
@@ -124,13 +132,28 @@ class Trial:
             peak_held_bytes=max(trial.held_bytes for trial in trials) if is_held_known else None,
             reserve_bytes=max(trial.reserve_bytes for trial in trials),
             fixed_bytes=min(trial.fixed_bytes for trial in trials),
-            step_seconds=max(
-                (t.step_seconds for t in trials if t.step_seconds is not None), default=None
+            step_seconds=_highest(trial.step_seconds for trial in trials),
+            fastest_step_seconds=_highest(trial.fastest_step_seconds for trial in trials),
+            samples_per_second=min(
+                (t.samples_per_second for t in trials if t.samples_per_second is not None),
+                default=None,
             ),
             full_steps=min(trial.full_steps for trial in trials),
             samples_run=max(trial.samples_run for trial in trials),
             worker_bytes=max(trial.worker_bytes for trial in trials),
         )
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The throughput that was measured at one size, in samples per second of one rank."""
+
+    batch_size: int
+    samples_per_second: float
+
+
+def _highest(seconds: Iterable[float | None]) -> float | None:
+    return max((value for value in seconds if value is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -180,6 +203,8 @@ class MemoryModel:
 class TimeModel:
     """Wall time of a step as a function of the batch size: ``step_seconds = t0 + c * batch_size``.
 
+    It exists only where this line describes the times that were measured.
+
     Args:
         line: seconds over samples; the intercept ``t0`` is the cost of a step of any size, the
             slope ``c`` the work for each sample.
@@ -211,6 +236,7 @@ class SearchLimits:
         objective: ``"memory"`` or ``"throughput"``.
         target_batch_size: samples per optimizer step over all ranks, which a whole number of sizes
             has to make.
+        accumulate_grad_batches: batches to an optimizer step where there is no target.
         ranks: processes that train together.
         overrun_kills: whether exceeding the limit ends the process, as on the host.
         steps_are_collective: whether ranks take every step together.
@@ -224,6 +250,7 @@ class SearchLimits:
     multiple_of: int | None = None
     objective: Objective = "memory"
     target_batch_size: int | None = None
+    accumulate_grad_batches: int = 1
     ranks: int = 1
     overrun_kills: bool = False
     steps_are_collective: bool = False
@@ -253,8 +280,12 @@ class Chosen:
         batch_size: the size in samples.
         limited_by: what limits it.
         reason: one sentence: why this size.
-        notes: sentences about the lines and the allocator.
+        notes: sentences about the lines, the allocator and the throughput.
         is_verified: whether a rehearsal passed at exactly this size.
+        fastest_batch_size: the smallest size near the best throughput that was measured; ``None``
+            if no step was timed.
+        largest_batch_size: the largest size that fits, as far as it is known: a size that passed a
+            rehearsal, or one that is predicted to fit.
     """
 
     batch_size: int
@@ -262,6 +293,8 @@ class Chosen:
     reason: str
     notes: tuple[str, ...] = ()
     is_verified: bool = True
+    fastest_batch_size: int | None = None
+    largest_batch_size: int | None = None
 
 
 @dataclass(frozen=True)

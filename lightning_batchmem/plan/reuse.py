@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,5 +74,17 @@ def why_not_allowed(plan: Plan, limits: SearchLimits) -> str:
 def reused(plan: Plan, trial: Trial) -> tuple[Chosen, tuple[Trial, ...]]:
     """The size of ``plan`` after ``trial``, a rehearsal that passed, and the trials of both."""
     size = plan.batch_size
-    earlier = [t for t in plan.trials if (t.batch_size, t.kind) != (size, "rehearsal")]
-    return Chosen(size, plan.limited_by, sentences.passed_again(size)), (*earlier, trial)
+    chosen = Chosen(
+        size,
+        plan.limited_by,
+        sentences.passed_again(size),
+        fastest_batch_size=plan.fastest_batch_size,
+        largest_batch_size=plan.largest_batch_size,
+    )
+    earlier = [
+        # Times of another process cannot be compared with those of this one.
+        replace(t, step_seconds=None, fastest_step_seconds=None, samples_per_second=None)
+        for t in plan.trials
+        if (t.batch_size, t.kind) != (size, "rehearsal")
+    ]
+    return chosen, (*earlier, trial)

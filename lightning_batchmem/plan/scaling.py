@@ -81,6 +81,14 @@ def micro_batches(
     return found
 
 
+def accumulated_batches(batch_size: int, limits: SearchLimits) -> int:
+    """Batches to an optimizer step in a training at ``batch_size`` samples."""
+    if limits.target_batch_size is None:
+        return limits.accumulate_grad_batches
+    micro = micro_batches(limits.target_batch_size, limits.ranks, limits.multiple_of)
+    return micro[batch_size].accumulate_grad_batches
+
+
 def learning_rate_factor(
     scaling: LearningRateScaling, effective_batch_size: int, base_batch_size: int
 ) -> float:

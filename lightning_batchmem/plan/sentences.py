@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lightning_batchmem.plan.records import SearchLimits, Trial, mib
+from lightning_batchmem.plan.records import SearchLimits, Speed, Trial, mib
 
 _REMEDY = "Use a smaller model, smaller samples, lower precision or activation checkpointing."
 
@@ -63,12 +63,6 @@ def nothing_fits(trial: Trial, limits: SearchLimits, *, could_be_one: bool) -> s
     )
 
 
-def no_rehearsal(trial: Trial) -> str:
-    return (
-        f"No size passed its rehearsal, and {trial.batch_size} samples {outcome(trial)}. {_REMEDY}"
-    )
-
-
 def breakdown_of(batch_size: int, breakdown: str, worker_bytes: int) -> str:
     text = f"At {batch_size} samples the memory held {breakdown}"
     if worker_bytes:
@@ -95,10 +89,10 @@ def limited_by_size(batch_size: int, limits: SearchLimits) -> str:
     return f"{batch_size} samples: {size_limit(limits)}."
 
 
-def near_best_throughput(batch_size: int, share: float, largest: int) -> str:
+def near_best_throughput(batch_size: int, share: float) -> str:
     return (
-        f"{batch_size} samples: {share:.0%} of the throughput at {largest}, the largest size that"
-        " fits."
+        f"{batch_size} samples: the smallest size with at least {share:.0%} of the best throughput"
+        " that was measured."
     )
 
 
@@ -120,6 +114,16 @@ def fragmented(trial: Trial) -> str:
     return (
         f"The allocator reserved {mib(trial.held_bytes)} for {mib(trial.peak_bytes)} of tensors."
         " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may let a larger size fit."
+    )
+
+
+def slower(chosen: Speed, smaller: Speed) -> str:
+    share = 1 - chosen.samples_per_second / smaller.samples_per_second
+    return (
+        f"{chosen.batch_size} samples train {share:.0%} slower than"
+        f" {smaller.batch_size} ({chosen.samples_per_second:,.0f} and"
+        f" {smaller.samples_per_second:,.0f} samples/s). "
+        'objective="throughput" chooses the fastest size.'
     )
 
 

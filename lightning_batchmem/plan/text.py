@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_batchmem.plan.records import Trial, mib
+from lightning_batchmem.plan.throughput import measured_speeds
 
 if TYPE_CHECKING:
     from lightning_batchmem.plan.plan import Plan
@@ -37,7 +38,7 @@ def short_text(plan: Plan) -> str:
     rows = dict(reversed(_rows(plan)))
     memory = [f"{name} {rows[name]}" for name in ("limit", "predicted", "measured") if name in rows]
     shown = {"memory": "; ".join(memory)}
-    shown |= {name: rows[name] for name in ("speed", "step", "note") if name in rows}
+    shown |= {name: rows[name] for name in ("sizes", "step", "note") if name in rows}
     shown["details"] = (
         "print(finder.plan) or BatchFinder(verbose=True): reasons, all sizes, all notes"
     )
@@ -76,15 +77,33 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
         line = plan.time.line
         text = f"{line.intercept * 1e3:.3g} ms + {line.slope * 1e3:.3g} ms a sample"
         rows.append(("time", text))
-    same_size = [trial for trial in plan.trials if trial.batch_size == plan.batch_size]
-    timed = [trial for trial in same_size if trial.step_seconds]
-    if timed:
-        rows.append(("speed", f"{_cells(plan, timed[-1])[-1]} samples/s"))
+    if plan.trials:
+        rows.append(("sizes", _known_sizes(plan)))
     if changes := _changes(plan):
         rows.append(("step", "; ".join(changes)))
     if plan.reason:
         rows.append(("why", plan.reason))
     return rows + [("note", note) for note in plan.notes]
+
+
+def _known_sizes(plan: Plan) -> str:
+    """The largest size that fits and the fastest size, and how each of them is known."""
+    largest = plan.largest_batch_size or plan.batch_size
+    verified = {t.batch_size for t in plan.trials if t.kind == "rehearsal" and t.outcome == "ok"}
+    text = f"fits {largest} ({'verified' if largest in verified else 'predicted'})"
+    fastest = plan.fastest_batch_size
+    if fastest is None:
+        return text
+    speeds = {speed.batch_size: speed.samples_per_second for speed in measured_speeds(plan.trials)}
+    details = []
+    if fastest in verified and fastest != largest:
+        details.append("verified")
+    if fastest in speeds:
+        details.append(f"{plan.ranks * speeds[fastest]:,.0f} samples/s")
+        if largest in speeds and largest != fastest:
+            ratio = speeds[fastest] / speeds[largest]
+            details.append(f"{ratio:.1f} times as many as at {largest}")
+    return f"{text} · fastest {fastest} ({', '.join(details)})" if details else text
 
 
 def _measured(plan: Plan, peak_bytes: int) -> str:
@@ -118,6 +137,7 @@ def _cells(plan: Plan, trial: Trial) -> tuple[str, ...]:
     memory = ["" if value is None else mib(value).removesuffix(" MiB") for value in readings]
     times = ["", ""]
     if trial.step_seconds:
-        samples = plan.ranks * trial.batch_size
-        times = [f"{trial.step_seconds * 1e3:,.1f}", f"{samples / trial.step_seconds:,.0f}"]
+        times[0] = f"{trial.step_seconds * 1e3:,.1f}"
+    if trial.samples_per_second:
+        times[1] = f"{plan.ranks * trial.samples_per_second:,.0f}"
     return (trial.kind, _OUTCOMES[trial.outcome], str(trial.batch_size), *memory, *times)

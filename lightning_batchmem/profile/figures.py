@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_batchmem.devices.breakdown import PARTS
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, mib
+from lightning_batchmem.plan.throughput import measured_speeds
 from lightning_batchmem.profile.step_csv import Row, read_rows
 from lightning_batchmem.profile.summary import Summary
 
@@ -94,10 +95,11 @@ def plot_memory_vs_batch_size(plan: Plan) -> Figure | None:
 def plot_throughput_vs_batch_size(plan: Plan) -> Figure | None:
     """Plot the throughput of one rank against the batch size.
 
-    The figure has the trials, the fitted curve and the chosen size.
+    The figure has the sizes that were measured and the chosen size, and a curve if a line describes
+    the times of the steps.
     """
-    timed = [(trial.batch_size, trial.step_seconds) for trial in plan.trials if trial.step_seconds]
-    if not timed:
+    speeds = measured_speeds(plan.trials)
+    if not speeds:
         return None
     of_rank = " of each rank" if plan.ranks > 1 else ""
     title = f"Throughput{of_rank}{plan.device and f' on {plan.device}'}"
@@ -107,8 +109,11 @@ def plot_throughput_vs_batch_size(plan: Plan) -> Figure | None:
         # Matplotlib leaves out infinite values.
         curve = [plan.time.samples_per_second(size) for size in sizes]
         axes.plot(sizes, curve, label="fitted curve", color=BLUE, linewidth=1.8)
-    measured = [size / seconds for size, seconds in timed]
-    axes.plot([size for size, _ in timed], measured, label="measured", color=BLACK, **_POINTS)
+    measured = [speed.samples_per_second for speed in speeds]
+    style = {**_POINTS, "linestyle": "none" if plan.time is not None else "solid"}
+    axes.plot(
+        [speed.batch_size for speed in speeds], measured, label="measured", color=BLACK, **style
+    )
     axes.set_ylim(0, 1.15 * max(measured))
     _draw_chosen_size(axes, plan)
     return _with_legend(figure)

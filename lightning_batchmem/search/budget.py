@@ -109,6 +109,7 @@ def search_limits(session: Session, budget: Budget, ranks: Ranks) -> SearchLimit
         multiple_of=options.multiple_of,
         objective=options.objective,
         target_batch_size=target,
+        accumulate_grad_batches=session.accumulate_grad_batches,
         ranks=ranks.size,
         overrun_kills=budget.device.overrun_kills,
         steps_are_collective=session.steps_are_collective,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_batchmem.devices.breakdown import measure_breakdown
 from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.decide import decide
 from lightning_batchmem.plan.fit import ran_through
-from lightning_batchmem.plan.forecast import expected_seconds
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, SearchLimits, Trial
 from lightning_batchmem.plan.reuse import reused, why_not_allowed
@@ -49,7 +47,6 @@ class BatchSizeSearch:
         budget: the memory that this rank may use, with options and policy of the search.
         ranks: the processes that search together.
         progress: shows the size that runs.
-        inform: logs a sentence for the user.
     """
 
     def __init__(
@@ -58,17 +55,13 @@ class BatchSizeSearch:
         budget: Budget,
         ranks: Ranks,
         progress: SearchProgress,
-        inform: Callable[[str], None],
     ) -> None:
         self._session = session
         self._budget = budget
         self._policy = budget.policy
         self._ranks = ranks
         self._progress = progress
-        self._inform = inform
         self._runner = TrialRunner(session, budget.device, ranks, budget.policy)
-        self._begin_seconds = time.monotonic()
-        self._is_announced = False
         self._start_bytes = 0
 
     def run(self, earlier_plan: Plan | None = None) -> SearchResult:
@@ -100,12 +93,12 @@ class BatchSizeSearch:
     def _search(self, trials: list[Trial], limits: SearchLimits) -> SearchResult:
         """Run sizes until one is chosen."""
         while isinstance(step := decide(trials, limits, self._policy), NextSize):
-            self._show(step, trials, limits)
+            self._progress.trying(step, trials)
             if step.needs_clean_start:
                 self._restart(step.batch_size)
             self._session.set_batch_size(step.batch_size)
             self._detect_collectives(step, trials)
-            trials.append(self._ranks.worst_of(self._runner.run(step, limits.limit_bytes)))
+            trials.append(self._ranks.worst_of(self._runner.run(step, limits)))
             self._progress.measured(trials[-1])
             limits = self._read_again(limits)
         return SearchResult(step, tuple(trials), limits)
@@ -113,10 +106,10 @@ class BatchSizeSearch:
     def _rehearse_again(self, plan: Plan, limits: SearchLimits) -> SearchResult:
         """Rehearse the size of an earlier plan."""
         step = NextSize(plan.batch_size, "rehearsal", needs_clean_start=True)
-        self._show(step, [], limits)
+        self._progress.trying(step, [])
         self._restart(step.batch_size)
         self._detect_collectives(step, [])
-        trial = self._ranks.worst_of(self._runner.run(step, limits.limit_bytes))
+        trial = self._ranks.worst_of(self._runner.run(step, limits))
         self._progress.measured(trial)
         if trial.outcome != "ok":
             self._restart(self._budget.options.first_size(self._policy))
@@ -173,17 +166,6 @@ class BatchSizeSearch:
             steps_are_collective=self._runner.is_collective,
             is_compiled=any(is_compiled for _, is_compiled in readings),
         )
-
-    def _show(self, step: NextSize, trials: Sequence[Trial], limits: SearchLimits) -> None:
-        """Show the size that runs next, and announce a search that takes long."""
-        self._progress.trying(step, trials)
-        if self._is_announced or step.kind == "probe":
-            return
-        self._is_announced = True
-        seconds = time.monotonic() - self._begin_seconds
-        seconds += expected_seconds(trials, limits, self._policy)
-        if seconds > self._policy.announced_seconds:
-            self._inform(f"BatchFinder expects to search for {seconds:.0f} s.")
 
     def _explained(self, failure: SearchFailed, trials: Sequence[Trial]) -> SearchFailed:
         """The failure with the memory breakdown of the last size."""

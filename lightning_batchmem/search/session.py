@@ -95,6 +95,10 @@ class Session(Protocol):
         """Whether ranks exchange gradients at the end of backward, which rehearsals leave out."""
 
     @property
+    def accumulate_grad_batches(self) -> int:
+        """Batches to an optimizer step, as the project sets them; 1 in an evaluation."""
+
+    @property
     def notes(self) -> Sequence[str]:
         """Sentences about the samples that the plan repeats."""
 

@@ -27,10 +27,11 @@ class OverLimitError(Exception):
 
 
 class CallReading(NamedTuple):
-    """Peaks and wall time of one call of :meth:`.Steps.run`."""
+    """Peaks and wall time of one call of :meth:`.Steps.run`, and whether an optimizer stepped."""
 
     peaks: StepPeaks
     seconds: float
+    has_stepped: bool
 
 
 @dataclass
@@ -42,8 +43,9 @@ class TrialReadings:
     step_peaks: list[StepPeaks] = field(default_factory=list)
     # Held bytes of each call, warm-up included.
     held_bytes: list[int] = field(default_factory=list)
-    # Wall time of each timed call.
-    seconds: list[float] = field(default_factory=list)
+    # Wall time of each timed call in which an optimizer stepped, and of the other timed calls.
+    stepping_seconds: list[float] = field(default_factory=list)
+    other_seconds: list[float] = field(default_factory=list)
     full_steps: int = 0
     samples: int = 0
     outcome: Outcome = "out_of_memory"
@@ -54,6 +56,22 @@ class TrialReadings:
     error: str = ""
     # A step that holds more ends the trial.
     most_held_bytes: float = math.inf
+
+    @property
+    def seconds(self) -> list[float]:
+        """Wall time of each timed call."""
+        return self.stepping_seconds + self.other_seconds
+
+    def optimizer_step_seconds(self, accumulate_grad_batches: int) -> float | None:
+        """The shortest time of a full step of so many calls; None if no call was timed."""
+        if not self.seconds:
+            return None
+        shortest = min(self.other_seconds or self.stepping_seconds)
+        optimizer_seconds = 0.0
+        if self.stepping_seconds:
+            # An optimizer steps in the last of the calls only.
+            optimizer_seconds = max(0.0, min(self.stepping_seconds) - shortest)
+        return accumulate_grad_batches * shortest + optimizer_seconds
 
     def phase_peaks(self) -> dict[str, int]:
         """The highest live bytes of each phase."""
@@ -198,21 +216,26 @@ class ConsecutiveSteps:
         for number in range(count):
             self._add_peaks(self._full_step(self._steps.run, number, self._meter.step_counter))
 
-    def run_timed(self, count: int) -> None:
-        """Run steps whose peaks and times count."""
+    def run_timed(self, count: int, slow_seconds: float) -> None:
+        """Run steps whose peaks and times count; a step of ``slow_seconds`` is the last."""
         for number in range(count):
             calls = self._full_step(self._steps.run, number, self._meter.step_counter)
             self._add_peaks(calls)
             self._add_times(calls)
+            if sum(call.seconds for call in calls) > slow_seconds:
+                break
 
     def run_steady(self, count: int) -> list[int]:
-        """The same with batches of other lengths in every other step; returns the held bytes."""
+        """Run steps, every other one with batches of other lengths; returns the held bytes."""
         first = len(self._readings.held_bytes)
         for number in range(count):
-            run = self._steps.run_other_lengths if number % 2 == 1 else self._steps.run
-            calls = self._full_step(run, number, self._meter.step_counter)
-            self._add_peaks(calls)
-            self._add_times(calls)
+            if number % 2 == 1:
+                run_other = self._steps.run_other_lengths
+                self._add_peaks(self._full_step(run_other, number, self._meter.step_counter))
+            else:
+                calls = self._full_step(self._steps.run, number, self._meter.step_counter)
+                self._add_peaks(calls)
+                self._add_times(calls)
         return self._readings.held_bytes[first:]
 
     def count_live_bytes(self) -> None:
@@ -241,7 +264,7 @@ class ConsecutiveSteps:
             meter.device.synchronize()
             seconds = time.perf_counter() - begin
             peaks = phases.stop()
-            readings.append(CallReading(peaks, seconds))
+            readings.append(CallReading(peaks, seconds, bool(phases.stepped)))
             if not isinstance(counter, LiveStorages):
                 self._note_held_bytes(peaks)
             self._readings.samples += self._batch_size
@@ -261,4 +284,8 @@ class ConsecutiveSteps:
 
     def _add_times(self, calls: list[CallReading]) -> None:
         if self._steps is self._readings.primary:
-            self._readings.seconds += [call.seconds for call in calls]
+            for call in calls:
+                if call.has_stepped:
+                    self._readings.stepping_seconds.append(call.seconds)
+                else:
+                    self._readings.other_seconds.append(call.seconds)

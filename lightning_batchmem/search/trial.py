@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,7 +13,8 @@ from lightning_batchmem.devices.out_of_memory import is_out_of_memory, release_t
 from lightning_batchmem.devices.peaks import StepPeaks
 from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import NextSize, Trial, TrialKind
+from lightning_batchmem.plan.records import NextSize, SearchLimits, Trial
+from lightning_batchmem.plan.scaling import accumulated_batches
 from lightning_batchmem.search.compiled import forget_compiled
 from lightning_batchmem.search.ranks import CollectiveDetector, Ranks
 from lightning_batchmem.search.session import Session, Steps
@@ -84,7 +86,7 @@ class TrialRunner:
                 steps.release()
         return detector.found
 
-    def run(self, step: NextSize, limit_bytes: int) -> Trial:
+    def run(self, step: NextSize, limits: SearchLimits) -> Trial:
         """Run a trial; before a rehearsal the caller restarts the session."""
         if step.kind == "probe":
             forget_compiled()
@@ -94,8 +96,8 @@ class TrialRunner:
             if step.kind == "probe":
                 self._probe(step.batch_size, readings)
             else:
-                self._rehearse(step.batch_size, limit_bytes, readings)
-        return self._trial(step.batch_size, step.kind, limit_bytes, readings)
+                self._rehearse(step.batch_size, limits.limit_bytes, readings)
+        return self._trial(step, limits, readings)
 
     def synchronized_step(self, batch_size: int) -> int:
         """Run a step in which the ranks exchange gradients, and return its peak of held bytes."""
@@ -139,7 +141,9 @@ class TrialRunner:
             at_least = self._policy.first_warmup_steps
         with ConsecutiveSteps(self.meter, steps, batch_size, readings) as consecutive:
             consecutive.warm_up(at_least)
-            consecutive.run_timed(self._measured_steps)
+            # Ranks that step together run equally many steps.
+            slow_seconds = math.inf if self.is_collective else self._policy.slow_step_seconds
+            consecutive.run_timed(self._policy.timed_steps, slow_seconds)
             consecutive.count_live_bytes()
 
     def _rehearse(self, batch_size: int, limit_bytes: int, readings: TrialReadings) -> None:
@@ -260,10 +264,14 @@ class TrialRunner:
         finally:
             phases.unwatch()
 
-    def _trial(
-        self, batch_size: int, kind: TrialKind, limit_bytes: int, readings: TrialReadings
-    ) -> Trial:
+    def _trial(self, step: NextSize, limits: SearchLimits, readings: TrialReadings) -> Trial:
+        batch_size = step.batch_size
         seconds = statistics.median(readings.seconds) if readings.seconds else None
+        accumulate = accumulated_batches(batch_size, limits)
+        step_seconds = readings.optimizer_step_seconds(accumulate)
+        samples_per_second = None
+        if step_seconds:
+            samples_per_second = accumulate * batch_size / step_seconds
         is_slow = seconds is not None and seconds > self._policy.slow_step_seconds
         # Ranks that step together run equally many steps, so none of them counts as slow.
         self._is_slow = is_slow and not self.is_collective
@@ -274,18 +282,20 @@ class TrialRunner:
         if self._device.holds_loader_workers:
             reserve_bytes += worker_bytes
             needed_bytes = held_bytes or max(readings.phase_peaks().values(), default=0)
-            if outcome == "ok" and needed_bytes + reserve_bytes > limit_bytes:
+            if outcome == "ok" and needed_bytes + reserve_bytes > limits.limit_bytes:
                 outcome = "over_limit"
         return Trial(
             batch_size=batch_size,
             outcome=outcome,
-            kind=kind,
+            kind=step.kind,
             phase_peak_bytes=readings.phase_peaks(),
             is_exact=self.meter.live is not None,
             peak_held_bytes=held_bytes,
             reserve_bytes=reserve_bytes,
             fixed_bytes=readings.fixed_bytes,
             step_seconds=seconds,
+            fastest_step_seconds=min(readings.seconds, default=None),
+            samples_per_second=samples_per_second,
             full_steps=readings.full_steps,
             samples_run=readings.samples,
             worker_bytes=worker_bytes,

@@ -45,8 +45,8 @@ class FakeSession:
     device = torch.device("cpu")
     evaluation = None
     evaluates_first = False
-    steps_are_collective = False
-    exchanges_gradients = False
+    steps_are_collective = exchanges_gradients = False
+    accumulate_grad_batches = 1
     notes = ("a note of the samples",)
 
     def __init__(self, device_memory, law, largest=10_000):

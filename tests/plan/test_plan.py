@@ -17,13 +17,14 @@ def any_of(kind, **strategies):
     return st.builds(kind, **{**{field.name: ... for field in fields(kind)}, **strategies})
 
 
+TIMES = dict.fromkeys(
+    ("step_seconds", "fastest_step_seconds", "samples_per_second"), st.none() | FINITE
+)
 PEAKS = st.dictionaries(st.sampled_from(PHASES), st.integers(0, 2**50))
 LINES = any_of(Line, intercept=FINITE, slope=FINITE)
 PLANS = any_of(
     Plan,
-    trials=st.lists(
-        any_of(Trial, phase_peak_bytes=PEAKS, step_seconds=st.none() | FINITE), max_size=5
-    ).map(tuple),
+    trials=st.lists(any_of(Trial, phase_peak_bytes=PEAKS, **TIMES), max_size=5).map(tuple),
     memory=st.none()
     | st.builds(MemoryModel, st.dictionaries(st.sampled_from(PHASES), LINES, min_size=1)),
     time=st.none() | st.builds(TimeModel, LINES),
@@ -40,7 +41,13 @@ PLAN = Plan(
     predicted_peak_bytes=164 * MIB,
     measured_peak_bytes=165 * MIB,
     trials=(
-        Trial(2, "ok", {"forward": 103 * MIB, "backward": 104 * MIB}, step_seconds=0.012),
+        Trial(
+            2,
+            "ok",
+            {"forward": 103 * MIB, "backward": 104 * MIB},
+            step_seconds=0.012,
+            samples_per_second=2 / 0.012,
+        ),
         Trial(64, "over_limit", {"forward": 228 * MIB}, "rehearsal", peak_held_bytes=250 * MIB),
         Trial(
             32,
@@ -49,12 +56,15 @@ PLAN = Plan(
             "rehearsal",
             peak_held_bytes=180 * MIB,
             step_seconds=0.04,
+            samples_per_second=32 / 0.04,
         ),
     ),
     memory=MemoryModel({"forward": Line(100 * MIB, 2 * MIB, 2, 32)}),
     time=TimeModel(Line(0.010, 0.001, 2, 32)),
     reason="32 samples: the largest size that is predicted to fit.",
     held_peak_bytes=180 * MIB,
+    fastest_batch_size=32,
+    largest_batch_size=32,
 )
 
 
@@ -109,7 +119,7 @@ def test_the_text_of_a_plan():
             "  measured  165.0 MiB, 180.0 MiB taken from the device",
             "  memory    100.0 MiB + 2.0 MiB a sample (forward)",
             "  time      10 ms + 1 ms a sample",
-            "  speed     800 samples/s",
+            "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
             "  why       32 samples: the largest size that is predicted to fit.",
             "  run       result       size  live MiB  line MiB  held MiB        ms samples/s",
             "  probe     ok              2     104.0     104.0                12.0       167",
@@ -158,7 +168,7 @@ def test_the_short_text_has_six_lines_at_most():
             " rehearsal",
             "  memory    limit 200.0 MiB; predicted 164.0 MiB; measured 165.0 MiB, 180.0 MiB taken"
             " from the device",
-            "  speed     800 samples/s",
+            "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
             "  step      128 samples, in 4 batches",
             "  note      the first",
             "  details   print(finder.plan) or BatchFinder(verbose=True): reasons, all sizes, all"

@@ -24,8 +24,8 @@ from lightning_batchmem.profile.summary import Summary
 from tests.plan.test_plan import PLAN as OTHER_PLAN
 
 TRIALS = (
-    Trial(2, "ok", {"forward": 104 * MIB}, step_seconds=0.012),
-    Trial(32, "ok", {"forward": 165 * MIB}, step_seconds=0.040),
+    Trial(2, "ok", {"forward": 104 * MIB}, samples_per_second=2 / 0.012),
+    Trial(32, "ok", {"forward": 165 * MIB}, samples_per_second=32 / 0.040),
     Trial(48, "out_of_memory", {"forward": 90 * MIB}),
 )
 PLAN = replace(OTHER_PLAN, trials=TRIALS, device="host")
@@ -70,6 +70,11 @@ def test_throughput_vs_batch_size():
     # The size that ran out of memory has no time.
     assert shown["measured"] == ([2, 32], pytest.approx([2 / 0.012, 32 / 0.040]))
     assert figure.axes[0].get_title(loc="left") == "Throughput of each rank on host"
+    # Without a line the measured points are connected.
+    connected = plot_throughput_vs_batch_size(replace(PLAN, time=None)).axes[0].lines
+    styles = {line.get_label(): line.get_linestyle() for line in connected}
+    assert styles["measured"] == "-"
+    assert "fitted curve" not in styles
 
 
 def test_memory_over_steps_shows_peaks_phases_and_limit():

@@ -25,14 +25,12 @@ def device(device):
 
 
 def searched(session, policy=POLICY, earlier_plan=None, **options):
-    messages = []
     options = SearchOptions(**{"multiple_of": 1, **options})
     device = session.device_memory
     budget = Budget(device, options, policy)
     progress = SearchProgress(enabled=False)
     ranks = Ranks(0, 1)
-    search = BatchSizeSearch(session, budget, ranks, progress, messages.append)
-    return search.run(earlier_plan), messages
+    return BatchSizeSearch(session, budget, ranks, progress).run(earlier_plan)
 
 
 def plan_of(result):
@@ -49,34 +47,33 @@ def plan_of(result):
 
 def test_a_search_needs_no_lightning(device):
     session = FakeSession(device, law)
-    result, messages = searched(session)
+    result = searched(session)
     plan = plan_of(result)
     # The limit is 475 MiB: 0.9 of it are 328 samples, 0.94 are 347.
     assert [(trial.batch_size, trial.kind) for trial in result.trials] == [
-        (2, "probe"), (8, "probe"), (82, "probe"), (328, "rehearsal"), (347, "rehearsal")
+        (2, "probe"), (8, "probe"), (32, "probe"), (328, "rehearsal"), (347, "rehearsal")
     ]  # fmt: skip
     assert (plan.batch_size, plan.limited_by, plan.verified) == (347, "memory", True)
     assert plan.measured_peak_bytes == plan.predicted_peak_bytes == law(347)
     assert session.restarts == [328, 347]
     assert session.batch_size == 347
     assert plan.notes == ("a note of the samples",)
-    assert messages == []
     assert device.num_ooms == 0
 
 
 def test_the_size_of_an_earlier_plan_is_only_rehearsed(device):
-    plan = plan_of(searched(FakeSession(device, law))[0])
+    plan = plan_of(searched(FakeSession(device, law)))
     session = FakeSession(device, law)
-    result, _ = searched(session, earlier_plan=plan)
+    result = searched(session, earlier_plan=plan)
     assert set(session.sizes) <= {347, 347 // 2, 347 * 3 // 4}
-    assert [trial.batch_size for trial in result.trials] == [2, 8, 82, 328, 347]
+    assert [trial.batch_size for trial in result.trials] == [2, 8, 32, 328, 347]
     assert result.chosen.reason.endswith("which passed a rehearsal again.")
     heavier = FakeSession(device, lambda size: law(2 * size))
-    result, _ = searched(heavier, earlier_plan=plan)
+    result = searched(heavier, earlier_plan=plan)
     assert result.chosen.batch_size == 173
     assert "The earlier plan was not used: 347 samples ran out of memory" in result.notes[0]
     smaller = FakeSession(device, law, largest=50)
-    result, _ = searched(smaller, earlier_plan=plan)
+    result = searched(smaller, earlier_plan=plan)
     assert result.notes[0].startswith(
         "The earlier plan was not used: it has 347 samples, and sizes"
     )
@@ -86,7 +83,7 @@ def test_a_failure_has_the_memory_breakdown(device):
     device.as_host()
     session = FakeSession(device, lambda size: law(size) + 10**9)
     session.bytes_per_waiting_sample = MIB
-    result, _ = searched(session)
+    result = searched(session)
     assert isinstance(result.chosen, SearchFailed)
     assert "Nothing fits" in result.chosen.reason
     assert "At 2 samples the memory held" in result.chosen.reason
@@ -99,7 +96,7 @@ def test_loader_workers_count_on_the_host(device):
     session.bytes_per_waiting_sample = MIB
     # Live bytes cannot be counted while another dispatch mode is active.
     with LiveStorages():
-        result, _ = searched(session)
+        result = searched(session)
     chosen = result.trials[-1]
     size = result.chosen.batch_size
     assert chosen.worker_bytes == size * MIB
@@ -108,18 +105,12 @@ def test_loader_workers_count_on_the_host(device):
     assert any("Live tensors could not be counted" in note for note in result.notes)
 
 
-def test_a_long_search_is_announced(device):
-    _, messages = searched(FakeSession(device, law), SearchPolicy(announced_seconds=-1.0))
-    assert len(messages) == 1
-    assert messages[0].startswith("BatchFinder expects to search for")
-
-
 def test_a_policy_steers_the_search(device):
     policy = SearchPolicy(first_size=3, candidate_share=0.5, step_up_share=0.6)
-    result, _ = searched(FakeSession(device, law), policy)
+    result = searched(FakeSession(device, law), policy)
     # 0.5 of 475 MiB are 138 samples, 0.6 are 186.
     sizes = [trial.batch_size for trial in result.trials]
-    assert sizes == [3, 6, 34, 138, 186]
+    assert sizes == [3, 6, 24, 96, 138, 186]
     assert isinstance(result.chosen, Chosen)
 
 
@@ -129,7 +120,7 @@ def test_a_checkpoint_takes_a_copy_of_the_state(device):
     def reserve_bytes(states):
         session = FakeSession(device, lambda size: 0)
         session.saved = states
-        result, _ = searched(session, max_batch_size=4)
+        result = searched(session, max_batch_size=4)
         assert result.chosen.batch_size == 4
         return result.trials[-1].reserve_bytes
 

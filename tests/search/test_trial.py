@@ -53,7 +53,7 @@ def test_what_trials_record(search, device):
     assert [(trial.batch_size, trial.kind) for trial in plan.trials] == [
         (2, "probe"),
         (8, "probe"),
-        (82, "probe"),
+        (32, "probe"),
         (328, "rehearsal"),
         (347, "rehearsal"),
     ]
@@ -63,11 +63,11 @@ def test_what_trials_record(search, device):
         assert trial.peak_bytes == law(trial.batch_size)
     # A rehearsal has a warm-up step, five steady ones, a smaller one and two more, and then another
     # smaller one and one more.
-    assert [trial.full_steps for trial in plan.trials] == [4, 3, 3, 11, 11]
+    assert [trial.full_steps for trial in plan.trials] == [5, 4, 4, 11, 11]
     assert device.num_ooms == 0
     # The enforced limit is restored.
     assert device.budget == 500 * MIB
-    assert budgets[82] == {500 * MIB}
+    assert budgets[32] == {500 * MIB}
     assert plan.limit_bytes == 475 * MIB
     assert plan.limit_bytes in budgets[328]
 
@@ -149,8 +149,8 @@ def test_skipped_optimizer_steps_prolong_the_warm_up(search, device):
 def test_slow_steps_are_repeated_less_often(search, device):
     policy = SearchPolicy(slow_step_seconds=0.0)
     steps = [trial.full_steps for trial in search(Stepping(device), policy=policy).trials]
-    # Quick steps are repeated 4, 3, 3, 11 and 11 times.
-    assert steps == [4, 2, 2, 10, 10]
+    # Quick steps are repeated 5, 4, 4, 11 and 11 times.
+    assert steps == [3, 2, 2, 10, 10]
 
 
 def test_steps_that_differ_at_random_are_repeated(search, device):

@@ -1,0 +1,179 @@
+"""Everything that follows from the trials of a search: sizes that fit, predictions, and speeds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_batchmem.plan.fit import fit_memory, ran_through
+from lightning_batchmem.plan.headroom import (
+    guaranteed_size_on_accelerator,
+    guaranteed_size_on_host,
+    needed_bytes_on_host,
+)
+from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.records import MemoryModel, SearchLimits, Speed, Trial
+from lightning_batchmem.plan.scaling import largest_where, rounded, size_range
+from lightning_batchmem.plan.throughput import measured_speeds
+
+
+@dataclass(frozen=True)
+class SearchState:
+    """Everything that follows from the trials, each computed once.
+
+    Args:
+        trials: everything that was run, in the order in which it was run.
+        limits: limit in bytes, range of sizes in samples, rounding and objective.
+        policy: the numbers that steer the search.
+    """
+
+    trials: tuple[Trial, ...]
+    limits: SearchLimits
+    policy: SearchPolicy
+
+    @cached_property
+    def lowest(self) -> int:
+        """The smallest size that is allowed."""
+        return size_range(self.limits)[0]
+
+    @cached_property
+    def highest(self) -> int:
+        """The largest size that is allowed."""
+        return size_range(self.limits)[1]
+
+    @cached_property
+    def tried(self) -> set[int]:
+        """The sizes that were run."""
+        return {trial.batch_size for trial in self.trials}
+
+    @property
+    def sizes_left(self) -> int:
+        """How many sizes may run besides the probes that fit."""
+        is_compiled = self.limits.is_compiled
+        most = self.policy.max_sizes_compiled if is_compiled else self.policy.max_sizes
+        probed = {t.batch_size for t in self.trials if t.kind == "probe" and t.outcome == "ok"}
+        return most - len(self.tried - probed)
+
+    @cached_property
+    def passed_sizes(self) -> set[int]:
+        """The sizes that passed a rehearsal."""
+        return {
+            trial.batch_size
+            for trial in self.trials
+            if trial.kind == "rehearsal" and trial.outcome == "ok"
+        }
+
+    @cached_property
+    def failed(self) -> list[Trial]:
+        """Trials that did not run through, above every rehearsal that passed."""
+        best = max(self.passed_sizes, default=0)
+        return [t for t in self.trials if t.outcome != "ok" and t.batch_size > best]
+
+    @cached_property
+    def failed_size(self) -> float:
+        """The smallest size that failed above every size that passed."""
+        return min((trial.batch_size for trial in self.failed), default=math.inf)
+
+    @cached_property
+    def ran(self) -> list[Trial]:
+        """One trial for each size that ran through, smallest size first."""
+        return ran_through(self.trials)
+
+    @cached_property
+    def fitting(self) -> list[Trial]:
+        """One trial for each size that ran within the limit, below any size that did not."""
+        ran = ran_through(trial for trial in self.trials if trial.outcome == "ok")
+        return [trial for trial in ran if trial.batch_size < self.failed_size]
+
+    @cached_property
+    def passed(self) -> list[Trial]:
+        """Rehearsals that passed, smallest size first."""
+        return [trial for trial in self.fitting if trial.batch_size in self.passed_sizes]
+
+    @property
+    def largest(self) -> Trial:
+        """The largest size that fits."""
+        return self.fitting[-1]
+
+    @cached_property
+    def memory(self) -> MemoryModel | None:
+        """The lines of live bytes; None with fewer than two sizes."""
+        return fit_memory(self.ran, self.policy)
+
+    @cached_property
+    def speeds(self) -> list[Speed]:
+        """The throughput of each size that fits, smallest size first."""
+        sizes = {trial.batch_size for trial in self.fitting}
+        return measured_speeds(trial for trial in self.trials if trial.batch_size in sizes)
+
+    @property
+    def is_bent(self) -> bool:
+        """Whether the last size lies above the line of the sizes before it."""
+        if self.memory is None or len(self.ran) < 3:
+            return False
+        lines = self.memory.lines
+        line = lines[self.memory.phase_at(self.highest)]
+        return line.first_batch_size == self.ran[-2].batch_size
+
+    def candidate(self) -> int:
+        """The largest size that is predicted to fit, less a step for each failure."""
+        policy = self.policy
+        if self.limits.steps_are_collective:
+            share = policy.collective_share
+        elif self.limits.overrun_kills:
+            # The needed bytes include a reserve.
+            share = 1.0
+        else:
+            share = policy.candidate_share
+        size = self.largest_predicted_size(share)
+        if self.failed:
+            num_steps = len(self.failed) + self._skipped_steps_down()
+            shrink = policy.step_down[min(num_steps, len(policy.step_down)) - 1]
+            size = min(size, self.rounded(int(self.failed_size * (1 - shrink))))
+            if len(self.failed) >= len(policy.step_down):
+                # The prediction is far too large, so search in between.
+                size = min(size, self.between_fit_and_failure())
+        return max(size, self.lowest)
+
+    def guaranteed_size(self) -> int:
+        """The largest size that fits for certain, after the largest that fitted."""
+        limit_bytes = int(self.policy.candidate_share * self.limits.limit_bytes)
+        if self.limits.overrun_kills:
+            return guaranteed_size_on_host(self.largest, limit_bytes, self.policy)
+        return guaranteed_size_on_accelerator(self.largest, limit_bytes)
+
+    def largest_predicted_size(self, share: float) -> int:
+        """The largest size that is predicted to need at most a share of the limit."""
+        return self.rounded(self.unrounded_predicted_size(share, self.highest))
+
+    def unrounded_predicted_size(self, share: float, most: int) -> int:
+        """The same before it is rounded, and at most ``most``."""
+        return largest_where(lambda size: self._is_predicted_to_fit(size, share), 0, most)
+
+    def between_fit_and_failure(self) -> int:
+        """The geometric mean of the largest size that fits and the smallest that does not."""
+        return self.rounded(math.isqrt(self.largest.batch_size * int(self.failed_size)))
+
+    def rounded(self, size: int) -> int:
+        """Round down to an allowed size."""
+        return self.highest if size >= self.highest else rounded(size, self.limits)
+
+    def _skipped_steps_down(self) -> int:
+        """Steps down to skip: the last size should fit, and so should the third that failed."""
+        if self.sizes_left == 1 and not self.limits.overrun_kills:
+            return 2
+        num_out_of_memory = sum(trial.outcome == "out_of_memory" for trial in self.failed)
+        return 1 if num_out_of_memory > 1 else 0
+
+    def _is_predicted_to_fit(self, size: int, share: float) -> bool:
+        """Whether a size is predicted to need at most a share of the limit."""
+        if self.memory is None:
+            return False
+        if self.limits.overrun_kills:
+            needed_bytes = needed_bytes_on_host(
+                size, self.memory, self.ran, self.failed, self.policy
+            )
+        else:
+            needed_bytes = self.memory.predict_bytes(size)
+        return needed_bytes <= share * self.limits.limit_bytes

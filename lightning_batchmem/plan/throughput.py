@@ -1,0 +1,80 @@
+"""Which size is fastest, from measured throughput: when to stop, what to refine, what to choose.
+
+No formula predicts a throughput here. On the host it falls where the C library begins to map blocks
+in every step, and on a GPU it changes where a library takes another kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.records import Speed, Trial
+
+
+def measured_speeds(trials: Iterable[Trial]) -> list[Speed]:
+    """The best throughput of each size that fits, smallest size first."""
+    best: dict[int, float] = {}
+    for trial in trials:
+        if trial.outcome == "ok" and trial.samples_per_second is not None:
+            size = trial.batch_size
+            best[size] = max(trial.samples_per_second, best.get(size, 0.0))
+    return [Speed(size, best[size]) for size in sorted(best)]
+
+
+def fastest(speeds: Sequence[Speed], policy: SearchPolicy) -> Speed | None:
+    """The smallest size near the best throughput; ``None`` if nothing was timed."""
+    best = max((speed.samples_per_second for speed in speeds), default=0.0)
+    near_best = (s for s in speeds if s.samples_per_second >= policy.near_best_share * best)
+    return next(near_best, None)
+
+
+def is_rising(speeds: Sequence[Speed], policy: SearchPolicy) -> bool:
+    """Whether a larger size may be faster than all that were timed."""
+    best = 0.0
+    flat_sizes = 0
+    for speed in speeds:
+        flat_sizes += 1
+        if speed.samples_per_second >= (1 + policy.least_rise) * best:
+            flat_sizes = 0
+        best = max(best, speed.samples_per_second)
+    return flat_sizes < policy.flat_sizes
+
+
+def size_between(speeds: Sequence[Speed], policy: SearchPolicy) -> int | None:
+    """A size next to the fastest one that is worth a measurement; ``None`` if there is none.
+
+    It is the geometric mean of the fastest size and a neighbour: of the neighbour that is further
+    away, and of the faster one of two that are equally far.
+    """
+    center = fastest(speeds, policy)
+    gaps = [
+        (larger.batch_size / smaller.batch_size, smaller, larger)
+        for smaller, larger in pairwise(speeds)
+        if center in (smaller, larger)
+    ]
+    ratio, smaller, larger = max(
+        gaps,
+        # Sizes are rounded, so ratios that are nearly equal count as equal.
+        key=lambda gap: (
+            round(math.log2(gap[0])),
+            gap[1].samples_per_second + gap[2].samples_per_second,
+        ),
+        default=(0.0, center, center),
+    )
+    if ratio < policy.least_gap or smaller is None or larger is None:
+        return None
+    return math.isqrt(smaller.batch_size * larger.batch_size)
+
+
+def num_refinements(trials: Iterable[Trial]) -> int:
+    """How many probes were between sizes that had run before."""
+    largest = 0
+    count = 0
+    for trial in trials:
+        if trial.kind == "probe" and trial.batch_size < largest:
+            count += 1
+        largest = max(largest, trial.batch_size)
+    return count
