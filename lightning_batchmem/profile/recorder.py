@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_batchmem.devices.accelerator import AcceleratorTimer
 from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.page_faults import PageFaultMeter
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.devices.tensors import samples_in
 from lightning_batchmem.plan.options import number_from
@@ -43,6 +44,8 @@ class StepRecorder:
         self._device_memory = device_memory
         self._device_reader = DeviceReader(device, device_memory, max_limit_bytes)
         self._device_timer = device_timer
+        self._is_on_host = device.type == "cpu"
+        self._page_faults = PageFaultMeter()
         self._items_fn = items_fn
         self._optimizers: list[Optimizer] = []
         # The timer of the run, and that of the stage that runs now.
@@ -81,6 +84,7 @@ class StepRecorder:
     def begin_validation(self) -> None:
         """Begin a validation in the training."""
         self.run_timer.pause()
+        self._page_faults.pause()
         self.timer = StageTimer("validate")
         self.restart()
 
@@ -91,6 +95,7 @@ class StepRecorder:
         self.run_timer.forget_wait()
         # This reading excludes the evaluation from the next one.
         self._device_reader.read_utilization()
+        self._page_faults.resume()
 
     def start(self, module: LightningModule, batch: object) -> None:
         """Begin a step, whose batch has arrived."""
@@ -170,6 +175,8 @@ class StepRecorder:
             self._record.limit_bytes = reading.limit_bytes or self._record.limit_bytes
             self._record.utilization = reading.utilization
             self._record = None
+        if self._is_on_host and self.timer.stage == "train":
+            return reading._replace(page_faults=self._page_faults.read())
         return reading
 
     def explain_out_of_memory(self, trainer: Trainer, module: LightningModule) -> str:

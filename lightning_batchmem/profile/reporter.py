@@ -65,6 +65,7 @@ class StepReporter:
         self._totals: defaultdict[str, StageTotals] = defaultdict(StageTotals)
         self._epoch_peak_bytes = 0
         self._steady_peak_bytes = 0
+        self._num_page_faults = 0
 
     def add(self, record: StepRecord) -> None:
         self._queue.append(record)
@@ -144,6 +145,10 @@ class StepReporter:
         if reading.utilization is not None:
             name, percent = reading.utilization
             metrics[f"utilization/{name}"] = percent
+        if reading.page_faults is not None:
+            count = reading.page_faults.count
+            metrics["host/page_faults_per_step"] = (count - self._num_page_faults) / interval.steps
+            self._num_page_faults = count
         if stage == "train":
             predicted_bytes = self._alerts.predicted_bytes(interval.peak_batch_size)
             if predicted_bytes is not None:

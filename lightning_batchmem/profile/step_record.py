@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lightning_batchmem.devices.page_faults import PageFaults
 from lightning_batchmem.devices.peaks import StepPeaks
 
 
@@ -46,3 +47,5 @@ class DeviceReading(NamedTuple):
     limit_bytes: int | None = None
     utilization: tuple[str, float] | None = None
     alloc_retries: int | None = None
+    # These are the page faults of all training steps so far. They are read on the host only.
+    page_faults: PageFaults | None = None
