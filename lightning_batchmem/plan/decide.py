@@ -294,7 +294,8 @@ def _choose(state: SearchState, limited_by: LimitedBy) -> Chosen:
 def _slower_note(state: SearchState, batch_size: int) -> list[str]:
     """A note if a smaller size is much faster than the chosen one."""
     chosen = next((s for s in state.speeds if s.batch_size == batch_size), None)
-    smaller = [speed for speed in state.speeds if speed.batch_size < batch_size]
+    largest_smaller = batch_size / state.policy.least_gap
+    smaller = [speed for speed in state.speeds if speed.batch_size <= largest_smaller]
     near_best = fastest(smaller, state.policy)
     if chosen is None or near_best is None:
         return []

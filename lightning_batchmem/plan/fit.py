@@ -100,6 +100,9 @@ def fit_time(trials: Sequence[Trial], policy: SearchPolicy | None = None) -> Tim
     uv = sum(value * rate for value, rate in zip(inverse, rates, strict=True))
     vv = sum(rate * rate for rate in rates)
     determinant = uu * vv - uv * uv
+    if determinant <= 0:
+        # The times differ so much that rounding leaves no line.
+        return None
     intercept = (u * vv - v * uv) / determinant
     slope = (v * uu - u * uv) / determinant
     if intercept < 0:

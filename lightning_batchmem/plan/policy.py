@@ -31,8 +31,8 @@ class SearchPolicy:
     """Small sizes are measured on a ladder: each size is this multiple of the one before. Source:
     All of them together take a third more steps than the largest alone."""
     ladder_limit_share: float = 0.45
-    """Where running out of memory is an error that can be caught, a size on the ladder runs if it is
-    predicted to need at most this share of the limit. Source: Half of `candidate_share`."""
+    """Where running out of memory is an error that can be caught, a size on the ladder runs if it
+    is predicted to need at most this share of the limit. Source: Half of `candidate_share`."""
     ladder_sizes_compiled: int = 2
     """Sizes on the ladder of a module that `torch.compile` compiled, unless the objective is
     throughput. Source: Each size is compiled for itself, which takes seconds to minutes."""
@@ -81,7 +81,7 @@ class SearchPolicy:
     """Sizes closer than this ratio have no size between them that is worth a measurement. Source:
     Throughput is flat near its best size."""
     slower_share: float = 0.1
-    """A note is printed if a smaller size was faster by this share. Source: Less is not worth
+    """A note is printed if a much smaller size was faster by this share. Source: Less is not worth
     another search."""
 
     # The limit and the reserves.
@@ -142,6 +142,9 @@ class SearchPolicy:
     """A rehearsal on a device also has a batch of this share of the size. Source: Its gradients lie
     between those of full batches and cannot be released; simulated CUDA allocators: `python -m
     benchmarks.simulated_cuda`."""
+    page_fault_seconds: float = 1.0
+    """A note about page faults needs steps with this much CPU time. Source: Kernels may count the
+    time in ticks of 10 ms, so this is exact to a per cent."""
     slow_step_seconds: float = 1.0
     """Slower steps are repeated less often. Source: It bounds the time of a search."""
 

@@ -101,8 +101,9 @@ def _known_sizes(plan: Plan) -> str:
     if fastest in speeds:
         details.append(f"{plan.ranks * speeds[fastest]:,.0f} samples/s")
         if largest in speeds and largest != fastest:
-            ratio = speeds[fastest] / speeds[largest]
-            details.append(f"{ratio:.1f} times as many as at {largest}")
+            ratio = f"{speeds[fastest] / speeds[largest]:.1f}"
+            if ratio != "1.0":
+                details.append(f"{ratio} times as many as at {largest}")
     return f"{text} · fastest {fastest} ({', '.join(details)})" if details else text
 
 

@@ -87,7 +87,12 @@ class BatchSizeSearch:
             failure = self._explained(result.chosen, result.trials)
             return replace(result, chosen=failure)
         session.check_batch_size(result.chosen.batch_size)
-        notes = [*result.chosen.notes, *notes, *self._runner.notes, *session.notes]
+        notes = [
+            *result.chosen.notes,
+            *notes,
+            *self._runner.notes(result.chosen.batch_size),
+            *session.notes,
+        ]
         return replace(result, notes=tuple(notes), start_bytes=self._start_bytes)
 
     def _search(self, trials: list[Trial], limits: SearchLimits) -> SearchResult:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from contextlib import contextmanager
 
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory, release_traceback
@@ -17,20 +16,13 @@ from lightning_batchmem.plan.records import NextSize, SearchLimits, Trial
 from lightning_batchmem.plan.scaling import accumulated_batches
 from lightning_batchmem.search.compiled import forget_compiled
 from lightning_batchmem.search.ranks import CollectiveDetector, Ranks
+from lightning_batchmem.search.rehearsal import Rehearsal
 from lightning_batchmem.search.session import Session, Steps
 from lightning_batchmem.search.steps import (
     ConsecutiveSteps,
-    OverLimitError,
     StepMeter,
     TrialReadings,
 )
-
-
-class _Steady(NamedTuple):
-    """The steady part of a rehearsal: calls before it, and allocator retries in it."""
-
-    first_call: int
-    num_retries: int
 
 
 class TrialRunner:
@@ -52,15 +44,18 @@ class TrialRunner:
         self._is_slow = False
         # These peaks are used again if the batches of the evaluation do not follow the batch size.
         self._fixed_evaluation: list[StepPeaks] = []
+        # The keys are sizes, and the values are notes of their rehearsals.
+        self._notes: dict[int, str] = {}
 
-    @property
-    def notes(self) -> list[str]:
-        """What the trials could not measure."""
+    def notes(self, batch_size: int) -> list[str]:
+        """What the trials could not measure, and what makes the steps of a size slow."""
         notes = []
         if self.meter.has_idle_optimizer:
             notes.append(sentences.idle_optimizer(self._policy.max_warmup_steps))
         if self.meter.live is None:
             notes.append(sentences.LIVE_BYTES_NOT_COUNTED)
+        if batch_size in self._notes:
+            notes.append(self._notes[batch_size])
         return notes
 
     def calls_collectives(self, batch_size: int) -> bool:
@@ -96,7 +91,18 @@ class TrialRunner:
             if step.kind == "probe":
                 self._probe(step.batch_size, readings)
             else:
-                self._rehearse(step.batch_size, limits.limit_bytes, readings)
+                rehearsal = Rehearsal(
+                    self.meter,
+                    self._ranks,
+                    step.batch_size,
+                    limits.limit_bytes,
+                    readings,
+                    self.is_collective,
+                    self._is_slow,
+                )
+                rehearsal.run()
+        if readings.note is not None:
+            self._notes[step.batch_size] = readings.note
         return self._trial(step, limits, readings)
 
     def synchronized_step(self, batch_size: int) -> int:
@@ -107,10 +113,6 @@ class TrialRunner:
             # All ranks have to run equally many steps, so none of them counts as slow.
             consecutive.run(self._policy.measured_steps)
         return max(readings.held_bytes)
-
-    @property
-    def _measured_steps(self) -> int:
-        return 1 if self._is_slow else self._policy.measured_steps
 
     def _all_steps(self) -> list[Steps]:
         both = (self._session.training, self._session.evaluation)
@@ -145,103 +147,6 @@ class TrialRunner:
             slow_seconds = math.inf if self.is_collective else self._policy.slow_step_seconds
             consecutive.run_timed(self._policy.timed_steps, slow_seconds)
             consecutive.count_live_bytes()
-
-    def _rehearse(self, batch_size: int, limit_bytes: int, readings: TrialReadings) -> None:
-        """Run steps as training will, under the limit."""
-        start_held_bytes = self.meter.held_bytes()
-        start_live_bytes = self.meter.live_bytes()
-        share = self._policy.reserve_share
-        if self.meter.live is None:
-            share = self._policy.reserve_share_inexact
-        limit: AbstractContextManager[bool] = nullcontext(False)
-        if not self.is_collective:
-            limit = self._device.limit_enforced(limit_bytes)
-            if self._device.overrun_kills:
-                readings.most_held_bytes = (limit_bytes + share * start_held_bytes) / (1 + share)
-        with limit as is_enforced:
-            try:
-                steady = self._steps_of_a_training(batch_size, readings)
-            except OverLimitError:
-                # The next step might exceed the limit, which would end the process.
-                readings.step_peaks.clear()
-                grown_bytes = max(readings.held_bytes) - start_held_bytes
-                readings.reserve_bytes = int(share * grown_bytes)
-                readings.outcome = "over_limit"
-                return
-        if self._device.held_is_resident_set:
-            # Counting live bytes takes memory itself, so the reserve is computed before.
-            readings.reserve_bytes = self._reserve_bytes(readings, start_held_bytes, share)
-            self._count_live_bytes(batch_size, readings)
-            if self.meter.live is not None:
-                live_bytes = max(readings.phase_peaks().values()) - start_live_bytes
-                # Holes in the heap differ between processes.
-                hole_bytes = max(readings.held_bytes) - start_held_bytes - live_bytes
-                readings.reserve_bytes += int(share * max(0, hole_bytes))
-        needed_bytes = max(readings.held_bytes[steady.first_call :]) + readings.reserve_bytes
-        readings.outcome = "ok"
-        if steady.num_retries > 0:
-            readings.outcome = "allocator_retry"
-        elif not is_enforced and needed_bytes > limit_bytes:
-            readings.outcome = "over_limit"
-
-    def _steps_of_a_training(self, batch_size: int, readings: TrialReadings) -> _Steady:
-        """Run the kinds of steps that the training will run."""
-        session = self._session
-        primary = self._primary
-        evaluation = session.evaluation if session.training is not None else None
-        smaller_size = session.smaller_batch_size(batch_size)
-        if evaluation is not None and session.evaluates_first:
-            with ConsecutiveSteps(self.meter, evaluation, batch_size, readings) as consecutive:
-                consecutive.run(self._measured_steps)
-        with ConsecutiveSteps(self.meter, primary, batch_size, readings) as consecutive:
-            consecutive.warm_up(self.meter.warmup_steps)
-            first_call = len(readings.held_bytes)
-            retries = self._allocator_retries()
-            held_bytes = consecutive.run_steady(self._policy.steady_steps)
-            if self._differ(held_bytes):
-                more_steps = self._policy.more_steady_steps
-                if self._is_slow:
-                    more_steps = self._policy.more_steady_steps_slow
-                consecutive.run_steady(more_steps)
-        # The steps that follow have these kinds, sizes and numbers.
-        following = [(primary, smaller_size, 1), (primary, batch_size, self._measured_steps)]
-        if evaluation is not None:
-            following.insert(0, (evaluation, smaller_size, 1))
-            following.insert(0, (evaluation, batch_size, self._measured_steps))
-        # A compiled module would be compiled again for another size.
-        if not (self._device.held_is_resident_set or self.meter.is_compiled):
-            # Activations of this batch leave a part of most segments of the larger batch free. Its
-            # gradients lie there, so that the next step can neither use nor release them.
-            worst_smaller_size = max(1, int(self._policy.smaller_batch_share * batch_size))
-            following += [(primary, worst_smaller_size, 1), (primary, batch_size, 1)]
-        for steps, size, count in following:
-            with ConsecutiveSteps(self.meter, steps, size, readings) as consecutive:
-                consecutive.run(count)
-        return _Steady(first_call, self._allocator_retries() - retries)
-
-    def _differ(self, held_bytes: list[int]) -> bool:
-        """Whether steps differ in their held bytes, on this rank or on one that steps with it."""
-        difference_bytes = max(held_bytes) - min(held_bytes)
-        differ = difference_bytes > self._policy.differing_share * max(held_bytes)
-        # If only some of the ranks that step together ran more steps, they would wait forever.
-        return any(self._ranks.exchange(differ)) if self.is_collective else differ
-
-    def _count_live_bytes(self, batch_size: int, readings: TrialReadings) -> None:
-        for steps in self._all_steps():
-            with ConsecutiveSteps(self.meter, steps, batch_size, readings) as consecutive:
-                consecutive.count_live_bytes()
-
-    def _allocator_retries(self) -> int:
-        return self._device.counters().get("num_alloc_retries", 0)
-
-    def _reserve_bytes(self, readings: TrialReadings, start_held_bytes: int, share: float) -> int:
-        """Bytes to keep free for later steps and for checkpoints, above the highest held bytes."""
-        peak_bytes = max(readings.held_bytes)
-        later_step_bytes = int(share * max(0, peak_bytes - start_held_bytes))
-        checkpoint_bytes = self.meter.checkpoint_bytes()
-        if checkpoint_bytes is None:
-            return later_step_bytes
-        return later_step_bytes + max(0, self.meter.held_bytes() + checkpoint_bytes - peak_bytes)
 
     @contextmanager
     def _until_out_of_memory(self, batch_size: int, readings: TrialReadings) -> Iterator[None]:

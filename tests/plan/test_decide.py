@@ -264,7 +264,7 @@ NO_MULTIPLE = (
         (
             passing(0),
             {},
-            "Nothing fits: 1 samples, the smallest size allowed, fit only if the allocator releases",
+            "Nothing fits: 1 samples, the smallest size allowed, fit only if the allocator",
             "",
         ),
         (device([[(9000, 600)]]), {"low": 2}, NOTHING_FITS, "Or pass min_batch_size=1."),
@@ -325,7 +325,7 @@ SPEED_CASES = [
     # 64 is measured between the sizes of the ladder, and then 45, which is slower.
     (of_lstm, {}, "2p 8p 32p 128p 512p 64p 45p 64r", 64, "throughput"),
     (of_lstm, {"multiple_of": 24}, "24p 96p 384p 48p 48r", 48, "throughput"),
-    # Throughput rises by 37 % to the last size that fits for certain, so no larger one is worth a try.
+    # Throughput rises up to the last size that is sure to fit, and the candidate is no larger.
     (launching, {}, "2p 8p 32p 128p 512p 1408p 849p 1093p 849r", 849, "throughput"),
     (saturating, {}, "2p 8p 32p 128p 512p 1408p 256p 849p 512r", 512, "throughput"),
     (lambda size: 1000.0, {}, "2p 8p 32p 4p 2r", 2, "throughput"),

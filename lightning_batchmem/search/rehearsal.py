@@ -1,0 +1,179 @@
+"""A rehearsal: steps as a training will run them, at one size and under the limit."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_batchmem.devices.page_faults import (
+    PageFaultMeter,
+    PageFaults,
+    page_fault_sentence,
+)
+from lightning_batchmem.search.ranks import Ranks
+from lightning_batchmem.search.session import Steps
+from lightning_batchmem.search.steps import (
+    ConsecutiveSteps,
+    OverLimitError,
+    StepMeter,
+    TrialReadings,
+)
+
+
+class _Steady(NamedTuple):
+    """The steady part of a rehearsal, which begins once every optimizer has state."""
+
+    # So many calls came before it.
+    first_call: int
+    # The allocator's retries in it, and in the steps of other kinds and sizes after it.
+    num_retries: int
+    # The page faults of its full steps.
+    page_faults: PageFaults | None
+    num_steps: int
+
+
+@dataclass(eq=False)
+class Rehearsal:
+    """Steps as a training will run them; the session is in the state in which training starts.
+
+    Args:
+        meter: reads the steps of the session.
+        ranks: the processes that search together.
+        batch_size: samples in each full batch.
+        limit_bytes: what the process may hold.
+        readings: takes what the steps used.
+        is_collective: whether ranks take every step together.
+        is_slow: whether steps are repeated less often.
+    """
+
+    meter: StepMeter
+    ranks: Ranks
+    batch_size: int
+    limit_bytes: int
+    readings: TrialReadings
+    is_collective: bool
+    is_slow: bool
+
+    def __post_init__(self) -> None:
+        self._device = self.meter.device
+        self._policy = self.meter.policy
+
+    def run(self) -> None:
+        """Run the steps, and write what they used to the readings."""
+        readings = self.readings
+        limit_bytes = self.limit_bytes
+        start_held_bytes = self.meter.held_bytes()
+        start_live_bytes = self.meter.live_bytes()
+        share = self._policy.reserve_share
+        if self.meter.live is None:
+            share = self._policy.reserve_share_inexact
+        limit: AbstractContextManager[bool] = nullcontext(False)
+        if not self.is_collective:
+            limit = self._device.limit_enforced(limit_bytes)
+            if self._device.overrun_kills:
+                readings.most_held_bytes = (limit_bytes + share * start_held_bytes) / (1 + share)
+        with limit as is_enforced:
+            try:
+                steady = self._steps_of_a_training()
+            except OverLimitError:
+                # The next step might exceed the limit, which would end the process.
+                readings.step_peaks.clear()
+                grown_bytes = max(readings.held_bytes) - start_held_bytes
+                readings.reserve_bytes = int(share * grown_bytes)
+                readings.outcome = "over_limit"
+                return
+        if self._device.held_is_resident_set:
+            # Counting live bytes takes memory itself, so the reserve is computed before.
+            readings.reserve_bytes = self._reserve_bytes(start_held_bytes, share)
+            self._count_live_bytes()
+            if self.meter.live is not None:
+                live_bytes = max(readings.phase_peaks().values()) - start_live_bytes
+                # Holes in the heap differ between processes.
+                hole_bytes = max(readings.held_bytes) - start_held_bytes - live_bytes
+                readings.reserve_bytes += int(share * max(0, hole_bytes))
+        needed_bytes = max(readings.held_bytes[steady.first_call :]) + readings.reserve_bytes
+        self._note_page_faults(steady)
+        readings.outcome = "ok"
+        if steady.num_retries > 0:
+            readings.outcome = "allocator_retry"
+        elif not is_enforced and needed_bytes > limit_bytes:
+            readings.outcome = "over_limit"
+
+    def _note_page_faults(self, steady: _Steady) -> None:
+        faults = steady.page_faults
+        if not self._device.held_is_resident_set or faults is None:
+            return
+        if faults.cpu_seconds >= self._policy.page_fault_seconds:
+            self.readings.note = page_fault_sentence(faults, steady.num_steps)
+
+    def _steps_of_a_training(self) -> _Steady:
+        """Run the kinds of steps that the training will run."""
+        session = self.meter.session
+        batch_size = self.batch_size
+        readings = self.readings
+        primary = readings.primary
+        evaluation = session.evaluation if session.training is not None else None
+        smaller_size = session.smaller_batch_size(batch_size)
+        measured_steps = 1 if self.is_slow else self._policy.measured_steps
+        if evaluation is not None and session.evaluates_first:
+            with self._consecutive(evaluation, batch_size) as consecutive:
+                consecutive.run(measured_steps)
+        with self._consecutive(primary, batch_size) as consecutive:
+            consecutive.warm_up(self.meter.warmup_steps)
+            first_call = len(readings.held_bytes)
+            retries = self._allocator_retries()
+            meter = PageFaultMeter()
+            num_steps = self._policy.steady_steps
+            held_bytes = consecutive.run_steady(num_steps)
+            if self._differ(held_bytes):
+                more_steps = self._policy.more_steady_steps
+                if self.is_slow:
+                    more_steps = self._policy.more_steady_steps_slow
+                consecutive.run_steady(more_steps)
+                num_steps += more_steps
+            page_faults = meter.read()
+        # The steps that follow have these kinds, sizes and numbers.
+        following = [(primary, smaller_size, 1), (primary, batch_size, measured_steps)]
+        if evaluation is not None:
+            following.insert(0, (evaluation, smaller_size, 1))
+            following.insert(0, (evaluation, batch_size, measured_steps))
+        # A compiled module would be compiled again for another size.
+        if not (self._device.held_is_resident_set or self.meter.is_compiled):
+            # Activations of this batch leave a part of most segments of the larger batch free. Its
+            # gradients lie there, so that the next step can neither use nor release them.
+            worst_smaller_size = max(1, int(self._policy.smaller_batch_share * batch_size))
+            following += [(primary, worst_smaller_size, 1), (primary, batch_size, 1)]
+        for steps, size, count in following:
+            with self._consecutive(steps, size) as consecutive:
+                consecutive.run(count)
+        num_retries = self._allocator_retries() - retries
+        return _Steady(first_call, num_retries, page_faults, num_steps)
+
+    def _differ(self, held_bytes: list[int]) -> bool:
+        """Whether steps differ in their held bytes, on this rank or on one that steps with it."""
+        difference_bytes = max(held_bytes) - min(held_bytes)
+        differ = difference_bytes > self._policy.differing_share * max(held_bytes)
+        # If only some of the ranks that step together ran more steps, they would wait forever.
+        return any(self.ranks.exchange(differ)) if self.is_collective else differ
+
+    def _count_live_bytes(self) -> None:
+        for steps in (self.meter.session.training, self.meter.session.evaluation):
+            if steps is not None:
+                with self._consecutive(steps, self.batch_size) as consecutive:
+                    consecutive.count_live_bytes()
+
+    def _consecutive(self, steps: Steps, batch_size: int) -> ConsecutiveSteps:
+        return ConsecutiveSteps(self.meter, steps, batch_size, self.readings)
+
+    def _allocator_retries(self) -> int:
+        return self._device.counters().get("num_alloc_retries", 0)
+
+    def _reserve_bytes(self, start_held_bytes: int, share: float) -> int:
+        """Bytes to keep free for later steps and for checkpoints, above the highest held bytes."""
+        peak_bytes = max(self.readings.held_bytes)
+        later_step_bytes = int(share * max(0, peak_bytes - start_held_bytes))
+        checkpoint_bytes = self.meter.checkpoint_bytes()
+        if checkpoint_bytes is None:
+            return later_step_bytes
+        return later_step_bytes + max(0, self.meter.held_bytes() + checkpoint_bytes - peak_bytes)
