@@ -104,7 +104,7 @@ class Transformer(nn.Module):
 
 
 class LSTM(nn.Module):
-    """A two-layer LSTM over 100 steps."""
+    """A two-layer LSTM over 64 features for each step."""
 
     def __init__(self, width: int = 192) -> None:
         super().__init__()
@@ -188,8 +188,8 @@ def _long_tailed_tokens(g: torch.Generator) -> Sample:
     return _tokens(g, length=2 * LENGTH if is_long else LENGTH // 2)
 
 
-def _pixels(g: torch.Generator) -> Sample:
-    return torch.randn(1, 64, 64, generator=g), torch.randint(2, (64, 64), generator=g)
+def _pixels(g: torch.Generator, *, side: int = 64) -> Sample:
+    return torch.randn(1, side, side, generator=g), torch.randint(2, (side, side), generator=g)
 
 
 def _padded(samples: list[Sample]) -> Sample:
@@ -300,6 +300,15 @@ WORKLOADS = {
     "transformer": Workload(Transformer, partial(_tokens, length=LENGTH), 300),
     "long-tailed text": Workload(Transformer, _long_tailed_tokens, 300, collate=_padded),
     "wide MLP": Workload(wide_mlp, partial(floats, shape=(1024,)), 800),
+}
+
+# A step takes about a millisecond for each sample on one core, so that many steps can be timed.
+QUICK_WORKLOADS = {
+    "small CNN": Workload(partial(conv_net, 8), partial(floats, shape=(3, 32, 32)), 200),
+    "small U-Net": Workload(UNet, partial(_pixels, side=32), 250),
+    "small transformer": Workload(partial(Transformer, 64, 2), partial(_tokens, length=32), 200),
+    "small LSTM": Workload(partial(LSTM, 96), partial(floats, shape=(50, 64)), 150),
+    "small MLP": Workload(partial(wide_mlp, 512, 4), partial(floats, shape=(512,)), 100),
 }
 
 

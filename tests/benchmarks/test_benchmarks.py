@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import gpu_check, gpu_parts
+from benchmarks import gpu_check, gpu_parts, throughput
 from benchmarks.common import ROOT, in_fresh_process
 from benchmarks.search import largest_that
 from benchmarks.workloads import WORKLOADS
@@ -131,3 +131,40 @@ def test_a_process_that_is_late_is_ended():
     sleep = "import time; time.sleep(60)"
     result = in_fresh_process("timeit", "-n", "1", "-r", "1", sleep, timeout_seconds=1)
     assert result == {"error": "no end after 1 s"}
+
+
+def test_the_regret_of_a_size_is_against_the_fastest_size_that_was_timed():
+    searches = {
+        "memory": [{"batch_size": 8, "search_seconds": 4.0, "error": None}],
+        "throughput": [
+            {"batch_size": 4, "search_seconds": 2.0, "error": None},
+            {"batch_size": 2, "search_seconds": 3.0, "error": None},
+            {"error": "killed"},
+        ],
+        "Lightning power": [],
+    }
+    # These are 20, 40 and 32 samples per second.
+    steps = {"error": None, "step_seconds": {"2": 0.1, "4": 0.1, "8": 0.25}}
+    printed = throughput.table({"net": {"searches": searches, "steps": steps}})
+    memory, speed, power = rows_of(printed)
+    assert list(memory.values())[2:] == ["8", "4", "20.0%", "20.0%", "4.0", "16"]
+    assert list(speed.values())[2:] == ["4, 2", "4", "25.0%", "50.0%", "2.5", "25"]
+    assert power["sizes"] == "none"
+    assert "throughput: regret 25.0% in the median over the networks, 50.0% at most" in printed
+    assert "costs less than that for memory on 1 of 1 networks" in printed
+    assert "- net, throughput: killed" in printed
+    assert "- net, samples/s by size: 2: 20, 4: 40, 8: 32" in printed
+
+
+@pytest.mark.slow
+def test_throughput_times_every_chosen_size(run):
+    printed = run("throughput --only 'small transformer' --repeats 1")
+    rows = rows_of(printed)
+    assert [row["way"] for row in rows] == ["memory", "throughput", "Lightning power"]
+    (timed,) = re.findall(r"^- small transformer, samples/s by size: (.+)$", printed, re.MULTILINE)
+    sizes = re.findall(r"(\S+): ", timed)
+    assert all(row["sizes"] in sizes for row in rows)
+    assert {row["fastest size"] for row in rows} <= set(sizes)
+    assert all(0 <= float(row["regret, worst"].rstrip("%")) < 100 for row in rows)
+    memory, _, power = (int(row["sizes"]) for row in rows)
+    assert memory / 2 < power <= memory

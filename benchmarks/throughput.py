@@ -1,0 +1,158 @@
+"""Speed at the batch size that a search chooses, against the best speed of all sizes.
+
+    # five networks, three searches of each kind; about ten minutes on one core
+    python -m benchmarks.throughput
+    # one network, one search of each kind; half a minute
+    python -m benchmarks.throughput --only "small MLP" --repeats 1
+    # also to benchmarks/results
+    python -m benchmarks.throughput --write
+
+For each network, on one thread and in fresh processes:
+
+1. ``BatchFinder`` searches under a memory limit with ``objective="memory"`` and with
+   ``objective="throughput"``, and Lightning's ``BatchSizeFinder`` doubles the size. Lightning's
+   finder ends at the largest power of two that the memory objective has just found to fit. It knows
+   no limit, and would be killed above that of a host.
+2. One process trains a few steps at the sizes 2, 4, 8 and so on up to the largest size that was
+   chosen, and at each chosen size, three times in turn. The fastest step at a size counts.
+
+The regret of a size is 1 - its samples per second over the most of all sizes. The cost of a search
+is its CPU time (on CUDA: its wall time), also in steps at the chosen size.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.common import command_line, in_fresh_process, markdown, report
+from benchmarks.throughput_ways import WAYS
+from benchmarks.workloads import QUICK_WORKLOADS
+
+MODULE = "benchmarks.throughput_ways"
+
+
+def measure(name: str, repeats: int) -> dict[str, Any]:
+    """Search ``repeats`` times in each way, and then time the steps of one network."""
+    searches: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    for _ in range(repeats):
+        trials = 1
+        # The search for memory comes first, because it bounds the trials of Lightning's finder.
+        for way, runs in searches.items():
+            run = in_fresh_process(MODULE, name, "--way", way, "--trials", str(trials))
+            runs.append(run)
+            print(f"{time.strftime('%H:%M:%S')} {name}, {way}: {run}", file=sys.stderr, flush=True)
+            if way == "memory" and run.get("batch_size"):
+                # Trials at 2, 4, 8 and so on: the last is the largest power of two that fits.
+                trials = max(1, run["batch_size"].bit_length() - 1)
+    chosen = {size for runs in searches.values() for size in _sizes(runs)}
+    ladder = [2**power for power in range(1, max(chosen, default=1).bit_length())]
+    sizes = [str(size) for size in sorted({*chosen, *ladder})]
+    steps = in_fresh_process(MODULE, name, "--sizes", *sizes)
+    return {"searches": searches, "steps": steps}
+
+
+def speeds(known: dict[str, Any]) -> dict[int, float]:
+    """Samples per second at each size that was timed."""
+    seconds = known["steps"].get("step_seconds", {})
+    return {int(size): int(size) / step_seconds for size, step_seconds in seconds.items()}
+
+
+def regrets(known: dict[str, Any], way: str) -> list[float]:
+    """The regret of each search in this way whose size was timed."""
+    by_size = speeds(known)
+    best = max(by_size.values(), default=0.0)
+    sizes = _sizes(known["searches"][way])
+    return [1 - by_size[size] / best for size in sizes if size in by_size]
+
+
+def table(by_name: dict[str, Any]) -> str:
+    """The results as Markdown: a row for each network and way, and a summary below them."""
+    rows = list[dict[str, Any]]()
+    notes = list[str]()
+    for name, known in by_name.items():
+        by_size = speeds(known)
+        for way, runs in known["searches"].items():
+            rows.append({"network": name, "way": way, **_columns(known, way, runs)})
+            errors = [run["error"] for run in runs if run["error"]]
+            notes += [f"{name}, {way}: {error}" for error in dict.fromkeys(errors)]
+        if known["steps"]["error"]:
+            notes.append(f"{name}, steps: {known['steps']['error']}")
+        ladder = ", ".join(f"{size:,}: {by_size[size]:,.0f}" for size in sorted(by_size))
+        notes.append(f"{name}, samples/s by size: {ladder}")
+    return markdown(rows, [*_summary(by_name), *notes])
+
+
+def _columns(known: dict[str, Any], way: str, runs: Sequence[dict[str, Any]]) -> dict[str, str]:
+    seconds = known["steps"].get("step_seconds", {})
+    complete = [run for run in runs if str(run.get("batch_size")) in seconds]
+    if not complete:
+        return {"sizes": "none"}
+    by_size = speeds(known)
+    # Samples per second are compared with those of the fastest size.
+    best = max(by_size, key=by_size.__getitem__)
+    regret = regrets(known, way)
+    search_seconds = [run["search_seconds"] for run in complete]
+    search_steps = [run["search_seconds"] / seconds[str(run["batch_size"])] for run in complete]
+    return {
+        "sizes": ", ".join(f"{size:,}" for size in _sizes(complete)),
+        "fastest size": f"{best:,}",
+        "regret, median": f"{statistics.median(regret):.1%}",
+        "regret, worst": f"{max(regret):.1%}",
+        "search, s": f"{statistics.median(search_seconds):.1f}",
+        "search, steps": f"{statistics.median(search_steps):,.0f}",
+    }
+
+
+def _summary(by_name: dict[str, Any]) -> list[str]:
+    lines = []
+    for way in WAYS:
+        by_network = [regrets(known, way) for known in by_name.values()]
+        medians = [statistics.median(regret) for regret in by_network if regret]
+        if medians:
+            worst = max(max(regret) for regret in by_network if regret)
+            lines.append(
+                f"{way}: regret {statistics.median(medians):.1%} in the median over the networks,"
+                f" {worst:.1%} at most"
+            )
+    costs = [
+        [_median_seconds(known["searches"][way]) for way in ("throughput", "memory")]
+        for known in by_name.values()
+    ]
+    compared = [(throughput, memory) for throughput, memory in costs if throughput and memory]
+    cheaper = sum(throughput < memory for throughput, memory in compared)
+    lines.append(
+        f"the search for throughput costs less than that for memory on {cheaper} of"
+        f" {len(compared)} networks"
+    )
+    return lines
+
+
+def _median_seconds(runs: Sequence[dict[str, Any]]) -> float | None:
+    seconds = [run["search_seconds"] for run in runs if run.get("batch_size")]
+    return statistics.median(seconds) if seconds else None
+
+
+def _sizes(runs: Sequence[dict[str, Any]]) -> list[int]:
+    return [run["batch_size"] for run in runs if run.get("batch_size")]
+
+
+def main() -> None:
+    parser = command_line(__doc__, QUICK_WORKLOADS, writes=True)
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="searches of each kind; default: %(default)s"
+    )
+    arguments = parser.parse_args()
+    # The processes that measure use one thread as well, and the table names this number.
+    torch.set_num_threads(1)
+    by_name = {name: measure(name, arguments.repeats) for name in arguments.only}
+    report("throughput", table(by_name), by_name, write=arguments.write)
+
+
+if __name__ == "__main__":
+    main()

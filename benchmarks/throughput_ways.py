@@ -1,0 +1,159 @@
+"""One search for a batch size, or the time of a training step at given sizes, on one thread.
+
+    python -m benchmarks.throughput_ways "small CNN" --way throughput    # one search
+    python -m benchmarks.throughput_ways "small CNN" --sizes 2 64 256    # steps at these sizes
+
+``benchmarks.throughput`` runs this in a fresh process. The clock of a step is the CPU time of this
+process, which includes time in the kernel, and on CUDA the time between two events on the device.
+The clock of a search is the same CPU time, and on CUDA wall time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psutil
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder
+
+from benchmarks.common import command_line, emit, one_line, trainer_for
+from benchmarks.workloads import MIB, QUICK_WORKLOADS, SAMPLES_RUN
+from lightning_batchmem import BatchFinder
+
+ROUNDS = 3
+"""Times that all sizes are measured, one after the other.
+
+A slow moment of the machine is then not the only one at which a size was measured.
+"""
+
+WARM_UP_STEPS = 1
+MEASURED_STEPS = 3
+"""Steps at each size in a round, after the warm-up."""
+
+CUDA_LIMIT_BYTES = 4096 * MIB
+"""Limit of a search on CUDA, where the process itself needs no memory of the device."""
+
+
+class CpuClock(Callback):
+    """CPU seconds of each training step, without the reading of its batch."""
+
+    def __init__(self) -> None:
+        self.step_seconds: list[float] = []
+        self._start_seconds = 0.0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self._start_seconds = time.process_time()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.step_seconds.append(time.process_time() - self._start_seconds)
+
+
+class CudaClock(Callback):
+    """Seconds between the start and the end of each training step on the device."""
+
+    def __init__(self) -> None:
+        self.step_seconds: list[float] = []
+        # torch does not annotate these.
+        self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self._start.record()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self._end.record()
+        self._end.synchronize()
+        self.step_seconds.append(self._start.elapsed_time(self._end) / 1e3)
+
+
+class SearchClock(Callback):
+    """Emits the size that a finder chose, and what that took; it comes after the finder."""
+
+    def __init__(self) -> None:
+        self._start_seconds = 0.0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._start_seconds = _seconds()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        emit(
+            batch_size=pl_module.batch_size,
+            search_seconds=_seconds() - self._start_seconds,
+            samples_run=sum(SAMPLES_RUN.values()),
+        )
+
+
+def _seconds() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+WAYS: dict[str, Callable[[int, int], Callback]] = {
+    "memory": lambda limit_bytes, _: BatchFinder(
+        objective="memory", memory_limit=limit_bytes, min_steps_per_epoch=None
+    ),
+    "throughput": lambda limit_bytes, _: BatchFinder(
+        objective="throughput", memory_limit=limit_bytes, min_steps_per_epoch=None
+    ),
+    "Lightning power": lambda _, trials: BatchSizeFinder(
+        mode="power", init_val=2, max_trials=trials
+    ),
+}
+"""The finders, made from a limit in bytes and the number of trials of Lightning's finder."""
+
+
+def search(name: str, way: str, trials: int) -> None:
+    """Search once and emit the result."""
+    workload = QUICK_WORKLOADS[name]
+    if torch.cuda.is_available():
+        limit_bytes = CUDA_LIMIT_BYTES
+    else:
+        limit_bytes = psutil.Process().memory_info().rss + workload.room_mib * MIB
+    module = workload.training(workload)
+    # A finder searches only where training follows, so there is one step.
+    trainer_for([WAYS[way](limit_bytes, trials), SearchClock()], 1, limit_val_batches=0).fit(module)
+
+
+def time_steps(name: str, sizes: Sequence[int]) -> None:
+    """Train for a few steps at each size in each round, and emit the fastest of all rounds.
+
+    Other work on the machine only adds time, so the fastest step is the least disturbed one.
+    """
+    workload = QUICK_WORKLOADS[name]
+    fastest_seconds = dict.fromkeys(sizes, math.inf)
+    for _ in range(ROUNDS):
+        for size in sizes:
+            clock = CudaClock() if torch.cuda.is_available() else CpuClock()
+            trainer = trainer_for([clock], WARM_UP_STEPS + MEASURED_STEPS, limit_val_batches=0)
+            trainer.fit(workload.training(workload, size))
+            fastest_seconds[size] = min(fastest_seconds[size], *clock.step_seconds[WARM_UP_STEPS:])
+    emit(step_seconds=fastest_seconds)
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("network", choices=QUICK_WORKLOADS)
+    parser.add_argument("--way", choices=WAYS, help="search in this way; one of %(choices)s")
+    parser.add_argument(
+        "--trials", type=int, default=1, help="of Lightning's finder; default: %(default)s"
+    )
+    parser.add_argument("--sizes", nargs="+", type=int, default=[], help="time steps at these")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    try:
+        if arguments.way is not None:
+            search(arguments.network, arguments.way, arguments.trials)
+        time_steps(arguments.network, arguments.sizes)
+    # Near the limit memory may run out anywhere, with any error.
+    except Exception as error:  # noqa: BLE001
+        emit(error=one_line(error))
+
+
+if __name__ == "__main__":
+    main()
