@@ -63,7 +63,7 @@ class Checkpointed(TransformerBlock):
         return out
 
 
-def checkpointed_gpt(layers: int = 12, vocabulary: int = 32_000, width: int = 1024) -> nn.Module:
+def checkpointed_gpt(layers: int = 6, vocabulary: int = 32_000, width: int = 1024) -> nn.Module:
     return nn.Sequential(
         nn.Embedding(vocabulary, width),
         *(Checkpointed(torch.float32, width) for _ in range(layers)),
@@ -165,7 +165,7 @@ class ImageAndText(nn.Module):
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
         )
-        texts = (TransformerBlock(torch.float32, width) for _ in range(4))
+        texts = (TransformerBlock(torch.float32, width) for _ in range(2))
         self.text = nn.Sequential(nn.Embedding(30_522, width), Dropout(), *texts)
         self.answer = nn.Sequential(
             nn.Linear(512 + width, 1024), nn.ReLU(), nn.Linear(1024, answers)
@@ -239,7 +239,7 @@ _QUESTIONS = _IMAGE, ((64,), torch.int64), _CLASS
 _LOGITS = F.binary_cross_entropy_with_logits
 HELD_OUT_NETWORKS = (
     Network("Recommender Adam", TwoTowers, ADAM, _VISITS, _LOGITS, fills_device=True),
-    Network("Checkpointed GPT 12x1024 AdamW", checkpointed_gpt, ADAMW, _TEXTS, text_loss),
+    Network("Checkpointed GPT 6x1024 AdamW", checkpointed_gpt, ADAMW, _TEXTS, text_loss),
     Adversarial("DCGAN 128 two Adams", dcgan, ADAM, _FACES, _LOGITS),
     Network("Additive 40x4 Adam", Additive, ADAM, _WEEKS, F.mse_loss),
     Network("Image and text AdamW", ImageAndText, ADAMW, _QUESTIONS, F.cross_entropy),
