@@ -13,19 +13,31 @@ from torch import Tensor, nn
 
 
 class Network(NamedTuple):
-    """A module, its optimizer, and the shapes and types of a sample and its target."""
+    """A module, its optimizer, and the shapes and types of a sample and its target.
+
+    If the module ``fills_device``, it is built from the gigabytes of the device.
+    """
 
     name: str
-    module: Callable[[], nn.Module]
+    module: Callable[..., nn.Module]
     optimizer: Callable[..., torch.optim.Optimizer]
     samples: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     criterion: Callable[[Tensor, Tensor], Tensor]
     workspaces: bool = False
+    fills_device: bool = False
 
     def batch(self, size: int, device: torch.device | str = "meta") -> list[Tensor]:
         return [
             torch.zeros(size, *shape, dtype=dtype, device=device) for shape, dtype in self.samples
         ]
+
+    def optimizers(self, module: nn.Module) -> list[torch.optim.Optimizer]:
+        return [self.optimizer([p for p in module.parameters() if p.requires_grad])]
+
+    def loss(self, module: nn.Module, batch: list[Tensor], number: int = 0) -> Tensor:
+        """The loss that the optimizer of this number minimizes."""
+        *inputs, target = batch
+        return self.criterion(module(*inputs), target)
 
 
 def convolution(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> list[nn.Module]:
@@ -151,18 +163,18 @@ def text_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 # On CUDA ``foreach`` is the default of these optimizers.
-_SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)
-_ADAM = partial(torch.optim.Adam, foreach=True)
-_ADAMW = partial(torch.optim.AdamW, foreach=True)
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)
+ADAM = partial(torch.optim.Adam, foreach=True)
+ADAMW = partial(torch.optim.AdamW, foreach=True)
 _IMAGES = ((3, 224, 224), torch.float32), ((), torch.int64)
 _MASKS = ((3, 256, 256), torch.float32), ((1, 256, 256), torch.float32)
 _TEXTS = (((512,), torch.int64),) * 2
-_RESNET = resnet18, _SGD, _IMAGES, F.cross_entropy
+_RESNET = resnet18, SGD, _IMAGES, F.cross_entropy
 NETWORKS = (
     Network("ResNet-18 SGD", *_RESNET),
     Network("ResNet-18 SGD workspaces", *_RESNET, workspaces=True),
-    Network("U-Net 256 AdamW", unet, _ADAMW, _MASKS, F.binary_cross_entropy_with_logits),
-    Network("GPT 12x768 AdamW", partial(gpt, torch.float32), _ADAMW, _TEXTS, text_loss),
-    Network("GPT 12x768 AdamW bf16", partial(gpt, torch.bfloat16), _ADAMW, _TEXTS, text_loss),
-    Network("MLP 8x4096 Adam", mlp, _ADAM, (((4096,), torch.float32),) * 2, F.mse_loss),
+    Network("U-Net 256 AdamW", unet, ADAMW, _MASKS, F.binary_cross_entropy_with_logits),
+    Network("GPT 12x768 AdamW", partial(gpt, torch.float32), ADAMW, _TEXTS, text_loss),
+    Network("GPT 12x768 AdamW bf16", partial(gpt, torch.bfloat16), ADAMW, _TEXTS, text_loss),
+    Network("MLP 8x4096 Adam", mlp, ADAM, (((4096,), torch.float32),) * 2, F.mse_loss),
 )

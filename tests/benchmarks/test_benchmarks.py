@@ -10,7 +10,14 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import gpu_check, gpu_parts, throughput
+from benchmarks import (
+    gpu_check,
+    gpu_parts,
+    held_out_networks,
+    large_networks,
+    simulated_cuda,
+    throughput,
+)
 from benchmarks.common import ROOT, in_fresh_process
 from benchmarks.search import largest_that
 from benchmarks.workloads import WORKLOADS
@@ -102,6 +109,43 @@ def test_searches_on_the_simulated_device_find_nearly_the_largest_size_that_trai
         assert int(row["out of memory"]) <= 2
         assert int(row["sizes"]) <= 8
         assert int(row["steps at size"]) <= 40
+
+
+def test_the_summary_of_simulated_searches_counts_trainings_and_searches():
+    row = {"died real": "0 of 5", "died random": "1 of 5", "out of memory": 0}
+    rows = [
+        {**row, "found": 95, "quiet": 100},
+        {**row, "found": 4, "quiet": 5, "out of memory": 3},
+        {**row, "found": 70, "quiet": 100, "died real": "3 of 5"},
+        {**row, "found": 30, "quiet": 25, "died random": "0 of 5"},
+    ]
+    assert simulated_cuda.summary(rows) == (
+        "4 searches: died real 15.0%, died random 15.0%;"
+        " at least 0.93 of quiet or one sample below 75%, smallest of quiet 0.700;"
+        " most out-of-memory errors 3, none 75%"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "networks"),
+    [
+        ("", large_networks.NETWORKS),
+        ("--held-out", held_out_networks.HELD_OUT_NETWORKS),
+        ("--only 'Recommender Adam'", held_out_networks.HELD_OUT_NETWORKS[:1]),
+    ],
+)
+def test_networks_of_the_simulated_searches_are_chosen(arguments, networks, run, monkeypatch):
+    row = {
+        "died real": "0 of 5",
+        "died random": "0 of 5",
+        "out of memory": 0,
+        "found": 1,
+        "quiet": 1,
+    }
+    monkeypatch.setattr(simulated_cuda, "measure", lambda name, *_: {"network": name, **row})
+    rows = rows_of(run(f"simulated_cuda --gigabytes 8 {arguments}"))
+    names = [network.name for network in networks for _ in simulated_cuda.LIMITS]
+    assert [row["network"] for row in rows] == names
 
 
 @pytest.mark.slow

@@ -11,8 +11,14 @@ GB = 10**9
 MLP = trace_of("MLP 8x4096 Adam")
 
 
+# Tracing the others takes longest, and they have nothing that is not in these.
 @pytest.mark.parametrize(
-    "name", [network.name for network in NETWORKS if network.name != "GPT 12x768 AdamW"]
+    "name",
+    [
+        *(network.name for network in NETWORKS if network.name != "GPT 12x768 AdamW"),
+        "DCGAN 128 two Adams",
+        "Recommender Adam",
+    ],
 )
 def test_each_step_leaves_model_gradients_and_state(name):
     device = SimulatedCuda(trace_of(name), 80 * GB)

@@ -65,6 +65,19 @@ class Pool:
         del self.sorted[bisect_left(self.sorted, (size, address))]
         return size
 
+    def take(self, address: int, needed: int) -> int:
+        """Use a free range, or the first ``needed`` bytes of it; returns the size of the block."""
+        size = self.remove(address)
+        remainder = size - needed
+        if remainder >= self.min_remainder:
+            # Both neighbours of the remainder are used, so that nothing is merged.
+            self.sizes[address + needed] = remainder
+            self.ends[address + size] = address + needed
+            insort(self.sorted, (remainder, address + needed))
+            size = needed
+        self.used[address] = address + size
+        return size
+
     def room(self, address: int) -> float:
         """Size that a free range can grow to."""
         starts = (start for start in (*self.used, *self.sizes) if start > address)
@@ -96,28 +109,26 @@ class CachingAllocator:
 
     def malloc(self, requested: int) -> Block:
         """Allocate ``requested`` > 0 bytes; raise ``torch.OutOfMemoryError`` as torch does."""
-        needed = math.ceil(requested / BLOCK) * BLOCK
+        needed = -(-requested // BLOCK) * BLOCK
         pool = self.small if needed <= SMALL else self.large
         index = bisect_left(pool.sorted, (needed, 0))
         if index < len(pool.sorted):
             address = pool.sorted[index][1]
-            # Expandable ranges are compared by the size that they can grow to.
-            others = pool.sorted[index + 1 :] if self.expandable else []
-            for _, other in others:
-                if pool.room(other) >= pool.room(address):
-                    break
-                address = other
+            if self.expandable:
+                # Expandable ranges are compared by the size that they can grow to.
+                for _, other in pool.sorted[index + 1 :]:
+                    if pool.room(other) >= pool.room(address):
+                        break
+                    address = other
         else:
             address = self._grow(pool, needed)
-        size = pool.remove(address)
-        if size - needed >= pool.min_remainder:
-            pool.add(address + needed, size - needed)
-            size = needed
-        pool.used[address] = address + size
+        size = pool.take(address, needed)
         self.allocated += size
         self.requested += requested
-        self.allocated_peak = max(self.allocated_peak, self.allocated)
-        self.requested_peak = max(self.requested_peak, self.requested)
+        if self.allocated > self.allocated_peak:
+            self.allocated_peak = self.allocated
+        if self.requested > self.requested_peak:
+            self.requested_peak = self.requested
         return Block(address, size, requested, pool)
 
     def free(self, block: Block) -> None:

@@ -5,7 +5,7 @@ It has the device protocol of the package.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -35,36 +35,49 @@ class SimulatedCuda(CachingAllocator):
     def train_step(self, size: int) -> None:
         """Replay one training step in Lightning's order.
 
-        The order is forward, zero_grad, backward, optimizer step.
+        The order is forward, zero_grad, backward, optimizer step, for each optimizer.
         """
-        self.run_phase("forward", size)
-        # This is zero_grad(set_to_none=True).
-        self.drop(self.trace.gradients)
-        self.run_phase("backward")
-        self.run_phase("optimizer_step")
+        self.begin_step(size)
+        for number, slots in enumerate(self.trace.optimizers):
+            self.run_phase("forward", number)
+            # This is zero_grad(set_to_none=True).
+            self.drop(slots.gradients)
+            self.run_phase("backward", number)
+            self.run_phase("optimizer_step", number)
 
-    def run_phase(self, phase: str, size: int = 0) -> None:
-        """Replay a phase.
+    def begin_step(self, size: int) -> None:
+        """Set the size of the phases that follow."""
+        self._steady = self.trace.states <= self._live.keys()
+        self._step = self.trace.events(size, "steady" if self._steady else "first")
 
-        The forward pass sets the size, and the optimizer step releases the batch.
+    def run_phase(self, phase: str, number: int = 0) -> None:
+        """Replay a phase of the optimizer of this number.
+
+        The last optimizer step releases the batch.
         """
-        if phase == "forward":
-            self._steady = self.trace.states <= self._live.keys()
-            self._step = self.trace.events(size, "steady" if self._steady else "first")
-        if phase == "optimizer_step" and not self._steady and self.trace.states & self._live.keys():
+        states = self.trace.optimizers[number].states
+        num_live = len(states & self._live.keys())
+        if phase == "optimizer_step" and 0 < num_live < len(states):
             # An out-of-memory error inside the first step left only a part of the states.
+            self._release_step()
             raise KeyError("exp_avg_sq")
-        self._replay(self._step[phase])
+        self._replay(self._step[phase, number])
 
     def evaluation_step(self, size: int) -> None:
         """Replay one validation step without gradients."""
-        self._replay(self.trace.events(size, "evaluation")["evaluation"])
+        self._replay(self.trace.events(size, "evaluation")["evaluation", 0])
 
     def drop(self, slots: Iterable[int]) -> None:
         """Release storages that still exist."""
         for slot in slots:
             if slot in self._live:
                 self.free(self._live.pop(slot))
+
+    def layout(self) -> Hashable:
+        """What decides, together with the sizes of the steps that follow, how they end."""
+        blocks = ((slot, block.address) for slot, block in self._live.items())
+        free = [tuple(pool.sorted) for pool in (self.small, self.large)]
+        return frozenset(blocks), *free
 
     def peak(self) -> MemoryStats:
         return MemoryStats(self.allocated_peak, self.reserved_peak, self.requested_peak)
@@ -103,15 +116,19 @@ class SimulatedCuda(CachingAllocator):
     def _replay(self, events: list[tuple[int, int]]) -> None:
         try:
             for slot, size_bytes in events:
-                if size_bytes:
-                    self._live[slot] = self.malloc(size_bytes)
-                else:
+                if not size_bytes:
                     self.free(self._live.pop(slot))
+                # After an error in the first step, one of two optimizers may have its states.
+                elif slot not in self._live:
+                    self._live[slot] = self.malloc(size_bytes)
         except torch.OutOfMemoryError:
-            # The storages of the step are released as the exception unwinds.
-            remaining = self.trace.gradients | set(range(len(self.trace.persistent_bytes)))
-            # Foreach SGD writes its states at the end of the step, so the first step leaves none.
-            if self._steady or "SGD" not in self.trace.network.name:
-                remaining |= self.trace.states
-            self.drop(self._live.keys() - remaining)
+            self._release_step()
             raise
+
+    def _release_step(self) -> None:
+        """Release the storages of a step as an exception unwinds."""
+        remaining = self.trace.gradients | set(range(len(self.trace.persistent_bytes)))
+        # Foreach SGD writes its states at the end of the step, so the first step leaves none.
+        if self._steady or "SGD" not in self.trace.network.name:
+            remaining |= self.trace.states
+        self.drop(self._live.keys() - remaining)

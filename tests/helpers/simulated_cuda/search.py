@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Hashable
+from random import Random
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,15 +20,19 @@ from tests.helpers.lawful import quiet_trainer
 from tests.helpers.simulated_cuda.device import SimulatedCuda
 
 SAMPLES = 10**7
+SEEDS = range(5)
 
 
 class Searched(NamedTuple):
-    """What a search found, and whether 200 steps of training followed."""
+    """What a search found, and how trainings of 200 steps ended, some of them for all seeds."""
 
     plan: Plan
     num_ooms: int
+    seconds: float
     trains: bool
     trains_with_varied_sizes: bool
+    real_deaths: int
+    random_deaths: int
     steps_at_size: int
     sizes: int
 
@@ -38,13 +44,21 @@ def simulated_module(device: SimulatedCuda) -> LightningModule:
     """
 
     class State(defaultdict[Tensor, Any]):
+        def __init__(self, number: int) -> None:
+            self.number = number
+
         def clear(self) -> None:
-            device.drop(device.trace.states)
+            device.drop(device.trace.optimizers[self.number].states)
 
     class Optimizer(torch.optim.Optimizer):
+        def __init__(self, parameters: Any, number: int) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+            self.number = number
+            self.state = State(number)
+
         def step(self, closure: Any = None) -> Any:
             loss = closure()
-            device.run_phase("optimizer_step")
+            device.run_phase("optimizer_step", self.number)
             return loss
 
     class Module(LightningModule):
@@ -52,11 +66,23 @@ def simulated_module(device: SimulatedCuda) -> LightningModule:
 
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(1, 1)
+            self.layers = nn.ModuleList(nn.Linear(1, 1) for _ in device.trace.optimizers)
+            self.automatic_optimization = len(self.layers) == 1
 
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            device.run_phase("forward", len(batch))
-            loss: Tensor = self.layer(torch.zeros(1)).mean()
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+            device.begin_step(len(batch))
+            if self.automatic_optimization:
+                return self.loss(0)
+            for number, optimizer in enumerate(self.optimizers()):
+                loss = self.loss(number)
+                device.drop(device.trace.optimizers[number].gradients)
+                self.manual_backward(loss, number)
+                optimizer.step()
+            return None
+
+        def loss(self, number: int) -> Tensor:
+            device.run_phase("forward", number)
+            loss: Tensor = self.layers[number](torch.zeros(1)).mean()
             return loss
 
         def zero_grad(self, set_to_none: bool = True) -> None:
@@ -66,18 +92,16 @@ def simulated_module(device: SimulatedCuda) -> LightningModule:
         def optimizer_zero_grad(self, *_: Any) -> None:
             self.zero_grad()
 
-        def backward(self, loss: Tensor) -> None:
-            device.run_phase("backward")
+        def backward(self, loss: Tensor, number: int = 0) -> None:
+            device.run_phase("backward", number)
             # torch does not annotate this method.
             loss.backward()  # type: ignore[no-untyped-call]
 
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
             device.evaluation_step(len(batch))
 
-        def configure_optimizers(self) -> Optimizer:
-            optimizer = Optimizer(self.parameters(), {"lr": 0.1})
-            optimizer.state = State()
-            return optimizer
+        def configure_optimizers(self) -> list[Optimizer]:
+            return [Optimizer(layer.parameters(), i) for i, layer in enumerate(self.layers)]
 
         def train_dataloader(self) -> DataLoader[Any]:
             # A DataLoader accepts any sequence, but its annotation requires a Dataset.
@@ -100,43 +124,76 @@ class SimulatedFinder(BatchFinder):
 
 
 def search(device: SimulatedCuda, **options: Any) -> Searched:
-    """Search, then train 200 steps in the same process with the whole capacity.
+    """Search, then train in the same process with the whole capacity.
 
-    Evaluations and smaller batches of one size come in between; a second training has smaller
-    batches of any size.
+    There are four kinds of trainings: with the last batch of this data set, with a last batch of
+    another size in each epoch, and those of ``epochs_of_a_data_set`` and ``varied_epochs``.
     """
     finder = SimulatedFinder(device, **options)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     trainer = quiet_trainer(finder, max_steps=1, limit_val_batches=0.5)
+    begin = time.perf_counter()
     # Without this stage, only the code before the first step runs.
     with mock.patch.object(Trainer, "_run_stage"):
         trainer.fit(simulated_module(device))
+    seconds = time.perf_counter() - begin
     plan = finder.plan
     assert plan is not None
     num_ooms = device.num_ooms
     size = plan.batch_size
+    full_batches = [size] * 24
     remainder = SAMPLES % size or max(1, size // 2)
+    remainders = [max(1, epoch * 7919 % size) for epoch in range(8)]
+    real = [trains(device, epochs_of_a_data_set(size, seed)) for seed in SEEDS]
+    random = [trains(device, varied_epochs(size, seed)) for seed in SEEDS]
     return Searched(
         plan,
         num_ooms,
-        trains=_trains(device, size, lambda _: remainder),
-        trains_with_varied_sizes=_trains(device, size, lambda epoch: max(1, epoch * 7919 % size)),
+        seconds,
+        trains=trains(device, [[*full_batches, remainder]] * 8),
+        trains_with_varied_sizes=trains(device, [[*full_batches, last] for last in remainders]),
+        real_deaths=real.count(False),
+        random_deaths=random.count(False),
         steps_at_size=sum(trial.full_steps for trial in plan.trials if trial.batch_size == size),
         sizes=len({trial.batch_size for trial in plan.trials}),
     )
 
 
-def _trains(device: SimulatedCuda, size: int, smaller: Callable[[int], int]) -> bool:
+def epochs_of_a_data_set(size: int, seed: int) -> list[list[int]]:
+    """The sizes of batches from a data set of random size, whose last batch is smaller."""
+    last = Random(seed).randint(1, size)
+    return [[*[size] * 19, last]] * 10
+
+
+def varied_epochs(size: int, seed: int) -> list[list[int]]:
+    """Full batches, of which each fifth is replaced by one of random size."""
+    random = Random(seed)
+    return [
+        [random.randint(1, size) if step % 5 == 4 else size for step in range(20)]
+        for _ in range(10)
+    ]
+
+
+def trains(device: SimulatedCuda, epochs: list[list[int]]) -> bool:
+    """Whether batches of these sizes fit, from the first step of a training on.
+
+    An evaluation comes before each epoch.
+    """
     device.drop(device.trace.gradients | device.trace.states)
     device.release_cached()
+    layouts = set[Hashable]()
     try:
-        for epoch in range(8):
+        for number, epoch in enumerate(epochs):
             # Before the first epoch, these are the two steps of Lightning's sanity check.
-            device.evaluation_step(size)
-            device.evaluation_step(smaller(epoch) if epoch else size)
-            for _ in range(24):
+            device.evaluation_step(epoch[0])
+            device.evaluation_step(epoch[-1] if number else epoch[0])
+            for size in epoch:
                 device.train_step(size)
-            device.train_step(smaller(epoch))
+            layout = device.layout()
+            # From an earlier layout on, equal epochs do what they did before.
+            if layout in layouts and epochs.count(epoch) == len(epochs):
+                return True
+            layouts.add(layout)
     except torch.OutOfMemoryError:
         return False
     return True

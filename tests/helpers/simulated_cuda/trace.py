@@ -8,22 +8,32 @@ from __future__ import annotations
 
 import math
 import weakref
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.held_out_networks import HELD_OUT_NETWORKS
 from benchmarks.large_networks import NETWORKS, Network
 
 RECORDED_SIZES = (2, 3, 5)
 # Workspaces are invented, as shares of the input of a convolution.
 WORKSPACE_SHARES = (0.0, 0.25, 1.0, 2.0)
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+# A phase of a step, and the number of the optimizer that it belongs to.
+Phase = tuple[str, int]
 # The events of each phase are (slot, bytes, convolution or None). A storage ends where its bytes
 # are 0. The number of a convolution marks its workspace; the bytes are then those of its input.
-_Phases = dict[str, list[tuple[int, Any, int | None]]]
+_Phases = dict[Phase, list[tuple[int, Any, int | None]]]
+
+
+class OptimizerSlots(NamedTuple):
+    """The slots of the gradients and of the states of one optimizer."""
+
+    gradients: set[int]
+    states: set[int]
 
 
 class Trace:
@@ -35,15 +45,17 @@ class Trace:
     def __init__(self, network: Network) -> None:
         self.network = network
         recorded = [_record(network, size) for size in RECORDED_SIZES]
-        self.persistent_bytes, self.gradients, self.states, _ = recorded[0]
+        self.persistent_bytes, self.optimizers, _ = recorded[0]
+        self.gradients = set[int]().union(*(slots.gradients for slots in self.optimizers))
+        self.states = set[int]().union(*(slots.states for slots in self.optimizers))
         self._programs = {
-            name: fit([programs[name] for *_, programs in recorded]) for name in recorded[0][3]
+            name: fit([programs[name] for *_, programs in recorded]) for name in recorded[0][2]
         }
         self.events = lru_cache(maxsize=64)(self._events)
 
-    def _events(self, size: int, program: str) -> dict[str, list[tuple[int, int]]]:
+    def _events(self, size: int, program: str) -> dict[Phase, list[tuple[int, int]]]:
         """Pairs of slot and bytes of each phase at ``size`` samples; 0 bytes end a storage."""
-        phases: dict[str, list[tuple[int, int]]] = {}
+        phases: dict[Phase, list[tuple[int, int]]] = {}
         for phase, events in self._programs[program].items():
             pairs = phases[phase] = []
             for slot, (fixed, per_sample), convolution in events:
@@ -54,10 +66,18 @@ class Trace:
         return phases
 
 
+def trace_of(name: str, gigabytes: int = 8) -> Trace:
+    """The trace of a network on a device with these gigabytes, recorded once in a process."""
+    networks = (*NETWORKS, *HELD_OUT_NETWORKS)
+    network = next(network for network in networks if network.name == name)
+    return _trace(network, gigabytes if network.fills_device else None)
+
+
 @cache
-def trace_of(name: str) -> Trace:
-    """The trace of a network in ``NETWORKS``, recorded once in a process."""
-    return Trace(next(network for network in NETWORKS if network.name == name))
+def _trace(network: Network, gigabytes: int | None) -> Trace:
+    if gigabytes is not None:
+        network = network._replace(module=partial(network.module, gigabytes))
+    return Trace(network)
 
 
 def workspace_share(convolution: int, size: int) -> float:
@@ -99,6 +119,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             weakref.finalize(storage, lambda: self.events.append((self.slots.pop(key), 0, None)))
             self.count += 1
 
+    def slots_of(self, tensors: Any) -> set[int]:
+        """The slots of the tensors on the meta device, in any nested structure."""
+        leaves = (leaf for leaf in tree_leaves(list(tensors)) if isinstance(leaf, torch.Tensor))
+        return {self.slots[leaf.untyped_storage()._cdata] for leaf in leaves if leaf.is_meta}
+
     def take(self) -> list[tuple[int, int, int | None]]:
         taken = self.events
         self.events = []
@@ -107,46 +132,52 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _record(
     network: Network, size: int
-) -> tuple[list[int], set[int], set[int], dict[str, _Phases]]:
+) -> tuple[list[int], list[OptimizerSlots], dict[str, _Phases]]:
     """Record the programs of a network at one size.
 
-    Returns the bytes of parameters and buffers, the slots of gradients, the slots of optimizer
-    states, and the programs.
+    Returns the bytes of parameters and buffers, the slots of each optimizer, and the programs.
     """
     with torch.device("meta"):
         module = network.module()
-    parameters = list(module.parameters())
-    persistent = [*parameters, *module.buffers()]
-    optimizer = network.optimizer(parameters)
-    gradients: set[int] = set()
-    programs: dict[str, _Phases] = {}
+    persistent = [*module.parameters(), *module.buffers()]
+    optimizers = network.optimizers(module)
+    slots = [OptimizerSlots(set(), set()) for _ in optimizers]
+    programs: dict[str, _Phases] = {"first": {}, "steady": {}, "evaluation": {}}
     with _Recorder(persistent) as recorder:
-        for name in ("first", "steady", "evaluation"):
+        for name in ("first", "steady"):
             recorder.convolutions = 0
-            module.train(name != "evaluation")
-            with torch.set_grad_enabled(module.training):
-                batch = network.batch(size)
-                loss = network.criterion(module(batch[0]), batch[1])
-            if module.training:
-                phases = programs[name] = {"forward": recorder.take()}
+            module.train()
+            batch = network.batch(size)
+            for number, optimizer in enumerate(optimizers):
+                loss = network.loss(module, batch, number)
+                programs[name]["forward", number] = recorder.take()
                 optimizer.zero_grad()
                 # These events are dropped: the replay releases the gradients itself.
                 recorder.take()
                 # torch does not annotate this method.
                 loss.backward()  # type: ignore[no-untyped-call]
-                phases["backward"] = recorder.take()
+                programs[name]["backward", number] = recorder.take()
                 optimizer.step()
-                gradients |= {
-                    recorder.slots[parameter.grad.untyped_storage()._cdata]
-                    for parameter in parameters
-                    if parameter.grad is not None
-                }
-            del loss, batch
-            programs.setdefault(name, {})["optimizer_step" if module.training else name] = (
-                recorder.take()
-            )
-    states = set(recorder.slots.values()) - gradients - set(range(len(persistent)))
-    return [tensor.nbytes for tensor in persistent], gradients, states, programs
+                slots[number].gradients.update(recorder.slots_of(gradients_of(optimizer)))
+                slots[number].states.update(recorder.slots_of(optimizer.state.values()))
+                del loss
+                if number == len(optimizers) - 1:
+                    del batch
+                programs[name]["optimizer_step", number] = recorder.take()
+        recorder.convolutions = 0
+        module.eval()
+        with torch.no_grad():
+            batch = network.batch(size)
+            for number in range(len(optimizers)):
+                network.loss(module, batch, number)
+            del batch
+        programs["evaluation"]["evaluation", 0] = recorder.take()
+    return [tensor.nbytes for tensor in persistent], slots, programs
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def fit(programs: list[_Phases]) -> _Phases:
