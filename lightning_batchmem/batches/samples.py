@@ -9,6 +9,7 @@ import copy
 import math
 import multiprocessing
 import pickle
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -135,13 +136,7 @@ def _reader(
     policy = measure.policy
     arguments: dict[str, Any] = {"batch_size": 1, "num_workers": num_workers, "collate_fn": measure}
     if not isinstance(dataset, IterableDataset):
-        # Several passes go over the whole data set: wherever the scan ends, it has read samples
-        # from everywhere.
-        indices = _indices(loader, policy.max_sample_sizes)
-        passes = max(1, len(indices) // policy.max_samples)
-        arguments["sampler"] = [
-            index for start in range(passes) for index in indices[start::passes]
-        ]
+        arguments["sampler"] = _indices(loader, policy.max_sample_sizes)
     if num_workers:
         arguments |= {
             "multiprocessing_context": loader.multiprocessing_context,
@@ -157,18 +152,24 @@ def _reader(
 
 
 def _indices(loader: DataLoader[Any], most: int) -> list[Any]:
-    """Up to ``most`` indices of samples.
+    """Up to ``most`` indices of samples in random order.
 
     They are spread over the whole data set, or are the first ones of the user's own sampler.
+    Wherever the scan ends, it has read samples from everywhere, and no period of the data hides
+    its longest samples.
     """
+    # The generator has a fixed seed, so that a search can be repeated.
+    generator = random.Random(0)  # noqa: S311
     if loader.batch_size is None:
         batches = copied_sampler(loader.batch_sampler, loader.dataset)
-        return list(islice(chain.from_iterable(batches), most))
-    if isinstance(loader.sampler, SequentialSampler | RandomSampler):
+        indices = list(islice(chain.from_iterable(batches), most))
+    elif isinstance(loader.sampler, SequentialSampler | RandomSampler):
         length = len(loader.sampler.data_source)
-        count = min(most, length)
-        return [position * length // count for position in range(count)]
-    return list(islice(copied_sampler(loader.sampler, loader.dataset), most))
+        return generator.sample(range(length), min(most, length))
+    else:
+        indices = list(islice(copied_sampler(loader.sampler, loader.dataset), most))
+    generator.shuffle(indices)
+    return indices
 
 
 def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], SampleSizes]:

@@ -117,14 +117,16 @@ def _smallest_size(state: SearchState) -> NextSize | SearchFailed:
 
 
 def _second_size(state: SearchState) -> NextSize | LimitedBy:
-    """A second size before there is a line: one that fits for certain, or the next above."""
+    """A second size before there is a line: one that fits for certain, if there is one."""
     size = state.largest.batch_size
     highest = min(state.highest, state.failed_size - 1)
     following = rounded(size + 1, state.limits, up=True)
     if following > highest:
         return _MEMORY if state.passed else _rehearse(state, size)
-    second = min(state.policy.ladder_growth * size, state.guaranteed_size(), highest)
-    second = state.rounded(int(second))
+    largest = state.policy.ladder_growth * size
+    if state.guaranteed_size() > size or not state.is_error_caught:
+        largest = min(largest, state.guaranteed_size())
+    second = state.rounded(int(min(largest, highest)))
     if state.failed:
         second = min(second, state.between_fit_and_failure())
     if second > size:
@@ -146,8 +148,7 @@ def _next_rung(state: SearchState) -> int | None:
     size = state.largest.batch_size
     candidate = state.candidate()
     largest = state.guaranteed_size()
-    is_error_caught = not (state.limits.overrun_kills or state.limits.steps_are_collective)
-    if is_error_caught:
+    if not state.limits.steps_are_collective:
         share = state.policy.ladder_limit_share
         largest = max(largest, state.largest_predicted_size(share))
     rung = state.rounded(state.policy.ladder_growth * size)
@@ -155,7 +156,7 @@ def _next_rung(state: SearchState) -> int | None:
         # The last size is closer, because throughput may still rise.
         rung = min(rung, state.rounded(min(candidate, largest)))
         return rung if rung >= state.policy.least_gap * size else None
-    if rung > largest and state.is_bent and is_error_caught:
+    if rung > largest and state.is_bent and state.is_error_caught:
         # A line through the last two sizes is too low beyond them, so another one is between.
         rung = state.rounded(math.isqrt(size * candidate))
         return rung if candidate >= state.policy.least_gap * size else None
@@ -186,6 +187,10 @@ def _next_size_for_memory(state: SearchState) -> NextSize | LimitedBy:
         return _climb(state, candidate)
     if not state.passed:
         return _rehearse(state, candidate)
+    if state.failed and _may_try_between(state):
+        between = state.between_fit_and_failure()
+        if between not in state.tried:
+            return _rehearse(state, between)
     # For throughput, the last per cent of the memory are not worth a rehearsal.
     may_step_up = state.limits.objective == "memory" and not state.limits.steps_are_collective
     if state.failed or len(state.passed) > 1 or not may_step_up:
@@ -194,6 +199,26 @@ def _next_size_for_memory(state: SearchState) -> NextSize | LimitedBy:
     enough = (1 + state.policy.min_gain) * state.passed[-1].batch_size
     is_worth_it = higher == state.highest or higher >= enough
     return _rehearse(state, higher) if is_worth_it else _MEMORY
+
+
+def _may_try_between(state: SearchState) -> bool:
+    """Whether a size between the one that has just passed and the one that failed is worth a try.
+
+    It is tried once, and not after many errors.
+    """
+    best = state.passed[-1].batch_size
+    num_out_of_memory = sum(trial.outcome == "out_of_memory" for trial in state.trials)
+    smallest_failure = min(state.failed, key=lambda trial: trial.batch_size)
+    may_fail = (
+        num_out_of_memory < state.policy.max_errors or smallest_failure.outcome != "out_of_memory"
+    )
+    return (
+        state.is_error_caught
+        and state.trials[-1].batch_size == best
+        and len(state.passed) == 1
+        and may_fail
+        and state.failed_size > (1 + state.policy.between_share) * best
+    )
 
 
 def _climb(state: SearchState, candidate: int) -> NextSize | LimitedBy:

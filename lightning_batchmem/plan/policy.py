@@ -48,6 +48,9 @@ class SearchPolicy:
     """The first size that is rehearsed is predicted to need this share of the limit. Source:
     Rounding and fragmentation take the rest; simulated CUDA allocators: `python -m
     benchmarks.simulated_cuda`."""
+    fixed_share: float = 0.5
+    """Where the fixed part takes more than this share of the limit, these shares are those of the
+    room beyond it. Source: Below it, that would change them by less than the rounding of sizes."""
     step_up_share: float = 0.94
     """The same for the larger size that is tried after a pass. Source: simulated CUDA allocators:
     `python -m benchmarks.simulated_cuda`."""
@@ -57,6 +60,11 @@ class SearchPolicy:
     step_down: tuple[float, ...] = (0.052, 0.12, 0.25, 0.5)
     """A size shrinks by these shares after each failure. Source: simulated CUDA allocators: `python
     -m benchmarks.simulated_cuda`."""
+    between_share: float = 0.08
+    """Between a size that passed and a size that failed, once another size is rehearsed if they
+    differ by more than this share. Source: The steps down are coarser than the allocator."""
+    max_errors: int = 2
+    """After this many out-of-memory errors that is not done. Source: Users distrust errors."""
     climb: tuple[float, ...] = (0.5, 0.8)
     """These shares of the size that fits are rehearsed first where an overrun kills. Source:
     trainings in memory control groups: `python -m benchmarks.search`."""
@@ -132,16 +140,20 @@ class SearchPolicy:
     steady_steps: int = 5
     """Steps of a rehearsal after the warm-up. Source: With fewer, trainings ran out of memory in
     later steps; simulated CUDA allocators: `python -m benchmarks.simulated_cuda`."""
+    settling_steps: int = 2
+    """In the first of these steps a retry of the allocator does not count. Source: The first step
+    with optimizer state places its blocks anew, once in a training; simulated CUDA allocators:
+    `python -m benchmarks.simulated_cuda --held-out`."""
     more_steady_steps: int = 15
     """More of them where peaks differ. Source: Random depth or image size."""
     more_steady_steps_slow: int = 5
     """The same where steps are slow. Source: It bounds the time of a search."""
     differing_share: float = 0.1
     """Peaks differ from this share of the highest on. Source: Less is noise of the allocator."""
-    smaller_batch_share: float = 0.75
-    """A rehearsal on a device also has a batch of this share of the size. Source: Its gradients lie
-    between those of full batches and cannot be released; simulated CUDA allocators: `python -m
-    benchmarks.simulated_cuda`."""
+    smaller_batch_shares: tuple[float, ...] = (0.75, 0.4)
+    """A rehearsal on a device also has batches of these shares of the size, only the first if steps
+    are slow. Source: Their gradients lie between those of full batches and cannot be released;
+    simulated CUDA allocators: `python -m benchmarks.simulated_cuda`."""
     page_fault_seconds: float = 1.0
     """A note about page faults needs steps with this much CPU time. Source: Kernels may count the
     time in ticks of 10 ms, so this is exact to a per cent."""

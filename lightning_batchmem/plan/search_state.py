@@ -108,6 +108,11 @@ class SearchState:
         return measured_speeds(trial for trial in self.trials if trial.batch_size in sizes)
 
     @property
+    def is_error_caught(self) -> bool:
+        """Whether a size that does not fit is an error that ends no process."""
+        return not (self.limits.overrun_kills or self.limits.steps_are_collective)
+
+    @property
     def is_bent(self) -> bool:
         """Whether the last size lies above the line of the sizes before it."""
         if self.memory is None or len(self.ran) < 3:
@@ -138,13 +143,15 @@ class SearchState:
 
     def guaranteed_size(self) -> int:
         """The largest size that fits for certain, after the largest that fitted."""
-        limit_bytes = int(self.policy.candidate_share * self.limits.limit_bytes)
+        share = self.policy.candidate_share
+        limit_bytes = self.limits.limit_bytes
         if self.limits.overrun_kills:
-            return guaranteed_size_on_host(self.largest, limit_bytes, self.policy)
-        return guaranteed_size_on_accelerator(self.largest, limit_bytes)
+            usable_bytes = self._usable_bytes_on_host(share)
+            return guaranteed_size_on_host(self.largest, int(usable_bytes), self.policy)
+        return guaranteed_size_on_accelerator(self.largest, int(share * limit_bytes))
 
     def largest_predicted_size(self, share: float) -> int:
-        """The largest size that is predicted to need at most a share of the limit."""
+        """The largest size that is predicted to fit into a share of the limit."""
         return self.rounded(self.unrounded_predicted_size(share, self.highest))
 
     def unrounded_predicted_size(self, share: float, most: int) -> int:
@@ -160,20 +167,32 @@ class SearchState:
         return self.highest if size >= self.highest else rounded(size, self.limits)
 
     def _skipped_steps_down(self) -> int:
-        """Steps down to skip: the last size should fit, and so should the third that failed."""
+        """Steps down to skip: the last size should fit, and memory should run out only once."""
         if self.sizes_left == 1 and not self.limits.overrun_kills:
             return 2
-        num_out_of_memory = sum(trial.outcome == "out_of_memory" for trial in self.failed)
-        return 1 if num_out_of_memory > 1 else 0
+        return 1 if any(trial.outcome == "out_of_memory" for trial in self.failed) else 0
+
+    def _usable_bytes_on_host(self, share: float) -> float:
+        """What the largest size that fits needs, and a share of the room beyond that."""
+        needed_bytes = min(self.largest.needed_bytes, self.limits.limit_bytes)
+        return needed_bytes + share * (self.limits.limit_bytes - needed_bytes)
 
     def _is_predicted_to_fit(self, size: int, share: float) -> bool:
-        """Whether a size is predicted to need at most a share of the limit."""
+        """Whether a size is predicted to need at most a share of the limit.
+
+        Where the fixed part is large, and an error can be caught, it is a share of the rest.
+        """
         if self.memory is None:
             return False
+        limit_bytes = self.limits.limit_bytes
         if self.limits.overrun_kills:
             needed_bytes = needed_bytes_on_host(
                 size, self.memory, self.ran, self.failed, self.policy
             )
-        else:
-            needed_bytes = self.memory.predict_bytes(size)
-        return needed_bytes <= share * self.limits.limit_bytes
+            return needed_bytes <= self._usable_bytes_on_host(share)
+        usable_bytes = share * limit_bytes
+        fixed_bytes = min(self.memory.predict_bytes(0), limit_bytes)
+        if self.is_error_caught and fixed_bytes > self.policy.fixed_share * limit_bytes:
+            # Only the rest is allocated anew in every step, so only the rest is fragmented.
+            usable_bytes = fixed_bytes + share * (limit_bytes - fixed_bytes)
+        return self.memory.predict_bytes(size) <= usable_bytes

@@ -26,7 +26,7 @@ class _Steady(NamedTuple):
 
     # So many calls came before it.
     first_call: int
-    # The allocator's retries in it, and in the steps of other kinds and sizes after it.
+    # The allocator's retries after its first steps, and in the steps of other kinds and sizes.
     num_retries: int
     # The page faults of its full steps.
     page_faults: PageFaults | None
@@ -122,10 +122,11 @@ class Rehearsal:
         with self._consecutive(primary, batch_size) as consecutive:
             consecutive.warm_up(self.meter.warmup_steps)
             first_call = len(readings.held_bytes)
-            retries = self._allocator_retries()
             meter = PageFaultMeter()
             num_steps = self._policy.steady_steps
-            held_bytes = consecutive.run_steady(num_steps)
+            held_bytes = consecutive.run_steady(self._policy.settling_steps)
+            retries = self._allocator_retries()
+            held_bytes += consecutive.run_steady(num_steps - self._policy.settling_steps)
             if self._differ(held_bytes):
                 more_steps = self._policy.more_steady_steps
                 if self.is_slow:
@@ -140,10 +141,12 @@ class Rehearsal:
             following.insert(0, (evaluation, batch_size, measured_steps))
         # A compiled module would be compiled again for another size.
         if not (self._device.held_is_resident_set or self.meter.is_compiled):
-            # Activations of this batch leave a part of most segments of the larger batch free. Its
-            # gradients lie there, so that the next step can neither use nor release them.
-            worst_smaller_size = max(1, int(self._policy.smaller_batch_share * batch_size))
-            following += [(primary, worst_smaller_size, 1), (primary, batch_size, 1)]
+            # Activations of such a batch leave a part of most segments of the larger batch free.
+            # Its gradients lie there, so that the next step can neither use nor release them.
+            shares = self._policy.smaller_batch_shares
+            for share in shares[:1] if self.is_slow else shares:
+                size = max(1, int(share * batch_size))
+                following += [(primary, size, 1), (primary, batch_size, 1)]
         for steps, size, count in following:
             with self._consecutive(steps, size) as consecutive:
                 consecutive.run(count)
@@ -170,10 +173,11 @@ class Rehearsal:
         return self._device.counters().get("num_alloc_retries", 0)
 
     def _reserve_bytes(self, start_held_bytes: int, share: float) -> int:
-        """Bytes to keep free for later steps and for checkpoints, above the highest held bytes."""
+        """Bytes to keep free for later steps or for a checkpoint, above the highest held bytes.
+
+        A checkpoint is saved between two steps, so it needs only what the steps do not.
+        """
         peak_bytes = max(self.readings.held_bytes)
         later_step_bytes = int(share * max(0, peak_bytes - start_held_bytes))
-        checkpoint_bytes = self.meter.checkpoint_bytes()
-        if checkpoint_bytes is None:
-            return later_step_bytes
-        return later_step_bytes + max(0, self.meter.held_bytes() + checkpoint_bytes - peak_bytes)
+        checkpoint_bytes = self.meter.checkpoint_bytes() or 0
+        return max(later_step_bytes, self.meter.held_bytes() + checkpoint_bytes - peak_bytes)

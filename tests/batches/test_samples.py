@@ -58,7 +58,7 @@ def test_a_data_set_that_no_worker_can_read_is_copied():
         return torch.tensor(index)
 
     dataset = changed(sample, length=3)
-    assert batches(dataset).batch(3)[0].tolist() == [0, 1, 2]
+    assert batches(dataset).batch(3)[0].tolist() == [1, 2, 0]
     assert dataset.reads == 0
 
 
@@ -108,9 +108,9 @@ def test_slow_samples_are_used_as_far_as_they_were_read():
 def test_a_worker_that_hangs_ends_the_reading(monkeypatch):
     # The DataLoader waits this long for a worker before it terminates it.
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
-    dataset = changed(lambda index: (time.sleep(100 if index == 9 else 0), torch.zeros(1))[1])
+    dataset = changed(lambda index: (time.sleep(100 if index == 5 else 0), torch.zeros(1))[1])
     samples, sizes = read(dataset, sample_seconds=1.0)
-    # Samples 0, 3 and 6 were read before sample 9.
+    # Samples 49, 97 and 53 were read before sample 5.
     assert len(samples) == 3
     assert sizes.scan_seconds is not None
     assert dataset.reads == 0
@@ -160,13 +160,21 @@ def test_some_samples_are_returned_and_the_largest_one():
     """The largest sample of 200 is that of index 37, unless "typical" ones are enough."""
     dataset = Numbers(200, lengths={30: 9, 37: 16, 38: 12})
     samples, sizes = read(dataset, max_samples=4)
-    assert [int(sample[0]) for sample in samples] == [0, 50, 100, 150, 37]
+    assert [int(sample[0]) for sample in samples] == [98, 194, 107, 10, 37]
     assert sizes.sample_bytes == [32, 32, 32, 32, 128]
     assert (sizes.spread_count, sizes.largest) == (4, 4)
     assert (len(sizes.measured), sizes.is_ragged, sizes.is_complete) == (200, True, True)
     samples, sizes = read(dataset, "typical", max_samples=4)
-    assert [int(sample[0]) for sample in samples] == [0, 50, 100, 150]
+    assert [int(sample[0]) for sample in samples] == [98, 194, 107, 10]
     assert not sizes.is_complete
+
+
+def test_no_period_of_the_data_hides_its_longest_samples():
+    """Of 20,000 samples, every 64th one at an odd place is longer; 10,000 are read."""
+    dataset = Numbers(20_000, lengths=dict.fromkeys(range(33, 20000, 64), 16))
+    _, sizes = read(dataset)
+    assert len(sizes.measured) == SearchPolicy.max_sample_sizes
+    assert max(sizes.measured) == 16 * 8
 
 
 def test_a_sample_that_does_not_fit_is_explained():
