@@ -50,8 +50,8 @@ class Plan:
         evaluation: the plan of validation's own size, if it has one.
         ranks: how many processes searched together; peaks are the highest of them, times the
             slowest's.
-        held_peak_bytes: what the rehearsal took from the device: reserved bytes (CUDA) or the
-            resident set without files that were mapped since (host); ``None`` when it is not known.
+        held_peak_bytes: bytes that this process held in the rehearsal: reserved (CUDA) or the resident
+            set without files that were mapped since (host); ``None`` when it is not known.
         fastest_batch_size: the smallest size with at least 95 % of the best throughput that was
             measured; ``None`` if nothing was timed.
         largest_batch_size: the largest size that passed a rehearsal, or for

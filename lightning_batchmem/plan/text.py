@@ -110,7 +110,7 @@ def _known_sizes(plan: Plan) -> str:
 def _measured(plan: Plan, peak_bytes: int) -> str:
     text = mib(peak_bytes)
     if plan.held_peak_bytes is not None:
-        text += f", {mib(plan.held_peak_bytes)} taken from the device"
+        text += f", {mib(plan.held_peak_bytes)} held by this process"
     if plan.ranks > 1:
         total_bytes = plan.ranks * max(plan.held_peak_bytes or 0, peak_bytes)
         text += f"; at most {mib(total_bytes)} on all ranks"

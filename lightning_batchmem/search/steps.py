@@ -126,13 +126,13 @@ class StepMeter:
         return (self.live or self.device).current().allocated_bytes
 
     def held_bytes(self) -> int:
-        """Bytes that this process has taken from the device at this moment."""
+        """Bytes that this process holds at this moment."""
         stats = self.device.current()
         held_bytes = stats.allocated_bytes if stats.reserved_bytes is None else stats.reserved_bytes
         return held_bytes - self._uncounted_bytes()
 
     def peak_held_bytes(self, peaks: StepPeaks) -> int:
-        """Bytes that this process had taken from the device at the peak of a step."""
+        """Bytes that this process held at the peak of a step."""
         return (peaks.peak_reserved_bytes or peaks.peak_bytes) - self._uncounted_bytes()
 
     def gradient_bytes(self) -> int:

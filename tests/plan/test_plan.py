@@ -116,7 +116,7 @@ def test_the_text_of_a_plan():
             "batch size 32, limited by memory, verified by a rehearsal",
             "  limit     200.0 MiB",
             "  predicted 164.0 MiB",
-            "  measured  165.0 MiB, 180.0 MiB taken from the device",
+            "  measured  165.0 MiB, 180.0 MiB held by this process",
             "  memory    100.0 MiB + 2.0 MiB a sample (forward)",
             "  time      10 ms + 1 ms a sample",
             "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
@@ -148,7 +148,7 @@ def test_the_text_has_what_else_a_person_should_know():
         " verified"
     )
     for row in (
-        "taken from the device; at most 360.0 MiB on all ranks",
+        "held by this process; at most 360.0 MiB on all ranks",
         "step      256 samples, in 4 batches on each of 2 ranks; learning rate 0.2 instead of 0.1",
         "note      a note",
         "validation: batch size 48, limited by memory",
@@ -166,8 +166,8 @@ def test_the_short_text_has_six_lines_at_most():
         [
             "BatchFinder: batch size 32 (validation 48), limited by memory, verified by a"
             " rehearsal",
-            "  memory    limit 200.0 MiB; predicted 164.0 MiB; measured 165.0 MiB, 180.0 MiB taken"
-            " from the device",
+            "  memory    limit 200.0 MiB; predicted 164.0 MiB; measured 165.0 MiB, 180.0 MiB held"
+            " by this process",
             "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
             "  step      128 samples, in 4 batches",
             "  note      the first",

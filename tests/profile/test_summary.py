@@ -63,8 +63,17 @@ def test_every_part_with_its_share():
         "activations and temporaries": ("1,500.0 MiB", "75.0%"),
         "batch data": ("50.0 MiB", "2.5%"),
         "other (interpreter, libraries)": ("50.0 MiB", "2.5%"),
-        "peak": ("2,000.0 MiB", "100.0%"),
+        "peak, held by this process": ("2,000.0 MiB", "100.0%"),
     }
+
+
+def test_the_table_compares_held_bytes_with_held_bytes_and_live_with_live():
+    on_host = cells(replace(SUMMARY, predicted_bytes=1990 * MIB))
+    assert on_host["peak, held by this process"][0] == "2,000.0 MiB"
+    assert on_host["held in the search"][0] == "1,990.0 MiB"
+    on_device = cells(CUDA)
+    assert on_device["peak, live"][0] == "2,000.0 MiB"
+    assert on_device["predicted by the plan, live"][0] == "1.0 MiB"
 
 
 @pytest.mark.parametrize(
