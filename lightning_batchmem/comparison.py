@@ -101,8 +101,16 @@ class Comparison:
         measured = [variant for variant in self.variants if variant.samples_per_second is not None]
         return max(measured, key=lambda variant: variant.samples_per_second or 0.0, default=None)
 
+    def __repr__(self) -> str:
+        sizes = [f"{variant.name} {variant.batch_size or 'failed'}" for variant in self.variants]
+        return f"<Comparison: {', '.join(sizes)}>"
+
     def __str__(self) -> str:
         return "\n".join([self._table(), *self._sentences()])
+
+    def _repr_markdown_(self) -> str:
+        """The table in a notebook."""
+        return self.to_markdown()
 
     def to_markdown(self) -> str:
         """The table in Markdown, with a list of what failed."""

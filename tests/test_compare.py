@@ -51,6 +51,11 @@ TABLE = r"""
 """.strip().splitlines()
 
 
+def test_a_notebook_shows_the_table_and_a_list_the_sizes():
+    assert RESULT._repr_markdown_() == RESULT.to_markdown()
+    assert repr(RESULT) == "<Comparison: plain 100, half 250, a|b[b] failed>"
+
+
 def test_the_table():
     assert [variant.batch_size for variant in RESULT.variants] == [100, 250, None]
     assert [variant.samples_per_second for variant in RESULT.variants] == [50.0, 100.0, None]

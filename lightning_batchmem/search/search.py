@@ -46,7 +46,7 @@ class BatchSizeSearch:
         session: the training program, in the state before its first step.
         budget: the memory that this rank may use, with options and policy of the search.
         ranks: the processes that search together.
-        progress: shows the size that runs.
+        progress: shows the trial and the step that run.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class BatchSizeSearch:
         self._ranks = ranks
         self._progress = progress
         self._runner = TrialRunner(session, budget.device, ranks, budget.policy)
+        self._runner.meter.before_step = progress.begin_step
         self._start_bytes = 0
 
     def run(self, earlier_plan: Plan | None = None) -> SearchResult:

@@ -96,6 +96,8 @@ class StepMeter:
         self.session = session
         self.device = device
         self.policy = policy
+        # This function is called before each full step.
+        self.before_step: Callable[[], object] = lambda: None
         self.has_idle_optimizer = False
         # Until a probe has passed, a step has to find the storages that the module holds.
         self.is_first_size = True
@@ -258,6 +260,7 @@ class ConsecutiveSteps:
         meter = self._meter
         phases = meter.session.phases
         phases.read_from(counter)
+        meter.before_step()
         readings = []
         for call in range(self._calls):
             begin = time.perf_counter()

@@ -157,6 +157,11 @@ def test_the_text_has_what_else_a_person_should_know():
     assert "  predicted" not in str(replace(PLAN, predicted_peak_bytes=None))
 
 
+def test_a_notebook_shows_the_text_and_a_list_one_line():
+    assert PLAN._repr_markdown_() == f"```text\n{PLAN}\n```"
+    assert repr(PLAN) == "<Plan: batch size 32, limited by memory, verified by a rehearsal>"
+
+
 def test_the_short_text_has_six_lines_at_most():
     changes = {"accumulate_grad_batches": 4, "effective_batch_size": 128}
     plan = replace(

@@ -139,6 +139,20 @@ def test_other_numbers_are_below_the_table(summary, present, missing):
     assert [word for word in missing if word in text] == []
 
 
+def test_a_notebook_shows_the_table_and_a_list_one_line():
+    markdown = MORE._repr_markdown_()
+    table = "\n".join(lines(MORE))
+    assert markdown.startswith("```text\n")
+    assert markdown.endswith("\n```")
+    assert markdown.count("│") == table.count("│") > 0
+    assert "Peaks of 2 ranks" in markdown
+    assert repr(MORE) == (
+        "<Summary of training: peak 2,000.0 MiB, 1,200 steps of 12.5 ms, 1,234.5 samples/s,"
+        " 99.5 items/s>"
+    )
+    assert repr(NO_MEMORY).startswith("<Summary of training: 1,200 steps")
+
+
 @pytest.mark.parametrize("summary", [SUMMARY, UNKNOWN, MORE, CUDA])
 def test_a_summary_survives_json(summary):
     assert Summary.from_json(summary.to_json()) == summary

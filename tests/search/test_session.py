@@ -46,6 +46,26 @@ def plan_of(result):
     )
 
 
+def test_the_line_of_progress_counts_trials_and_their_steps(device):
+    texts = []
+
+    class Shown(SearchProgress):
+        def begin_step(self):
+            super().begin_step()
+            texts.append(self.tasks[0].description)
+
+    budget = Budget(device, SearchOptions(multiple_of=1), POLICY)
+    with Shown(enabled=False) as progress:
+        result = BatchSizeSearch(FakeSession(device, law), budget, Ranks(0, 1), progress).run()
+    full_steps = [trial.full_steps for trial in result.trials]
+    probe_steps = [text for text in texts if text.startswith("trial 1, probe of 2 sampl")]
+    assert len(probe_steps) == full_steps[0]
+    assert texts[0] == "trial 1, probe of 2 samples, step 1"
+    assert probe_steps[-1] == f"trial 1, probe of 2 samples, step {full_steps[0]}"
+    assert texts[-1].startswith(f"trial {len(full_steps)}, rehearsal of 347 samples")
+    assert progress.tasks[0].description == f"{len(full_steps)} trials"
+
+
 def test_a_search_needs_no_lightning(device):
     session = FakeSession(device, law)
     result = searched(session)
