@@ -76,6 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_code
 
 
+def run_installed() -> int:
+    """Run the command line as the program ``lightning-batchmem``, and return its exit code."""
+    # The interpreter does this for ``python -m``, so that modules of a project are found.
+    sys.path.insert(0, "")
+    return main()
+
+
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="python -m lightning_batchmem",

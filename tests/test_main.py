@@ -1,11 +1,13 @@
 """``python -m lightning_batchmem`` on the files of a real run, and on damaged ones."""
 
+import importlib
 import inspect
 import io
 import json
 import re
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -214,6 +216,18 @@ def test_find(project, capsys):
     assert {path.name for path in set(project.iterdir()) - files} - {"__pycache__"} == {"plan.json"}
 
 
+def test_the_installed_program_finds_modules_of_the_current_directory(project, monkeypatch, capsys):
+    scripts = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    target = scripts["project"]["scripts"]["lightning-batchmem"]
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(project)])
+    monkeypatch.setattr(
+        sys, "argv", ["lightning-batchmem", "find", "my_project:make", "--limit", "1MiB"]
+    )
+    module_name, _, name = target.partition(":")
+    assert getattr(importlib.import_module(module_name), name)() == 1
+    assert "find failed: memory_limit must be above the " in capsys.readouterr().err
+
+
 def test_an_error_of_the_package_is_one_line(project, capsys):
     assert main(["find", "my_project:make", "--limit", "1MiB"]) == 1
     last_line = capsys.readouterr().err.splitlines()[-1]
@@ -272,5 +286,5 @@ def test_help_describes_every_option(capsys, command):
     for name in inspect.signature(BatchFinder).parameters.keys() - {"search_on_resume", "verbose"}:
         assert re.search(rf"--{name.replace('_', '-')} VALUE(, --limit VALUE)? \"?\w+", text), name
     assert "--max-batch-size VALUE the largest size to consider, in samples. --min" in text
-    assert "within 5 % of the best samples per second. --memory" in text
+    assert "within 5 % of the best samples per second that were measured. --memory" in text
     assert "--plan VALUE a plan of an earlier fit to use again" in text

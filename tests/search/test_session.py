@@ -12,6 +12,7 @@ from lightning_batchmem.search.budget import Budget
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.search import BatchSizeSearch
+from tests.helpers.fake_device import FakeDevice
 from tests.helpers.fake_session import FakeSession
 from tests.helpers.lawful import MIB, law
 
@@ -108,7 +109,16 @@ def test_a_failure_has_the_memory_breakdown(device):
     assert isinstance(result.chosen, SearchFailed)
     assert "Nothing fits" in result.chosen.reason
     assert "At 2 samples the memory held" in result.chosen.reason
-    assert result.chosen.reason.endswith("DataLoader workers hold 2.0 MiB more.")
+    assert "DataLoader workers hold 2.0 MiB more. Use a smaller model" in result.chosen.reason
+
+
+def test_a_failure_of_which_most_is_other_memory_advises_a_higher_limit():
+    device = FakeDevice(500 * MIB, base_bytes=300 * MIB)
+    device.enforces_limits = True
+    result = searched(FakeSession(device, lambda size: 180 * MIB))
+    assert isinstance(result.chosen, SearchFailed)
+    assert "pass a higher memory_limit" in result.chosen.reason
+    assert "smaller model" not in result.chosen.reason
 
 
 def test_loader_workers_count_on_the_host(device):
