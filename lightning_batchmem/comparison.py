@@ -192,7 +192,8 @@ def compare(
         The results; a variant that failed has its reason.
 
     Raises:
-        ValueError: for an argument out of range, and for more than one device.
+        ValueError: for an argument out of range, for variants that are no dictionary of
+            dictionaries, and for more than one device.
 
     Example:
         >>> from lightning_batchmem import compare
@@ -202,6 +203,7 @@ def compare(
     # BatchFinder raises an error for wrong options.
     BatchFinder(**options)
     variants = _VARIANTS if variants is None else variants
+    check_variants(variants)
     settings = {name: {**(base or {}), **variant} for name, variant in variants.items()}
     for name, arguments in settings.items():
         _check_one_device(name, arguments)
@@ -226,6 +228,18 @@ def compare(
             result = _search_variant(*work)
         results.append(result)
     return Comparison(tuple(results), tuple(notes))
+
+
+def check_variants(variants: Any) -> None:
+    """Raise a ValueError unless these are variants: name -> arguments of the Trainer."""
+    if not isinstance(variants, Mapping):
+        raise ValueError(f"variants must be a dictionary, got {type(variants).__name__}")
+    for name, arguments in variants.items():
+        if not isinstance(name, str) or not isinstance(arguments, Mapping):
+            raise ValueError(
+                "variants must have a name and a dictionary of arguments each, got"
+                f" {name!r}: {arguments!r}"
+            )
 
 
 def _check_one_device(name: str, arguments: Mapping[str, Any]) -> None:
@@ -260,7 +274,12 @@ def make_and_find(make: Make, arguments: Mapping[str, Any], options: Mapping[str
     model, data = made
     if transform is not None:
         model = transform(model) or model
-    trainer = lightning_name(model, "trainer.Trainer")(**trainer_arguments)
+    trainer_class = lightning_name(model, "trainer.Trainer")
+    try:
+        trainer = trainer_class(**trainer_arguments)
+    # The two packages of Lightning have their own exceptions for wrong arguments.
+    except Exception as error:
+        raise ValueError(str(error)) from error
     if blocks:
         _checkpoint_blocks(model, {_most_repeated(model)} if blocks is True else blocks)
     if is_compiled:

@@ -191,6 +191,7 @@ def broken():
     return BoringModel(), DataLoader(RandomDataset(31, 100), batch_size=3)
 
 variants = {"plain": {}}
+wrong = {1: {}}
 """
 
 
@@ -247,6 +248,20 @@ def test_an_error_of_the_user_keeps_its_traceback(project, target, error, messag
         main(["find", target])
 
 
+def test_a_directory_with_the_name_of_a_command_is_not_drawn(project, capsys):
+    (project / "find").mkdir()
+    assert main(["find", "my_project:make", "--limit", "1MiB"]) == 1
+    assert "find failed: memory_limit" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([""])
+
+
+def test_an_argument_that_the_trainer_refuses_is_one_line(project, capsys):
+    assert main(["find", "my_project:make", "--trainer", "accelerator=banana"]) == 1
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert re.match("find failed: .*banana", last_line)
+
+
 def test_compare(project, capsys):
     options = "--max-batch-size 8 --trainer accelerator=cpu --variants variants --out table.md"
     assert main(["compare", "my_project:make", *options.split()]) == 0
@@ -267,6 +282,13 @@ def test_compare(project, capsys):
         ("compare my_project:make --variants none", "a function of my_project, got 'none'"),
         ("find my_project:make --objective speed", 'must be one of "memory", "throughput"'),
         ("find my_project:make --trainer 1", "options must be NAME=VALUE, got '1'"),
+        ("find my_project:make --trainer foo=1", "an argument of the Trainer, got 'foo'"),
+        ("find my_project:variants", "must name a function, got dict 'my_project:variants'"),
+        ("find .my_project:make", "must name a module, got '.my_project'; modules in {cwd}: "),
+        ("find my_project:make --out no/plan.json", "existing directory, got 'no/plan.json'"),
+        ("find my_project:make --out .", "existing directory, got '.'"),
+        ("compare my_project:make --variants make", "variants must be a dictionary, got function"),
+        ("compare my_project:make --variants wrong", "of arguments each, got 1: {{}}"),
         ("find my_project:make --no-such 1", "unrecognized arguments: --no-such 1"),
         ("fin my_project:make", "(choose from"),
     ],
