@@ -110,6 +110,34 @@ def test_other_text_is_refused(text):
         Plan.from_json(text)
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("batch_size",), 16.0),
+        (("batch_size",), True),
+        (("limit_bytes",), "1"),
+        (("limited_by",), None),
+        (("verified",), 1),
+        (("notes",), "a note"),
+        (("trials",), {}),
+        (("trials", 0), "batch_size"),
+        (("trials", 0, "outcome"), []),
+        (("trials", 0, "step_seconds"), "1"),
+        (("memory",), []),
+        (("memory", "lines", "forward", "slope"), None),
+        (("conditions",), [1]),
+    ],
+)
+def test_a_wrong_type_is_refused(path, value):
+    data = json.loads(replace(PLAN, conditions={}).to_json())
+    part = data
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    with pytest.raises(ValueError, match="text must be the JSON of a Plan, got"):
+        Plan.from_json(json.dumps(data))
+
+
 def test_the_text_of_a_plan():
     assert str(PLAN) == "\n".join(
         [
