@@ -36,6 +36,11 @@ _NAMES = {
 }
 
 
+def __dir__() -> list[str]:
+    """The public names too, of which none is imported before it is used."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name when it is used first.
 

@@ -17,14 +17,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Trainer
+
 from lightning_batchmem.batch_finder import BatchFinder
-from lightning_batchmem.comparison import compare, make_and_find
+from lightning_batchmem.comparison import check_variants, compare, make_and_find
 from lightning_batchmem.factory import parse_options, parse_value
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.profile.figures import draw, save
 from lightning_batchmem.profile.step_csv import NAME, PLAN_NAME, Row, read_rows
 from lightning_batchmem.profile.summary import SUMMARY_NAME, Summary
 
+_COMMANDS = ("find", "compare", "draw")
+# These settings of compare's variants are no arguments of the Trainer.
+_VARIANT_SETTINGS = ("checkpoint", "compile", "transform")
 _EXAMPLES = """\
 examples:
   python -m lightning_batchmem find my_module:make --limit 20GiB
@@ -61,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     # A log directory without a command is drawn, as in version 0.1.
-    if words and Path(words[0]).is_dir():
+    if words and words[0] not in ("", *_COMMANDS) and Path(words[0]).is_dir():
         words.insert(0, "draw")
     options = _parser().parse_args(words)
     try:
@@ -74,6 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_error(f"{options.command} failed: {error}")
         return 1
     return exit_code
+
+
+def run_installed() -> int:
+    """Run the command line as the program ``lightning-batchmem``, and return its exit code."""
+    # The interpreter does this for ``python -m``, so that modules of a project are found.
+    sys.path.insert(0, "")
+    return main()
 
 
 def _parser() -> ArgumentParser:
@@ -172,7 +184,7 @@ def _argument_texts(documented: type) -> dict[str, str]:
 
 def _find(parser: ArgumentParser, options: Namespace) -> int:
     base, search = _checked_arguments(parser, options)
-    plan = make_and_find(_named(parser, options.make), base, search)
+    plan = make_and_find(_make(parser, options.make), base, search)
     sys.stdout.write(f"{plan}\n")
     if options.out is not None:
         options.out.write_text(f"{plan.to_json()}\n", encoding="utf-8")
@@ -181,11 +193,15 @@ def _find(parser: ArgumentParser, options: Namespace) -> int:
 
 def _compare(parser: ArgumentParser, options: Namespace) -> int:
     base, search = _checked_arguments(parser, options)
-    make = _named(parser, options.make)
+    make = _make(parser, options.make)
     variants = None
     if options.variants is not None:
         module_name = options.make.partition(":")[0]
         variants = _named(parser, f"{module_name}:{options.variants}")
+        try:
+            check_variants(variants)
+        except ValueError as error:
+            parser.error(str(error))
     comparison = compare(make, variants, base=base, **search)
     sys.stdout.write(f"{comparison}\n")
     if options.out is not None:
@@ -199,21 +215,40 @@ def _checked_arguments(
     """The arguments of the Trainer, and those of BatchFinder."""
     names = inspect.signature(BatchFinder).parameters
     search = {name: value for name, value in vars(options).items() if name in names}
+    out = options.out
+    # The search may take long, so its result must not be lost.
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        parser.error(f"--out must be a file in an existing directory, got {str(out)!r}")
     try:
         BatchFinder(**search)
-        return parse_options(options.trainer), search
+        base = parse_options(options.trainer)
     except ValueError as error:
         parser.error(str(error))
+    known_names = [*inspect.signature(Trainer).parameters, *_VARIANT_SETTINGS]
+    for name in base:
+        if name not in known_names:
+            parser.error(f"--trainer must be an argument of the Trainer, got {name!r}")
+    return base, search
+
+
+def _make(parser: ArgumentParser, target: str) -> Any:
+    """The function with the name ``module:name`` that makes model and data."""
+    make = _named(parser, target)
+    if not callable(make):
+        parser.error(f"MODULE:MAKE must name a function, got {type(make).__name__} {target!r}")
+    return make
 
 
 def _named(parser: ArgumentParser, target: str) -> Any:
     """The object with the name ``module:name``; a wrong name ends with a list of right ones."""
     module_name, _, name = target.partition(":")
+    is_absolute = bool(module_name) and not module_name.startswith(".")
     try:
-        module = import_module(module_name)
+        # The name of a relative module is no module's name, and neither is an empty one.
+        module = import_module(module_name if is_absolute else "")
     except (ModuleNotFoundError, ValueError) as error:
         # The module exists, but its code has the error, or a module that it imports is missing.
-        if module_name and not module_name.startswith(str(getattr(error, "name", None))):
+        if is_absolute and not module_name.startswith(str(getattr(error, "name", None))):
             raise
         modules = ", ".join(sorted(path.stem for path in Path.cwd().glob("*.py"))) or "none"
         parser.error(

@@ -213,7 +213,7 @@ class BatchFinder(Callback):
                 plan = search.plan_of_checkpoint(self._checkpoint)
                 recorded.restore()
             else:
-                plan = search.training(setting, recorded, self._plan_of_fit, self._given_plan)
+                plan = search.training(setting, recorded, self._given_plan)
                 if search.start_bytes > 0:
                     self._search = search
             apply_to_training(setting, plan, options)

@@ -101,8 +101,16 @@ class Comparison:
         measured = [variant for variant in self.variants if variant.samples_per_second is not None]
         return max(measured, key=lambda variant: variant.samples_per_second or 0.0, default=None)
 
+    def __repr__(self) -> str:
+        sizes = [f"{variant.name} {variant.batch_size or 'failed'}" for variant in self.variants]
+        return f"<Comparison: {', '.join(sizes)}>"
+
     def __str__(self) -> str:
         return "\n".join([self._table(), *self._sentences()])
+
+    def _repr_markdown_(self) -> str:
+        """The table in a notebook."""
+        return self.to_markdown()
 
     def to_markdown(self) -> str:
         """The table in Markdown, with a list of what failed."""
@@ -184,7 +192,8 @@ def compare(
         The results; a variant that failed has its reason.
 
     Raises:
-        ValueError: for an argument out of range, and for more than one device.
+        ValueError: for an argument out of range, for variants that are no dictionary of
+            dictionaries, and for more than one device.
 
     Example:
         >>> from lightning_batchmem import compare
@@ -194,6 +203,7 @@ def compare(
     # BatchFinder raises an error for wrong options.
     BatchFinder(**options)
     variants = _VARIANTS if variants is None else variants
+    check_variants(variants)
     settings = {name: {**(base or {}), **variant} for name, variant in variants.items()}
     for name, arguments in settings.items():
         _check_one_device(name, arguments)
@@ -218,6 +228,18 @@ def compare(
             result = _search_variant(*work)
         results.append(result)
     return Comparison(tuple(results), tuple(notes))
+
+
+def check_variants(variants: Any) -> None:
+    """Raise a ValueError unless these are variants: name -> arguments of the Trainer."""
+    if not isinstance(variants, Mapping):
+        raise ValueError(f"variants must be a dictionary, got {type(variants).__name__}")
+    for name, arguments in variants.items():
+        if not isinstance(name, str) or not isinstance(arguments, Mapping):
+            raise ValueError(
+                "variants must have a name and a dictionary of arguments each, got"
+                f" {name!r}: {arguments!r}"
+            )
 
 
 def _check_one_device(name: str, arguments: Mapping[str, Any]) -> None:
@@ -252,7 +274,12 @@ def make_and_find(make: Make, arguments: Mapping[str, Any], options: Mapping[str
     model, data = made
     if transform is not None:
         model = transform(model) or model
-    trainer = lightning_name(model, "trainer.Trainer")(**trainer_arguments)
+    trainer_class = lightning_name(model, "trainer.Trainer")
+    try:
+        trainer = trainer_class(**trainer_arguments)
+    # The two packages of Lightning have their own exceptions for wrong arguments.
+    except Exception as error:
+        raise ValueError(str(error)) from error
     if blocks:
         _checkpoint_blocks(model, {_most_repeated(model)} if blocks is True else blocks)
     if is_compiled:

@@ -66,7 +66,8 @@ def parse_value(text: str) -> Any:
     """
     try:
         return ast.literal_eval(text.capitalize() if text in ("true", "false", "none") else text)
-    except (ValueError, SyntaxError):
+    # These are all the errors of malformed and of deeply nested texts.
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
 
 

@@ -51,6 +51,11 @@ TABLE = r"""
 """.strip().splitlines()
 
 
+def test_a_notebook_shows_the_table_and_a_list_the_sizes():
+    assert RESULT._repr_markdown_() == RESULT.to_markdown()
+    assert repr(RESULT) == "<Comparison: plain 100, half 250, a|b[b] failed>"
+
+
 def test_the_table():
     assert [variant.batch_size for variant in RESULT.variants] == [100, 250, None]
     assert [variant.samples_per_second for variant in RESULT.variants] == [50.0, 100.0, None]
@@ -198,3 +203,16 @@ def test_a_sequential_is_a_block_where_nothing_else_is_repeated(searches):
     (variant,) = compare(lambda: (model, None), {"x": {"checkpoint": True}}).variants
     assert variant.error == ""
     assert [len(block._forward_pre_hooks) for block in model.blocks] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("variants", "message"),
+    [
+        (["plain"], "variants must be a dictionary, got list"),
+        ({1: {}}, "must have a name and a dictionary of arguments each, got 1: {}"),
+        ({"plain": None}, "of arguments each, got 'plain': None"),
+    ],
+)
+def test_wrong_variants_are_an_error_before_anything_runs(variants, message):
+    with pytest.raises(ValueError, match=message):
+        compare(lambda: pytest.fail("make was called"), variants)

@@ -132,3 +132,10 @@ def test_a_wrong_value(value, message, monkeypatch):
     monkeypatch.setenv(factory.VARIABLE, value)
     with pytest.raises(ValueError, match=message):
         factory.callbacks()
+
+
+def test_text_that_python_cannot_read_as_a_literal_is_text():
+    assert factory.parse_value("{[]: 1}") == "{[]: 1}"
+    nested = 100_000 * "("
+    assert factory.parse_value(nested) == nested
+    assert factory.parse_value("-" * 100_000 + "1").startswith("--")

@@ -191,5 +191,6 @@ assert not torch.cuda.is_initialized()
 
 def test_public_names_are_sorted_and_documented():
     assert lightning_batchmem.__all__ == sorted(lightning_batchmem.__all__)
+    assert set(lightning_batchmem.__all__) <= set(dir(lightning_batchmem))
     for name in lightning_batchmem.__all__:
         assert getattr(lightning_batchmem, name).__doc__, name

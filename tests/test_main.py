@@ -1,11 +1,13 @@
 """``python -m lightning_batchmem`` on the files of a real run, and on damaged ones."""
 
+import importlib
 import inspect
 import io
 import json
 import re
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -189,6 +191,7 @@ def broken():
     return BoringModel(), DataLoader(RandomDataset(31, 100), batch_size=3)
 
 variants = {"plain": {}}
+wrong = {1: {}}
 """
 
 
@@ -214,6 +217,18 @@ def test_find(project, capsys):
     assert {path.name for path in set(project.iterdir()) - files} - {"__pycache__"} == {"plan.json"}
 
 
+def test_the_installed_program_finds_modules_of_the_current_directory(project, monkeypatch, capsys):
+    scripts = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    target = scripts["project"]["scripts"]["lightning-batchmem"]
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(project)])
+    monkeypatch.setattr(
+        sys, "argv", ["lightning-batchmem", "find", "my_project:make", "--limit", "1MiB"]
+    )
+    module_name, _, name = target.partition(":")
+    assert getattr(importlib.import_module(module_name), name)() == 1
+    assert "find failed: memory_limit must be above the " in capsys.readouterr().err
+
+
 def test_an_error_of_the_package_is_one_line(project, capsys):
     assert main(["find", "my_project:make", "--limit", "1MiB"]) == 1
     last_line = capsys.readouterr().err.splitlines()[-1]
@@ -231,6 +246,20 @@ def test_an_error_of_the_package_is_one_line(project, capsys):
 def test_an_error_of_the_user_keeps_its_traceback(project, target, error, message):
     with pytest.raises(error, match=message):
         main(["find", target])
+
+
+def test_a_directory_with_the_name_of_a_command_is_not_drawn(project, capsys):
+    (project / "find").mkdir()
+    assert main(["find", "my_project:make", "--limit", "1MiB"]) == 1
+    assert "find failed: memory_limit" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([""])
+
+
+def test_an_argument_that_the_trainer_refuses_is_one_line(project, capsys):
+    assert main(["find", "my_project:make", "--trainer", "accelerator=banana"]) == 1
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert re.match("find failed: .*banana", last_line)
 
 
 def test_compare(project, capsys):
@@ -253,6 +282,13 @@ def test_compare(project, capsys):
         ("compare my_project:make --variants none", "a function of my_project, got 'none'"),
         ("find my_project:make --objective speed", 'must be one of "memory", "throughput"'),
         ("find my_project:make --trainer 1", "options must be NAME=VALUE, got '1'"),
+        ("find my_project:make --trainer foo=1", "an argument of the Trainer, got 'foo'"),
+        ("find my_project:variants", "must name a function, got dict 'my_project:variants'"),
+        ("find .my_project:make", "must name a module, got '.my_project'; modules in {cwd}: "),
+        ("find my_project:make --out no/plan.json", "existing directory, got 'no/plan.json'"),
+        ("find my_project:make --out .", "existing directory, got '.'"),
+        ("compare my_project:make --variants make", "variants must be a dictionary, got function"),
+        ("compare my_project:make --variants wrong", "of arguments each, got 1: {{}}"),
         ("find my_project:make --no-such 1", "unrecognized arguments: --no-such 1"),
         ("fin my_project:make", "(choose from"),
     ],
@@ -272,5 +308,5 @@ def test_help_describes_every_option(capsys, command):
     for name in inspect.signature(BatchFinder).parameters.keys() - {"search_on_resume", "verbose"}:
         assert re.search(rf"--{name.replace('_', '-')} VALUE(, --limit VALUE)? \"?\w+", text), name
     assert "--max-batch-size VALUE the largest size to consider, in samples. --min" in text
-    assert "within 5 % of the best samples per second. --memory" in text
+    assert "within 5 % of the best samples per second that were measured. --memory" in text
     assert "--plan VALUE a plan of an earlier fit to use again" in text

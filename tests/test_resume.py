@@ -92,6 +92,22 @@ def test_changed_conditions_are_a_warning(
     assert run.accumulate_grad_batches == trainer.get("accumulate_grad_batches", 1)
 
 
+def test_another_number_of_ranks_is_a_warning_and_keeps_the_target(fit, device, tmp_path):
+    options = {"target_batch_size": 64, "max_batch_size": 16}
+    checkpoint = save(fit, device, tmp_path, BatchFinder(**options))
+    saved = torch.load(checkpoint, weights_only=True)
+    plan = saved["callbacks"]["BatchFinder"]["plan"]
+    assert (plan["batch_size"], plan["accumulate_grad_batches"]) == (16, 4)
+    # On two ranks, two batches of each make 64 samples.
+    plan |= {"ranks": 2, "accumulate_grad_batches": 2}
+    torch.save(saved, checkpoint)
+    finder = BatchFinder(**options)
+    with pytest.warns(UserWarning, match="although ranks was 2 and is 1"):
+        _, trainer = resume(fit, device, checkpoint, finder)
+    assert trainer.accumulate_grad_batches == finder.plan.accumulate_grad_batches == 4
+    assert (finder.plan.ranks, finder.plan.effective_batch_size) == (1, 64)
+
+
 def test_another_device_is_a_warning(fit, device, checkpoint):
     saved = torch.load(checkpoint, weights_only=True)
     saved["callbacks"]["BatchFinder"]["plan"]["device"] = "abacus"

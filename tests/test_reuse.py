@@ -55,6 +55,10 @@ def test_only_a_rehearsal_is_run(again, device, earlier, tmp_path):
     os.utime(run / "batch_plan_1.json", (2, 2))
     # The newest file is the plan of an evaluation, which cannot be used again.
     (run / "batch_plan_2.json").write_text(replace(earlier, conditions=None).to_json())
+    # A run was killed while it wrote its plan, and other things have such a name.
+    (run / "batch_plan_3.json").write_text(earlier.to_json()[:200])
+    (run / "batch_plan_4.json").mkdir()
+    (run / "batch_plan_5.json").symlink_to(run / "deleted")
     for given in (earlier, run / "batch_plan_1.json", str(tmp_path)):
         used = []
 
@@ -180,7 +184,14 @@ def test_after_a_rehearsal_that_fails_the_search_starts_from_the_restored_state(
 
 def test_a_file_that_cannot_be_read(again, tmp_path):
     (tmp_path / "other.json").write_text("[]")
-    for name, why in (("none", "No such file"), ("", "batch_plan.json"), ("other.json", "Plan")):
+    wrong = {**lawful.OLD_PLAN, "batch_size": "64"}
+    (tmp_path / "wrong.json").write_text(json.dumps(wrong))
+    for name, why in (
+        ("none", "No such file"),
+        ("", "batch_plan.json"),
+        ("other.json", "Plan"),
+        ("wrong.json", "Plan"),
+    ):
         plan = again(tmp_path / name)
         assert plan.batch_size == FOUND
         start = f"{NOT_USED}it cannot be read ("

@@ -6,7 +6,8 @@ import inspect
 from dataclasses import replace
 from hashlib import sha256
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
@@ -22,9 +23,28 @@ from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.scaling import TrainingSetup
 
 
+class _ScaledRate(NamedTuple):
+    """A learning rate before and after it was scaled."""
+
+    before: float | None
+    after: float
+
+
+# A weak reference to a module could not be pickled with a callback.
+_scaled_rates: WeakKeyDictionary[LightningModule, _ScaledRate] = WeakKeyDictionary()
+
+
 def check_training(trainer: Trainer, module: LightningModule, options: SearchOptions) -> None:
     """Raise a ValueError where training cannot be searched with these options."""
     check_step(module, "training_step")
+    if any(
+        isinstance(callback, in_every_package("callbacks.BatchSizeFinder"))
+        for callback in callbacks_of(trainer)
+    ):
+        raise ValueError(
+            "callbacks must have one BatchFinder or one BatchSizeFinder of Lightning, got both,"
+            " which set the same batch size"
+        )
     if options.target_batch_size is None:
         return
     if not module.automatic_optimization:
@@ -56,12 +76,10 @@ def validation_setting(setting: BatchSizeSetting, options: SearchOptions) -> Bat
     )
 
 
-def record_training_setup(
-    setting: BatchSizeSetting, options: SearchOptions, previous: Plan | None
-) -> TrainingSetup:
+def record_training_setup(setting: BatchSizeSetting, options: SearchOptions) -> TrainingSetup:
     """Record the optimizer steps before a search.
 
-    ``previous`` is the plan of an earlier ``fit``; its learning rate is not scaled twice.
+    The learning rate that an earlier ``fit`` of the same module scaled is not scaled twice.
 
     Raises:
         ValueError: if ``lr_scaling`` has no learning rate or no base to scale from.
@@ -78,9 +96,10 @@ def record_training_setup(
                 f"base_batch_size must be given with lr_scaling where `{setting.name}` is no"
                 f" positive whole number, got {setting.name}={setting.value!r:.80}"
             )
+        scaled = _scaled_rates.get(setting.module)
         has_fixed_base = options.base_batch_size is not None
-        if previous is not None and has_fixed_base and learning_rate == previous.learning_rate:
-            learning_rate = previous.learning_rate_before
+        if scaled is not None and has_fixed_base and learning_rate == scaled.after:
+            learning_rate = scaled.before
     return TrainingSetup(
         trainer.accumulate_grad_batches,
         trainer.world_size,
@@ -115,6 +134,7 @@ def apply_to_training(setting: BatchSizeSetting, plan: Plan, options: SearchOpti
     is_scaled = plan.learning_rate not in (None, attribute.value)
     if plan.learning_rate is not None:
         attribute.set(plan.learning_rate, also_logged=True)
+        _scaled_rates[setting.module] = _ScaledRate(plan.learning_rate_before, plan.learning_rate)
     discard_train_loader(trainer)
     before = _optimizer_learning_rates(trainer)
     configure_optimizers_again(trainer)

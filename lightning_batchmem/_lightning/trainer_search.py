@@ -87,7 +87,6 @@ class TrainerSearch:
         self,
         setting: BatchSizeSetting,
         recorded: RecordedState,
-        plan_of_fit: Plan | None,
         given_plan: Plan | str | Path | None,
     ) -> Plan:
         """Search with training steps; validation is a phase of them, or has a search of its own.
@@ -95,14 +94,13 @@ class TrainerSearch:
         Args:
             setting: the places of the batch size.
             recorded: the state before the optimizers were configured.
-            plan_of_fit: the plan of an earlier ``fit`` of the same BatchFinder.
             given_plan: an earlier plan to use again.
 
         Raises:
             RuntimeError: if no size fits.
             ValueError: if the batch size of the project cannot be set.
         """
-        setup = record_training_setup(setting, self.options, plan_of_fit)
+        setup = record_training_setup(setting, self.options)
         conditions = search_conditions(self.trainer, self.options)
         earlier_plan = None
         notes: list[str] = []
@@ -163,18 +161,32 @@ class TrainerSearch:
     def plan_of_checkpoint(self, checkpoint: dict[str, Any]) -> Plan:
         """The plan of the checkpoint that a run resumes from; a warning has its changes."""
         plan = Plan.from_json(json.dumps(checkpoint["plan"]))
+        ranks = self.trainer.world_size
+        # Version 0.1.0 stored the options as "wishes", and no ranks.
+        old_ranks = checkpoint["plan"].get("ranks", ranks)
+        old_options = checkpoint.get("options", checkpoint.get("wishes", {}))
         changes = changes_since(
             plan,
-            # Version 0.1.0 stored the options as "wishes".
-            checkpoint.get("options", checkpoint.get("wishes", {})),
-            self.options.as_json(),
+            {**old_options, "ranks": old_ranks},
+            {**self.options.as_json(), "ranks": ranks},
             device=self._device,
             limit_bytes=self._budget.limit_bytes(),
             policy=self.policy,
         )
-        accumulate = self.trainer.accumulate_grad_batches
-        if self.options.target_batch_size is None and plan.accumulate_grad_batches != accumulate:
-            plan = replace(plan, accumulate_grad_batches=accumulate, effective_batch_size=None)
+        accumulate = plan.accumulate_grad_batches
+        if self.options.target_batch_size is None:
+            accumulate = self.trainer.accumulate_grad_batches
+        elif ranks != old_ranks:
+            # An optimizer step has as nearly the target as whole batches allow.
+            samples = plan.batch_size * ranks
+            accumulate = max(1, round(self.options.target_batch_size / samples))
+        if (accumulate, ranks) != (plan.accumulate_grad_batches, old_ranks):
+            plan = replace(
+                plan,
+                accumulate_grad_batches=accumulate,
+                effective_batch_size=plan.batch_size * accumulate * ranks,
+                ranks=ranks,
+            )
         text = f"BatchFinder continues with batch size {plan.batch_size} of the checkpoint"
         if changes:
             rank_zero_warn(

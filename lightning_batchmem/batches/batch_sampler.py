@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 
 def batch_sampler_of(loader: DataLoader[Any]) -> Any:
@@ -26,10 +26,22 @@ def batch_sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def copied_sampler(sampler: Any, dataset: object) -> Any:
-    """A copy of ``sampler``, which may have a random generator, but not of its data set."""
-    if isinstance(dataset, _SingleSamples):
-        dataset = dataset.batched
-    return copy.deepcopy(sampler, {id(dataset): dataset})
+    """A copy of ``sampler``, which may have a random generator, but not of its data set.
+
+    A sampler with a lock, a file or a generator function cannot be copied. A random sampler of the
+    whole data set takes its place.
+    """
+    source: Any = dataset.batched if isinstance(dataset, _SingleSamples) else dataset
+    try:
+        return copy.deepcopy(sampler, {id(source): source})
+    # A user's object may refuse to be copied in any way.
+    except Exception:  # noqa: BLE001
+        # A new generator always has the same seed.
+        random_sampler = RandomSampler(source, generator=torch.Generator())
+    batch_size = getattr(sampler, "batch_size", None)
+    if batch_size is None:
+        return random_sampler
+    return BatchSampler(random_sampler, batch_size, drop_last=False)
 
 
 def single_samples(loader: DataLoader[Any]) -> DataLoader[Any]:

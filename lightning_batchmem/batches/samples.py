@@ -19,7 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    get_worker_info,
+)
 
 from lightning_batchmem.batches.batch_sampler import copied_sampler
 from lightning_batchmem.batches.sample_sizes import SampleSizes
@@ -40,7 +46,7 @@ class MeasuredSample(NamedTuple):
     # Whether the sample is one of those that are spread over the data set.
     is_spread: bool
     is_largest: bool
-    # The list contains the sample, or nothing if the sample is not needed.
+    # The list contains the sample, pickled by a worker, or nothing if the sample is not needed.
     samples: list[Any]
 
 
@@ -62,6 +68,10 @@ class SampleMeasure:
 
     def __call__(self, samples: list[Any]) -> MeasuredSample:
         sample = samples[0]
+        if sample is None:
+            # Collate functions leave out such samples, so one is only kept until there is another.
+            is_first = self.largest_size == -math.inf
+            return MeasuredSample(0.0, 0, False, is_first, self._sent(sample) if is_first else [])
         try:
             batch_bytes, _ = batched_bytes(self.collate, samples)
         # A user's function may need more samples than one, and raise any exception for one.
@@ -76,8 +86,19 @@ class SampleMeasure:
         self.spread_count += is_spread
         is_needed = is_spread or (is_largest and self.worst_case != "typical")
         return MeasuredSample(
-            size, batch_bytes, is_spread, is_largest, [without_views(sample)] if is_needed else []
+            size, batch_bytes, is_spread, is_largest, self._sent(sample) if is_needed else []
         )
+
+    def _sent(self, sample: Any) -> list[Any]:
+        """The sample as it is returned.
+
+        A worker would share each tensor through a file descriptor, and where there are too few of
+        them the sample would be lost without an error.
+        """
+        alone = without_views(sample)
+        if get_worker_info() is None:
+            return [alone]
+        return [pickle.dumps(alone, protocol=pickle.HIGHEST_PROTOCOL)]
 
     def _has_room(self, sample: Any) -> bool:
         """Whether there is room for the sample, which it takes; always for the first sample."""
@@ -179,13 +200,13 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
     start = time.monotonic()
     try:
         for measured in reader:
-            for shared in measured.samples:
-                if not measured.is_spread:
-                    # The sample takes the place of the one that was the largest until now.
-                    del samples[sizes.spread_count :]
-                    del sizes.sample_bytes[sizes.spread_count :]
-                # The copy is not in shared memory, which takes a file descriptor for each tensor.
-                samples.append(copied(shared))
+            for sent in measured.samples:
+                # The sample takes the place of the one that was the largest until now.
+                del samples[sizes.spread_count :]
+                del sizes.sample_bytes[sizes.spread_count :]
+                # The bytes are those of a child of this process.
+                sample = pickle.loads(sent) if reader.num_workers else copied(sent)  # noqa: S301
+                samples.append(sample)
                 sizes.sample_bytes.append(measured.batch_bytes)
                 sizes.spread_count += measured.is_spread
                 if measured.is_largest:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ def from_json(kind: type[T], text: str) -> T:
     """
     try:
         value: T = _value(kind, json.loads(text))
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (TypeError, RecursionError) as error:
         raise ValueError(
             f"text must be the JSON of a {kind.__name__}, got {text[:80]!r}"
         ) from error
@@ -29,8 +29,13 @@ def from_json(kind: type[T], text: str) -> T:
 
 
 def _value(annotation: Any, data: Any) -> Any:
-    """Return a value of this type from what JSON has in its place."""
+    """Return a value of this type from what JSON has in its place.
+
+    Raises:
+        TypeError: if JSON has another type there.
+    """
     if is_dataclass(annotation):
+        _check_type(data, dict)
         annotations = get_type_hints(annotation)
         known = {
             field.name: _value(annotations[field.name], data[field.name])
@@ -42,10 +47,25 @@ def _value(annotation: Any, data: Any) -> Any:
     origin = get_origin(annotation)
     arguments = get_args(annotation)
     # The only unions are those of a type and None.
-    if origin is UnionType and data is not None:
-        return _value(arguments[0], data)
+    if origin is UnionType:
+        return None if data is None else _value(arguments[0], data)
     if origin is tuple:
+        _check_type(data, list)
         return tuple(_value(arguments[0], part) for part in data)
-    if origin is Mapping:
+    if origin in (dict, Mapping):
+        _check_type(data, dict)
         return {key: _value(arguments[1], part) for key, part in data.items()}
+    if origin is Literal:
+        # Other versions have other values of the same type.
+        _check_type(data, str)
+    elif annotation is float:
+        _check_type(data, float, int)
+    elif annotation is not Any:
+        _check_type(data, annotation)
     return data
+
+
+def _check_type(data: Any, *types: type) -> None:
+    # A Boolean is an integer to Python, but not in JSON.
+    if not isinstance(data, types) or (isinstance(data, bool) and bool not in types):
+        raise TypeError(f"{data!r} is no {types[0].__name__}")

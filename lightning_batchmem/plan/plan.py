@@ -19,7 +19,7 @@ from lightning_batchmem.plan.records import (
     Trial,
 )
 from lightning_batchmem.plan.scaling import OptimizerStep
-from lightning_batchmem.plan.text import full_text, short_text
+from lightning_batchmem.plan.text import full_text, headline, short_text
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Plan:
         evaluation: the plan of validation's own size, if it has one.
         ranks: how many processes searched together; peaks are the highest of them, times the
             slowest's.
-        held_peak_bytes: what the rehearsal took from the device: reserved bytes (CUDA) or the
+        held_peak_bytes: bytes that this process held in the rehearsal: reserved (CUDA) or the
             resident set without files that were mapped since (host); ``None`` when it is not known.
         fastest_batch_size: the smallest size with at least 95 % of the best throughput that was
             measured; ``None`` if nothing was timed.
@@ -85,8 +85,15 @@ class Plan:
     largest_batch_size: int | None = None
     conditions: Mapping[str, Any] | None = None
 
+    def __repr__(self) -> str:
+        return f"<Plan: {headline(self)}>"
+
     def __str__(self) -> str:
         return full_text(self)
+
+    def _repr_markdown_(self) -> str:
+        """The text of the plan in a notebook, with its columns aligned."""
+        return f"```text\n{self}\n```"
 
     def short_text(self) -> str:
         """The plan in at most six lines, with the first note only."""

@@ -59,8 +59,8 @@ class Trial:
             training.
         is_exact: whether the peaks count live bytes. ``False`` where only the resident set could be
             measured.
-        peak_held_bytes: highest bytes that were taken from the device. CUDA: reserved by the
-            allocator. Host: the resident set without files that were mapped since. ``None`` where
+        peak_held_bytes: highest bytes that this process held. CUDA: reserved by the allocator.
+            Host: the resident set without files that were mapped since. ``None`` where
             it is not known.
         reserve_bytes: bytes to keep free on top, for what a few steps cannot measure (host only).
         fixed_bytes: live bytes that last from one step to the next, without gradients; 0 where it
@@ -99,7 +99,7 @@ class Trial:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that were taken from the device; live bytes where it is not known."""
+        """Highest bytes that this process held; live bytes where it is not known."""
         return self.peak_bytes if self.peak_held_bytes is None else self.peak_held_bytes
 
     @property

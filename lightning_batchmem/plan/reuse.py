@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from lightning_batchmem.plan.scaling import size_range
 
 
 def load_plan(plan: Plan | str | Path) -> Plan:
-    """A plan, or the plan of a file, or the newest plan of a fit below a log directory.
+    """A plan, or the plan of a file, or the newest readable plan of a fit below a log directory.
 
     Raises:
         OSError: if there is no such file.
@@ -25,12 +26,15 @@ def load_plan(plan: Plan | str | Path) -> Plan:
         return plan
     path = Path(plan)
     if path.is_dir():
-        files = sorted(path.rglob("batch_plan*.json"), key=lambda file: file.stat().st_mtime)
+        found = (file for file in path.rglob("batch_plan*.json") if file.is_file())
+        files = sorted(found, key=lambda file: file.stat().st_mtime)
         for file in reversed(files):
-            earlier = Plan.from_json(file.read_text(encoding="utf-8"))
-            # The plan of an evaluation has no conditions, and is skipped.
-            if earlier.conditions is not None:
-                return earlier
+            # A run that was killed may leave a part of a file.
+            with suppress(OSError, ValueError):
+                earlier = Plan.from_json(file.read_text(encoding="utf-8"))
+                # The plan of an evaluation has no conditions, and is skipped.
+                if earlier.conditions is not None:
+                    return earlier
         path = files[-1] if files else path / "batch_plan.json"
     return Plan.from_json(path.read_text(encoding="utf-8"))
 

@@ -8,7 +8,11 @@ from typing import Any
 
 from lightning_batchmem.plan.records import SearchLimits, Speed, Trial, mib
 
-_REMEDY = "Use a smaller model, smaller samples, lower precision or activation checkpointing."
+_SMALLER_STEP = "Use a smaller model, smaller samples, lower precision or activation checkpointing."
+_MORE_ROOM = (
+    "Most of it is other memory of this process, not that of the step: pass a higher memory_limit,"
+    " or free it."
+)
 
 _LIMITS: Mapping[str, str] = {
     "dataset": "the data set has no more than {size} samples for a full batch",
@@ -56,18 +60,20 @@ def empty_range(limits: SearchLimits) -> str:
 
 
 def nothing_fits(trial: Trial, limits: SearchLimits, *, could_be_one: bool) -> str:
-    hint = " Or pass min_batch_size=1." if could_be_one else ""
+    hint = " min_batch_size=1 tries a single sample." if could_be_one else ""
     return (
         f"Nothing fits: {trial.batch_size} samples, the smallest size allowed, {outcome(trial)}"
-        f" under a limit of {mib(limits.limit_bytes)}. {_REMEDY}{hint}"
+        f" under a limit of {mib(limits.limit_bytes)}.{hint}"
     )
 
 
-def breakdown_of(batch_size: int, breakdown: str, worker_bytes: int) -> str:
+def breakdown_of(
+    batch_size: int, breakdown: str, worker_bytes: int, *, is_mostly_other: bool
+) -> str:
     text = f"At {batch_size} samples the memory held {breakdown}"
     if worker_bytes:
         text += f"; DataLoader workers hold {mib(worker_bytes)} more"
-    return f"{text}."
+    return f"{text}. {_MORE_ROOM if is_mostly_other else _SMALLER_STEP}"
 
 
 # Why this size.

@@ -22,7 +22,7 @@ _OUTCOMES = {
 
 def full_text(plan: Plan) -> str:
     """The plan with all reasons, all notes and every size that was run."""
-    lines = [_head(plan)]
+    lines = [headline(plan)]
     lines += [f"  {name:<10}{value}" for name, value in _rows(plan)]
     if plan.trials:
         table = [_HEADINGS, *(_cells(plan, trial) for trial in plan.trials)]
@@ -43,14 +43,15 @@ def short_text(plan: Plan) -> str:
         "print(finder.plan) or BatchFinder(verbose=True): reasons, all sizes, all notes"
     )
     lines = [f"  {name:<10}{text}" for name, text in shown.items()]
-    return "\n".join([f"BatchFinder: {_head(plan)}", *lines])
+    return "\n".join([f"BatchFinder: {headline(plan)}", *lines])
 
 
 def _on_each_rank(plan: Plan) -> str:
     return f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
 
 
-def _head(plan: Plan) -> str:
+def headline(plan: Plan) -> str:
+    """The size, what limits it, and whether it was rehearsed."""
     validation = ""
     if plan.evaluation is not None:
         validation = f" (validation {plan.evaluation.batch_size})"
@@ -110,7 +111,7 @@ def _known_sizes(plan: Plan) -> str:
 def _measured(plan: Plan, peak_bytes: int) -> str:
     text = mib(peak_bytes)
     if plan.held_peak_bytes is not None:
-        text += f", {mib(plan.held_peak_bytes)} taken from the device"
+        text += f", {mib(plan.held_peak_bytes)} held by this process"
     if plan.ranks > 1:
         total_bytes = plan.ranks * max(plan.held_peak_bytes or 0, peak_bytes)
         text += f"; at most {mib(total_bytes)} on all ranks"

@@ -251,7 +251,7 @@ class FaultTime:
 
 
 class Prediction:
-    """The peak of a training step according to a BatchFinder's plan, in allocated bytes.
+    """The peak of a training step according to a BatchFinder's plan.
 
     Args:
         plan: the plan.
@@ -283,8 +283,10 @@ class Prediction:
         self._tolerance_share = 0.05
         self._min_tolerance_bytes = granularity_bytes
         self._keeps_largest = held_is_resident_set
+        self._held_bytes: dict[int, int] | None = None
         self._allowed_bytes: dict[int, float] = {}
         if held_is_resident_set:
+            self._held_bytes = {trial.batch_size: trial.held_bytes for trial in completed}
             # The heap keeps memory of evaluation.
             self._bound = MemoryModel(lines)
             beyond = (trial.needed_bytes - trial.peak_bytes for trial in completed)
@@ -295,7 +297,12 @@ class Prediction:
             self._min_tolerance_bytes = 64 * MIB
 
     def peak_bytes(self, batch_size: int | None) -> int | None:
-        """The predicted peak; None if the plan does not reach this size."""
+        """The peak that the plan expects; None if the plan does not reach this size.
+
+        A resident set is compared with the bytes that the search held at this size.
+        """
+        if self._held_bytes is not None:
+            return None if batch_size is None else self._held_bytes.get(batch_size)
         if batch_size is None or batch_size > self._largest:
             return None
         return round(self._model.predict_bytes(batch_size))

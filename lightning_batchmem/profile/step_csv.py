@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -92,13 +93,18 @@ class StepCsv:
     def write_text(self, name: str, text: str) -> None:
         """Write another file of this run, and warn if this fails.
 
-        Its name has the number of the CSV.
+        Its name has the number of the CSV. A link with this name is replaced, not followed.
         """
         number = self.path.stem.removeprefix(Path(NAME).stem)
         path = self.path.with_name(name.replace(".", number + "."))
+        new_path = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:
-            path.write_text(text, encoding="utf-8")
+            with new_path.open("x", encoding="utf-8") as file:
+                file.write(text)
+            new_path.replace(path)
         except OSError as error:
+            with suppress(OSError):
+                new_path.unlink(missing_ok=True)
             rank_zero_warn(f"{path} could not be written: {error}")
 
 

@@ -5,6 +5,7 @@ Without a terminal, rich prints plain text.
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import asdict, dataclass
 
@@ -17,6 +18,8 @@ from lightning_batchmem.plan.records import mib
 
 SUMMARY_NAME = "memory_summary.json"
 
+# In columns; it is wider than the table.
+_WIDTH = 100
 _STAGES = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
 
 
@@ -57,7 +60,9 @@ class Summary:
             it.
         outside_bytes: bytes on the device outside this process's allocator when the breakdown was
             taken: contexts, NCCL, other processes; None if unknown.
-        predicted_bytes: prediction of a BatchFinder's plan at ``batch_size``; None without a plan.
+        predicted_bytes: peak that a BatchFinder's plan expects at ``batch_size``, in the same kind
+            of bytes as ``peak_bytes``: live bytes by its lines (host: the bytes that the process
+            held at this size in the search); None without a plan, and where the plan has none.
         alerts: the alerts of the run, in their order.
         rank_peaks_bytes: highest peak of each rank, in rank order; empty for one rank.
         validation: the validation inside this ``fit``; None if there was none.
@@ -82,6 +87,17 @@ class Summary:
     alerts: tuple[str, ...] = ()
     rank_peaks_bytes: tuple[int, ...] = ()
     validation: Summary | None = None
+
+    def __repr__(self) -> str:
+        peak = "" if self.peak_bytes is None else f"peak {mib(self.peak_bytes)}, "
+        return f"<Summary of {_STAGES[self.stage]}: {peak}{_speed(self)}>"
+
+    def _repr_markdown_(self) -> str:
+        """The table in a notebook, with its columns aligned."""
+        text = io.StringIO()
+        # In a notebook, rich would show the table at once.
+        show_summary(self, Console(file=text, width=_WIDTH, force_jupyter=False))
+        return f"```text\n{text.getvalue()}```"
 
     @property
     def cached_bytes(self) -> int | None:
@@ -120,20 +136,21 @@ def summary_table(summary: Summary) -> Table:
         table.add_column(heading, justify="right")
     breakdown = summary.breakdown
     peak_bytes = (summary.peak_bytes or 0) if breakdown is None else breakdown.peak_bytes
+    # Only an allocator reserves memory; a resident set includes the program.
+    is_resident_set = summary.peak_reserved_bytes is None
+    peak_name = "peak, held by this process" if is_resident_set else "peak, live"
+    predicted_name = "held in the search" if is_resident_set else "predicted by the plan, live"
     if breakdown is not None:
-        # Only an allocator reserves memory; a resident set includes the program.
-        other = "workspaces, kept tensors"
-        if summary.peak_reserved_bytes is None:
-            other = "interpreter, libraries"
+        other = "interpreter, libraries" if is_resident_set else "workspaces, kept tensors"
         for name, attribute in PARTS:
             count_bytes = getattr(breakdown, attribute)
             label = f"{name} ({other})" if attribute == "other_bytes" else name
             share = f"{count_bytes / peak_bytes:.1%}" if peak_bytes else ""
             table.add_row(label, mib(count_bytes), share)
         table.add_section()
-    table.add_row("peak", mib(peak_bytes), "100.0%")
+    table.add_row(peak_name, mib(peak_bytes), "100.0%")
     for name, beyond_bytes in (
-        ("predicted by the plan", summary.predicted_bytes),
+        (predicted_name, summary.predicted_bytes),
         ("cached, unused", summary.cached_bytes),
         ("outside the allocator", summary.outside_bytes),
     ):

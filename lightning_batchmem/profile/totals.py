@@ -34,7 +34,7 @@ class StepTotals:
 
     steps: int = 0
     seconds: float = 0.0
-    # These are the samples of the last step.
+    # These are the samples of a full batch: the last one of an epoch often has fewer.
     batch_size: int | None = None
     peak_bytes: int | None = None
     peak_step: int = 0
@@ -53,7 +53,6 @@ class StepTotals:
         seconds = step.seconds
         self.steps += 1
         self.seconds += seconds
-        self.batch_size = step.batch_size
         for phase, peak_bytes in step.peaks.phase_peak_bytes.items():
             if peak_bytes > self.phase_peak_bytes.get(phase, -1):
                 self.phase_peak_bytes[phase] = peak_bytes
@@ -65,6 +64,7 @@ class StepTotals:
         if reserved_bytes is not None:
             self.peak_reserved_bytes = max(self.peak_reserved_bytes or 0, reserved_bytes)
         if step.batch_size is not None:
+            self.batch_size = max(self.batch_size or 0, step.batch_size)
             self.samples.add(step.batch_size, seconds)
         if step.items is not None:
             self.items.add(step.items, seconds)

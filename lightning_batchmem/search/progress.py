@@ -1,8 +1,9 @@
-"""A line with the size that a search runs."""
+"""A line with the trial that a search runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import TracebackType
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
@@ -12,22 +13,52 @@ from lightning_batchmem.plan.records import NextSize, Trial, mib
 
 
 class SearchProgress(Progress):
-    """A line with the size that runs; without a terminal only its last state is printed."""
+    """A line with the trial and the step that run; at its end it has the number of trials.
+
+    Without a terminal only this end is printed.
+    """
 
     def __init__(self, *, enabled: bool, console: Console | None = None) -> None:
         columns = (TextColumn("BatchFinder: {task.description}", markup=False), TimeElapsedColumn())
         super().__init__(*columns, console=console or Console(), disable=not enabled)
         self._task = self.add_task("reading samples", total=None)
+        self._num_trials = 0
+        self._num_steps = 0
+        self._trial = ""
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        """End the line. After an error it keeps the trial in which the error occurred."""
+        if exc_type is None:
+            noun = "trial" if self._num_trials == 1 else "trials"
+            self._show(f"{self._num_trials} {noun}")
+        super().__exit__(exc_type, exc_val, exc_tb)
 
     def trying(self, probe: NextSize, trials: Sequence[Trial]) -> None:
         """Show the size that runs next, and the memory that the trials so far predict for it."""
+        self._num_trials += 1
+        self._num_steps = 0
         model = fit_memory(trials)
         predicted = ""
         if model is not None:
             predicted = f", predicted {mib(model.predict_bytes(probe.batch_size))}"
-        self.update(self._task, description=f"size {probe.batch_size}{predicted}")
+        noun = "sample" if probe.batch_size == 1 else "samples"
+        self._trial = (
+            f"trial {self._num_trials}, {probe.kind} of {probe.batch_size} {noun}{predicted}"
+        )
+        self._show(self._trial)
+
+    def begin_step(self) -> None:
+        """Show that another step of the trial begins."""
+        self._num_steps += 1
+        self._show(f"{self._trial}, step {self._num_steps}")
 
     def measured(self, trial: Trial) -> None:
-        shown = self.tasks[self._task].description
-        description = f"{shown}, measured {mib(trial.peak_bytes or trial.held_bytes)}"
-        self.update(self._task, description=description)
+        self._show(f"{self._trial}, measured {mib(trial.peak_bytes or trial.held_bytes)}")
+
+    def _show(self, text: str) -> None:
+        self.update(self._task, description=text)

@@ -46,7 +46,7 @@ class BatchSizeSearch:
         session: the training program, in the state before its first step.
         budget: the memory that this rank may use, with options and policy of the search.
         ranks: the processes that search together.
-        progress: shows the size that runs.
+        progress: shows the trial and the step that run.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class BatchSizeSearch:
         self._ranks = ranks
         self._progress = progress
         self._runner = TrialRunner(session, budget.device, ranks, budget.policy)
+        self._runner.meter.before_step = progress.begin_step
         self._start_bytes = 0
 
     def run(self, earlier_plan: Plan | None = None) -> SearchResult:
@@ -84,7 +85,7 @@ class BatchSizeSearch:
         if isinstance(result.chosen, Chosen) and result.trials and session.exchanges_gradients:
             result = self._with_room_for_exchanges(result)
         if isinstance(result.chosen, SearchFailed):
-            failure = self._explained(result.chosen, result.trials)
+            failure = self._explained(result.chosen, result.trials, result.limits)
             return replace(result, chosen=failure)
         session.check_batch_size(result.chosen.batch_size)
         notes = [
@@ -172,8 +173,10 @@ class BatchSizeSearch:
             is_compiled=any(is_compiled for _, is_compiled in readings),
         )
 
-    def _explained(self, failure: SearchFailed, trials: Sequence[Trial]) -> SearchFailed:
-        """The failure with the memory breakdown of the last size."""
+    def _explained(
+        self, failure: SearchFailed, trials: Sequence[Trial], limits: SearchLimits
+    ) -> SearchFailed:
+        """The failure with the memory breakdown of the last size, and what to do."""
         if not trials:
             return failure
         trial = trials[-1]
@@ -185,8 +188,16 @@ class BatchSizeSearch:
             None,
             self._session.device,
             start_bytes=self._budget.device.current().allocated_bytes,
-            peak_bytes=trial.peak_bytes or trial.held_bytes,
+            # Nothing was measured where memory ran out in the first step.
+            peak_bytes=trial.peak_bytes or trial.held_bytes or None,
         )
         worker_bytes = trial.worker_bytes if self._budget.device.holds_loader_workers else 0
-        text = sentences.breakdown_of(trial.batch_size, str(breakdown), worker_bytes)
+        # A size that ran out of memory needed more than was measured.
+        needed_bytes = max(breakdown.peak_bytes, limits.limit_bytes)
+        text = sentences.breakdown_of(
+            trial.batch_size,
+            str(breakdown),
+            worker_bytes,
+            is_mostly_other=2 * breakdown.other_bytes > needed_bytes,
+        )
         return SearchFailed(f"{failure.reason} {text}")

@@ -96,6 +96,8 @@ class StepMeter:
         self.session = session
         self.device = device
         self.policy = policy
+        # This function is called before each full step.
+        self.before_step: Callable[[], object] = lambda: None
         self.has_idle_optimizer = False
         # Until a probe has passed, a step has to find the storages that the module holds.
         self.is_first_size = True
@@ -126,13 +128,13 @@ class StepMeter:
         return (self.live or self.device).current().allocated_bytes
 
     def held_bytes(self) -> int:
-        """Bytes that this process has taken from the device at this moment."""
+        """Bytes that this process holds at this moment."""
         stats = self.device.current()
         held_bytes = stats.allocated_bytes if stats.reserved_bytes is None else stats.reserved_bytes
         return held_bytes - self._uncounted_bytes()
 
     def peak_held_bytes(self, peaks: StepPeaks) -> int:
-        """Bytes that this process had taken from the device at the peak of a step."""
+        """Bytes that this process held at the peak of a step."""
         return (peaks.peak_reserved_bytes or peaks.peak_bytes) - self._uncounted_bytes()
 
     def gradient_bytes(self) -> int:
@@ -258,6 +260,7 @@ class ConsecutiveSteps:
         meter = self._meter
         phases = meter.session.phases
         phases.read_from(counter)
+        meter.before_step()
         readings = []
         for call in range(self._calls):
             begin = time.perf_counter()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
 
 from lightning_batchmem import BatchFinder
 from tests.helpers.lawful import MIB, Lawful, Sizes, found_size, law
@@ -147,6 +147,23 @@ def test_a_second_fit_does_not_scale_again(fit, device):
         device.budget = budget_bytes
         fit(module, finder, device)
         assert module.lr == pytest.approx(expected)
+
+
+def test_each_module_of_a_sweep_is_scaled_once(fit, device):
+    finder = BatchFinder(multiple_of=1, lr_scaling="linear", base_batch_size=200)
+    # The second rate equals the first one after it was scaled.
+    for learning_rate in (0.1, 0.2, 0.4):
+        module = Rated(device, learning_rate)
+        for _ in range(2):
+            fit(module, finder, device)
+            assert module.lr == pytest.approx(2 * learning_rate)
+
+
+def test_the_finder_of_lightning_is_refused(search, device):
+    module = Lawful(device, law)
+    with pytest.raises(ValueError, match="callbacks must have one BatchFinder or one BatchSizeFi"):
+        search(module, BatchSizeFinder())
+    assert module.sizes == []
 
 
 def test_a_learning_rate_that_is_not_used_is_a_warning(search, device):

@@ -3,14 +3,18 @@ import itertools
 import logging
 import os
 import re
+import resource
+import threading
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
 
+from lightning_batchmem.batches.loaders import set_loader_batch_size
 from lightning_batchmem.batches.samples import SampleMeasure, read_samples, without_views
 from lightning_batchmem.plan.policy import SearchPolicy
 from tests.helpers.samples import Numbers, Stream, batches, changed, pad
@@ -137,6 +141,95 @@ def test_no_file_descriptor_is_kept():
     first = descriptors_after(1)
     # Fewer descriptors stay open than one for each sample.
     assert descriptors_after(4) < first + 40
+
+
+def test_few_file_descriptors_are_enough(caplog):
+    dataset = changed(lambda index: tuple(torch.zeros(index + 1) for _ in range(30)))
+    loader = DataLoader(dataset, batch_size=2)
+    measure = SampleMeasure(list, None, SearchPolicy(sample_seconds=5.0), float("inf"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    with ExitStack() as undo:
+        descriptor = 0
+        # Every number up to the highest one is in use, so that only those above it are free.
+        while descriptor < highest:
+            descriptor = os.open(os.devnull, os.O_RDONLY)
+            undo.callback(os.close, descriptor)
+        undo.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor + 30, hard))
+        with caplog.at_level(logging.INFO):
+            samples, sizes = read_samples(loader, measure)
+    # Without the first sample, the reader would wait for its time-out.
+    assert "reads a copy" not in caplog.text
+    assert (len(sizes.measured), sizes.is_complete, sizes.scan_seconds) == (100, True, None)
+    assert len(samples) == 33
+
+
+# Tests of samples that are missing, and of samplers.
+
+
+@pytest.mark.parametrize("worst_case", [None, "typical", "longest", len])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_missing_samples_make_no_batch_alone(worst_case, workers, monkeypatch):
+    if not workers:
+        monkeypatch.setattr("multiprocessing.get_start_method", lambda **_: "spawn")
+    dataset = changed(lambda index: torch.full((4,), index) if index % 2 else None)
+
+    def collate(samples):
+        return torch.stack([sample for sample in samples if sample is not None])
+
+    batch, _ = batches(dataset, worst_case, collate_fn=collate).batch(8)
+    assert batch.shape == (8, 4)
+    # Where all samples are missing, the collate function makes its batch of nothing.
+    nothing = changed(lambda index: None)
+    made = batches(nothing, worst_case, collate_fn=lambda samples: torch.zeros(len(samples), 4))
+    assert made.batch(8)[0].shape == (8, 4)
+
+
+class Holding(Sampler):
+    """Indices from the end, with an attribute that cannot be copied."""
+
+    def __init__(self, length, value):
+        self.length = length
+        self.value = value
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(reversed(range(self.length)))
+
+
+class HoldingBatches(BatchSampler):
+    """Batches of these indices."""
+
+    def __init__(self, length, value):
+        super().__init__(Holding(length, value), batch_size=2, drop_last=False)
+
+
+@pytest.fixture(params=["lock", "generator", "file"])
+def uncopied(request):
+    generator = (index for index in range(3))
+    with open(os.devnull) as file:
+        yield {"lock": threading.Lock(), "generator": generator, "file": file}[request.param]
+    # The search has not read from it.
+    assert next(generator) == 0
+
+
+def test_a_sampler_that_cannot_be_copied_is_left_alone(uncopied):
+    loader = DataLoader(Numbers(100), batch_size=2, sampler=Holding(100, uncopied))
+    measure = SampleMeasure(loader.collate_fn, None, SearchPolicy(), float("inf"))
+    samples, sizes = read_samples(loader, measure)
+    assert (len(samples), len(sizes.measured)) == (32, 100)
+
+
+def test_a_batch_sampler_that_cannot_be_copied_gets_its_size(uncopied):
+    loader = DataLoader(Numbers(100), batch_sampler=HoldingBatches(100, uncopied))
+    set_loader_batch_size(loader, 5)
+    assert [len(batch) for batch in loader] == [5] * 20
+    measure = SampleMeasure(loader.collate_fn, None, SearchPolicy(), float("inf"))
+    samples, sizes = read_samples(loader, measure)
+    assert (len(samples), len(sizes.measured)) == (32, 100)
 
 
 # Tests of the number of samples.

@@ -283,7 +283,12 @@ NO_MULTIPLE = (
             "Nothing fits: 1 samples, the smallest size allowed, fit only if the allocator",
             "",
         ),
-        (device([[(9000, 600)]]), {"low": 2}, NOTHING_FITS, "Or pass min_batch_size=1."),
+        (
+            device([[(9000, 600)]]),
+            {"low": 2},
+            NOTHING_FITS,
+            "min_batch_size=1 tries a single sample.",
+        ),
         (device(STRAIGHT), {"low": 20, "cap": 10}, NO_MULTIPLE, ""),
         (
             device(STRAIGHT),

@@ -110,13 +110,41 @@ def test_other_text_is_refused(text):
         Plan.from_json(text)
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("batch_size",), 16.0),
+        (("batch_size",), True),
+        (("limit_bytes",), "1"),
+        (("limited_by",), None),
+        (("verified",), 1),
+        (("notes",), "a note"),
+        (("trials",), {}),
+        (("trials", 0), "batch_size"),
+        (("trials", 0, "outcome"), []),
+        (("trials", 0, "step_seconds"), "1"),
+        (("memory",), []),
+        (("memory", "lines", "forward", "slope"), None),
+        (("conditions",), [1]),
+    ],
+)
+def test_a_wrong_type_is_refused(path, value):
+    data = json.loads(replace(PLAN, conditions={}).to_json())
+    part = data
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    with pytest.raises(ValueError, match="text must be the JSON of a Plan, got"):
+        Plan.from_json(json.dumps(data))
+
+
 def test_the_text_of_a_plan():
     assert str(PLAN) == "\n".join(
         [
             "batch size 32, limited by memory, verified by a rehearsal",
             "  limit     200.0 MiB",
             "  predicted 164.0 MiB",
-            "  measured  165.0 MiB, 180.0 MiB taken from the device",
+            "  measured  165.0 MiB, 180.0 MiB held by this process",
             "  memory    100.0 MiB + 2.0 MiB a sample (forward)",
             "  time      10 ms + 1 ms a sample",
             "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
@@ -148,13 +176,18 @@ def test_the_text_has_what_else_a_person_should_know():
         " verified"
     )
     for row in (
-        "taken from the device; at most 360.0 MiB on all ranks",
+        "held by this process; at most 360.0 MiB on all ranks",
         "step      256 samples, in 4 batches on each of 2 ranks; learning rate 0.2 instead of 0.1",
         "note      a note",
         "validation: batch size 48, limited by memory",
     ):
         assert row in text
     assert "  predicted" not in str(replace(PLAN, predicted_peak_bytes=None))
+
+
+def test_a_notebook_shows_the_text_and_a_list_one_line():
+    assert PLAN._repr_markdown_() == f"```text\n{PLAN}\n```"
+    assert repr(PLAN) == "<Plan: batch size 32, limited by memory, verified by a rehearsal>"
 
 
 def test_the_short_text_has_six_lines_at_most():
@@ -166,8 +199,8 @@ def test_the_short_text_has_six_lines_at_most():
         [
             "BatchFinder: batch size 32 (validation 48), limited by memory, verified by a"
             " rehearsal",
-            "  memory    limit 200.0 MiB; predicted 164.0 MiB; measured 165.0 MiB, 180.0 MiB taken"
-            " from the device",
+            "  memory    limit 200.0 MiB; predicted 164.0 MiB; measured 165.0 MiB, 180.0 MiB held"
+            " by this process",
             "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
             "  step      128 samples, in 4 batches",
             "  note      the first",

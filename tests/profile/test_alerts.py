@@ -144,6 +144,15 @@ def prediction(plan, *, held_is_resident_set=False):
     return Prediction(plan, GRANULARITY, held_is_resident_set=held_is_resident_set)
 
 
+def test_a_resident_set_is_predicted_by_what_the_search_held_at_this_size():
+    trials = (Trial(100, "ok", {"backward": 200 * MIB}, peak_held_bytes=300 * MIB),)
+    searched = replace(plan(), trials=trials)
+    on_host = prediction(searched, held_is_resident_set=True)
+    assert (on_host.peak_bytes(100), on_host.peak_bytes(50)) == (300 * MIB, None)
+    on_device = prediction(searched)
+    assert (on_device.peak_bytes(100), on_device.peak_bytes(50)) == (200 * MIB, 150 * MIB)
+
+
 @pytest.mark.parametrize(
     ("held_is_resident_set", "size", "allowed_mib"),
     [

@@ -133,6 +133,21 @@ def test_other_files_have_the_number_of_the_csv(tmp_path):
     file.write_text("memory_summary.json", "{}")
     assert (tmp_path / "memory_summary_1.json").read_text() == "{}"
     (tmp_path / "batch_plan_1.json").mkdir()
+    files = set(tmp_path.iterdir())
     with pytest.warns(UserWarning, match=r"batch_plan_1\.json could not be written"):
         file.write_text("batch_plan.json", "{}")
+    assert set(tmp_path.iterdir()) == files
     file.close()
+
+
+def test_a_link_with_the_name_of_a_file_is_not_followed(tmp_path):
+    private = tmp_path / "private"
+    private.write_text("private")
+    (tmp_path / "run").mkdir()
+    link = tmp_path / "run" / "batch_plan.json"
+    link.symlink_to(private)
+    file = StepCsv(tmp_path / "run")
+    file.write_text("batch_plan.json", "{}")
+    file.close()
+    assert private.read_text() == "private"
+    assert (link.is_symlink(), link.read_text()) == (False, "{}")

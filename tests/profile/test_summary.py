@@ -63,8 +63,17 @@ def test_every_part_with_its_share():
         "activations and temporaries": ("1,500.0 MiB", "75.0%"),
         "batch data": ("50.0 MiB", "2.5%"),
         "other (interpreter, libraries)": ("50.0 MiB", "2.5%"),
-        "peak": ("2,000.0 MiB", "100.0%"),
+        "peak, held by this process": ("2,000.0 MiB", "100.0%"),
     }
+
+
+def test_the_table_compares_held_bytes_with_held_bytes_and_live_with_live():
+    on_host = cells(replace(SUMMARY, predicted_bytes=1990 * MIB))
+    assert on_host["peak, held by this process"][0] == "2,000.0 MiB"
+    assert on_host["held in the search"][0] == "1,990.0 MiB"
+    on_device = cells(CUDA)
+    assert on_device["peak, live"][0] == "2,000.0 MiB"
+    assert on_device["predicted by the plan, live"][0] == "1.0 MiB"
 
 
 @pytest.mark.parametrize(
@@ -128,6 +137,20 @@ def test_other_numbers_are_below_the_table(summary, present, missing):
     text = " ".join(" ".join(lines(summary)).split())
     assert [word for word in present if word not in text] == []
     assert [word for word in missing if word in text] == []
+
+
+def test_a_notebook_shows_the_table_and_a_list_one_line():
+    markdown = MORE._repr_markdown_()
+    table = "\n".join(lines(MORE))
+    assert markdown.startswith("```text\n")
+    assert markdown.endswith("\n```")
+    assert markdown.count("│") == table.count("│") > 0
+    assert "Peaks of 2 ranks" in markdown
+    assert repr(MORE) == (
+        "<Summary of training: peak 2,000.0 MiB, 1,200 steps of 12.5 ms, 1,234.5 samples/s,"
+        " 99.5 items/s>"
+    )
+    assert repr(NO_MEMORY).startswith("<Summary of training: 1,200 steps")
 
 
 @pytest.mark.parametrize("summary", [SUMMARY, UNKNOWN, MORE, CUDA])

@@ -38,7 +38,7 @@ def test_metrics_are_maxima_of_bytes_and_means_of_times():
         "throughput/items_per_s": 2 * 100 / 4.0,
         "throughput/step_ms": pytest.approx(8000 / 3),
         "throughput/data_wait_pct": pytest.approx(100 * 1.5 / 8),
-        "batch/size": 1.0,
+        "batch/size": 4.0,
     }
     assert (total.peak_bytes, total.peak_step, total.peak_batch_size) == (9 * MIB, 1, 4)
 
@@ -48,7 +48,10 @@ def test_unknown_sizes_items_and_waits_are_left_out_of_the_means():
     metrics = total.metrics(limit_bytes=None, world_size=1)
     names = ("samples_per_s", "items_per_s", "data_wait_pct", "step_ms")
     assert [metrics[f"throughput/{name}"] for name in names] == [2.0, 50.0, 25.0, 4000.0]
-    assert "batch/size" not in metrics
+    assert metrics["batch/size"] == 4.0
+    assert "batch/size" not in total_of(step(1, 3, size=None)).metrics(
+        limit_bytes=None, world_size=1
+    )
 
 
 def test_an_interval_begins_after_the_previous_one():

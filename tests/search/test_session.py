@@ -12,6 +12,7 @@ from lightning_batchmem.search.budget import Budget
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.search import BatchSizeSearch
+from tests.helpers.fake_device import FakeDevice
 from tests.helpers.fake_session import FakeSession
 from tests.helpers.lawful import MIB, law
 
@@ -44,6 +45,26 @@ def plan_of(result):
         notes=result.notes,
         step=OptimizerStep(),
     )
+
+
+def test_the_line_of_progress_counts_trials_and_their_steps(device):
+    texts = []
+
+    class Shown(SearchProgress):
+        def begin_step(self):
+            super().begin_step()
+            texts.append(self.tasks[0].description)
+
+    budget = Budget(device, SearchOptions(multiple_of=1), POLICY)
+    with Shown(enabled=False) as progress:
+        result = BatchSizeSearch(FakeSession(device, law), budget, Ranks(0, 1), progress).run()
+    full_steps = [trial.full_steps for trial in result.trials]
+    probe_steps = [text for text in texts if text.startswith("trial 1, probe of 2 sampl")]
+    assert len(probe_steps) == full_steps[0]
+    assert texts[0] == "trial 1, probe of 2 samples, step 1"
+    assert probe_steps[-1] == f"trial 1, probe of 2 samples, step {full_steps[0]}"
+    assert texts[-1].startswith(f"trial {len(full_steps)}, rehearsal of 347 samples")
+    assert progress.tasks[0].description == f"{len(full_steps)} trials"
 
 
 def test_a_search_needs_no_lightning(device):
@@ -88,7 +109,16 @@ def test_a_failure_has_the_memory_breakdown(device):
     assert isinstance(result.chosen, SearchFailed)
     assert "Nothing fits" in result.chosen.reason
     assert "At 2 samples the memory held" in result.chosen.reason
-    assert result.chosen.reason.endswith("DataLoader workers hold 2.0 MiB more.")
+    assert "DataLoader workers hold 2.0 MiB more. Use a smaller model" in result.chosen.reason
+
+
+def test_a_failure_of_which_most_is_other_memory_advises_a_higher_limit():
+    device = FakeDevice(500 * MIB, base_bytes=300 * MIB)
+    device.enforces_limits = True
+    result = searched(FakeSession(device, lambda size: 180 * MIB))
+    assert isinstance(result.chosen, SearchFailed)
+    assert "pass a higher memory_limit" in result.chosen.reason
+    assert "smaller model" not in result.chosen.reason
 
 
 def test_loader_workers_count_on_the_host(device):
