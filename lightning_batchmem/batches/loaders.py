@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
@@ -161,7 +162,9 @@ def set_loader_batch_size(loader: DataLoader[Any], batch_size: int) -> None:
                 f"the batch sampler {name} must have a batch_size that can be set, got {error}"
             ) from error
         if type(sampler) is not BatchSampler:
-            first: Any = next(iter(copied_sampler(sampler, loader.dataset)), [])
+            # The sampler may draw from the random generators of the process.
+            with isolate_rng():
+                first: Any = next(iter(copied_sampler(sampler, loader.dataset)), [])
             # mypy does not see that a data set with a batch sampler has a length.
             if len(first) > batch_size or len(first) < batch_size <= len(loader.dataset):  # type: ignore[arg-type]
                 raise ValueError(

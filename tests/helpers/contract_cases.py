@@ -442,6 +442,21 @@ def of_every_second(size: int) -> DataLoader[Any]:
     return DataLoader(Noisy(), batch_size=size, sampler=SubsetRandomSampler(range(0, SAMPLES, 2)))
 
 
+class DrawingBatches:
+    """A batch sampler that draws from the generator of the process."""
+
+    def __init__(self, size: int) -> None:
+        self.batch_size = size
+
+    def __len__(self) -> int:
+        return SAMPLES // self.batch_size
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(SAMPLES).tolist()
+        for start in range(len(self)):
+            yield order[start :: len(self)][: self.batch_size]
+
+
 onecycle = partial(Net, optimizer="onecycle")
 
 CASES = {
@@ -517,6 +532,10 @@ CASES = {
         finder={"batch_arg_name": "kwargs.batch_size"},
     ),
     "batch_sampler_as_sampler": Case(Plain, fit=given(of_batches)),
+    "batch_sampler_that_draws": Case(
+        Plain,
+        fit=given(lambda size: DataLoader(Noisy(), batch_sampler=DrawingBatches(size))),
+    ),
     "steps_of_an_epoch": Case(
         Net,
         finder={"max_batch_size": None, "min_steps_per_epoch": SAMPLES // SIZE},
