@@ -370,6 +370,24 @@ class Collate:
         return torch.stack([sample.pop() for sample in samples]) + 0.01 * self.calls, y
 
 
+class Mixing(Noisy):
+    """A data set whose collate function is a method that draws, counts and has a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = torch.Generator().manual_seed(7)
+        self.calls = 0
+        self.cache: dict[str, Tensor] = {}
+
+    def collate(self, samples: list[Any]) -> Any:
+        self.calls += 1
+        x, y = default_collate(samples)
+        last = self.cache.get("last", x[:1])
+        self.cache["last"] = x[-1:]
+        noise = torch.randn(x.shape, generator=self.order)
+        return x + 0.1 * noise + 0.01 * self.calls + 0.1 * last, y
+
+
 class Popping(Noisy):
     def __getitem__(self, index: int) -> Any:
         return list(super().__getitem__(index))
@@ -428,6 +446,11 @@ def given(make: Callable[[int], Any]) -> Callable[[int], dict[str, Any]]:
 
 def in_order(size: int) -> DataLoader[Any]:
     return DataLoader(Noisy(True), batch_size=size)
+
+
+def of_mixing(size: int) -> DataLoader[Any]:
+    dataset = Mixing()
+    return shuffled(size, dataset, collate_fn=dataset.collate)
 
 
 def of_batches(size: int) -> DataLoader[Any]:
@@ -524,6 +547,10 @@ CASES = {
     ),
     "stateful_collate_that_takes_samples_apart": Case(
         Plain, fit=given(lambda size: shuffled(size, Popping(), collate_fn=Collate()))
+    ),
+    "collate_of_the_data_set": Case(Plain, fit=given(of_mixing)),
+    "collate_of_another_object": Case(
+        Plain, fit=given(lambda size: shuffled(size, collate_fn=Mixing().collate))
     ),
     "subset_sampler": Case(Plain, fit=given(of_every_second)),
     "size_in_a_dict": Case(
