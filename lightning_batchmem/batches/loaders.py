@@ -76,6 +76,20 @@ class LoaderInfo:
         size = self.size_at(batch_size)
         return samples // size if full_only or drop_last else -(-samples // size)
 
+    def sizes_with_last_of_one(self) -> list[int]:
+        """Batch sizes at which the samples of an epoch are full batches and one sample more."""
+        if self.requested_at is None or not self.samples:
+            return []
+        others = self.samples - 1
+        divisors = [size for size in range(1, math.isqrt(others) + 1) if others % size == 0]
+        sizes = {size for divisor in divisors for size in (divisor, others // divisor)} - {1}
+        batch_sizes = [(size * self.requested_at // self.size, size) for size in sizes]
+        return [
+            batch_size
+            for batch_size, size in batch_sizes
+            if batch_size > 0 and self.size_at(batch_size) == size
+        ]
+
 
 @dataclass(frozen=True)
 class StageLoaders:

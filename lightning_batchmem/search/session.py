@@ -106,7 +106,14 @@ class Session(Protocol):
         """The largest sizes that data and settings allow."""
 
     def smaller_batch_size(self, batch_size: int) -> int:
-        """Samples in the last batch of an epoch, or half of the size where that is unknown."""
+        """Samples in the last batch of an epoch; ``batch_size`` if all batches are full.
+
+        Where it is unknown, it is half of the size. One sample is an error to BatchNorm, and is
+        never the smaller size.
+        """
+
+    def avoided_sizes(self) -> set[int]:
+        """Sizes at which the last batch of an epoch has one sample."""
 
     def batches_in_epoch(self, batch_size: int) -> float:
         """Training batches of an epoch on this rank; ``inf`` where that is unknown."""

@@ -72,6 +72,9 @@ class FakeSession:
     def smaller_batch_size(self, batch_size):
         return max(1, batch_size // 2)
 
+    def avoided_sizes(self):
+        return set()
+
     def worker_bytes(self, batch_size):
         return self.bytes_per_waiting_sample * batch_size
 

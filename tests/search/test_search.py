@@ -282,3 +282,65 @@ def test_with_a_logger_and_barebones(has_logger, device, tmp_path):
     trainer.fit(module)
     loggers = [arguments["logger"]] if has_logger else []
     assert (module.batch_size, trainer.loggers) == (FOUND, loggers)
+
+
+# --- the last batch of an epoch
+
+
+class Normalized(Lawful):
+    """Its BatchNorm fails with a batch of one sample, and with ``drop_last`` it needs full ones."""
+
+    def __init__(self, device, samples=131, batch_size=3, *, drop_last=False):
+        super().__init__(device, law, batch_size)
+        self.norm = torch.nn.BatchNorm1d(1)
+        self.samples = samples
+        self.drop_last = drop_last
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        if self.drop_last:
+            assert len(x) == self.batch_size
+        return super().training_step([self.norm(x)], batch_idx)
+
+    def train_dataloader(self):
+        return loader(self.batch_size, self.samples, drop_last=self.drop_last)
+
+
+@pytest.mark.parametrize(
+    ("samples", "arguments", "size"),
+    [
+        # 131 = 10 x 13 + 1, so the last batch of an epoch would have one sample.
+        (131, {}, 12),
+        (132, {}, 13),
+        # These epochs end before that batch.
+        (131, {"limit_train_batches": 5, "options": {"max_batch_size": 13}}, 13),
+        (131, {"limit_train_batches": 0.3, "options": {"max_batch_size": 13}}, 13),
+        (131, {"overfit_batches": 0.3, "options": {"max_batch_size": 13}}, 13),
+        # A batch of 12 samples may be the last of eleven.
+        (131, {"limit_train_batches": 11, "options": {"max_batch_size": 13}}, 12),
+        # 30 is a multiple of 6, 5, 10 and 2, but not of 4.
+        (31, {"options": {"max_batch_size": 6}}, 4),
+        (31, {"options": {"max_batch_size": 12, "target_batch_size": 20}}, 4),
+    ],
+)
+def test_the_last_batch_of_an_epoch_has_not_one_sample(search, device, samples, arguments, size):
+    device.enforces_limits = True
+    options = {"min_steps_per_epoch": 10, **arguments.pop("options", {})}
+    module = Normalized(device, samples)
+    plan = search(module, max_steps=-1, max_epochs=1, options=options, **arguments)
+    assert plan.batch_size == size
+    assert plan.verified
+    assert min(module.sizes) > 1
+
+
+def test_without_smaller_batches_none_is_rehearsed(search, device):
+    device.enforces_limits = True
+    module = Normalized(device, drop_last=True)
+    assert search(module, options={"max_batch_size": 13}).batch_size == 13
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_small_size_is_rehearsed_without_a_batch_of_one_sample(search, device, size):
+    device.enforces_limits = True
+    plan = search(Normalized(device, 6 * size), options={"max_batch_size": size})
+    assert (plan.batch_size, plan.verified) == (size, True)
