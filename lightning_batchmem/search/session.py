@@ -11,7 +11,8 @@ evaluation) on this rank:
 - Sizes are in samples for each rank; the batch size of the project, to which loaders may apply a
   factor.
 
-A step runs as ``begin(size)``, then ``run(size, 0)``, ``run(size, 1)`` and so on, then ``end()``.
+A step runs as ``begin(size)``, then ``run(size, 0)``, ``run(size, 1)`` and so on, then
+``complete()``, unless a step failed, then ``end()``.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ class Steps(Protocol):
 
     def run_other_lengths(self, batch_size: int, index: int) -> None:
         """The same with a batch that is no larger, of samples of other sizes if they differ."""
+
+    def complete(self) -> None:
+        """Run what follows the last step."""
 
     def end(self) -> None:
         """Leave the steps that ``begin`` has entered."""

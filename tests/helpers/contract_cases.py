@@ -346,6 +346,38 @@ class KeepsSchedule(Net):
         self.schedule.step()
 
 
+class AveragedInValidation(Net):
+    """Validates with an average of its weights, which two start hooks swap in.
+
+    A step with the average is an error, as with the optimizers of schedulefree.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self.register_buffer("average", torch.zeros(3, 16))
+        self.swaps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.swaps % 2 == 0
+        self.average.lerp_(self.layers[4].weight.detach(), 0.1)
+        return super().training_step(batch, batch_idx)
+
+    def swap(self) -> None:
+        weight = self.layers[4].weight.data.clone()
+        self.layers[4].weight.data.copy_(self.average)
+        self.average.copy_(weight)
+        self.swaps += 1
+
+    on_validation_start = on_validation_end = swap
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert self.swaps % 2 == 1
+        super().validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("swaps", float(self.swaps))
+
+
 def scripted(batch_size: int) -> Net:
     module = Net(batch_size)
     module.layers = torch.jit.script(module.layers)
@@ -502,6 +534,7 @@ CASES = {
         finder={"eval_batch_arg_name": "eval_batch_size"},
         hard_coded=partial(OwnValidationSize, eval_batch_size=SIZE),
     ),
+    "weights_swapped_by_hooks_of_validation": Case(AveragedInValidation),
     "validation_of_fixed_sizes": Case(FixedValidation),
     "validation_loaders_passed_too": Case(
         Plain,

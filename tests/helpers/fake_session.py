@@ -32,6 +32,9 @@ class FakeSteps:
 
     run_other_lengths = run
 
+    def complete(self):
+        pass
+
     def end(self):
         pass
 

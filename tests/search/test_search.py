@@ -344,3 +344,38 @@ def test_a_small_size_is_rehearsed_without_a_batch_of_one_sample(search, device,
     device.enforces_limits = True
     plan = search(Normalized(device, 6 * size), options={"max_batch_size": size})
     assert (plan.batch_size, plan.verified) == (size, True)
+
+
+# --- hooks at the end of an evaluation
+
+
+class Begins(Evaluated):
+    """Has hooks at the start of an evaluation, so those at its end are called too."""
+
+    def on_test_epoch_start(self):
+        self.starts = True
+
+    on_predict_start = on_test_epoch_start
+
+
+@pytest.mark.parametrize("stage", ["test", "predict"])
+def test_hooks_at_the_end_of_an_evaluation(search, device, stage):
+    module = Begins(device)
+    hooks = []
+    module.on_test_epoch_end = module.on_predict_end = lambda: hooks.append(module.starts)
+    assert search(module, stage=stage).batch_size == HALF
+    assert len(hooks) > 4
+
+
+def test_a_hook_that_needs_a_whole_epoch_is_a_warning(search, device):
+    module = Begins(device)
+    hooks = []
+
+    def on_test_epoch_end():
+        hooks.append(len(module.evaluated))
+        assert len(module.evaluated) == -(-SAMPLES // HALF)
+
+    module.on_test_epoch_end = on_test_epoch_end
+    with pytest.warns(UserWarning, match="The hooks at the end of test failed .* AssertionError"):
+        assert search(module, stage="test").batch_size == HALF
+    assert len(hooks) > 4
