@@ -41,7 +41,7 @@ def copied_collate(collate: Callable[[Any], Any], restored: Iterable[object]) ->
     for value in attributes.values():
         if isinstance(value, Module | Dataset):
             memo[id(value)] = value
-        elif _is_large(value):
+        elif is_large(value):
             # A new container of the same items is quick to make, and takes little memory.
             is_container = isinstance(value, list | dict | set)
             memo[id(value)] = copy.copy(value) if is_container else value
@@ -51,7 +51,8 @@ def copied_collate(collate: Callable[[Any], Any], restored: Iterable[object]) ->
     return types.MethodType(collate.__func__, new_owner)
 
 
-def _is_large(value: object) -> bool:
+def is_large(value: object) -> bool:
+    """Whether a value is data rather than state, by its bytes or the number of its items."""
     if isinstance(value, str | bytes):
         return False
     if (sized_len(value) or 0) > _MOST_ITEMS and not hasattr(value, "nbytes"):

@@ -12,7 +12,8 @@ import lightning.pytorch.callbacks as lightning_callbacks
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -265,6 +266,37 @@ class Hooked(Net):
         assert self.logger.log_dir
         assert self.trainer.log_dir
         return super().training_step(batch, batch_idx)
+
+
+class Weights(Callback):
+    """Has a weight for each step, drawn and counted."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(8)
+        self.drawn: list[float] = []
+        self.calls = 0
+
+    def weight(self) -> float:
+        self.calls += 1
+        self.drawn.append(float(torch.rand(1, generator=self.generator)))
+        return self.drawn[-1] + self.calls
+
+
+class ReadsCallbacks(Net):
+    """A step reads callbacks and the logger."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weights = next(one for one in self.trainer.callbacks if isinstance(one, Weights))
+        assert isinstance(self.logger, CSVLogger)
+        self.logger.log_metrics({"own": 1.0}, step=batch_idx)
+        experiment = self.logger.experiment
+        assert experiment.NAME_METRICS_FILE == "metrics.csv"
+        self.history += [
+            self.trainer.early_stopping_callback.patience,
+            len(experiment.metrics),
+            len(weights.drawn),
+        ]
+        return super().training_step(batch, batch_idx) * weights.weight()
 
 
 class Extractor:
@@ -568,6 +600,9 @@ CASES = {
         Plain, fit=lambda size: {"datamodule": Splitting(size)}
     ),
     "hooks_on_tensors_that_ask_the_trainer": Case(Hooked),
+    "a_step_that_reads_callbacks_and_the_logger": Case(
+        ReadsCallbacks, callbacks=lambda: [Weights(), EarlyStopping("epoch_loss", patience=7)]
+    ),
     "optimizers_of_its_own": Case(OwnOptimizers, trainer={"max_epochs": 1}),
     "schedule_kept_in_the_module": Case(KeepsSchedule),
     "scripted": Case(scripted),
