@@ -144,7 +144,8 @@ class BatchFinder(Callback):
         self._given_plan = plan
         self._plan_of_fit: Plan | None = None
         self._checkpoint: dict[str, Any] = {}
-        # It is set from setup until the search begins.
+        # It is set from setup until the search begins, and in an evaluation from its search until
+        # its end.
         self._cancel: Callable[[], object] | None = None
         # This is the state before configure_optimizers.
         self._recorded: RecordedState | None = None
@@ -233,13 +234,20 @@ class BatchFinder(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Remove what ``setup`` left on strategy and loops when a run ends before the search."""
+        """Undo what ``setup`` or the search of an evaluation left, when a run ends early."""
         if self._cancel is not None:
             self._cancel()
+            self._cancel = None
         # The other ranks may wait in a search that this one has not reached.
         if self._recorded is not None:
             self._recorded = None
             self._ranks.report(exception)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Restore the size of the project after an evaluation: the next ``fit`` starts from it."""
+        if self._cancel is not None:
+            self._cancel()
+            self._cancel = None
 
     def state_dict(self) -> dict[str, Any]:
         """The plan and the options for a checkpoint, as plain JSON types."""
@@ -282,6 +290,8 @@ class BatchFinder(Callback):
             )
             return
         self.plan = plan
+        # The next fit would take the size of this evaluation for that of the project.
+        self._cancel = setting.keep()
         setting.write(plan.batch_size, also_logged=True)
         self._report(trainer, plan)
 

@@ -65,7 +65,7 @@ def find_batch_size(
         [item for item in data if isinstance(item, kinds)],
     )
     strategy = trainer.strategy
-    with isolated(trainer, recorded, finder):
+    with isolated(trainer, recorded, [finder]):
         cancel = call_before(
             strategy, "setup_environment", lambda: finder.mute_callbacks_of_model(trainer)
         )

@@ -201,6 +201,43 @@ def test_a_fit_after_an_error_in_setup_and_a_second_fit_search(fit, device):
     assert finder.plan.batch_size == module.batch_size == found_size(300 * MIB, multiple_of=1)
 
 
+class RatedEvaluated(Evaluated):
+    lr = 0.1
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+@pytest.mark.parametrize("stages", [["fit"], ["validate", "fit"], ["fit", "test", "fit"]])
+def test_an_evaluation_before_a_training_changes_nothing_in_it(stages, reads_here, fake_device):
+    # More samples fit than ten steps of an epoch leave to one of them.
+    device = fake_device(budget_bytes=4000 * MIB)
+    module = RatedEvaluated(device)
+    finder = BatchFinder(lr_scaling="linear")
+    finder.device_memory = lambda _: device
+    trainer = quiet_trainer(finder, max_epochs=1, limit_train_batches=1, limit_val_batches=1)
+    plans = {}
+    for stage in stages:
+        getattr(trainer, stage)(module)
+        plans[stage] = finder.plan
+    largest = SAMPLES // 10
+    assert all(plans[stage].batch_size > largest for stage in stages if stage != "fit")
+    assert (plans["fit"].batch_size, plans["fit"].limited_by) == (largest, "min_steps_per_epoch")
+    assert module.batch_size == largest
+    assert module.lr == 0.1 * (largest / PROJECT_SIZE)
+
+
+def test_an_evaluation_that_fails_restores_the_size_of_the_project(reads_here, device):
+    module = Evaluated(device)
+    finder = BatchFinder()
+    finder.device_memory = lambda _: device
+    after = LambdaCallback(on_validation_start=lambda *_: module.missing)
+    with pytest.raises(AttributeError, match="missing"):
+        quiet_trainer(finder, after).validate(module)
+    assert finder.plan is not None
+    assert module.batch_size == PROJECT_SIZE
+
+
 # --- errors in a step
 
 

@@ -19,8 +19,9 @@ from lightning_batchmem._lightning.data_source import stage_source, validation_s
 from lightning_batchmem._lightning.hooks import (
     PhaseCallback,
     freeze,
-    mute_callbacks_and_loggers,
+    replace_callbacks_and_loggers,
 )
+from lightning_batchmem._lightning.muted import muted_callback
 from lightning_batchmem._lightning.packages import in_every_package
 from lightning_batchmem._lightning.recorded_state import RecordedState
 from lightning_batchmem._lightning.trainer_state import callbacks_of, datamodules_of
@@ -45,8 +46,10 @@ def record(trainer: Trainer) -> RecordedState:
 
 
 @contextmanager
-def isolated(trainer: Trainer, recorded: RecordedState, callback: Callback) -> Iterator[None]:
-    """Run the trainer with ``callback`` as the only callback; everything is restored at the end."""
+def isolated(
+    trainer: Trainer, recorded: RecordedState, callbacks: list[Callback]
+) -> Iterator[None]:
+    """Run the trainer with these callbacks and muted loggers; everything is restored at the end."""
     # The calls run in reverse order, each of them even where another one fails.
     with ExitStack() as undo:
         # This restores the batch size too, where it is in an attribute.
@@ -60,7 +63,7 @@ def isolated(trainer: Trainer, recorded: RecordedState, callback: Callback) -> I
         connector.reset_metrics()
         # A scheduler that was made for the old batch size may end before the search does.
         freeze(schedulers)
-        mute_callbacks_and_loggers(trainer, callback)
+        replace_callbacks_and_loggers(trainer, callbacks)
         yield
 
 
@@ -130,7 +133,8 @@ class CleanStart:
 
     def _enter(self) -> None:
         trainer = self._trainer
-        self._undo.enter_context(isolated(trainer, self._recorded, PhaseCallback(self.phases)))
+        callbacks = [*map(muted_callback, self.callbacks), PhaseCallback(self.phases)]
+        self._undo.enter_context(isolated(trainer, self._recorded, callbacks))
         if trainer.training:
             # New optimizers are configured before the next step.
             self._undo.callback(self._clear_optimizers)

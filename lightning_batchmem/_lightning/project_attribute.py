@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,15 +39,15 @@ class ProjectAttribute:
 
         With ``also_logged`` this includes the copy of the hyperparameters that Lightning logs.
         """
-        logged: list[Any] = []
-        if also_logged:
-            # _hparams_initial is private in lightning 2.5.0 to 2.6.6.
-            logged = [getattr(owner, "_hparams_initial", {}) for owner in self._owners]
-        for holder in self._holders([*self._roots, *logged]):
-            if isinstance(holder, MutableMapping):
-                holder[self._name] = value
-            else:
-                setattr(holder, self._name, value)
+        for holder in self._holders(self._roots + (self._logged if also_logged else [])):
+            _set(holder, self._name, value)
+
+    def keep(self) -> Callable[[], None]:
+        """Record the value of each place; returns a function that restores them."""
+        undo = ExitStack()
+        for holder in self._holders(self._roots + self._logged):
+            undo.callback(_set, holder, self._name, _get(holder, self._name))
+        return undo.close
 
     def others_with(self, values: Collection[object]) -> list[str]:
         """Paths of other attributes and entries of dicts that have one of these whole numbers."""
@@ -72,6 +73,11 @@ class ProjectAttribute:
     def _roots(self) -> list[Any]:
         return [root for owner in self._owners for root in (owner, owner.hparams)]
 
+    @property
+    def _logged(self) -> list[Any]:
+        # _hparams_initial is private in lightning 2.5.0 to 2.6.6.
+        return [getattr(owner, "_hparams_initial", {}) for owner in self._owners]
+
     def _holders(self, holders: list[Any]) -> list[Any]:
         """The objects or dicts at the end of the path from these, which have the value."""
         for part in self.path.split(".")[:-1]:
@@ -85,3 +91,10 @@ def _has(holder: Any, name: str) -> bool:
 
 def _get(holder: Any, name: str) -> Any:
     return holder[name] if isinstance(holder, Mapping) else getattr(holder, name)
+
+
+def _set(holder: Any, name: str, value: Any) -> None:
+    if isinstance(holder, MutableMapping):
+        holder[name] = value
+    else:
+        setattr(holder, name, value)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -21,6 +22,7 @@ from lightning_batchmem.batches.batch_sampler import single_samples
 from lightning_batchmem.batches.loaders import (
     LoaderInfo,
     StageLoaders,
+    keep_sizes,
     loader_batch_size,
     set_loader_batch_size,
 )
@@ -96,6 +98,13 @@ class BatchSizeSetting:
                 f"`{self.name}` must keep the value it is set to, got {actual} after it was set to"
                 f" {batch_size}. Remove the limit, or pass max_batch_size={actual}."
             )
+
+    def keep(self) -> Callable[[], None]:
+        """Record the size wherever it is; returns a function that restores it."""
+        undo = ExitStack()
+        undo.callback(self.attribute.keep())
+        undo.callback(keep_sizes(self.source.passed_loaders()))
+        return undo.close
 
     def loaders_for(self, batch_size: int, *, may_be_fixed: bool = False) -> StageLoaders:
         """Set the size and request the loaders.

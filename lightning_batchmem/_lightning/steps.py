@@ -13,10 +13,12 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.batches.probe_batches import ProbeBatches
+from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 
 # Makes a batch, and returns it with the index of its loader.
 MakeBatch = Callable[[], tuple[Any, int]]
@@ -91,6 +93,9 @@ class TrainingSteps(_StageSteps):
         trainer.accumulate_grad_batches = min(2, trainer.accumulate_grad_batches)
         return trainer.accumulate_grad_batches * self.batches.loaders_in_turn
 
+    def complete(self) -> None:
+        """Nothing follows the last step."""
+
     def end(self) -> None:
         """There is nothing to leave."""
 
@@ -158,10 +163,39 @@ class EvaluationSteps(_StageSteps):
         self._without_gradients(type(self.loop).on_run_start)
         return self.batches.loaders_in_turn
 
+    def complete(self) -> None:
+        """Call the end hooks of a module with start hooks: they may swap its weights back."""
+        trainer = self.trainer
+        is_overridden = lightning_name(trainer, "utilities.model_helpers.is_overridden")
+        stage = self.loaders.hook.removesuffix("_dataloader").replace("val", "validation")
+        starts = (f"on_{stage}_start", f"on_{stage}_epoch_start")
+        if not any(is_overridden(start, trainer.lightning_module) for start in starts):
+            return
+        try:
+            self._without_gradients(lambda _: self._call_end_hooks(stage))
+        # A user's hook may need a whole epoch and raise any exception after a few batches.
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            rank_zero_warn(
+                f"The hooks at the end of {stage} failed after a few batches of the search, which"
+                f" goes on: {type(error).__name__}: {error}"
+            )
+
     def end(self) -> None:
         getattr(self.loop, f"_on_{self._kind}_model_train")()
         if self.trainer.state.fn == TrainerFn.FITTING:
             self.trainer.training = True
+
+    def _call_end_hooks(self, stage: str) -> None:
+        trainer = self.trainer
+        connector = trainer._logger_connector
+        connector.epoch_end_reached()
+        # _call_lightning_module_hook is private in lightning 2.5.0 to 2.6.6.
+        call_hook = lightning_name(trainer, "trainer.call._call_lightning_module_hook")
+        for hook in (f"on_{stage}_epoch_end", f"on_{stage}_end"):
+            call_hook(trainer, hook)
+        connector.reset_results()
 
     def _step(self, make_batch: MakeBatch) -> None:
         def step(loop: Any) -> None:

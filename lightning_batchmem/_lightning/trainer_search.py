@@ -26,7 +26,7 @@ from lightning_batchmem._lightning.session import LightningSession
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
 from lightning_batchmem._lightning.strategies import wrap_again
-from lightning_batchmem._lightning.trainer_state import weight_average_bytes
+from lightning_batchmem._lightning.trainer_state import datamodules_of, weight_average_bytes
 from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.devices import device_name
@@ -288,6 +288,7 @@ class TrainerSearch:
             self.options.worst_case,
             policy=self.policy,
             room_bytes=self._budget.free_bytes(),
+            restored=[self.trainer.lightning_module, *datamodules_of(self.trainer)],
         )
 
     def _begin_training(self, training: StageLoaders, validation: StageLoaders | None) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
@@ -74,6 +75,20 @@ class LoaderInfo:
             drop_last = self.loader.drop_last
         size = self.size_at(batch_size)
         return samples // size if full_only or drop_last else -(-samples // size)
+
+    def sizes_with_last_of_one(self) -> list[int]:
+        """Batch sizes at which the samples of an epoch are full batches and one sample more."""
+        if self.requested_at is None or not self.samples:
+            return []
+        others = self.samples - 1
+        divisors = [size for size in range(1, math.isqrt(others) + 1) if others % size == 0]
+        sizes = {size for divisor in divisors for size in (divisor, others // divisor)} - {1}
+        batch_sizes = [(size * self.requested_at // self.size, size) for size in sizes]
+        return [
+            batch_size
+            for batch_size, size in batch_sizes
+            if batch_size > 0 and self.size_at(batch_size) == size
+        ]
 
 
 @dataclass(frozen=True)
@@ -161,7 +176,9 @@ def set_loader_batch_size(loader: DataLoader[Any], batch_size: int) -> None:
                 f"the batch sampler {name} must have a batch_size that can be set, got {error}"
             ) from error
         if type(sampler) is not BatchSampler:
-            first: Any = next(iter(copied_sampler(sampler, loader.dataset)), [])
+            # The sampler may draw from the random generators of the process.
+            with isolate_rng():
+                first: Any = next(iter(copied_sampler(sampler, loader.dataset)), [])
             # mypy does not see that a data set with a batch sampler has a length.
             if len(first) > batch_size or len(first) < batch_size <= len(loader.dataset):  # type: ignore[arg-type]
                 raise ValueError(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_batchmem.batches.collate import copied_collate
 from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
 from lightning_batchmem.batches.sample_sizes import (
     LargestSum,
@@ -20,7 +20,6 @@ from lightning_batchmem.batches.sample_sizes import (
 from lightning_batchmem.batches.samples import (
     SampleMeasure,
     batched_bytes,
-    copy_or_warn,
     held_bytes,
     read_samples,
 )
@@ -34,7 +33,8 @@ class ProbeBatches:
     """Batches of any size, made of real samples that are read once.
 
     Where the samples differ in size, the worst batches are made. The samples of all loaders take at
-    most a share of ``room_bytes``, the free memory of the process.
+    most a share of ``room_bytes``, the free memory of the process. The state of the ``restored``
+    objects is restored after the search, so they may change.
     """
 
     def __init__(
@@ -44,13 +44,15 @@ class ProbeBatches:
         *,
         policy: SearchPolicy | None = None,
         room_bytes: int | None = None,
+        restored: Sequence[object] = (),
     ) -> None:
         policy = policy or SearchPolicy()
         room = math.inf if room_bytes is None else room_bytes
         share_bytes = room * policy.samples_share / len(loaders.sized)
         self._loaders = loaders
         self._of_loaders = [
-            _LoaderBatches(info, worst_case, policy, share_bytes) for info in loaders.sized
+            _LoaderBatches(info, worst_case, policy, share_bytes, restored)
+            for info in loaders.sized
         ]
         # The samples take these bytes in this process.
         self.held_bytes = sum(
@@ -108,14 +110,15 @@ class _LoaderBatches:
     """The batches of one loader: its samples, and the choice of samples for a batch."""
 
     def __init__(
-        self, info: LoaderInfo, worst_case: WorstCase, policy: SearchPolicy, share_bytes: float
+        self,
+        info: LoaderInfo,
+        worst_case: WorstCase,
+        policy: SearchPolicy,
+        share_bytes: float,
+        restored: Sequence[object],
     ) -> None:
         self.info = info
-        self._collate = info.loader.collate_fn
-        # A method is not copied, since its owner would be too: a module, whose state is restored
-        # anyway, or a data set.
-        if not isinstance(self._collate, types.MethodType):
-            self._collate = copy_or_warn(self._collate, "collate_fn")
+        self._collate = copied_collate(info.loader.collate_fn, restored)
         measure = SampleMeasure(self._collate, worst_case, policy, share_bytes)
         self.samples, sizes = read_samples(info.loader, measure)
         self.notes: list[str] = []

@@ -288,10 +288,13 @@ class _ByteCounter(pickle.Pickler):
         return None
 
 
-def copy_or_warn(value: Any, name: str) -> Any:
-    """A deep copy, or with a warning the value itself."""
+def copy_or_warn(value: Any, name: str, memo: dict[int, Any] | None = None) -> Any:
+    """A deep copy, or with a warning the value itself.
+
+    ``memo`` has the copies that exist already, as for ``copy.deepcopy``.
+    """
     try:
-        return copy.deepcopy(value)
+        return copy.deepcopy(value, memo)
     # A user's object may refuse to be copied in any way.
     except Exception:  # noqa: BLE001
         rank_zero_warn(

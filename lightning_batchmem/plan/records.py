@@ -241,6 +241,8 @@ class SearchLimits:
         overrun_kills: whether exceeding the limit ends the process, as on the host.
         steps_are_collective: whether ranks take every step together.
         is_compiled: whether the module is compiled for each size, so that few sizes are run.
+        avoided_sizes: sizes that are used only where no other is allowed: the last batch of their
+            epochs has one sample, which is an error to BatchNorm.
     """
 
     limit_bytes: int
@@ -255,6 +257,7 @@ class SearchLimits:
     overrun_kills: bool = False
     steps_are_collective: bool = False
     is_compiled: bool = False
+    avoided_sizes: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -193,19 +193,30 @@ def size_range(limits: SearchLimits) -> tuple[int, int]:
 
     The first is the larger one when there is no such size.
     """
-    lowest = rounded(max(1, limits.min_batch_size), limits, up=True)
+    lowest = _nearest(max(1, limits.min_batch_size), limits, up=True)
     highest = rounded(limits.max_batch_size, limits)
     # The default rounding does not apply to the maximum: a cap of 100 is allowed as it is.
     if limits.multiple_of is None and limits.target_batch_size is None:
         highest = limits.max_batch_size
+        while highest in limits.avoided_sizes and highest > lowest:
+            highest -= 1
     return lowest, max(0, highest)
 
 
 def rounded(size: int, limits: SearchLimits, up: bool = False) -> int:
     """Round down (or up) to an allowed size.
 
-    :class:`.SearchLimits` explains ``multiple_of`` and ``target_batch_size``.
+    :class:`.SearchLimits` explains ``multiple_of``, ``target_batch_size`` and ``avoided_sizes``.
     """
+    nearest = _nearest(size, limits, up)
+    other = nearest
+    while other in limits.avoided_sizes:
+        other = _nearest(other + 1 if up else other - 1, limits, up)
+    return nearest if other < limits.min_batch_size else other
+
+
+def _nearest(size: int, limits: SearchLimits, up: bool) -> int:
+    """The same if no size is avoided."""
     if limits.target_batch_size is not None:
         allowed = micro_batches(limits.target_batch_size, limits.ranks, limits.multiple_of)
         if up:

@@ -98,11 +98,12 @@ def search_limits(session: Session, budget: Budget, ranks: Ranks) -> SearchLimit
     if not budget.device.holds_loader_workers:
         bounds.append((_largest_in_host_memory(session, budget), "host memory"))
     bound = min(bounds, key=lambda bound: bound[0])
-    of_ranks = ranks.exchange((limit_bytes - budget.later_bytes, bound, session.sample_sizes()))
-    largest, reason = min((bound for _, bound, _ in of_ranks), key=lambda bound: bound[0])
-    session.use_sample_sizes([sizes for _, _, sizes in of_ranks])
+    own = (limit_bytes - budget.later_bytes, bound, session.avoided_sizes(), session.sample_sizes())
+    limits, bounds_of_ranks, avoided, sample_sizes = zip(*ranks.exchange(own), strict=True)
+    largest, reason = min(bounds_of_ranks, key=lambda bound: bound[0])
+    session.use_sample_sizes(sample_sizes)
     return SearchLimits(
-        limit_bytes=min(limit_bytes for limit_bytes, _, _ in of_ranks),
+        limit_bytes=min(limits),
         min_batch_size=options.min_batch_size or min(budget.policy.first_size, largest),
         max_batch_size=largest,
         max_reason=reason,
@@ -113,6 +114,7 @@ def search_limits(session: Session, budget: Budget, ranks: Ranks) -> SearchLimit
         ranks=ranks.size,
         overrun_kills=budget.device.overrun_kills,
         steps_are_collective=session.steps_are_collective,
+        avoided_sizes=frozenset().union(*avoided),
     )
 
 

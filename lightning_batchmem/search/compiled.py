@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 
 def compiled_frames() -> int:
-    """How many functions ``torch.compile`` has compiled in this process."""
+    """A number that grows with each function that ``torch.compile`` compiles in this process."""
     utils = sys.modules.get("torch._dynamo.utils")
-    # The counters are private in torch 2.5 to 2.13.
-    return 0 if utils is None else int(utils.counters["frames"]["total"])
+    if utils is None:
+        return 0
+    # The counters are private in torch 2.5 to 2.13. With fullgraph=True only graphs are counted.
+    return int(utils.counters["frames"]["total"] + utils.counters["stats"]["unique_graphs"])
 
 
 def forget_compiled() -> None:
@@ -29,13 +31,13 @@ def forget_compiled() -> None:
 @contextmanager
 def each_size_static() -> Iterator[None]:
     """Compile each size for itself, and let training begin as if nothing had been compiled."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    from torch._dynamo import config
+    each_static: AbstractContextManager[object] = nullcontext()
+    if "torch._dynamo" in sys.modules:
+        from torch._dynamo import config
 
+        each_static = config.patch(automatic_dynamic_shapes=False)
     try:
-        with config.patch(automatic_dynamic_shapes=False):
+        with each_static:
             yield
     finally:
         forget_compiled()

@@ -140,7 +140,8 @@ class Rehearsal:
             following.insert(0, (evaluation, smaller_size, 1))
             following.insert(0, (evaluation, batch_size, measured_steps))
         # A compiled module would be compiled again for another size.
-        if not (self._device.held_is_resident_set or self.meter.is_compiled):
+        may_fragment = not (self._device.held_is_resident_set or self.meter.is_compiled)
+        if may_fragment and smaller_size < batch_size:
             # Activations of such a batch leave a part of most segments of the larger batch free.
             # Its gradients lie there, so that the next step can neither use nor release them.
             shares = self._policy.smaller_batch_shares

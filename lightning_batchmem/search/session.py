@@ -11,7 +11,8 @@ evaluation) on this rank:
 - Sizes are in samples for each rank; the batch size of the project, to which loaders may apply a
   factor.
 
-A step runs as ``begin(size)``, then ``run(size, 0)``, ``run(size, 1)`` and so on, then ``end()``.
+A step runs as ``begin(size)``, then ``run(size, 0)``, ``run(size, 1)`` and so on, then
+``complete()``, unless a step failed, then ``end()``.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ class Steps(Protocol):
 
     def run_other_lengths(self, batch_size: int, index: int) -> None:
         """The same with a batch that is no larger, of samples of other sizes if they differ."""
+
+    def complete(self) -> None:
+        """Run what follows the last step."""
 
     def end(self) -> None:
         """Leave the steps that ``begin`` has entered."""
@@ -106,7 +110,14 @@ class Session(Protocol):
         """The largest sizes that data and settings allow."""
 
     def smaller_batch_size(self, batch_size: int) -> int:
-        """Samples in the last batch of an epoch, or half of the size where that is unknown."""
+        """Samples in the last batch of an epoch; ``batch_size`` if all batches are full.
+
+        Where it is unknown, it is half of the size. One sample is an error to BatchNorm, and is
+        never the smaller size.
+        """
+
+    def avoided_sizes(self) -> set[int]:
+        """Sizes at which the last batch of an epoch has one sample."""
 
     def batches_in_epoch(self, batch_size: int) -> float:
         """Training batches of an epoch on this rank; ``inf`` where that is unknown."""

@@ -197,7 +197,11 @@ class ConsecutiveSteps:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._steps.end()
+        try:
+            if kind is None:
+                self._steps.complete()
+        finally:
+            self._steps.end()
 
     def warm_up(self, at_least: int) -> None:
         """Run until every optimizer has stepped, so that its state exists; no peak counts."""

@@ -12,7 +12,8 @@ import lightning.pytorch.callbacks as lightning_callbacks
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -267,6 +268,37 @@ class Hooked(Net):
         return super().training_step(batch, batch_idx)
 
 
+class Weights(Callback):
+    """Has a weight for each step, drawn and counted."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(8)
+        self.drawn: list[float] = []
+        self.calls = 0
+
+    def weight(self) -> float:
+        self.calls += 1
+        self.drawn.append(float(torch.rand(1, generator=self.generator)))
+        return self.drawn[-1] + self.calls
+
+
+class ReadsCallbacks(Net):
+    """A step reads callbacks and the logger."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weights = next(one for one in self.trainer.callbacks if isinstance(one, Weights))
+        assert isinstance(self.logger, CSVLogger)
+        self.logger.log_metrics({"own": 1.0}, step=batch_idx)
+        experiment = self.logger.experiment
+        assert experiment.NAME_METRICS_FILE == "metrics.csv"
+        self.history += [
+            self.trainer.early_stopping_callback.patience,
+            len(experiment.metrics),
+            len(weights.drawn),
+        ]
+        return super().training_step(batch, batch_idx) * weights.weight()
+
+
 class Extractor:
     """Keeps what a layer puts out, from a hook on the layer."""
 
@@ -346,6 +378,38 @@ class KeepsSchedule(Net):
         self.schedule.step()
 
 
+class AveragedInValidation(Net):
+    """Validates with an average of its weights, which two start hooks swap in.
+
+    A step with the average is an error, as with the optimizers of schedulefree.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self.register_buffer("average", torch.zeros(3, 16))
+        self.swaps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.swaps % 2 == 0
+        self.average.lerp_(self.layers[4].weight.detach(), 0.1)
+        return super().training_step(batch, batch_idx)
+
+    def swap(self) -> None:
+        weight = self.layers[4].weight.data.clone()
+        self.layers[4].weight.data.copy_(self.average)
+        self.average.copy_(weight)
+        self.swaps += 1
+
+    on_validation_start = on_validation_end = swap
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert self.swaps % 2 == 1
+        super().validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("swaps", float(self.swaps))
+
+
 def scripted(batch_size: int) -> Net:
     module = Net(batch_size)
     module.layers = torch.jit.script(module.layers)
@@ -368,6 +432,24 @@ class Collate:
         self.calls += 1
         y = torch.stack([sample.pop() for sample in samples])
         return torch.stack([sample.pop() for sample in samples]) + 0.01 * self.calls, y
+
+
+class Mixing(Noisy):
+    """A data set whose collate function is a method that draws, counts and has a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = torch.Generator().manual_seed(7)
+        self.calls = 0
+        self.cache: dict[str, Tensor] = {}
+
+    def collate(self, samples: list[Any]) -> Any:
+        self.calls += 1
+        x, y = default_collate(samples)
+        last = self.cache.get("last", x[:1])
+        self.cache["last"] = x[-1:]
+        noise = torch.randn(x.shape, generator=self.order)
+        return x + 0.1 * noise + 0.01 * self.calls + 0.1 * last, y
 
 
 class Popping(Noisy):
@@ -430,6 +512,11 @@ def in_order(size: int) -> DataLoader[Any]:
     return DataLoader(Noisy(True), batch_size=size)
 
 
+def of_mixing(size: int) -> DataLoader[Any]:
+    dataset = Mixing()
+    return shuffled(size, dataset, collate_fn=dataset.collate)
+
+
 def of_batches(size: int) -> DataLoader[Any]:
     return DataLoader(
         ReadsBatches(),
@@ -440,6 +527,21 @@ def of_batches(size: int) -> DataLoader[Any]:
 
 def of_every_second(size: int) -> DataLoader[Any]:
     return DataLoader(Noisy(), batch_size=size, sampler=SubsetRandomSampler(range(0, SAMPLES, 2)))
+
+
+class DrawingBatches:
+    """A batch sampler that draws from the generator of the process."""
+
+    def __init__(self, size: int) -> None:
+        self.batch_size = size
+
+    def __len__(self) -> int:
+        return SAMPLES // self.batch_size
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(SAMPLES).tolist()
+        for start in range(len(self)):
+            yield order[start :: len(self)][: self.batch_size]
 
 
 onecycle = partial(Net, optimizer="onecycle")
@@ -464,6 +566,7 @@ CASES = {
         finder={"eval_batch_arg_name": "eval_batch_size"},
         hard_coded=partial(OwnValidationSize, eval_batch_size=SIZE),
     ),
+    "weights_swapped_by_hooks_of_validation": Case(AveragedInValidation),
     "validation_of_fixed_sizes": Case(FixedValidation),
     "validation_loaders_passed_too": Case(
         Plain,
@@ -497,6 +600,9 @@ CASES = {
         Plain, fit=lambda size: {"datamodule": Splitting(size)}
     ),
     "hooks_on_tensors_that_ask_the_trainer": Case(Hooked),
+    "a_step_that_reads_callbacks_and_the_logger": Case(
+        ReadsCallbacks, callbacks=lambda: [Weights(), EarlyStopping("epoch_loss", patience=7)]
+    ),
     "optimizers_of_its_own": Case(OwnOptimizers, trainer={"max_epochs": 1}),
     "schedule_kept_in_the_module": Case(KeepsSchedule),
     "scripted": Case(scripted),
@@ -510,6 +616,10 @@ CASES = {
     "stateful_collate_that_takes_samples_apart": Case(
         Plain, fit=given(lambda size: shuffled(size, Popping(), collate_fn=Collate()))
     ),
+    "collate_of_the_data_set": Case(Plain, fit=given(of_mixing)),
+    "collate_of_another_object": Case(
+        Plain, fit=given(lambda size: shuffled(size, collate_fn=Mixing().collate))
+    ),
     "subset_sampler": Case(Plain, fit=given(of_every_second)),
     "size_in_a_dict": Case(
         Plain,
@@ -517,6 +627,10 @@ CASES = {
         finder={"batch_arg_name": "kwargs.batch_size"},
     ),
     "batch_sampler_as_sampler": Case(Plain, fit=given(of_batches)),
+    "batch_sampler_that_draws": Case(
+        Plain,
+        fit=given(lambda size: DataLoader(Noisy(), batch_sampler=DrawingBatches(size))),
+    ),
     "steps_of_an_epoch": Case(
         Net,
         finder={"max_batch_size": None, "min_steps_per_epoch": SAMPLES // SIZE},

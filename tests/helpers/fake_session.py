@@ -32,6 +32,9 @@ class FakeSteps:
 
     run_other_lengths = run
 
+    def complete(self):
+        pass
+
     def end(self):
         pass
 
@@ -71,6 +74,9 @@ class FakeSession:
 
     def smaller_batch_size(self, batch_size):
         return max(1, batch_size // 2)
+
+    def avoided_sizes(self):
+        return set()
 
     def worker_bytes(self, batch_size):
         return self.bytes_per_waiting_sample * batch_size

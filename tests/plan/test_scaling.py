@@ -1,12 +1,17 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from lightning_batchmem.plan.records import SearchLimits
 from lightning_batchmem.plan.scaling import (
     MicroBatch,
     learning_rate_factor,
     learning_rate_note,
     micro_batch,
+    rounded,
+    size_range,
 )
 
 
@@ -127,3 +132,17 @@ def test_note(names, effective, expected):
     assert bool(note) == bool(expected)
     is_untested = bool(note) and "no single" not in note and not 4 <= effective <= 256
     assert ("untested" in note) == is_untested
+
+
+def test_sizes_that_are_avoided():
+    limits = SearchLimits(1000, 2, 40, "dataset", avoided_sizes=frozenset({2, 3, 4, 10, 39, 40}))
+    assert size_range(limits) == (2, 38)
+    assert [rounded(size, limits) for size in (39, 10, 9)] == [38, 9, 9]
+    assert [rounded(size, limits, up=True) for size in (2, 10, 11)] == [5, 11, 11]
+    # No other size is left.
+    assert rounded(4, limits) == 4
+    fixed = replace(limits, min_batch_size=39)
+    assert size_range(fixed) == (39, 39)
+    multiples = replace(limits, multiple_of=10)
+    assert size_range(multiples) == (10, 30)
+    assert rounded(19, multiples) == 10

@@ -65,7 +65,7 @@ def test_free_host_memory_limits_the_size(fake_device):
 
 
 def test_all_ranks_use_the_least_limits_and_the_longest_sample(fake_device):
-    other = (700 * KIB, (50, "dataset"), 9)
+    other = (700 * KIB, (50, "dataset"), {7}, 9)
     ranks = SimpleNamespace(size=2, exchange=lambda value: [value, other])
     device = fake_device(budget_bytes=1000 * KIB)
     device.as_host()
@@ -73,4 +73,5 @@ def test_all_ranks_use_the_least_limits_and_the_longest_sample(fake_device):
     limits = search_limits(session, budget_of(device), ranks)
     assert (limits.limit_bytes, limits.max_batch_size) == (700 * KIB, 50)
     assert (limits.max_reason, limits.ranks, limits.overrun_kills) == ("dataset", 2, True)
+    assert limits.avoided_sizes == {7}
     assert session.longest_sample == 9

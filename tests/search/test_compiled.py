@@ -7,6 +7,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 from lightning_batchmem import BatchFinder
+from lightning_batchmem.plan.sentences import LIVE_BYTES_NOT_COUNTED
 from lightning_batchmem.search.compiled import compiled_frames, each_size_static, forget_compiled
 from tests.helpers.lawful import MIB, Lawful, law
 
@@ -82,15 +83,39 @@ def test_the_users_setting_is_restored():
     assert config.automatic_dynamic_shapes
 
 
-def test_the_compiler_is_reset_only_if_something_was_compiled(monkeypatch):
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_the_compiler_is_reset_only_if_something_was_compiled(monkeypatch, fullgraph):
     resets = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
     counters = torch._dynamo.utils.counters
-    monkeypatch.setitem(counters, "frames", type(counters["frames"])())
+    for name in ("frames", "stats"):
+        monkeypatch.setitem(counters, name, type(counters[name])())
     forget_compiled()
     assert not compiled_frames()
     assert resets == []
-    torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1))
+    torch.compile(lambda x: x + 1, backend="eager", fullgraph=fullgraph)(torch.zeros(1))
     assert compiled_frames()
     forget_compiled()
     assert resets == [1]
+
+
+class CompiledInside(torch.optim.SGD):
+    """Compiles its step as a whole, which a dispatch mode makes impossible."""
+
+    def step(self, closure=None):
+        loss = closure()
+        compiled = torch.compile(torch.sub, fullgraph=True, backend="eager")
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.copy_(compiled(parameter, parameter.grad))
+        return loss
+
+
+def test_an_optimizer_that_is_compiled_inside_on_the_host(fit, device):
+    device.as_host()
+    module = Lawful(device, law)
+    module.configure_optimizers = lambda: CompiledInside(module.parameters(), lr=0.1)
+    finder = BatchFinder(max_batch_size=8)
+    fit(module, finder, device)
+    assert (finder.plan.batch_size, finder.plan.verified) == (8, True)
+    assert LIVE_BYTES_NOT_COUNTED in finder.plan.notes

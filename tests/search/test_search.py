@@ -89,11 +89,12 @@ def test_other_stages_are_searched_with_forward_passes(stage, is_passed, search,
     module = Evaluated(device)
     data = loader(3)
     plan = search(module, stage=stage, data=data if is_passed else None)
-    assert plan.batch_size == (data if is_passed else module).batch_size == HALF
+    assert plan.batch_size == HALF
     assert {phase for trial in plan.trials for phase in trial.phase_peak_bytes} == {"evaluation"}
     assert set(module.evaluated) == {HALF, SAMPLES % HALF}
     # No training step was run.
     assert module.sizes == []
+    assert (data.batch_size, module.batch_size) == (3, 3)
 
 
 @pytest.mark.parametrize(("size_name", "fast"), [("fixed_size", False), ("batch_size", True)])
@@ -118,7 +119,7 @@ def test_a_stage_that_failed_can_be_repeated(search, device):
     assert (module.batch_size, module.evaluated, module.training) == (3, [], True)
     module.fails_at = 0
     module.trainer.validate(module)
-    assert module.batch_size == HALF
+    assert set(module.evaluated) == {HALF, SAMPLES % HALF}
 
 
 def test_a_fraction_of_the_batches(search, device):
@@ -281,3 +282,100 @@ def test_with_a_logger_and_barebones(has_logger, device, tmp_path):
     trainer.fit(module)
     loggers = [arguments["logger"]] if has_logger else []
     assert (module.batch_size, trainer.loggers) == (FOUND, loggers)
+
+
+# --- the last batch of an epoch
+
+
+class Normalized(Lawful):
+    """Its BatchNorm fails with a batch of one sample, and with ``drop_last`` it needs full ones."""
+
+    def __init__(self, device, samples=131, batch_size=3, *, drop_last=False):
+        super().__init__(device, law, batch_size)
+        self.norm = torch.nn.BatchNorm1d(1)
+        self.samples = samples
+        self.drop_last = drop_last
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        if self.drop_last:
+            assert len(x) == self.batch_size
+        return super().training_step([self.norm(x)], batch_idx)
+
+    def train_dataloader(self):
+        return loader(self.batch_size, self.samples, drop_last=self.drop_last)
+
+
+@pytest.mark.parametrize(
+    ("samples", "arguments", "size"),
+    [
+        # 131 = 10 x 13 + 1, so the last batch of an epoch would have one sample.
+        (131, {}, 12),
+        (132, {}, 13),
+        # These epochs end before that batch.
+        (131, {"limit_train_batches": 5, "options": {"max_batch_size": 13}}, 13),
+        (131, {"limit_train_batches": 0.3, "options": {"max_batch_size": 13}}, 13),
+        (131, {"overfit_batches": 0.3, "options": {"max_batch_size": 13}}, 13),
+        # A batch of 12 samples may be the last of eleven.
+        (131, {"limit_train_batches": 11, "options": {"max_batch_size": 13}}, 12),
+        # 30 is a multiple of 6, 5, 10 and 2, but not of 4.
+        (31, {"options": {"max_batch_size": 6}}, 4),
+        (31, {"options": {"max_batch_size": 12, "target_batch_size": 20}}, 4),
+    ],
+)
+def test_the_last_batch_of_an_epoch_has_not_one_sample(search, device, samples, arguments, size):
+    device.enforces_limits = True
+    options = {"min_steps_per_epoch": 10, **arguments.pop("options", {})}
+    module = Normalized(device, samples)
+    plan = search(module, max_steps=-1, max_epochs=1, options=options, **arguments)
+    assert plan.batch_size == size
+    assert plan.verified
+    assert min(module.sizes) > 1
+
+
+def test_without_smaller_batches_none_is_rehearsed(search, device):
+    device.enforces_limits = True
+    module = Normalized(device, drop_last=True)
+    assert search(module, options={"max_batch_size": 13}).batch_size == 13
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_small_size_is_rehearsed_without_a_batch_of_one_sample(search, device, size):
+    device.enforces_limits = True
+    plan = search(Normalized(device, 6 * size), options={"max_batch_size": size})
+    assert (plan.batch_size, plan.verified) == (size, True)
+
+
+# --- hooks at the end of an evaluation
+
+
+class Begins(Evaluated):
+    """Has hooks at the start of an evaluation, so those at its end are called too."""
+
+    def on_test_epoch_start(self):
+        self.starts = True
+
+    on_predict_start = on_test_epoch_start
+
+
+@pytest.mark.parametrize("stage", ["test", "predict"])
+def test_hooks_at_the_end_of_an_evaluation(search, device, stage):
+    module = Begins(device)
+    hooks = []
+    module.on_test_epoch_end = module.on_predict_end = lambda: hooks.append(module.starts)
+    assert search(module, stage=stage).batch_size == HALF
+    assert len(hooks) > 4
+
+
+def test_a_hook_that_needs_a_whole_epoch_is_a_warning(search, device):
+    module = Begins(device)
+    hooks = []
+
+    def on_test_epoch_end():
+        hooks.append(len(module.evaluated))
+        assert len(module.evaluated) == -(-SAMPLES // HALF)
+
+    module.on_test_epoch_end = on_test_epoch_end
+    with pytest.warns(UserWarning, match="The hooks at the end of test failed .* AssertionError"):
+        assert search(module, stage="test").batch_size == HALF
+    assert len(hooks) > 4

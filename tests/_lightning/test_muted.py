@@ -1,0 +1,104 @@
+"""Callbacks and loggers that steps of a search read."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import nn
+
+from lightning_batchmem._lightning.muted import MutedExperiment, muted_callback, muted_logger
+
+
+class Keeper(Callback):
+    def __init__(self):
+        self.queue = [1]
+        self.table = torch.zeros(2)
+        self.layers = [nn.Linear(1, 1)]
+        self.average = nn.Linear(1, 1)
+        self.graph = torch.zeros(2, requires_grad=True) * 1
+        self.large = torch.zeros(2**24 + 1)
+        self.calls = []
+
+    def on_train_batch_end(self, *_):
+        self.calls.append("hook")
+
+    def __del__(self):
+        self.calls.append("deleted")
+
+    def add(self, value):
+        self.queue.append(value)
+        self.table += value
+        self.count = value
+
+
+def test_a_callback_is_read_and_does_not_change():
+    keeper = Keeper()
+    muted = muted_callback(keeper)
+    assert isinstance(muted, Keeper)
+    assert (type(muted).__name__, muted.state_key) == ("Keeper", keeper.state_key)
+    muted.on_train_batch_end(None, None, None, None, 0)
+    muted.add(5)
+    assert (muted.queue, muted.table.tolist(), muted.count) == ([1, 5], [5, 5], 5)
+    assert (keeper.queue, keeper.table.tolist(), hasattr(keeper, "count")) == ([1], [0, 0], False)
+    assert muted.layers == keeper.layers
+    assert muted.layers is not keeper.layers
+    for name in ("average", "graph", "large"):
+        assert getattr(muted, name) is getattr(keeper, name)
+    del muted
+    assert keeper.calls == []
+
+
+def test_hooks_of_an_instance_do_nothing_either():
+    called = []
+    callback = LambdaCallback(on_fit_start=lambda *_: called.append(1))
+    muted_callback(callback).on_fit_start(None, None)
+    assert called == []
+    assert muted_callback(EarlyStopping("loss", patience=7)).patience == 7
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_a_logger_is_read_and_logs_nothing(kind, tmp_path):
+    logger = kind(tmp_path, name="mine", version=3)
+    muted = muted_logger(logger)
+    assert isinstance(muted, kind)
+    assert muted_logger(muted) is muted
+    for name in ("name", "version", "save_dir", "log_dir", "root_dir"):
+        assert getattr(muted, name) == getattr(logger, name)
+    muted.log_metrics({"loss": 1.0}, step=1)
+    muted.log_hyperparams({"lr": 1.0})
+    muted.experiment.add_scalar("loss", 1.0)
+    muted.save()
+    muted.finalize("success")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_experiment_is_read_and_does_not_change(tmp_path):
+    logger = CSVLogger(tmp_path)
+    real = logger.experiment
+    real.log_metrics({"loss": 1.0}, 1)
+    real.sums = {"a": 2}
+    experiment = muted_logger(logger).experiment
+    assert isinstance(experiment, type(real))
+    assert (len(experiment.metrics), experiment.sums["a"]) == (1, 2)
+    experiment.metrics.append(3)
+    experiment.log_metrics({"loss": 2.0}, 2)
+    experiment.sums["a"] = 3
+    experiment.log_dir = None
+    assert (len(real.metrics), real.sums, str(real.log_dir)) == (1, {"a": 2}, experiment.log_dir)
+
+
+def test_an_experiment_that_does_not_exist_yet_accepts_anything():
+    experiment = MutedExperiment()
+    assert isinstance(experiment, MutedExperiment)
+    with experiment.run(1).child[3] as run:
+        run.value[2] = 4
+        assert run.name
+    assert (list(experiment.runs), len(experiment.metrics), float(experiment.best)) == ([], 0, 0.0)
+    config = MutedExperiment({"lr": 0.1, "steps": [1]})
+    assert (config["lr"], config["steps"], len(config), list(config)) == (
+        0.1,
+        [1],
+        2,
+        ["lr", "steps"],
+    )
