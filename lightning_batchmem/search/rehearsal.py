@@ -146,7 +146,8 @@ class Rehearsal:
             # Its gradients lie there, so that the next step can neither use nor release them.
             shares = self._policy.smaller_batch_shares
             for share in shares[:1] if self.is_slow else shares:
-                size = max(1, int(share * batch_size))
+                # One sample is an error to BatchNorm.
+                size = max(min(2, batch_size), int(share * batch_size))
                 following += [(primary, size, 1), (primary, batch_size, 1)]
         for steps, size, count in following:
             with self._consecutive(steps, size) as consecutive:

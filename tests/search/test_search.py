@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import LambdaCallback, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
@@ -189,9 +189,16 @@ class Watched(Lawful):
         seen = {}
         # The search does not restore a function, and so this one keeps all states.
         self.seen = lambda: seen
+        starts = []
+        self.is_training = lambda: bool(starts)
+        self.callback = LambdaCallback(on_train_start=lambda *_: starts.append(True))
+
+    def configure_callbacks(self):
+        # Hooks of callbacks run in the training only.
+        return self.callback
 
     def training_step(self, batch, batch_idx):
-        is_training = any(isinstance(callback, BatchFinder) for callback in self.trainer.callbacks)
+        is_training = self.is_training()
         optimizer = self.trainer.optimizers[0]
         module_state = (self.layer.bias.item(), self.layer.bias.grad is None, len(self.sizes))
         last = len(optimizer._optimizer_step_post_hooks) if is_training else torch.rand(1).item()
