@@ -194,8 +194,8 @@ class Watched(Lawful):
         self.callback = LambdaCallback(on_train_start=lambda *_: starts.append(True))
 
     def configure_callbacks(self):
-        # Hooks of callbacks run in the training only.
-        return self.callback
+        # Hooks of callbacks run in the training only, and no training follows an error.
+        return [] if self.fails_at else self.callback
 
     def training_step(self, batch, batch_idx):
         is_training = self.is_training()
