@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 from collections.abc import Callable
 from contextlib import suppress
@@ -68,9 +70,17 @@ def call_in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
         request = Path(folder) / "request"
         answer = Path(folder) / "answer"
         request.write_bytes(pickle.dumps((script, main.__package__, sys.argv, call)))
-        program = f"from {__name__} import _answer; _answer({str(request)!r}, {str(answer)!r})"
-        # The program is this interpreter, and no shell is involved.
-        process = subprocess.run([sys.executable, "-c", program], env=environment)  # noqa: S603
+        # The kernel closes the second descriptor when this process ends, whatever ends it.
+        watched, kept_open = os.pipe()
+        call_arguments = f"{str(request)!r}, {str(answer)!r}, {watched}"
+        program = f"from {__name__} import _answer; _answer({call_arguments})"
+        command = [sys.executable, "-c", program]
+        try:
+            # The program is this interpreter, and no shell is involved.
+            process = subprocess.run(command, env=environment, pass_fds=(watched,))  # noqa: S603
+        finally:
+            os.close(watched)
+            os.close(kept_open)
         if not answer.exists():
             text = f"its process ended with exit code {process.returncode}"
             if process.returncode == -9:
@@ -83,8 +93,20 @@ def call_in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
     return result
 
 
-def _answer(request: str, answer: str) -> None:
-    """Run in the new process: read the call from a file, and write its result to another one."""
+def _end_with_parent(watched: int, folder: Path) -> None:
+    """End this process, and remove its folder, when the first process has ended."""
+    os.read(watched, 1)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def _answer(request: str, answer: str, watched: int) -> None:
+    """Run in the new process: read the call from a file, and write its result to another one.
+
+    The first process holds the other end of the pipe ``watched``.
+    """
+    folder = Path(request).parent
+    threading.Thread(target=_end_with_parent, args=(watched, folder), daemon=True).start()
     # The file was written by a process of the same user.
     script, package, sys.argv, call = pickle.loads(Path(request).read_bytes())  # noqa: S301
     try:

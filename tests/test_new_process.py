@@ -1,9 +1,13 @@
 """A function of a script runs in a new process, which imports the script up to the call."""
 
 import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lightning_batchmem.factory import VARIABLE
@@ -80,6 +84,50 @@ def test_a_script_that_fails_when_it_runs_again(run, start, why):
     error, _ = run("function", start=start)
     assert type(error) is NotImportableError
     assert str(error).startswith(why)
+
+
+def test_the_new_process_ends_with_the_first_one(tmp_path):
+    (tmp_path / "work.py").write_text(
+        "import os, time, pathlib\n"
+        "def work():\n"
+        "    pathlib.Path('pid.new').write_text(str(os.getpid()))\n"
+        "    os.replace('pid.new', 'pid')\n"
+        "    time.sleep(100)\n"
+    )
+    folders = tmp_path / "folders"
+    folders.mkdir()
+    program = (
+        "import work; from lightning_batchmem.new_process import call_in_new_process;"
+        " call_in_new_process(work.work)"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(folders)}
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, env=environment, cwd=tmp_path) as first_process:
+        wait_until((tmp_path / "pid").exists)
+        assert len(list(folders.iterdir())) == 1
+        first_process.send_signal(signal.SIGTERM)
+    new_process_id = int((tmp_path / "pid").read_text())
+    try:
+        wait_until(lambda: has_ended(new_process_id))
+    finally:
+        if not has_ended(new_process_id):
+            os.kill(new_process_id, signal.SIGKILL)
+    assert list(folders.iterdir()) == []
+
+
+def has_ended(process_id):
+    try:
+        return psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_a_notebook(run):
