@@ -79,9 +79,9 @@ class BatchFinder(Callback):
             those that the project had before the search.
         search_on_resume: search again where a checkpoint holds a plan.
         plan: a plan of an earlier ``fit`` to use again: a ``Plan``, its JSON file, or a log
-            directory. If device, limit, ranks, precision, parameters and options are the same, only
-            a rehearsal at its size is run. If they are not, or the rehearsal fails, the search
-            runs, and a note of the new plan has the reason.
+            directory. If device, limit, ranks, precision, parameters and options are the same, and
+            no sample is longer, only a rehearsal at its size is run. Otherwise, or if the rehearsal
+            fails, the search runs, and a note of the new plan has the reason.
         verbose: print the whole plan, with all reasons and every size that was run, instead of six
             lines.
 

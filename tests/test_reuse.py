@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder, Plan
 from tests.helpers import lawful
@@ -93,6 +94,23 @@ def frozen(device, law):
     return module
 
 
+def with_longer_samples(device, law):
+    """Three times as many bytes in each sample of the training, and as much memory as before."""
+    module = Lawful(device, lambda size: law(size // 3))
+    samples = TensorDataset(torch.zeros(lawful.SAMPLES, 3))
+    module.train_dataloader = lambda: DataLoader(samples, batch_size=module.batch_size)
+    return module
+
+
+@pytest.mark.parametrize("sample_bytes", [[5], [4, 4]])
+def test_shorter_samples_are_no_reason_to_search(again, earlier, sample_bytes):
+    assert earlier.conditions["sample_bytes"] == [4]
+    plan = again(replace(earlier, conditions={**earlier.conditions, "sample_bytes": sample_bytes}))
+    assert kinds(plan, since=-1) == [("rehearsal", FOUND)]
+    assert "earlier plan" in plan.reason
+    assert plan.conditions == earlier.conditions
+
+
 LIMITED = {"limited_by": "dataset", "batch_size": 100}
 
 
@@ -132,6 +150,7 @@ LIMITED = {"limited_by": "dataset", "batch_size": 100}
             {},
             "it was not verified by a fit of this version.",
         ),
+        ({}, 500, with_longer_samples, {}, "sample_bytes was [4] and is [12]."),
         (LIMITED, 500, Lawful, {}, "its size was limited by dataset to 100 and may now be 5000."),
         (
             {"batch_size": 6000},

@@ -72,6 +72,11 @@ class LightningSession:
             for note in steps.batches.notes
         ]
 
+    @property
+    def longest_bytes(self) -> list[int]:
+        """Bytes of the longest sample of each loader."""
+        return [size for batches in self.working for size in batches.longest_bytes]
+
     def bounds(self) -> list[Bound]:
         return self.bounds_of_stage
 

@@ -59,9 +59,19 @@ def changes_since(
     elif difference_bytes > policy.limit_tolerance * plan.limit_bytes:
         changes.append(sentences.other_limit(plan.limit_bytes, limit_bytes))
     changed = [
-        name for name, value in conditions.items() if old_conditions.get(name, value) != value
+        name
+        for name, value in conditions.items()
+        if _has_changed(name, old_conditions.get(name, value), value)
     ]
     return changes + sentences.other_options(old_conditions, conditions, changed)
+
+
+def _has_changed(name: str, old: Any, new: Any) -> bool:
+    """Whether a condition has changed for the worse: shorter samples need less memory."""
+    if name == "sample_bytes" and isinstance(old, list):
+        # There may be another number of loaders for validation, which come last.
+        return any(after > before for before, after in zip(old, new, strict=False))
+    return bool(old != new)
 
 
 def why_not_allowed(plan: Plan, limits: SearchLimits) -> str:

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import re
 import threading
+from abc import ABC
 from collections import defaultdict
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -171,6 +175,62 @@ def test_containers_of_the_users_classes_are_restored():
     assert (Derived.names, Derived.buffer) == ({"x"}, b"ab")
     assert not hasattr(data, "cache")
     assert not kept.attributes.not_restorable
+
+
+class Stateful(LightningModule, ABC):
+    count = 0
+    table = torch.zeros(2)
+    tracker = Tracker()
+    generator = np.random.default_rng(1)
+    shown = MappingProxyType({"seen": ([],)})
+    pattern = re.compile("x")
+    lock = threading.Lock()
+    missing: ClassVar[int]
+
+    @staticmethod
+    @lru_cache
+    def cached(value):
+        return [value]
+
+    # A user's method may have a cache, too.
+    @lru_cache  # noqa: B019
+    def method(self):
+        return [1]
+
+
+def test_other_state_of_the_users_classes_is_restored():
+    module = Stateful()
+    kept = RecordedState(module)
+    before = Stateful.generator.bit_generator.state
+    shown = gc.get_referents(Stateful.shown)[0]
+    Stateful.count += 1
+    Stateful.missing = 3
+    Stateful.table += 1
+    Stateful.tracker.append_two()
+    Stateful.generator.random()
+    Stateful.shown["seen"][0].append(1)
+    shown["other"] = 2
+    Stateful.cached(1)
+    module.method()
+    Stateful.method = None
+    kept.restore()
+    assert (Stateful.count, hasattr(Stateful, "missing")) == (0, False)
+    assert (Stateful.table.tolist(), Stateful.tracker) == ([0, 0], Tracker())
+    assert Stateful.generator.bit_generator.state == before
+    assert dict(Stateful.shown) == {"seen": ([],)}
+    for cached in (Stateful.cached, Stateful.method):
+        assert cached.cache_info().currsize == 0
+    assert kept.attributes.not_restorable == []
+
+
+def test_a_cache_with_entries_is_named():
+    module = Stateful()
+    Stateful.cached(1)
+    kept = RecordedState(module)
+    kept.restore()
+    assert Stateful.cached.cache_info().currsize == 1
+    assert kept.attributes.not_restorable == ["Stateful.cached (the cache of a function)"]
+    Stateful.cached.cache_clear()
 
 
 class Run:
