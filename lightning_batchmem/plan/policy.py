@@ -85,9 +85,12 @@ class SearchPolicy:
     refinements: int = 2
     """Sizes between two sizes of the ladder that are timed in addition. Source: The ladder is
     coarse; each of them halves the gap."""
+    refined_gap: float = 3.0
+    """Only between sizes that are this ratio apart another size is timed. Source: Throughput is
+    flat near its best size, and large sizes are expensive."""
     least_gap: float = 1.5
-    """Sizes closer than this ratio have no size between them that is worth a measurement. Source:
-    Throughput is flat near its best size."""
+    """A larger size is timed if it is this multiple of the largest that was timed. Source: As
+    above."""
     slower_share: float = 0.1
     """A note is printed if a much smaller size was faster by this share. Source: Less is not worth
     another search."""

@@ -64,7 +64,7 @@ def size_between(speeds: Sequence[Speed], policy: SearchPolicy) -> int | None:
         ),
         default=(0.0, center, center),
     )
-    if ratio < policy.least_gap or smaller is None or larger is None:
+    if ratio < policy.refined_gap or smaller is None or larger is None:
         return None
     return math.isqrt(smaller.batch_size * larger.batch_size)
 

@@ -343,15 +343,15 @@ def saturating(size):
 
 
 SPEED_CASES = [
-    # 64 is measured between the sizes of the ladder, and then 45, which is slower.
-    (of_lstm, {}, "2p 8p 32p 128p 512p 64p 45p 64r", 64, "throughput"),
+    # 64 is measured between the sizes of the ladder.
+    (of_lstm, {}, "2p 8p 32p 128p 512p 64p 64r", 64, "throughput"),
     (of_lstm, {"multiple_of": 24}, "24p 96p 384p 48p 48r", 48, "throughput"),
     # Throughput rises up to the last size that is sure to fit, and the candidate is no larger.
-    (launching, {}, "2p 8p 32p 128p 512p 1408p 849p 1093p 849r", 849, "throughput"),
-    (saturating, {}, "2p 8p 32p 128p 512p 1408p 256p 849p 512r", 512, "throughput"),
+    (launching, {}, "2p 8p 32p 128p 512p 1408p 1408r", 1408, "memory"),
+    (saturating, {}, "2p 8p 32p 128p 512p 1408p 256p 512r", 512, "throughput"),
     (lambda size: 1000.0, {}, "2p 8p 32p 4p 2r", 2, "throughput"),
-    (lambda size: 1.0 * size, {}, "2p 8p 32p 128p 512p 1408p 849p 1093p 1408r", 1408, "memory"),
-    (lambda size: 1.0 * size, {"cap": 100}, "2p 8p 32p 100p 56p 74p 100r", 100, "dataset"),
+    (lambda size: 1.0 * size, {}, "2p 8p 32p 128p 512p 1408p 1408r", 1408, "memory"),
+    (lambda size: 1.0 * size, {"cap": 100}, "2p 8p 32p 100p 56p 100r", 100, "dataset"),
     # Compiled modules have no sizes between those of the ladder.
     (of_lstm, {"is_compiled": True}, "2p 8p 32p 128p 512p 32r", 32, "throughput"),
     # Nothing is timed, so the largest size is chosen.
@@ -384,8 +384,9 @@ def test_both_objectives_state_the_fastest_and_the_largest_size():
 def test_the_search_for_the_fastest_size_goes_on_after_a_failure():
     run = device(STRAIGHT, 50_000, speed_at=of_lstm, largest_passed=50)
     driven = drive(run, limits(50_000, objective="throughput"))
-    assert driven.text == "2p 8p 32p 128p 512p 64p 45p 64r! 45r"
-    assert driven.plan.batch_size == 45
+    # Below 64 throughput still rises, so the largest size that passes is searched.
+    assert driven.text == "2p 8p 32p 128p 512p 64p 64r! 60r! 52r! 16p 32r"
+    assert driven.plan.batch_size == 32
 
 
 @settings(deadline=None, max_examples=300)

@@ -62,8 +62,8 @@ def test_two_sizes_without_a_rise_end_the_ladder(measured, rising):
         (speeds(b2=80, b8=100, b32=70, b128=70), 4),
         # The wider gap comes first.
         (speeds(b2=10, b8=100, b16=90, b32=80), 4),
-        (speeds(b2=100, b3=80), 2),
-        (speeds(b4=100, b5=80), None),
+        (speeds(b2=100, b6=80), 3),
+        (speeds(b2=100, b5=80), None),
         (speeds(b4=100), None),
         (speeds(), None),
     ],
