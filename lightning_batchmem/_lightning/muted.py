@@ -67,12 +67,19 @@ def _muted(owner: Any, methods: Iterable[str], **replaced: Any) -> Any:
         **dict.fromkeys([*methods, "__del__"], _nothing),
         **replaced,
     }
-    muted_kind = metaclass(kind.__name__, (kind,), namespace)
+    muted_kind = metaclass(kind.__name__, (_Unregistered, kind), namespace)
     muted = object.__new__(muted_kind)
     vars(muted).update(
         {name: _copied(value) for name, value in vars(owner).items() if name not in namespace}
     )
     return muted
+
+
+class _Unregistered:
+    """Keeps a subclass out of registries of the user, and from required arguments."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Call no method of other base classes."""
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -87,8 +94,8 @@ def _copied(value: Any) -> Any:
         return copy.copy(value) if isinstance(value, _CONTAINERS) else value
     try:
         return copy.deepcopy(value)
-    # A tensor with a graph cannot be copied.
-    except RuntimeError:
+    # A tensor with a graph cannot be copied, and items of a set may raise any error.
+    except Exception:  # noqa: BLE001
         return value
 
 

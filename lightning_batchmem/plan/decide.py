@@ -124,7 +124,7 @@ def _second_size(state: SearchState) -> NextSize | LimitedBy:
     if following > highest:
         return _MEMORY if state.passed else _rehearse(state, size)
     largest = state.policy.ladder_growth * size
-    if state.guaranteed_size() > size or not state.is_error_caught:
+    if state.guaranteed_size() >= following or not state.is_error_caught:
         largest = min(largest, state.guaranteed_size())
     second = state.rounded(int(min(largest, highest)))
     if state.failed:
@@ -148,7 +148,7 @@ def _next_rung(state: SearchState) -> int | None:
     size = state.largest.batch_size
     candidate = state.candidate()
     largest = state.guaranteed_size()
-    if not state.limits.steps_are_collective:
+    if state.is_error_caught:
         share = state.policy.ladder_limit_share
         largest = max(largest, state.largest_predicted_size(share))
     rung = state.rounded(state.policy.ladder_growth * size)
@@ -159,7 +159,7 @@ def _next_rung(state: SearchState) -> int | None:
     if rung > largest and state.is_bent and state.is_error_caught:
         # A line through the last two sizes is too low beyond them, so another one is between.
         rung = state.rounded(math.isqrt(size * candidate))
-        return rung if candidate >= state.policy.least_gap * size else None
+        return rung if rung > size and candidate >= state.policy.least_gap * size else None
     return rung if size < rung < min(candidate, largest + 1) else None
 
 
@@ -260,12 +260,12 @@ def _next_size_for_throughput(state: SearchState) -> NextSize | LimitedBy:
         return limited_by
     if speed.batch_size not in state.passed_sizes:
         return _rehearse(state, speed.batch_size)
-    return limited_by if speed.batch_size == state.largest.batch_size else "throughput"
+    return limited_by if speed.batch_size >= state.candidate() else "throughput"
 
 
 def _is_worth_timing(state: SearchState, step: NextSize) -> bool:
     """Whether a step for the largest size may show a much higher throughput."""
-    is_far = step.batch_size >= state.policy.least_gap * state.largest.batch_size
+    is_far = step.batch_size >= state.policy.next_gap * state.largest.batch_size
     return is_far or step.kind == "probe" or not state.speeds
 
 

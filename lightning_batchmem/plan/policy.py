@@ -48,7 +48,7 @@ class SearchPolicy:
     """The first size that is rehearsed is predicted to need this share of the limit. Source:
     Rounding and fragmentation take the rest; simulated CUDA allocators: `python -m
     benchmarks.simulated_cuda`."""
-    fixed_share: float = 0.5
+    fixed_share: float = 0.45
     """Where the fixed part takes more than this share of the limit, these shares are those of the
     room beyond it. Source: Below it, that would change them by less than the rounding of sizes."""
     step_up_share: float = 0.94
@@ -89,8 +89,10 @@ class SearchPolicy:
     """Only between sizes that are this ratio apart another size is timed. Source: Throughput is
     flat near its best size, and large sizes are expensive."""
     least_gap: float = 1.5
-    """A larger size is timed if it is this multiple of the largest that was timed. Source: As
-    above."""
+    """The last size of the ladder is at least this multiple of the one before. Source: As above."""
+    next_gap: float = 1.1
+    """While throughput rises, a size above the ladder is rehearsed if it is this multiple of the
+    largest that was timed. Source: A smaller one is less than 10 % faster."""
     slower_share: float = 0.1
     """A note is printed if a much smaller size was faster by this share. Source: Less is not worth
     another search."""
@@ -102,7 +104,7 @@ class SearchPolicy:
     fragmentation and other processes take the rest; simulated CUDA allocators: `python -m
     benchmarks.simulated_cuda`."""
     most_held_ratio: float = 2.5
-    """Two small probes on the host show at most this many held bytes for each live byte. Source:
+    """Probes on the host show at most this many held bytes for each live byte. Source:
     trainings in memory control groups: `python -m benchmarks.search`."""
     least_held_ratio: float = 0.75
     """Above a rehearsal, at least this many held bytes are expected for each live byte. Source:

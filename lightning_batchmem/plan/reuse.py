@@ -12,7 +12,7 @@ from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Chosen, SearchLimits, Trial
-from lightning_batchmem.plan.scaling import size_range
+from lightning_batchmem.plan.scaling import rounded, size_range
 
 
 def load_plan(plan: Plan | str | Path) -> Plan:
@@ -70,7 +70,9 @@ def _has_changed(name: str, old: Any, new: Any) -> bool:
     """Whether a condition has changed for the worse: shorter samples need less memory."""
     if name == "sample_bytes" and isinstance(old, list):
         # There may be another number of loaders for validation, which come last.
-        return any(after > before for before, after in zip(old, new, strict=False))
+        # Which samples are read depends a little on time.
+        pairs = zip(old, new, strict=False)
+        return any(isinstance(before, int) and after > 1.05 * before for before, after in pairs)
     return bool(old != new)
 
 
@@ -80,6 +82,8 @@ def why_not_allowed(plan: Plan, limits: SearchLimits) -> str:
     lowest, highest = size_range(limits)
     if not lowest <= size <= highest:
         return sentences.outside_range(size, lowest, highest, limits)
+    if size in limits.avoided_sizes and rounded(size, limits) != size:
+        return sentences.last_batch_of_one(size)
     if plan.limited_by not in ("memory", "throughput") and size != highest:
         return sentences.other_size_limit(plan.limited_by, size, highest)
     return ""

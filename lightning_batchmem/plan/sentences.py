@@ -208,6 +208,10 @@ def outside_range(batch_size: int, lowest: int, highest: int, limits: SearchLimi
     )
 
 
+def last_batch_of_one(batch_size: int) -> str:
+    return f"the last batch at its {batch_size} samples would have one sample"
+
+
 def other_size_limit(limited_by: str, batch_size: int, highest: int) -> str:
     reason = limited_by.replace("_", " ")
     return f"its size was limited by {reason} to {batch_size} and may now be {highest}"

@@ -20,6 +20,7 @@ from lightning_batchmem.search.rehearsal import Rehearsal
 from lightning_batchmem.search.session import Session, Steps
 from lightning_batchmem.search.steps import (
     ConsecutiveSteps,
+    OverLimitError,
     StepMeter,
     TrialReadings,
 )
@@ -89,7 +90,7 @@ class TrialRunner:
         readings = TrialReadings(self._primary)
         with self._until_out_of_memory(step.batch_size, readings):
             if step.kind == "probe":
-                self._probe(step.batch_size, readings)
+                self._probe(step.batch_size, limits.limit_bytes, readings)
             else:
                 rehearsal = Rehearsal(
                     self.meter,
@@ -118,8 +119,10 @@ class TrialRunner:
         both = (self._session.training, self._session.evaluation)
         return [steps for steps in both if steps is not None]
 
-    def _probe(self, batch_size: int, readings: TrialReadings) -> None:
+    def _probe(self, batch_size: int, limit_bytes: int, readings: TrialReadings) -> None:
         """Run a few steps and measure the peak of each phase."""
+        if self._device.overrun_kills and not self.is_collective:
+            readings.most_held_bytes = limit_bytes
         training = self._session.training
         evaluation = self._session.evaluation
         if training is not None:
@@ -157,6 +160,10 @@ class TrialRunner:
         try:
             with self._ranks.collective_step(batch_size) if self.is_collective else alone:
                 yield
+        except OverLimitError:
+            # The next step of a probe might exceed the limit, which would end the process.
+            readings.step_peaks.clear()
+            readings.outcome = "over_limit"
         # Out of memory has many types. Every other error is raised again.
         except Exception as error:
             if not is_out_of_memory(error) or self.is_collective:

@@ -242,3 +242,17 @@ def test_page_faults_of_the_chosen_size_are_a_note(search, device, monkeypatch):
     # The time of the steps is too short for the clock of the kernel.
     plan = search(Stepping(device, write_new_pages), policy=SearchPolicy(page_fault_seconds=60.0))
     assert not any("Page faults" in note for note in plan.notes)
+
+
+def test_a_probe_ends_before_the_process_would(search, device):
+    device.as_host()
+
+    def during(size, number):
+        # The first step at eight samples already holds more than the limit.
+        if size == 8:
+            device.use(480 * MIB)
+
+    module = Stepping(device, during)
+    plan = search(module)
+    (failed,) = [trial for trial in plan.trials if trial.batch_size == 8]
+    assert (failed.outcome, failed.full_steps) == ("over_limit", 0)
