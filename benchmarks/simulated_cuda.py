@@ -8,7 +8,7 @@ batch is smaller, always of the same size; random: each fifth batch has another 
     python -m benchmarks.simulated_cuda
     # some of its rows
     python -m benchmarks.simulated_cuda --only "ResNet-18 SGD" --gigabytes 8
-    # networks with which no constant of the package was chosen
+    # six networks of other kinds
     python -m benchmarks.simulated_cuda --held-out
     # also to benchmarks/results
     python -m benchmarks.simulated_cuda --write
@@ -134,7 +134,7 @@ def main() -> None:
         action="store_const",
         dest="only",
         const=held_out,
-        help="networks of other kinds, with which no constant of the package was chosen",
+        help="six networks of other kinds",
     )
     parser.add_argument(
         "--gigabytes", nargs="+", type=int, default=[8, 24, 80], help="capacities of the device"
