@@ -19,6 +19,7 @@ from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
+from lightning_batchmem.search.ranks import CollectiveFoundError
 
 # Makes a batch, and returns it with the index of its loader.
 MakeBatch = Callable[[], tuple[Any, int]]
@@ -175,7 +176,7 @@ class EvaluationSteps(_StageSteps):
             self._without_gradients(lambda _: self._call_end_hooks(stage))
         # A user's hook may need a whole epoch and raise any exception after a few batches.
         except Exception as error:
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or isinstance(error, CollectiveFoundError):
                 raise
             rank_zero_warn(
                 f"The hooks at the end of {stage} failed after a few batches of the search, which"

@@ -104,11 +104,12 @@ def page_fault_sentence(faults: PageFaults, steps: int) -> str | None:
         What happened, and what to do; ``None`` below 15 % of the CPU time, and where the C library
         does not take the two variables.
 
-    Source: do_set_mmap_threshold in malloc/malloc.c of glibc. Before 2.35 it refuses thresholds
-    above 32 MiB, and that of trimming alone makes the page faults more.
+    Source: measured. glibc 2.31 refuses a threshold above 32 MiB (do_set_mmap_threshold in its
+    malloc/malloc.c), and that of trimming alone makes the page faults more. glibc 2.36 takes both;
+    versions between them were not tried.
     """
     library, version = platform.libc_ver()
-    if library != "glibc" or tuple(map(int, version.split("."))) < (2, 35):
+    if library != "glibc" or tuple(map(int, version.split("."))) < (2, 36):
         return None
     share = page_fault_share(faults, seconds_per_fault())
     if share <= _MAX_SHARE:

@@ -138,7 +138,10 @@ def _second_size(state: SearchState) -> NextSize | LimitedBy:
 
 
 def _next_rung(state: SearchState) -> int | None:
-    """The next size of the ladder: below the candidate, and one that is sure to fit."""
+    """The next size of the ladder: below the candidate, and sure or likely to fit.
+
+    It is sure to fit where a size that does not fit ends the process or all ranks.
+    """
     if state.passed or state.failed:
         return None
     is_timed = state.limits.objective == "throughput"

@@ -50,7 +50,7 @@ class SearchPolicy:
     benchmarks.simulated_cuda`."""
     fixed_share: float = 0.45
     """Where the fixed part takes more than this share of the limit, these shares are those of the
-    room beyond it. Source: Below it, that would change them by less than the rounding of sizes."""
+    room beyond it. Source: The ladder ends at `ladder_limit_share`, so it would have no size."""
     step_up_share: float = 0.94
     """The same for the larger size that is tried after a pass. Source: simulated CUDA allocators:
     `python -m benchmarks.simulated_cuda`."""
@@ -64,7 +64,8 @@ class SearchPolicy:
     """Between a size that passed and a size that failed, once another size is rehearsed if they
     differ by more than this share. Source: The steps down are coarser than the allocator."""
     max_errors: int = 2
-    """After this many out-of-memory errors that is not done. Source: Users distrust errors."""
+    """After this many out-of-memory errors that is not done. Source: A search on a
+    device should have at most two."""
     climb: tuple[float, ...] = (0.5, 0.8)
     """These shares of the size that fits are rehearsed first where an overrun kills. Source:
     trainings in memory control groups: `python -m benchmarks.search`."""
@@ -77,8 +78,8 @@ class SearchPolicy:
     """The smallest size with this share of the best throughput counts as the fastest. Source:
     Beyond it, more memory gains next to no speed."""
     least_rise: float = 0.05
-    """Throughput that rises by less than this share from size to size counts as flat. Source: Twice
-    the noise of the fastest of a few steps: `python -m benchmarks.throughput`."""
+    """Throughput that rises by less than this share from size to size counts as flat. Source: Less
+    is not worth four times the memory."""
     flat_sizes: int = 2
     """After this many sizes without a rise, no larger size is timed. Source: One size may be slow
     by itself, where a library changes its algorithm."""

@@ -44,7 +44,7 @@ class StepRecorder:
         self._device_memory = device_memory
         self._device_reader = DeviceReader(device, device_memory, max_limit_bytes)
         self._device_timer = device_timer
-        self._is_on_host = device.type == "cpu"
+        self._counts_page_faults = device_memory is not None and device_memory.held_is_resident_set
         self._page_faults = PageFaultMeter()
         self._items_fn = items_fn
         self._optimizers: list[Optimizer] = []
@@ -175,7 +175,7 @@ class StepRecorder:
             self._record.limit_bytes = reading.limit_bytes or self._record.limit_bytes
             self._record.utilization = reading.utilization
             self._record = None
-        if self._is_on_host and self.timer.stage == "train":
+        if self._counts_page_faults and self.timer.stage == "train":
             return reading._replace(page_faults=self._page_faults.read())
         return reading
 

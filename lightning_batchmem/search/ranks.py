@@ -110,6 +110,10 @@ class Ranks:
         return rows
 
 
+class CollectiveFoundError(RuntimeError):
+    """A step needs other ranks; the message names the operation."""
+
+
 # TorchDispatchMode.__init_subclass__ has no type annotations.
 class CollectiveDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises an error at the first collective of ``torch.distributed`` instead of running it.
@@ -131,7 +135,7 @@ class CollectiveDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
             self.found = True
-            raise RuntimeError(
+            raise CollectiveFoundError(
                 f"BatchFinder ends its first step at {func}, which other ranks would have to reach"
                 " too."
             )

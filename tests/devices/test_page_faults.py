@@ -93,7 +93,7 @@ def test_the_share_is_that_of_the_kernel_time_which_the_faults_explain(
 
 
 # Each fault takes more than 1 ps, so the faults explain all of the kernel time.
-@pytest.mark.parametrize("version", ["2.35", "2.36.9000"])
+@pytest.mark.parametrize("version", ["2.36", "2.36.9000"])
 def test_the_sentence_is_issued_above_15_per_cent(monkeypatch, version):
     monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", version))
     assert page_fault_sentence(PageFaults(10**15, 1.5, 10.0), steps=50) is None
@@ -103,8 +103,8 @@ def test_the_sentence_is_issued_above_15_per_cent(monkeypatch, version):
     assert "jemalloc (LD_PRELOAD)" in sentence
 
 
-# glibc 2.34 refuses the value of the sentence, and other libraries ignore the variables.
-@pytest.mark.parametrize("library", [("glibc", "2.34"), ("musl", "1.2.5"), ("", "")])
+# glibc 2.35 was not tried with the value of the sentence, and other libraries ignore the variables.
+@pytest.mark.parametrize("library", [("glibc", "2.35"), ("musl", "1.2.5"), ("", "")])
 def test_no_sentence_names_variables_that_do_nothing(monkeypatch, library):
     monkeypatch.setattr(platform, "libc_ver", lambda: library)
     assert page_fault_sentence(PageFaults(10**15, 9.0, 10.0), steps=50) is None
