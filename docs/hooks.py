@@ -9,21 +9,17 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 REPOSITORY = Path(__file__).parents[1]
-LINKED = (
-    "examples/quickstart.py",
-    "examples/ddp.py",
-    "examples/fsdp2.py",
-    "benchmarks/results/cpu-2-cores/search.json",
-)
+LINK_TO_OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)")
 ROLE = re.compile(r":\w+:`~?(?:[\w.]*\.)?(\w+)`")
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add the changelog, and the files that pages link to as ``../examples/...``."""
+    """Add the changelog, and the files that pages in ``docs`` link to as ``../...``."""
     files.append(
         File.generated(config, "changelog.md", abs_src_path=str(REPOSITORY / "CHANGELOG.md"))
     )
-    for path in LINKED:
+    pages = [file.content_string for file in files.documentation_pages()]
+    for path in sorted({path for page in pages for path in LINK_TO_OUTSIDE.findall(page)}):
         file = File.generated(
             config,
             f"../{path}",
