@@ -32,6 +32,14 @@ CHILD_VARIABLE = "BENCHMARKS_CHILD"
 SAMPLING_SECONDS = 0.02
 
 
+def silence() -> None:
+    """Silence and seed this process."""
+    warnings.filterwarnings("ignore")
+    for logger in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(logger).setLevel(logging.WARNING)
+    seed_everything(0, verbose=False)
+
+
 def command_line(
     description: str | None, names: Iterable[str] = (), *, writes: bool = False
 ) -> argparse.ArgumentParser:
@@ -40,10 +48,7 @@ def command_line(
     The parser has ``--only`` if there are ``names``, and ``--write`` if the command ``writes``
     results.
     """
-    warnings.filterwarnings("ignore")
-    for logger in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(logger).setLevel(logging.WARNING)
-    seed_everything(0, verbose=False)
+    silence()
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

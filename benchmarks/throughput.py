@@ -13,8 +13,8 @@ For each network, on one thread and in fresh processes:
    ``objective="throughput"``, and Lightning's ``BatchSizeFinder`` doubles the size. Lightning's
    finder ends at the largest power of two that the memory objective has just found to fit. It knows
    no limit, and would be killed above that of a host.
-2. One process trains a few steps at the sizes 2, 4, 8 and so on up to the largest size that was
-   chosen, and at each chosen size, three times in turn. The fastest step at a size counts.
+2. New processes train a few steps at the sizes 2, 4, 8 and so on up to the largest size that was
+   chosen, and at each chosen size, six times in turn. The fastest step at a size counts.
 
 The regret of a size is 1 - its samples per second over the most of all sizes. The cost of a search
 is its CPU time (on CUDA: its wall time), also in steps at the chosen size.

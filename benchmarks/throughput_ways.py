@@ -11,8 +11,10 @@ The clock of a search is the same CPU time, and on CUDA wall time.
 from __future__ import annotations
 
 import math
+import multiprocessing
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import psutil
@@ -20,11 +22,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
 
-from benchmarks.common import command_line, emit, one_line, trainer_for
+from benchmarks.common import command_line, emit, one_line, silence, trainer_for
 from benchmarks.workloads import MIB, QUICK_WORKLOADS, SAMPLES_RUN
 from lightning_batchmem import BatchFinder
 
-ROUNDS = 3
+ROUNDS = 6
 """Times that all sizes are measured, one after the other.
 
 A slow moment of the machine is then not the only one at which a size was measured.
@@ -123,17 +125,31 @@ def search(name: str, way: str, trials: int) -> None:
 def time_steps(name: str, sizes: Sequence[int]) -> None:
     """Train for a few steps at each size in each round, and emit the fastest of all rounds.
 
-    Other work on the machine only adds time, so the fastest step is the least disturbed one.
+    Other work on the machine only adds time, so the fastest step is the least disturbed one. Each
+    training has a process of its own, because the heap of a process that has trained at other sizes
+    differs from that of a new one.
     """
-    workload = QUICK_WORKLOADS[name]
     fastest_seconds = dict.fromkeys(sizes, math.inf)
-    for _ in range(ROUNDS):
-        for size in sizes:
-            clock = CudaClock() if torch.cuda.is_available() else CpuClock()
-            trainer = trainer_for([clock], WARM_UP_STEPS + MEASURED_STEPS, limit_val_batches=0)
-            trainer.fit(workload.training(workload, size))
-            fastest_seconds[size] = min(fastest_seconds[size], *clock.step_seconds[WARM_UP_STEPS:])
+    context = multiprocessing.get_context("forkserver")
+    # The server imports everything once, and each process begins as a copy of it.
+    context.set_forkserver_preload(["benchmarks.workloads"])
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as processes:
+        for _ in range(ROUNDS):
+            for size in sizes:
+                step_seconds = processes.submit(fastest_step_seconds, name, size).result()
+                fastest_seconds[size] = min(fastest_seconds[size], step_seconds)
     emit(step_seconds=fastest_seconds)
+
+
+def fastest_step_seconds(name: str, size: int) -> float:
+    """Train for a few steps in this process, and return the time of the fastest."""
+    torch.set_num_threads(1)
+    silence()
+    workload = QUICK_WORKLOADS[name]
+    clock = CudaClock() if torch.cuda.is_available() else CpuClock()
+    trainer = trainer_for([clock], WARM_UP_STEPS + MEASURED_STEPS, limit_val_batches=0)
+    trainer.fit(workload.training(workload, size))
+    return min(clock.step_seconds[WARM_UP_STEPS:])
 
 
 def main() -> None:

@@ -142,7 +142,13 @@ class SearchPolicy:
     """Steps of an evaluation, and last steps of a rehearsal, whose peaks are measured. Source: The
     second shows a difference."""
     timed_steps: int = 3
-    """Timed steps of a probe. Source: The fastest of three is free of most disturbances."""
+    """Timed steps of a probe, at least. Source: The fastest of three is free of most
+    disturbances."""
+    timed_steps_quick: int = 10
+    """Timed steps of a probe, at most. Source: More of them hardly change the fastest."""
+    timed_seconds: float = 0.25
+    """Between these two numbers, steps are timed until they have taken this time. Source: Other
+    work on a shared machine often slows down all steps of a tenth of a second."""
     steady_steps: int = 5
     """Steps of a rehearsal after the warm-up. Source: With fewer, trainings ran out of memory in
     later steps; simulated CUDA allocators: `python -m benchmarks.simulated_cuda`."""

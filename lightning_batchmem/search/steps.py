@@ -224,13 +224,24 @@ class ConsecutiveSteps:
         for number in range(count):
             self._add_peaks(self._full_step(self._steps.run, number, self._meter.step_counter))
 
-    def run_timed(self, count: int, slow_seconds: float) -> None:
-        """Run steps whose peaks and times count; a step of ``slow_seconds`` is the last."""
-        for number in range(count):
+    def run_timed(self, *, equally_many: bool) -> None:
+        """Run steps whose peaks and times count: fewer slow steps, and more quick ones.
+
+        Args:
+            equally_many: whether their number must not depend on their time.
+        """
+        policy = self._meter.policy
+        total_seconds = 0.0
+        for number in range(policy.timed_steps_quick):
+            is_enough = equally_many or total_seconds >= policy.timed_seconds
+            if number >= policy.timed_steps and is_enough:
+                break
             calls = self._full_step(self._steps.run, number, self._meter.step_counter)
             self._add_peaks(calls)
             self._add_times(calls)
-            if sum(call.seconds for call in calls) > slow_seconds:
+            step_seconds = sum(call.seconds for call in calls)
+            total_seconds += step_seconds
+            if step_seconds > policy.slow_step_seconds and not equally_many:
                 break
 
     def run_steady(self, count: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -147,8 +146,7 @@ class TrialRunner:
         with ConsecutiveSteps(self.meter, steps, batch_size, readings) as consecutive:
             consecutive.warm_up(at_least)
             # Ranks that step together run equally many steps.
-            slow_seconds = math.inf if self.is_collective else self._policy.slow_step_seconds
-            consecutive.run_timed(self._policy.timed_steps, slow_seconds)
+            consecutive.run_timed(equally_many=self.is_collective)
             consecutive.count_live_bytes()
 
     @contextmanager

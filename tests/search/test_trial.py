@@ -1,5 +1,6 @@
 """Trials in a real Trainer on a fake device: what they record, and what a rehearsal finds."""
 
+import math
 import mmap
 import platform
 from functools import partial
@@ -50,7 +51,7 @@ def test_what_trials_record(search, device):
     def during(size, number):
         budgets.setdefault(size, set()).add(device.budget)
 
-    plan = search(Stepping(device, during))
+    plan = search(Stepping(device, during), policy=SearchPolicy(timed_seconds=0.0))
     # The limit is 475 MiB: 328 samples need 0.9 of it, and 347 samples need 0.94.
     assert [(trial.batch_size, trial.kind) for trial in plan.trials] == [
         (2, "probe"),
@@ -153,8 +154,14 @@ def test_skipped_optimizer_steps_prolong_the_warm_up(search, device):
 def test_slow_steps_are_repeated_less_often(search, device):
     policy = SearchPolicy(slow_step_seconds=0.0)
     steps = [trial.full_steps for trial in search(Stepping(device), policy=policy).trials]
-    # Quick steps are repeated 5, 4, 4, 13 and 13 times.
+    # Steps that are not slow are repeated 5, 4, 4, 13 and 13 times.
     assert steps == [3, 2, 2, 10, 10]
+
+
+def test_quick_steps_are_timed_more_often(search, device):
+    policy = SearchPolicy(timed_seconds=math.inf, timed_steps_quick=7)
+    steps = [trial.full_steps for trial in search(Stepping(device), policy=policy).trials]
+    assert steps == [9, 8, 8, 13, 13]
 
 
 def test_steps_that_differ_at_random_are_repeated(search, device):
@@ -223,6 +230,7 @@ def test_a_step_above_the_limit_ends_a_rehearsal_on_the_host(search, device):
         search(
             Stepping(device, during),
             options={"memory_limit": 200 * MIB, "min_batch_size": 4, "max_batch_size": 4},
+            policy=SearchPolicy(timed_seconds=0.0),
         )
     assert max(steps) == 10
 
