@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from rich.console import Console
 
 from lightning_batchmem._lightning.apply import apply_to_training, check_step, check_training
+from lightning_batchmem._lightning.batch_watch import BatchWatch
 from lightning_batchmem._lightning.clean_start import record
 from lightning_batchmem._lightning.data_source import (
     discard_train_loader,
@@ -151,6 +153,8 @@ class BatchFinder(Callback):
         self._recorded: RecordedState | None = None
         # It is set from the end of the search until the first batch.
         self._search: TrainerSearch | None = None
+        # It is set from the end of the search until a batch is larger than those of the search.
+        self._batch_watch: BatchWatch | None = None
         # These are the processes that search together.
         self._ranks = Ranks(0, 1)
 
@@ -163,6 +167,7 @@ class BatchFinder(Callback):
         self._checkpoint = {}
         self._cancel = None
         self._search = None
+        self._batch_watch = None
         self._ranks = Ranks(trainer.global_rank, trainer.world_size)
         if is_fast_dev_run(trainer):
             return
@@ -215,6 +220,7 @@ class BatchFinder(Callback):
                 recorded.restore()
             else:
                 plan = search.training(setting, recorded, self._given_plan)
+                self._batch_watch = search.batch_watch
                 if search.start_bytes > 0:
                     self._search = search
             apply_to_training(setting, plan, options)
@@ -226,10 +232,14 @@ class BatchFinder(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Warn once if training begins with more memory in use than the search did."""
+        """Warn once if training needs more memory than the search could see."""
         if self._search is not None and self.plan is not None:
             self._search.check_start(batch, self.plan)
             self._search = None
+        if self._batch_watch is not None and (text := self._batch_watch.warning(batch)):
+            # Each rank reads other samples, so each of them may warn.
+            warnings.warn(text, stacklevel=2)
+            self._batch_watch = None
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

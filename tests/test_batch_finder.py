@@ -9,6 +9,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
@@ -99,6 +100,30 @@ def test_more_memory_in_use_than_in_the_search_is_one_warning(
     messages = [str(one.message) for one in recwarn if "Training begins with" in str(one.message)]
     assert len(messages) == warnings
     assert all("with 20.0 MiB more in use than the search did" in text for text in messages)
+
+
+@pytest.mark.parametrize(("longest", "count"), [(4, 1), (1, 0)])
+def test_a_batch_larger_than_all_measured_ones_is_one_warning(
+    fit, fake_device, recwarn, longest, count
+):
+    device = fake_device(budget_bytes=BUDGET, base_bytes=10 * MIB)
+    module = Lawful(device, law)
+    samples = [torch.zeros(1) for _ in range(100)]
+    module.train_dataloader = lambda: DataLoader(
+        samples, module.batch_size, collate_fn=lambda batch: [pad_sequence(batch, True)]
+    )
+
+    def add_longer_samples(*_):
+        samples[70:] = [torch.zeros(longest)] * 30
+
+    callback = LambdaCallback(on_train_start=add_longer_samples)
+    finder = BatchFinder(max_batch_size=20, min_steps_per_epoch=None)
+    fit(module, finder, device, callback, max_steps=5)
+    assert module.batch_size == 20
+    messages = [str(warning.message) for warning in recwarn]
+    messages = [text for text in messages if "A training batch has" in text]
+    assert len(messages) == count
+    assert all("max_batch_size=5." in text for text in messages)
 
 
 def test_an_error_when_nothing_fits_lists_the_memory(search, device):

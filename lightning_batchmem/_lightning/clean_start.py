@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 from lightning_batchmem._lightning.attributes import refill
 from lightning_batchmem._lightning.data_source import stage_source, validation_source
 from lightning_batchmem._lightning.hooks import (
-    PhaseCallback,
+    SearchCallback,
     freeze,
     replace_callbacks_and_loggers,
 )
@@ -100,6 +100,7 @@ class CleanStart:
         self, trainer: Trainer, device_memory: DeviceMemory, recorded: RecordedState
     ) -> None:
         self.phases = PhasePeaks(device_memory)
+        self.search_callback = SearchCallback(self.phases)
         self.callbacks = callbacks_of(trainer)
         self.saves_checkpoints = bool(trainer.checkpoint_callbacks)
         self.prepare: Callable[[], None] = lambda: None
@@ -133,7 +134,7 @@ class CleanStart:
 
     def _enter(self) -> None:
         trainer = self._trainer
-        callbacks = [*map(muted_callback, self.callbacks), PhaseCallback(self.phases)]
+        callbacks = [*map(muted_callback, self.callbacks), self.search_callback]
         self._undo.enter_context(isolated(trainer, self._recorded, callbacks))
         if trainer.training:
             # New optimizers are configured before the next step.

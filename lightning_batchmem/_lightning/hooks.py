@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_batchmem._lightning.muted import muted_logger
 from lightning_batchmem.devices.peaks import PhasePeaks
+from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 
 
 def call_before(owner: Any, method: str, call: Callable[[], None]) -> Callable[[], object]:
@@ -49,11 +50,31 @@ def freeze(schedulers: Iterable[Any]) -> None:
         vars(scheduler)["step"] = lambda *_, **__: None
 
 
-class PhaseCallback(Callback):
-    """Marks where the phases of a step begin; the only callback whose hooks a search calls."""
+class SearchCallback(Callback):
+    """Marks the phases of a step and measures its batch.
+
+    It is the only callback whose hooks a search calls.
+
+    Args:
+        phases: where the phases of each step are marked.
+
+    Attributes:
+        batch_size: the batch size that is set.
+        largest_batch_bytes: bytes of the largest training batch at each batch size, as the module
+            gets it.
+    """
 
     def __init__(self, phases: PhasePeaks) -> None:
         self._phases = phases
+        self.batch_size = 0
+        self.largest_batch_bytes: dict[int, int] = {}
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Measure the batch after the hooks of its transfer."""
+        before = self.largest_batch_bytes.get(self.batch_size, 0)
+        self.largest_batch_bytes[self.batch_size] = max(before, bytes_of(tensors_in(batch)))
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor

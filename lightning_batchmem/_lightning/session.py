@@ -120,13 +120,14 @@ class LightningSession:
 
     def set_batch_size(self, batch_size: int) -> None:
         self.setting.write(batch_size)
+        self.clean_start.search_callback.batch_size = batch_size
 
     def check_batch_size(self, batch_size: int) -> None:
         self.setting.check_loaders(batch_size, self.loaders)
 
     def restart(self, batch_size: int) -> None:
         self.clean_start.again()
-        self.setting.write(batch_size)
+        self.set_batch_size(batch_size)
 
     def without_synchronization(self) -> AbstractContextManager[None]:
         return without_synchronization(self.trainer)

@@ -16,6 +16,7 @@ from lightning_batchmem._lightning.apply import (
     search_conditions,
     validation_setting,
 )
+from lightning_batchmem._lightning.batch_watch import BatchWatch
 from lightning_batchmem._lightning.bounds import stage_bounds, training_bounds
 from lightning_batchmem._lightning.clean_start import CleanStart
 from lightning_batchmem._lightning.data_source import attach_loaders, stage_loop, validation_loop
@@ -77,6 +78,8 @@ class TrainerSearch:
         self._device = device_name(trainer.strategy.root_device)
         # The number is that of live bytes when the search began its last rehearsal.
         self.start_bytes = 0
+        # It is set by a search that ran training steps at the size of its plan.
+        self.batch_watch: BatchWatch | None = None
         if self._budget.is_exceeded_by_option():
             rank_zero_warn(
                 f"memory_limit={options.memory_limit!r} is more than the device can provide,"
@@ -128,6 +131,12 @@ class TrainerSearch:
         chosen = _chosen(result)
         if self.device_memory.counts_live_bytes:
             self.start_bytes = result.start_bytes
+        largest_bytes = clean_start.search_callback.largest_batch_bytes.get(chosen.batch_size)
+        # Average samples are smaller than many batches of the training.
+        if largest_bytes and self.options.worst_case != "typical":
+            self.batch_watch = BatchWatch(
+                chosen.batch_size, largest_bytes, self.policy.larger_batch_share
+            )
         validation_plan = None
         if validation_result is not None:
             validation_chosen = _chosen(validation_result, "validation: ")

@@ -208,6 +208,9 @@ class SearchPolicy:
     parent process waits forever."""
     samples_share: float = 0.25
     """The samples take at most this share of the free memory. Source: The steps need the rest."""
+    larger_batch_share: float = 0.05
+    """A training batch that exceeds all measured ones by this share of their bytes is a warning.
+    Source: The reserves hold a few per cent."""
     max_draws: int = 1_000
     """Random batches of which the largest is used where batches concatenate samples. Source: A
     training of 1,000 steps has about as many."""
