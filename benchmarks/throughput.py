@@ -14,7 +14,8 @@ For each network, on one thread and in fresh processes:
    finder ends at the largest power of two that the memory objective has just found to fit. It knows
    no limit, and would be killed above that of a host.
 2. New processes train a few steps at the sizes 2, 4, 8 and so on up to the largest size that was
-   chosen, and at each chosen size, six times in turn. The fastest step at a size counts.
+   chosen, and at each chosen size, eight times in turn. The median over the rounds of the fastest
+   step counts.
 
 The regret of a size is 1 - its samples per second over the most of all sizes. The cost of a search
 is its CPU time (on CUDA: its wall time), also in steps at the chosen size.
@@ -57,18 +58,32 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
     return {"searches": searches, "steps": steps}
 
 
-def speeds(known: dict[str, Any]) -> dict[int, float]:
-    """Samples per second at each size that was timed."""
-    seconds = known["steps"].get("step_seconds", {})
-    return {int(size): int(size) / step_seconds for size, step_seconds in seconds.items()}
+def speeds(known: dict[str, Any], first: int = 0, every: int = 1) -> dict[int, float]:
+    """Samples per second at each size that was timed: the median of its rounds, or of some."""
+    rounds = known["steps"].get("step_seconds", {})
+    return {
+        int(size): int(size) / statistics.median(seconds[first::every])
+        for size, seconds in rounds.items()
+    }
 
 
 def regrets(known: dict[str, Any], way: str) -> list[float]:
-    """The regret of each search in this way whose size was timed."""
-    by_size = speeds(known)
-    best = max(by_size.values(), default=0.0)
-    sizes = _sizes(known["searches"][way])
-    return [1 - by_size[size] / best for size in sizes if size in by_size]
+    """The regret of each search in this way whose size was timed.
+
+    The best of many sizes looks too good in the rounds that made it the best. So it is looked up in
+    every other round, and compared in the rounds between them, in both ways.
+    """
+    halves = [speeds(known, first, 2) for first in (0, 1)]
+    regret = []
+    for size in _sizes(known["searches"][way]):
+        if size not in halves[0]:
+            continue
+        shares = []
+        for by_size, others in (halves, halves[::-1]):
+            best = max(others, key=others.__getitem__)
+            shares.append(by_size[size] / by_size[best])
+        regret.append(1 - statistics.fmean(shares))
+    return regret
 
 
 def table(by_name: dict[str, Any]) -> str:
@@ -89,16 +104,17 @@ def table(by_name: dict[str, Any]) -> str:
 
 
 def _columns(known: dict[str, Any], way: str, runs: Sequence[dict[str, Any]]) -> dict[str, str]:
-    seconds = known["steps"].get("step_seconds", {})
-    complete = [run for run in runs if str(run.get("batch_size")) in seconds]
+    by_size = speeds(known)
+    complete = [run for run in runs if run.get("batch_size") in by_size]
     if not complete:
         return {"sizes": "none"}
-    by_size = speeds(known)
     # Samples per second are compared with those of the fastest size.
     best = max(by_size, key=by_size.__getitem__)
     regret = regrets(known, way)
     search_seconds = [run["search_seconds"] for run in complete]
-    search_steps = [run["search_seconds"] / seconds[str(run["batch_size"])] for run in complete]
+    search_steps = [
+        run["search_seconds"] * by_size[run["batch_size"]] / run["batch_size"] for run in complete
+    ]
     return {
         "sizes": ", ".join(f"{size:,}" for size in _sizes(complete)),
         "fastest size": f"{best:,}",

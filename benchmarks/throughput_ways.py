@@ -10,7 +10,6 @@ The clock of a search is the same CPU time, and on CUDA wall time.
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
@@ -26,15 +25,16 @@ from benchmarks.common import command_line, emit, one_line, silence, trainer_for
 from benchmarks.workloads import MIB, QUICK_WORKLOADS, SAMPLES_RUN
 from lightning_batchmem import BatchFinder
 
-ROUNDS = 6
+ROUNDS = 8
 """Times that all sizes are measured, one after the other.
 
 A slow moment of the machine is then not the only one at which a size was measured.
 """
 
 WARM_UP_STEPS = 1
-MEASURED_STEPS = 3
-"""Steps at each size in a round, after the warm-up."""
+LEAST_STEPS = 3
+LEAST_SECONDS = 0.25
+"""Steps at each size in a round, after the warm-up, and the time that they take."""
 
 CUDA_LIMIT_BYTES = 4096 * MIB
 """Limit of a search on CUDA, where the process itself needs no memory of the device."""
@@ -70,6 +70,17 @@ class CudaClock(Callback):
         self._end.record()
         self._end.synchronize()
         self.step_seconds.append(self._start.elapsed_time(self._end) / 1e3)
+
+
+class TimedSteps(Callback):
+    """Ends a training once its steps were timed; it comes after the clock."""
+
+    def __init__(self, clock: CpuClock | CudaClock) -> None:
+        self._clock = clock
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        timed = self._clock.step_seconds[WARM_UP_STEPS:]
+        trainer.should_stop = len(timed) >= LEAST_STEPS and sum(timed) >= LEAST_SECONDS
 
 
 class SearchClock(Callback):
@@ -123,22 +134,22 @@ def search(name: str, way: str, trials: int) -> None:
 
 
 def time_steps(name: str, sizes: Sequence[int]) -> None:
-    """Train for a few steps at each size in each round, and emit the fastest of all rounds.
+    """Train for a few steps at each size in each round, and emit the fastest step of each round.
 
     Other work on the machine only adds time, so the fastest step is the least disturbed one. Each
     training has a process of its own, because the heap of a process that has trained at other sizes
     differs from that of a new one.
     """
-    fastest_seconds = dict.fromkeys(sizes, math.inf)
+    step_seconds: dict[int, list[float]] = {size: [] for size in sizes}
     context = multiprocessing.get_context("forkserver")
     # The server imports everything once, and each process begins as a copy of it.
     context.set_forkserver_preload(["benchmarks.workloads"])
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as processes:
         for _ in range(ROUNDS):
             for size in sizes:
-                step_seconds = processes.submit(fastest_step_seconds, name, size).result()
-                fastest_seconds[size] = min(fastest_seconds[size], step_seconds)
-    emit(step_seconds=fastest_seconds)
+                fastest = processes.submit(fastest_step_seconds, name, size)
+                step_seconds[size].append(fastest.result())
+    emit(step_seconds=step_seconds)
 
 
 def fastest_step_seconds(name: str, size: int) -> float:
@@ -147,8 +158,9 @@ def fastest_step_seconds(name: str, size: int) -> float:
     silence()
     workload = QUICK_WORKLOADS[name]
     clock = CudaClock() if torch.cuda.is_available() else CpuClock()
-    trainer = trainer_for([clock], WARM_UP_STEPS + MEASURED_STEPS, limit_val_batches=0)
-    trainer.fit(workload.training(workload, size))
+    trainer_for([clock, TimedSteps(clock)], -1, limit_val_batches=0).fit(
+        workload.training(workload, size)
+    )
     return min(clock.step_seconds[WARM_UP_STEPS:])
 
 

@@ -24,6 +24,7 @@ from lightning_batchmem.plan.throughput import (
     is_rising,
     num_refinements,
     size_between,
+    size_to_time_again,
 )
 
 _MEMORY: LimitedBy = "memory"
@@ -258,6 +259,10 @@ def _next_size_for_throughput(state: SearchState) -> NextSize | LimitedBy:
     size = _refinement(state)
     if size is not None:
         return _probe(state, size)
+    if not (state.limits.is_compiled or state.failed):
+        size = size_to_time_again(state.speeds, state.trials, state.policy)
+        if size is not None:
+            return _next(state, size, "timing")
     speed = fastest(state.speeds, state.policy)
     if speed is None:
         return limited_by

@@ -17,7 +17,7 @@ PHASES = ("forward", "backward", "optimizer_step", "evaluation")
 """The parts of a step whose peaks are measured and fitted apart, in the order in which they run."""
 
 Outcome = Literal["ok", "out_of_memory", "over_limit", "allocator_retry"]
-TrialKind = Literal["probe", "rehearsal"]
+TrialKind = Literal["probe", "timing", "rehearsal"]
 _ShareLimit = Literal[
     "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"
 ]
@@ -55,8 +55,8 @@ class Trial:
         phase_peak_bytes: highest live bytes in each phase that ran (keys from :data:`PHASES`).
             CUDA: bytes requested from the allocator. Host: bytes of live tensors, plus what the
             process held before its first step.
-        kind: ``"probe"`` for a few steps that are only measured, ``"rehearsal"`` for steps as in a
-            training.
+        kind: ``"probe"`` for a few steps that are only measured, ``"timing"`` for steps that are
+            timed a second time, ``"rehearsal"`` for steps as in a training.
         is_exact: whether the peaks count live bytes. ``False`` where only the resident set could be
             measured.
         peak_held_bytes: highest bytes that this process held. CUDA: reserved by the allocator.
@@ -116,7 +116,7 @@ class Trial:
         """
         trials = list(trials)
         worst = min(
-            trials, key=lambda trial: (_OUTCOMES.index(trial.outcome), trial.kind == "probe")
+            trials, key=lambda trial: (_OUTCOMES.index(trial.outcome), trial.kind != "rehearsal")
         )
         phases = [
             phase for phase in PHASES if any(phase in trial.phase_peak_bytes for trial in trials)

@@ -7,6 +7,7 @@ in every step, and on a GPU it changes where a library takes another kernel.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -67,6 +68,19 @@ def size_between(speeds: Sequence[Speed], policy: SearchPolicy) -> int | None:
     if ratio < policy.refined_gap or smaller is None or larger is None:
         return None
     return math.isqrt(smaller.batch_size * larger.batch_size)
+
+
+def size_to_time_again(
+    speeds: Sequence[Speed], trials: Iterable[Trial], policy: SearchPolicy
+) -> int | None:
+    """The smallest size near the best throughput that was timed once; None if no rival is left."""
+    best = max((speed.samples_per_second for speed in speeds), default=0.0)
+    least = (1 - policy.rival_share) * best
+    rivals = [speed.batch_size for speed in speeds if speed.samples_per_second >= least]
+    if len(rivals) == 1:
+        return None
+    num_timed = Counter(trial.batch_size for trial in trials if trial.samples_per_second)
+    return next((size for size in rivals if num_timed[size] == 1), None)
 
 
 def num_refinements(trials: Iterable[Trial]) -> int:

@@ -83,13 +83,15 @@ class TrialRunner:
 
     def run(self, step: NextSize, limits: SearchLimits) -> Trial:
         """Run a trial; before a rehearsal the caller restarts the session."""
-        if step.kind == "probe":
+        if step.kind != "rehearsal":
             forget_compiled()
             self._device.release_cached()
         readings = TrialReadings(self._primary)
         with self._until_out_of_memory(step.batch_size, readings):
             if step.kind == "probe":
                 self._probe(step.batch_size, limits.limit_bytes, readings)
+            elif step.kind == "timing":
+                self._time(step.batch_size, readings)
             else:
                 rehearsal = Rehearsal(
                     self.meter,
@@ -137,6 +139,13 @@ class TrialRunner:
             else:
                 readings.step_peaks += self._fixed_evaluation
         self.meter.is_first_size = False
+        readings.outcome = "ok"
+
+    def _time(self, batch_size: int, readings: TrialReadings) -> None:
+        """Time the steps of a size that was probed before."""
+        with ConsecutiveSteps(self.meter, self._primary, batch_size, readings) as consecutive:
+            consecutive.warm_up(self.meter.warmup_steps)
+            consecutive.run_timed(equally_many=self.is_collective)
         readings.outcome = "ok"
 
     def _probe_steps(self, steps: Steps, batch_size: int, readings: TrialReadings) -> None:

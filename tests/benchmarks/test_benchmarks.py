@@ -188,7 +188,7 @@ def test_the_regret_of_a_size_is_against_the_fastest_size_that_was_timed():
         "Lightning power": [],
     }
     # These are 20, 40 and 32 samples per second.
-    steps = {"error": None, "step_seconds": {"2": 0.1, "4": 0.1, "8": 0.25}}
+    steps = {"error": None, "step_seconds": {"2": [0.1] * 3, "4": [0.1] * 3, "8": [0.25] * 3}}
     printed = throughput.table({"net": {"searches": searches, "steps": steps}})
     memory, speed, power = rows_of(printed)
     assert list(memory.values())[2:] == ["8", "4", "20.0%", "20.0%", "4.0", "16"]
@@ -198,6 +198,17 @@ def test_the_regret_of_a_size_is_against_the_fastest_size_that_was_timed():
     assert "costs less than that for memory on 1 of 1 networks" in printed
     assert "- net, throughput: killed" in printed
     assert "- net, samples/s by size: 2: 20, 4: 40, 8: 32" in printed
+
+
+def test_the_fastest_size_is_looked_up_in_other_rounds():
+    # 2 and 4 samples are equally fast, and each of them has one lucky round.
+    rounds = {"2": [0.05, 0.1], "4": [0.2, 0.1]}
+    known = {
+        "searches": {"memory": [{"batch_size": 2}, {"batch_size": 4}]},
+        "steps": {"step_seconds": rounds},
+    }
+    # The size that is best in one round is compared in the other, where it is half as fast.
+    assert throughput.regrets(known, "memory") == pytest.approx([-0.5, -0.5])
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from lightning_batchmem.plan.throughput import (
     measured_speeds,
     num_refinements,
     size_between,
+    size_to_time_again,
 )
 
 POLICY = SearchPolicy()
@@ -70,6 +71,27 @@ def test_two_sizes_without_a_rise_end_the_ladder(measured, rising):
 )
 def test_a_size_between_the_fastest_and_its_neighbour(measured, size):
     assert size_between(measured, POLICY) == size
+
+
+def test_rivals_of_the_fastest_size_are_timed_once_more():
+    trials = [
+        Trial(size, "ok", {}, samples_per_second=speed)
+        for size, speed in [(2, 10.0), (8, 86.0), (32, 100.0), (128, 84.0)]
+    ]
+    assert size_to_time_again(measured_speeds(trials), trials, POLICY) == 8
+    trials.append(Trial(8, "ok", {}, "timing", samples_per_second=70.0))
+    assert size_to_time_again(measured_speeds(trials), trials, POLICY) == 32
+    # 128 samples are not near the best.
+    trials.append(Trial(32, "ok", {}, "rehearsal", samples_per_second=90.0))
+    assert size_to_time_again(measured_speeds(trials), trials, POLICY) is None
+
+
+def test_a_single_fast_size_is_not_timed_again():
+    trials = [Trial(2, "ok", {}, samples_per_second=10.0)]
+    assert size_to_time_again(measured_speeds(trials), trials, POLICY) is None
+    trials.append(Trial(8, "ok", {}, samples_per_second=100.0))
+    assert size_to_time_again(measured_speeds(trials), trials, POLICY) is None
+    assert size_to_time_again([], [], POLICY) is None
 
 
 def test_probes_below_the_largest_size_are_refinements():
