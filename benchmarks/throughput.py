@@ -12,13 +12,16 @@ For each network, on one thread and in fresh processes:
 1. ``BatchFinder`` searches under a memory limit with ``objective="memory"`` and with
    ``objective="throughput"``, and Lightning's ``BatchSizeFinder`` doubles the size. Lightning's
    finder ends at the largest power of two that the memory objective has just found to fit. It knows
-   no limit, and would be killed above that of a host.
+   no limit, and would be killed above that of a host. The training that follows each search is
+   timed in the same process.
 2. New processes train a few steps at the sizes 2, 4, 8 and so on up to the largest size that was
-   chosen, and at each chosen size, eight times in turn. The median over the rounds of the fastest
-   step counts.
+   chosen, eight times in turn, as with a size that is written into the program.
 
-The regret of a size is 1 - its samples per second over the most of all sizes. The cost of a search
-is its CPU time (on CUDA: its wall time), also in steps at the chosen size.
+A speed is the median over eight rounds of the fastest step in each. The regret of a search is 1 -
+the samples per second of its training over the most of all sizes. It is negative if the training
+after the search is faster than a new process at any size, as on the host, where a heap that larger
+steps have used keeps its memory. The cost of a search is its CPU time (on CUDA: its wall time),
+also in steps at the chosen size.
 """
 
 from __future__ import annotations
@@ -51,15 +54,14 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
             if way == "memory" and run.get("batch_size"):
                 # Trials at 2, 4, 8 and so on: the last is the largest power of two that fits.
                 trials = max(1, run["batch_size"].bit_length() - 1)
-    chosen = {size for runs in searches.values() for size in _sizes(runs)}
-    ladder = [2**power for power in range(1, max(chosen, default=1).bit_length())]
-    sizes = [str(size) for size in sorted({*chosen, *ladder})]
+    chosen = [size for runs in searches.values() for size in _sizes(runs)]
+    sizes = [str(2**power) for power in range(1, max(chosen, default=1).bit_length())]
     steps = in_fresh_process(MODULE, name, "--sizes", *sizes)
     return {"searches": searches, "steps": steps}
 
 
 def speeds(known: dict[str, Any], first: int = 0, every: int = 1) -> dict[int, float]:
-    """Samples per second at each size that was timed: the median of its rounds, or of some."""
+    """Samples per second at each size of the ladder: the median of its rounds, or of some."""
     rounds = known["steps"].get("step_seconds", {})
     return {
         int(size): int(size) / statistics.median(seconds[first::every])
@@ -68,22 +70,24 @@ def speeds(known: dict[str, Any], first: int = 0, every: int = 1) -> dict[int, f
 
 
 def regrets(known: dict[str, Any], way: str) -> list[float]:
-    """The regret of each search in this way whose size was timed.
+    """The regret of each search in this way that found a size.
 
     The best of many sizes looks too good in the rounds that made it the best. So it is looked up in
-    every other round, and compared in the rounds between them, in both ways.
+    every other round, and its speed is that of the rounds between them, in both ways.
     """
     halves = [speeds(known, first, 2) for first in (0, 1)]
-    regret = []
-    for size in _sizes(known["searches"][way]):
-        if size not in halves[0]:
-            continue
-        shares = []
-        for by_size, others in (halves, halves[::-1]):
-            best = max(others, key=others.__getitem__)
-            shares.append(by_size[size] / by_size[best])
-        regret.append(1 - statistics.fmean(shares))
-    return regret
+    if not halves[0]:
+        return []
+    best = statistics.fmean(
+        by_size[max(others, key=others.__getitem__)] for by_size, others in (halves, halves[::-1])
+    )
+    return [1 - _speed(run) / best for run in known["searches"][way] if run.get("batch_size")]
+
+
+def _speed(run: dict[str, Any]) -> float:
+    """Samples per second of the training after a search."""
+    step_seconds: float = statistics.median(run["step_seconds"])
+    return run["batch_size"] / step_seconds  # type: ignore[no-any-return]
 
 
 def table(by_name: dict[str, Any]) -> str:
@@ -105,19 +109,19 @@ def table(by_name: dict[str, Any]) -> str:
 
 def _columns(known: dict[str, Any], way: str, runs: Sequence[dict[str, Any]]) -> dict[str, str]:
     by_size = speeds(known)
-    complete = [run for run in runs if run.get("batch_size") in by_size]
-    if not complete:
+    complete = [run for run in runs if run.get("batch_size")]
+    if not complete or not by_size:
         return {"sizes": "none"}
-    # Samples per second are compared with those of the fastest size.
-    best = max(by_size, key=by_size.__getitem__)
     regret = regrets(known, way)
     search_seconds = [run["search_seconds"] for run in complete]
     search_steps = [
-        run["search_seconds"] * by_size[run["batch_size"]] / run["batch_size"] for run in complete
+        run["search_seconds"] / statistics.median(run["step_seconds"]) for run in complete
     ]
     return {
         "sizes": ", ".join(f"{size:,}" for size in _sizes(complete)),
-        "fastest size": f"{best:,}",
+        "samples/s": ", ".join(f"{_speed(run):,.0f}" for run in complete),
+        # Samples per second are compared with those of the fastest size.
+        "fastest of the ladder": f"{max(by_size, key=by_size.__getitem__):,}",
         "regret, median": f"{statistics.median(regret):.1%}",
         "regret, worst": f"{max(regret):.1%}",
         "search, s": f"{statistics.median(search_seconds):.1f}",

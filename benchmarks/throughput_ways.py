@@ -1,6 +1,6 @@
-"""One search for a batch size, or the time of a training step at given sizes, on one thread.
+"""A search and the training that follows, or training steps at given sizes, on one thread.
 
-    python -m benchmarks.throughput_ways "small CNN" --way throughput    # one search
+    python -m benchmarks.throughput_ways "small CNN" --way throughput    # a search
     python -m benchmarks.throughput_ways "small CNN" --sizes 2 64 256    # steps at these sizes
 
 ``benchmarks.throughput`` runs this in a fresh process. The clock of a step is the CPU time of this
@@ -26,7 +26,7 @@ from benchmarks.workloads import MIB, QUICK_WORKLOADS, SAMPLES_RUN
 from lightning_batchmem import BatchFinder
 
 ROUNDS = 8
-"""Times that all sizes are measured, one after the other.
+"""Rounds in which all sizes are measured, and rounds of the training after a search.
 
 A slow moment of the machine is then not the only one at which a size was measured.
 """
@@ -73,31 +73,49 @@ class CudaClock(Callback):
 
 
 class TimedSteps(Callback):
-    """Ends a training once its steps were timed; it comes after the clock."""
+    """Ends a training once enough rounds of steps were timed; it comes after the clock.
 
-    def __init__(self, clock: CpuClock | CudaClock) -> None:
+    Args:
+        clock: the times of the steps.
+        num_rounds: each round has enough steps to contain an undisturbed one.
+    """
+
+    def __init__(self, clock: CpuClock | CudaClock, num_rounds: int = 1) -> None:
+        self.fastest_seconds: list[float] = []
         self._clock = clock
+        self._num_rounds = num_rounds
+        self._round: list[float] = []
+        self._warm_up_steps = WARM_UP_STEPS
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        timed = self._clock.step_seconds[WARM_UP_STEPS:]
-        trainer.should_stop = len(timed) >= LEAST_STEPS and sum(timed) >= LEAST_SECONDS
+        if self._warm_up_steps > 0:
+            self._warm_up_steps -= 1
+            return
+        self._round.append(self._clock.step_seconds[-1])
+        if len(self._round) >= LEAST_STEPS and sum(self._round) >= LEAST_SECONDS:
+            self.fastest_seconds.append(min(self._round))
+            self._round = []
+        trainer.should_stop = len(self.fastest_seconds) >= self._num_rounds
 
 
 class SearchClock(Callback):
-    """Emits the size that a finder chose, and what that took; it comes after the finder."""
+    """Times a search; it comes after the finder."""
 
     def __init__(self) -> None:
+        self.search_seconds = 0.0
+        self.samples_run = 0
         self._start_seconds = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._start_seconds = _seconds()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        emit(
-            batch_size=pl_module.batch_size,
-            search_seconds=_seconds() - self._start_seconds,
-            samples_run=sum(SAMPLES_RUN.values()),
-        )
+        self.search_seconds = _seconds() - self._start_seconds
+        self.samples_run = sum(SAMPLES_RUN.values())
+
+
+def _step_clock() -> CpuClock | CudaClock:
+    return CudaClock() if torch.cuda.is_available() else CpuClock()
 
 
 def _seconds() -> float:
@@ -122,15 +140,24 @@ WAYS: dict[str, Callable[[int, int], Callback]] = {
 
 
 def search(name: str, way: str, trials: int) -> None:
-    """Search once and emit the result."""
+    """Search once, train at the size for some rounds of steps, and emit the results."""
     workload = QUICK_WORKLOADS[name]
     if torch.cuda.is_available():
         limit_bytes = CUDA_LIMIT_BYTES
     else:
         limit_bytes = psutil.Process().memory_info().rss + workload.room_mib * MIB
     module = workload.training(workload)
-    # A finder searches only where training follows, so there is one step.
-    trainer_for([WAYS[way](limit_bytes, trials), SearchClock()], 1, limit_val_batches=0).fit(module)
+    search_clock = SearchClock()
+    clock = _step_clock()
+    timed = TimedSteps(clock, ROUNDS)
+    callbacks = [WAYS[way](limit_bytes, trials), search_clock, clock, timed]
+    trainer_for(callbacks, -1, limit_val_batches=0).fit(module)
+    emit(
+        batch_size=module.batch_size,
+        search_seconds=search_clock.search_seconds,
+        samples_run=search_clock.samples_run,
+        step_seconds=timed.fastest_seconds,
+    )
 
 
 def time_steps(name: str, sizes: Sequence[int]) -> None:
@@ -157,11 +184,10 @@ def fastest_step_seconds(name: str, size: int) -> float:
     torch.set_num_threads(1)
     silence()
     workload = QUICK_WORKLOADS[name]
-    clock = CudaClock() if torch.cuda.is_available() else CpuClock()
-    trainer_for([clock, TimedSteps(clock)], -1, limit_val_batches=0).fit(
-        workload.training(workload, size)
-    )
-    return min(clock.step_seconds[WARM_UP_STEPS:])
+    clock = _step_clock()
+    timed = TimedSteps(clock)
+    trainer_for([clock, timed], -1, limit_val_batches=0).fit(workload.training(workload, size))
+    return timed.fastest_seconds[0]
 
 
 def main() -> None:
@@ -177,7 +203,8 @@ def main() -> None:
     try:
         if arguments.way is not None:
             search(arguments.network, arguments.way, arguments.trials)
-        time_steps(arguments.network, arguments.sizes)
+        else:
+            time_steps(arguments.network, arguments.sizes)
     # Near the limit memory may run out anywhere, with any error.
     except Exception as error:  # noqa: BLE001
         emit(error=one_line(error))

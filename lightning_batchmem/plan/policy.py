@@ -95,8 +95,9 @@ class SearchPolicy:
     """While throughput rises, a size above the ladder is rehearsed if it is this multiple of the
     largest that was timed. Source: A smaller one is less than 10 % faster."""
     rival_share: float = 0.15
-    """Sizes within this share of the best throughput are timed a second time, one after the other.
-    Source: On a shared machine the fastest step of one visit varied by 5 %, and of two by 3 %."""
+    """Smaller sizes within this share of the best throughput are timed a second time, and so is the
+    best size. Source: On a shared machine the fastest step of one visit varied by 5 %, and of two
+    by 3 %."""
     slower_share: float = 0.1
     """A note is printed if a much smaller size was faster by this share. Source: Less is not worth
     another search."""

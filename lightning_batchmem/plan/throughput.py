@@ -73,10 +73,16 @@ def size_between(speeds: Sequence[Speed], policy: SearchPolicy) -> int | None:
 def size_to_time_again(
     speeds: Sequence[Speed], trials: Iterable[Trial], policy: SearchPolicy
 ) -> int | None:
-    """The smallest size near the best throughput that was timed once; None if no rival is left."""
-    best = max((speed.samples_per_second for speed in speeds), default=0.0)
-    least = (1 - policy.rival_share) * best
-    rivals = [speed.batch_size for speed in speeds if speed.samples_per_second >= least]
+    """The smallest size that was timed once, of the best one and smaller ones that are near it."""
+    if not speeds:
+        return None
+    best = max(speeds, key=lambda speed: speed.samples_per_second)
+    least = (1 - policy.rival_share) * best.samples_per_second
+    rivals = [
+        speed.batch_size
+        for speed in speeds
+        if speed.samples_per_second >= least and speed.batch_size <= best.batch_size
+    ]
     if len(rivals) == 1:
         return None
     num_timed = Counter(trial.batch_size for trial in trials if trial.samples_per_second)

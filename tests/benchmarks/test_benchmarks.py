@@ -177,22 +177,27 @@ def test_a_process_that_is_late_is_ended():
     assert result == {"error": "no end after 1 s"}
 
 
-def test_the_regret_of_a_size_is_against_the_fastest_size_that_was_timed():
+def found(batch_size, search_seconds, step_seconds):
+    return {
+        "batch_size": batch_size,
+        "search_seconds": search_seconds,
+        "step_seconds": [step_seconds] * 3,
+        "error": None,
+    }
+
+
+def test_the_regret_of_a_search_is_against_the_fastest_size_of_the_ladder():
     searches = {
-        "memory": [{"batch_size": 8, "search_seconds": 4.0, "error": None}],
-        "throughput": [
-            {"batch_size": 4, "search_seconds": 2.0, "error": None},
-            {"batch_size": 2, "search_seconds": 3.0, "error": None},
-            {"error": "killed"},
-        ],
+        "memory": [found(8, 4.0, 0.25)],
+        "throughput": [found(4, 2.0, 0.1), found(2, 3.0, 0.1), {"error": "killed"}],
         "Lightning power": [],
     }
     # These are 20, 40 and 32 samples per second.
     steps = {"error": None, "step_seconds": {"2": [0.1] * 3, "4": [0.1] * 3, "8": [0.25] * 3}}
     printed = throughput.table({"net": {"searches": searches, "steps": steps}})
     memory, speed, power = rows_of(printed)
-    assert list(memory.values())[2:] == ["8", "4", "20.0%", "20.0%", "4.0", "16"]
-    assert list(speed.values())[2:] == ["4, 2", "4", "25.0%", "50.0%", "2.5", "25"]
+    assert list(memory.values())[2:] == ["8", "32", "4", "20.0%", "20.0%", "4.0", "16"]
+    assert list(speed.values())[2:] == ["4, 2", "40, 20", "4", "25.0%", "50.0%", "2.5", "25"]
     assert power["sizes"] == "none"
     assert "throughput: regret 25.0% in the median over the networks, 50.0% at most" in printed
     assert "costs less than that for memory on 1 of 1 networks" in printed
@@ -202,24 +207,23 @@ def test_the_regret_of_a_size_is_against_the_fastest_size_that_was_timed():
 
 def test_the_fastest_size_is_looked_up_in_other_rounds():
     # 2 and 4 samples are equally fast, and each of them has one lucky round.
-    rounds = {"2": [0.05, 0.1], "4": [0.2, 0.1]}
     known = {
-        "searches": {"memory": [{"batch_size": 2}, {"batch_size": 4}]},
-        "steps": {"step_seconds": rounds},
+        "searches": {"memory": [found(2, 1.0, 0.1), found(4, 1.0, 0.1)]},
+        "steps": {"step_seconds": {"2": [0.05, 0.1], "4": [0.2, 0.1]}},
     }
-    # The size that is best in one round is compared in the other, where it is half as fast.
-    assert throughput.regrets(known, "memory") == pytest.approx([-0.5, -0.5])
+    # The size that is best in one round has 20 samples per second in the other.
+    assert throughput.regrets(known, "memory") == pytest.approx([0.0, -1.0])
 
 
 @pytest.mark.slow
-def test_throughput_times_every_chosen_size(run):
+def test_throughput_times_the_ladder_and_the_training_after_each_search(run):
     printed = run("throughput --only 'small transformer' --repeats 1")
     rows = rows_of(printed)
     assert [row["way"] for row in rows] == ["memory", "throughput", "Lightning power"]
     (timed,) = re.findall(r"^- small transformer, samples/s by size: (.+)$", printed, re.MULTILINE)
     sizes = re.findall(r"(\S+): ", timed)
-    assert all(row["sizes"] in sizes for row in rows)
-    assert {row["fastest size"] for row in rows} <= set(sizes)
-    assert all(0 <= float(row["regret, worst"].rstrip("%")) < 100 for row in rows)
+    assert {row["fastest of the ladder"] for row in rows} <= set(sizes)
+    assert all(float(row["samples/s"].replace(",", "")) > 0 for row in rows)
+    assert all(float(row["regret, worst"].rstrip("%")) < 100 for row in rows)
     memory, _, power = (int(row["sizes"]) for row in rows)
     assert memory / 2 < power <= memory
