@@ -193,13 +193,16 @@ def _next_size_for_memory(state: SearchState) -> NextSize | LimitedBy:
         return _rehearse(state, candidate)
     if state.failed and _may_try_between(state):
         between = state.between_fit_and_failure()
-        if between not in state.tried:
+        if between in state.tried:
+            # It was rounded down over sizes that are not allowed.
+            between = rounded(state.passed[-1].batch_size + 1, state.limits, up=True)
+        if between < state.failed_size:
             return _rehearse(state, between)
     # For throughput, the last per cent of the memory are not worth a rehearsal.
     may_step_up = state.limits.objective == "memory" and not state.limits.steps_are_collective
     if state.failed or len(state.passed) > 1 or not may_step_up:
         return _MEMORY
-    higher = state.largest_predicted_size(state.policy.step_up_share)
+    higher = state.largest_predicted_size(state.step_up_share)
     enough = (1 + state.policy.min_gain) * state.passed[-1].batch_size
     is_worth_it = higher == state.highest or higher >= enough
     return _rehearse(state, higher) if is_worth_it else _MEMORY
@@ -250,9 +253,11 @@ def _next_size_for_throughput(state: SearchState) -> NextSize | LimitedBy:
     """The next size to time or to rehearse, or what limits the fastest size."""
     limited_by: LimitedBy = "throughput"
     if is_rising(state.speeds, state.policy):
-        step = _next_size_for_memory(state)
-        if isinstance(step, NextSize) and _is_worth_timing(state, step):
-            return step
+        # Once sizes near the best one were run, only a failure leads to other sizes.
+        if state.failed or not state.has_compared_speeds:
+            step = _next_size_for_memory(state)
+            if isinstance(step, NextSize) and _is_worth_timing(state, step):
+                return step
         limited_by = _MEMORY
         if state.largest.batch_size == state.highest:
             limited_by = state.limits.max_reason

@@ -51,6 +51,9 @@ class SearchPolicy:
     fixed_share: float = 0.45
     """Where the fixed part takes more than this share of the limit, these shares are those of the
     room beyond it. Source: The ladder ends at `ladder_limit_share`, so it would have no size."""
+    fragmented_probe_share: float = 0.1
+    """Probes that need at least this share of the limit show how the allocator fragments. Source: A
+    smaller one is mostly the allocator's rounding to segments of 20 MiB."""
     step_up_share: float = 0.94
     """The same for the larger size that is tried after a pass. Source: simulated CUDA allocators:
     `python -m benchmarks.simulated_cuda`."""
@@ -70,7 +73,8 @@ class SearchPolicy:
     """These shares of the size that fits are rehearsed first where an overrun kills. Source:
     trainings in memory control groups: `python -m benchmarks.search`."""
     min_gain: float = 0.02
-    """A smaller gain is not worth another size. Source: A rehearsal costs about 14 steps."""
+    """A smaller gain is not worth another size. Source: A rehearsal costs about 14 steps on the
+    host, and 35 on a device."""
     min_gain_when_killed: float = 0.1
     """The same where an overrun kills the process. Source: trainings in memory control groups:
     `python -m benchmarks.search`."""
@@ -166,10 +170,10 @@ class SearchPolicy:
     """The same where steps are slow. Source: It bounds the time of a search."""
     differing_share: float = 0.1
     """Peaks differ from this share of the highest on. Source: Less is noise of the allocator."""
-    smaller_batch_shares: tuple[float, ...] = (0.75, 0.4)
+    smaller_batch_shares: tuple[float, ...] = (0.75, 0.4, 0.9, 0.2, 0.6, 0.3, 0.5, 0.85)
     """A rehearsal on a device also has batches of these shares of the size, only the first if steps
     are slow. Source: Their gradients lie between those of full batches and cannot be released;
-    simulated CUDA allocators: `python -m benchmarks.simulated_cuda`."""
+    simulated CUDA allocators: `python -m benchmarks.simulated_cuda --held-out`."""
     page_fault_seconds: float = 1.0
     """A note about page faults needs steps with this much CPU time. Source: Kernels may count the
     time in ticks of 10 ms, so this is exact to a per cent."""

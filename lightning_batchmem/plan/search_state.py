@@ -15,7 +15,7 @@ from lightning_batchmem.plan.headroom import (
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import MemoryModel, SearchLimits, Speed, Trial
 from lightning_batchmem.plan.scaling import largest_where, rounded, size_range
-from lightning_batchmem.plan.throughput import measured_speeds
+from lightning_batchmem.plan.throughput import measured_speeds, num_refinements
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,12 @@ class SearchState:
         return measured_speeds(trial for trial in self.trials if trial.batch_size in sizes)
 
     @property
+    def has_compared_speeds(self) -> bool:
+        """Whether sizes were run because they are near the size with the best throughput."""
+        has_timed_again = any(trial.kind == "timing" for trial in self.trials)
+        return has_timed_again or num_refinements(self.trials) > 0
+
+    @property
     def is_error_caught(self) -> bool:
         """Whether a size that does not fit is an error that ends no process."""
         return not (self.limits.overrun_kills or self.limits.steps_are_collective)
@@ -130,7 +136,7 @@ class SearchState:
             # The needed bytes include a reserve.
             share = 1.0
         else:
-            share = policy.candidate_share
+            share = self.candidate_share
         size = self.largest_predicted_size(share)
         if self.failed:
             num_steps = len(self.failed) + self._skipped_steps_down()
@@ -140,6 +146,29 @@ class SearchState:
                 # The prediction is far too large, so search in between.
                 size = min(size, self.between_fit_and_failure())
         return max(size, self.lowest)
+
+    @cached_property
+    def candidate_share(self) -> float:
+        """The share of the limit that the first rehearsal may be predicted to need.
+
+        An allocator that reserved ``r`` times the live bytes of a probe can use between none and
+        all of the rest in a larger step, so the live bytes may take between ``1 / r`` and 1 of the
+        limit. The middle is taken where it is lower than the usual share.
+        """
+        least_bytes = self.policy.fragmented_probe_share * self.limits.limit_bytes
+        probes = [t for t in self.trials if t.kind == "probe" and t.outcome == "ok"]
+        largest = max(probes, key=lambda trial: trial.batch_size, default=None)
+        share = self.policy.candidate_share
+        if largest is None or largest.peak_bytes < least_bytes:
+            return share
+        return min(share, (1 + largest.peak_bytes / largest.held_bytes) / 2)
+
+    @property
+    def step_up_share(self) -> float:
+        """The share for the larger size after a pass: as far on the way to the limit as usual."""
+        policy = self.policy
+        way = (policy.step_up_share - policy.candidate_share) / (1 - policy.candidate_share)
+        return self.candidate_share + way * (1 - self.candidate_share)
 
     def guaranteed_size(self) -> int:
         """The largest size that fits for certain, after the largest that fitted."""

@@ -45,16 +45,16 @@ def is_rising(speeds: Sequence[Speed], policy: SearchPolicy) -> bool:
 
 
 def size_between(speeds: Sequence[Speed], policy: SearchPolicy) -> int | None:
-    """A size next to the fastest one that is worth a measurement; ``None`` if there is none.
+    """A size next to the best one that is worth a measurement; ``None`` if there is none.
 
-    It is the geometric mean of the fastest size and a neighbour: of the neighbour that is further
-    away, and of the faster one of two that are equally far.
+    It is the geometric mean of the size with the best throughput and a neighbour: of the neighbour
+    that is further away, and of the faster one of two that are equally far.
     """
-    center = fastest(speeds, policy)
+    best = max(speeds, key=lambda speed: speed.samples_per_second, default=None)
     gaps = [
         (larger.batch_size / smaller.batch_size, smaller, larger)
         for smaller, larger in pairwise(speeds)
-        if center in (smaller, larger)
+        if best in (smaller, larger)
     ]
     ratio, smaller, larger = max(
         gaps,
@@ -63,7 +63,7 @@ def size_between(speeds: Sequence[Speed], policy: SearchPolicy) -> int | None:
             round(math.log2(gap[0])),
             gap[1].samples_per_second + gap[2].samples_per_second,
         ),
-        default=(0.0, center, center),
+        default=(0.0, best, best),
     )
     if ratio < policy.refined_gap or smaller is None or larger is None:
         return None

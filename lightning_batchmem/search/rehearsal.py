@@ -134,26 +134,46 @@ class Rehearsal:
                 consecutive.run_steady(more_steps)
                 num_steps += more_steps
             page_faults = meter.read()
-        # The steps that follow have these kinds, sizes and numbers.
         following = [(primary, smaller_size, 1), (primary, batch_size, measured_steps)]
         if evaluation is not None:
             following.insert(0, (evaluation, smaller_size, 1))
             following.insert(0, (evaluation, batch_size, measured_steps))
         # A compiled module would be compiled again for another size.
-        may_fragment = not (self._device.held_is_resident_set or self.meter.is_compiled)
-        if may_fragment and smaller_size < batch_size:
-            # Activations of such a batch leave a part of most segments of the larger batch free.
-            # Its gradients lie there, so that the next step can neither use nor release them.
-            shares = self._policy.smaller_batch_shares
-            for share in shares[:1] if self.is_slow else shares:
-                # One sample is an error to BatchNorm.
-                size = max(min(2, batch_size), int(share * batch_size))
-                following += [(primary, size, 1), (primary, batch_size, 1)]
+        if not (self._device.held_is_resident_set or self.meter.is_compiled):
+            following += self._fragmenting_steps(evaluation, smaller_size)
         for steps, size, count in following:
             with self._consecutive(steps, size) as consecutive:
                 consecutive.run(count)
         num_retries = self._allocator_retries() - retries
         return _Steady(first_call, num_retries, page_faults, num_steps)
+
+    def _fragmenting_steps(
+        self, evaluation: Steps | None, smaller_size: int
+    ) -> list[tuple[Steps, int, int]]:
+        """The kinds, sizes and numbers of steps that show how the allocator fragments.
+
+        Activations of a smaller batch leave a part of most segments of the larger batch free. Its
+        gradients lie there, so that the next step can neither use nor release them.
+        """
+        primary = self.readings.primary
+        batch_size = self.batch_size
+        shares = self._policy.smaller_batch_shares
+        steps = []
+        for number, share in enumerate(shares[:1] if self.is_slow else shares):
+            size = batch_size
+            # A module may need full batches, and then the loader makes no others.
+            if smaller_size < batch_size:
+                # One sample is an error to BatchNorm.
+                size = max(min(2, batch_size), int(share * batch_size))
+            steps += [(primary, size, 1), (primary, batch_size, 1)]
+            if number % 2 == 1:
+                # This is the end of an epoch and the begin of the next.
+                if smaller_size < batch_size:
+                    steps.append((primary, smaller_size, 1))
+                if evaluation is not None:
+                    steps += [(evaluation, batch_size, 1), (evaluation, smaller_size, 1)]
+                steps.append((primary, batch_size, 1))
+        return steps
 
     def _differ(self, held_bytes: list[int]) -> bool:
         """Whether steps differ in their held bytes, on this rank or on one that steps with it."""

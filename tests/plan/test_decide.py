@@ -28,6 +28,7 @@ from lightning_batchmem.plan.records import (
     Trial,
 )
 from lightning_batchmem.plan.scaling import OptimizerStep, rounded
+from lightning_batchmem.plan.search_state import SearchState
 
 LIMIT = 10_000
 POLICY = SearchPolicy()
@@ -334,6 +335,37 @@ def test_a_data_set_of_one_sample_needs_no_step():
 
 # Samples per second of an LSTM on the host at some sizes. Above 64 the C library maps blocks in
 # every step.
+@pytest.mark.parametrize(
+    ("held_bytes", "share", "step_up_share"),
+    [
+        # These shares are usual.
+        (2000, 0.9, 0.94),
+        (2400, 0.9, 0.94),
+        # The allocator reserved half as much again, and twice as much.
+        (3000, 5 / 6, 0.9),
+        (4000, 0.75, 0.85),
+    ],
+)
+def test_a_fragmented_probe_lowers_the_shares_of_the_limit(held_bytes, share, step_up_share):
+    probe = Trial(8, "ok", {"forward": 2000}, peak_held_bytes=held_bytes)
+    state = SearchState((probe,), limits(), POLICY)
+    assert state.candidate_share == pytest.approx(share)
+    assert state.step_up_share == pytest.approx(step_up_share)
+    # A rehearsal and a small probe show nothing about it.
+    rehearsal = with_changes(probe, kind="rehearsal")
+    small = SearchState((with_changes(probe, phase_peak_bytes={"forward": 999}),), limits(), POLICY)
+    assert SearchState((rehearsal,), limits(), POLICY).candidate_share == 0.9
+    assert small.candidate_share == 0.9
+
+
+def test_the_first_rehearsal_follows_the_fragmentation_of_the_probes():
+    # The share is 0.890, and 1450 samples need it.
+    fragmented = device(STRAIGHT, 50_000, held_share=0.3)
+    assert drive(fragmented, limits(50_000)).text == "2p 8p 32p 128p 512p 1450r! 1276r! 957r"
+    compiled = drive(fragmented, limits(50_000, is_compiled=True))
+    assert compiled.text.startswith("2p 8p 1466r!")
+
+
 LSTM = {2: 251, 8: 629, 18: 907, 32: 1040, 64: 1334, 128: 825, 256: 871, 536: 866, 10**7: 866}
 
 

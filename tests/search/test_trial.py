@@ -64,9 +64,10 @@ def test_what_trials_record(search, device):
     for trial in plan.trials:
         assert list(trial.phase_peak_bytes) == ["forward", "backward", "optimizer_step"]
         assert trial.peak_bytes == law(trial.batch_size)
-    # A rehearsal has a warm-up step, five steady ones, a smaller one and two more, and then another
-    # smaller one and one more, both twice.
-    assert [trial.full_steps for trial in plan.trials] == [5, 4, 4, 13, 13]
+    # A rehearsal has a warm-up step, five steady ones, a smaller one and two more. Then eight pairs
+    # of a smaller and a full one follow. Every other pair ends an epoch, so the last batch, which
+    # is smaller, and a full one come after it.
+    assert [trial.full_steps for trial in plan.trials] == [5, 4, 4, 33, 33]
     assert device.num_ooms == 0
     # The enforced limit is restored.
     assert device.budget == 500 * MIB
@@ -142,26 +143,26 @@ def test_skipped_optimizer_steps_prolong_the_warm_up(search, device):
             if self.seen > self.skipped:
                 optimizer.step()
 
-    assert [trial.full_steps for trial in rehearsed(search(Scaling(device)))] == [17, 17]
+    assert [trial.full_steps for trial in rehearsed(search(Scaling(device)))] == [37, 37]
     never = Scaling(device)
     never.skipped = 10**6
     plan = search(never)
     # 20 of these steps are the warm-up.
-    assert [trial.full_steps for trial in rehearsed(plan)] == [32, 32]
+    assert [trial.full_steps for trial in rehearsed(plan)] == [52, 52]
     assert any("An optimizer did not step in the first 20 steps" in note for note in plan.notes)
 
 
 def test_slow_steps_are_repeated_less_often(search, device):
     policy = SearchPolicy(slow_step_seconds=0.0)
     steps = [trial.full_steps for trial in search(Stepping(device), policy=policy).trials]
-    # Steps that are not slow are repeated 5, 4, 4, 13 and 13 times.
+    # Steps that are not slow are repeated 5, 4, 4, 33 and 33 times.
     assert steps == [3, 2, 2, 10, 10]
 
 
 def test_quick_steps_are_timed_more_often(search, device):
     policy = SearchPolicy(timed_seconds=math.inf, timed_steps_quick=7)
     steps = [trial.full_steps for trial in search(Stepping(device), policy=policy).trials]
-    assert steps == [9, 8, 8, 13, 13]
+    assert steps == [9, 8, 8, 33, 33]
 
 
 def test_steps_that_differ_at_random_are_repeated(search, device):
@@ -176,7 +177,7 @@ def test_steps_that_differ_at_random_are_repeated(search, device):
 
             self.use = use
 
-    assert {trial.full_steps for trial in rehearsed(search(Different(device)))} == {28}
+    assert {trial.full_steps for trial in rehearsed(search(Different(device)))} == {48}
 
 
 def test_steady_steps_use_batches_of_other_lengths(search, device):
