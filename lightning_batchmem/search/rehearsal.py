@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,12 +13,12 @@ from lightning_batchmem.devices.page_faults import (
     page_fault_sentence,
 )
 from lightning_batchmem.search.ranks import Ranks
+from lightning_batchmem.search.readings import TrialReadings
 from lightning_batchmem.search.session import Steps
 from lightning_batchmem.search.steps import (
     ConsecutiveSteps,
     OverLimitError,
     StepMeter,
-    TrialReadings,
 )
 
 
@@ -197,9 +198,14 @@ class Rehearsal:
     def _reserve_bytes(self, start_held_bytes: int, share: float) -> int:
         """Bytes to keep free for later steps or for a checkpoint, above the highest held bytes.
 
-        A checkpoint is saved between two steps, so it needs only what the steps do not.
+        Later steps vary as the steady ones did, and at least by a share of the growth. A checkpoint
+        is saved between two steps, so it needs only what the steps do not.
         """
         peak_bytes = max(self.readings.held_bytes)
-        later_step_bytes = int(share * max(0, peak_bytes - start_held_bytes))
+        floor_bytes = share * max(0, peak_bytes - start_held_bytes)
+        steady = self.readings.steady_held_bytes
+        deviation_bytes = self._policy.reserve_deviations * statistics.stdev(steady)
+        later_bytes = statistics.fmean(steady) + deviation_bytes - peak_bytes
         checkpoint_bytes = self.meter.checkpoint_bytes() or 0
-        return max(later_step_bytes, self.meter.held_bytes() + checkpoint_bytes - peak_bytes)
+        saving_bytes = self.meter.held_bytes() + checkpoint_bytes - peak_bytes
+        return int(max(floor_bytes, later_bytes, saving_bytes))

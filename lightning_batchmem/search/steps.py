@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import NamedTuple
 
 import torch
 
@@ -15,8 +12,8 @@ from lightning_batchmem.devices.base import DeviceMemory, PeakCounter
 from lightning_batchmem.devices.peaks import LiveStorages, RequestedBytes, StepPeaks
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import Outcome
 from lightning_batchmem.search.compiled import compiled_frames
+from lightning_batchmem.search.readings import CallReading, TrialReadings
 from lightning_batchmem.search.session import Session, Steps
 
 RunStep = Callable[[int, int], None]
@@ -24,64 +21,6 @@ RunStep = Callable[[int, int], None]
 
 class OverLimitError(Exception):
     """A step held more bytes than the steps of its trial may hold."""
-
-
-class CallReading(NamedTuple):
-    """Peaks and wall time of one call of :meth:`.Steps.run`, and whether an optimizer stepped."""
-
-    peaks: StepPeaks
-    seconds: float
-    has_stepped: bool
-
-
-@dataclass
-class TrialReadings:
-    """What the steps of one trial used. Times and full steps are those of the primary steps."""
-
-    primary: Steps
-    # Live bytes of each call whose peaks count.
-    step_peaks: list[StepPeaks] = field(default_factory=list)
-    # Held bytes of each call, warm-up included.
-    held_bytes: list[int] = field(default_factory=list)
-    # Wall time of each timed call in which an optimizer stepped, and of the other timed calls.
-    stepping_seconds: list[float] = field(default_factory=list)
-    other_seconds: list[float] = field(default_factory=list)
-    full_steps: int = 0
-    samples: int = 0
-    outcome: Outcome = "out_of_memory"
-    # Live bytes that last from one step to the next, without gradients.
-    fixed_bytes: int = 0
-    # Bytes to keep free for what a few steps cannot measure.
-    reserve_bytes: int = 0
-    error: str = ""
-    # A step that holds more ends the trial.
-    most_held_bytes: float = math.inf
-    # What makes the steps slow.
-    note: str | None = None
-
-    @property
-    def seconds(self) -> list[float]:
-        """Wall time of each timed call."""
-        return self.stepping_seconds + self.other_seconds
-
-    def optimizer_step_seconds(self, accumulate_grad_batches: int) -> float | None:
-        """The shortest time of a full step of so many calls; None if no call was timed."""
-        if not self.seconds:
-            return None
-        shortest = min(self.other_seconds or self.stepping_seconds)
-        optimizer_seconds = 0.0
-        if self.stepping_seconds:
-            # An optimizer steps in the last of the calls only.
-            optimizer_seconds = max(0.0, min(self.stepping_seconds) - shortest)
-        return accumulate_grad_batches * shortest + optimizer_seconds
-
-    def phase_peaks(self) -> dict[str, int]:
-        """The highest live bytes of each phase."""
-        highest: dict[str, int] = {}
-        for step in self.step_peaks:
-            for phase, peak_bytes in step.phase_peak_bytes.items():
-                highest[phase] = max(highest.get(phase, 0), peak_bytes)
-        return highest
 
 
 class StepMeter:
@@ -246,7 +185,8 @@ class ConsecutiveSteps:
 
     def run_steady(self, count: int) -> list[int]:
         """Run steps, every other one with batches of other lengths; returns the held bytes."""
-        first = len(self._readings.held_bytes)
+        readings = self._readings
+        first = len(readings.held_bytes)
         for number in range(count):
             if number % 2 == 1:
                 run_other = self._steps.run_other_lengths
@@ -255,7 +195,8 @@ class ConsecutiveSteps:
                 calls = self._full_step(self._steps.run, number, self._meter.step_counter)
                 self._add_peaks(calls)
                 self._add_times(calls)
-        return self._readings.held_bytes[first:]
+                readings.steady_held_bytes += readings.held_bytes[-len(calls) :]
+        return readings.held_bytes[first:]
 
     def count_live_bytes(self) -> None:
         """Count live bytes with a dispatch mode, unless the device counts them itself."""

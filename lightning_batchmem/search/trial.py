@@ -15,13 +15,13 @@ from lightning_batchmem.plan.records import NextSize, SearchLimits, Trial
 from lightning_batchmem.plan.scaling import accumulated_batches
 from lightning_batchmem.search.compiled import forget_compiled
 from lightning_batchmem.search.ranks import CollectiveDetector, Ranks
+from lightning_batchmem.search.readings import TrialReadings
 from lightning_batchmem.search.rehearsal import Rehearsal
 from lightning_batchmem.search.session import Session, Steps
 from lightning_batchmem.search.steps import (
     ConsecutiveSteps,
     OverLimitError,
     StepMeter,
-    TrialReadings,
 )
 
 

@@ -214,6 +214,30 @@ def test_a_reserve_is_kept_for_holes_in_the_heap(search, device):
     assert trial.reserve_bytes / grown_bytes == pytest.approx(2 * 0.12, abs=0.01)
 
 
+def test_a_reserve_is_kept_for_steps_that_vary(search, device):
+    device.as_host()
+    device._base_bytes = MIB
+    device.free()
+
+    class Varying(Stepping):
+        def __init__(self, device_memory):
+            super().__init__(device_memory)
+            numbers = iter(range(10**6))
+
+            def use(size):
+                # Every other step of each kind holds 40 MiB more.
+                device_memory.use((200 + 40 * (next(numbers) // 2 % 2)) * MIB)
+                device_memory.free()
+
+            self.use = use
+
+    plan = search(Varying(device), options={"max_batch_size": 4})
+    trial = rehearsed(plan)[0]
+    # Half of the steady steps hold 240 MiB, and the mean lies 4 * 20 MiB below the bytes needed.
+    needed_bytes = trial.held_bytes + trial.reserve_bytes - 0.12 * 240 * MIB
+    assert 295 * MIB < needed_bytes < 310 * MIB
+
+
 def test_a_step_above_the_limit_ends_a_rehearsal_on_the_host(search, device):
     device.as_host()
     device._base_bytes = MIB

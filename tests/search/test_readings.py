@@ -1,6 +1,6 @@
 """Times of steps."""
 
-from lightning_batchmem.search.steps import TrialReadings
+from lightning_batchmem.search.readings import TrialReadings
 
 
 def test_the_time_of_an_optimizer_step_has_its_micro_batches_and_one_update():
