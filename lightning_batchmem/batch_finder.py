@@ -26,6 +26,7 @@ from lightning_batchmem._lightning.hooks import call_before
 from lightning_batchmem._lightning.recorded_state import RecordedState
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.strategies import check_strategy
+from lightning_batchmem._lightning.tested_versions import warn_of_untested_torch
 from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run
 from lightning_batchmem.devices import device_memory_for
@@ -164,6 +165,7 @@ class BatchFinder(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Record the state before ``configure_optimizers``, or search before an evaluation."""
+        warn_of_untested_torch()
         self._checkpoint = {}
         self._cancel = None
         self._search = None

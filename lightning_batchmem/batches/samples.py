@@ -41,7 +41,8 @@ _FATAL = ("DataLoader worker (pid", "bootstrapping phase")
 
 
 class MeasuredSample(NamedTuple):
-    size: float
+    # The size is None if there is no sample, which collate functions leave out.
+    size: float | None
     batch_bytes: int
     # Whether the sample is one of those that are spread over the data set.
     is_spread: bool
@@ -69,9 +70,9 @@ class SampleMeasure:
     def __call__(self, samples: list[Any]) -> MeasuredSample:
         sample = samples[0]
         if sample is None:
-            # Collate functions leave out such samples, so one is only kept until there is another.
+            # It is only kept until there is another.
             is_first = self.largest_size == -math.inf
-            return MeasuredSample(0.0, 0, False, is_first, self._sent(sample) if is_first else [])
+            return MeasuredSample(None, 0, False, is_first, self._sent(sample) if is_first else [])
         try:
             batch_bytes, _ = batched_bytes(self.collate, samples)
         # A user's function may need more samples than one, and raise any exception for one.
@@ -122,7 +123,7 @@ def read_samples(loader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[
                 f" {type(loader.dataset).__name__}. Free memory or make the samples smaller."
             ) from error
         raise
-    if not sizes.measured:
+    if not samples:
         raise ValueError("the data set must have at least one sample, got none")
     return samples, sizes
 
@@ -215,8 +216,9 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
                 # The time begins anew here, since the start of a worker may take longer than all
                 # samples.
                 start = time.monotonic()
-            sizes.measured.append(measured.size)
-            sizes.is_ragged |= measured.size != sizes.measured[0]
+            if measured.size is not None:
+                sizes.measured.append(measured.size)
+                sizes.is_ragged |= measured.size != sizes.measured[0]
             seconds = time.monotonic() - start
             if seconds > measure.policy.scan_seconds:
                 sizes.scan_seconds = seconds

@@ -178,8 +178,10 @@ def test_missing_samples_make_no_batch_alone(worst_case, workers, monkeypatch):
     def collate(samples):
         return torch.stack([sample for sample in samples if sample is not None])
 
-    batch, _ = batches(dataset, worst_case, collate_fn=collate).batch(8)
-    assert batch.shape == (8, 4)
+    made = batches(dataset, worst_case, collate_fn=collate)
+    assert made.batch(8)[0].shape == (8, 4)
+    # The others have one size.
+    assert made.notes == ()
     # Where all samples are missing, the collate function makes its batch of nothing.
     nothing = changed(lambda index: None)
     made = batches(nothing, worst_case, collate_fn=lambda samples: torch.zeros(len(samples), 4))

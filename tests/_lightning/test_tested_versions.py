@@ -1,0 +1,29 @@
+"""A torch that is newer than all tested ones."""
+
+import warnings
+
+import pytest
+import torch
+
+from lightning_batchmem._lightning.tested_versions import (
+    NEWEST_TESTED_TORCH,
+    warn_of_untested_torch,
+)
+
+
+@pytest.mark.parametrize("version", ["2.14.0", "3.0.0+cu130", "2.14.0a0+git1234"])
+def test_a_newer_torch_is_one_warning(version):
+    with pytest.warns(UserWarning, match=f"torch {version[:4]}.* is newer than 2.13"):
+        warn_of_untested_torch(version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_untested_torch(version)
+
+
+@pytest.mark.parametrize("version", ["2.13.1+cpu", "2.5.1", "1.13.0", torch.__version__])
+def test_a_tested_torch_is_no_warning(version):
+    warn_of_untested_torch(version)
+
+
+def test_the_constraints_install_the_newest_tested_version():
+    assert tuple(map(int, torch.__version__.split(".")[:2])) <= NEWEST_TESTED_TORCH
