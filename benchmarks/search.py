@@ -8,6 +8,8 @@ The table has the size found, the largest that survives, and how many trainings 
     python -m benchmarks.search --only LSTM --ways BatchFinder --quick
     # with the largest size that survives
     python -m benchmarks.search --only LSTM --ways BatchFinder --repeats 5
+    # five networks of other kinds
+    python -m benchmarks.search --held-out --ways BatchFinder --repeats 5
     # only trainings at these sizes
     python -m benchmarks.search --only LSTM --sizes 48 60
 
@@ -39,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import command_line, in_fresh_process, machine, markdown
+from benchmarks.held_out_workloads import ALL_WORKLOADS, HELD_OUT_WORKLOADS
 from benchmarks.ways import WAYS
 from benchmarks.workloads import MIB, WORKLOADS
 
@@ -78,7 +81,7 @@ class Measurements:
     def run(self, name: str, way: str, runs: list[dict[str, Any]]) -> None:
         """Run one process, append its result to ``runs`` and write everything."""
         result = in_fresh_process(
-            "benchmarks.ways", name, way, room_bytes=WORKLOADS[name].room_bytes
+            "benchmarks.ways", name, way, room_bytes=ALL_WORKLOADS[name].room_bytes
         )
         runs.append(result)
         self.save()
@@ -192,7 +195,7 @@ def table(by_name: dict[str, Any]) -> str:
     notes = list[str]()
     for name, known in by_name.items():
         best = known.get("oracle")
-        room = f"{WORKLOADS[name].room_bytes / MIB:,.0f}"
+        room = f"{ALL_WORKLOADS[name].room_bytes / MIB:,.0f}"
         row = {
             "network": name,
             "room MiB": room,
@@ -228,7 +231,15 @@ def _summary(values: Sequence[float], form: str) -> str:
 
 
 def main() -> None:
-    parser = command_line(__doc__, WORKLOADS)
+    parser = command_line(__doc__, ALL_WORKLOADS)
+    parser.set_defaults(only=list(WORKLOADS))
+    parser.add_argument(
+        "--held-out",
+        action="store_const",
+        dest="only",
+        const=list(HELD_OUT_WORKLOADS),
+        help="five networks of other kinds",
+    )
     parser.add_argument(
         "--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="these ways to search"
     )

@@ -23,7 +23,8 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 
 from benchmarks.caps import cap
 from benchmarks.common import command_line, emit, one_line, trainer_for
-from benchmarks.workloads import SAMPLES_RUN, WORKLOADS, module_for
+from benchmarks.held_out_workloads import ALL_WORKLOADS, module_for
+from benchmarks.workloads import SAMPLES_RUN
 from lightning_batchmem import BatchFinder
 
 STEPS = 60
@@ -119,7 +120,7 @@ def run(name: str, way: str, steps: int, limit: Limit) -> None:
 
     # The documentation of accelerate and toma also builds everything anew for each size.
     def attempt(batch_size: int) -> int:
-        trainer_for([limit], STEPS_PER_ATTEMPT * WORKLOADS[name].optimizers).fit(
+        trainer_for([limit], STEPS_PER_ATTEMPT * ALL_WORKLOADS[name].optimizers).fit(
             module_for(name, batch_size)
         )
         return batch_size
@@ -133,7 +134,7 @@ def run(name: str, way: str, steps: int, limit: Limit) -> None:
         callbacks = (limit, finder, Progress(limit, finder))
         trainer = trainer_for(
             [callback for callback in callbacks if callback is not None],
-            steps * WORKLOADS[name].optimizers,
+            steps * ALL_WORKLOADS[name].optimizers,
             default_root_dir=directory,
             enable_checkpointing=True,
             val_check_interval=steps // 3,
@@ -144,13 +145,13 @@ def run(name: str, way: str, steps: int, limit: Limit) -> None:
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("workload", choices=ALL_WORKLOADS)
     parser.add_argument("way", help=f"one of {', '.join(WAYS)}, or a batch size")
     parser.add_argument(
         "--steps", type=int, default=STEPS, help="of the training; default: %(default)s"
     )
     chosen = parser.parse_args()
-    limit = Limit(WORKLOADS[chosen.workload].room_bytes)
+    limit = Limit(ALL_WORKLOADS[chosen.workload].room_bytes)
     try:
         run(chosen.workload, chosen.way, chosen.steps, limit)
     # Near the limit memory may run out anywhere, with any error.

@@ -192,7 +192,7 @@ def _pixels(g: torch.Generator, *, side: int = 64) -> Sample:
     return torch.randn(1, side, side, generator=g), torch.randint(2, (side, side), generator=g)
 
 
-def _padded(samples: list[Sample]) -> Sample:
+def padded(samples: list[Sample]) -> Sample:
     inputs, targets = zip(*samples, strict=True)
     # Cross entropy leaves out targets of -100, which is the default of its ``ignore_index``.
     return pad_sequence(list(inputs), True), pad_sequence(list(targets), True, -100)
@@ -298,7 +298,7 @@ WORKLOADS = {
     ),
     "LSTM": Workload(LSTM, partial(floats, shape=(100, 64)), 200),
     "transformer": Workload(Transformer, partial(_tokens, length=LENGTH), 300),
-    "long-tailed text": Workload(Transformer, _long_tailed_tokens, 300, collate=_padded),
+    "long-tailed text": Workload(Transformer, _long_tailed_tokens, 300, collate=padded),
     "wide MLP": Workload(wide_mlp, partial(floats, shape=(1024,)), 800),
 }
 
@@ -310,8 +310,3 @@ QUICK_WORKLOADS = {
     "small LSTM": Workload(partial(LSTM, 96), partial(floats, shape=(50, 64)), 150),
     "small MLP": Workload(partial(wide_mlp, 512, 4), partial(floats, shape=(512,)), 100),
 }
-
-
-def module_for(name: str, batch_size: int = 2) -> Training:
-    workload = WORKLOADS[name]
-    return workload.training(workload, batch_size)

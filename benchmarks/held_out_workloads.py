@@ -1,0 +1,121 @@
+"""Trainings of other kinds than those in ``workloads``, for searches under a limit of the host.
+
+No constant of the package was chosen with them, so that their searches show what the constants are
+worth elsewhere.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.workloads import (
+    CLASSES,
+    TOKENS,
+    WORKLOADS,
+    Sample,
+    Training,
+    Transformer,
+    Workload,
+    floats,
+    padded,
+)
+
+
+class TokenGRU(nn.Module):
+    """A GRU that predicts a token at each position."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, width)
+        self.gru = nn.GRU(width, width, batch_first=True)
+        self.head = nn.Linear(width, TOKENS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.gru(self.embedding(x))[0])
+        return scores.transpose(1, 2)
+
+
+class BidirectionalLSTM(nn.Module):
+    """An LSTM in both directions, whose outputs are averaged over time."""
+
+    def __init__(self, features: int = 40, width: int = 128) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(features, width, 2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(2 * width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.lstm(x)[0].mean(1))
+        return scores
+
+
+class LargeEmbedding(nn.Module):
+    """Parameters, gradients and Adam's state take 225 MiB."""
+
+    def __init__(self, rows: int = 115_000, width: int = 128) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(rows, width)
+        self.layers = nn.Sequential(
+            nn.Linear(width, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()
+        )
+        self.head = nn.Linear(256, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.layers(self.rows(x)).mean(1))
+        return scores
+
+
+def separable_network(width: int = 32) -> nn.Module:
+    """Depthwise and pointwise convolutions of 3 x 48 x 48 images."""
+
+    def block(inputs: int, outputs: int, stride: int) -> list[nn.Module]:
+        return [
+            nn.Conv2d(inputs, inputs, 3, stride, 1, groups=inputs),
+            nn.Conv2d(inputs, outputs, 1),
+            nn.BatchNorm2d(outputs),
+            nn.GELU(),
+        ]
+
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1),
+        *block(width, width, 1),
+        *block(width, 2 * width, 2),
+        *block(2 * width, 4 * width, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4 * width, CLASSES),
+    )
+
+
+def _tokens(g: torch.Generator, *, length: int) -> Sample:
+    tokens = torch.randint(TOKENS, (2, length), generator=g)
+    return tokens[0], tokens[1]
+
+
+def _periodic_tokens(g: torch.Generator) -> Sample:
+    """256 tokens in each 64th sample, and 20 to 71 in the others."""
+    # The seed is the index of the sample.
+    index = g.initial_seed()
+    return _tokens(g, length=256 if index % 64 == 63 else 20 + index % 52)
+
+
+def _visits(g: torch.Generator) -> Sample:
+    return torch.randint(115_000, (50,), generator=g), torch.randint(CLASSES, (), generator=g)
+
+
+HELD_OUT_WORKLOADS = {
+    "GRU": Workload(TokenGRU, partial(_tokens, length=80), 250),
+    "bidirectional LSTM": Workload(BidirectionalLSTM, partial(floats, shape=(60, 40)), 150),
+    "periodic text": Workload(Transformer, _periodic_tokens, 350, collate=padded),
+    "large embedding": Workload(LargeEmbedding, _visits, 300),
+    "separable CNN": Workload(separable_network, partial(floats, shape=(3, 48, 48)), 300),
+}
+ALL_WORKLOADS = {**WORKLOADS, **HELD_OUT_WORKLOADS}
+"""All trainings that a search can be run with."""
+
+
+def module_for(name: str, batch_size: int = 2) -> Training:
+    workload = ALL_WORKLOADS[name]
+    return workload.training(workload, batch_size)
