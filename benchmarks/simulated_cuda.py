@@ -10,6 +10,8 @@ batch is smaller, always of the same size; random: each fifth batch has another 
     python -m benchmarks.simulated_cuda --only "ResNet-18 SGD" --gigabytes 8
     # six networks of other kinds
     python -m benchmarks.simulated_cuda --held-out
+    # six networks that no rule of the search was changed with
+    python -m benchmarks.simulated_cuda --unseen
     # also to benchmarks/results
     python -m benchmarks.simulated_cuda --write
 """
@@ -28,6 +30,7 @@ from benchmarks.common import command_line, markdown, report
 from benchmarks.held_out_networks import HELD_OUT_NETWORKS
 from benchmarks.large_networks import NETWORKS
 from benchmarks.search import largest_that
+from benchmarks.unseen_networks import UNSEEN_NETWORKS
 from tests.helpers.simulated_cuda.device import SimulatedCuda
 from tests.helpers.simulated_cuda.search import SEEDS, search
 from tests.helpers.simulated_cuda.trace import Trace, trace_of
@@ -127,7 +130,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     names = [network.name for network in NETWORKS]
     held_out = [network.name for network in HELD_OUT_NETWORKS]
-    parser = command_line(__doc__, [*names, *held_out], writes=True)
+    unseen = [network.name for network in UNSEEN_NETWORKS]
+    parser = command_line(__doc__, [*names, *held_out, *unseen], writes=True)
     parser.set_defaults(only=names)
     parser.add_argument(
         "--held-out",
@@ -135,6 +139,13 @@ def main() -> None:
         dest="only",
         const=held_out,
         help="six networks of other kinds",
+    )
+    parser.add_argument(
+        "--unseen",
+        action="store_const",
+        dest="only",
+        const=unseen,
+        help="six networks that no rule of the search was changed with",
     )
     parser.add_argument(
         "--gigabytes", nargs="+", type=int, default=[8, 24, 80], help="capacities of the device"

@@ -17,6 +17,7 @@ from benchmarks import (
     large_networks,
     simulated_cuda,
     throughput,
+    unseen_networks,
 )
 from benchmarks.common import ROOT, in_fresh_process
 from benchmarks.search import largest_that
@@ -131,6 +132,7 @@ def test_the_summary_of_simulated_searches_counts_trainings_and_searches():
     [
         ("", large_networks.NETWORKS),
         ("--held-out", held_out_networks.HELD_OUT_NETWORKS),
+        ("--unseen", unseen_networks.UNSEEN_NETWORKS),
         ("--only 'Recommender Adam'", held_out_networks.HELD_OUT_NETWORKS[:1]),
     ],
 )

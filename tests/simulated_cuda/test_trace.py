@@ -122,3 +122,12 @@ def test_parameters_and_states_of_the_recommender_fill_most_of_the_device(gigaby
     device.train_step(2)
     device.drop(trace.gradients)
     assert 0.75 <= device.requested / device.capacity_bytes <= 0.9
+
+
+@pytest.mark.parametrize("gigabytes", [8, 80])
+@pytest.mark.parametrize("name", ["Recommender Adam", "DLRM 26 tables Adam"])
+def test_the_optimizer_step_of_large_tables_needs_most_of_the_device(name, gigabytes):
+    device = SimulatedCuda(trace_of(name, gigabytes), gigabytes * GB)
+    device.train_step(2)
+    device.train_step(2)
+    assert 0.8 <= device.peak().requested_bytes / device.capacity_bytes <= 0.9

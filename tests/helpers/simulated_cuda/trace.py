@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.held_out_networks import HELD_OUT_NETWORKS
 from benchmarks.large_networks import NETWORKS, Network
+from benchmarks.unseen_networks import UNSEEN_NETWORKS
 
 RECORDED_SIZES = (2, 3, 5)
 # Workspaces are invented, as shares of the input of a convolution.
@@ -68,7 +69,7 @@ class Trace:
 
 def trace_of(name: str, gigabytes: int = 8) -> Trace:
     """The trace of a network on a device with these gigabytes, recorded once in a process."""
-    networks = (*NETWORKS, *HELD_OUT_NETWORKS)
+    networks = (*NETWORKS, *HELD_OUT_NETWORKS, *UNSEEN_NETWORKS)
     network = next(network for network in networks if network.name == name)
     return _trace(network, gigabytes if network.fills_device else None)
 
