@@ -154,7 +154,7 @@ class BatchFinder(Callback):
         self._recorded: RecordedState | None = None
         # It is set from the end of the search until the first batch.
         self._search: TrainerSearch | None = None
-        # It is set from the end of the search until a batch is larger than those of the search.
+        # It is set in the first epoch, until a batch is larger than those of the search.
         self._batch_watch: BatchWatch | None = None
         # These are the processes that search together.
         self._ranks = Ranks(0, 1)
@@ -238,6 +238,9 @@ class BatchFinder(Callback):
         if self._search is not None and self.plan is not None:
             self._search.check_start(batch, self.plan)
             self._search = None
+        # The first epoch has every sample.
+        if trainer.current_epoch > 0:
+            self._batch_watch = None
         if self._batch_watch is not None and (text := self._batch_watch.warning(batch)):
             # Each rank reads other samples, so each of them may warn.
             warnings.warn(text, stacklevel=2)

@@ -131,9 +131,10 @@ class TrainerSearch:
         chosen = _chosen(result)
         if self.device_memory.counts_live_bytes:
             self.start_bytes = result.start_bytes
-        largest_bytes = clean_start.search_callback.largest_batch_bytes.get(chosen.batch_size)
+        own_bytes = clean_start.search_callback.largest_batch_bytes.get(chosen.batch_size, 0)
+        largest_bytes = max(self.ranks.exchange(own_bytes))
         # Average samples are smaller than many batches of the training.
-        if largest_bytes and self.options.worst_case != "typical":
+        if largest_bytes > 0 and self.options.worst_case != "typical":
             self.batch_watch = BatchWatch(
                 chosen.batch_size, largest_bytes, self.policy.larger_batch_share
             )

@@ -200,7 +200,7 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
     sizes = SampleSizes()
     start = time.monotonic()
     try:
-        for measured in reader:
+        for num_read, measured in enumerate(reader, 1):
             for sent in measured.samples:
                 # The sample takes the place of the one that was the largest until now.
                 del samples[sizes.spread_count :]
@@ -212,7 +212,7 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
                 sizes.spread_count += measured.is_spread
                 if measured.is_largest:
                     sizes.largest = len(samples) - 1
-            if not sizes.measured:
+            if num_read == 1:
                 # The time begins anew here, since the start of a worker may take longer than all
                 # samples.
                 start = time.monotonic()
@@ -223,7 +223,7 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
             if seconds > measure.policy.scan_seconds:
                 sizes.scan_seconds = seconds
                 break
-            if len(sizes.measured) >= _enough(measure, sizes, seconds):
+            if num_read >= _enough(measure, sizes, seconds):
                 break
         else:
             sizes.is_complete = True

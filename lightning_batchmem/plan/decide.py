@@ -283,7 +283,7 @@ def _is_worth_timing(state: SearchState, step: NextSize) -> bool:
 
 
 def _refinement(state: SearchState) -> int | None:
-    """A size next to the fastest one that is timed in addition."""
+    """A size next to the best one that is timed in addition."""
     if state.limits.is_compiled or num_refinements(state.trials) >= state.policy.refinements:
         return None
     between = size_between(state.speeds, state.policy)

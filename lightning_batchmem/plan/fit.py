@@ -13,10 +13,13 @@ from lightning_batchmem.plan.records import PHASES, Line, MemoryModel, TimeModel
 def ran_through(trials: Iterable[Trial]) -> list[Trial]:
     """One trial for each size whose steps ran to their end, smallest size first.
 
-    Repetitions of a size are combined into the worst of them.
+    Repetitions of a size are combined into the worst of them. A trial that only timed its steps is
+    left out.
     """
     by_size: dict[int, list[Trial]] = {}
     for trial in trials:
+        if trial.kind == "timing":
+            continue
         if trial.outcome != "out_of_memory" and trial.phase_peak_bytes:
             by_size.setdefault(trial.batch_size, []).append(trial)
     worst = {size: t[0] if len(t) == 1 else Trial.worst_of(t) for size, t in by_size.items()}
@@ -85,7 +88,7 @@ def fit_time(trials: Sequence[Trial], policy: SearchPolicy | None = None) -> Tim
     points = [
         (trial.batch_size, trial.step_seconds)
         for trial in trials
-        if trial.outcome != "out_of_memory" and trial.step_seconds
+        if trial.outcome != "out_of_memory" and trial.kind != "timing" and trial.step_seconds
     ]
     sizes = [size for size, _ in points]
     if len(set(sizes)) < 2:

@@ -37,7 +37,7 @@ def needed_bytes_on_host(
     if ended_early:
         last = min(ended_early, key=lambda trial: trial.batch_size)
         last_live_bytes = round(memory.predict_bytes(last.batch_size))
-    if last.kind == "probe":
+    if last.kind != "rehearsal":
         lowest_ratio = 1.0
         highest_ratio = policy.most_held_ratio
     else:

@@ -74,7 +74,7 @@ class SearchPolicy:
     trainings in memory control groups: `python -m benchmarks.search`."""
     min_gain: float = 0.02
     """A smaller gain is not worth another size. Source: A rehearsal costs about 14 steps on the
-    host, and 35 on a device."""
+    host, and 45 on a device."""
     min_gain_when_killed: float = 0.1
     """The same where an overrun kills the process. Source: trainings in memory control groups:
     `python -m benchmarks.search`."""

@@ -103,8 +103,9 @@ class SearchState:
 
     @cached_property
     def speeds(self) -> list[Speed]:
-        """The throughput of each size that fits, smallest size first."""
+        """The throughput of each size that fits and never failed, smallest size first."""
         sizes = {trial.batch_size for trial in self.fitting}
+        sizes -= {trial.batch_size for trial in self.trials if trial.outcome != "ok"}
         return measured_speeds(trial for trial in self.trials if trial.batch_size in sizes)
 
     @property
@@ -131,7 +132,7 @@ class SearchState:
         """The largest size that is predicted to fit, less a step for each failure."""
         policy = self.policy
         if self.limits.steps_are_collective:
-            share = policy.collective_share
+            share = min(policy.collective_share, self.candidate_share)
         elif self.limits.overrun_kills:
             # The needed bytes include a reserve.
             share = 1.0

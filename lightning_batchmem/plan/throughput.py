@@ -85,7 +85,10 @@ def size_to_time_again(
     ]
     if len(rivals) == 1:
         return None
-    num_timed = Counter(trial.batch_size for trial in trials if trial.samples_per_second)
+    # A trial that failed has no throughput, and is not run again.
+    num_timed = Counter(
+        trial.batch_size for trial in trials if trial.kind == "timing" or trial.samples_per_second
+    )
     return next((size for size in rivals if num_timed[size] == 1), None)
 
 

@@ -28,7 +28,7 @@ class TrialReadings:
     step_peaks: list[StepPeaks] = field(default_factory=list)
     # Held bytes of each call, warm-up included.
     held_bytes: list[int] = field(default_factory=list)
-    # Held bytes of the steady calls with the longest samples.
+    # Held bytes of each steady full step with the longest samples.
     steady_held_bytes: list[int] = field(default_factory=list)
     # Wall time of each timed call in which an optimizer stepped, and of the other timed calls.
     stepping_seconds: list[float] = field(default_factory=list)

@@ -43,6 +43,7 @@ class Rehearsal:
         ranks: the processes that search together.
         batch_size: samples in each full batch.
         limit_bytes: what the process may hold.
+        multiple_of: samples of which batches are a multiple, unless they end an epoch.
         readings: takes what the steps used.
         is_collective: whether ranks take every step together.
         is_slow: whether steps are repeated less often.
@@ -52,6 +53,7 @@ class Rehearsal:
     ranks: Ranks
     batch_size: int
     limit_bytes: int
+    multiple_of: int
     readings: TrialReadings
     is_collective: bool
     is_slow: bool
@@ -164,13 +166,13 @@ class Rehearsal:
             size = batch_size
             # A module may need full batches, and then the loader makes no others.
             if smaller_size < batch_size:
+                size = int(share * batch_size) // self.multiple_of * self.multiple_of
                 # One sample is an error to BatchNorm.
-                size = max(min(2, batch_size), int(share * batch_size))
+                size = max(self.multiple_of, min(2, batch_size), size)
             steps += [(primary, size, 1), (primary, batch_size, 1)]
             if number % 2 == 1:
-                # This is the end of an epoch and the begin of the next.
-                if smaller_size < batch_size:
-                    steps.append((primary, smaller_size, 1))
+                # This is the end of an epoch and the beginning of the next.
+                steps.append((primary, smaller_size, 1))
                 if evaluation is not None:
                     steps += [(evaluation, batch_size, 1), (evaluation, smaller_size, 1)]
                 steps.append((primary, batch_size, 1))
@@ -204,8 +206,10 @@ class Rehearsal:
         peak_bytes = max(self.readings.held_bytes)
         floor_bytes = share * max(0, peak_bytes - start_held_bytes)
         steady = self.readings.steady_held_bytes
-        deviation_bytes = self._policy.reserve_deviations * statistics.stdev(steady)
-        later_bytes = statistics.fmean(steady) + deviation_bytes - peak_bytes
+        later_bytes = 0.0
+        if len(steady) > 1:
+            deviation_bytes = self._policy.reserve_deviations * statistics.stdev(steady)
+            later_bytes = statistics.fmean(steady) + deviation_bytes - peak_bytes
         checkpoint_bytes = self.meter.checkpoint_bytes() or 0
         saving_bytes = self.meter.held_bytes() + checkpoint_bytes - peak_bytes
         return int(max(floor_bytes, later_bytes, saving_bytes))

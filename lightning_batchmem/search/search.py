@@ -140,7 +140,7 @@ class BatchSizeSearch:
             trials = [
                 trial
                 for trial in result.trials
-                if trial.kind == "probe" or trial.needed_bytes <= room.limit_bytes
+                if trial.kind != "rehearsal" or trial.needed_bytes <= room.limit_bytes
             ]
             result = self._search(trials, room)
         return result

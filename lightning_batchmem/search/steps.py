@@ -195,7 +195,7 @@ class ConsecutiveSteps:
                 calls = self._full_step(self._steps.run, number, self._meter.step_counter)
                 self._add_peaks(calls)
                 self._add_times(calls)
-                readings.steady_held_bytes += readings.held_bytes[-len(calls) :]
+                readings.steady_held_bytes.append(max(readings.held_bytes[-len(calls) :]))
         return readings.held_bytes[first:]
 
     def count_live_bytes(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory, release_traceback
@@ -91,13 +91,14 @@ class TrialRunner:
             if step.kind == "probe":
                 self._probe(step.batch_size, limits.limit_bytes, readings)
             elif step.kind == "timing":
-                self._time(step.batch_size, readings)
+                self._time(step.batch_size, limits.limit_bytes, readings)
             else:
                 rehearsal = Rehearsal(
                     self.meter,
                     self._ranks,
                     step.batch_size,
                     limits.limit_bytes,
+                    limits.multiple_of or 1,
                     readings,
                     self.is_collective,
                     self._is_slow,
@@ -141,11 +142,17 @@ class TrialRunner:
         self.meter.is_first_size = False
         readings.outcome = "ok"
 
-    def _time(self, batch_size: int, readings: TrialReadings) -> None:
-        """Time the steps of a size that was probed before."""
-        with ConsecutiveSteps(self.meter, self._primary, batch_size, readings) as consecutive:
+    def _time(self, batch_size: int, limit_bytes: int, readings: TrialReadings) -> None:
+        """Time the steps of a size that was run before."""
+        limit: AbstractContextManager[bool] = nullcontext(False)
+        if not self.is_collective:
+            limit = self._device.limit_enforced(limit_bytes)
+            if self._device.overrun_kills:
+                readings.most_held_bytes = limit_bytes
+        consecutive = ConsecutiveSteps(self.meter, self._primary, batch_size, readings)
+        with limit, consecutive:
             consecutive.warm_up(self.meter.warmup_steps)
-            consecutive.run_timed(equally_many=self.is_collective)
+            consecutive.run_timed(equally_many=self._ranks.size > 1)
         readings.outcome = "ok"
 
     def _probe_steps(self, steps: Steps, batch_size: int, readings: TrialReadings) -> None:
@@ -154,8 +161,8 @@ class TrialRunner:
             at_least = self._policy.first_warmup_steps
         with ConsecutiveSteps(self.meter, steps, batch_size, readings) as consecutive:
             consecutive.warm_up(at_least)
-            # Ranks that step together run equally many steps.
-            consecutive.run_timed(equally_many=self.is_collective)
+            # The user's steps may exchange data between ranks, in later steps only.
+            consecutive.run_timed(equally_many=self._ranks.size > 1)
             consecutive.count_live_bytes()
 
     @contextmanager

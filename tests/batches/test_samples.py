@@ -188,6 +188,23 @@ def test_missing_samples_make_no_batch_alone(worst_case, workers, monkeypatch):
     assert made.batch(8)[0].shape == (8, 4)
 
 
+def test_the_time_of_a_scan_counts_missing_samples(monkeypatch):
+    monkeypatch.setattr("multiprocessing.get_start_method", lambda **_: "spawn")
+    read_indices = []
+
+    def missing(index):
+        read_indices.append(index)
+        time.sleep(0.01)
+
+    made = batches(
+        changed(missing),
+        collate_fn=lambda samples: torch.zeros(len(samples), 4),
+        policy=SearchPolicy(scan_seconds=0.05),
+    )
+    assert made.batch(8)[0].shape == (8, 4)
+    assert len(read_indices) < 50
+
+
 class Holding(Sampler):
     """Indices from the end, with an attribute that cannot be copied."""
 

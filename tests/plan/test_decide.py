@@ -333,8 +333,6 @@ def test_a_data_set_of_one_sample_needs_no_step():
     assert not step.is_verified
 
 
-# Samples per second of an LSTM on the host at some sizes. Above 64 the C library maps blocks in
-# every step.
 @pytest.mark.parametrize(
     ("held_bytes", "share", "step_up_share"),
     [
@@ -366,6 +364,8 @@ def test_the_first_rehearsal_follows_the_fragmentation_of_the_probes():
     assert compiled.text.startswith("2p 8p 1466r!")
 
 
+# Samples per second of an LSTM on the host at some sizes. Above 64 the C library maps blocks in
+# every step.
 LSTM = {2: 251, 8: 629, 18: 907, 32: 1040, 64: 1334, 128: 825, 256: 871, 536: 866, 10**7: 866}
 
 
@@ -433,6 +433,23 @@ def test_the_search_for_the_fastest_size_goes_on_after_a_failure():
     # Below 64 throughput still rises, so the largest size that passes is searched.
     assert driven.text == "2p 8p 32p 128p 512p 64p 64r! 60r! 52r! 39r 45r"
     assert driven.plan.batch_size == 45
+
+
+@pytest.mark.parametrize("kind", ["timing", "rehearsal"])
+def test_a_size_that_fails_once_more_is_not_run_again(kind):
+    """Another process may fill the device meanwhile."""
+    measure = device(STRAIGHT, 50_000, speed_at=saturating)
+
+    def run(step):
+        trial = measure(step)
+        if step.kind == kind and step.batch_size <= 512:
+            trial = with_changes(trial, outcome="out_of_memory", samples_per_second=None)
+        return trial
+
+    driven = drive(run, limits(50_000, objective="throughput"))
+    failed = [trial.batch_size for trial in driven.trials if trial.outcome != "ok"]
+    assert failed
+    assert len(set(failed)) == len(failed)
 
 
 @settings(deadline=None, max_examples=300)

@@ -238,6 +238,35 @@ def test_a_reserve_is_kept_for_steps_that_vary(search, device):
     assert 295 * MIB < needed_bytes < 310 * MIB
 
 
+def test_micro_batches_that_differ_are_no_variation(search, device):
+    device.as_host()
+    device._base_bytes = MIB
+    device.free()
+
+    class InTurn(Stepping):
+        def __init__(self, device_memory):
+            super().__init__(device_memory)
+            numbers = iter(range(10**6))
+
+            def use(size):
+                # The second of two micro-batches holds 100 MiB more.
+                device_memory.use((200 + 100 * (next(numbers) % 2)) * MIB)
+                device_memory.free()
+
+            self.use = use
+
+    plan = search(InTurn(device), options={"max_batch_size": 4}, accumulate_grad_batches=2)
+    (trial,) = rehearsed(plan)
+    # This is the reserve for later steps and that for holes, 12 % each.
+    assert trial.reserve_bytes < 80 * MIB
+
+
+def test_a_policy_with_few_steady_steps_has_no_variation(search, device):
+    device.as_host()
+    policy = SearchPolicy(steady_steps=2)
+    assert search(Stepping(device), options={"max_batch_size": 4}, policy=policy).verified
+
+
 def test_a_step_above_the_limit_ends_a_rehearsal_on_the_host(search, device):
     device.as_host()
     device._base_bytes = MIB
