@@ -230,6 +230,10 @@ def _may_try_between(state: SearchState) -> bool:
 
 def _climb(state: SearchState, candidate: int) -> NextSize | LimitedBy:
     """Approach the candidate in stages where exceeding the limit ends the process."""
+    if not state.limits.is_compiled:
+        # Small sizes hardly show how many bytes a much larger one holds for each live byte.
+        furthest = state.rounded(state.policy.ladder_growth * state.largest.batch_size)
+        candidate = min(candidate, max(furthest, state.lowest))
     gain = 1 + state.policy.min_gain_when_killed
     least = gain * state.passed[-1].batch_size if state.passed else 0.0
     if state.passed and candidate < min(state.highest, least):

@@ -413,6 +413,13 @@ def test_the_fastest_size_is_measured(speed_at, changes, expected, size, limited
     assert driven.plan.limited_by == limited_by
 
 
+def test_no_rehearsal_is_much_larger_than_any_size_that_ran_where_an_overrun_kills():
+    # The optimizer step has the highest peak up to 400 samples, so no small size shows the line.
+    law = [[(5000, 10)], [(9000, 0)]]
+    driven = drive(device(law, 18_000, kills=True), limits(18_000, **KILLS))
+    assert (driven.text, driven.plan.batch_size) == ("2p 3p 12r 48r 192r 768r 1300r", 1300)
+
+
 def test_both_objectives_state_the_fastest_and_the_largest_size():
     run = device(STRAIGHT, 50_000, speed_at=of_lstm)
     fast = drive(run, limits(50_000, objective="throughput")).plan
