@@ -156,7 +156,7 @@ class SearchPolicy:
     timed_steps: int = 3
     """Timed steps of a probe, at least. Source: The fastest of three is free of most
     disturbances."""
-    timed_steps_quick: int = 10
+    max_timed_steps: int = 10
     """Timed steps of a probe, at most. Source: More of them hardly change the fastest."""
     timed_seconds: float = 0.25
     """Between these two numbers, steps are timed until they have taken this time. Source: Other

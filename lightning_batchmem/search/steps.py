@@ -171,7 +171,7 @@ class ConsecutiveSteps:
         """
         policy = self._meter.policy
         total_seconds = 0.0
-        for number in range(policy.timed_steps_quick):
+        for number in range(policy.max_timed_steps):
             is_enough = equally_many or total_seconds >= policy.timed_seconds
             if number >= policy.timed_steps and is_enough:
                 break

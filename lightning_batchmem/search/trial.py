@@ -143,7 +143,7 @@ class TrialRunner:
         readings.outcome = "ok"
 
     def _time(self, batch_size: int, limit_bytes: int, readings: TrialReadings) -> None:
-        """Time the steps of a size that was run before."""
+        """Time the steps of a size that was run before, under the limit."""
         limit: AbstractContextManager[bool] = nullcontext(False)
         if not self.is_collective:
             limit = self._device.limit_enforced(limit_bytes)

@@ -1,5 +1,6 @@
 """Trials in a real Trainer on a fake device: what they record, and what a rehearsal finds."""
 
+import itertools
 import math
 import mmap
 import platform
@@ -33,6 +34,20 @@ class Stepping(Lawful):
     def training_step(self, batch, batch_idx):
         self.count(len(batch[0]))
         return super().training_step(batch, batch_idx)
+
+
+class InTurn(Stepping):
+    """Calls of its step hold these numbers of MiB in turn, at any batch size."""
+
+    def __init__(self, device_memory, mib):
+        super().__init__(device_memory)
+        numbers = itertools.cycle(mib)
+
+        def use(size):
+            device_memory.use(next(numbers) * MIB)
+            device_memory.free()
+
+        self.use = use
 
 
 @pytest.fixture
@@ -160,7 +175,7 @@ def test_slow_steps_are_repeated_less_often(search, device):
 
 
 def test_quick_steps_are_timed_more_often(search, device):
-    policy = SearchPolicy(timed_seconds=math.inf, timed_steps_quick=7)
+    policy = SearchPolicy(timed_seconds=math.inf, max_timed_steps=7)
     steps = [trial.full_steps for trial in search(Stepping(device), policy=policy).trials]
     assert steps == [9, 8, 8, 33, 33]
 
@@ -219,19 +234,8 @@ def test_a_reserve_is_kept_for_steps_that_vary(search, device):
     device._base_bytes = MIB
     device.free()
 
-    class Varying(Stepping):
-        def __init__(self, device_memory):
-            super().__init__(device_memory)
-            numbers = iter(range(10**6))
-
-            def use(size):
-                # Every other step of each kind holds 40 MiB more.
-                device_memory.use((200 + 40 * (next(numbers) // 2 % 2)) * MIB)
-                device_memory.free()
-
-            self.use = use
-
-    plan = search(Varying(device), options={"max_batch_size": 4})
+    # Every other step of each kind holds 40 MiB more.
+    plan = search(InTurn(device, [200, 200, 240, 240]), options={"max_batch_size": 4})
     trial = rehearsed(plan)[0]
     # Half of the steady steps hold 240 MiB, and the mean lies 4 * 20 MiB below the bytes needed.
     needed_bytes = trial.held_bytes + trial.reserve_bytes - 0.12 * 240 * MIB
@@ -243,19 +247,9 @@ def test_micro_batches_that_differ_are_no_variation(search, device):
     device._base_bytes = MIB
     device.free()
 
-    class InTurn(Stepping):
-        def __init__(self, device_memory):
-            super().__init__(device_memory)
-            numbers = iter(range(10**6))
-
-            def use(size):
-                # The second of two micro-batches holds 100 MiB more.
-                device_memory.use((200 + 100 * (next(numbers) % 2)) * MIB)
-                device_memory.free()
-
-            self.use = use
-
-    plan = search(InTurn(device), options={"max_batch_size": 4}, accumulate_grad_batches=2)
+    # The second of two micro-batches holds 100 MiB more.
+    module = InTurn(device, [200, 300])
+    plan = search(module, options={"max_batch_size": 4}, accumulate_grad_batches=2)
     (trial,) = rehearsed(plan)
     # This is the reserve for later steps and that for holes, 12 % each.
     assert trial.reserve_bytes < 80 * MIB
