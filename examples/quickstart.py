@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
@@ -116,7 +116,7 @@ class Classifier(LightningModule):
         self.accuracy(self.network(images), labels)
         self.log("val/accuracy", self.accuracy, prog_bar=True)
 
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW, with a learning rate that rises and falls once during the training."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
