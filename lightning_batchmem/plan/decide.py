@@ -21,7 +21,7 @@ from lightning_batchmem.plan.scaling import rounded
 from lightning_batchmem.plan.search_state import SearchState
 from lightning_batchmem.plan.throughput import (
     fastest,
-    is_rising,
+    num_flat_sizes,
     num_refinements,
     size_between,
     size_to_time_again,
@@ -256,7 +256,7 @@ def _climb(state: SearchState, candidate: int) -> NextSize | LimitedBy:
 def _next_size_for_throughput(state: SearchState) -> NextSize | LimitedBy:
     """The next size to time or to rehearse, or what limits the fastest size."""
     limited_by: LimitedBy = "throughput"
-    if is_rising(state.speeds, state.policy):
+    if num_flat_sizes(state.speeds, state.policy) < state.policy.flat_sizes:
         # Once sizes near the best one were run, only a failure leads to other sizes.
         if state.failed or not state.has_compared_speeds:
             step = _next_size_for_memory(state)
@@ -282,8 +282,11 @@ def _next_size_for_throughput(state: SearchState) -> NextSize | LimitedBy:
 
 def _is_worth_timing(state: SearchState, step: NextSize) -> bool:
     """Whether a step for the largest size may show a much higher throughput."""
+    if step.kind == "probe" or not state.speeds:
+        return True
+    # A rehearsal near the limit is expensive, and less than four times the last size.
     is_far = step.batch_size >= state.policy.next_gap * state.largest.batch_size
-    return is_far or step.kind == "probe" or not state.speeds
+    return is_far and num_flat_sizes(state.speeds, state.policy) == 0
 
 
 def _refinement(state: SearchState) -> int | None:

@@ -32,8 +32,8 @@ def fastest(speeds: Sequence[Speed], policy: SearchPolicy) -> Speed | None:
     return next(near_best, None)
 
 
-def is_rising(speeds: Sequence[Speed], policy: SearchPolicy) -> bool:
-    """Whether a larger size may be faster than all that were timed."""
+def num_flat_sizes(speeds: Sequence[Speed], policy: SearchPolicy) -> int:
+    """How many of the largest sizes in a row did not raise the throughput."""
     best = 0.0
     flat_sizes = 0
     for speed in speeds:
@@ -41,7 +41,7 @@ def is_rising(speeds: Sequence[Speed], policy: SearchPolicy) -> bool:
         if speed.samples_per_second >= (1 + policy.least_rise) * best:
             flat_sizes = 0
         best = max(best, speed.samples_per_second)
-    return flat_sizes < policy.flat_sizes
+    return flat_sizes
 
 
 def size_between(speeds: Sequence[Speed], policy: SearchPolicy) -> int | None:

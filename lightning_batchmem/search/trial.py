@@ -83,7 +83,7 @@ class TrialRunner:
 
     def run(self, step: NextSize, limits: SearchLimits) -> Trial:
         """Run a trial; before a rehearsal the caller restarts the session."""
-        if step.kind != "rehearsal":
+        if step.kind == "probe":
             forget_compiled()
             self._device.release_cached()
         readings = TrialReadings(self._primary)

@@ -442,6 +442,12 @@ def test_the_search_for_the_fastest_size_goes_on_after_a_failure():
     assert driven.plan.batch_size == 45
 
 
+def test_no_size_near_the_limit_is_rehearsed_after_throughput_stopped_rising():
+    run = device(STRAIGHT, 24_000, speed_at=lambda size: 10.0 * min(size, 100))
+    driven = drive(run, limits(24_000, objective="throughput"))
+    assert driven.text == "2p 8p 32p 128p 512p 256p 64p 128r"
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "size"),
     [

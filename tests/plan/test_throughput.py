@@ -6,8 +6,8 @@ from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Speed, Trial
 from lightning_batchmem.plan.throughput import (
     fastest,
-    is_rising,
     measured_speeds,
+    num_flat_sizes,
     num_refinements,
     size_between,
     size_to_time_again,
@@ -37,22 +37,22 @@ def test_the_smallest_size_near_the_best_is_the_fastest():
 
 
 @pytest.mark.parametrize(
-    ("measured", "rising"),
+    ("measured", "flat_sizes"),
     [
-        (speeds(), True),
-        (speeds(b2=100), True),
-        (speeds(b2=100, b8=80), True),
+        (speeds(), 0),
+        (speeds(b2=100), 0),
+        (speeds(b2=100, b8=80), 1),
         # It fell twice.
-        (speeds(b2=100, b8=80, b32=70), False),
+        (speeds(b2=100, b8=80, b32=70), 2),
         # It rose by less than 5 % twice.
-        (speeds(b2=100, b8=104, b32=106), False),
-        (speeds(b2=100, b8=104, b32=110), True),
+        (speeds(b2=100, b8=104, b32=106), 2),
+        (speeds(b2=100, b8=104, b32=110), 0),
         # A recovery after a fall is no rise above the best.
-        (speeds(b2=100, b8=50, b32=90), False),
+        (speeds(b2=100, b8=50, b32=90), 2),
     ],
 )
-def test_two_sizes_without_a_rise_end_the_ladder(measured, rising):
-    assert is_rising(measured, POLICY) == rising
+def test_sizes_without_a_rise_are_counted_from_the_largest(measured, flat_sizes):
+    assert num_flat_sizes(measured, POLICY) == flat_sizes
 
 
 @pytest.mark.parametrize(
