@@ -18,16 +18,18 @@ def needed_bytes_on_host(
 ) -> float:
     """Bytes that a training at ``batch_size`` samples is predicted to hold on the host.
 
-    Held bytes grow with live bytes, as far as these are written. Probes are too small to show by
-    how much, so the ratio is bounded below and above. On an accelerator the prediction is
-    :meth:`.MemoryModel.predict_bytes` itself.
+    Held bytes are live bytes and an overhead, which grows with the phase that grows most: its
+    blocks seldom fit exactly into what another phase has freed. It may be negative, because bytes
+    that are never written are not held. Probes are too small to show it, so it is bounded below
+    and above. On an accelerator the prediction is :meth:`.MemoryModel.predict_bytes`
+    itself.
 
     Args:
         batch_size: the size in samples.
         memory: the lines of live bytes.
         ran: one trial for each size that ran through, smallest size first.
         failed: the trials that did not pass.
-        policy: the bounds of the ratio.
+        policy: the bounds of the held bytes for each live byte.
     """
     first = ran[0]
     last = ran[-1]
@@ -36,17 +38,23 @@ def needed_bytes_on_host(
     ended_early = [t for t in failed if t.outcome == "over_limit" and not t.phase_peak_bytes]
     if ended_early:
         last = min(ended_early, key=lambda trial: trial.batch_size)
-        last_live_bytes = round(memory.predict_bytes(last.batch_size))
+        last_live_bytes = memory.predict_bytes(last.batch_size)
     if last.kind != "rehearsal":
-        lowest_ratio = 1.0
-        highest_ratio = policy.most_held_ratio
+        least_overhead = 0.0
+        most_overhead = policy.most_held_ratio - 1
     else:
-        lowest_ratio = policy.least_held_ratio
-        highest_ratio = math.inf
-    grown_live_bytes = max(1, last_live_bytes - first.peak_bytes)
-    ratio = (last.needed_bytes - first.needed_bytes) / grown_live_bytes
-    ratio = min(highest_ratio, max(lowest_ratio, ratio))
-    return last.needed_bytes + ratio * (memory.predict_bytes(batch_size) - last_live_bytes)
+        least_overhead = policy.least_held_ratio - 1
+        most_overhead = math.inf
+    grown_overhead_bytes = (
+        last.needed_bytes - last_live_bytes - (first.needed_bytes - first.peak_bytes)
+    )
+    grown_bytes = max(1.0, memory.grown_bytes(first.batch_size, last.batch_size))
+    overhead = min(most_overhead, max(least_overhead, grown_overhead_bytes / grown_bytes))
+    more_live_bytes = memory.predict_bytes(batch_size) - last_live_bytes
+    overhead_grows_with = more_live_bytes
+    if overhead > 0:
+        overhead_grows_with = memory.grown_bytes(last.batch_size, batch_size)
+    return last.needed_bytes + more_live_bytes + overhead * overhead_grows_with
 
 
 def guaranteed_size_on_accelerator(trial: Trial, limit_bytes: int) -> int:
@@ -61,14 +69,17 @@ def guaranteed_size_on_accelerator(trial: Trial, limit_bytes: int) -> int:
 
 
 def guaranteed_size_on_host(trial: Trial, limit_bytes: int, policy: SearchPolicy) -> int:
-    """The same, or a larger size if free blocks of the heap make up much of the held bytes.
+    """The same, or a larger size, because only a part of the held bytes grows with the batch.
 
-    An old process holds free blocks of earlier work, which do not grow with the batch.
+    An old process holds free blocks of earlier work, and an optimizer step needs room for the
+    parameters. What it holds besides is left from the forward and the backward pass.
     """
     size = guaranteed_size_on_accelerator(trial, limit_bytes)
     if not trial.is_exact:
         return size
-    fixed_bytes = min(trial.fixed_bytes, trial.needed_bytes)
-    growth_bytes = policy.most_held_ratio * max(1, trial.peak_bytes - fixed_bytes)
+    peaks = trial.phase_peak_bytes
+    with_batch = [peaks[phase] for phase in peaks if phase != "optimizer_step"]
+    growing_bytes = max(with_batch, default=trial.peak_bytes) - trial.fixed_bytes
+    growth_bytes = policy.most_held_ratio * max(1, growing_bytes)
     room_bytes = limit_bytes - trial.needed_bytes
     return max(size, trial.batch_size + int(room_bytes * trial.batch_size / growth_bytes))

@@ -194,6 +194,10 @@ class MemoryModel:
         """
         return max(line.at(batch_size) for line in self.lines.values())
 
+    def grown_bytes(self, smaller_size: float, larger_size: float) -> float:
+        """Growth from one size to another, of the phase that grows most."""
+        return max(line.at(larger_size) - line.at(smaller_size) for line in self.lines.values())
+
     def phase_at(self, batch_size: float) -> str:
         """The phase in which the peak is expected at ``batch_size`` samples."""
         return max(self.lines, key=lambda phase: self.lines[phase].at(batch_size))

@@ -226,7 +226,7 @@ CASES = [
     (device(STRAIGHT, kills=True), {**KILLS, "cap": 155}, "2p 8p 32p 128p 155r", 155),
     (device(STRAIGHT, kills=True), {**KILLS, "cap": 250}, "2p 8p 32p 128p 150r 250r", 250),
     (device(STRAIGHT, kills=True), {**KILLS, "is_compiled": True}, "2p 8p 240r 300r", 300),
-    (device(STRAIGHT, kills=True, held_share=0.5), KILLS, "2p 8p 32p 100r 160r 199r", 199),
+    (device(STRAIGHT, kills=True, held_share=0.5), KILLS, "2p 8p 32p 100r 160r 200r", 200),
     (
         device(STRAIGHT, kills=True, largest_passed=230),
         KILLS,
