@@ -158,6 +158,9 @@ def _next_rung(state: SearchState) -> int | None:
     rung = state.rounded(state.policy.ladder_growth * size)
     if is_timed:
         # The last size is closer, because throughput may still rise.
+        if state.limits.overrun_kills:
+            # A rehearsal keeps more room free than a probe needs.
+            largest = min(largest, int(state.policy.climb[-1] * candidate))
         rung = min(rung, state.rounded(min(candidate, largest)))
         return rung if rung >= state.policy.least_gap * size else None
     if rung > largest and state.is_bent and state.is_error_caught:

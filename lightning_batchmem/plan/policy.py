@@ -70,8 +70,8 @@ class SearchPolicy:
     """After this many out-of-memory errors that is not done. Source: A search on a
     device should have at most two."""
     climb: tuple[float, ...] = (0.5, 0.8)
-    """These shares of the size that fits are rehearsed first where an overrun kills. Source:
-    trainings in memory control groups: `python -m benchmarks.search`."""
+    """These shares of the size that fits are rehearsed first where an overrun kills, and none above
+    the last is timed. Source: trainings in memory control groups: `python -m benchmarks.search`."""
     min_gain: float = 0.02
     """A smaller gain is not worth another size. Source: A rehearsal costs about 14 steps on the
     host, and 45 on a device."""
@@ -99,9 +99,9 @@ class SearchPolicy:
     """While throughput rises, a size above the ladder is rehearsed if it is this multiple of the
     largest that was timed. Source: A smaller one is less than 10 % faster."""
     rival_share: float = 0.15
-    """Smaller sizes within this share of the best throughput are timed a second time, and so is the
-    best size. Source: On a shared machine the fastest step of one visit varied by 5 %, and of two
-    by 3 %."""
+    """Smaller sizes within this share of the best throughput are timed a second time where that may
+    change which is the fastest. Source: On a shared machine the fastest step of one visit varied by
+    5 %, and of two by 3 %."""
     slower_share: float = 0.1
     """A note is printed if a much smaller size was faster by this share. Source: Less is not worth
     another search."""

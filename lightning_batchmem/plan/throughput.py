@@ -73,18 +73,23 @@ def size_between(speeds: Sequence[Speed], policy: SearchPolicy) -> int | None:
 def size_to_time_again(
     speeds: Sequence[Speed], trials: Iterable[Trial], policy: SearchPolicy
 ) -> int | None:
-    """The smallest size that was timed once, of the best one and smaller ones that are near it."""
-    if not speeds:
+    """A size that was timed once, and whose second time may change which size is the fastest.
+
+    A second time can only raise a throughput. So it matters for smaller sizes than the fastest, and
+    for the size with the best throughput if that is another one.
+    """
+    near_best = fastest(speeds, policy)
+    if near_best is None:
         return None
     best = max(speeds, key=lambda speed: speed.samples_per_second)
     least = (1 - policy.rival_share) * best.samples_per_second
     rivals = [
         speed.batch_size
         for speed in speeds
-        if speed.samples_per_second >= least and speed.batch_size <= best.batch_size
+        if speed.samples_per_second >= least and speed.batch_size < near_best.batch_size
     ]
-    if len(rivals) == 1:
-        return None
+    if best != near_best:
+        rivals.append(best.batch_size)
     # A trial that failed has no throughput, and is not run again.
     num_timed = Counter(
         trial.batch_size for trial in trials if trial.kind == "timing" or trial.samples_per_second

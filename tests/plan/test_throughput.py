@@ -73,16 +73,27 @@ def test_a_size_between_the_fastest_and_its_neighbour(measured, size):
     assert size_between(measured, POLICY) == size
 
 
-def test_rivals_of_the_fastest_size_are_timed_once_more():
+def test_smaller_rivals_of_the_fastest_size_are_timed_once_more():
     trials = [
         Trial(size, "ok", {}, samples_per_second=speed)
         for size, speed in [(2, 10.0), (8, 86.0), (32, 100.0), (128, 84.0)]
     ]
     assert size_to_time_again(measured_speeds(trials), trials, POLICY) == 8
     trials.append(Trial(8, "ok", {}, "timing", samples_per_second=70.0))
+    # 2 samples are not near the best, and a second time of 32 would change nothing.
+    assert size_to_time_again(measured_speeds(trials), trials, POLICY) is None
+
+
+def test_the_best_size_is_timed_once_more_if_a_smaller_one_is_near():
+    trials = [
+        Trial(size, "ok", {}, samples_per_second=speed)
+        for size, speed in [(8, 50.0), (32, 98.0), (64, 99.0), (128, 100.0)]
+    ]
+    assert size_to_time_again(measured_speeds(trials), trials, POLICY) == 128
+    trials.append(Trial(128, "ok", {}, "timing", samples_per_second=104.0))
+    # 32 is no longer near enough, and 64 is.
     assert size_to_time_again(measured_speeds(trials), trials, POLICY) == 32
-    # 128 samples are not near the best.
-    trials.append(Trial(32, "ok", {}, "rehearsal", samples_per_second=90.0))
+    trials.append(Trial(32, "ok", {}, "timing", samples_per_second=97.0))
     assert size_to_time_again(measured_speeds(trials), trials, POLICY) is None
 
 
