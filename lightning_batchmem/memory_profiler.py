@@ -57,6 +57,8 @@ class MemoryProfiler(Callback):
             and host memory.
         progress_bar: whether the progress bar shows the run's peak and the limit, in GiB (they are
             then in ``trainer.callback_metrics`` too).
+        modules: whether to divide the live bytes at the peak of one steady training step among the
+            modules. That step takes up to 2.5 times its time; the training is the same bit for bit.
 
     Raises:
         ValueError: if ``snapshot`` or ``items_fn`` is invalid.
@@ -77,6 +79,7 @@ class MemoryProfiler(Callback):
         items_fn: Callable[[Any], float] | None = None,
         snapshot: Literal["on_oom"] | None = None,
         progress_bar: bool = False,
+        modules: bool = False,
     ) -> None:
         if snapshot not in (None, "on_oom"):
             raise ValueError(f'snapshot must be "on_oom" or None, got {snapshot!r}')
@@ -85,6 +88,7 @@ class MemoryProfiler(Callback):
         self._has_csv = csv
         self._items_fn = items_fn
         self._has_progress_bar = progress_bar
+        self._has_modules = modules
         self._has_snapshot = snapshot == "on_oom"
         self._log_dir: Path | None = None
         self._csv_path: Path | None = None
@@ -258,6 +262,7 @@ class MemoryProfiler(Callback):
             csv=csv,
             items_fn=self._items_fn,
             has_progress_bar=self._has_progress_bar,
+            has_modules=self._has_modules,
         )
         if self._has_snapshot:
             self._run.snapshot = OomSnapshot.start(self._log_dir, device)

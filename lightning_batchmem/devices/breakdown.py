@@ -112,7 +112,7 @@ def measure_breakdown(
     parts = (
         [*weights, *module.buffers()],
         gradients,
-        [*trained, *_state_tensors(optimizers)],
+        [*trained, *state_tensors(optimizers)],
         tensors_in(batch),
     )
     counted: dict[tuple[torch.device, int], int] = {}
@@ -130,7 +130,7 @@ def measure_breakdown(
     return breakdown if peak_bytes is None else breakdown.at_peak(peak_bytes)
 
 
-def _state_tensors(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+def state_tensors(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """Return the tensors in the states of optimizers, and of optimizers that these hold."""
     states: list[object] = []
     for optimizer in optimizers:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 # `_get_current_dispatch_mode` is private in torch 2.5 to 2.13.
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_batchmem.devices.base import DeviceMemory, MemoryStats, PeakCounter
@@ -27,9 +26,10 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     two equal steps is complete. What an operator allocates and frees inside itself is not counted.
     """
 
-    def __init__(self, other_bytes: int = 0) -> None:
+    def __init__(self, other_bytes: int = 0, device_type: str = "cpu") -> None:
         # TorchDispatchMode.__init__ has no type annotations.
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device_type = device_type
         self._live: dict[int, weakref.ref[Any]] = {}
         self._bytes = other_bytes
         self._peak_bytes = other_bytes
@@ -46,15 +46,19 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        self.track(tree_leaves((args, kwargs)))
-        result = func(*args, **(kwargs or {}))
-        self.track(tree_leaves(result))
+        kwargs = kwargs or {}
+        self.track(args)
+        self.track(kwargs.values())
+        result = func(*args, **kwargs)
+        self.track((result,))
         return result
 
     def track(self, values: Iterable[object]) -> None:
-        """Count the storages of these tensors from now on."""
+        """Count the storages of these tensors, and of those in lists, from now on."""
         for value in values:
-            if not isinstance(value, Tensor) or value.device.type != "cpu":
+            if isinstance(value, (list, tuple)):
+                self.track(value)
+            if not isinstance(value, Tensor) or value.device.type != self._device_type:
                 continue
             # Most tensors are strided, and every operator of a step comes here.
             parts = (value,) if value.layout is torch.strided else plain_tensors(value)
@@ -75,12 +79,15 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, key: int, storage: Any, size_bytes: int) -> None:
         def freed(_: object) -> None:
-            del self._live[key]
-            self._bytes -= size_bytes
+            self._forget(key, size_bytes)
 
         self._live[key] = weakref.ref(storage, freed)
         self._bytes += size_bytes
         self._peak_bytes = max(self._peak_bytes, self._bytes)
+
+    def _forget(self, key: int, size_bytes: int) -> None:
+        del self._live[key]
+        self._bytes -= size_bytes
 
 
 class RequestedBytes:

@@ -17,23 +17,26 @@ from lightning_batchmem.devices.breakdown import PARTS
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, mib
 from lightning_batchmem.plan.throughput import measured_speeds
+from lightning_batchmem.profile.figure_style import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PALE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    new_figure,
+    with_legend,
+)
+from lightning_batchmem.profile.module_figure import plot_modules
 from lightning_batchmem.profile.step_csv import Row, read_rows
 from lightning_batchmem.profile.summary import Summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-# Source: Okabe and Ito 2008, "Color Universal Design", https://jfly.uni-koeln.de/color/
-BLACK = "#000000"
-GREY = "#7F7F7F"
-PALE = "#D9D9D9"
-ORANGE = "#E69F00"
-SKY = "#56B4E9"
-GREEN = "#009E73"
-BLUE = "#0072B2"
-VERMILLION = "#D55E00"
-PURPLE = "#CC79A7"
 
 # Reserved memory and the phases. A later line is thinner, because lines often have the same peak.
 _PART_STYLES: dict[str, dict[str, Any]] = {
@@ -71,7 +74,7 @@ def plot_memory_vs_batch_size(plan: Plan) -> Figure | None:
     sizes = _sizes(plan)
     limit = plan.limit_bytes / MIB
     title = f"Memory of a step{plan.device and f' on {plan.device}'}"
-    figure, axes = _new_figure(title, "batch size (samples)", "memory (MiB)")
+    figure, axes = new_figure(title, "batch size (samples)", "memory (MiB)")
     if plan.memory is not None:
         # The line may bend, because it is the highest line of all phases.
         predicted = [plan.memory.predict_bytes(size) / MIB for size in sizes]
@@ -89,7 +92,7 @@ def plot_memory_vs_batch_size(plan: Plan) -> Figure | None:
         axes.plot(failed, limits, "X", label="did not fit", color=VERMILLION, markersize=11)
     _draw_limit(axes, [0, sizes[-1]], [limit, limit])
     _draw_chosen_size(axes, plan)
-    return _with_legend(figure)
+    return with_legend(figure)
 
 
 def plot_throughput_vs_batch_size(plan: Plan) -> Figure | None:
@@ -103,7 +106,7 @@ def plot_throughput_vs_batch_size(plan: Plan) -> Figure | None:
         return None
     of_rank = " of each rank" if plan.ranks > 1 else ""
     title = f"Throughput{of_rank}{plan.device and f' on {plan.device}'}"
-    figure, axes = _new_figure(title, "batch size (samples)", "throughput (samples/s)")
+    figure, axes = new_figure(title, "batch size (samples)", "throughput (samples/s)")
     if plan.time is not None:
         sizes = _sizes(plan)
         # Matplotlib leaves out infinite values.
@@ -116,7 +119,7 @@ def plot_throughput_vs_batch_size(plan: Plan) -> Figure | None:
     )
     axes.set_ylim(0, 1.15 * max(measured))
     _draw_chosen_size(axes, plan)
-    return _with_legend(figure)
+    return with_legend(figure)
 
 
 def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
@@ -141,7 +144,7 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
     title = "Peak memory of each step"
     if width > 1:
         title = f"Peak memory, highest of every {width:,} steps"
-    figure, axes = _new_figure(title, "step", "memory (MiB)")
+    figure, axes = new_figure(title, "step", "memory (MiB)")
     for stage, points in stages.items():
         line = "solid"
         if stage == "train":
@@ -162,7 +165,7 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
         steps.append(max(all_steps))
         limits.append(limits[-1])
     _draw_limit(axes, steps, limits)
-    return _with_legend(figure)
+    return with_legend(figure)
 
 
 def plot_breakdown(summary: Summary) -> Figure | None:
@@ -172,7 +175,7 @@ def plot_breakdown(summary: Summary) -> Figure | None:
         return None
     title = f"Memory of a step ({summary.stage}): {mib(breakdown.peak_bytes)}"
     title += "" if summary.limit_bytes is None else f", limit {mib(summary.limit_bytes)}"
-    figure, axes = _new_figure(title, "", "memory (MiB)")
+    figure, axes = new_figure(title, "", "memory (MiB)")
     parts = [(name, getattr(breakdown, field), color) for (name, field), color in _BREAKDOWN]
     if summary.cached_bytes:
         parts.append(("cached by the allocator, unused", summary.cached_bytes, PALE))
@@ -206,6 +209,8 @@ def draw(*sources: list[Row] | Plan | Summary | None) -> dict[str, Figure]:
             drawn |= {f"evaluation_{name}": figure for name, figure in evaluation.items()}
         elif source is not None:
             drawn["memory_composition"] = plot_breakdown(source)
+            if source.modules is not None:
+                drawn["memory_by_module"] = plot_modules(source.modules)
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
@@ -213,30 +218,6 @@ def save(figure: Figure, path: Path) -> None:
     """Write a figure in the format of the path's suffix; a PNG has 1,280 x 960 pixels."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
-
-
-def _new_figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            'figures need matplotlib: pip install "lightning-batchmem[plot]"'
-        ) from error
-    figure = Figure(figsize=(6.4, 4.8), dpi=100, layout="constrained")
-    axes = figure.subplots()
-    axes.set_title(title, loc="left", fontsize=12)
-    axes.set(xlabel=x_label, ylabel=y_label)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
-    axes.locator_params(axis="x", integer=True)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.set_major_formatter("{x:,.10g}")
-    return figure, axes
-
-
-def _with_legend(figure: Figure) -> Figure:
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    return figure
 
 
 def _draw_limit(axes: Axes, x: Sequence[float], limits: Sequence[float]) -> None:

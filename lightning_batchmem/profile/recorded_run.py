@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -118,6 +119,7 @@ class RecordedRun(Run):
         csv: StepCsv | None,
         items_fn: Callable[[Any], float] | None,
         has_progress_bar: bool,
+        has_modules: bool,
     ) -> None:
         super().__init__()
         device = trainer.strategy.root_device
@@ -142,6 +144,7 @@ class RecordedRun(Run):
             timer,
             items_fn=items_fn,
             max_limit_bytes=math.inf if plan is None else plan.limit_bytes,
+            has_modules=has_modules,
         )
         self.begin_step = self._recorder.start
         self.enter_phase = self._recorder.phase_peaks.enter
@@ -224,6 +227,9 @@ class RecordedRun(Run):
         finally:
             self._reporter.close()
         summary = self._reporter.summary(self._stage, self._recorder.breakdown, rank_peaks_bytes)
+        modules = self._recorder.modules
+        if summary is not None and modules is not None:
+            summary = replace(summary, modules=modules.peak, no_modules_reason=modules.why_not)
         csv_path = None
         if self._csv is not None and summary is not None:
             csv_path = self._csv.path

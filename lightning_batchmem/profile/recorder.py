@@ -20,6 +20,7 @@ from lightning_batchmem.devices.tensors import samples_in
 from lightning_batchmem.plan.options import number_from
 from lightning_batchmem.plan.records import mib
 from lightning_batchmem.profile.device_reader import DeviceReader
+from lightning_batchmem.profile.module_step import ModuleStep
 from lightning_batchmem.profile.stage_timer import StageTimer
 from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
 from lightning_batchmem.profile.step_record import DeviceReading, StepRecord
@@ -38,6 +39,7 @@ class StepRecorder:
         *,
         items_fn: Callable[[Any], float] | None,
         max_limit_bytes: float,
+        has_modules: bool,
     ) -> None:
         device = trainer.strategy.root_device
         self.phase_peaks = PhasePeaks(device_memory)
@@ -60,6 +62,9 @@ class StepRecorder:
         self._warned_of_size = False
         if stage == "train":
             self.watch(trainer, module)
+        self.modules: ModuleStep | None = None
+        if has_modules and stage == "train":
+            self.modules = ModuleStep(device, trainer.accumulate_grad_batches)
         self.breakdown: SteadyBreakdown | None = None
         if device_memory is not None:
             self.breakdown = SteadyBreakdown(device_memory, device, module, self._optimizers)
@@ -122,12 +127,16 @@ class StepRecorder:
             timer.pause()
             breakdown.take(module, self._optimizers, batch)
             timer.resume()
+        elif is_steady and self.modules is not None and self.modules.is_due:
+            self.modules.begin(module, self._optimizers, batch)
 
     def stop(self, trainer: Trainer, batch: object) -> StepRecord | None:
         """End the step; None if Lightning skipped it because the loader returned None."""
         if not self._in_step:
             return None
         timer = self.timer
+        if self.modules is not None and timer is self.run_timer:
+            self.modules.end_batch(has_stepped=bool(self.phase_peaks.stepped))
         peaks = self.phase_peaks.stop()
         number = timer.steps
         seconds, wait_seconds = timer.stop()
@@ -202,8 +211,10 @@ class StepRecorder:
         return text
 
     def close(self) -> None:
-        """Remove the hooks from the optimizers."""
+        """Remove all hooks."""
         self.phase_peaks.unwatch()
+        if self.modules is not None:
+            self.modules.close()
 
     def _mark(self, device_timer: AcceleratorTimer) -> tuple[object, object]:
         """Mark this moment on the device; return the previous mark and this one."""

@@ -13,8 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_batchmem.devices.breakdown import PARTS, MemoryBreakdown
+from lightning_batchmem.devices.module_memory import PeakByModule
 from lightning_batchmem.plan.json_fields import from_json
 from lightning_batchmem.plan.records import mib
+from lightning_batchmem.profile.module_table import module_table
 
 SUMMARY_NAME = "memory_summary.json"
 
@@ -66,6 +68,10 @@ class Summary:
         alerts: the alerts of the run, in their order.
         rank_peaks_bytes: highest peak of each rank, in rank order; empty for one rank.
         validation: the validation inside this ``fit``; None if there was none.
+        modules: the live bytes of each module at the peak of one steady step, with
+            ``MemoryProfiler(modules=True)``; None without it, or if they could not be measured.
+        no_modules_reason: why they could not be measured; empty if they were, or were not asked
+            for.
     """
 
     device: str
@@ -87,6 +93,8 @@ class Summary:
     alerts: tuple[str, ...] = ()
     rank_peaks_bytes: tuple[int, ...] = ()
     validation: Summary | None = None
+    modules: PeakByModule | None = None
+    no_modules_reason: str = ""
 
     def __repr__(self) -> str:
         peak = "" if self.peak_bytes is None else f"peak {mib(self.peak_bytes)}, "
@@ -124,6 +132,8 @@ def show_summary(summary: Summary, console: Console) -> None:
     """Print the table of a run, and its other numbers below it."""
     if summary.peak_bytes is not None:
         console.print(summary_table(summary))
+    if summary.modules is not None:
+        console.print(module_table(summary.modules))
     console.print("\n".join(_caption(summary)), highlight=False, markup=False, soft_wrap=True)
 
 
@@ -198,6 +208,8 @@ def _caption(summary: Summary) -> list[str]:
             '"Other" is negative: some tensors are not resident (swapped out, or mapped from a'
             " file)."
         )
+    if summary.no_modules_reason:
+        lines.append(summary.no_modules_reason)
     return [*lines, *(f"Warning: {alert}" for alert in summary.alerts)]
 
 

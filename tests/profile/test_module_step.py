@@ -1,0 +1,122 @@
+"""MemoryProfiler(modules=True) in real trainings."""
+
+import json
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lightning_batchmem.profile.module_step
+from lightning_batchmem import MemoryProfiler
+from lightning_batchmem.devices.peaks import LiveStorages
+from lightning_batchmem.profile.summary import Summary
+
+
+class Blocks(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)) for _ in range(3))
+        )
+        self.fails_in_step = None
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == self.fails_in_step:
+            raise KeyError(batch_idx)
+        return self.blocks(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 0.01)
+
+
+class Recorder(Blocks):
+    """Notes in which steps a dispatch mode is active."""
+
+    def __init__(self):
+        super().__init__()
+        self.measured_steps = []
+
+    def training_step(self, batch, batch_idx):
+        if not LiveStorages.is_possible():
+            self.measured_steps.append(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+def train(tmp_path, module, profiler, **options):
+    torch.manual_seed(0)
+    for weight in module.parameters():
+        nn.init.normal_(weight, std=0.1)
+    trainer = Trainer(
+        default_root_dir=tmp_path,
+        max_steps=4,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[profiler],
+        **options,
+    )
+    trainer.fit(module, DataLoader(torch.randn(64, 16), batch_size=8))
+    return module
+
+
+def test_the_table_has_the_modules_and_the_training_is_the_same(tmp_path, capsys):
+    profiler = MemoryProfiler(modules=True)
+    measured = train(tmp_path, Recorder(), profiler)
+    assert measured.measured_steps == [2]
+    plain = train(tmp_path, Recorder(), MemoryProfiler())
+    assert plain.measured_steps == []
+    for weight, expected in zip(measured.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(weight, expected)
+    modules = profiler.summary.modules
+    by_name = {module.name: module for module in modules.modules}
+    assert by_name["blocks.1.0"].parameters_bytes == (16 * 64 + 64) * 4
+    assert modules.batch_size == 8
+    output = capsys.readouterr().out
+    assert "Live memory by module at the peak" in output
+    assert "blocks.1.0 (Linear)" in output
+    assert "Recorder: the step outside" in output
+
+
+def test_the_summary_keeps_the_whole_tree(tmp_path):
+    profiler = MemoryProfiler(modules=True)
+    train(tmp_path, Blocks(), profiler)
+    text = (tmp_path / "memory_summary.json").read_text()
+    assert Summary.from_json(text) == profiler.summary
+    names = [module["name"] for module in json.loads(text)["modules"]["modules"]]
+    assert names[:3] == ["", "blocks", "blocks.0"]
+
+
+def test_an_accumulated_step_ends_with_the_step_of_the_optimizer(tmp_path):
+    profiler = MemoryProfiler(modules=True)
+    module = train(tmp_path, Recorder(), profiler, accumulate_grad_batches=3)
+    # The optimizer steps in batches 2 and 5, and the breakdown is taken in batch 3.
+    assert module.measured_steps == [4, 5]
+
+
+def test_without_the_argument_nothing_is_measured(tmp_path):
+    profiler = MemoryProfiler()
+    train(tmp_path, Blocks(), profiler)
+    assert profiler.summary.modules is None
+    assert profiler.summary.no_modules_reason == ""
+
+
+def test_a_compiled_step_gets_a_sentence(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(lightning_batchmem.profile.module_step, "compiled_frames", lambda: 1)
+    profiler = MemoryProfiler(modules=True)
+    train(tmp_path, Blocks(), profiler)
+    assert profiler.summary.modules is None
+    sentence = "No table of the modules: torch.compile compiled a part of the step."
+    assert sentence in capsys.readouterr().out
+
+
+def test_an_error_in_the_measured_step_leaves_nothing_behind(tmp_path):
+    module = Blocks()
+    module.fails_in_step = 2
+    with pytest.raises(KeyError):
+        train(tmp_path, module, MemoryProfiler(modules=True))
+    assert LiveStorages.is_possible()
