@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import io
-import json
 import sys
 import textwrap
 import traceback
@@ -18,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
+from rich.console import Console
 
 from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.comparison import check_variants, compare, make_and_find
 from lightning_batchmem.factory import parse_options, parse_value
+from lightning_batchmem.plan.json_fields import finite_json
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.profile.figures import draw, save
 from lightning_batchmem.profile.step_csv import NAME, PLAN_NAME, Row, read_rows
 from lightning_batchmem.profile.summary import SUMMARY_NAME, Summary
+from lightning_batchmem.profile.two_runs import difference_table, draw_two, read_run
 
 _COMMANDS = ("find", "compare", "draw")
 # These settings of compare's variants are no arguments of the Trainer.
@@ -35,6 +37,7 @@ examples:
   python -m lightning_batchmem find my_module:make --limit 20GiB
   python -m lightning_batchmem compare my_module:make --trainer accelerator=gpu
   python -m lightning_batchmem draw lightning_logs/version_0
+  python -m lightning_batchmem draw lightning_logs/version_0 lightning_logs/version_1
 
 make is a function without arguments that returns (model, data); data is a datamodule, training
 loaders or None."""
@@ -47,12 +50,16 @@ Draw the figures of a run, finished or not, from the files in LOG_DIR and below:
                         (finder.plan.to_json() has the same content)
 
 Files of several runs in one directory are numbered, and so are their figures:
-memory_over_steps_1 belongs to memory_per_batch_1.csv."""
+memory_over_steps_1 belongs to memory_per_batch_1.csv.
+
+With a second LOG_DIR, draw both runs into one set of figures, and print the change of peak,
+throughput and wait from the first to the second. Each is a directory with one run, or the path of
+a {NAME}."""
 
 _READERS: dict[str, Callable[[Path], list[Row] | Plan | Summary]] = {
     NAME: read_rows,
-    PLAN_NAME: lambda path: Plan.from_json(_finite_json(path)),
-    SUMMARY_NAME: lambda path: Summary.from_json(_finite_json(path)),
+    PLAN_NAME: lambda path: Plan.from_json(finite_json(path)),
+    SUMMARY_NAME: lambda path: Summary.from_json(finite_json(path)),
 }
 
 
@@ -115,7 +122,7 @@ def _parser() -> ArgumentParser:
     comparing.set_defaults(run=_compare, parser=comparing)
     drawing = commands.add_parser(
         "draw",
-        help="draw the figures of a run",
+        help="draw the figures of a run, or of two runs",
         description=_DRAW,
         formatter_class=RawDescriptionHelpFormatter,
     )
@@ -123,7 +130,17 @@ def _parser() -> ArgumentParser:
         "log_dir", metavar="LOG_DIR", type=Path, help="log directory of one or more runs"
     )
     drawing.add_argument(
-        "--out", metavar="DIR", type=Path, help="where to write; default: next to each file"
+        "second",
+        metavar="LOG_DIR",
+        nargs="?",
+        type=Path,
+        help="log directory of a run to compare the first one with",
+    )
+    drawing.add_argument(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        help="where to write; default: next to each file (of the second run)",
     )
     drawing.add_argument(
         "--format",
@@ -270,6 +287,8 @@ def _named(parser: ArgumentParser, target: str) -> Any:
 
 def _draw(parser: ArgumentParser, options: Namespace) -> int:
     log_dir = options.log_dir
+    if options.second is not None:
+        return _draw_two(parser, options)
     if not log_dir.is_dir():
         parser.error(f"LOG_DIR must be a directory, got {str(log_dir)!r}")
     files = [
@@ -287,10 +306,8 @@ def _draw(parser: ArgumentParser, options: Namespace) -> int:
             if not figures:
                 _print_error(f"{path} has nothing to draw")
             for figure_name, figure in figures.items():
-                target = folder / f"{figure_name}{file_number}.{options.format}"
-                save(figure, target)
+                _save(figure, folder / f"{figure_name}{file_number}.{options.format}")
                 number_of_figures += 1
-                sys.stdout.write(f"{target}\n")
         except ImportError as error:
             # Without matplotlib no figure can be drawn.
             _print_error(str(error))
@@ -304,12 +321,30 @@ def _draw(parser: ArgumentParser, options: Namespace) -> int:
     return 0
 
 
-def _finite_json(path: Path) -> str:
-    """The JSON in a file, whose numbers must be finite.
+def _draw_two(parser: ArgumentParser, options: Namespace) -> int:
+    try:
+        first, second = (read_run(path) for path in (options.log_dir, options.second))
+    except ValueError as error:
+        parser.error(str(error))
+    console = Console(highlight=False, markup=False)
+    console.print(difference_table(first, second))
+    folder = options.out
+    if folder is None:
+        folder = options.second if options.second.is_dir() else options.second.parent
+    try:
+        for name, figure in draw_two(first, second).items():
+            _save(figure, folder / f"compared_{name}.{options.format}")
+    # matplotlib is missing, or the folder cannot be written.
+    except (ImportError, OSError) as error:
+        _print_error(str(error))
+        return 1
+    return 0
 
-    NaN and numbers such as ``1e999``, which Python reads as infinite, are a ``ValueError``.
-    """
-    return json.dumps(json.loads(path.read_text(encoding="utf-8")), allow_nan=False)
+
+def _save(figure: Any, target: Path) -> None:
+    """Write a figure, and print its path."""
+    save(figure, target)
+    sys.stdout.write(f"{target}\n")
 
 
 def _print_error(text: str) -> None:

@@ -27,9 +27,9 @@ class MemoryProfiler(Callback):
     ``memory_per_batch.csv`` in ``trainer.log_dir``. All loggers of the Trainer get the highest
     peaks, the mean times and the throughput since the previous log, at ``log_every_n_steps`` and at
     the end. An evaluation is logged at its end, with its stage as prefix
-    (``validate/peak_allocated_mib``). At the end a table shows the memory breakdown, loggers that
-    take images get figures (with the extra ``plot``), and :attr:`summary` contains the same as
-    data.
+    (``validate/peak_allocated_mib``). At the end a line has what limits the run, a table shows the
+    memory breakdown, loggers that take images get figures (with the extra ``plot``), and
+    :attr:`summary` contains the same as data.
 
     Each of these raises one warning: a leak, a limit that is near, steps above the prediction of a
     BatchFinder's plan, an evaluation above training, allocator retries, a device that mostly waits
@@ -58,7 +58,8 @@ class MemoryProfiler(Callback):
         progress_bar: whether the progress bar shows the run's peak and the limit, in GiB (they are
             then in ``trainer.callback_metrics`` too).
         modules: whether to divide the live bytes at the peak of one steady training step among the
-            modules. That step takes up to 2.5 times its time; the training is the same bit for bit.
+            modules. That step takes up to 2.5 times its time, and more if it takes only a few ms.
+            The training is the same bit for bit.
 
     Raises:
         ValueError: if ``snapshot`` or ``items_fn`` is invalid.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -26,6 +27,16 @@ def from_json(kind: type[T], text: str) -> T:
             f"text must be the JSON of a {kind.__name__}, got {text[:80]!r}"
         ) from error
     return value
+
+
+def finite_json(path: Path) -> str:
+    """Return the JSON in a file, whose numbers must be finite.
+
+    Raises:
+        ValueError: if it is no JSON, or has NaN or a number such as ``1e999``, which Python reads
+            as infinite.
+    """
+    return json.dumps(json.loads(path.read_text(encoding="utf-8")), allow_nan=False)
 
 
 def _value(annotation: Any, data: Any) -> Any:

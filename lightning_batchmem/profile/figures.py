@@ -55,11 +55,16 @@ _STAGE_STYLES: dict[str, dict[str, Any]] = {
 # Without clipping, a point near size 0 is not cut off by the axis.
 _POINTS: dict[str, Any] = {"marker": "o", "linestyle": "none", "markersize": 7, "clip_on": False}
 
-# The parts begin at the bottom of the bar. "Other" is the first, because it can be negative, and
-# the parts that grow with the batch size are the last.
-_BREAKDOWN = tuple(
-    zip((PARTS[-1], *PARTS[:-1]), (GREY, BLUE, PURPLE, GREEN, SKY, ORANGE), strict=True)
+_PART_COLORS = (GREY, BLUE, PURPLE, GREEN, SKY, ORANGE)
+BREAKDOWN_PARTS = tuple(
+    (name, field, color)
+    for (name, field), color in zip((PARTS[-1], *PARTS[:-1]), _PART_COLORS, strict=True)
 )
+"""Name, field and color of each part of a breakdown, from the bottom of a bar to its top.
+
+"Other" is the first, because it can be negative. The parts that grow with the batch size are the
+last.
+"""
 
 
 def plot_memory_vs_batch_size(plan: Plan) -> Figure | None:
@@ -139,8 +144,7 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
         drawn_step = row["step"] if train_step is None else train_step
         stages.setdefault(row["stage"], []).append((drawn_step, row))
     all_steps = [step for points in stages.values() for step, _ in points]
-    # A figure is about a thousand pixels wide, and a file with every step would be large.
-    width = (max(all_steps) - min(all_steps)) // 1000 + 1
+    width = steps_per_point(all_steps)
     title = "Peak memory of each step"
     if width > 1:
         title = f"Peak memory, highest of every {width:,} steps"
@@ -149,17 +153,17 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
         line = "solid"
         if stage == "train":
             for column, style in _PART_STYLES.items():
-                steps, values = _highest(points, column, width)
+                steps, values = highest_of_steps(points, column, width)
                 if steps:
                     axes.plot(steps, values, **style)
         elif "train" in stages:
             line = "none"
-        steps, values = _highest(points, "peak_allocated_mib", width)
+        steps, values = highest_of_steps(points, "peak_allocated_mib", width)
         # A damaged file may name another stage.
         other_style = {"label": f"peak ({stage})", "color": GREY, "marker": "x"}
         axes.plot(steps, values, linestyle=line, **_STAGE_STYLES.get(stage, other_style))
     points = [point for points in stages.values() for point in points]
-    steps, limits = _highest(points, "limit_mib", width)
+    steps, limits = highest_of_steps(points, "limit_mib", width)
     if limits:
         # The last limit holds until the last step.
         steps.append(max(all_steps))
@@ -176,7 +180,7 @@ def plot_breakdown(summary: Summary) -> Figure | None:
     title = f"Memory of a step ({summary.stage}): {mib(breakdown.peak_bytes)}"
     title += "" if summary.limit_bytes is None else f", limit {mib(summary.limit_bytes)}"
     figure, axes = new_figure(title, "", "memory (MiB)")
-    parts = [(name, getattr(breakdown, field), color) for (name, field), color in _BREAKDOWN]
+    parts = [(name, getattr(breakdown, field), color) for name, field, color in BREAKDOWN_PARTS]
     if summary.cached_bytes:
         parts.append(("cached by the allocator, unused", summary.cached_bytes, PALE))
     base_bytes = 0
@@ -239,7 +243,15 @@ def _draw_chosen_size(axes: Axes, plan: Plan) -> None:
     axes.set_xlim(0, _sizes(plan)[-1])
 
 
-def _highest(
+def steps_per_point(steps: Sequence[int]) -> int:
+    """Return how many steps share a point of a figure.
+
+    A figure is about a thousand pixels wide, and a file with every step would be large.
+    """
+    return (max(steps) - min(steps)) // 1000 + 1
+
+
+def highest_of_steps(
     points: Iterable[tuple[int, Row]], column: str, width: int
 ) -> tuple[list[int], list[float]]:
     """Return the steps with a value, and the highest value of each ``width`` steps.

@@ -19,7 +19,7 @@ from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
 from lightning_batchmem.profile.step_csv import StepCsv
 from lightning_batchmem.profile.step_record import DeviceReading, StepRecord
 from lightning_batchmem.profile.summary import Summary
-from lightning_batchmem.profile.totals import StageTotals, gather_ranks, rank_metrics
+from lightning_batchmem.profile.totals import Ratio, StageTotals, gather_ranks, rank_metrics
 
 
 class StepReporter:
@@ -63,6 +63,8 @@ class StepReporter:
         # This many records at the start of the queue are counted already.
         self._num_counted = 0
         self._totals: defaultdict[str, StageTotals] = defaultdict(StageTotals)
+        # Per cent of each interval are weighted with its seconds.
+        self._busy_percent: defaultdict[str, Ratio] = defaultdict(Ratio)
         self._epoch_peak_bytes = 0
         self._steady_peak_bytes = 0
         self._num_page_faults = 0
@@ -145,6 +147,7 @@ class StepReporter:
         if reading.utilization is not None:
             name, percent = reading.utilization
             metrics[f"utilization/{name}"] = percent
+            self._busy_percent[stage].add(percent * interval.seconds, interval.seconds)
         if reading.page_faults is not None:
             count = reading.page_faults.count
             metrics["host/page_faults_per_step"] = (count - self._num_page_faults) / interval.steps
@@ -231,6 +234,7 @@ class StepReporter:
             alerts=tuple(self._alerts.issued.values()),
             rank_peaks_bytes=rank_peaks_bytes,
             validation=self.summary("validate") if stage == "train" else None,
+            busy_percent=self._busy_percent[stage].value(),
         )
 
 

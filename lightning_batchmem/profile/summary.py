@@ -16,6 +16,7 @@ from lightning_batchmem.devices.breakdown import PARTS, MemoryBreakdown
 from lightning_batchmem.devices.module_memory import PeakByModule
 from lightning_batchmem.plan.json_fields import from_json
 from lightning_batchmem.plan.records import mib
+from lightning_batchmem.profile.conclusion import conclusion
 from lightning_batchmem.profile.module_table import module_table
 
 SUMMARY_NAME = "memory_summary.json"
@@ -72,6 +73,8 @@ class Summary:
             ``MemoryProfiler(modules=True)``; None without it, or if they could not be measured.
         no_modules_reason: why they could not be measured; empty if they were, or were not asked
             for.
+        busy_percent: mean utilization of the device in the steps, 0 to 100 (host: of the cores of
+            this process); ``None`` if it cannot be read.
     """
 
     device: str
@@ -95,6 +98,7 @@ class Summary:
     validation: Summary | None = None
     modules: PeakByModule | None = None
     no_modules_reason: str = ""
+    busy_percent: float | None = None
 
     def __repr__(self) -> str:
         peak = "" if self.peak_bytes is None else f"peak {mib(self.peak_bytes)}, "
@@ -114,6 +118,17 @@ class Summary:
             return None
         return max(0, self.peak_reserved_bytes - self.peak_bytes)
 
+    @property
+    def conclusion(self) -> str:
+        """What limits the run, and what helps, in a line; empty where the numbers do not decide."""
+        held_bytes = self.peak_reserved_bytes
+        return conclusion(
+            data_wait_share=self.data_wait_share,
+            held_bytes=self.peak_bytes if held_bytes is None else held_bytes,
+            limit_bytes=self.limit_bytes,
+            busy_percent=self.busy_percent,
+        )
+
     def to_json(self) -> str:
         """Return the summary as JSON, for :meth:`from_json`."""
         return json.dumps(asdict(self), indent=2)
@@ -129,7 +144,9 @@ class Summary:
 
 
 def show_summary(summary: Summary, console: Console) -> None:
-    """Print the table of a run, and its other numbers below it."""
+    """Print what limits a run, its table, and its other numbers below it."""
+    if summary.conclusion:
+        console.print(summary.conclusion, highlight=False, markup=False, soft_wrap=True)
     if summary.peak_bytes is not None:
         console.print(summary_table(summary))
     if summary.modules is not None:
@@ -183,6 +200,8 @@ def _caption(summary: Summary) -> list[str]:
     lines.append(_speed(summary))
     if summary.data_wait_share is not None:
         lines.append(f"{summary.data_wait_share:.1%} of the time waiting for data")
+    if summary.busy_percent is not None:
+        lines.append(f"Device busy: {summary.busy_percent:.1f}% of the time")
     if peaks := summary.rank_peaks_bytes:
         highest = peaks.index(max(peaks))
         lines.append(

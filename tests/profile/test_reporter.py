@@ -2,7 +2,7 @@ from lightning.pytorch import Trainer
 
 from lightning_batchmem.devices.peaks import StepPeaks
 from lightning_batchmem.profile.reporter import StepReporter
-from lightning_batchmem.profile.step_record import StepRecord
+from lightning_batchmem.profile.step_record import DeviceReading, StepRecord
 
 
 class Rows:
@@ -43,3 +43,11 @@ def test_a_step_whose_time_is_not_known_is_counted_once_and_not_written(device_m
         reporter.add(StepRecord(number, 8, peaks, 0.1, 0.01, marks=(number, number + 1)))
     assert rows.written == 0
     assert reporter.summary("train").steps == 300
+
+
+def test_the_utilization_of_each_interval_counts_with_its_time(device_memory):
+    reporter = StepReporter(trainer(), device_memory)
+    for number, (seconds, percent) in enumerate([(1.0, 90.0), (3.0, 50.0)]):
+        reporter.add(StepRecord(number, 8, StepPeaks({"forward": 7}), seconds, 0.01))
+        reporter.log("train", number, DeviceReading(utilization=("gpu_pct", percent)))
+    assert reporter.summary("train").busy_percent == 60.0

@@ -164,3 +164,14 @@ def test_a_summary_survives_json(summary):
 def test_other_json_is_no_summary(wrong):
     with pytest.raises(ValueError, match=r"must be the JSON of a Summary|Expecting value"):
         Summary.from_json(wrong)
+
+
+def test_what_limits_the_run_is_the_first_line():
+    # The reserved memory counts on a device, and the resident set on the host.
+    full = replace(SUMMARY, limit_bytes=2100 * MIB)
+    assert lines(full)[0].startswith("Limited by memory: 95% of the limit.")
+    assert lines(replace(CUDA, limit_bytes=2100 * MIB))[0].startswith("Limited by memory: 100%")
+    busy = lines(replace(full, busy_percent=96.0))
+    assert busy[0].startswith("Limited by compute: the device was busy for 96% of the time.")
+    assert "Device busy: 96.0% of the time" in busy
+    assert lines(SUMMARY)[0].startswith("Memory of a training step")
