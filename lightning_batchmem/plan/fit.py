@@ -121,8 +121,15 @@ def fit_time(trials: Sequence[Trial], policy: SearchPolicy | None = None) -> Tim
 
 
 def _is_flat(ran: Sequence[Trial], policy: SearchPolicy) -> bool:
-    """Whether live bytes stay flat while held bytes grow, as under CUDA graphs."""
-    grown_bytes = ran[-1].peak_bytes - ran[0].peak_bytes
+    """Whether live bytes stay flat in every phase while held bytes grow, as under CUDA graphs.
+
+    Where an optimizer step has the highest peak, the phases below it may grow all the same.
+    """
+    smallest_peaks = ran[0].phase_peak_bytes
+    grown_bytes = max(
+        peak_bytes - smallest_peaks.get(phase, 0)
+        for phase, peak_bytes in ran[-1].phase_peak_bytes.items()
+    )
     grown_held_bytes = ran[-1].held_bytes - ran[0].held_bytes
     is_growing = grown_held_bytes > policy.flat_bytes
     return is_growing and grown_bytes < policy.flat_share * grown_held_bytes

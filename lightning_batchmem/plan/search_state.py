@@ -142,7 +142,9 @@ class SearchState:
         if self.failed:
             num_steps = len(self.failed) + self._skipped_steps_down()
             shrink = policy.step_down[min(num_steps, len(policy.step_down)) - 1]
-            size = min(size, self.rounded(int(self.failed_size * (1 - shrink))))
+            shrunk_size = self.rounded(int(self.failed_size * (1 - shrink)))
+            # A size that was probed without a failure is more likely to pass than a smaller guess.
+            size = min(size, max(shrunk_size, self.largest.batch_size))
             if len(self.failed) >= len(policy.step_down):
                 # The prediction is far too large, so search in between.
                 size = min(size, self.between_fit_and_failure())

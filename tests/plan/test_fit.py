@@ -53,6 +53,22 @@ def test_reserved_bytes_are_fitted_where_live_bytes_stay_flat(live_growth, expec
     assert fit_memory(trials).predict_bytes(400) == pytest.approx(expected * MIB)
 
 
+def test_live_bytes_are_not_flat_if_a_phase_below_the_highest_grows():
+    """As with large embeddings: the optimizer step has the highest peak, which no batch changes."""
+    trials = [
+        Trial(
+            size,
+            "ok",
+            {"forward": (100 + size) * MIB, "optimizer_step": 500 * MIB},
+            peak_held_bytes=(510 + size) * MIB,
+        )
+        for size in (100, 200)
+    ]
+    model = fit_memory(trials)
+    assert model.predict_bytes(300) == 500 * MIB
+    assert model.predict_bytes(600) == pytest.approx(700 * MIB)
+
+
 def test_inexact_peaks_are_fitted_by_one_line_through_all():
     points = {2: 100, 4: 190, 8: 300, 16: 700}
     trials = [Trial(size, "ok", {"forward": peak}, is_exact=False) for size, peak in points.items()]
