@@ -46,6 +46,7 @@ class DeviceReading(NamedTuple):
 
     limit_bytes: int | None = None
     utilization: tuple[str, float] | None = None
+    # These are the retries of the allocator since the run began.
     alloc_retries: int | None = None
     # These are the page faults of all training steps so far. They are read on the host only.
     page_faults: PageFaults | None = None

@@ -72,6 +72,12 @@ class Summary:
             ``MemoryProfiler(modules=True)``; None without it, or if they could not be measured.
         no_modules_reason: why they could not be measured; empty if they were, or were not asked
             for.
+        flops_per_sample: floating-point operations of a sample in forward and backward, with
+            ``MemoryProfiler(flops=True)``; None without it, or if they could not be counted.
+        tflops_per_device: 1e12 of these per second of wall time, on one device.
+        mfu_pct: the same in per cent of the device's peak; None if the peak is unknown too.
+        no_flops_reason: why one of these three is not known; empty if they are, or were not asked
+            for.
     """
 
     device: str
@@ -95,6 +101,10 @@ class Summary:
     validation: Summary | None = None
     modules: PeakByModule | None = None
     no_modules_reason: str = ""
+    flops_per_sample: float | None = None
+    tflops_per_device: float | None = None
+    mfu_pct: float | None = None
+    no_flops_reason: str = ""
 
     def __repr__(self) -> str:
         peak = "" if self.peak_bytes is None else f"peak {mib(self.peak_bytes)}, "
@@ -181,6 +191,12 @@ def _caption(summary: Summary) -> list[str]:
     if summary.limit_bytes is not None:
         lines.append(f"Limit of this process: {mib(summary.limit_bytes)}")
     lines.append(_speed(summary))
+    if summary.tflops_per_device is not None and summary.flops_per_sample is not None:
+        share = "" if summary.mfu_pct is None else f" ({summary.mfu_pct:.1f}% of its peak)"
+        lines.append(
+            f"{summary.tflops_per_device:,.3g} TFLOP/s per device{share},"
+            f" {summary.flops_per_sample:,.0f} FLOP per sample"
+        )
     if summary.data_wait_share is not None:
         lines.append(f"{summary.data_wait_share:.1%} of the time waiting for data")
     if peaks := summary.rank_peaks_bytes:
@@ -208,8 +224,7 @@ def _caption(summary: Summary) -> list[str]:
             '"Other" is negative: some tensors are not resident (swapped out, or mapped from a'
             " file)."
         )
-    if summary.no_modules_reason:
-        lines.append(summary.no_modules_reason)
+    lines += [text for text in (summary.no_modules_reason, summary.no_flops_reason) if text]
     return [*lines, *(f"Warning: {alert}" for alert in summary.alerts)]
 
 
