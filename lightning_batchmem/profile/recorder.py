@@ -142,7 +142,8 @@ class StepRecorder:
         if not self._in_step:
             return None
         timer = self.timer
-        if self._measured is not None and timer is self.run_timer:
+        is_slowed = self._measured is not None and timer is self.run_timer
+        if self._measured is not None and is_slowed:
             has_stepped = bool(self.phase_peaks.stepped)
             samples = self._samples_in(trainer, batch)
             if self._measured.end_batch(samples=samples, has_stepped=has_stepped):
@@ -178,6 +179,7 @@ class StepRecorder:
             marks,
             self._start_bytes,
         )
+        record.is_slowed = is_slowed
         if timer is self.run_timer:
             record.is_steady = self.breakdown is not None and self.breakdown.num_taken > 0
             if timer.steps == 1:

@@ -65,11 +65,14 @@ class StepTotals:
             self.peak_reserved_bytes = max(self.peak_reserved_bytes or 0, reserved_bytes)
         if step.batch_size is not None:
             self.batch_size = max(self.batch_size or 0, step.batch_size)
+        if step.wait_seconds is not None:
+            self.data_wait.add(step.wait_seconds, seconds)
+        if step.is_slowed:
+            return
+        if step.batch_size is not None:
             self.samples.add(step.batch_size, seconds)
         if step.items is not None:
             self.items.add(step.items, seconds)
-        if step.wait_seconds is not None:
-            self.data_wait.add(step.wait_seconds, seconds)
 
     @property
     def step_seconds(self) -> float:

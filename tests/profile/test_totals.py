@@ -44,6 +44,17 @@ def test_metrics_are_maxima_of_bytes_and_means_of_times():
     assert (total.peak_bytes, total.peak_step, total.peak_batch_size) == (9 * MIB, 1, 4)
 
 
+def test_a_step_that_a_measurement_slowed_down_has_no_throughput():
+    slowed = step(1, 3, seconds=20.0, items=50)
+    slowed.is_slowed = True
+    total = total_of(step(0, 5, items=100), slowed)
+    metrics = total.metrics(limit_bytes=None, world_size=1)
+    assert metrics["throughput/samples_per_s"] == 2.0
+    assert metrics["throughput/items_per_s"] == 50.0
+    assert metrics["throughput/step_ms"] == 11000.0
+    assert total.steps == 2
+
+
 def test_the_share_of_the_device_needs_both_numbers():
     reserved = total_of(step(0, 5, reserved=8 * MIB))
     assert "memory/reserved_pct" not in reserved.metrics(limit_bytes=None, world_size=1)
