@@ -246,7 +246,7 @@ class RecordedRun(Run):
         if summary is not None and modules is not None:
             summary = replace(summary, modules=modules.peak, no_modules_reason=modules.why_not)
         if summary is not None and self._flops is not None:
-            summary = _with_flops(summary, self._flops, trainer.world_size)
+            summary = with_flops(summary, self._flops, world_size=trainer.world_size)
         csv_path = None
         if self._csv is not None and summary is not None:
             csv_path = self._csv.path
@@ -256,7 +256,8 @@ class RecordedRun(Run):
         return Run(summary, self.run_peak_bytes, is_table_due=is_complete)
 
 
-def _with_flops(summary: Summary, flops: FlopStep, world_size: int) -> Summary:
+def with_flops(summary: Summary, flops: FlopStep, *, world_size: int) -> Summary:
+    """Add what one device of ``world_size`` ranks computes."""
     samples_per_second = summary.samples_per_second
     if samples_per_second is not None:
         # These are the samples of all ranks.

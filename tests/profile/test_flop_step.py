@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader
 import lightning_batchmem.profile.flop_step
 from lightning_batchmem import MemoryProfiler
 from lightning_batchmem.devices.peaks import LiveStorages
+from lightning_batchmem.profile.flop_step import FlopStep
+from lightning_batchmem.profile.recorded_run import with_flops
 from lightning_batchmem.profile.summary import Summary
 from tests.helpers.profiled import Recorder, trainer_for
 
@@ -131,6 +133,16 @@ def test_the_unknown_peak_of_a_cpu_leaves_out_the_mfu_only(tmp_path, capsys):
     assert "throughput/mfu_pct" not in recorder.ours[-1][1]
 
 
+def test_the_rate_is_that_of_one_rank():
+    flops = FlopStep(torch.device("cpu"), "32-true", 1e12)
+    flops.flops_per_sample = 2e9
+    summary = Summary("host", 5, None, 0, 8, {}, None, None, None, 600.0, 0.1, None)
+    joined = with_flops(summary, flops, world_size=2)
+    assert joined.samples_per_second == 600.0
+    assert joined.tflops_per_device == pytest.approx(0.6)
+    assert joined.mfu_pct == pytest.approx(60.0)
+
+
 def test_modules_and_flops_measure_different_steps(tmp_path):
     profiler = MemoryProfiler(flops=True, modules=True)
     module, _ = train(tmp_path, profiler)
@@ -190,11 +202,15 @@ def test_a_number_that_would_be_wrong_is_left_out(tmp_path, capsys, layers, reas
     assert not any("throughput/tflops_per_device" in metrics for _, metrics in recorder.ours)
 
 
-def test_a_compiled_step_is_not_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(lightning_batchmem.profile.flop_step, "compiled_frames", lambda: 1)
+# The second one is compiled in the step that counts.
+@pytest.mark.parametrize(("frames", "steps"), [((1, 1), []), ((0, 1), [2])])
+def test_a_compiled_step_is_not_counted(tmp_path, monkeypatch, frames, steps):
+    now = iter(frames)
+    monkeypatch.setattr(lightning_batchmem.profile.flop_step, "compiled_frames", lambda: next(now))
     profiler = MemoryProfiler(flops=True)
     module, _ = train(tmp_path, profiler)
-    assert module.counted_steps == []
+    assert module.counted_steps == steps
+    assert profiler.summary.flops_per_sample is None
     reason = "No FLOPs: torch.compile compiled a part of the step."
     assert profiler.summary.no_flops_reason == reason
 
