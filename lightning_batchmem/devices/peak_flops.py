@@ -8,39 +8,39 @@ from typing import Any
 import torch
 
 # TFLOP/s of dense matrices, without sparsity. Where a data sheet has only the number with sparsity,
-# the dense one is its half. The first pattern in the product name counts. Lightning's own table
-# (get_available_flops, 2.6.6) is not used: it has an L40S as an L4, an H100 NVL with sparsity, and
-# no H200 under the name that its driver gives.
+# the dense one is its half. The first pattern in the product name counts; most are its end, since
+# the name of a virtual GPU goes on. Lightning's own table (get_available_flops, 2.6.6) is not used:
+# it takes an L40S for an L4, has one H100 NVL at the rate of two, and lacks the name "NVIDIA H200".
 _SHEETS: tuple[tuple[str, dict[str, float]], ...] = (
     # https://nvdam.widen.net/s/wwnsxrhm2w/blackwell-datasheet-3384703
-    (r"\bGB200\b", {"16 bit": 2500, "tfloat32": 1250, "float32": 80}),
-    (r"\bB200\b", {"16 bit": 2250, "tfloat32": 1100, "float32": 75}),
+    (r"\bGB200$", {"16 bit": 2500, "tfloat32": 1250, "float32": 80}),
+    (r"\bB200$", {"16 bit": 2250, "tfloat32": 1100, "float32": 75}),
     # https://www.nvidia.com/en-us/data-center/h200/
-    (r"\bH200 NVL\b", {"16 bit": 835.5, "tfloat32": 417.5, "float32": 60}),
-    (r"\bH200\b", {"16 bit": 989.5, "tfloat32": 494.5, "float32": 67}),
+    (r"\bH200 NVL$", {"16 bit": 835.5, "tfloat32": 417.5, "float32": 60}),
+    (r"\bH200$", {"16 bit": 989.5, "tfloat32": 494.5, "float32": 67}),
     # https://www.nvidia.com/en-us/data-center/grace-hopper-superchip/
     (r"\bGH200\b", {"16 bit": 989.5, "tfloat32": 494.5, "float32": 67}),
     # https://www.nvidia.com/en-us/data-center/h100/
     # https://www.nvidia.com/content/dam/en-zz/Solutions/gtcs22/data-center/h100/PB-11133-001_v01.pdf
-    (r"\bH100 NVL\b", {"16 bit": 835.5, "tfloat32": 417.5, "float32": 60}),
-    (r"\bH100 PCIe\b", {"16 bit": 756.5, "tfloat32": 378, "float32": 51}),
-    (r"\bH100 80GB HBM3\b", {"16 bit": 989.5, "tfloat32": 494.5, "float32": 67}),
+    (r"\bH100 NVL$", {"16 bit": 835.5, "tfloat32": 417.5, "float32": 60}),
+    (r"\bH100 PCIe$", {"16 bit": 756.5, "tfloat32": 378, "float32": 51}),
+    (r"\bH100 80GB HBM3$", {"16 bit": 989.5, "tfloat32": 494.5, "float32": 67}),
     # https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413
-    (r"\bL40S\b", {"16 bit": 362, "tfloat32": 183, "float32": 91.6}),
+    (r"\bL40S$", {"16 bit": 362, "tfloat32": 183, "float32": 91.6}),
     # https://www.nvidia.com/en-us/data-center/l40/
-    (r"\bL40\b", {"16 bit": 181, "tfloat32": 90.5, "float32": 90.5}),
+    (r"\bL40$", {"16 bit": 181, "tfloat32": 90.5, "float32": 90.5}),
     # https://www.nvidia.com/en-us/data-center/l4/
-    (r"\bL4\b", {"16 bit": 121, "tfloat32": 60, "float32": 30.3}),
+    (r"\bL4$", {"16 bit": 121, "tfloat32": 60, "float32": 30.3}),
     # https://www.nvidia.com/en-us/data-center/a100/
-    (r"\bA100\b", {"16 bit": 312, "tfloat32": 156, "float32": 19.5}),
+    (r"\bA100\b.*\b(40|80)GB\b", {"16 bit": 312, "tfloat32": 156, "float32": 19.5}),
     # https://www.nvidia.com/en-us/data-center/a40/
-    (r"\bA40\b", {"16 bit": 149.7, "tfloat32": 74.8, "float32": 37.4}),
+    (r"\bA40$", {"16 bit": 149.7, "tfloat32": 74.8, "float32": 37.4}),
     # https://www.nvidia.com/en-us/data-center/products/a30-gpu/
-    (r"\bA30\b", {"16 bit": 165, "tfloat32": 82, "float32": 10.3}),
+    (r"\bA30$", {"16 bit": 165, "tfloat32": 82, "float32": 10.3}),
     # https://www.nvidia.com/en-us/data-center/products/a10-gpu/
-    (r"\bA10\b", {"16 bit": 125, "tfloat32": 62.5, "float32": 31.2}),
+    (r"\bA10$", {"16 bit": 125, "tfloat32": 62.5, "float32": 31.2}),
     # https://www.nvidia.com/en-us/data-center/tesla-t4/
-    (r"\bTesla T4\b", {"float16": 65, "float32": 8.1}),
+    (r"\bTesla T4$", {"float16": 65, "float32": 8.1}),
     # https://www.nvidia.com/en-us/data-center/v100/
     (r"\bV100-SXM", {"float16": 125, "float32": 15.7}),
     (r"\bV100-PCIE", {"float16": 112, "float32": 14}),

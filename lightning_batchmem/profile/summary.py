@@ -194,7 +194,7 @@ def _caption(summary: Summary) -> list[str]:
     if summary.tflops_per_device is not None and summary.flops_per_sample is not None:
         share = "" if summary.mfu_pct is None else f" ({summary.mfu_pct:.1f}% of its peak)"
         lines.append(
-            f"{summary.tflops_per_device:,.3g} TFLOP/s per device{share},"
+            f"{summary.tflops_per_device:,.4g} TFLOP/s per device{share},"
             f" {summary.flops_per_sample:,.0f} FLOP per sample"
         )
     if summary.data_wait_share is not None:

@@ -21,6 +21,7 @@ H100 = "NVIDIA H100 80GB HBM3"
         ("NVIDIA L40", "bf16-mixed", False, 181),
         ("NVIDIA L4", "bf16-mixed", False, 121),
         ("NVIDIA A100-SXM4-80GB", "16-mixed", False, 312),
+        ("NVIDIA A100 80GB PCIe", "32-true", True, 156),
         # These have no TF32.
         ("Tesla T4", "32-true", True, 8.1),
         ("Tesla V100-SXM2-16GB", "16-mixed", False, 125),
@@ -37,6 +38,8 @@ def test_the_peak_of_a_device(name, precision, tf32, tflops):
         (f"{H100} MIG 1g.10gb", "bf16-mixed"),
         ("NVIDIA RTX A4000", "bf16-mixed"),
         ("NVIDIA A10G", "bf16-mixed"),
+        ("NVIDIA A40-12Q", "bf16-mixed"),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bf16-mixed"),
         # Its tensor cores have no bfloat16.
         ("Tesla T4", "bf16-mixed"),
         (H100, "64-true"),
