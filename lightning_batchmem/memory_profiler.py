@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +17,7 @@ from lightning_batchmem._lightning.trainer_state import is_fast_dev_run
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
+from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.recorded_run import RecordedRun, Run
 from lightning_batchmem.profile.step_csv import NAME, StepCsv, make_log_dir
 from lightning_batchmem.profile.summary import Summary
@@ -60,9 +63,15 @@ class MemoryProfiler(Callback):
         modules: whether to divide the live bytes at the peak of one steady training step among the
             modules. That step takes up to 2.5 times its time, and more if it takes only a few ms.
             The training is the same bit for bit.
+        flops: whether to count the floating-point operations of one steady training batch, for
+            ``throughput/tflops_per_device`` and ``throughput/mfu_pct`` (per cent of the device's
+            peak). They are scaled with the samples of the other batches, which is exact where all
+            samples have one shape. The training is the same bit for bit.
+        peak_flops: the peak of one device in FLOP/s; None to take it from a table of data sheets,
+            for the precision of the Trainer.
 
     Raises:
-        ValueError: if ``snapshot`` or ``items_fn`` is invalid.
+        ValueError: if ``snapshot``, ``items_fn`` or ``peak_flops`` is invalid.
         OSError: in ``setup``, if ``log_dir`` cannot be written.
 
     Example:
@@ -81,15 +90,21 @@ class MemoryProfiler(Callback):
         snapshot: Literal["on_oom"] | None = None,
         progress_bar: bool = False,
         modules: bool = False,
+        flops: bool = False,
+        peak_flops: float | None = None,
     ) -> None:
         if snapshot not in (None, "on_oom"):
             raise ValueError(f'snapshot must be "on_oom" or None, got {snapshot!r}')
         if items_fn is not None and not callable(items_fn):
             raise ValueError(f"items_fn must be a function of a batch, got {items_fn!r}")
+        if peak_flops is not None:
+            _check_peak_flops(peak_flops, flops=flops)
         self._has_csv = csv
         self._items_fn = items_fn
         self._has_progress_bar = progress_bar
         self._has_modules = modules
+        self._has_flops = flops
+        self._peak_flops = peak_flops
         self._has_snapshot = snapshot == "on_oom"
         self._log_dir: Path | None = None
         self._csv_path: Path | None = None
@@ -255,6 +270,9 @@ class MemoryProfiler(Callback):
         if self._has_csv and self._log_dir is not None and trainer.is_global_zero:
             csv = StepCsv(self._log_dir, resume=trainer.global_step > 0, own_path=self._csv_path)
             self._csv_path = csv.path
+        flops = None
+        if self._has_flops and stage == "train":
+            flops = FlopStep(device, str(trainer.precision), self._peak_flops)
         self._run = RecordedRun(
             trainer,
             module,
@@ -264,6 +282,7 @@ class MemoryProfiler(Callback):
             items_fn=self._items_fn,
             has_progress_bar=self._has_progress_bar,
             has_modules=self._has_modules,
+            flops=flops,
         )
         if self._has_snapshot:
             self._run.snapshot = OomSnapshot.start(self._log_dir, device)
@@ -273,3 +292,11 @@ class MemoryProfiler(Callback):
         # Nothing more is recorded, even if an error ends the report.
         self._run = Run()
         self._run = run.finish(trainer, is_complete=is_complete)
+
+
+def _check_peak_flops(peak_flops: Any, *, flops: bool) -> None:
+    is_number = isinstance(peak_flops, Real) and not isinstance(peak_flops, bool)
+    if not is_number or not 0 < float(peak_flops) < math.inf:
+        raise ValueError(f"peak_flops must be a number of FLOP/s above 0, got {peak_flops!r:.80}")
+    if not flops:
+        raise ValueError(f"peak_flops must come with flops=True, got {peak_flops!r:.80} without it")

@@ -124,6 +124,8 @@ def test_every_step_is_a_row_with_the_peak_of_each_phase(
         assert 0 < float(row["data_wait_pct"]) < 100
     logged = [(step, metrics["memory/peak_reserved_mib"]) for step, metrics in recorder.ours]
     assert logged == [(2, 46), (5, 52)]
+    shares = [metrics["memory/reserved_pct"] for _, metrics in recorder.ours]
+    assert shares == [pytest.approx(100 * mib / 1024) for mib in (46, 52)]
     assert summary.phase_peak_bytes == {
         "forward": 16 * MIB,
         "backward": 26 * MIB,
@@ -525,6 +527,21 @@ def test_an_alert_is_one_warning_and_in_the_summary(
         profiler, _ = profiled(tmp_path, Net(work), *planned, **options)
     assert len([warning for warning in issued if "MemoryProfiler: " in str(warning.message)]) == 1
     assert f"Warning: {profiler.summary.alerts[0]}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_retries_of_the_allocator_since_the_run_began_are_a_curve(
+    tmp_path, device_memory, monkeypatch
+):
+    monkeypatch.setattr(DeviceReader, "memory_interval_seconds", 0.0)
+    # A search may cause these.
+    device_memory.num_alloc_retries = 5
+
+    def work(step, where):
+        device_memory.num_alloc_retries = 5 + 2 * (step >= 3)
+
+    with pytest.warns(UserWarning, match="retried 2 times"):
+        _, recorder = profiled(tmp_path, Net(work))
+    assert [metrics["memory/alloc_retries"] for _, metrics in recorder.ours] == [0, 0, 0, 2, 2, 2]
 
 
 # --- files, several runs, errors, traces

@@ -22,8 +22,8 @@ _COUNTERS = ("num_ooms", "num_alloc_retries", "num_device_free")
 class AcceleratorMemory:
     """Counters of PyTorch's caching allocator for one device, and free memory of the driver.
 
-    No method but :meth:`synchronize` waits for the device, and only :meth:`budget_bytes` and
-    :meth:`limit_enforced` start it. Before that this process holds 0 bytes.
+    No method but :meth:`synchronize` waits for the device, and only :meth:`budget_bytes`,
+    :meth:`total_bytes` and :meth:`limit_enforced` start it. Before that this process holds 0 bytes.
 
     Args:
         device: a CUDA device (ROCm has this name too), or another one whose module has the same
@@ -80,6 +80,9 @@ class AcceleratorMemory:
         if fraction is not None:
             budget_bytes = min(budget_bytes, int(fraction * total_bytes))
         return int(budget_bytes)
+
+    def total_bytes(self) -> int:
+        return int(self._functions.mem_get_info(self._device)[1])
 
     def non_torch_bytes(self) -> int | None:
         """Return the bytes on the device outside this process's allocator; ``None`` if unknown.

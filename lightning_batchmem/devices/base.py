@@ -9,7 +9,7 @@ The contract of ``DeviceMemory``:
   ``counters``.
 - Nothing but ``synchronize`` waits for the device.
 - A reading does not start the device: before that this process holds 0 bytes. Only
-  ``budget_bytes`` and ``limit_enforced`` may start it.
+  ``budget_bytes``, ``total_bytes`` and ``limit_enforced`` may start it.
 - ``reset_peak``, ``peak`` and ``current`` are called several times in every step, so they take
   microseconds.
 """
@@ -92,6 +92,9 @@ class DeviceMemory(PeakCounter, Protocol):
 
     def budget_bytes(self) -> int:
         """Return the most that this process may hold at this moment, with what it holds."""
+
+    def total_bytes(self) -> int | None:
+        """Return the memory of the whole device; ``None`` on the host, which reserves none."""
 
     def non_torch_bytes(self) -> int | None:
         """Return the bytes in use outside of this process's allocator; ``None`` if unknown."""

@@ -127,6 +127,9 @@ class HostMemory:
         ]
         return memory.rss + max(0, min(room for room in rooms if room is not None))
 
+    def total_bytes(self) -> None:
+        """Return ``None``: nothing is reserved on the host."""
+
     def non_torch_bytes(self) -> None:
         """Return ``None``: not known on the host."""
 

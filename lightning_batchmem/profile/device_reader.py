@@ -10,6 +10,8 @@ from lightning_batchmem.devices import utilization_for
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.profile.step_record import DeviceReading
 
+_RETRIES = "num_alloc_retries"
+
 
 class DeviceReader:
     """Reads a device between two steps.
@@ -30,11 +32,14 @@ class DeviceReader:
         self, device: torch.device, device_memory: DeviceMemory | None, max_limit_bytes: float
     ) -> None:
         self.limit_bytes: int | None = None
+        # Those of a search before the run do not count.
+        self._retries_before = 0
         self._device_memory = device_memory
         self._max_limit_bytes = max_limit_bytes
         self._utilization = utilization_for(device)
         if device_memory is not None:
             self._read_limit(device_memory)
+            self._retries_before = device_memory.counters().get(_RETRIES, 0)
 
     def read(self) -> DeviceReading:
         """Read the device. The memory is left out if it was read a short time ago."""
@@ -43,7 +48,9 @@ class DeviceReader:
         if device_memory is None or time.monotonic() < self._next_reading:
             return DeviceReading(utilization=utilization)
         limit_bytes = self._read_limit(device_memory)
-        retries = device_memory.counters().get("num_alloc_retries")
+        retries = device_memory.counters().get(_RETRIES)
+        if retries is not None:
+            retries -= self._retries_before
         return DeviceReading(limit_bytes, utilization, retries)
 
     def read_utilization(self) -> tuple[str, float] | None:

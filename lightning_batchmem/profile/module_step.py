@@ -13,7 +13,6 @@ from lightning_batchmem.devices.module_memory import (
     PeakByModule,
     why_not_possible,
 )
-from lightning_batchmem.devices.tensors import samples_in
 from lightning_batchmem.search.compiled import compiled_frames
 
 
@@ -32,13 +31,7 @@ class ModuleStep:
         self.why_not = ""
         self._device_type = device.type
         self._num_batches = num_batches
-        self._num_samples: int | None = None
         self._storages: ModuleStorages | None = None
-
-    @property
-    def is_due(self) -> bool:
-        """Whether to call :meth:`begin` at the start of the next steady step."""
-        return self._storages is None and self.peak is None and not self.why_not
 
     def begin(self, module: Module, optimizers: Sequence[Optimizer], batch: object) -> None:
         """Begin to measure with this step, if that is possible."""
@@ -46,19 +39,20 @@ class ModuleStep:
         if reason:
             self.why_not = f"No table of the modules: {reason}."
             return
-        self._num_samples = samples_in(batch)
         self._storages = ModuleStorages(module, optimizers, batch, self._device_type)
         self._storages.__enter__()
 
-    def end_batch(self, *, has_stepped: bool) -> None:
-        """End a batch, and the measurement if an optimizer has stepped."""
+    def end_batch(self, *, samples: int | None, has_stepped: bool) -> bool:
+        """End a batch; return whether all is measured, as after the step of an optimizer."""
         storages = self._storages
         if storages is None:
-            return
+            return True
         self._num_batches -= 1
-        if has_stepped or self._num_batches <= 0:
-            self.close()
-            self.peak = storages.peak_by_module(self._num_samples)
+        if not has_stepped and self._num_batches > 0:
+            return False
+        self.close()
+        self.peak = storages.peak_by_module(samples)
+        return True
 
     def close(self) -> None:
         """Stop to measure, also in the middle of a step."""

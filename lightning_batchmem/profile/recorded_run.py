@@ -23,6 +23,7 @@ from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.profile.figures import log_figures
+from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.recorder import StepRecorder
 from lightning_batchmem.profile.reporter import StepReporter
 from lightning_batchmem.profile.step_csv import PLAN_NAME, StepCsv
@@ -107,6 +108,8 @@ class RecordedRun(Run):
         csv: the file for the steps.
         items_fn: counts items in a batch.
         has_progress_bar: whether the progress bar shows peak and limit.
+        has_modules: whether to divide the memory of one step among the modules.
+        flops: counts the floating-point operations of one step; None to count none.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class RecordedRun(Run):
         items_fn: Callable[[Any], float] | None,
         has_progress_bar: bool,
         has_modules: bool,
+        flops: FlopStep | None,
     ) -> None:
         super().__init__()
         device = trainer.strategy.root_device
@@ -145,12 +149,18 @@ class RecordedRun(Run):
             items_fn=items_fn,
             max_limit_bytes=math.inf if plan is None else plan.limit_bytes,
             has_modules=has_modules,
+            flops=flops,
         )
         self.begin_step = self._recorder.start
+        self._flops = flops
         self.enter_phase = self._recorder.phase_peaks.enter
+        if flops is not None:
+            self.enter_phase = self._enter_counted_phase
         self.begin_validation = self._recorder.begin_validation
         self.forget_wait = self._recorder.run_timer.forget_wait
-        self._reporter = StepReporter(trainer, device_memory, timer, plan=plan, csv=csv)
+        self._reporter = StepReporter(
+            trainer, device_memory, timer, plan=plan, csv=csv, flops=flops
+        )
         # The first step starts now.
         self._recorder.restart()
 
@@ -171,6 +181,11 @@ class RecordedRun(Run):
         self._recorder.watch(trainer, module)
         self._recorder.restart()
         self._reporter.begin_epoch()
+
+    def _enter_counted_phase(self, phase: str) -> None:
+        if self._flops is not None:
+            self._flops.enter_phase(phase)
+        self._recorder.phase_peaks.enter(phase)
 
     def end_step(self, trainer: Trainer, module: LightningModule, batch: object) -> None:
         """End a step, and log the training if it is due."""
@@ -230,6 +245,8 @@ class RecordedRun(Run):
         modules = self._recorder.modules
         if summary is not None and modules is not None:
             summary = replace(summary, modules=modules.peak, no_modules_reason=modules.why_not)
+        if summary is not None and self._flops is not None:
+            summary = with_flops(summary, self._flops, world_size=trainer.world_size)
         csv_path = None
         if self._csv is not None and summary is not None:
             csv_path = self._csv.path
@@ -237,6 +254,22 @@ class RecordedRun(Run):
         if is_complete and is_training and summary is not None and trainer.is_global_zero:
             log_figures(self._reporter.loggers, csv_path, self._plan, summary, step)
         return Run(summary, self.run_peak_bytes, is_table_due=is_complete)
+
+
+def with_flops(summary: Summary, flops: FlopStep, *, world_size: int) -> Summary:
+    """Add what one device of ``world_size`` ranks computes."""
+    samples_per_second = summary.samples_per_second
+    if samples_per_second is not None:
+        # These are the samples of all ranks.
+        samples_per_second /= world_size
+    rate = flops.rate(samples_per_second)
+    return replace(
+        summary,
+        flops_per_sample=flops.flops_per_sample,
+        tflops_per_device=None if rate is None else rate.tflops_per_device,
+        mfu_pct=None if rate is None else rate.mfu_pct,
+        no_flops_reason=flops.why_not,
+    )
 
 
 def _last_step(trainer: Trainer) -> int:

@@ -20,6 +20,7 @@ from lightning_batchmem.devices.tensors import samples_in
 from lightning_batchmem.plan.options import number_from
 from lightning_batchmem.plan.records import mib
 from lightning_batchmem.profile.device_reader import DeviceReader
+from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.module_step import ModuleStep
 from lightning_batchmem.profile.stage_timer import StageTimer
 from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
@@ -40,6 +41,7 @@ class StepRecorder:
         items_fn: Callable[[Any], float] | None,
         max_limit_bytes: float,
         has_modules: bool,
+        flops: FlopStep | None,
     ) -> None:
         device = trainer.strategy.root_device
         self.phase_peaks = PhasePeaks(device_memory)
@@ -62,9 +64,13 @@ class StepRecorder:
         self._warned_of_size = False
         if stage == "train":
             self.watch(trainer, module)
+        # Each of these measures a steady step of its own, since both slow a step down.
+        self._to_measure: list[ModuleStep | FlopStep] = [] if flops is None else [flops]
+        self._measured: ModuleStep | FlopStep | None = None
         self.modules: ModuleStep | None = None
         if has_modules and stage == "train":
             self.modules = ModuleStep(device, trainer.accumulate_grad_batches)
+            self._to_measure.append(self.modules)
         self.breakdown: SteadyBreakdown | None = None
         if device_memory is not None:
             self.breakdown = SteadyBreakdown(device_memory, device, module, self._optimizers)
@@ -127,16 +133,21 @@ class StepRecorder:
             timer.pause()
             breakdown.take(module, self._optimizers, batch)
             timer.resume()
-        elif is_steady and self.modules is not None and self.modules.is_due:
-            self.modules.begin(module, self._optimizers, batch)
+        elif is_steady and self._to_measure and self._measured is None:
+            self._measured = self._to_measure.pop()
+            self._measured.begin(module, self._optimizers, batch)
 
     def stop(self, trainer: Trainer, batch: object) -> StepRecord | None:
         """End the step; None if Lightning skipped it because the loader returned None."""
         if not self._in_step:
             return None
         timer = self.timer
-        if self.modules is not None and timer is self.run_timer:
-            self.modules.end_batch(has_stepped=bool(self.phase_peaks.stepped))
+        is_slowed = self._measured is not None and timer is self.run_timer
+        if self._measured is not None and is_slowed:
+            has_stepped = bool(self.phase_peaks.stepped)
+            samples = self._samples_in(trainer, batch)
+            if self._measured.end_batch(samples=samples, has_stepped=has_stepped):
+                self._measured = None
         peaks = self.phase_peaks.stop()
         number = timer.steps
         seconds, wait_seconds = timer.stop()
@@ -153,9 +164,7 @@ class StepRecorder:
             self._is_steady = True
         self._in_step = False
         self._batch = None
-        samples = samples_in(batch)
-        if samples is None:
-            samples = self._loader_batch_size(trainer)
+        samples = self._samples_in(trainer, batch)
         items = None
         if self._items_fn is not None:
             items = number_from("items_fn", self._items_fn(batch), nan=True)
@@ -170,6 +179,7 @@ class StepRecorder:
             marks,
             self._start_bytes,
         )
+        record.is_slowed = is_slowed
         if timer is self.run_timer:
             record.is_steady = self.breakdown is not None and self.breakdown.num_taken > 0
             if timer.steps == 1:
@@ -213,8 +223,8 @@ class StepRecorder:
     def close(self) -> None:
         """Remove all hooks."""
         self.phase_peaks.unwatch()
-        if self.modules is not None:
-            self.modules.close()
+        if self._measured is not None:
+            self._measured.close()
 
     def _mark(self, device_timer: AcceleratorTimer) -> tuple[object, object]:
         """Mark this moment on the device; return the previous mark and this one."""
@@ -222,8 +232,14 @@ class StepRecorder:
         self.timer.mark = device_timer.mark()
         return previous, self.timer.mark
 
-    def _loader_batch_size(self, trainer: Trainer) -> int | None:
-        """Return the batch size of the training loader; warn once if it is not known either."""
+    def _samples_in(self, trainer: Trainer, batch: object) -> int | None:
+        """Return the samples of a batch, or the batch size of the training loader.
+
+        Warn once if neither is known.
+        """
+        samples = samples_in(batch)
+        if samples is not None:
+            return samples
         if self.timer.stage == "train":
             # Several loaders, and loaders that make their own batches, have no batch size.
             size = getattr(trainer.train_dataloader, "batch_size", None)

@@ -15,6 +15,7 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.profile.alerts import Alerts
+from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
 from lightning_batchmem.profile.step_csv import StepCsv
 from lightning_batchmem.profile.step_record import DeviceReading, StepRecord
@@ -39,6 +40,7 @@ class StepReporter:
         *,
         plan: Plan | None = None,
         csv: StepCsv | None = None,
+        flops: FlopStep | None = None,
     ) -> None:
         self.limit_bytes: int | None = None
         # Without log_every_n_steps, nothing is sent to the loggers.
@@ -48,8 +50,12 @@ class StepReporter:
         self._world_size = trainer.world_size
         self._device_name = trainer.strategy.root_device.type
         self._alerts = Alerts(_warn, plan=plan)
+        self._total_bytes: int | None = None
+        self._alloc_retries: int | None = None
+        self._flops = flops
         if device_memory is not None:
             self._device_name = device_memory.name
+            self._total_bytes = device_memory.total_bytes()
             self._alerts = Alerts(
                 _warn,
                 granularity_bytes=device_memory.granularity_bytes,
@@ -143,7 +149,15 @@ class StepReporter:
         interval = self._totals[stage].end_interval()
         if not interval.steps:
             return
-        metrics = interval.metrics(limit_bytes=self.limit_bytes, world_size=self._world_size)
+        metrics = interval.metrics(
+            limit_bytes=self.limit_bytes,
+            total_bytes=self._total_bytes,
+            world_size=self._world_size,
+        )
+        if reading.alloc_retries is not None:
+            self._alloc_retries = reading.alloc_retries
+        if self._alloc_retries is not None:
+            metrics["memory/alloc_retries"] = float(self._alloc_retries)
         if reading.utilization is not None:
             name, percent = reading.utilization
             metrics[f"utilization/{name}"] = percent
@@ -153,6 +167,8 @@ class StepReporter:
             metrics["host/page_faults_per_step"] = (count - self._num_page_faults) / interval.steps
             self._num_page_faults = count
         if stage == "train":
+            if self._flops is not None:
+                metrics |= self._flops.metrics(interval.samples.value())
             predicted_bytes = self._alerts.predicted_bytes(interval.peak_batch_size)
             if predicted_bytes is not None:
                 metrics["memory/predicted_mib"] = predicted_bytes / MIB

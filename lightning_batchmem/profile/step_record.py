@@ -34,6 +34,8 @@ class StepRecord:
     start_bytes: int | None = None
     # This is true if the memory breakdown describes the step.
     is_steady: bool = False
+    # This is true if a measurement of the profiler made the step slower, as that of the modules.
+    is_slowed: bool = False
     # The device took this time between the marks. It is None until it is known.
     device_seconds: float | None = None
     limit_bytes: int | None = None
@@ -46,6 +48,7 @@ class DeviceReading(NamedTuple):
 
     limit_bytes: int | None = None
     utilization: tuple[str, float] | None = None
+    # These are the retries of the allocator since the run began.
     alloc_retries: int | None = None
     # These are the page faults of all training steps so far. They are read on the host only.
     page_faults: PageFaults | None = None

@@ -75,6 +75,12 @@ class Summary:
             for.
         busy_percent: mean utilization of the device in the steps, 0 to 100 (host: of the cores of
             this process); ``None`` if it cannot be read.
+        flops_per_sample: floating-point operations of a sample in forward and backward, with
+            ``MemoryProfiler(flops=True)``; None without it, or if they could not be counted.
+        tflops_per_device: 1e12 of these per second of wall time, on one device.
+        mfu_pct: the same in per cent of the device's peak; None if the peak is unknown too.
+        no_flops_reason: why one of these three is not known; empty if they are, or were not asked
+            for.
     """
 
     device: str
@@ -99,6 +105,10 @@ class Summary:
     modules: PeakByModule | None = None
     no_modules_reason: str = ""
     busy_percent: float | None = None
+    flops_per_sample: float | None = None
+    tflops_per_device: float | None = None
+    mfu_pct: float | None = None
+    no_flops_reason: str = ""
 
     def __repr__(self) -> str:
         peak = "" if self.peak_bytes is None else f"peak {mib(self.peak_bytes)}, "
@@ -198,6 +208,12 @@ def _caption(summary: Summary) -> list[str]:
     if summary.limit_bytes is not None:
         lines.append(f"Limit of this process: {mib(summary.limit_bytes)}")
     lines.append(_speed(summary))
+    if summary.tflops_per_device is not None and summary.flops_per_sample is not None:
+        share = "" if summary.mfu_pct is None else f" ({summary.mfu_pct:.1f}% of its peak)"
+        lines.append(
+            f"{summary.tflops_per_device:,.4g} TFLOP/s per device{share},"
+            f" {summary.flops_per_sample:,.0f} FLOP per sample"
+        )
     if summary.data_wait_share is not None:
         lines.append(f"{summary.data_wait_share:.1%} of the time waiting for data")
     if summary.busy_percent is not None:
@@ -227,8 +243,7 @@ def _caption(summary: Summary) -> list[str]:
             '"Other" is negative: some tensors are not resident (swapped out, or mapped from a'
             " file)."
         )
-    if summary.no_modules_reason:
-        lines.append(summary.no_modules_reason)
+    lines += [text for text in (summary.no_modules_reason, summary.no_flops_reason) if text]
     return [*lines, *(f"Warning: {alert}" for alert in summary.alerts)]
 
 

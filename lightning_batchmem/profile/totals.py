@@ -65,11 +65,14 @@ class StepTotals:
             self.peak_reserved_bytes = max(self.peak_reserved_bytes or 0, reserved_bytes)
         if step.batch_size is not None:
             self.batch_size = max(self.batch_size or 0, step.batch_size)
+        if step.wait_seconds is not None:
+            self.data_wait.add(step.wait_seconds, seconds)
+        if step.is_slowed:
+            return
+        if step.batch_size is not None:
             self.samples.add(step.batch_size, seconds)
         if step.items is not None:
             self.items.add(step.items, seconds)
-        if step.wait_seconds is not None:
-            self.data_wait.add(step.wait_seconds, seconds)
 
     @property
     def step_seconds(self) -> float:
@@ -77,14 +80,25 @@ class StepTotals:
         device_seconds = self.device_seconds.value()
         return self.seconds / self.steps if device_seconds is None else device_seconds
 
-    def metrics(self, *, limit_bytes: int | None, world_size: int) -> dict[str, float]:
+    def metrics(
+        self, *, limit_bytes: int | None, world_size: int, total_bytes: int | None = None
+    ) -> dict[str, float]:
         """Return the metrics of these steps in MiB, ms and per cent, without the unknown ones.
 
         The throughput is that of all ranks, if they have batches of this rank's size.
+
+        Args:
+            limit_bytes: what this process may hold.
+            world_size: number of ranks.
+            total_bytes: memory of the whole device; None where no allocator reserves a part of it.
         """
+        reserved_share = None
+        if self.peak_reserved_bytes is not None and total_bytes:
+            reserved_share = self.peak_reserved_bytes / total_bytes
         metrics: dict[str, float | None] = {
             "memory/peak_allocated_mib": _mib(self.peak_bytes),
             "memory/peak_reserved_mib": _mib(self.peak_reserved_bytes),
+            "memory/reserved_pct": None if reserved_share is None else 100.0 * reserved_share,
             "memory/limit_mib": _mib(limit_bytes),
             "throughput/samples_per_s": self.samples.value(world_size),
             "throughput/items_per_s": self.items.value(world_size),

@@ -71,6 +71,7 @@ def test_readings_are_the_counters_of_the_allocator():
     assert device_memory.peak() == MemoryStats(9 * GIB, 12 * GIB, 8 * GIB)
     assert device_memory.current() == MemoryStats(3 * GIB, 4 * GIB, 2 * GIB)
     assert device_memory.counters() == {"num_ooms": 2, "num_alloc_retries": 5, "num_device_free": 3}
+    assert device_memory.total_bytes() == 80 * GIB
     # An allocator that does not count requested bytes reports 0.
     uncounted = {**STATS, "requested_bytes": {"all": {"current": 0, "peak": 0}}}
     assert memory(stats=uncounted).peak() == MemoryStats(9 * GIB, 12 * GIB, None)

@@ -30,9 +30,10 @@ def test_metrics_are_maxima_of_bytes_and_means_of_times():
     first = step(0, 5, reserved=8 * MIB)
     second = step(1, 9, seconds=4.0, reserved=7 * MIB, items=100)
     total = total_of(first, second, step(2, 3, size=1, reserved=6 * MIB))
-    assert total.metrics(limit_bytes=64 * MIB, world_size=2) == {
+    assert total.metrics(limit_bytes=64 * MIB, total_bytes=80 * MIB, world_size=2) == {
         "memory/peak_allocated_mib": 9.0,
         "memory/peak_reserved_mib": 8.0,
+        "memory/reserved_pct": 10.0,
         "memory/limit_mib": 64.0,
         "throughput/samples_per_s": 2 * 9 / 8.0,
         "throughput/items_per_s": 2 * 100 / 4.0,
@@ -41,6 +42,25 @@ def test_metrics_are_maxima_of_bytes_and_means_of_times():
         "batch/size": 4.0,
     }
     assert (total.peak_bytes, total.peak_step, total.peak_batch_size) == (9 * MIB, 1, 4)
+
+
+def test_a_step_that_a_measurement_slowed_down_has_no_throughput():
+    slowed = step(1, 3, seconds=20.0, items=50)
+    slowed.is_slowed = True
+    total = total_of(step(0, 5, items=100), slowed)
+    metrics = total.metrics(limit_bytes=None, world_size=1)
+    assert metrics["throughput/samples_per_s"] == 2.0
+    assert metrics["throughput/items_per_s"] == 50.0
+    assert metrics["throughput/step_ms"] == 11000.0
+    assert total.steps == 2
+
+
+def test_the_share_of_the_device_needs_both_numbers():
+    reserved = total_of(step(0, 5, reserved=8 * MIB))
+    assert "memory/reserved_pct" not in reserved.metrics(limit_bytes=None, world_size=1)
+    unreserved = total_of(step(0, 5))
+    metrics = unreserved.metrics(limit_bytes=None, total_bytes=80 * MIB, world_size=1)
+    assert "memory/reserved_pct" not in metrics
 
 
 def test_unknown_sizes_items_and_waits_are_left_out_of_the_means():

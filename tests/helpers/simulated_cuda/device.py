@@ -91,6 +91,9 @@ class SimulatedCuda(CachingAllocator):
     def evictable_bytes(self) -> int:
         return 0
 
+    def total_bytes(self) -> int:
+        return self.capacity_bytes
+
     def non_torch_bytes(self) -> None:
         """Nothing else uses the device."""
 
