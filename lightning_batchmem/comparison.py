@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
@@ -206,7 +207,7 @@ def compare(
     check_variants(variants)
     settings = {name: {**(base or {}), **variant} for name, variant in variants.items()}
     for name, arguments in settings.items():
-        _check_one_device(name, arguments)
+        check_one_device(name, arguments)
     console = Console(stderr=True, highlight=False, markup=False)
     results = []
     notes: list[str] = []
@@ -242,7 +243,8 @@ def check_variants(variants: Any) -> None:
             )
 
 
-def _check_one_device(name: str, arguments: Mapping[str, Any]) -> None:
+def check_one_device(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise a ValueError unless these arguments of the Trainer are those of one device."""
     devices = arguments.get("devices", 1)
     nodes = arguments.get("num_nodes", 1)
     is_one_device = devices in (1, "1") or (isinstance(devices, list) and len(devices) == 1)
@@ -264,6 +266,16 @@ def _search_variant(
 
 def make_and_find(make: Make, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> Plan:
     """Make the model and its Trainer, change the model as the arguments require, and search."""
+    trainer, model, data = make_trainer(make, arguments)
+    return find_batch_size(trainer, model, train_dataloaders=data, **options)
+
+
+def make_trainer(make: Make, arguments: Mapping[str, Any]) -> tuple[Trainer, LightningModule, Any]:
+    """Make the model and its Trainer, and change the model as the arguments require.
+
+    Returns:
+        The Trainer, the model and its data.
+    """
     trainer_arguments = {**_BASE, **arguments}
     blocks = trainer_arguments.pop("checkpoint", None)
     is_compiled = trainer_arguments.pop("compile", None)
@@ -284,7 +296,7 @@ def make_and_find(make: Make, arguments: Mapping[str, Any], options: Mapping[str
         _checkpoint_blocks(model, {_most_repeated(model)} if blocks is True else blocks)
     if is_compiled:
         model = torch.compile(model)
-    return find_batch_size(trainer, model, train_dataloaders=data, **options)
+    return trainer, model, data
 
 
 def _checkpoint_blocks(model: nn.Module, classes: Collection[type[nn.Module]]) -> None:

@@ -31,7 +31,8 @@ LEVELS = {
     "new_process": 9,
     "comparison": 10,
     "__init__": 11,
-    "__main__": 12,
+    "check": 12,
+    "__main__": 13,
 }
 
 
