@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_batchmem._lightning.steps import TrainingSteps
 from lightning_batchmem.check.measurement import measure
 
 FEATURES = 256
@@ -126,8 +127,35 @@ def test_samples_of_random_lengths_are_the_same_in_each_measurement():
     first = phases(make)
     torch.manual_seed(1)
     assert phases(make) == first
-    # The longest of 64 samples makes all batches, so the bytes of a sample are whole rows.
-    assert first["forward"].sample_bytes % (FEATURES * FLOAT_BYTES) == 0
+
+
+class OneLong(Dataset):
+    """Samples of one row, and one of fifty."""
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        return torch.zeros(50 if index == 30 else 1, FEATURES)
+
+
+def test_the_longest_of_64_samples_makes_all_batches():
+    loader = DataLoader(OneLong(), batch_size=4, collate_fn=padded)
+    forward = phases(lambda: (Network(), loader))["forward"]
+    assert forward.sample_bytes == 50 * (SAMPLE_BYTES + 2 * HIDDEN * FLOAT_BYTES)
+
+
+def test_two_steps_come_before_the_one_that_is_measured(monkeypatch):
+    sizes = []
+    run = TrainingSteps.run
+
+    def noted(steps, batch_size, index):
+        sizes.append(batch_size)
+        run(steps, batch_size, index)
+
+    monkeypatch.setattr(TrainingSteps, "run", noted)
+    phases(lambda: (Network(), data()))
+    assert sizes == [2, 2, 2, 8, 8, 8]
 
 
 class OtherOperators(Network):

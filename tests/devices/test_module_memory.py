@@ -194,7 +194,13 @@ def test_the_modules_add_up_to_the_live_bytes_at_every_moment_of_each_phase(prog
         assert highest.live_bytes <= peak_bytes
         bytes_of = storages.bytes_by_module(highest)
         assert sum(bytes_of.values()) == highest.live_bytes
-    assert max(moment.live_bytes for moment in moments) == max(peaks.values())
+    highest = max(moments, key=lambda moment: moment.live_bytes)
+    assert highest.live_bytes == max(peaks.values())
+    bytes_of = storages.bytes_by_module(highest)
+    of_modules = {module.name: module.total_bytes for module in storages.peak_by_module(8).modules}
+    assert {name: size for name, size in bytes_of.items() if size} == {
+        name: size for name, size in of_modules.items() if size
+    }
     assert list(bytes_of) == [name for name, _ in program.module.named_modules()]
 
 
