@@ -38,7 +38,7 @@ from lightning_batchmem.profile.two_runs import difference_table, draw_two, read
 
 _COMMANDS = ("find", "compare", "check", "draw")
 # These settings of compare's variants are no arguments of the Trainer.
-_VARIANT_SETTINGS = ("checkpoint", "compile", "transform")
+_VARIANT_SETTINGS = ("checkpoint", "compile", "fit", "transform")
 _EXAMPLES = """\
 examples:
   python -m lightning_batchmem find my_module:make --limit 20GiB
@@ -238,8 +238,10 @@ def _argument_texts(documented: type) -> dict[str, str]:
 
 def _find(parser: ArgumentParser, options: Namespace) -> int:
     base, search = _checked_arguments(parser, options)
-    plan = make_and_find(_make(parser, options.make), base, search)
+    plan, checkpointed = make_and_find(_make(parser, options.make), base, search)
     sys.stdout.write(f"{plan}\n")
+    if checkpointed:
+        sys.stdout.write(f"checkpointed: {checkpointed}\n")
     if options.out is not None:
         options.out.write_text(f"{plan.to_json()}\n", encoding="utf-8")
     return 0

@@ -199,7 +199,7 @@ def test_wrong_arguments():
 
 def test_a_sequential_is_a_block_where_nothing_else_is_repeated(searches):
     model = BlockNet()
-    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
+    model.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)))
     (variant,) = compare(lambda: (model, None), {"x": {"checkpoint": True}}).variants
     assert variant.error == ""
     assert [len(block._forward_pre_hooks) for block in model.blocks] == [1, 1, 1]
@@ -216,3 +216,64 @@ def test_a_sequential_is_a_block_where_nothing_else_is_repeated(searches):
 def test_wrong_variants_are_an_error_before_anything_runs(variants, message):
     with pytest.raises(ValueError, match=message):
         compare(lambda: pytest.fail("make was called"), variants)
+
+
+@pytest.mark.parametrize("fit", [None, 0, 2.5])
+def test_auto_needs_a_size(searches, fit):
+    (variant,) = compare(make_here(), {"x": {"checkpoint": "auto", "fit": fit}}).variants
+    assert variant.error == (
+        f'ValueError: checkpoint="auto" needs fit=N, the batch size that is to fit, got fit={fit!r}'
+    )
+
+
+class SearchByBlocks:
+    """A search in which each checkpointed block saves 100 MiB of 1,000 MiB at 64 samples.
+
+    Args:
+        largest: number of checkpointed blocks -> the largest size that passes a rehearsal.
+    """
+
+    def __init__(self, largest):
+        self.largest = largest
+        self.calls = []
+
+    def __call__(self, trainer, model, train_dataloaders, *, max_batch_size):
+        number = sum(len(block._forward_pre_hooks) for block in model.blocks)
+        self.calls.append((number, max_batch_size))
+        size = min(max_batch_size, self.largest.get(number, 64))
+        line = Line(0.0, (1000 - 100 * number) * MIB / 64, 2, 8)
+        trial = Trial(size, "ok", {"forward": round(line.at(size))})
+        limited_by = "max_batch_size" if size == max_batch_size else "memory"
+        # A limit of 900 MiB allows 810 MiB of the line.
+        return Plan(
+            size,
+            limited_by,
+            True,
+            900 * MIB,
+            None,
+            None,
+            (trial,),
+            MemoryModel({"forward": line}),
+            None,
+        )
+
+
+@pytest.mark.parametrize(
+    ("fit", "largest", "calls", "label"),
+    [
+        # By the line, 64 samples take 800 MiB with two blocks.
+        (64, {}, [(1, 8), (2, 8), (2, 64)], "x (2 of 3 Block)"),
+        # The rehearsal at 64 samples fails with two blocks.
+        (64, {2: 60}, [(1, 8), (2, 8), (2, 64), (3, 64)], "x (3 x Block)"),
+        (32, {}, [(1, 8), (0, 8), (0, 32)], "x (0 of 3 Block)"),
+        # It does not fit with all blocks either.
+        (640, {3: 70}, [(1, 8), (2, 8), (3, 640)], "x (3 x Block)"),
+    ],
+)
+def test_auto_checkpoints_the_fewest_blocks(monkeypatch, fit, largest, calls, label):
+    search = SearchByBlocks(largest)
+    monkeypatch.setattr(comparison, "find_batch_size", search)
+    (variant,) = compare(make_here(), {"x": {"checkpoint": "auto", "fit": fit}}).variants
+    assert variant.error == ""
+    assert search.calls == calls
+    assert variant.label == label
