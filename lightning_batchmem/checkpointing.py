@@ -30,7 +30,7 @@ class Blocks:
     Args:
         class_name: the name of their class.
         activations_bytes: name of each block -> bytes that it keeps for backward, the largest
-            first. Blocks inside other blocks of the class are left out.
+            first. Modules with a block of the same class inside them are left out.
     """
 
     class_name: str
@@ -149,15 +149,14 @@ def checkpoint_names(model: nn.Module, names: Iterable[str]) -> None:
 def _repeated_classes(model: nn.Module) -> dict[type[nn.Module], list[str]]:
     """The names of the blocks of each class of which the model has several.
 
-    A block has submodules, and is in no other block of its class.
+    A block has submodules, and no other block of its class inside it.
     """
     names_of = defaultdict[type[nn.Module], list[str]](list)
     for name, module in model.named_modules():
         if not name or not any(module.children()) or isinstance(module, _LISTS):
             continue
-        names = names_of[type(module)]
-        if not any(name.startswith(f"{outer}.") for outer in names):
-            names.append(name)
+        if not any(type(inner) is type(module) for inner in list(module.modules())[1:]):
+            names_of[type(module)].append(name)
     repeated = {kind: names for kind, names in names_of.items() if len(names) > 1}
     if not repeated:
         raise ValueError(

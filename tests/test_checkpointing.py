@@ -75,12 +75,10 @@ def test_a_block_is_computed_again_so_one_of_them_saves_nothing():
     assert (blocks.class_name, blocks.saved_bytes) == ("Block", 200)
 
 
-def test_blocks_inside_blocks_of_their_class_are_left_out():
-    outer = nn.TransformerEncoderLayer(8, 1)
-    outer.inner = nn.TransformerEncoderLayer(8, 1)
-    model = nn.Sequential(outer, nn.TransformerEncoderLayer(8, 1))
-    blocks = best_blocks(model, {"0.inner": 10, "0": 10, "1": 5})
-    assert dict(blocks.activations_bytes) == {"0": 20, "1": 5}
+def test_a_group_of_blocks_of_its_own_class_is_no_block():
+    groups = [nn.Sequential(nn.Sequential(nn.Linear(1, 1))) for _ in range(2)]
+    blocks = best_blocks(nn.Sequential(*groups), {"0.0.0": 10, "0": 7, "1.0": 5})
+    assert dict(blocks.activations_bytes) == {"0.0": 10, "1.0": 5}
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])

@@ -49,7 +49,7 @@ def moment_lines(
 ) -> list[MomentLine]:
     """Return the lines through the moments of a phase; none if it did not run.
 
-    At each moment of a step the live bytes are a line over samples, and the peak of the phase is the
+    At each moment of a step the live bytes are a line over samples. The peak of the phase is the
     highest of these lines.
 
     Args:

@@ -201,8 +201,8 @@ def test_manual_optimization_has_all_phases():
     [
         ({"accelerator": "gpu"}, 64, "accelerator must be cpu for the memory test, got 'gpu'"),
         ({"devices": 2}, 64, "devices must be one device, got 2 on 1 nodes in 'the memory test'"),
-        ({"fast_dev_run": True}, 64, "the Trainer must be one that trains for the memory test"),
-        ({}, 7, r"batches of 8 samples for the memory test, got at most 7 \(dataset\)"),
+        ({"fast_dev_run": True}, 64, "the Trainer must be one that trains, got fast_dev_run"),
+        ({}, 7, r"batches of 8 samples, got at most 7 \(dataset\)"),
     ],
 )
 def test_what_cannot_be_measured(base, samples, message):
@@ -212,7 +212,7 @@ def test_what_cannot_be_measured(base, samples, message):
 
 def test_a_compiled_step_is_refused(monkeypatch):
     monkeypatch.setattr(
-        "lightning_batchmem.check.measurement.StepMeter.is_compiled", property(lambda _: True)
+        "lightning_batchmem.module_probe.StepMeter.is_compiled", property(lambda _: True)
     )
     with pytest.raises(ValueError, match=r"cannot be counted: torch\.compile compiled a part of"):
         measure(lambda: (Network(), data()), {})
