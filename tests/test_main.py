@@ -403,8 +403,7 @@ def test_what_cannot_be_measured_is_not_reported_as_grown(project, capsys):
     capsys.readouterr()
     assert check("few_samples") == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "check failed: the data must have batches of 8 samples for the memory test, got at most 4"
-        " (dataset)"
+        "check failed: the data must have batches of 8 samples, got at most 4 (dataset)"
     )
     assert check("make", "--trainer", "accelerator=gpu") == 2
     assert "check failed: accelerator must be cpu" in capsys.readouterr().err
