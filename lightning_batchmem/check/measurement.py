@@ -7,12 +7,15 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from lightning.pytorch import Trainer
 
+from lightning_batchmem._lightning.clean_start import CleanStart
 from lightning_batchmem._lightning.packages import end_of_tuning
 from lightning_batchmem._lightning.recorded_state import RecordedState
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
@@ -25,6 +28,7 @@ from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import PHASES
+from lightning_batchmem.search.compiled import each_size_static
 from lightning_batchmem.search.readings import TrialReadings
 from lightning_batchmem.search.session import Session, Steps
 from lightning_batchmem.search.steps import ConsecutiveSteps, StepMeter
@@ -104,12 +108,31 @@ class _Probes(SearchOnly):
 
     phases: dict[str, PhaseMemory] | None = None
 
-    def _search_training(
-        self, search: TrainerSearch, setting: BatchSizeSetting, recorded: RecordedState
+    def _search_in(self, trainer: Trainer) -> TrainerSearch:
+        search = super()._search_in(trainer)
+        return _TrainerProbes(
+            trainer, search.device_memory, search.options, search.policy, search.ranks, self
+        )
+
+
+@dataclass(eq=False)
+class _TrainerProbes(TrainerSearch):
+    """The probes in a Trainer whose loop has not started."""
+
+    probes: _Probes
+
+    def training(
+        self,
+        setting: BatchSizeSetting,
+        recorded: RecordedState,
+        given_plan: Plan | str | Path | None,
     ) -> Plan:
-        with search.session_of_training(setting, recorded) as session:
-            self.phases = _measure_phases(session, search.device_memory)
-        raise end_of_tuning(search.trainer)
+        """Measure the phases, and end ``fit`` without a plan."""
+        clean_start = CleanStart(self.trainer, self.device_memory, recorded)
+        with each_size_static(), clean_start.entered():
+            session, _ = self._training_sessions(clean_start, setting)
+            self.probes.phases = _measure_phases(session, self.device_memory)
+        raise end_of_tuning(self.trainer)
 
 
 def _measure_phases(session: Session, device: DeviceMemory) -> dict[str, PhaseMemory]:
