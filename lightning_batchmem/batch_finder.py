@@ -221,7 +221,7 @@ class BatchFinder(Callback):
                 plan = search.plan_of_checkpoint(self._checkpoint)
                 recorded.restore()
             else:
-                plan = self._search_training(search, setting, recorded)
+                plan = search.training(setting, recorded, self._given_plan)
                 self._batch_watch = search.batch_watch
                 if search.start_bytes > 0:
                     self._search = search
@@ -284,11 +284,6 @@ class BatchFinder(Callback):
                 f" {state_dict['plan']['batch_size']}) after the search. To keep its size, set it"
                 " by hand and remove BatchFinder."
             )
-
-    def _search_training(
-        self, search: TrainerSearch, setting: BatchSizeSetting, recorded: RecordedState
-    ) -> Plan:
-        return search.training(setting, recorded, self._given_plan)
 
     def _evaluation(self, trainer: Trainer, module: LightningModule) -> None:
         """Search with forward passes, where the loaders of the stage follow the batch size."""

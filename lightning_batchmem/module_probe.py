@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_batchmem._lightning.clean_start import CleanStart
 from lightning_batchmem._lightning.packages import end_of_tuning
 from lightning_batchmem._lightning.recorded_state import RecordedState
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
@@ -17,6 +20,7 @@ from lightning_batchmem.devices.module_memory import ModuleStorages, why_not_pos
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.search.compiled import each_size_static
 from lightning_batchmem.search.readings import TrialReadings
 from lightning_batchmem.search.session import Session, Steps
 from lightning_batchmem.search.steps import ConsecutiveSteps, StepMeter
@@ -60,23 +64,43 @@ class _ModuleProbe(SearchOnly):
     sizes: Sequence[int]
     storages: list[ModuleStorages] | None = None
 
-    def _search_training(
-        self, search: TrainerSearch, setting: BatchSizeSetting, recorded: RecordedState
+    def _search_in(self, trainer: Trainer) -> TrainerSearch:
+        search = super()._search_in(trainer)
+        return _ProbedTrainer(
+            trainer, search.device_memory, search.options, search.policy, search.ranks, self
+        )
+
+
+@dataclass(eq=False)
+class _ProbedTrainer(TrainerSearch):
+    """The steps in a Trainer whose loop has not started."""
+
+    probe: _ModuleProbe
+
+    def training(
+        self,
+        setting: BatchSizeSetting,
+        recorded: RecordedState,
+        given_plan: Plan | str | Path | None,
     ) -> Plan:
-        with search.session_of_training(setting, recorded) as session:
+        """Measure the steps, and end ``fit`` without a plan."""
+        sizes = self.probe.sizes
+        clean_start = CleanStart(self.trainer, self.device_memory, recorded)
+        with each_size_static(), clean_start.entered():
+            session, _ = self._training_sessions(clean_start, setting)
             largest, reason = min(session.bounds())
-            if largest < self.sizes[-1]:
+            if largest < sizes[-1]:
                 raise ValueError(
-                    f"the data must have batches of {self.sizes[-1]} samples, got at most"
-                    f" {largest} ({reason})"
+                    f"the data must have batches of {sizes[-1]} samples, got at most {largest}"
+                    f" ({reason})"
                 )
             if session.training is None:
                 raise ValueError("the memory of modules needs training steps")
-            meter = StepMeter(session, search.device_memory, self.policy)
-            self.storages = [
-                _storages_at(size, meter, session, session.training) for size in self.sizes
+            meter = StepMeter(session, self.device_memory, self.policy)
+            self.probe.storages = [
+                _storages_at(size, meter, session, session.training) for size in sizes
             ]
-        raise end_of_tuning(search.trainer)
+        raise end_of_tuning(self.trainer)
 
 
 def _storages_at(

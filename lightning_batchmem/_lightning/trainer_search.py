@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -155,20 +154,6 @@ class TrainerSearch:
         return self._plan(
             chosen, result, step, notes, evaluation=validation_plan, conditions=conditions
         )
-
-    @contextmanager
-    def session_of_training(
-        self, setting: BatchSizeSetting, recorded: RecordedState
-    ) -> Iterator[LightningSession]:
-        """The session of a search in the training; everything is restored at the end.
-
-        Raises:
-            ValueError: if the batch size of the project cannot be set.
-        """
-        clean_start = CleanStart(self.trainer, self.device_memory, recorded)
-        with each_size_static(), clean_start.entered():
-            session, _ = self._training_sessions(clean_start, setting)
-            yield session
 
     def evaluation(self, setting: BatchSizeSetting, recorded: RecordedState) -> Plan | None:
         """Search with forward passes; ``None`` if no loader of the stage follows the batch size.
