@@ -128,6 +128,11 @@ class Classifier(LightningModule):
         }
 
 
+def make() -> tuple[LightningModule, LightningDataModule]:
+    """Return the model and its data, for the memory test in examples/memory."""
+    return Classifier(), Digits()
+
+
 def main() -> None:
     """Train a little with the size of the project, then with the size that BatchFinder computes."""
     seed_everything(0)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_batchmem.batch_finder import BatchFinder
+    from lightning_batchmem.check.assertion import assert_memory
     from lightning_batchmem.comparison import Comparison, Variant, compare
     from lightning_batchmem.find import find_batch_size
     from lightning_batchmem.memory_profiler import MemoryProfiler
@@ -24,10 +25,11 @@ __all__ = [
     "Trial",
     "Variant",
 ]
-__all__ += ["compare", "find_batch_size"]
+__all__ += ["assert_memory", "compare", "find_batch_size"]
 
 _NAMES = {
     "batch_finder": ("BatchFinder",),
+    "check.assertion": ("assert_memory",),
     "comparison": ("Comparison", "Variant", "compare"),
     "find": ("find_batch_size",),
     "memory_profiler": ("MemoryProfiler",),

@@ -1,6 +1,7 @@
-"""The command line: ``find``, ``compare`` and ``draw``.
+"""The command line: ``find``, ``compare``, ``check`` and ``draw``.
 
-``find`` and ``compare`` search without a training, ``draw`` draws the figures of a run.
+``find`` and ``compare`` search without a training, ``check`` compares memory with a reference, and
+``draw`` draws the figures of a run.
 """
 
 from __future__ import annotations
@@ -14,12 +15,18 @@ from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpForm
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning.pytorch import Trainer
 from rich.console import Console
 
 from lightning_batchmem.batch_finder import BatchFinder
+from lightning_batchmem.check.command import (
+    DESCRIPTION,
+    add_options,
+    check_reference,
+    run_check,
+)
 from lightning_batchmem.comparison import check_variants, compare, make_and_find
 from lightning_batchmem.factory import parse_options, parse_value
 from lightning_batchmem.plan.json_fields import finite_json
@@ -29,13 +36,14 @@ from lightning_batchmem.profile.step_csv import NAME, PLAN_NAME, Row, read_rows
 from lightning_batchmem.profile.summary import SUMMARY_NAME, Summary
 from lightning_batchmem.profile.two_runs import difference_table, draw_two, read_run
 
-_COMMANDS = ("find", "compare", "draw")
+_COMMANDS = ("find", "compare", "check", "draw")
 # These settings of compare's variants are no arguments of the Trainer.
-_VARIANT_SETTINGS = ("checkpoint", "compile", "transform")
+_VARIANT_SETTINGS = ("checkpoint", "compile", "fit", "transform")
 _EXAMPLES = """\
 examples:
   python -m lightning_batchmem find my_module:make --limit 20GiB
   python -m lightning_batchmem compare my_module:make --trainer accelerator=gpu
+  python -m lightning_batchmem check my_module:make --reference memory.json --tolerance 1%
   python -m lightning_batchmem draw lightning_logs/version_0
   python -m lightning_batchmem draw lightning_logs/version_0 lightning_logs/version_1
 
@@ -66,7 +74,8 @@ _READERS: dict[str, Callable[[Path], list[Row] | Plan | Summary]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return its exit code.
 
-    The code is 0 for a result, 1 for none, and 2 for wrong arguments.
+    The code is 0 for a result, 1 for none, and 2 for wrong arguments. For ``check`` it is 0 where
+    nothing grew, 1 where something did, and 2 where that is unknown.
     """
     # A name that the terminal cannot show is escaped, as it is in standard error.
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -78,13 +87,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     try:
         exit_code: int = options.run(options.parser, options)
-    except (ValueError, RuntimeError) as error:
+    # The user's code may raise any error.
+    except Exception as error:
         # An error in the user's code needs its traceback, one of this package only its message.
         origin = traceback.extract_tb(error.__traceback__)[-1].filename
-        if not Path(origin).is_relative_to(Path(__file__).parent):
+        is_own = Path(origin).is_relative_to(Path(__file__).parent)
+        if is_own and isinstance(error, ValueError | RuntimeError):
+            _print_error(f"{options.command} failed: {error}")
+        elif options.command == "check":
+            # Python would exit with 1, which means that memory has grown.
+            traceback.print_exc()
+        else:
             raise
-        _print_error(f"{options.command} failed: {error}")
-        return 1
+        return 2 if options.command == "check" else 1
     return exit_code
 
 
@@ -95,10 +110,17 @@ def run_installed() -> int:
     return main()
 
 
+class _Parser(ArgumentParser):
+    """A parser whose errors are one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.splitlines())}\n")
+
+
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
+    parser = _Parser(
         prog="python -m lightning_batchmem",
-        description="Compute a batch size, compare settings, or draw figures.",
+        description="Compute a batch size, compare settings, test memory, or draw figures.",
         epilog=f"{_EXAMPLES}\n\nExit code: 0 for a result, 1 for none, 2 for wrong arguments.",
         formatter_class=RawDescriptionHelpFormatter,
     )
@@ -120,6 +142,15 @@ def _parser() -> ArgumentParser:
         "--variants", metavar="NAME", help="a dictionary of variants in the module of make"
     )
     comparing.set_defaults(run=_compare, parser=comparing)
+    checking = commands.add_parser(
+        "check",
+        help="compare the memory of a training step with a reference",
+        parents=[_make_parser()],
+        description=DESCRIPTION,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    add_options(checking)
+    checking.set_defaults(run=_check, parser=checking)
     drawing = commands.add_parser(
         "draw",
         help="draw the figures of a run, or of two runs",
@@ -152,9 +183,9 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _search_parser() -> ArgumentParser:
-    """The arguments that ``find`` and ``compare`` have in common."""
-    parser = ArgumentParser(add_help=False)
+def _make_parser() -> _Parser:
+    """The arguments of every command that makes a model."""
+    parser = _Parser(add_help=False)
     parser.add_argument(
         "make", metavar="MODULE:MAKE", help="the function that returns (model, data)"
     )
@@ -165,6 +196,12 @@ def _search_parser() -> ArgumentParser:
         default=[],
         help="an argument of the Trainer; repeatable",
     )
+    return parser
+
+
+def _search_parser() -> ArgumentParser:
+    """The arguments that ``find`` and ``compare`` have in common."""
+    parser = ArgumentParser(add_help=False, parents=[_make_parser()])
     parser.add_argument(
         "--out",
         metavar="FILE",
@@ -201,8 +238,10 @@ def _argument_texts(documented: type) -> dict[str, str]:
 
 def _find(parser: ArgumentParser, options: Namespace) -> int:
     base, search = _checked_arguments(parser, options)
-    plan = make_and_find(_make(parser, options.make), base, search)
+    plan, checkpointed = make_and_find(_make(parser, options.make), base, search)
     sys.stdout.write(f"{plan}\n")
+    if checkpointed:
+        sys.stdout.write(f"checkpointed: {checkpointed}\n")
     if options.out is not None:
         options.out.write_text(f"{plan.to_json()}\n", encoding="utf-8")
     return 0
@@ -226,6 +265,15 @@ def _compare(parser: ArgumentParser, options: Namespace) -> int:
     return 0 if comparison.fastest is not None else 1
 
 
+def _check(parser: ArgumentParser, options: Namespace) -> int:
+    try:
+        check_reference(options.reference, is_written=options.update)
+    except ValueError as error:
+        parser.error(f"--reference {error}")
+    base = _trainer_arguments(parser, options)
+    return run_check(_make(parser, options.make), base, options)
+
+
 def _checked_arguments(
     parser: ArgumentParser, options: Namespace
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -238,6 +286,14 @@ def _checked_arguments(
         parser.error(f"--out must be a file in an existing directory, got {str(out)!r}")
     try:
         BatchFinder(**search)
+    except ValueError as error:
+        parser.error(str(error))
+    return _trainer_arguments(parser, options), search
+
+
+def _trainer_arguments(parser: ArgumentParser, options: Namespace) -> dict[str, Any]:
+    """The arguments of the Trainer."""
+    try:
         base = parse_options(options.trainer)
     except ValueError as error:
         parser.error(str(error))
@@ -245,7 +301,7 @@ def _checked_arguments(
     for name in base:
         if name not in known_names:
             parser.error(f"--trainer must be an argument of the Trainer, got {name!r}")
-    return base, search
+    return base
 
 
 def _make(parser: ArgumentParser, target: str) -> Any:

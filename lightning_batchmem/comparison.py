@@ -5,22 +5,26 @@ The file is not called ``compare.py``, because a function has that name.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
-from torch import nn
-
-# This private module exists in torch 2.5 to 2.13.
-from torch.distributed._composable.checkpoint_activation import checkpoint as checkpoint_module
 
 from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem.batch_finder import BatchFinder
+from lightning_batchmem.checkpointing import (
+    best_blocks,
+    checkpoint_classes,
+    checkpoint_names,
+    measured_blocks,
+    measured_step,
+)
 from lightning_batchmem.find import find_batch_size
 from lightning_batchmem.new_process import (
     NotImportableError,
@@ -28,6 +32,7 @@ from lightning_batchmem.new_process import (
     end_repeated_script,
 )
 from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import MIB, Line
 
 Make = Callable[[], tuple[Any, Any]]
@@ -39,6 +44,8 @@ _VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "both": {"precision": "bf16-mixed", "checkpoint": True},
 }
 _BASE = {"devices": 1, "max_epochs": 1, "logger": False}
+# The search that shows the limit and what is held beyond the live bytes ends at this size.
+_SMALL_SIZE = 8
 # In columns. It is wider than any table, because rich would break the lines of a wider one.
 _TABLE_WIDTH = 10_000
 
@@ -51,11 +58,19 @@ class Variant:
         name: its name.
         plan: the plan of its search; ``None`` when it failed.
         error: why it failed; empty otherwise.
+        checkpointed: the blocks that were chosen for activation checkpointing, for example ``"4 of
+            6 Block"``; empty if none were chosen.
     """
 
     name: str
     plan: Plan | None
     error: str = ""
+    checkpointed: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name, and the blocks that were chosen."""
+        return f"{self.name} ({self.checkpointed})" if self.checkpointed else self.name
 
     @property
     def memory_line(self) -> Line | None:
@@ -125,7 +140,7 @@ class Comparison:
         table.add_column("limited by")
         lines = [variant.memory_line for variant in self.variants]
         columns = [
-            [variant.name.replace("|", r"\|") for variant in self.variants],
+            [variant.label.replace("|", r"\|") for variant in self.variants],
             _with_ratios([None if line is None else line.intercept / MIB for line in lines], 1),
             _with_ratios([None if line is None else line.slope / MIB for line in lines], 3),
             _with_ratios([variant.batch_size for variant in self.variants], 0),
@@ -182,9 +197,11 @@ def compare(
             training loaders or ``None``. If a new process cannot import it, as in a notebook, the
             variants run in this process.
         variants: name -> arguments of the Trainer, and optionally ``checkpoint={BlockClass, ...}``
-            (activation checkpointing of every module of these classes; ``True``: of the most
-            repeated one), ``compile=True`` and ``transform``, a function of the model that changes
-            it or returns another. ``None``: plain, bf16-mixed, checkpointing, and both.
+            (activation checkpointing of every module of these classes; ``True``: of the repeated
+            blocks with the largest activations, which one step shows; ``"auto"`` with ``fit=256``:
+            of the fewest of these blocks with which 256 samples fit), ``compile=True`` and
+            ``transform``, a function of the model that changes it or returns another. ``None``:
+            plain, bf16-mixed, checkpointing, and both.
         base: arguments of the Trainer for all variants.
         **options: arguments of :class:`~lightning_batchmem.BatchFinder`.
 
@@ -206,7 +223,7 @@ def compare(
     check_variants(variants)
     settings = {name: {**(base or {}), **variant} for name, variant in variants.items()}
     for name, arguments in settings.items():
-        _check_one_device(name, arguments)
+        check_one_device(name, arguments)
     console = Console(stderr=True, highlight=False, markup=False)
     results = []
     notes: list[str] = []
@@ -242,7 +259,8 @@ def check_variants(variants: Any) -> None:
             )
 
 
-def _check_one_device(name: str, arguments: Mapping[str, Any]) -> None:
+def check_one_device(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise a ValueError unless these arguments of the Trainer are those of one device."""
     devices = arguments.get("devices", 1)
     nodes = arguments.get("num_nodes", 1)
     is_one_device = devices in (1, "1") or (isinstance(devices, list) and len(devices) == 1)
@@ -256,16 +274,54 @@ def _search_variant(
     name: str, make: Make, arguments: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Variant:
     try:
-        return Variant(name, make_and_find(make, arguments, options))
+        found = make_and_find(make, arguments, options)
     # A variant that fails is a row of the table, whatever the reason.
     except Exception as error:  # noqa: BLE001
         return Variant(name, None, f"{type(error).__name__}: {' '.join(str(error).split())}")
+    return Variant(name, found.plan, checkpointed=found.checkpointed)
 
 
-def make_and_find(make: Make, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> Plan:
+class Found(NamedTuple):
+    """The result of a search.
+
+    Attributes:
+        plan: its plan.
+        checkpointed: the blocks that the search chose to checkpoint; empty for none.
+    """
+
+    plan: Plan
+    checkpointed: str
+
+
+class Made(NamedTuple):
+    """A model with its Trainer.
+
+    Attributes:
+        trainer: the Trainer.
+        model: the model, changed as the arguments require.
+        data: a datamodule, training loaders or ``None``.
+        checkpointed: the blocks that were chosen and checkpointed; empty for none.
+    """
+
+    trainer: Trainer
+    model: LightningModule
+    data: Any
+    checkpointed: str
+
+
+def make_and_find(make: Make, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> Found:
     """Make the model and its Trainer, change the model as the arguments require, and search."""
+    if arguments.get("checkpoint") == "auto":
+        return _find_with_fewest_blocks(make, arguments, options)
+    trainer, model, data, checkpointed = make_trainer(make, arguments)
+    plan = find_batch_size(trainer, model, train_dataloaders=data, **options)
+    return Found(plan, checkpointed)
+
+
+def make_trainer(make: Make, arguments: Mapping[str, Any]) -> Made:
+    """Make the model and its Trainer, and change the model as the arguments require."""
     trainer_arguments = {**_BASE, **arguments}
-    blocks = trainer_arguments.pop("checkpoint", None)
+    checkpoint = trainer_arguments.pop("checkpoint", None)
     is_compiled = trainer_arguments.pop("compile", None)
     transform = trainer_arguments.pop("transform", None)
     made = make()
@@ -280,41 +336,73 @@ def make_and_find(make: Make, arguments: Mapping[str, Any], options: Mapping[str
     # The two packages of Lightning have their own exceptions for wrong arguments.
     except Exception as error:
         raise ValueError(str(error)) from error
-    if blocks:
-        _checkpoint_blocks(model, {_most_repeated(model)} if blocks is True else blocks)
+    checkpointed = ""
+    if checkpoint is True:
+        blocks = measured_blocks(trainer, model, data)
+        checkpoint_names(model, blocks.names)
+        checkpointed = blocks.text(len(blocks.names))
+    elif checkpoint:
+        checkpoint_classes(model, checkpoint)
     if is_compiled:
         model = torch.compile(model)
-    return find_batch_size(trainer, model, train_dataloaders=data, **options)
+    return Made(trainer, model, data, checkpointed)
 
 
-def _checkpoint_blocks(model: nn.Module, classes: Collection[type[nn.Module]]) -> None:
-    blocks = [module for module in model.modules() if isinstance(module, tuple(classes))]
-    if not blocks:
-        names = ", ".join(kind.__name__ for kind in classes)
-        raise ValueError(
-            f"checkpoint must name classes of modules in the model, got {names}, which it does not"
-            " have"
-        )
-    for block in blocks:
-        checkpoint_module(block)
+def _find_with_fewest_blocks(
+    make: Make, arguments: Mapping[str, Any], options: Mapping[str, Any]
+) -> Found:
+    """Checkpoint the fewest blocks with which a batch size fits, the largest blocks first.
 
-
-def _most_repeated(model: nn.Module) -> type[nn.Module]:
-    """The class of modules with children that the model contains most often.
-
-    Of several such classes it is the one with the most parameters.
+    Whether the size fits is computed from two small steps; the last search verifies it. Where that
+    one ends below the size, more blocks are checkpointed.
     """
-    counts = Counter[type[nn.Module]]()
-    parameters = Counter[type[nn.Module]]()
-    for module in model.modules():
-        if any(module.children()) and not isinstance(module, nn.ModuleList | nn.ModuleDict):
-            counts[type(module)] += 1
-            parameters[type(module)] += sum(tensor.numel() for tensor in module.parameters())
-    repeated = [kind for kind, count in counts.items() if count > 1]
-    if not repeated:
+    settings = dict(arguments)
+    settings.pop("checkpoint")
+    fit = settings.pop("fit", None)
+    if not isinstance(fit, int) or fit < 1:
         raise ValueError(
-            "checkpoint must name classes of blocks, got a model that has no block twice"
+            f'checkpoint="auto" needs fit=N, the batch size that is to fit, got fit={fit!r}'
         )
-    # A Sequential often groups blocks, so it is chosen only where no other class is repeated.
-    blocks = [kind for kind in repeated if kind is not nn.Sequential]
-    return max(blocks or repeated, key=lambda kind: (counts[kind], parameters[kind]))
+    is_compiled = settings.pop("compile", False)
+    trainer, model, data, _ = make_trainer(make, settings)
+    without_blocks = measured_step(trainer, model, data)
+    blocks = best_blocks(model, without_blocks.small.activations_by_module())
+    small_options = {**options, "max_batch_size": min(fit, _SMALL_SIZE)}
+    small_plan = find_batch_size(trainer, model, train_dataloaders=data, **small_options)
+    # A search begins with a size that needs at most this share.
+    usable_bytes = SearchPolicy().candidate_share * small_plan.limit_bytes
+    trial = max(
+        (trial for trial in small_plan.trials if trial.outcome == "ok"),
+        key=lambda trial: trial.batch_size,
+    )
+
+    def with_blocks(number: int) -> Made:
+        made = make_trainer(make, settings)
+        checkpoint_names(made.model, blocks.names[:number])
+        return made
+
+    def is_predicted_to_fit(number: int) -> bool:
+        step = without_blocks
+        if number > 0:
+            trainer, model, data, _ = with_blocks(number)
+            step = measured_step(trainer, model, data)
+        more_bytes = step.peak_bytes(fit) - without_blocks.peak_bytes(trial.batch_size)
+        return trial.needed_bytes + more_bytes <= usable_bytes
+
+    def search(number: int) -> Plan:
+        trainer, model, data, _ = with_blocks(number)
+        if is_compiled:
+            # torch.compile returns the module in a wrapper, which is no LightningModule to mypy.
+            model = torch.compile(model)  # type: ignore[assignment]
+        return find_batch_size(
+            trainer, model, train_dataloaders=data, **{**options, "max_batch_size": fit}
+        )
+
+    count = len(blocks.names)
+    # With all blocks the size may not fit either, and the search has its own answer then.
+    number = bisect_left(range(count), True, key=is_predicted_to_fit)
+    plan = search(number)
+    while plan.batch_size < fit and plan.limited_by == "memory" and number < count:
+        number += max(1, (count - number) // 2)
+        plan = search(number)
+    return Found(plan, blocks.text(number))

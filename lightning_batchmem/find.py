@@ -53,28 +53,8 @@ def find_batch_size(
         >>> plan = find_batch_size(trainer, model, memory_limit=0.9)  # doctest: +SKIP
         >>> model.batch_size = plan.batch_size  # doctest: +SKIP
     """
-    finder = _SearchOnly(**options)
-    finder.callbacks = callbacks_of(trainer)
-    data = [datamodule, *_flat(train_dataloaders), *_flat(val_dataloaders)]
-    loaders = [item for item in data if isinstance(item, DataLoader)]
-    kinds = in_every_package("core.LightningDataModule")
-    # A compiled model wraps the module.
-    recorded = RecordedState(
-        getattr(model, "_orig_mod", model),
-        loaders,
-        [item for item in data if isinstance(item, kinds)],
-    )
-    strategy = trainer.strategy
-    with isolated(trainer, recorded, [finder]):
-        cancel = call_before(
-            strategy, "setup_environment", lambda: finder.mute_callbacks_of_model(trainer)
-        )
-        try:
-            trainer.fit(model, train_dataloaders, val_dataloaders, datamodule)
-        finally:
-            cancel()
-            strategy.optimizers = []
-            strategy.lr_scheduler_configs = []
+    finder = SearchOnly(**options)
+    finder.search(trainer, model, datamodule, train_dataloaders, val_dataloaders)
     if finder.plan is None:
         raise ValueError(
             "trainer must be one that trains in this process for find_batch_size, got fast_dev_run,"
@@ -83,11 +63,42 @@ def find_batch_size(
     return finder.plan
 
 
-class _SearchOnly(BatchFinder):
+class SearchOnly(BatchFinder):
     """A BatchFinder that ends ``fit`` after the search."""
 
     # These are the callbacks of the training.
     callbacks: list[Callback]
+
+    def search(
+        self,
+        trainer: Trainer,
+        model: LightningModule,
+        datamodule: LightningDataModule | None,
+        train_dataloaders: Any,
+        val_dataloaders: Any,
+    ) -> None:
+        """Call ``fit`` up to the end of the search, and restore everything."""
+        self.callbacks = callbacks_of(trainer)
+        data = [datamodule, *_flat(train_dataloaders), *_flat(val_dataloaders)]
+        loaders = [item for item in data if isinstance(item, DataLoader)]
+        kinds = in_every_package("core.LightningDataModule")
+        # A compiled model wraps the module.
+        recorded = RecordedState(
+            getattr(model, "_orig_mod", model),
+            loaders,
+            [item for item in data if isinstance(item, kinds)],
+        )
+        strategy = trainer.strategy
+        with isolated(trainer, recorded, [self]):
+            cancel = call_before(
+                strategy, "setup_environment", lambda: self.mute_callbacks_of_model(trainer)
+            )
+            try:
+                trainer.fit(model, train_dataloaders, val_dataloaders, datamodule)
+            finally:
+                cancel()
+                strategy.optimizers = []
+                strategy.lr_scheduler_configs = []
 
     def mute_callbacks_of_model(self, trainer: Trainer) -> None:
         """Remove the callbacks that ``configure_callbacks`` of the module has added."""

@@ -199,7 +199,7 @@ def test_wrong_arguments():
 
 def test_a_sequential_is_a_block_where_nothing_else_is_repeated(searches):
     model = BlockNet()
-    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
+    model.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)))
     (variant,) = compare(lambda: (model, None), {"x": {"checkpoint": True}}).variants
     assert variant.error == ""
     assert [len(block._forward_pre_hooks) for block in model.blocks] == [1, 1, 1]
@@ -216,3 +216,85 @@ def test_a_sequential_is_a_block_where_nothing_else_is_repeated(searches):
 def test_wrong_variants_are_an_error_before_anything_runs(variants, message):
     with pytest.raises(ValueError, match=message):
         compare(lambda: pytest.fail("make was called"), variants)
+
+
+@pytest.mark.parametrize("fit", [None, 0, 2.5])
+def test_auto_needs_a_size(searches, fit):
+    (variant,) = compare(make_here(), {"x": {"checkpoint": "auto", "fit": fit}}).variants
+    assert variant.error == (
+        f'ValueError: checkpoint="auto" needs fit=N, the batch size that is to fit, got fit={fit!r}'
+    )
+
+
+def num_checkpointed(model):
+    return sum(len(block._forward_pre_hooks) for block in model.blocks)
+
+
+class StepByBlocks:
+    """A step that takes 1,000 MiB at 64 samples, and 100 MiB less for each checkpointed block."""
+
+    def __init__(self, model):
+        self.sample_bytes = (1000 - 100 * num_checkpointed(model)) * MIB // 64
+        self.small = self
+
+    def activations_by_module(self):
+        return {"blocks.0": 1, "blocks.1": 3, "blocks.2": 2}
+
+    def peak_bytes(self, batch_size):
+        return self.sample_bytes * batch_size
+
+
+class SearchByBlocks:
+    """A search of such steps under 900 MiB, of which 810 MiB are used for a prediction.
+
+    Args:
+        largest: number of checkpointed blocks -> the largest size that passes a rehearsal.
+    """
+
+    def __init__(self, largest):
+        self.largest = largest
+        self.calls = []
+        self.checkpointed = []
+
+    def __call__(self, trainer, model, train_dataloaders, *, max_batch_size):
+        number = num_checkpointed(model)
+        self.calls.append((number, max_batch_size))
+        self.checkpointed = [bool(block._forward_pre_hooks) for block in model.blocks]
+        size = min(max_batch_size, self.largest.get(number, max_batch_size))
+        peak_bytes = StepByBlocks(model).peak_bytes(size)
+        limited_by = "max_batch_size" if size == max_batch_size else "memory"
+        trials = (Trial(size, "ok", {"forward": peak_bytes}),)
+        return Plan(size, limited_by, True, 900 * MIB, None, None, trials, None, None)
+
+
+@pytest.mark.parametrize(
+    ("fit", "largest", "calls", "label"),
+    [
+        # 64 samples take 900 MiB with one block, and 800 MiB with two.
+        (64, {}, [(0, 8), (2, 64)], "x (2 of 3 Block)"),
+        # With two blocks, the rehearsal of 64 samples fails.
+        (64, {2: 60}, [(0, 8), (2, 64), (3, 64)], "x (3 x Block)"),
+        (32, {}, [(0, 8), (0, 32)], "x (0 of 3 Block)"),
+        # It does not fit with all blocks either.
+        (640, {3: 70}, [(0, 8), (3, 640)], "x (3 x Block)"),
+    ],
+)
+def test_auto_checkpoints_the_fewest_blocks(monkeypatch, fit, largest, calls, label):
+    search = SearchByBlocks(largest)
+    monkeypatch.setattr(comparison, "find_batch_size", search)
+    monkeypatch.setattr(comparison, "measured_step", lambda _, model, __: StepByBlocks(model))
+    (variant,) = compare(make_here(), {"x": {"checkpoint": "auto", "fit": fit}}).variants
+    assert variant.error == ""
+    assert search.calls == calls
+    assert variant.label == label
+    if label == "x (2 of 3 Block)":
+        # The largest blocks are the first.
+        assert search.checkpointed == [False, True, True]
+
+
+def test_auto_in_a_real_search(capsys):
+    """With a line that fits from the start, no block is checkpointed."""
+    variants = {"auto": {"checkpoint": "auto", "fit": 16, "accelerator": "cpu"}}
+    (variant,) = compare(make_here(), variants).variants
+    assert variant.error == ""
+    assert (variant.batch_size, variant.checkpointed) == (16, "0 of 3 Block")

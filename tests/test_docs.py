@@ -2,7 +2,8 @@
 
 Python blocks of a page run in order in one namespace, with ``Classifier`` from Getting started and
 ``module``, one of it. Of the commands, those of the package run; the files and modules that others
-name must exist, and tests/benchmarks runs those of the benchmarks. The README's two blocks marked
+name must exist, and tests/benchmarks runs those of the benchmarks. A YAML block marked "workflow"
+is a job of GitHub, whose commands are checked in the same way. The README's two blocks marked
 "fresh-start" (installation, tests) run in .ci/run and in a fresh clone instead.
 """
 
@@ -85,6 +86,10 @@ def test_blocks_run_in_order(page, tmp_path, monkeypatch, capsys):
         elif block.language == "bash" and not block.mark:
             for line in block.text.splitlines():
                 check_command(shlex.split(line, comments=True))
+        elif block.mark == "workflow":
+            for job in yaml.safe_load(block.text)["jobs"].values():
+                for step in job["steps"]:
+                    check_command(shlex.split(step.get("run", "")))
 
 
 def not_importable(*_):
@@ -110,7 +115,10 @@ def check_command(words):
             assert [name for name in arguments if "/" in name and not Path(name).is_file()] == []
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=str)
+CONFIGURATIONS = [block for block in BLOCKS if block.language == "yaml" and not block.mark]
+
+
+@pytest.mark.parametrize("block", CONFIGURATIONS, ids=str)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*JsonargparseDeprecationWarning")
 def test_yaml_configures_the_cli_example(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -28,10 +28,13 @@ LEVELS = {
     "find": 7,
     "pytorch_lightning": 7,
     "factory": 8,
+    "module_probe": 8,
+    "checkpointing": 9,
     "new_process": 9,
     "comparison": 10,
     "__init__": 11,
-    "__main__": 12,
+    "check": 12,
+    "__main__": 13,
 }
 
 
@@ -109,10 +112,10 @@ def count_tokens(path):
 
 def test_sizes():
     modules = [path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]
-    assert len(modules) <= 9, modules
+    assert len(modules) <= 11, modules
     assert len(list(PACKAGE.glob("*/__init__.py"))) <= 7
     assert [str(path) for path in FILES if count_statements(path) > 230] == []
-    assert sum(map(count_tokens, FILES)) <= 80_000
+    assert sum(map(count_tokens, FILES)) <= 84_000
 
 
 def test_lightnings_private_attributes_are_touched_in_one_folder_only():

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -213,6 +214,17 @@ def make():
 def broken():
     return BoringModel(), DataLoader(RandomDataset(31, 100), batch_size=3)
 
+class Wider(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 2))
+
+def wider():
+    return Wider(), DataLoader(RandomDataset(32, 100), batch_size=3)
+
+def few_samples():
+    return BoringModel(), DataLoader(RandomDataset(32, 4), batch_size=3)
+
 variants = {"plain": {}}
 wrong = {1: {}}
 """
@@ -295,8 +307,8 @@ def test_compare(project, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("find my_project:mak", "a function of my_project, got 'mak'; it has: make, broken"),
-        ("find my_project", "a function of my_project, got ''; it has: make, broken"),
+        ("find my_project:mak", "a function of my_project, got 'mak'; it has: make, broken, "),
+        ("find my_project", "a function of my_project, got ''; it has: make, broken, "),
         (
             "find my_projec:make",
             "must name a module, got 'my_projec'; modules in {cwd}: fails, imports, my_project",
@@ -314,13 +326,104 @@ def test_compare(project, capsys):
         ("compare my_project:make --variants wrong", "of arguments each, got 1: {{}}"),
         ("find my_project:make --no-such 1", "unrecognized arguments: --no-such 1"),
         ("fin my_project:make", "(choose from"),
+        ("check my_project:make", "arguments are required: --reference"),
+        ("check my_project:make --reference no.json", "a file, got 'no.json'; --update writes it"),
+        ("check my_project:make --reference . --update", "existing directory, got '.'"),
+        ("check my_project:make --reference fails.py", "fails.py must be a reference of the"),
+        ("check my_project:mak --reference no.json --update", "a function of my_project, got"),
+        ("check my_project:make --reference a --tolerance 1x", "such as 1% or 0.01, got '1x'"),
+        ("check my_project:make --reference a --tolerance=-1%", "such as 1% or 0.01, got '-1%'"),
+        ("check my_project:make --reference a --tolerance nan", "such as 1% or 0.01, got 'nan'"),
+        (
+            "check my_project:make --reference a --update --trainer foo=1",
+            "an argument of the Trainer, got 'foo'",
+        ),
     ],
 )
-def test_wrong_arguments(project, capsys, arguments, message):
+def test_wrong_arguments_are_one_line(project, capsys, arguments, message):
     with pytest.raises(SystemExit) as error:
         main(arguments.split())
     assert error.value.code == 2
-    assert message.format(cwd=project) in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message.format(cwd=project) in line
+
+
+# --- check
+
+
+def check(target, *arguments):
+    return main(["check", f"my_project:{target}", "--reference", "memory.json", *arguments])
+
+
+def test_a_reference_is_written_and_compared(project, capsys):
+    assert check("make", "--update") == 0
+    assert capsys.readouterr().out == "memory.json\n"
+    content = json.loads(Path("memory.json").read_text())
+    assert list(content["phases"]) == ["backward", "forward", "optimizer_step"]
+    assert check("make", "--tolerance", "0%") == 0
+    assert capsys.readouterr().out == "equal to memory.json within 0 %\n"
+    assert check("wider", "--tolerance", "1%") == 1
+    *slopes, fixed = capsys.readouterr().out.splitlines()
+    number = r"[\d,]+"
+    pattern = (
+        rf"(\w+ ?\w+): {number} -> {number} bytes a sample, \+[\d.]+ %, largest growth in layer.*"
+    )
+    assert [re.fullmatch(pattern, line)[1] for line in slopes] == ["forward", "backward"]
+    assert re.match(r"fixed part \(\w+ ?\w+\): .* bytes, \+.* %, largest growth in layer", fixed)
+    assert check("wider", "--tolerance", "100") == 0
+
+
+def test_a_smaller_model_passes_and_the_reference_can_be_lowered(project, capsys):
+    assert check("wider", "--update") == 0
+    written = Path("memory.json").read_text()
+    capsys.readouterr()
+    assert check("make") == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert {line.partition(":")[0] for line in lines} > {"forward", "backward"}
+    assert last == "The reference can be lowered: --update writes it again."
+    assert Path("memory.json").read_text() == written
+    assert check("make", "--update") == 0
+    assert check("wider") == 1
+
+
+def test_a_difference_in_versions_is_named(project, capsys):
+    assert check("make", "--update") == 0
+    text = Path("memory.json").read_text()
+    Path("memory.json").write_text(
+        text.replace('"lightning_batchmem": "', '"lightning_batchmem": "9')
+    )
+    capsys.readouterr()
+    assert check("make") == 0
+    error = capsys.readouterr().err
+    assert "The reference was measured with lightning_batchmem 9" in error
+
+
+def test_what_cannot_be_measured_is_not_reported_as_grown(project, capsys):
+    assert check("make", "--update") == 0
+    capsys.readouterr()
+    assert check("few_samples") == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "check failed: the data must have batches of 8 samples, got at most 4 (dataset)"
+    )
+    assert check("make", "--trainer", "accelerator=gpu") == 2
+    assert "check failed: accelerator must be cpu" in capsys.readouterr().err
+    assert check("broken") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback")
+    assert "mat1 and mat2 shapes cannot be multiplied" in error.splitlines()[-1]
+
+
+def test_two_processes_write_the_same_file(project):
+    for name in ("first.json", "second.json"):
+        command = [sys.executable, "-m", "lightning_batchmem", "check", "my_project:wider"]
+        done = subprocess.run(
+            [*command, "--reference", name, "--update"], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout) == (0, f"{name}\n"), done.stderr
+    assert Path("first.json").read_bytes() == Path("second.json").read_bytes()
+    assert check("wider", "--update") == 0
+    # The process of the tests has run other models before.
+    assert Path("memory.json").read_bytes() == Path("first.json").read_bytes()
 
 
 @pytest.mark.parametrize("command", ["find", "compare"])

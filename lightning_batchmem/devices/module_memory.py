@@ -1,26 +1,22 @@
-"""Which module holds the memory at the peak of a step, exact in bytes."""
+"""Which module holds the memory of a step, at its peak and at other moments, exact in bytes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_batchmem.devices.breakdown import state_tensors
-from lightning_batchmem.devices.peaks import LiveStorages
+from lightning_batchmem.devices.peaks import LiveStorages, PhasePeaks
+from lightning_batchmem.devices.running_modules import RunningModules
 from lightning_batchmem.devices.tensors import plain_tensors, tensors_in
 
 _Part = Literal[
@@ -96,82 +92,30 @@ class PeakByModule:
         return sum(module.total_bytes for module in self.modules)
 
 
+class Moment(NamedTuple):
+    """A moment of a step: its start, or right after an operator.
+
+    Attributes:
+        live_bytes: all bytes that are alive.
+        num_events: so many storages were created or freed until then.
+        phase: the phase in which it is; ``None`` at the start, and where no phases are marked.
+        operator: the operator; ``None`` at the start.
+        module: the name of the module that called it.
+    """
+
+    live_bytes: int
+    num_events: int
+    phase: str | None = None
+    # torch does not annotate its operators.
+    operator: Any = None
+    module: str = ""
+
+
 @dataclass(slots=True, eq=False)
 class _Storage:
     size_bytes: int
     module: str
     part: _Part
-    # torch does not annotate its operators.
-    operator: Any
-
-
-class _RunningModules:
-    """Knows the innermost module whose forward or backward pass runs now.
-
-    ``torch.utils.module_tracker.ModuleTracker`` (2.13) does not know which module was entered last,
-    and its hooks keep the graph of a checkpointed block alive, which takes memory of its own.
-    """
-
-    def __init__(self, root: Module) -> None:
-        # The root counts as no module, as do modules that it does not know.
-        self._names = {id(module): name for name, module in root.named_modules() if name}
-        self._in_forward: list[str] = []
-        self._in_backward: list[str] = []
-        self._handles: list[RemovableHandle] = []
-
-    @property
-    def innermost(self) -> str:
-        """The name of the module; empty outside all modules."""
-        # A checkpointed block runs forward inside backward.
-        running = self._in_forward or self._in_backward
-        return running[-1] if running else ""
-
-    def watch(self) -> None:
-        """Follow the passes of all modules from now on."""
-        self._handles = [
-            register_module_forward_pre_hook(self._begin_forward),
-            register_module_forward_hook(self._end_forward, always_call=True),
-        ]
-
-    def unwatch(self) -> None:
-        """Remove the hooks of modules; those of a graph end with it."""
-        for handle in self._handles:
-            handle.remove()
-
-    def end_backward(self) -> None:
-        """Leave all modules whose backward pass no input has ended."""
-        self._in_backward = []
-
-    def _begin_forward(self, module: Module, inputs: object) -> None:
-        name = self._names.get(id(module))
-        if name is not None:
-            self._in_forward.append(name)
-            self._add_hooks(inputs, partial(self._end_backward_of, name))
-
-    def _end_forward(self, module: Module, inputs: object, outputs: object) -> None:
-        name = self._names.get(id(module))
-        if name is not None:
-            self._in_forward.pop()
-            self._add_hooks(outputs, partial(self._begin_backward_of, name))
-
-    def _add_hooks(self, data: object, hook: Callable[[object], None]) -> None:
-        """Call a function before the backward pass of the operators that made the tensors."""
-        for tensor in tensors_in(data):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(hook)
-
-    def _begin_backward_of(self, name: str, _: object) -> None:
-        if name in self._in_backward:
-            return
-        # The last submodule made the same tensor, and has begun before.
-        place = len(self._in_backward)
-        while place > 0 and self._in_backward[place - 1].startswith(f"{name}."):
-            place -= 1
-        self._in_backward.insert(place, name)
-
-    def _end_backward_of(self, name: str, _: object) -> None:
-        if name in self._in_backward:
-            self._in_backward.remove(name)
 
 
 class ModuleStorages(LiveStorages):
@@ -185,6 +129,7 @@ class ModuleStorages(LiveStorages):
         optimizers: the optimizers of the step.
         batch: the batch, as far as it is on the device.
         device_type: storages on devices of this type are counted.
+        phases: marks the phases of the step; ``None`` where they are not needed.
     """
 
     def __init__(
@@ -193,11 +138,13 @@ class ModuleStorages(LiveStorages):
         optimizers: Iterable[Optimizer],
         batch: object,
         device_type: str,
+        phases: PhasePeaks | None = None,
     ) -> None:
         super().__init__(device_type=device_type)
         self._root = module
         self._optimizers = list(optimizers)
-        self._running = _RunningModules(module)
+        self._phases = phases
+        self._running = RunningModules(module)
         self._hooks: list[RemovableHandle] = []
         self._owners: dict[int, str] = {}
         self._by_key: dict[int, _Storage] = {}
@@ -206,8 +153,10 @@ class ModuleStorages(LiveStorages):
         # Each storage appears when it is created, and once more when it is freed.
         self._events: list[tuple[_Storage, bool]] = []
         self._is_backward = False
-        # The operator that has just run; None while its arguments are looked through.
-        self._operator: Any = None
+        # The moments after all operators, whose live bytes are not yet known.
+        self._moments: list[Moment] = []
+        # Whether an operator has just run; its arguments were there before.
+        self._is_created = False
         self._find_lasting(batch)
 
     def __enter__(self) -> ModuleStorages:
@@ -249,30 +198,49 @@ class ModuleStorages(LiveStorages):
         self.track(args)
         self.track(kwargs.values())
         result = func(*args, **kwargs)
-        self._operator = func
+        self._is_created = True
         self.track((result,))
-        self._operator = None
+        self._is_created = False
+        phase = None if self._phases is None else self._phases.phase
+        moment = Moment(0, len(self._events), phase, func, self._running.innermost)
+        self._moments.append(moment)
         return result
+
+    def moments(self) -> list[Moment]:
+        """Return the start of the step, and the moment after each operator."""
+        live_bytes = [sum(storage.size_bytes for storage in self._at_start)]
+        for storage, is_created in self._events:
+            change = storage.size_bytes if is_created else -storage.size_bytes
+            live_bytes.append(live_bytes[-1] + change)
+        return [
+            moment._replace(live_bytes=live_bytes[moment.num_events])
+            for moment in (Moment(0, 0), *self._moments)
+        ]
+
+    def bytes_by_module(self, moment: Moment) -> dict[str, int]:
+        """Return the bytes that each module holds itself, in the order of ``named_modules()``."""
+        bytes_of = dict.fromkeys([name for name, _ in self._root.named_modules()], 0)
+        for storage in self._alive_at(moment):
+            bytes_of[storage.module] += storage.size_bytes
+        return bytes_of
+
+    def activations_by_module(self) -> dict[str, int]:
+        """Return the bytes that each module itself kept for backward, also if they are freed.
+
+        With several backward passes in a step, it is the sum over them.
+        """
+        bytes_of = dict.fromkeys([name for name, _ in self._root.named_modules()], 0)
+        for storage, is_created in self._events:
+            if is_created and storage.part == "activations_bytes":
+                bytes_of[storage.module] += storage.size_bytes
+        return bytes_of
 
     def peak_by_module(self, batch_size: int | None) -> PeakByModule:
         """Return the memory at the highest moment of the step."""
-        alive = dict.fromkeys(self._at_start)
-        live_bytes = sum(storage.size_bytes for storage in alive)
-        peak_bytes = live_bytes
-        # The peak is after so many events.
-        num_events = 0
-        for number, (storage, is_created) in enumerate(self._events, 1):
-            live_bytes += storage.size_bytes if is_created else -storage.size_bytes
-            if live_bytes > peak_bytes:
-                peak_bytes = live_bytes
-                num_events = number
-        for storage, is_created in self._events[:num_events]:
-            if is_created:
-                alive[storage] = None
-            else:
-                del alive[storage]
+        # Of several equal moments it is the first.
+        peak = max(self.moments(), key=lambda moment: moment.live_bytes)
         bytes_of: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
-        for storage in alive:
+        for storage in self._alive_at(peak):
             bytes_of[storage.module][storage.part] += storage.size_bytes
         holders = {""}
         for name in bytes_of:
@@ -284,13 +252,21 @@ class ModuleStorages(LiveStorages):
             for name, module in self._root.named_modules()
             if name in holders
         ]
-        last = self._events[num_events - 1][0] if num_events else None
         return PeakByModule(
             tuple(modules),
-            operator="" if last is None else str(last.operator),
-            operator_module="" if last is None else last.module,
+            operator="" if peak.operator is None else str(peak.operator),
+            operator_module=peak.module,
             batch_size=batch_size,
         )
+
+    def _alive_at(self, moment: Moment) -> Iterable[_Storage]:
+        alive = dict.fromkeys(self._at_start)
+        for storage, is_created in self._events[: moment.num_events]:
+            if is_created:
+                alive[storage] = None
+            else:
+                del alive[storage]
+        return alive
 
     def _find_lasting(self, batch: object) -> None:
         """Count what exists before the step, each storage for the first module that owns it."""
@@ -330,9 +306,9 @@ class ModuleStorages(LiveStorages):
 
     def _count(self, key: int, storage: Any, size_bytes: int) -> None:
         super()._count(key, storage, size_bytes)
-        record = _Storage(size_bytes, "", "other_bytes", self._operator)
+        record = _Storage(size_bytes, "", "other_bytes")
         self._by_key[key] = record
-        if self._operator is not None:
+        if self._is_created:
             record.module = self._running.innermost
             record.part = "temporary_bytes"
             self._events.append((record, True))

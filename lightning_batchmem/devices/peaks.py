@@ -135,7 +135,8 @@ class PhasePeaks:
         self.stepped: set[int] = set()
         self._counter = counter
         self._handles: list[RemovableHandle] = []
-        self._phase: str | None = None
+        # The phase that runs now; None outside a step.
+        self.phase: str | None = None
         self._peaks: dict[str, int] = {}
         self._reserved_bytes: int | None = None
 
@@ -175,26 +176,26 @@ class PhasePeaks:
 
     def enter(self, phase: str) -> None:
         """End the current phase and begin ``phase``; outside a step nothing happens."""
-        if self._phase is not None:
+        if self.phase is not None:
             self._end_phase()
             self._begin_phase(phase)
 
     def stop(self) -> StepPeaks:
         """End the step."""
         self._end_phase()
-        self._phase = None
+        self.phase = None
         return StepPeaks(self._peaks, self._reserved_bytes)
 
     def _begin_phase(self, phase: str) -> None:
         if self._counter is not None:
-            self._phase = phase
+            self.phase = phase
             self._counter.reset_peak()
 
     def _end_phase(self) -> None:
-        if self._phase is None or self._counter is None:
+        if self.phase is None or self._counter is None:
             return
         peak_bytes, reserved_bytes, _ = self._counter.peak()
-        if peak_bytes > self._peaks.get(self._phase, -1):
-            self._peaks[self._phase] = peak_bytes
+        if peak_bytes > self._peaks.get(self.phase, -1):
+            self._peaks[self.phase] = peak_bytes
         if reserved_bytes is not None:
             self._reserved_bytes = max(self._reserved_bytes or 0, reserved_bytes)

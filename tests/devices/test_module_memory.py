@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_batchmem.devices.module_memory import ModuleStorages, why_not_possible
-from lightning_batchmem.devices.peaks import LiveStorages
+from lightning_batchmem.devices.peaks import LiveStorages, PhasePeaks
 
 VOCABULARY = 50
 
@@ -169,6 +169,39 @@ def test_a_measured_step_computes_the_same_as_another(program):
         program.module.parameters(), other.module.parameters(), strict=True
     ):
         assert torch.equal(weight, expected)
+
+
+def test_the_modules_add_up_to_the_live_bytes_at_every_moment_of_each_phase(program):
+    phases = PhasePeaks(None)
+    storages = ModuleStorages(program.module, program.optimizers, [program.batch], "cpu", phases)
+    phases.read_from(storages)
+    with storages:
+        phases.start("forward")
+        loss = program.module(program.batch)
+        phases.enter("backward")
+        loss.backward()
+        phases.enter("optimizer_step")
+        for optimizer in program.optimizers:
+            optimizer.step()
+        peaks = phases.stop().phase_peak_bytes
+    start, *moments = storages.moments()
+    assert (start.num_events, start.phase) == (0, None)
+    assert list(dict.fromkeys(moment.phase for moment in moments)) == list(peaks)
+    for phase, peak_bytes in peaks.items():
+        in_phase = [moment for moment in moments if moment.phase == phase]
+        highest = max(in_phase, key=lambda moment: moment.live_bytes)
+        # Freed storages that nothing has created since may have been alive when the phase began.
+        assert highest.live_bytes <= peak_bytes
+        bytes_of = storages.bytes_by_module(highest)
+        assert sum(bytes_of.values()) == highest.live_bytes
+    highest = max(moments, key=lambda moment: moment.live_bytes)
+    assert highest.live_bytes == max(peaks.values())
+    bytes_of = storages.bytes_by_module(highest)
+    of_modules = {module.name: module.total_bytes for module in storages.peak_by_module(8).modules}
+    assert {name: size for name, size in bytes_of.items() if size} == {
+        name: size for name, size in of_modules.items() if size
+    }
+    assert list(bytes_of) == [name for name, _ in program.module.named_modules()]
 
 
 def test_activations_belong_to_the_module_that_made_them():

@@ -1,0 +1,29 @@
+"""The memory test of the examples, as in the documentation.
+
+python -m lightning_batchmem check examples.NAME:make --reference examples/memory/NAME.json --update
+"""
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_batchmem import assert_memory
+from lightning_batchmem.check.reference import read_reference
+
+REFERENCES = sorted((Path(__file__).parents[2] / "examples" / "memory").glob("*.json"))
+
+
+@pytest.mark.parametrize("reference", REFERENCES, ids=lambda path: path.stem)
+def test_an_example_needs_no_more_memory(reference):
+    # Builds for a CPU and for CUDA have the same operators on the host.
+    measured_with, _, _ = read_reference(reference).versions["torch"].partition("+")
+    if measured_with != torch.__version__.partition("+")[0]:
+        pytest.skip(f"the reference is that of torch {measured_with}")
+    make = importlib.import_module(f"examples.{reference.stem}").make
+    assert_memory(make, reference, tolerance=0.01)
+
+
+def test_there_are_references():
+    assert [path.stem for path in REFERENCES] == ["compare", "quickstart"]
