@@ -1,20 +1,30 @@
 """Time that a monitoring callback adds to each training step.
 
 Lightning's DeviceStatsMonitor and ThroughputMonitor and this package's MemoryProfiler (with its
-CSV) run in one Trainer with a CSVLogger, on a small network. Lightning's SimpleProfiler times their
+CSV) run in one Trainer with a CSVLogger, on a small network. A profiler of Lightning times their
 hooks, and those that MemoryProfiler registers on an optimizer's step. Each run takes the mean over
 its steps after a warm-up, with the callbacks in another order; the table has medians over the runs.
-On CUDA ThroughputMonitor synchronizes in each step, which is included.
+
+On the host the time is CPU time. Next to busy processes a hook with ``getrusage``, in which
+MemoryProfiler reads a peak, also lasts until the process runs again: the kernel counts the time of
+the process in this call, and ends its time slice there. A step takes as long with the call as
+without it, since the slice would end in another place; ``--waits`` shows this. On CUDA it is wall
+time, because ThroughputMonitor synchronizes in each step, which is included.
 
     python -m benchmarks.overhead            # a Markdown table, on CUDA too if available
     python -m benchmarks.overhead --write    # also to benchmarks/results
+    python -m benchmarks.overhead --waits    # where a process waits next to four busy ones
 """
 
 from __future__ import annotations
 
 import io
+import multiprocessing
+import os
+import resource
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
@@ -40,6 +50,25 @@ WARM_UP_STEPS = 100
 """Steps that do not count: ThroughputMonitor reports rates once its window of 100 is full."""
 
 
+NUM_BUSY_PROCESSES = 4
+WAITING_STEPS = 600
+
+
+class HookTimes(SimpleProfiler):
+    """Times actions with any clock."""
+
+    def __init__(self, read_seconds: Callable[[], float]) -> None:
+        super().__init__()
+        self._read_seconds = read_seconds
+
+    def start(self, action_name: str) -> None:
+        self.current_actions[action_name] = self._read_seconds()
+
+    def stop(self, action_name: str) -> None:
+        seconds = self._read_seconds() - self.current_actions.pop(action_name)
+        self.recorded_durations[action_name].append(seconds)
+
+
 def small() -> Training:
     """Three linear layers, in batches of 16 samples."""
     return Training(
@@ -59,7 +88,7 @@ def run(accelerator: str, interval: int, turn: int) -> dict[str, float]:
         ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0])),
         MemoryProfiler(csv=True),
     ]
-    profiler = SimpleProfiler()
+    profiler = HookTimes(time.thread_time if accelerator == "cpu" else time.perf_counter)
     register = Optimizer.register_step_post_hook
 
     # Of the three callbacks only MemoryProfiler registers hooks on the optimizer's step.
@@ -116,6 +145,43 @@ def table(rows: list[dict[str, Any]]) -> str:
     return markdown(medians)
 
 
+def waits() -> str:
+    """The wall time in some calls of a process that computes, and that of a step, as Markdown."""
+    for _ in range(NUM_BUSY_PROCESSES):
+        multiprocessing.Process(target=compute_forever, daemon=True).start()
+    calls: dict[str, Callable[[], object]] = {
+        "none": lambda: None,
+        "os.getppid": os.getppid,
+        "resource.getrusage": lambda: resource.getrusage(resource.RUSAGE_SELF),
+        "time.process_time": time.process_time,
+    }
+    matrix = torch.randn(200, 200)
+    rows = []
+    for name, call in calls.items():
+        call_seconds = 0.0
+        begin = time.perf_counter()
+        for _ in range(WAITING_STEPS):
+            for _ in range(10):
+                _ = matrix @ matrix
+            begin_call = time.perf_counter()
+            call()
+            call_seconds += time.perf_counter() - begin_call
+        step_seconds = (time.perf_counter() - begin) / WAITING_STEPS
+        rows.append(
+            {
+                "call": name,
+                "in the call, us": f"{1e6 * call_seconds / WAITING_STEPS:,.1f}",
+                "step, us": f"{1e6 * step_seconds:,.1f}",
+            }
+        )
+    return markdown(rows)
+
+
+def compute_forever() -> None:
+    while True:
+        pass
+
+
 def main() -> None:
     parser = command_line(__doc__, writes=True)
     parser.add_argument(
@@ -124,9 +190,17 @@ def main() -> None:
         default=6,
         help="runs of each kind, a multiple of 3; default: %(default)s",
     )
+    parser.add_argument(
+        "--waits",
+        action="store_true",
+        help=f"only show where a process waits next to {NUM_BUSY_PROCESSES} busy ones",
+    )
     arguments = parser.parse_args()
     # One thread is enough, because the hooks run in one thread.
     torch.set_num_threads(1)
+    if arguments.waits:
+        print(waits())
+        return
     accelerators = ["cpu", "gpu"] if torch.cuda.is_available() else ["cpu"]
     rows: list[dict[str, Any]] = []
     for turn in range(arguments.runs):

@@ -224,10 +224,13 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._before_optimizer = None
 
     def end_optimizer_step(self) -> None:
-        """Forget the operations since :meth:`begin_optimizer_step`."""
+        """Forget the operations since :meth:`begin_optimizer_step`.
+
+        It is called more than once where several optimizers step, and where the step of a subclass
+        calls that of its base class.
+        """
         if self._before_optimizer is not None:
             self._counts = self._before_optimizer
-            self._before_optimizer = None
 
     def _begin_forward(self, module: Module, inputs: object) -> None:
         # This number is private in torch 2.5 to 2.13, as in its own ModuleTracker.
