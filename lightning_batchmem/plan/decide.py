@@ -156,6 +156,10 @@ def _next_rung(state: SearchState) -> int | None:
         share = state.policy.ladder_limit_share
         largest = max(largest, state.largest_predicted_size(share))
     rung = state.rounded(state.policy.ladder_growth * size)
+    if state.limits.overrun_kills and not is_timed:
+        # The first rehearsal measures how many bytes are held, and no probe goes beyond it.
+        fits = state.unrounded_predicted_size(1.0, 10**9)
+        largest = min(largest, int(state.policy.climb[0] * fits))
     if is_timed:
         # The last size is closer, because throughput may still rise.
         if state.limits.overrun_kills:

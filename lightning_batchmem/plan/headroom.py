@@ -21,7 +21,8 @@ def needed_bytes_on_host(
     Held bytes are live bytes and an overhead, which grows with the phase that grows most: its
     blocks seldom fit exactly into what another phase has freed. It may be negative, because bytes
     that are never written are not held. Probes are too small to show it, so it is bounded below
-    and above. On an accelerator the prediction is :meth:`.MemoryModel.predict_bytes`
+    and above. It differs between rehearsals, as between processes that train at one size, by the
+    order of the blocks in the heap; so the largest of all rehearsals may return. On an accelerator the prediction is :meth:`.MemoryModel.predict_bytes`
     itself.
 
     Args:
@@ -54,7 +55,19 @@ def needed_bytes_on_host(
     overhead_grows_with = more_live_bytes
     if overhead > 0:
         overhead_grows_with = memory.grown_bytes(last.batch_size, batch_size)
-    return last.needed_bytes + more_live_bytes + overhead * overhead_grows_with
+    needed_bytes = last.needed_bytes + more_live_bytes + overhead * overhead_grows_with
+    rehearsals = [trial for trial in ran if trial.kind == "rehearsal"]
+    if last not in rehearsals:
+        return needed_bytes
+    overheads = [_held_overhead(trial, first, memory) for trial in rehearsals]
+    larger_overhead = max(overheads) - overheads[-1]
+    return needed_bytes + larger_overhead * memory.grown_bytes(first.batch_size, batch_size)
+
+
+def _held_overhead(trial: Trial, first: Trial, memory: MemoryModel) -> float:
+    """Held bytes beyond the live bytes, for each byte of growth since the first trial."""
+    overhead_bytes = trial.held_bytes - trial.peak_bytes - (first.held_bytes - first.peak_bytes)
+    return overhead_bytes / max(1.0, memory.grown_bytes(first.batch_size, trial.batch_size))
 
 
 def guaranteed_size_on_accelerator(trial: Trial, limit_bytes: int) -> int:

@@ -70,8 +70,9 @@ class SearchPolicy:
     """After this many out-of-memory errors that is not done. Source: A search on a
     device should have at most two."""
     climb: tuple[float, ...] = (0.5, 0.8)
-    """These shares of the size that fits are rehearsed first where an overrun kills, and none above
-    the last is timed. Source: trainings in memory control groups: `python -m benchmarks.search`."""
+    """These shares of the size that fits are rehearsed first where an overrun kills. No probe is
+    above the first, and none for throughput above the last. Source: trainings in memory control
+    groups: `python -m benchmarks.search`."""
     min_gain: float = 0.02
     """A smaller gain is not worth another size. Source: A rehearsal costs about 14 steps on the
     host, and 45 on a device."""

@@ -423,6 +423,12 @@ def test_no_rehearsal_is_much_larger_than_any_size_that_ran_where_an_overrun_kil
     assert (driven.text, driven.plan.batch_size) == ("2p 3p 12r 48r 192r 768r 1300r", 1300)
 
 
+def test_no_probe_goes_beyond_the_first_rehearsal_where_an_overrun_kills():
+    # 512 samples are sure to fit, and are more than half of what is predicted to fit.
+    driven = drive(device(STRAIGHT, 25_000, kills=True), limits(25_000, **KILLS))
+    assert driven.text == "2p 8p 32p 128p 400r 640r 800r"
+
+
 def test_both_objectives_state_the_fastest_and_the_largest_size():
     run = device(STRAIGHT, 50_000, speed_at=of_lstm)
     fast = drive(run, limits(50_000, objective="throughput")).plan

@@ -39,6 +39,14 @@ def test_the_overhead_of_the_heap_grows_with_activations_below_the_highest_phase
     assert needed_bytes(510, trials) == 5000 + 1100 + 2000 + 8000
 
 
+def test_the_largest_overhead_of_any_rehearsal_may_return():
+    trials = [trial(10, 0, "probe"), trial(110, 2000), trial(210, 2000)]
+    # The last rehearsal held one byte for each live byte of growth, and the one before held two.
+    by_the_last = 7000 + 1000
+    assert needed_bytes(310, trials) == by_the_last + 1 * 3000
+    assert needed_bytes(310, [trials[0], trials[2]]) == by_the_last
+
+
 def test_the_overhead_is_bounded():
     growing = [trial(10, 0, "probe"), trial(20, 1000, "probe")]
     assert needed_bytes(120, growing) == 6000 + (POLICY.most_held_ratio - 1) * 1000
