@@ -27,7 +27,7 @@ from lightning_batchmem.check.command import (
     check_reference,
     run_check,
 )
-from lightning_batchmem.comparison import check_variants, compare, make_and_find
+from lightning_batchmem.comparison import check_variants, compare
 from lightning_batchmem.factory import parse_options, parse_value
 from lightning_batchmem.plan.json_fields import finite_json
 from lightning_batchmem.plan.plan import Plan
@@ -35,6 +35,7 @@ from lightning_batchmem.profile.figures import draw, save
 from lightning_batchmem.profile.step_csv import NAME, PLAN_NAME, Row, read_rows
 from lightning_batchmem.profile.summary import SUMMARY_NAME, Summary
 from lightning_batchmem.profile.two_runs import difference_table, draw_two, read_run
+from lightning_batchmem.variant import make_and_find
 
 _COMMANDS = ("find", "compare", "check", "draw")
 # These settings of compare's variants are no arguments of the Trainer.
@@ -100,6 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             raise
         return 2 if options.command == "check" else 1
+    except SystemExit as error:
+        if options.command == "check" and error.code != 2:
+            # The user's code ends the program, and its code could mean that memory has grown.
+            raise SystemExit(2) from error
+        raise
     return exit_code
 
 
@@ -388,11 +394,15 @@ def _draw_two(parser: ArgumentParser, options: Namespace) -> int:
     if folder is None:
         folder = options.second if options.second.is_dir() else options.second.parent
     try:
-        for name, figure in draw_two(first, second).items():
+        figures = draw_two(first, second)
+        for name, figure in figures.items():
             _save(figure, folder / f"compared_{name}.{options.format}")
     # matplotlib is missing, or the folder cannot be written.
     except (ImportError, OSError) as error:
         _print_error(str(error))
+        return 1
+    if not figures:
+        _print_error("No figure was drawn, because no data are in both runs")
         return 1
     return 0
 

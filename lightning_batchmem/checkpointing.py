@@ -55,7 +55,7 @@ class Blocks:
         return f"{number} of {count} {self.class_name}"
 
 
-class StepMemory(NamedTuple):
+class MeasuredSteps(NamedTuple):
     """The live bytes of a training step at two sizes, divided among the modules.
 
     Attributes:
@@ -74,13 +74,13 @@ class StepMemory(NamedTuple):
         return max(line.fixed_bytes + line.sample_bytes * batch_size for line in lines)
 
 
-def measured_step(trainer: Trainer, model: LightningModule, data: Any) -> StepMemory:
+def measured_steps(trainer: Trainer, model: LightningModule, data: Any) -> MeasuredSteps:
     """Measure a training step at two sizes; model, data and Trainer are as before afterwards.
 
     Raises:
         ValueError: if the step cannot be measured.
     """
-    return StepMemory(*storages_of_steps(trainer, model, data, _SIZES))
+    return MeasuredSteps(*storages_of_steps(trainer, model, data, _SIZES))
 
 
 def measured_blocks(trainer: Trainer, model: LightningModule, data: Any) -> Blocks:
@@ -120,8 +120,16 @@ def best_blocks(model: nn.Module, activations_bytes: Mapping[str, int]) -> Block
         }
         largest_first = sorted(sizes.items(), key=lambda item: -item[1])
         all_blocks.append(Blocks(kind.__name__, dict(largest_first)))
-    # Of classes that save the same, the one with more blocks computes less again at once.
-    return max(all_blocks, key=lambda blocks: (blocks.saved_bytes, len(blocks.names)))
+    # Of classes that save the same, the one with more blocks computes less again at once, and a
+    # Sequential only groups blocks of another class.
+    return max(
+        all_blocks,
+        key=lambda blocks: (
+            blocks.saved_bytes,
+            len(blocks.names),
+            blocks.class_name != nn.Sequential.__name__,
+        ),
+    )
 
 
 def checkpoint_classes(model: nn.Module, classes: Collection[type[nn.Module]]) -> None:
@@ -162,6 +170,4 @@ def _repeated_classes(model: nn.Module) -> dict[type[nn.Module], list[str]]:
         raise ValueError(
             "checkpoint must name classes of blocks, got a model that has no block twice"
         )
-    # A Sequential often groups blocks, so it is chosen only where no other class is repeated.
-    without_groups = {kind: names for kind, names in repeated.items() if kind is not nn.Sequential}
-    return without_groups or repeated
+    return repeated

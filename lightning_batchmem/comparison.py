@@ -5,37 +5,23 @@ The file is not called ``compare.py``, because a function has that name.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from lightning.pytorch import LightningModule, Trainer
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
-from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem.batch_finder import BatchFinder
-from lightning_batchmem.checkpointing import (
-    best_blocks,
-    checkpoint_classes,
-    checkpoint_names,
-    measured_blocks,
-    measured_step,
-)
-from lightning_batchmem.find import find_batch_size
 from lightning_batchmem.new_process import (
     NotImportableError,
     call_in_new_process,
     end_repeated_script,
 )
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import MIB, Line
-
-Make = Callable[[], tuple[Any, Any]]
+from lightning_batchmem.variant import Make, check_one_device, make_and_find
 
 _VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
@@ -43,9 +29,6 @@ _VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "checkpointing": {"checkpoint": True},
     "both": {"precision": "bf16-mixed", "checkpoint": True},
 }
-_BASE = {"devices": 1, "max_epochs": 1, "logger": False}
-# The search that shows the limit and what is held beyond the live bytes ends at this size.
-_SMALL_SIZE = 8
 # In columns. It is wider than any table, because rich would break the lines of a wider one.
 _TABLE_WIDTH = 10_000
 
@@ -199,7 +182,8 @@ def compare(
         variants: name -> arguments of the Trainer, and optionally ``checkpoint={BlockClass, ...}``
             (activation checkpointing of every module of these classes; ``True``: of the repeated
             blocks with the largest activations, which one step shows; ``"auto"`` with ``fit=256``:
-            of the fewest of these blocks with which 256 samples fit), ``compile=True`` and
+            of the fewest of these blocks with which 256 samples are predicted to fit, after a
+            search of at most 8 samples), ``compile=True`` and
             ``transform``, a function of the model that changes it or returns another. ``None``:
             plain, bf16-mixed, checkpointing, and both.
         base: arguments of the Trainer for all variants.
@@ -259,17 +243,6 @@ def check_variants(variants: Any) -> None:
             )
 
 
-def check_one_device(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless these arguments of the Trainer are those of one device."""
-    devices = arguments.get("devices", 1)
-    nodes = arguments.get("num_nodes", 1)
-    is_one_device = devices in (1, "1") or (isinstance(devices, list) and len(devices) == 1)
-    if not is_one_device or nodes != 1:
-        raise ValueError(
-            f"devices must be one device, got {devices!r} on {nodes} nodes in {name!r}"
-        )
-
-
 def _search_variant(
     name: str, make: Make, arguments: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Variant:
@@ -279,130 +252,3 @@ def _search_variant(
     except Exception as error:  # noqa: BLE001
         return Variant(name, None, f"{type(error).__name__}: {' '.join(str(error).split())}")
     return Variant(name, found.plan, checkpointed=found.checkpointed)
-
-
-class Found(NamedTuple):
-    """The result of a search.
-
-    Attributes:
-        plan: its plan.
-        checkpointed: the blocks that the search chose to checkpoint; empty for none.
-    """
-
-    plan: Plan
-    checkpointed: str
-
-
-class Made(NamedTuple):
-    """A model with its Trainer.
-
-    Attributes:
-        trainer: the Trainer.
-        model: the model, changed as the arguments require.
-        data: a datamodule, training loaders or ``None``.
-        checkpointed: the blocks that were chosen and checkpointed; empty for none.
-    """
-
-    trainer: Trainer
-    model: LightningModule
-    data: Any
-    checkpointed: str
-
-
-def make_and_find(make: Make, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> Found:
-    """Make the model and its Trainer, change the model as the arguments require, and search."""
-    if arguments.get("checkpoint") == "auto":
-        return _find_with_fewest_blocks(make, arguments, options)
-    trainer, model, data, checkpointed = make_trainer(make, arguments)
-    plan = find_batch_size(trainer, model, train_dataloaders=data, **options)
-    return Found(plan, checkpointed)
-
-
-def make_trainer(make: Make, arguments: Mapping[str, Any]) -> Made:
-    """Make the model and its Trainer, and change the model as the arguments require."""
-    trainer_arguments = {**_BASE, **arguments}
-    checkpoint = trainer_arguments.pop("checkpoint", None)
-    is_compiled = trainer_arguments.pop("compile", None)
-    transform = trainer_arguments.pop("transform", None)
-    made = make()
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise ValueError(f"make must return (model, data), got {type(made).__name__}")
-    model, data = made
-    if transform is not None:
-        model = transform(model) or model
-    trainer_class = lightning_name(model, "trainer.Trainer")
-    try:
-        trainer = trainer_class(**trainer_arguments)
-    # The two packages of Lightning have their own exceptions for wrong arguments.
-    except Exception as error:
-        raise ValueError(str(error)) from error
-    checkpointed = ""
-    if checkpoint is True:
-        blocks = measured_blocks(trainer, model, data)
-        checkpoint_names(model, blocks.names)
-        checkpointed = blocks.text(len(blocks.names))
-    elif checkpoint:
-        checkpoint_classes(model, checkpoint)
-    if is_compiled:
-        model = torch.compile(model)
-    return Made(trainer, model, data, checkpointed)
-
-
-def _find_with_fewest_blocks(
-    make: Make, arguments: Mapping[str, Any], options: Mapping[str, Any]
-) -> Found:
-    """Checkpoint the fewest blocks with which a batch size fits, the largest blocks first.
-
-    Whether the size fits is computed from two small steps; the last search verifies it. Where that
-    one ends below the size, more blocks are checkpointed.
-    """
-    settings = dict(arguments)
-    settings.pop("checkpoint")
-    fit = settings.pop("fit", None)
-    if not isinstance(fit, int) or fit < 1:
-        raise ValueError(
-            f'checkpoint="auto" needs fit=N, the batch size that is to fit, got fit={fit!r}'
-        )
-    is_compiled = settings.pop("compile", False)
-    trainer, model, data, _ = make_trainer(make, settings)
-    without_blocks = measured_step(trainer, model, data)
-    blocks = best_blocks(model, without_blocks.small.activations_by_module())
-    small_options = {**options, "max_batch_size": min(fit, _SMALL_SIZE)}
-    small_plan = find_batch_size(trainer, model, train_dataloaders=data, **small_options)
-    # A search begins with a size that needs at most this share.
-    usable_bytes = SearchPolicy().candidate_share * small_plan.limit_bytes
-    trial = max(
-        (trial for trial in small_plan.trials if trial.outcome == "ok"),
-        key=lambda trial: trial.batch_size,
-    )
-
-    def with_blocks(number: int) -> Made:
-        made = make_trainer(make, settings)
-        checkpoint_names(made.model, blocks.names[:number])
-        return made
-
-    def is_predicted_to_fit(number: int) -> bool:
-        step = without_blocks
-        if number > 0:
-            trainer, model, data, _ = with_blocks(number)
-            step = measured_step(trainer, model, data)
-        more_bytes = step.peak_bytes(fit) - without_blocks.peak_bytes(trial.batch_size)
-        return trial.needed_bytes + more_bytes <= usable_bytes
-
-    def search(number: int) -> Plan:
-        trainer, model, data, _ = with_blocks(number)
-        if is_compiled:
-            # torch.compile returns the module in a wrapper, which is no LightningModule to mypy.
-            model = torch.compile(model)  # type: ignore[assignment]
-        return find_batch_size(
-            trainer, model, train_dataloaders=data, **{**options, "max_batch_size": fit}
-        )
-
-    count = len(blocks.names)
-    # With all blocks the size may not fit either, and the search has its own answer then.
-    number = bisect_left(range(count), True, key=is_predicted_to_fit)
-    plan = search(number)
-    while plan.batch_size < fit and plan.limited_by == "memory" and number < count:
-        number += max(1, (count - number) // 2)
-        plan = search(number)
-    return Found(plan, blocks.text(number))

@@ -10,11 +10,11 @@ from lightning_batchmem.checkpointing import (
     best_blocks,
     checkpoint_names,
     measured_blocks,
-    measured_step,
+    measured_steps,
 )
-from lightning_batchmem.comparison import make_trainer
 from lightning_batchmem.module_probe import storages_of_steps
 from lightning_batchmem.plan.records import MIB
+from lightning_batchmem.variant import make_trainer
 from tests.helpers.blocks import Block, BlockNet
 
 CPU = {"accelerator": "cpu", "enable_progress_bar": False}
@@ -75,6 +75,19 @@ def test_a_block_is_computed_again_so_one_of_them_saves_nothing():
     assert (blocks.class_name, blocks.saved_bytes) == ("Block", 200)
 
 
+def test_a_small_class_does_not_hide_larger_sequential_blocks():
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 64), nn.ReLU()) for _ in range(3)),
+        nn.ModuleList([Wide(1), Wide(1)]),
+    )
+    blocks = best_blocks(model, {"0": 100, "1": 100, "2": 100, "3.0": 1, "3.1": 1})
+    assert blocks.names == ["0", "1", "2"]
+    # A Sequential with one block inside saves the same as the block.
+    grouped = nn.Sequential(*(nn.Sequential(Wide(1)) for _ in range(3)))
+    activations_bytes = {"0.0": 100, "1.0": 100, "2.0": 100}
+    assert best_blocks(grouped, activations_bytes).class_name == "Wide"
+
+
 def test_a_group_of_blocks_of_its_own_class_is_no_block():
     groups = [nn.Sequential(nn.Sequential(nn.Linear(1, 1))) for _ in range(2)]
     blocks = best_blocks(nn.Sequential(*groups), {"0.0.0": 10, "0": 7, "1.0": 5})
@@ -85,7 +98,7 @@ def test_a_group_of_blocks_of_its_own_class_is_no_block():
 def test_two_small_steps_predict_the_peak_of_a_checkpointed_network(number):
     trainer, model, data, _ = make_trainer(lambda: (TwoKinds(), None), CPU)
     checkpoint_names(model, ["large.1", "large.2", "large.0"][:number])
-    step = measured_step(trainer, model, data)
+    step = measured_steps(trainer, model, data)
     (storages,) = storages_of_steps(trainer, model, data, [256])
     measured_bytes = max(moment.live_bytes for moment in storages.moments())
     assert measured_bytes > step.peak_bytes(0) + 8 * MIB

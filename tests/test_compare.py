@@ -11,8 +11,8 @@ from lightning_batchmem import (
     Trial,
     Variant,
     compare,
-    comparison,
 )
+from lightning_batchmem import variant as variant_module
 from lightning_batchmem.plan.records import MIB
 from tests.helpers.blocks import Block, BlockNet
 from tests.helpers.main_module import run_as_main
@@ -129,7 +129,7 @@ def searches(monkeypatch):
         searches.append((trainer.precision, checkpointed, type(model).__name__, options))
         return plan_of(8, 1, 1, 1.0)
 
-    monkeypatch.setattr(comparison, "find_batch_size", search)
+    monkeypatch.setattr(variant_module, "find_batch_size", search)
     return searches
 
 
@@ -281,8 +281,8 @@ class SearchByBlocks:
 )
 def test_auto_checkpoints_the_fewest_blocks(monkeypatch, fit, largest, calls, label):
     search = SearchByBlocks(largest)
-    monkeypatch.setattr(comparison, "find_batch_size", search)
-    monkeypatch.setattr(comparison, "measured_step", lambda _, model, __: StepByBlocks(model))
+    monkeypatch.setattr(variant_module, "find_batch_size", search)
+    monkeypatch.setattr(variant_module, "measured_steps", lambda _, model, __: StepByBlocks(model))
     (variant,) = compare(make_here(), {"x": {"checkpoint": "auto", "fit": fit}}).variants
     assert variant.error == ""
     assert search.calls == calls
@@ -292,9 +292,26 @@ def test_auto_checkpoints_the_fewest_blocks(monkeypatch, fit, largest, calls, la
         assert search.checkpointed == [False, True, True]
 
 
-def test_auto_in_a_real_search(capsys):
+def test_auto_in_a_real_search():
     """With a line that fits from the start, no block is checkpointed."""
     variants = {"auto": {"checkpoint": "auto", "fit": 16, "accelerator": "cpu"}}
-    (variant,) = compare(make_here(), variants).variants
+    (variant,) = compare(make_here(), variants, multiple_of=16, min_batch_size=16).variants
     assert variant.error == ""
     assert (variant.batch_size, variant.checkpointed) == (16, "0 of 3 Block")
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "error"),
+    [
+        (
+            {"checkpoint": "auto", "fit": 64},
+            {"max_batch_size": 32},
+            "max_batch_size must be at least fit=64, got 32",
+        ),
+        ({"checkpoint": True, "fit": 64}, {}, 'fit needs checkpoint="auto", got checkpoint=True'),
+        ({"checkpoint": "all"}, {}, "checkpoint must be True or classes of modules, got 'all'"),
+    ],
+)
+def test_settings_of_checkpoint_that_contradict_each_other(searches, settings, options, error):
+    (variant,) = compare(make_here(), {"x": settings}, **options).variants
+    assert variant.error == f"ValueError: {error}"

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_batchmem.check.growth import Comparison, compared
 from lightning_batchmem.check.measurement import measure
 from lightning_batchmem.check.reference import read_reference
-from lightning_batchmem.comparison import Make
+from lightning_batchmem.variant import Make
 
 SMALLER = "The reference can be lowered: --update writes it again."
 
@@ -53,7 +53,7 @@ def assert_memory(
         options = "".join(f" --trainer {name}={value}" for name, value in (base or {}).items())
         raise AssertionError(
             f"{path} does not exist. Write it with: python -m lightning_batchmem check"
-            f" {make.__module__}:{make.__name__} --reference {path}{options} --update"
+            f" {_target(make)} --reference {path}{options} --update"
         )
     comparison = compare_with_reference(make, path, tolerance, base or {})
     if comparison.grown:
@@ -73,6 +73,12 @@ def compare_with_reference(
     reference = read_reference(path)
     measured = measure(make, base)
     return compared(reference, measured.memory, tolerance, measured.model_name)
+
+
+def _target(make: Make) -> str:
+    """The name of a function for the command line; a placeholder if it has none there."""
+    name = getattr(make, "__qualname__", "<none>")
+    return f"{make.__module__}:{name}" if name.isidentifier() else "MODULE:MAKE"
 
 
 def check_tolerance(tolerance: float) -> None:

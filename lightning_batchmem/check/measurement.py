@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from lightning_batchmem.check.reference import PhaseMemory, StepMemory, current_versions
-from lightning_batchmem.comparison import Make, check_one_device, make_trainer
 from lightning_batchmem.devices.module_memory import ModuleStorages
 from lightning_batchmem.devices.moment_lines import moment_lines
 from lightning_batchmem.module_probe import storages_of_steps
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import PHASES
+from lightning_batchmem.variant import Make, check_one_device, make_trainer
 
 _SIZES = (2, 8)
 # The samples that are read must not depend on the speed or the free memory of the machine.
@@ -58,6 +58,11 @@ def measure(make: Make, base: Mapping[str, Any]) -> Measurement:
     if accelerator != "cpu":
         raise ValueError(f"accelerator must be cpu for the memory test, got {accelerator!r}")
     check_one_device("the memory test", base)
+    if base.get("compile"):
+        raise ValueError(
+            "the memory of a compiled step cannot be counted, so compile must be False for the"
+            " memory test"
+        )
     with _seeded():
         trainer, model, data, _ = make_trainer(make, {**_TRAINER, **base})
         small, large = storages_of_steps(trainer, model, data, _SIZES, _POLICY)

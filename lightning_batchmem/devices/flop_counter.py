@@ -158,7 +158,10 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def why_wrong(self) -> str:
         """Why the number is not that of the model; empty if it is."""
         if self._recomputes:
-            return "backward computes activations again (activation checkpointing)"
+            return (
+                "backward computes activations again (activation checkpointing), or gradients of"
+                " gradients"
+            )
         if self._idle_module:
             return f"torch has no formula for what {self._idle_module} computes"
         if self._counts.uncounted:
@@ -201,6 +204,9 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         formula = _FORMULAS.get(operator) or flop_registry.get(operator)
         counts = self._counts
         if formula is not None:
+            # Backward needs no gradients of its own, unless it computes a forward pass again.
+            if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+                self._recomputes = True
             try:
                 flops = int(formula(*args, **kwargs, out_val=result))
             # A formula may fail for shapes that its author did not expect, and the step goes on.

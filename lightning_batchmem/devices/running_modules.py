@@ -16,14 +16,14 @@ from lightning_batchmem.devices.tensors import tensors_in
 
 
 class RunningModules:
-    """Knows the innermost module whose forward or backward pass runs now.
+    """Follows which module is the innermost whose forward or backward pass runs now.
 
-    ``torch.utils.module_tracker.ModuleTracker`` (2.13) does not know which module was entered last,
+    ``torch.utils.module_tracker.ModuleTracker`` (2.13) does not have the order of the modules,
     and its hooks keep the graph of a checkpointed block alive, which takes memory of its own.
     """
 
     def __init__(self, root: Module) -> None:
-        # The root counts as no module, as do modules that it does not know.
+        # The root counts as no module, as do modules without a name in it.
         self._names = {id(module): name for name, module in root.named_modules() if name}
         self._in_forward: list[str] = []
         self._in_backward: list[str] = []

@@ -158,8 +158,7 @@ def _next_rung(state: SearchState) -> int | None:
     rung = state.rounded(state.policy.ladder_growth * size)
     if state.limits.overrun_kills and not is_timed:
         # The first rehearsal measures how many bytes are held, and no probe goes beyond it.
-        fits = state.unrounded_predicted_size(1.0, 10**9)
-        largest = min(largest, int(state.policy.climb[0] * fits))
+        largest = min(largest, state.first_rehearsal_size())
     if is_timed:
         # The last size is closer, because throughput may still rise.
         if state.limits.overrun_kills:

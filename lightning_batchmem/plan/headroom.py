@@ -22,8 +22,8 @@ def needed_bytes_on_host(
     blocks seldom fit exactly into what another phase has freed. It may be negative, because bytes
     that are never written are not held. Probes are too small to show it, so it is bounded below
     and above. It differs between rehearsals, as between processes that train at one size, by the
-    order of the blocks in the heap; so the largest of all rehearsals may return. On an accelerator the prediction is :meth:`.MemoryModel.predict_bytes`
-    itself.
+    order of the blocks in the heap. So the largest of all rehearsals counts. On an accelerator the
+    prediction is :meth:`.MemoryModel.predict_bytes` itself.
 
     Args:
         batch_size: the size in samples.
@@ -56,11 +56,12 @@ def needed_bytes_on_host(
     if overhead > 0:
         overhead_grows_with = memory.grown_bytes(last.batch_size, batch_size)
     needed_bytes = last.needed_bytes + more_live_bytes + overhead * overhead_grows_with
-    rehearsals = [trial for trial in ran if trial.kind == "rehearsal"]
+    # The overhead is that beyond the first trial, which has none of its own.
+    rehearsals = [trial for trial in ran[1:] if trial.kind == "rehearsal"]
     if last not in rehearsals:
         return needed_bytes
     overheads = [_held_overhead(trial, first, memory) for trial in rehearsals]
-    larger_overhead = max(overheads) - overheads[-1]
+    larger_overhead = max(0.0, max(overheads) - max(least_overhead, overheads[-1]))
     return needed_bytes + larger_overhead * memory.grown_bytes(first.batch_size, batch_size)
 
 

@@ -182,6 +182,10 @@ class SearchState:
             return guaranteed_size_on_host(self.largest, int(usable_bytes), self.policy)
         return guaranteed_size_on_accelerator(self.largest, int(share * limit_bytes))
 
+    def first_rehearsal_size(self) -> int:
+        """The size that is rehearsed first where an overrun kills, before it is rounded."""
+        return int(self.policy.climb[0] * self.unrounded_predicted_size(1.0, 10**9))
+
     def largest_predicted_size(self, share: float) -> int:
         """The largest size that is predicted to fit into a share of the limit."""
         return self.rounded(self.unrounded_predicted_size(share, self.highest))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# A device that is busy for this per cent of the time hardly has anything to wait for.
+# A device with this utilization hardly has anything to wait for.
 _BUSY_PERCENT = 90.0
 # Beyond half of the time nothing else matters as much. The alert about waiting has the same share.
 _MOSTLY_WAITING_SHARE = 0.5
@@ -29,7 +29,7 @@ def conclusion(
     # faster.
     if busy_percent is not None and busy_percent >= _BUSY_PERCENT:
         return (
-            f"Limited by compute: the device was busy for {busy_percent:.0f}% of the time."
+            f"Limited by compute: the device was {busy_percent:.0f}% busy."
             " A lower precision, torch.compile or a faster device help."
         )
     if data_wait_share is not None and data_wait_share > _MOSTLY_WAITING_SHARE:

@@ -31,6 +31,7 @@ class ModuleStep:
         self.why_not = ""
         self._device_type = device.type
         self._num_batches = num_batches
+        self._batches_left = num_batches
         self._storages: ModuleStorages | None = None
 
     def begin(self, module: Module, optimizers: Sequence[Optimizer], batch: object) -> None:
@@ -39,6 +40,7 @@ class ModuleStep:
         if reason:
             self.why_not = f"No table of the modules: {reason}."
             return
+        self._batches_left = self._num_batches
         self._storages = ModuleStorages(module, optimizers, batch, self._device_type)
         self._storages.__enter__()
 
@@ -47,8 +49,8 @@ class ModuleStep:
         storages = self._storages
         if storages is None:
             return True
-        self._num_batches -= 1
-        if not has_stepped and self._num_batches > 0:
+        self._batches_left -= 1
+        if not has_stepped and self._batches_left > 0:
             return False
         self.close()
         self.peak = storages.peak_by_module(samples)

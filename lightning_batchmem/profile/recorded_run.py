@@ -208,6 +208,7 @@ class RecordedRun(Run):
 
     def end_epoch(self, trainer: Trainer) -> None:
         """Exchange and log the totals of the ranks."""
+        self._recorder.drop_measurement()
         if trainer.world_size > 1 and logs_at_all(trainer):
             self._reporter.join_ranks(_last_step(trainer))
 

@@ -92,8 +92,20 @@ class StepRecorder:
         if self._device_timer is not None:
             self._mark(self._device_timer)
 
+    def drop_measurement(self) -> None:
+        """Stop to measure a step that has not ended, and measure another one instead.
+
+        Under gradient accumulation a validation may come between two batches of it, and Lightning
+        ends an epoch early where ``on_train_batch_start`` returns -1.
+        """
+        if self._measured is not None:
+            self._measured.close()
+            self._to_measure.append(self._measured)
+            self._measured = None
+
     def begin_validation(self) -> None:
         """Begin a validation in the training."""
+        self.drop_measurement()
         self.run_timer.pause()
         self._page_faults.pause()
         self.timer = StageTimer("validate")

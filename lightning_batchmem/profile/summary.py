@@ -217,7 +217,8 @@ def _caption(summary: Summary) -> list[str]:
     if summary.data_wait_share is not None:
         lines.append(f"{summary.data_wait_share:.1%} of the time waiting for data")
     if summary.busy_percent is not None:
-        lines.append(f"Device busy: {summary.busy_percent:.1f}% of the time")
+        name = "Cores of this process" if summary.device == "host" else "Device"
+        lines.append(f"{name}: {summary.busy_percent:.1f}% busy")
     if peaks := summary.rank_peaks_bytes:
         highest = peaks.index(max(peaks))
         lines.append(

@@ -150,7 +150,7 @@ def gather_ranks(totals: StepTotals, strategy: Strategy) -> tuple[list[float], l
 def rank_metrics(peaks: list[float], speeds: list[float]) -> dict[str, float]:
     """Return the highest and lowest peak in MiB, the highest one's rank, and summed throughput.
 
-    What one rank does not know is left out.
+    A value that is unknown on one rank is left out.
     """
     metrics = {}
     # The sum is NaN if one of its terms is.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -68,17 +68,15 @@ def read_run(path: Path) -> RunFiles:
         )
     csv_path = paths[0]
     number = csv_path.stem.removeprefix(Path(NAME).stem)
-    texts = {}
-    for name in (SUMMARY_NAME, PLAN_NAME):
+    read: dict[str, Any] = {}
+    for name, from_json in ((SUMMARY_NAME, Summary.from_json), (PLAN_NAME, Plan.from_json)):
         file = csv_path.with_name(name.replace(".", f"{number}."))
         if file.is_file():
-            texts[name] = finite_json(file)
-    return RunFiles(
-        str(path),
-        read_rows(csv_path),
-        Summary.from_json(texts[SUMMARY_NAME]) if SUMMARY_NAME in texts else None,
-        Plan.from_json(texts[PLAN_NAME]) if PLAN_NAME in texts else None,
-    )
+            try:
+                read[name] = from_json(finite_json(file))
+            except ValueError as error:
+                raise ValueError(f"{file} is damaged: {error}") from error
+    return RunFiles(str(path), read_rows(csv_path), read.get(SUMMARY_NAME), read.get(PLAN_NAME))
 
 
 def difference_table(first: RunFiles, second: RunFiles) -> Table:
@@ -132,7 +130,7 @@ def draw_two(first: RunFiles, second: RunFiles) -> dict[str, Figure]:
 
 
 def _memory_over_steps(runs: Sequence[RunFiles]) -> Figure | None:
-    if any(run.peak_bytes is None for run in runs):
+    if any(run.peak_bytes is None or not run.training for run in runs):
         return None
     width = steps_per_point([step for run in runs for step, _ in run.training])
     title = "Peak memory of each training step"

@@ -201,6 +201,7 @@ def test_manual_optimization_has_all_phases():
     [
         ({"accelerator": "gpu"}, 64, "accelerator must be cpu for the memory test, got 'gpu'"),
         ({"devices": 2}, 64, "devices must be one device, got 2 on 1 nodes in 'the memory test'"),
+        ({"compile": True}, 64, "compile must be False for the memory test"),
         ({"fast_dev_run": True}, 64, "the Trainer must be one that trains, got fast_dev_run"),
         ({}, 7, r"batches of 8 samples, got at most 7 \(dataset\)"),
     ],

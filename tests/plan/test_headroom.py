@@ -47,6 +47,14 @@ def test_the_largest_overhead_of_any_rehearsal_may_return():
     assert needed_bytes(310, [trials[0], trials[2]]) == by_the_last
 
 
+def test_the_first_trial_has_no_overhead_of_its_own():
+    # The steps hold less than their live bytes, because some bytes are never written.
+    first = trial(10, 0)
+    trials = [first, trial(60, 0, "probe"), trial(510, -500)]
+    probed = [trial(10, 0, "probe"), *trials[1:]]
+    assert needed_bytes(510, trials) == needed_bytes(510, probed) == trials[-1].needed_bytes
+
+
 def test_the_overhead_is_bounded():
     growing = [trial(10, 0, "probe"), trial(20, 1000, "probe")]
     assert needed_bytes(120, growing) == 6000 + (POLICY.most_held_ratio - 1) * 1000

@@ -11,7 +11,7 @@ from lightning_batchmem.profile.conclusion import conclusion
         (0.64, 990, 89.0, "Limited by data: 64% of the time passed before the batch arrived."),
         (0.5, 990, None, "Limited by memory: 99% of the limit."),
         # A busy device works while the process waits.
-        (0.9, 990, 95.0, "Limited by compute: the device was busy for 95% of the time."),
+        (0.9, 990, 95.0, "Limited by compute: the device was 95% busy."),
         (0.1, 970, 60.0, "Limited by memory: 97% of the limit."),
         (None, 900, None, "Limited by memory: 90% of the limit."),
         # These numbers do not decide.

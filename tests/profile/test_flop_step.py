@@ -189,7 +189,11 @@ class Checkpointed(nn.Module):
     ("layers", "reason"),
     [
         (Recurrent, "torch has no formula for what layers.lstm (LSTM) computes"),
-        (Checkpointed, "backward computes activations again (activation checkpointing)"),
+        (
+            Checkpointed,
+            "backward computes activations again (activation checkpointing), or gradients of"
+            " gradients",
+        ),
     ],
 )
 def test_a_number_that_would_be_wrong_is_left_out(tmp_path, capsys, layers, reason):

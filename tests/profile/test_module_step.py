@@ -98,6 +98,50 @@ def test_an_accumulated_step_ends_with_the_step_of_the_optimizer(tmp_path):
     assert module.measured_steps == [4, 5]
 
 
+class Validated(Recorder):
+    def __init__(self):
+        super().__init__()
+        self.num_measured_validations = 0
+
+    def validation_step(self, batch, batch_idx):
+        if not LiveStorages.is_possible():
+            self.num_measured_validations += 1
+        return self.blocks(batch).square().mean()
+
+    def val_dataloader(self):
+        return DataLoader(torch.randn(64, 16), batch_size=64)
+
+
+def test_a_validation_inside_an_accumulation_is_not_measured(tmp_path):
+    profiler = MemoryProfiler(modules=True)
+    module = train(tmp_path, Validated(), profiler, accumulate_grad_batches=3, val_check_interval=5)
+    # The validation follows batch 4. So the measurement begins again with batch 5.
+    assert module.measured_steps == [4, 5]
+    assert module.num_measured_validations == 0
+    assert profiler.summary.modules.batch_size == 8
+
+
+class EndsEpochEarly(Recorder):
+    """Ends each epoch at batch 2, in which a measurement has begun."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_measured_after_epoch = []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 2 else None
+
+    def on_train_epoch_end(self):
+        self.is_measured_after_epoch.append(not LiveStorages.is_possible())
+
+
+def test_a_step_that_is_skipped_is_not_measured_until_the_next_one(tmp_path):
+    profiler = MemoryProfiler(modules=True)
+    module = train(tmp_path, EndsEpochEarly(), profiler)
+    assert module.is_measured_after_epoch == [False, False]
+    assert profiler.summary.modules.batch_size == 8
+
+
 def test_without_the_argument_nothing_is_measured(tmp_path):
     profiler = MemoryProfiler()
     train(tmp_path, Blocks(), profiler)

@@ -172,6 +172,6 @@ def test_what_limits_the_run_is_the_first_line():
     assert lines(full)[0].startswith("Limited by memory: 95% of the limit.")
     assert lines(replace(CUDA, limit_bytes=2100 * MIB))[0].startswith("Limited by memory: 100%")
     busy = lines(replace(full, busy_percent=96.0))
-    assert busy[0].startswith("Limited by compute: the device was busy for 96% of the time.")
-    assert "Device busy: 96.0% of the time" in busy
+    assert busy[0].startswith("Limited by compute: the device was 96% busy.")
+    assert "Cores of this process: 96.0% busy" in busy
     assert lines(SUMMARY)[0].startswith("Memory of a training step")
