@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem.checkpointing import (
@@ -103,6 +104,115 @@ def test_two_small_steps_predict_the_peak_of_a_checkpointed_network(number):
     measured_bytes = max(moment.live_bytes for moment in storages.moments())
     assert measured_bytes > step.peak_bytes(0) + 8 * MIB
     assert step.peak_bytes(256) == pytest.approx(measured_bytes, rel=0.05)
+
+
+class Network(LightningModule):
+    """Three blocks on 8 numbers; the networks below differ from it in one way each."""
+
+    def __init__(self):
+        super().__init__()
+        self.batch_size = 2
+        self.blocks = nn.ModuleList(self.block() for _ in range(3))
+
+    def block(self):
+        return nn.Sequential(nn.Linear(8, 512), nn.Tanh(), nn.Linear(512, 8))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+    def training_step(self, batch, batch_idx):
+        return self(batch[0]).square().mean()
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(1000, 8)), batch_size=self.batch_size)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+class Tied(Network):
+    """The first and the last block share their weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[2][0].weight = self.blocks[0][0].weight
+
+
+class Twice(Network):
+    """Each block runs twice."""
+
+    def forward(self, x):
+        return super().forward(super().forward(x))
+
+
+class Recomputed(Network):
+    """The network itself checkpoints a part."""
+
+    def forward(self, x):
+        return super().forward(checkpoint(self.blocks[0][:2], x, use_reentrant=False)[:, :8])
+
+
+class RecurrentBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.recurrent = nn.LSTM(1, 64, batch_first=True)
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x):
+        return self.head(self.recurrent(x.unsqueeze(-1))[0][:, -1])
+
+
+class Recurrent(Network):
+    def block(self):
+        return RecurrentBlock()
+
+
+class TwoOptimizers(Network):
+    """The last block has an optimizer of its own, and a loss of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        first, last = self.optimizers()
+        for optimizer, loss in (
+            (first, lambda: self(batch[0]).square().mean()),
+            (last, lambda: self.blocks[2](batch[0]).abs().mean()),
+        ):
+            optimizer.zero_grad()
+            self.manual_backward(loss())
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [
+            torch.optim.Adam(self.blocks[:2].parameters()),
+            torch.optim.Adam(self.blocks[2].parameters()),
+        ]
+
+
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize(
+    ("network", "error"),
+    [
+        (Tied, 0.05),
+        (Twice, 0.05),
+        (Recomputed, 0.05),
+        (TwoOptimizers, 0.05),
+        # The LSTM of oneDNN runs other operators at 2 samples than at 8.
+        (Recurrent, 0.1),
+    ],
+)
+def test_the_prediction_holds_for_other_kinds_of_networks(network, error, number):
+    trainer, model, data, _ = make_trainer(lambda: (network(), None), CPU)
+    checkpoint_names(model, ["blocks.0", "blocks.1"][:number])
+    steps = measured_steps(trainer, model, data)
+    (storages,) = storages_of_steps(trainer, model, data, [256])
+    measured_bytes = max(moment.live_bytes for moment in storages.moments())
+    assert measured_bytes > 2 * steps.peak_bytes(0)
+    assert steps.peak_bytes(256) == pytest.approx(measured_bytes, rel=error)
 
 
 def test_a_network_without_blocks():
