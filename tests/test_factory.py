@@ -81,7 +81,7 @@ def kinds(trainer):
 @pytest.mark.parametrize("package", [lightning_pytorch, pl], ids=["lightning", "pytorch_lightning"])
 def test_find_with_options(package, tmp_path, monkeypatch):
     monkeypatch.setenv(
-        factory.VARIABLE, "find:max_batch_size=16, memory_limit=900MiB,objective=throughput"
+        factory.VARIABLE, "find:max_batch_size=16, memory_limit=4GiB,objective=throughput"
     )
     trainer, module = run(package, tmp_path)
     assert kinds(trainer) == ["BatchFinder", "MemoryProfiler"]

@@ -149,7 +149,9 @@ def test_tensorboard_gets_the_documented_names_and_figures(tmp_path):
 
     logger = TensorBoardLogger(tmp_path, name="tb")
     options = {"logger": logger, "log_every_n_steps": 2}
-    trainer_for(tmp_path, MemoryProfiler(), Planned(4000.0), **options).fit(Net(), data())
+    trainer_for(tmp_path, MemoryProfiler(), Planned(4000.0, limit_mib=8000), **options).fit(
+        Net(), data()
+    )
     events = EventAccumulator(str(logger.log_dir))
     events.Reload()
     names = METRICS | {"memory/predicted_mib"}
@@ -734,7 +736,9 @@ def test_training_is_bit_identical_with_everything_on(tmp_path):
         return [*net.state_dict().values(), *moments, torch.get_rng_state()]
 
     profiler = MemoryProfiler(items_fn=lambda batch: len(batch[0]), progress_bar=True)
-    for without, with_profiler in zip(run(), run(profiler, Planned(4000.0)), strict=True):
+    for without, with_profiler in zip(
+        run(), run(profiler, Planned(4000.0, limit_mib=8000)), strict=True
+    ):
         assert torch.equal(without, with_profiler)
 
 
