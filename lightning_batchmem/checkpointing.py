@@ -74,16 +74,20 @@ class MeasuredSteps(NamedTuple):
         return max(line.fixed_bytes + line.sample_bytes * batch_size for line in lines)
 
 
-def measured_steps(trainer: Trainer, model: LightningModule, data: Any) -> MeasuredSteps:
+def measured_steps(
+    trainer: Trainer, model: LightningModule, data: Any, options: Mapping[str, Any]
+) -> MeasuredSteps:
     """Measure a training step at two sizes; model, data and Trainer are as before afterwards.
 
     Raises:
         ValueError: if the step cannot be measured.
     """
-    return MeasuredSteps(*storages_of_steps(trainer, model, data, _SIZES))
+    return MeasuredSteps(*storages_of_steps(trainer, model, data, _SIZES, options=options))
 
 
-def measured_blocks(trainer: Trainer, model: LightningModule, data: Any) -> Blocks:
+def measured_blocks(
+    trainer: Trainer, model: LightningModule, data: Any, options: Mapping[str, Any]
+) -> Blocks:
     """Measure a step, and return the blocks of the class whose checkpointing saves most.
 
     Model, data and Trainer are as before afterwards.
@@ -93,7 +97,7 @@ def measured_blocks(trainer: Trainer, model: LightningModule, data: Any) -> Bloc
     """
     # A wrong model should fail before its steps run.
     _repeated_classes(model)
-    (storages,) = storages_of_steps(trainer, model, data, _SIZES[:1])
+    (storages,) = storages_of_steps(trainer, model, data, _SIZES[:1], options=options)
     return best_blocks(model, storages.activations_by_module())
 
 

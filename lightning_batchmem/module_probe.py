@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +25,16 @@ from lightning_batchmem.search.readings import TrialReadings
 from lightning_batchmem.search.session import Session, Steps
 from lightning_batchmem.search.steps import ConsecutiveSteps, StepMeter
 
+_PROBE_OPTIONS = ("batch_arg_name", "eval_batch_arg_name", "worst_case")
+
 
 def storages_of_steps(
     trainer: Trainer,
     model: LightningModule,
     data: Any,
     sizes: Sequence[int],
+    *,
+    options: Mapping[str, Any] | None = None,
     policy: SearchPolicy | None = None,
 ) -> list[ModuleStorages]:
     """Measure one step at each size, after the optimizers have their state.
@@ -42,12 +46,15 @@ def storages_of_steps(
         model: the module to train.
         data: a datamodule, training loaders or ``None``.
         sizes: batch sizes in samples, the smallest first.
+        options: arguments of BatchFinder, of which those count that name the batch size and choose
+            the samples.
         policy: the numbers that steer the reading of samples and the warm-up.
 
     Raises:
         ValueError: if a step cannot be measured in this way.
     """
-    probe = _ModuleProbe(worst_case="longest", min_steps_per_epoch=None)
+    kept = {name: value for name, value in (options or {}).items() if name in _PROBE_OPTIONS}
+    probe = _ModuleProbe(min_steps_per_epoch=None, **{"worst_case": "longest", **kept})
     probe.sizes = sizes
     probe.policy = policy or probe.policy
     probe.search(trainer, model, None, data, None)

@@ -60,13 +60,18 @@ def make_and_find(make: Make, arguments: Mapping[str, Any], options: Mapping[str
     """Make the model and its Trainer, change the model as the arguments require, and search."""
     if arguments.get("checkpoint") == "auto":
         return _find_with_fewest_blocks(make, arguments, options)
-    trainer, model, data, checkpointed = make_trainer(make, arguments)
+    trainer, model, data, checkpointed = make_trainer(make, arguments, options)
     plan = find_batch_size(trainer, model, train_dataloaders=data, **options)
     return Found(plan, checkpointed)
 
 
-def make_trainer(make: Make, arguments: Mapping[str, Any]) -> Made:
-    """Make the model and its Trainer, and change the model as the arguments require."""
+def make_trainer(
+    make: Make, arguments: Mapping[str, Any], options: Mapping[str, Any] | None = None
+) -> Made:
+    """Make the model and its Trainer, and change the model as the arguments require.
+
+    A step that has to be measured for this uses the options of BatchFinder.
+    """
     trainer_arguments = {**_BASE, **arguments}
     checkpoint = trainer_arguments.pop("checkpoint", None)
     is_compiled = trainer_arguments.pop("compile", None)
@@ -89,7 +94,7 @@ def make_trainer(make: Make, arguments: Mapping[str, Any]) -> Made:
         raise ValueError(str(error)) from error
     checkpointed = ""
     if checkpoint is True:
-        blocks = measured_blocks(trainer, model, data)
+        blocks = measured_blocks(trainer, model, data, options or {})
         checkpoint_names(model, blocks.names)
         checkpointed = blocks.text(len(blocks.names))
     elif checkpoint:
@@ -118,7 +123,7 @@ def _find_with_fewest_blocks(
         raise ValueError(f"max_batch_size must be at least fit={fit}, got {largest_allowed}")
     is_compiled = settings.pop("compile", False)
     trainer, model, data, _ = make_trainer(make, settings)
-    without_blocks = measured_steps(trainer, model, data)
+    without_blocks = measured_steps(trainer, model, data, options)
     blocks = best_blocks(model, without_blocks.small.activations_by_module())
     num_blocks = len(blocks.names)
     small_plan = find_batch_size(
@@ -140,7 +145,7 @@ def _find_with_fewest_blocks(
         steps = without_blocks
         if num_checkpointed > 0:
             made = made_with(num_checkpointed)
-            steps = measured_steps(made.trainer, made.model, made.data)
+            steps = measured_steps(made.trainer, made.model, made.data, options)
         more_bytes = steps.peak_bytes(fit) - without_blocks.peak_bytes(small_trial.batch_size)
         return small_trial.needed_bytes + more_bytes <= usable_bytes
 

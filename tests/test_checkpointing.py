@@ -58,7 +58,7 @@ class TwoKinds(LightningModule):
 
 def test_the_class_that_saves_most_is_chosen_and_its_largest_block_is_first():
     trainer, model, data, _ = make_trainer(lambda: (TwoKinds(), None), CPU)
-    blocks = measured_blocks(trainer, model, data)
+    blocks = measured_blocks(trainer, model, data, {})
     assert blocks.class_name == "Wide"
     assert blocks.names == ["large.1", "large.2", "large.0"]
     # relu and square of 2 samples are kept.
@@ -99,7 +99,7 @@ def test_a_group_of_blocks_of_its_own_class_is_no_block():
 def test_two_small_steps_predict_the_peak_of_a_checkpointed_network(number):
     trainer, model, data, _ = make_trainer(lambda: (TwoKinds(), None), CPU)
     checkpoint_names(model, ["large.1", "large.2", "large.0"][:number])
-    step = measured_steps(trainer, model, data)
+    step = measured_steps(trainer, model, data, {})
     (storages,) = storages_of_steps(trainer, model, data, [256])
     measured_bytes = max(moment.live_bytes for moment in storages.moments())
     assert measured_bytes > step.peak_bytes(0) + 8 * MIB
@@ -208,7 +208,7 @@ class TwoOptimizers(Network):
 def test_the_prediction_holds_for_other_kinds_of_networks(network, error, number):
     trainer, model, data, _ = make_trainer(lambda: (network(), None), CPU)
     checkpoint_names(model, ["blocks.0", "blocks.1"][:number])
-    steps = measured_steps(trainer, model, data)
+    steps = measured_steps(trainer, model, data, {})
     (storages,) = storages_of_steps(trainer, model, data, [256])
     measured_bytes = max(moment.live_bytes for moment in storages.moments())
     assert measured_bytes > 2 * steps.peak_bytes(0)

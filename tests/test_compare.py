@@ -1,7 +1,9 @@
 """compare: several variants of one model, each in a new process where that can import it."""
 
 import pytest
+import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import (
     Comparison,
@@ -282,7 +284,7 @@ class SearchByBlocks:
 def test_auto_checkpoints_the_fewest_blocks(monkeypatch, fit, largest, calls, label):
     search = SearchByBlocks(largest)
     monkeypatch.setattr(variant_module, "find_batch_size", search)
-    monkeypatch.setattr(variant_module, "measured_steps", lambda _, model, __: StepByBlocks(model))
+    monkeypatch.setattr(variant_module, "measured_steps", lambda _, model, *__: StepByBlocks(model))
     (variant,) = compare(make_here(), {"x": {"checkpoint": "auto", "fit": fit}}).variants
     assert variant.error == ""
     assert search.calls == calls
@@ -290,6 +292,26 @@ def test_auto_checkpoints_the_fewest_blocks(monkeypatch, fit, largest, calls, la
     if label == "x (2 of 3 Block)":
         # The largest blocks are the first.
         assert search.checkpointed == [False, True, True]
+
+
+class OtherName(BlockNet):
+    """The attribute with its batch size has another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.samples = 2
+        del self.batch_size
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(100, 8)), batch_size=self.samples)
+
+
+@pytest.mark.parametrize("settings", [{"checkpoint": True}, {"checkpoint": "auto", "fit": 16}])
+def test_the_measured_step_uses_the_name_of_the_batch_size(settings):
+    variants = {"x": {**settings, "accelerator": "cpu"}}
+    options = {"batch_arg_name": "samples", "max_batch_size": 16}
+    (variant,) = compare(lambda: (OtherName(), None), variants, **options).variants
+    assert (variant.error, variant.batch_size) == ("", 16)
 
 
 def test_auto_in_a_real_search():

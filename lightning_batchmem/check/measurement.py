@@ -65,7 +65,7 @@ def measure(make: Make, base: Mapping[str, Any]) -> Measurement:
         )
     with _seeded():
         trainer, model, data, _ = make_trainer(make, {**_TRAINER, **base})
-        small, large = storages_of_steps(trainer, model, data, _SIZES, _POLICY)
+        small, large = storages_of_steps(trainer, model, data, _SIZES, policy=_POLICY)
     phases = {phase: _fit(phase, small, large) for phase in PHASES}
     memory = StepMemory(
         {phase: memory for phase, memory in phases.items() if memory is not None},
