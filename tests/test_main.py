@@ -195,10 +195,14 @@ def test_two_runs_that_cannot_be_drawn(finished, log_dir, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["draw", str(finished), str(log_dir)]) == 1
     assert capsys.readouterr().err.startswith("figures need matplotlib")
-    (log_dir / "memory_summary.json").write_text("{")
-    with pytest.raises(SystemExit) as error:
-        main(["draw", str(finished), str(log_dir)])
-    assert error.value.code == 2
+    summary = log_dir / "memory_summary.json"
+    for damaged in ("{", '{"validation":' * 100_000):
+        summary.write_text(damaged)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as error:
+            main(["draw", str(finished), str(log_dir)])
+        assert error.value.code == 2
+        assert f"{summary} is damaged" in capsys.readouterr().err
 
 
 # --- find and compare

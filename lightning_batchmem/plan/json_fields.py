@@ -33,10 +33,13 @@ def finite_json(path: Path) -> str:
     """Return the JSON in a file, whose numbers must be finite.
 
     Raises:
-        ValueError: if it is no JSON, or has NaN or a number such as ``1e999``, which Python reads
-            as infinite.
+        ValueError: if it is no JSON, is nested too deeply, or has NaN or a number such as
+            ``1e999``, which Python reads as infinite.
     """
-    return json.dumps(json.loads(path.read_text(encoding="utf-8")), allow_nan=False)
+    try:
+        return json.dumps(json.loads(path.read_text(encoding="utf-8")), allow_nan=False)
+    except RecursionError as error:
+        raise ValueError("JSON must not be nested so deeply") from error
 
 
 def _value(annotation: Any, data: Any) -> Any:

@@ -126,7 +126,8 @@ class Alerts:
     def interval(self, totals: StepTotals, reading: DeviceReading, limit_bytes: int | None) -> None:
         """Check the training steps since the last call."""
         if reading.alloc_retries is not None:
-            # Retries before the first reading do not count, because a search may cause some.
+            # Retries before the first reading do not count, because the first steps place their
+            # blocks once in a training.
             if self._retries is not None and reading.alloc_retries > self._retries:
                 self._issue("allocator retries", retries=reading.alloc_retries - self._retries)
             self._retries = reading.alloc_retries

@@ -153,9 +153,15 @@ class RecordedRun(Run):
         )
         self.begin_step = self._recorder.start
         self._flops = flops
-        self.enter_phase = self._recorder.phase_peaks.enter
+        enter_phase = self._recorder.phase_peaks.enter
+        self.enter_phase = enter_phase
         if flops is not None:
-            self.enter_phase = self._enter_counted_phase
+
+            def enter_counted_phase(phase: str) -> None:
+                flops.enter_phase(phase)
+                enter_phase(phase)
+
+            self.enter_phase = enter_counted_phase
         self.begin_validation = self._recorder.begin_validation
         self.forget_wait = self._recorder.run_timer.forget_wait
         self._reporter = StepReporter(
@@ -181,11 +187,6 @@ class RecordedRun(Run):
         self._recorder.watch(trainer, module)
         self._recorder.restart()
         self._reporter.begin_epoch()
-
-    def _enter_counted_phase(self, phase: str) -> None:
-        if self._flops is not None:
-            self._flops.enter_phase(phase)
-        self._recorder.phase_peaks.enter(phase)
 
     def end_step(self, trainer: Trainer, module: LightningModule, batch: object) -> None:
         """End a step, and log the training if it is due."""

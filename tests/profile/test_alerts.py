@@ -257,7 +257,7 @@ def test_evaluation_above_training(allowed_mib, train_mib):
 
 def test_allocator_retries_after_the_first_reading():
     rules, sentences = alerts()
-    # Retries before the first reading do not count, since a search may cause some.
+    # The first steps place their blocks, once in a training.
     for retries in (None, 7, 7, 10, 20):
         rules.interval(StepTotals(), DeviceReading(alloc_retries=retries), None)
     (sentence,) = sentences
