@@ -31,7 +31,7 @@ from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.plan.options import SearchOptions, WorstCase
+from lightning_batchmem.plan.options import ItemsFunction, SearchOptions, WorstCase
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Objective
@@ -87,6 +87,12 @@ class BatchFinder(Callback):
             fails, the search runs, and a note of the new plan has the reason.
         verbose: print the whole plan, with all reasons and every size that was run, instead of six
             lines.
+        budget: the attribute that ``batch_arg_name`` names is no number of samples, but a budget
+            within which the loaders form their own batches, such as ``"max_tokens"``. Sizes are in
+            units of it. Where loaders are passed to ``fit``, it is an attribute of their batch
+            samplers, samplers or data sets.
+        items_fn: counts the items of a batch for the throughput, with ``budget=True``. ``None``:
+            the elements of its largest integer tensor, with padding.
 
     Attributes:
         plan: the :class:`~lightning_batchmem.Plan` of the last search; ``None`` before.
@@ -122,6 +128,8 @@ class BatchFinder(Callback):
         search_on_resume: bool = False,
         plan: Plan | str | Path | None = None,
         verbose: bool = False,
+        budget: bool = False,
+        items_fn: ItemsFunction = None,
     ) -> None:
         super().__init__()
         self.plan: Plan | None = None
@@ -139,6 +147,8 @@ class BatchFinder(Callback):
             target_batch_size=target_batch_size,
             lr_scaling=lr_scaling,
             base_batch_size=base_batch_size,
+            budget=budget,
+            items_fn=items_fn,
         )
         self._search_on_resume = search_on_resume
         self._verbose = verbose
@@ -212,7 +222,9 @@ class BatchFinder(Callback):
             # estimated_stepping_batches.
             discard_train_loader(trainer)
             source = train_source(trainer)
-            setting = BatchSizeSetting(trainer, pl_module, options.batch_arg_name, source)
+            setting = BatchSizeSetting(
+                trainer, pl_module, options.batch_arg_name, source, options.budget
+            )
             setting.check()
             search = self._search_in(trainer)
             # The other ranks end here too if one has failed.
@@ -294,7 +306,7 @@ class BatchFinder(Callback):
             return
         check_step(module, "validation_step" if source.stage == "val" else f"{source.stage}_step")
         name = options.eval_batch_arg_name or options.batch_arg_name
-        setting = BatchSizeSetting(trainer, module, name, source)
+        setting = BatchSizeSetting(trainer, module, name, source, options.budget)
         plan = None
         if setting.attribute.exists or source.passed:
             with self._ranks.fail_together():

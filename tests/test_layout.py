@@ -116,7 +116,7 @@ def test_sizes():
     assert len(modules) <= 12, modules
     assert len(list(PACKAGE.glob("*/__init__.py"))) <= 7
     assert [str(path) for path in FILES if count_statements(path) > 230] == []
-    assert sum(map(count_tokens, FILES)) <= 84_000
+    assert sum(map(count_tokens, FILES)) <= 92_000
 
 
 def test_lightnings_private_attributes_are_touched_in_one_folder_only():

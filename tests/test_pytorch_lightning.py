@@ -10,7 +10,7 @@ import torch
 
 pl = pytest.importorskip("pytorch_lightning")
 
-CASES = ["manual_two_optimizers", "a_combined_loader", "datamodule_hparams", "bf16_mixed"]
+CASES = ["manual_two_optimizers", "a_combined_loader", "datamodule_hparams", "bf16_mixed", "budget"]
 
 
 def with_other_package(name):

@@ -106,6 +106,7 @@ def record_training_setup(setting: BatchSizeSetting, options: SearchOptions) -> 
         base,
         learning_rate,
         tuple(type(optimizer).__name__ for optimizer in trainer.optimizers),
+        options.budget_name or "samples",
     )
 
 

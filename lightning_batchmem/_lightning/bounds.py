@@ -8,11 +8,22 @@ from typing import cast
 
 from lightning.pytorch import Trainer
 
+from lightning_batchmem.batches.budget_loader import BudgetLoader
 from lightning_batchmem.batches.loaders import StageLoaders
-from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions
+from lightning_batchmem.plan.options import (
+    UNBOUNDED_MAX_BATCH_SIZE,
+    UNBOUNDED_MAX_BUDGET,
+    SearchOptions,
+)
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Bound, SizeLimit
 from lightning_batchmem.plan.scaling import largest_where
+
+# The batches within a budget are counted at most so often to find one bound.
+_MOST_COUNTS = 12
+
+# Budgets are searched until they differ by less than this share, as sizes are rounded.
+_COUNTED_SHARE = 1 / 64
 
 
 def limited_batches(batches: float, limit_batches: int | float) -> float:
@@ -28,13 +39,10 @@ def stage_bounds(trainer: Trainer, stage: str, loaders: StageLoaders) -> list[Bo
     The data set must have a full batch of each loader, and the limit must leave a batch.
     """
     followers = [loader for loader in loaders.sized if loader.follows]
-
-    def is_full(size: int) -> bool:
-        return all(
-            loader.samples is None or loader.size_at(size) <= loader.samples for loader in followers
-        )
-
-    return [_bound("dataset", is_full), _limit_bound(trainer, stage, loaders)]
+    data_bound = _bound(
+        "dataset", loaders, lambda size: all(loader.has_full_batch(size) for loader in followers)
+    )
+    return [data_bound, _limit_bound(trainer, stage, loaders)]
 
 
 def training_bounds(
@@ -57,6 +65,7 @@ def training_bounds(
     if isinstance(every, int) and trainer.check_val_every_n_epoch is not None:
         interval_bound = _bound(
             "val_check_interval",
+            loaders,
             lambda size: limited_batches(loaders.batches(size), limit) >= every,
         )
         bounds.append(interval_bound)
@@ -70,6 +79,7 @@ def training_bounds(
         share = limit if isinstance(limit, float) else 1.0
         largest, _ = _bound(
             "min_steps_per_epoch",
+            loaders,
             lambda size: limited_batches(loaders.batches(size, full_only=True), share) >= fewest,
         )
         smallest = max(project_size or 0, options.first_size(policy))
@@ -77,8 +87,37 @@ def training_bounds(
     return bounds
 
 
-def _bound(reason: SizeLimit, fits: Callable[[int], bool]) -> Bound:
-    return largest_where(fits, 0, UNBOUNDED_MAX_BATCH_SIZE), reason
+def _bound(reason: SizeLimit, loaders: StageLoaders, fits: Callable[[int], bool]) -> Bound:
+    """The largest size for which ``fits`` is true."""
+    budget_loaders = [loader for loader in loaders.sized if isinstance(loader, BudgetLoader)]
+    if not budget_loaders:
+        return largest_where(fits, 0, UNBOUNDED_MAX_BATCH_SIZE), reason
+    return _largest_budget(budget_loaders, fits), reason
+
+
+def _largest_budget(loaders: list[BudgetLoader], fits: Callable[[int], bool]) -> int:
+    """The largest budget for which ``fits`` is true, from batches that are counted near it.
+
+    Where no loader has a length, it is estimated.
+    """
+    budget = largest_where(fits, 0, UNBOUNDED_MAX_BUDGET)
+    low = 0
+    for _ in range(_MOST_COUNTS):
+        if budget == UNBOUNDED_MAX_BUDGET:
+            return budget
+        counts_are_new = [loader.count(budget) for loader in loaders]
+        if not any(counts_are_new):
+            return budget
+        counted = {size for loader in loaders for size in loader.counts}
+        too_large = min((size for size in counted if not fits(size)), default=math.inf)
+        low = max((size for size in counted if size < too_large), default=0)
+        if too_large - low <= max(1, _COUNTED_SHARE * low):
+            break
+        # The estimate was not exact, so the budget is searched near it, in equal ratios.
+        budget = (
+            2 * low if too_large == math.inf else max(low + 1, math.isqrt(low * int(too_large)))
+        )
+    return low
 
 
 def _limit_bound(trainer: Trainer, stage: str, loaders: StageLoaders) -> Bound:
@@ -89,8 +128,9 @@ def _limit_bound(trainer: Trainer, stage: str, loaders: StageLoaders) -> Bound:
     )
     if limit == getattr(trainer, "overfit_batches", 0):
         reason = "overfit_batches"
-    followers = [loader for loader in loaders.sized if loader.follows and loader.samples]
+    followers = [loader for loader in loaders.sized if loader.follows and loader.batches(1) > 0]
     return _bound(
         cast("SizeLimit", reason),
+        loaders,
         lambda size: all(limited_batches(loader.batches(size), limit) for loader in followers),
     )

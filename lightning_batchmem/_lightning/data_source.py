@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_batchmem._lightning.packages import lightning_name
+from lightning_batchmem.batches.budget_loader import BudgetLoader
 from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
 
 
@@ -113,7 +114,9 @@ def combined_mode(combined: CombinedLoader) -> str:
     return combined._mode
 
 
-def stage_loaders(combined: CombinedLoader, sized: Sequence[LoaderInfo], hook: str) -> StageLoaders:
+def stage_loaders(
+    combined: CombinedLoader, sized: Sequence[LoaderInfo | BudgetLoader], hook: str
+) -> StageLoaders:
     """The loaders of a stage, one by one and as Lightning combines them."""
     # _spec is private in lightning 2.5.0 to 2.6.6.
     return StageLoaders(combined, tuple(sized), combined_mode(combined), combined._spec, hook)

@@ -17,12 +17,13 @@ class ProjectAttribute:
     """All places to which ``path`` leads, such as ``"batch_size"`` or ``"kwargs.batch_size"``.
 
     Without a dot they are those of Lightning's ``lightning_getattr`` and ``lightning_setattr``; the
-    last one is read.
+    last one is read. Where ``owners`` are given, the path leads from these objects only.
     """
 
     trainer: Trainer
     module: LightningModule
     path: str
+    owners: tuple[Any, ...] | None = None
 
     @property
     def exists(self) -> bool:
@@ -51,7 +52,11 @@ class ProjectAttribute:
 
     def others_with(self, values: Collection[object]) -> list[str]:
         """Paths of other attributes and entries of dicts that have one of these whole numbers."""
-        tables = [table for owner in self._owners for table in (vars(owner), owner.hparams)]
+        tables = [
+            table
+            for owner in self._owners
+            for table in (getattr(owner, "__dict__", {}), getattr(owner, "hparams", {}))
+        ]
         entries = [entry for table in tables for entry in table.items()]
         for name, value in list(entries):
             if isinstance(value, Mapping):
@@ -67,11 +72,13 @@ class ProjectAttribute:
 
     @property
     def _owners(self) -> list[Any]:
+        if self.owners is not None:
+            return list(self.owners)
         return [self.module, *datamodules_of(self.trainer)]
 
     @property
     def _roots(self) -> list[Any]:
-        return [root for owner in self._owners for root in (owner, owner.hparams)]
+        return [root for owner in self._owners for root in (owner, getattr(owner, "hparams", {}))]
 
     @property
     def _logged(self) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from lightning_batchmem._lightning.strategies import (
     steps_are_collective,
     without_synchronization,
 )
-from lightning_batchmem.batches.loaders import LoaderInfo
 from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.plan.records import Bound
 
@@ -81,7 +79,8 @@ class LightningSession:
         return self.bounds_of_stage
 
     def smaller_batch_size(self, batch_size: int) -> int:
-        if not any(self._has_smaller_batch(info, batch_size) for info in self.loaders.sized):
+        in_epoch = self.batches_in_epoch(batch_size)
+        if not any(info.may_end_smaller(batch_size, in_epoch) for info in self.loaders.sized):
             return batch_size
         # A batch of one sample needs next to no memory, so half of the size takes its place.
         last_size = self.loaders.last_batch_size(batch_size)
@@ -94,18 +93,12 @@ class LightningSession:
             size
             for info in self.loaders.sized
             for size in info.sizes_with_last_of_one()
-            if self._has_smaller_batch(info, size)
+            if info.may_end_smaller(size, self.batches_in_epoch(size))
         }
 
     def batches_in_epoch(self, batch_size: int) -> float:
         limit = getattr(self.trainer, f"limit_{self.setting.source.stage}_batches")
         return limited_batches(self.loaders.batches(batch_size), limit)
-
-    def _has_smaller_batch(self, info: LoaderInfo, batch_size: int) -> bool:
-        """Whether an epoch reaches a last batch of the loader that may have fewer samples."""
-        full_batches = info.batches(batch_size, full_only=True)
-        reached = min(info.batches(batch_size), self.batches_in_epoch(batch_size))
-        return math.isinf(full_batches) or reached > full_batches
 
     def worker_bytes(self, batch_size: int) -> int:
         return sum(batches.worker_bytes(batch_size) for batches in self.working)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader
 
 from lightning_batchmem._lightning.data_source import (
     DataSource,
@@ -19,6 +23,7 @@ from lightning_batchmem._lightning.data_source import (
 )
 from lightning_batchmem._lightning.project_attribute import ProjectAttribute
 from lightning_batchmem.batches.batch_sampler import single_samples
+from lightning_batchmem.batches.budget_loader import BudgetLoader, forms_own_batches
 from lightning_batchmem.batches.loaders import (
     LoaderInfo,
     StageLoaders,
@@ -39,11 +44,22 @@ class BatchSizeSetting:
     module: LightningModule
     name: str
     source: DataSource
+    # The size is a budget, within which loaders form their own batches.
+    is_budget: bool = False
 
     @property
     def attribute(self) -> ProjectAttribute:
         """The attribute that has the size; it may not exist where loaders were passed."""
-        return ProjectAttribute(self.trainer, self.module, self.name)
+        owners: tuple[Any, ...] | None = None
+        if self.is_budget and self.source.passed:
+            # Loaders that exist already do not read an attribute of the module.
+            owners = tuple(
+                owner
+                for loader in self.source.passed_loaders()
+                for owner in (loader.batch_sampler, loader.sampler, loader.dataset)
+                if owner is not None
+            )
+        return ProjectAttribute(self.trainer, self.module, self.name, owners)
 
     @property
     def value(self) -> object:
@@ -56,10 +72,37 @@ class BatchSizeSetting:
     def size(self) -> int | None:
         """The batch size of the project; ``None`` unless it is a positive whole number."""
         value = self.value
+        # A budget may be a number of seconds, with a fraction.
+        if self.is_budget and isinstance(value, float) and math.isfinite(value):
+            value = int(value)
         return int(value) if isinstance(value, Integral) and int(value) > 0 else None
+
+    @property
+    def project_budget(self) -> int:
+        """The budget of the project, from which a search looks for the smallest useful one.
+
+        Raises:
+            ValueError: if it is no positive number.
+        """
+        if (budget := self.size) is None:
+            raise ValueError(
+                f"`{self.name}` must be a budget of at least 1 with budget=True, got"
+                f" {self.value!r:.80}"
+            )
+        return budget
 
     def check(self) -> None:
         """Raise a ValueError where there is no place to set the size."""
+        if self.is_budget:
+            if not self.attribute.exists:
+                place = "the module, the datamodule or their hparams"
+                if self.source.passed:
+                    place = "the batch sampler, the sampler or the data set of a loader"
+                raise ValueError(
+                    f"{self._argument} must name an attribute of {place} with budget=True, got"
+                    f" {self.name!r}"
+                )
+            return
         if not self.source.passed and not self.attribute.exists:
             sizes = self._sizes(self.source.request())
             raise ValueError(
@@ -73,7 +116,7 @@ class BatchSizeSetting:
 
         With ``also_logged`` it is also set in the hyperparameters that Lightning logs.
         """
-        if self.source.passed:
+        if self.source.passed and not self.is_budget:
             combined = self.source.request()
             if len(sizes := sorted(set(self._sizes(combined)))) > 1:
                 raise ValueError(
@@ -127,6 +170,10 @@ class BatchSizeSetting:
                 'the loaders of train_dataloader must be combined by "min_size", "max_size" or'
                 ' "max_size_cycle", which Lightning can train with, got "sequential"'
             )
+        if self.is_budget:
+            return self._loaders_with_budget(
+                combined, may_be_fixed=may_be_fixed, keeps_budget=keeps_sizes
+            )
         sizes = self._sizes(combined)
         if self.source.passed:
             follows = [not keeps_sizes] * len(sizes)
@@ -169,7 +216,8 @@ class BatchSizeSetting:
         self._check_sizes(batch_size, self._sizes_at(batch_size), loaders)
 
     def _check_sizes(self, batch_size: int, actual: list[int], loaders: StageLoaders) -> None:
-        expected = [loader.size_at(batch_size) for loader in loaders.sized]
+        sized = [loader for loader in loaders.sized if isinstance(loader, LoaderInfo)]
+        expected = [loader.size_at(batch_size) for loader in sized]
         if actual != expected:
             raise ValueError(
                 f"{self.source.hook} must follow `{self.name}` at every size, got loaders of batch"
@@ -181,6 +229,47 @@ class BatchSizeSetting:
     def _sizes_at(self, batch_size: int) -> list[int]:
         self.write(batch_size)
         return self._sizes(self.source.request())
+
+    def _loaders_with_budget(
+        self, combined: CombinedLoader, *, may_be_fixed: bool, keeps_budget: bool
+    ) -> StageLoaders:
+        """The loaders of a stage, of which at least one forms its own batches."""
+        infos: list[LoaderInfo | BudgetLoader] = []
+        for index, loader in enumerate(combined.flattened):
+            replicas = replicas_of(self.trainer, loader)
+            if forms_own_batches(loader):
+                if replicas > 1:
+                    raise ValueError(
+                        "Trainer must have use_distributed_sampler=False, because Lightning would"
+                        f" replace {type(loader.batch_sampler).__name__}, which forms its own"
+                        " batches. Divide the data among the ranks there."
+                    )
+                at_budget = self._at_own_budget if keeps_budget else self._at_budget
+                infos.append(BudgetLoader(loader, partial(at_budget, index), not keeps_budget))
+            else:
+                size = self._size_of(loader)
+                infos.append(LoaderInfo(single_samples(loader), size, None, replicas))
+        if not may_be_fixed and all(isinstance(info, LoaderInfo) for info in infos):
+            raise ValueError(
+                f"budget must be False, because no loader of {self.source.hook} forms its own"
+                " batches"
+            )
+        return stage_loaders(combined, infos, self.source.hook)
+
+    @contextmanager
+    def _at_budget(self, index: int, budget: int) -> Iterator[DataLoader[Any]]:
+        """Set the budget, give the loader at this place, and restore the budget at the end."""
+        restore = self.keep()
+        try:
+            self.write(budget)
+            yield self.source.request().flattened[index]
+        finally:
+            restore()
+
+    @contextmanager
+    def _at_own_budget(self, index: int, budget: int) -> Iterator[DataLoader[Any]]:
+        """Give the loader at this place, which keeps its budget."""
+        yield self.source.request().flattened[index]
 
     @property
     def _argument(self) -> str:
@@ -197,19 +286,25 @@ class BatchSizeSetting:
         return f"Build them with batch_size=self.{self.name}, or pass the loaders to fit."
 
     def _sizes(self, combined: CombinedLoader) -> list[int]:
-        sizes = []
-        for loader in combined.flattened:
-            if (size := loader_batch_size(loader)) is None:
-                actual = "batch_size=None"
-                if loader.batch_sampler is not None:
-                    actual = f"the batch sampler {type(loader.batch_sampler).__name__}"
-                raise ValueError(
-                    f"the loaders of {self.source.hook} must have a batch size that can be set, got"
-                    f" {actual}. Use DataLoader(single_samples, batch_size=self.{self.name}), pass"
-                    " such a loader to fit, or give the batch sampler a `batch_size` attribute."
-                )
-            sizes.append(size)
-        return sizes
+        """The batch sizes of loaders, without those that form their own batches in a budget."""
+        return [
+            self._size_of(loader)
+            for loader in combined.flattened
+            if not (self.is_budget and forms_own_batches(loader))
+        ]
+
+    def _size_of(self, loader: DataLoader[Any]) -> int:
+        size = loader_batch_size(loader)
+        if size is None:
+            actual = "batch_size=None"
+            if loader.batch_sampler is not None:
+                actual = f"the batch sampler {type(loader.batch_sampler).__name__}"
+            raise ValueError(
+                f"the loaders of {self.source.hook} must have a batch size that can be set, got"
+                f" {actual}. Use DataLoader(single_samples, batch_size=self.{self.name}), or pass"
+                " budget=True and the attribute that limits its batches as batch_arg_name."
+            )
+        return size
 
 
 def _listed(sizes: Sequence[int]) -> str:

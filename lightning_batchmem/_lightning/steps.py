@@ -60,6 +60,13 @@ class _StageSteps(ABC):
     def sample_bytes(self) -> int:
         return self.batches.held_bytes
 
+    @property
+    def num_other_batches(self) -> int:
+        return self.batches.num_other_batches
+
+    def items(self, batch_size: int) -> float:
+        return self.batches.items(batch_size)
+
     def run(self, batch_size: int, index: int) -> None:
         self._step(lambda: self.batches.batch(batch_size, index))
 
@@ -83,6 +90,7 @@ class TrainingSteps(_StageSteps):
     first_phase = "forward"
 
     def begin(self, batch_size: int) -> int:
+        self.batches.prepare(batch_size)
         trainer = self.trainer
         self.loop.batch_progress = type(self.loop.batch_progress)()
         # The results are new, because values may now be reduced in another way: on this rank only,
@@ -147,6 +155,7 @@ class EvaluationSteps(_StageSteps):
 
     def begin(self, batch_size: int) -> int:
         """Enter the evaluation with the module's hooks."""
+        self.batches.prepare(batch_size)
         if self.trainer.training:
             self.trainer.validating = True
         counts = [self.loaders.batches(batch_size)] * len(self.loaders.sized)

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torch.nn import SyncBatchNorm
+from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_batchmem._lightning.packages import lightning_name
@@ -44,6 +44,12 @@ def steps_are_collective(trainer: Trainer) -> bool:
         _is_strategy(trainer, "ModelParallelStrategy")
         or any(isinstance(module, SyncBatchNorm) for module in trainer.lightning_module.modules())
     )
+
+
+def has_batch_norm(module: Module) -> bool:
+    """Whether a batch of one sample is an error in training."""
+    kinds = (BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm)
+    return any(isinstance(part, kinds) for part in module.modules())
 
 
 def is_synchronized(trainer: Trainer) -> bool:

@@ -25,6 +25,7 @@ from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem._lightning.recorded_state import RecordedState
 from lightning_batchmem._lightning.session import LightningSession
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
+from lightning_batchmem._lightning.strategies import has_batch_norm
 from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
 from lightning_batchmem._lightning.strategies import wrap_again
 from lightning_batchmem._lightning.trainer_state import datamodules_of, weight_average_bytes
@@ -41,9 +42,9 @@ from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Chosen, mib
 from lightning_batchmem.plan.reuse import changes_since
 from lightning_batchmem.plan.scaling import OptimizerStep, optimizer_step
-from lightning_batchmem.search.budget import Budget
 from lightning_batchmem.search.compiled import each_size_static
 from lightning_batchmem.search.earlier_plan import find_earlier_plan
+from lightning_batchmem.search.memory_budget import MemoryBudget
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.search import BatchSizeSearch, SearchResult
@@ -73,7 +74,9 @@ class TrainerSearch:
         options = self.options
         # On the host the copy of the weights is part of the resident set from the start.
         later_bytes = 0 if device_memory.held_is_resident_set else weight_average_bytes(trainer)
-        self._budget = Budget(device_memory, options, self.policy, trainer.num_devices, later_bytes)
+        self._budget = MemoryBudget(
+            device_memory, options, self.policy, trainer.num_devices, later_bytes
+        )
         self._first_size = options.first_size(self.policy)
         self._device = device_name(trainer.strategy.root_device)
         # The number is that of live bytes when the search began its last rehearsal.
@@ -233,21 +236,19 @@ class TrainerSearch:
         trainer = self.trainer
         has_own_size = self.options.eval_batch_arg_name is not None
         project_size = setting.size
-        loaders = setting.loaders_for(self._first_size)
+        loaders, batches = self._loaders_and_batches(setting)
         validation = validation_setting(setting, self.options)
         evaluation = self._validation_steps(validation, may_be_fixed=not has_own_size)
         if not all(self.ranks.exchange(evaluation is not None)):
             evaluation = None
-        training = TrainingSteps(
-            trainer, trainer.fit_loop.epoch_loop, loaders, self._batches(loaders)
-        )
+        training = TrainingSteps(trainer, trainer.fit_loop.epoch_loop, loaders, batches)
         validation_loaders = None if evaluation is None else evaluation.loaders
         clean_start.prepare = lambda: self._begin_training(loaders, validation_loaders)
         bounds = training_bounds(
             trainer,
             loaders,
             None if has_own_size else validation_loaders,
-            self.options,
+            self._budget.options,
             self.policy,
             project_size,
         )
@@ -263,7 +264,7 @@ class TrainerSearch:
         self, clean_start: CleanStart, setting: BatchSizeSetting
     ) -> LightningSession | None:
         try:
-            loaders = setting.loaders_for(self._first_size, may_be_fixed=True)
+            loaders, batches = self._loaders_and_batches(setting, may_be_fixed=True)
             follows = loaders.follows
         except ValueError as error:
             # In a training this is an error. This stage may not be meant for BatchFinder.
@@ -271,8 +272,7 @@ class TrainerSearch:
             follows = False
         if not all(self.ranks.exchange(follows)):
             return None
-        loop = stage_loop(self.trainer)
-        steps = EvaluationSteps(self.trainer, loop, loaders, self._batches(loaders))
+        steps = EvaluationSteps(self.trainer, stage_loop(self.trainer), loaders, batches)
         return _session_of(clean_start, setting, steps)
 
     def _validation_steps(
@@ -287,12 +287,44 @@ class TrainerSearch:
                 setting.check()
             loaders = setting.loaders_for(self._first_size, may_be_fixed=may_be_fixed)
             batches = self._batches(loaders)
+            batches.prepare(self._first_size)
         except ValueError as error:
             if not may_be_fixed:
                 raise
             rank_zero_warn(f"BatchFinder leaves validation out of the search: {error}")
             return None
         return EvaluationSteps(trainer, validation_loop(trainer), loaders, batches)
+
+    def _loaders_and_batches(
+        self, setting: BatchSizeSetting, *, may_be_fixed: bool = False
+    ) -> tuple[StageLoaders, ProbeBatches]:
+        """The loaders of the stage whose size is searched, and batches of any size.
+
+        A search over a budget begins at the smallest one that changes a batch.
+
+        Raises:
+            ValueError: if no loader follows the size.
+        """
+        if not setting.is_budget:
+            loaders = setting.loaders_for(self._first_size, may_be_fixed=may_be_fixed)
+            return loaders, self._batches(loaders)
+        project_budget = setting.project_budget
+        loaders = setting.loaders_for(project_budget, may_be_fixed=may_be_fixed)
+        batches = self._batches(loaders)
+        smallest = batches.smallest_useful_budget(
+            project_budget, needs_two_samples=has_batch_norm(self.trainer.lightning_module)
+        )
+        if not (loaders.follows or may_be_fixed):
+            raise ValueError(
+                f"{loaders.hook} must make other batches with another `{setting.name}`, got the"
+                " same ones"
+            )
+        if self.options.min_batch_size is None:
+            smallest = max(self.ranks.exchange(min(smallest, self.options.largest_size)))
+            options = replace(self.options, min_batch_size=smallest)
+            self._first_size = options.first_size(self.policy)
+            self._budget = replace(self._budget, options=options)
+        return loaders, batches
 
     def _batches(self, loaders: StageLoaders) -> ProbeBatches:
         return ProbeBatches(
@@ -301,6 +333,7 @@ class TrainerSearch:
             policy=self.policy,
             room_bytes=self._budget.free_bytes(),
             restored=[self.trainer.lightning_module, *datamodules_of(self.trainer)],
+            items_function=self.options.items_fn,
         )
 
     def _begin_training(self, training: StageLoaders, validation: StageLoaders | None) -> None:

@@ -21,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_batchmem.batches.batch_sampler import batch_sampler_of, copied_sampler
+from lightning_batchmem.batches.budget_loader import BudgetLoader
 
 
 def count_samples(loader: DataLoader[Any]) -> int | None:
@@ -76,6 +77,16 @@ class LoaderInfo:
         size = self.size_at(batch_size)
         return samples // size if full_only or drop_last else -(-samples // size)
 
+    def has_full_batch(self, batch_size: int) -> bool:
+        """Whether the data have enough samples for a full batch."""
+        return self.samples is None or self.size_at(batch_size) <= self.samples
+
+    def may_end_smaller(self, batch_size: int, batches_in_epoch: float) -> bool:
+        """Whether an epoch of so many batches reaches a last one that may have fewer samples."""
+        full_batches = self.batches(batch_size, full_only=True)
+        reached = min(self.batches(batch_size), batches_in_epoch)
+        return math.isinf(full_batches) or reached > full_batches
+
     def sizes_with_last_of_one(self) -> list[int]:
         """Batch sizes at which the samples of an epoch are full batches and one sample more."""
         if self.requested_at is None or not self.samples:
@@ -97,7 +108,7 @@ class StageLoaders:
 
     # Lightning's CombinedLoader, which only Lightning's loops read.
     combined: Any
-    sized: tuple[LoaderInfo, ...]
+    sized: tuple[LoaderInfo | BudgetLoader, ...]
     # How the loaders are combined: "min_size", "max_size", "max_size_cycle" or "sequential".
     mode: str
     # The collection of the loaders, in which a batch of several loaders has its parts.
@@ -129,7 +140,8 @@ class StageLoaders:
 
         Where the last batch is full or unknown, half of ``batch_size`` is returned.
         """
-        samples = next((loader.samples for loader in self.sized if loader.follows), None)
+        infos = (loader for loader in self.sized if isinstance(loader, LoaderInfo))
+        samples = next((loader.samples for loader in infos if loader.follows), None)
         return (samples % batch_size if samples else 0) or max(1, batch_size // 2)
 
 
@@ -149,7 +161,7 @@ def keep_sizes(loaders: Iterable[DataLoader[Any]]) -> Callable[[], None]:
     undo = ExitStack()
     for loader in loaders:
         if (size := loader_batch_size(loader)) is not None:
-            undo.callback(set_loader_batch_size, loader, size)
+            undo.callback(_assign_batch_size, loader, size)
     return undo.close
 
 
@@ -165,27 +177,37 @@ def loader_batch_size(loader: DataLoader[Any]) -> int | None:
 
 
 def set_loader_batch_size(loader: DataLoader[Any], batch_size: int) -> None:
-    """Set the batch size of an existing loader in place, whatever arguments its class takes."""
+    """Set the batch size of an existing loader in place, whatever arguments its class takes.
+
+    Raises:
+        ValueError: if a batch sampler does not make batches of this size.
+    """
+    sampler = batch_sampler_of(loader)
+    name = type(sampler).__name__
+    try:
+        _assign_batch_size(loader, batch_size)
+    except AttributeError as error:
+        raise ValueError(
+            f"the batch sampler {name} must have a batch_size that can be set, got {error}"
+        ) from error
+    if not hasattr(sampler, "batch_size") or type(sampler) is BatchSampler:
+        return
+    # The sampler may draw from the random generators of the process.
+    with isolate_rng():
+        first: Any = next(iter(copied_sampler(sampler, loader.dataset)), [])
+    # mypy does not see that a data set with a batch sampler has a length.
+    if len(first) > batch_size or len(first) < batch_size <= len(loader.dataset):  # type: ignore[arg-type]
+        raise ValueError(
+            f"the batch sampler {name} must make batches of its batch_size, got one of"
+            f" {len(first)} samples after it was set to {batch_size}. Make the batches in __iter__,"
+            " or pass budget=True if its size is no number of samples."
+        )
+
+
+def _assign_batch_size(loader: DataLoader[Any], batch_size: int) -> None:
     sampler = batch_sampler_of(loader)
     if hasattr(sampler, "batch_size"):
-        name = type(sampler).__name__
-        try:
-            sampler.batch_size = batch_size
-        except AttributeError as error:
-            raise ValueError(
-                f"the batch sampler {name} must have a batch_size that can be set, got {error}"
-            ) from error
-        if type(sampler) is not BatchSampler:
-            # The sampler may draw from the random generators of the process.
-            with isolate_rng():
-                first: Any = next(iter(copied_sampler(sampler, loader.dataset)), [])
-            # mypy does not see that a data set with a batch sampler has a length.
-            if len(first) > batch_size or len(first) < batch_size <= len(loader.dataset):  # type: ignore[arg-type]
-                raise ValueError(
-                    f"the batch sampler {name} must make batches of its batch_size, got one of"
-                    f" {len(first)} samples after it was set to {batch_size}. Make the batches in"
-                    " __iter__."
-                )
+        sampler.batch_size = batch_size
     if loader.batch_size is not None:
         # DataLoader.__setattr__ raises an error for this attribute (torch 2.5.1 to 2.13).
         vars(loader)["batch_size"] = batch_size

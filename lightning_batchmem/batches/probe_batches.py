@@ -1,4 +1,4 @@
-"""Batches of any size for the search, made of a few real samples."""
+"""Batches of any size for the search: made of a few real samples, or read from the loader."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_batchmem.batches.budget_batches import BudgetBatches
+from lightning_batchmem.batches.budget_loader import BudgetLoader
 from lightning_batchmem.batches.collate import copied_collate
 from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
 from lightning_batchmem.batches.sample_sizes import (
@@ -24,7 +26,7 @@ from lightning_batchmem.batches.samples import (
     read_samples,
 )
 from lightning_batchmem.devices.tensors import copied
-from lightning_batchmem.plan.options import WorstCase
+from lightning_batchmem.plan.options import ItemsFunction, WorstCase
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.sentences import ragged_samples, scan_ended
 
@@ -32,9 +34,10 @@ from lightning_batchmem.plan.sentences import ragged_samples, scan_ended
 class ProbeBatches:
     """Batches of any size, made of real samples that are read once.
 
-    Where the samples differ in size, the worst batches are made. The samples of all loaders take at
-    most a share of ``room_bytes``, the free memory of the process. The state of the ``restored``
-    objects is restored after the search, so they may change.
+    Where the samples differ in size, the worst batches are made. Where a loader forms its own
+    batches, some are read at each budget instead, and the worst of them are used. What is kept of
+    all loaders takes at most a share of ``room_bytes``, the free memory of the process. The state
+    of the ``restored`` objects is restored after the search, so they may change.
     """
 
     def __init__(
@@ -45,20 +48,21 @@ class ProbeBatches:
         policy: SearchPolicy | None = None,
         room_bytes: int | None = None,
         restored: Sequence[object] = (),
+        items_function: ItemsFunction = None,
     ) -> None:
         policy = policy or SearchPolicy()
         room = math.inf if room_bytes is None else room_bytes
         share_bytes = room * policy.samples_share / len(loaders.sized)
         self._loaders = loaders
-        self._of_loaders = [
-            _LoaderBatches(info, worst_case, policy, share_bytes, restored)
-            for info in loaders.sized
-        ]
-        # The samples take these bytes in this process.
-        self.held_bytes = sum(
-            held_bytes(sample) for batches in self._of_loaders for sample in batches.samples
-        )
-        self.longest_bytes = [batches.choice.longest_bytes for batches in self._of_loaders]
+        self._of_loaders: list[_LoaderBatches | BudgetBatches] = []
+        for info in loaders.sized:
+            if isinstance(info, BudgetLoader):
+                read = BudgetBatches(info, policy, share_bytes, items_function)
+                self._of_loaders.append(read)
+            else:
+                made = _LoaderBatches(info, worst_case, policy, share_bytes, restored)
+                self._of_loaders.append(made)
+        self.longest_bytes = [batches.longest_bytes for batches in self._of_loaders]
         notes = [note for batches in self._of_loaders for note in batches.notes]
         self.notes = tuple(dict.fromkeys(notes))
 
@@ -66,6 +70,47 @@ class ProbeBatches:
     def loaders_in_turn(self) -> int:
         """Number of loaders that follow each other; 1 if each batch has samples of all of them."""
         return len(self._of_loaders) if self._loaders.mode == "sequential" else 1
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the samples and batches that are kept in this process."""
+        return sum(batches.held_bytes for batches in self._of_loaders)
+
+    @property
+    def num_other_batches(self) -> int:
+        """Batches of :meth:`other_lengths` that may need more memory than those of :meth:`batch`.
+
+        It is 0 if no loader forms its own batches.
+        """
+        return max(batches.num_other_batches for batches in self._of_loaders)
+
+    def prepare(self, batch_size: int) -> None:
+        """Read the batches of a budget, unless they are kept already."""
+        for batches in self._of_loaders:
+            if isinstance(batches, BudgetBatches):
+                batches.prepare(batch_size)
+
+    def smallest_useful_budget(self, budget: int, *, needs_two_samples: bool = False) -> int:
+        """The budget, divided until a smaller one no longer makes smaller batches.
+
+        The loaders that form their own batches are found to follow the budget or not.
+
+        Args:
+            budget: the budget of the project.
+            needs_two_samples: whether a batch of one sample is an error, as to BatchNorm.
+        """
+        return max(
+            batches.smallest_useful_budget(budget, needs_two_samples=needs_two_samples)
+            for batches in self._of_loaders
+            if isinstance(batches, BudgetBatches)
+        )
+
+    def items(self, batch_size: int) -> float:
+        """What the throughput counts in one batch: its samples, or items within a budget."""
+        return next(
+            (b.items(batch_size) for b in self._of_loaders if isinstance(b, BudgetBatches)),
+            batch_size,
+        )
 
     def batch(self, batch_size: int, index: int = 0) -> tuple[Any, int]:
         """The ``index``-th batch on the host, and its ``dataloader_idx``.
@@ -81,24 +126,27 @@ class ProbeBatches:
         """
         return self._in_turn(index, lambda batches, turn: batches.other_lengths(batch_size, turn))
 
-    def batch_bytes(self, batch_size: int) -> list[tuple[LoaderInfo, int]]:
-        """Bytes of the largest batch of each loader."""
+    def batch_bytes(self, batch_size: int) -> list[tuple[DataLoader[Any], int]]:
+        """Each loader, and the bytes of its largest batch."""
         return [
-            (batches.info, batches.choice.batch_bytes(batches.count(batch_size), longest_bytes))
+            (batches.info.loader, batches.batch_bytes(batch_size, longest_bytes))
             for batches, longest_bytes in zip(self._of_loaders, self.longest_bytes, strict=True)
         ]
 
     def worker_bytes(self, batch_size: int) -> int:
         """Bytes of the batches that loader workers make ahead, and of one that is being fetched."""
         return sum(
-            _batches_ahead(info.loader) * size for info, size in self.batch_bytes(batch_size)
+            _batches_ahead(loader) * batch_bytes
+            for loader, batch_bytes in self.batch_bytes(batch_size)
         )
 
     def agree(self, of_ranks: Sequence[tuple[list[int], tuple[str, ...]]]) -> None:
         """Use the longest samples and the notes of the rank that found the longest ones."""
         self.longest_bytes, self.notes = max(of_ranks)
 
-    def _in_turn(self, index: int, make: Callable[[_LoaderBatches, int], Any]) -> tuple[Any, int]:
+    def _in_turn(
+        self, index: int, make: Callable[[_LoaderBatches | BudgetBatches, int], Any]
+    ) -> tuple[Any, int]:
         turn, loader_index = divmod(index, self.loaders_in_turn)
         if self._loaders.mode == "sequential":
             return make(self._of_loaders[loader_index], turn), loader_index
@@ -108,6 +156,8 @@ class ProbeBatches:
 
 class _LoaderBatches:
     """The batches of one loader: its samples, and the choice of samples for a batch."""
+
+    num_other_batches = 0
 
     def __init__(
         self,
@@ -123,6 +173,8 @@ class _LoaderBatches:
         self.samples, sizes = read_samples(info.loader, measure)
         self.notes: list[str] = []
         self.choice = TypicalSamples(sizes)
+        # The samples take these bytes in this process.
+        self.held_bytes = sum(map(held_bytes, self.samples))
         if worst_case == "typical":
             return
         if worst_case is not None:
@@ -134,6 +186,14 @@ class _LoaderBatches:
             self.notes.append(ragged_samples(sizes.measured, random_batches))
         if sizes.scan_seconds is not None:
             self.notes.append(scan_ended(len(sizes.measured), sizes.scan_seconds))
+
+    @property
+    def longest_bytes(self) -> int:
+        return self.choice.longest_bytes
+
+    def batch_bytes(self, batch_size: int, longest_bytes: int) -> int:
+        """Bytes of a batch; ``longest_bytes`` are those of the longest sample on any rank."""
+        return self.choice.batch_bytes(self.count(batch_size), longest_bytes)
 
     def batch(self, batch_size: int) -> Any:
         return self._collated(self.choice.positions(self.count(batch_size)))

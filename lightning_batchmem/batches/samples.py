@@ -37,7 +37,7 @@ from lightning_batchmem.plan.policy import SearchPolicy
 # Errors with these texts are raised again: a worker ended, or a spawned worker runs the user's
 # script again.
 # Source: torch/utils/data/dataloader.py, 2.5.1 to 2.13; multiprocessing/spawn.py.
-_FATAL = ("DataLoader worker (pid", "bootstrapping phase")
+FATAL_WORKER_ERRORS = ("DataLoader worker (pid", "bootstrapping phase")
 
 
 class MeasuredSample(NamedTuple):
@@ -142,7 +142,9 @@ def _read(loader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
         # A worker may fail in any way. A copy of the data set may still be read in this process.
         except Exception as error:
             # The same sample would end this process, or memory would run out here too.
-            if any(message in str(error) for message in _FATAL) or is_out_of_memory(error):
+            if any(message in str(error) for message in FATAL_WORKER_ERRORS) or is_out_of_memory(
+                error
+            ):
                 raise
             rank_zero_info(
                 "BatchFinder reads a copy of the data set, since a worker could not read it:"

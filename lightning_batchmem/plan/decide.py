@@ -321,12 +321,14 @@ def _choose(state: SearchState, limited_by: LimitedBy) -> Chosen:
             trial = next(t for t in state.passed if t.batch_size == speed.batch_size)
     size = trial.batch_size
     if limited_by == "throughput":
-        reason = sentences.near_best_throughput(size, state.policy.near_best_share)
+        reason = sentences.near_best_throughput(size, state.limits, state.policy.near_best_share)
     elif limited_by == "memory":
-        reason = sentences.limited_by_memory(size, state.failed)
+        reason = sentences.limited_by_memory(size, state.failed, state.limits)
     else:
         reason = sentences.limited_by_size(size, state.limits)
-    notes = [sentences.dropped_from_fit(dropped) for dropped in dropped_sizes(state.ran)]
+    notes = [
+        sentences.dropped_from_fit(dropped, state.limits) for dropped in dropped_sizes(state.ran)
+    ]
     is_fragmented = trial.held_bytes > state.policy.fragmented_ratio * trial.peak_bytes
     if limited_by == "memory" and is_fragmented and not state.limits.overrun_kills:
         notes.append(sentences.fragmented(trial))
@@ -353,4 +355,4 @@ def _slower_note(state: SearchState, batch_size: int) -> list[str]:
     best = max(speed.samples_per_second for speed in smaller)
     if chosen.samples_per_second >= (1 - state.policy.slower_share) * best:
         return []
-    return [sentences.slower(chosen, near_best)]
+    return [sentences.slower(chosen, near_best, state.limits)]

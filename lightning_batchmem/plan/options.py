@@ -16,8 +16,14 @@ from lightning_batchmem.plan.scaling import LearningRateScaling
 
 WorstCase = Literal["typical", "longest"] | Callable[[Any], float] | None
 
+ItemsFunction = Callable[[Any], float] | None
+"""Counts the items of a batch, for example tokens."""
+
 # This is the maximum where neither the data nor the user sets one.
 UNBOUNDED_MAX_BATCH_SIZE = 2**20
+
+# The same for a budget, which may count bytes or edges of graphs.
+UNBOUNDED_MAX_BUDGET = 2**40
 
 # Decimal units have SI prefixes, and binary units have those of IEC 80000-13.
 _UNIT_BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -45,6 +51,8 @@ class SearchOptions:
     target_batch_size: int | None = None
     lr_scaling: LearningRateScaling | None = None
     base_batch_size: int | None = None
+    budget: bool = False
+    items_fn: ItemsFunction = None
 
     def __post_init__(self) -> None:
         _check_choice("objective", self.objective, get_args(Objective))
@@ -75,6 +83,18 @@ class SearchOptions:
             raise ValueError(
                 f"base_batch_size must come with lr_scaling, got {self.base_batch_size} without it"
             )
+        if not isinstance(self.budget, bool):
+            raise ValueError(f"budget must be True or False, got {self.budget!r:.80}")
+        if self.budget and self.worst_case is not None:
+            raise ValueError(
+                "worst_case must be None with budget=True, which takes the batches of the loader,"
+                f" got {self.worst_case!r:.80}"
+            )
+        if self.items_fn is not None and not (self.budget and callable(self.items_fn)):
+            raise ValueError(
+                "items_fn must be a function of a batch, with budget=True, got"
+                f" {self.items_fn!r:.80}"
+            )
         _check_path("batch_arg_name", self.batch_arg_name)
         if self.eval_batch_arg_name is not None:
             _check_path("eval_batch_arg_name", self.eval_batch_arg_name)
@@ -92,12 +112,24 @@ class SearchOptions:
         unit = self.multiple_of or 1
         return -(-size // unit) * unit
 
+    @property
+    def largest_size(self) -> int:
+        """The largest size to consider where neither the data nor the user sets one."""
+        if self.max_batch_size is not None:
+            return self.max_batch_size
+        return UNBOUNDED_MAX_BUDGET if self.budget else UNBOUNDED_MAX_BATCH_SIZE
+
+    @property
+    def budget_name(self) -> str | None:
+        """The name of the budget that a size is; ``None`` where it is a number of samples."""
+        return self.batch_arg_name.rpartition(".")[2] if self.budget else None
+
     def as_json(self) -> dict[str, Any]:
         """The options in plain JSON types; a callable by its name."""
-        worst_case: Any = self.worst_case
-        if callable(worst_case):
-            worst_case = getattr(worst_case, "__qualname__", type(worst_case).__name__)
-        return {**vars(self), "worst_case": worst_case}
+        return {
+            name: getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
+            for name, value in vars(self).items()
+        }
 
 
 def parse_memory_limit(memory_limit: object, budget_bytes: int) -> int:

@@ -60,6 +60,9 @@ class Plan:
         conditions: what has to match before ``BatchFinder(plan=...)`` uses the plan again: its
             options, ranks, precision and parameters; ``None`` for a plan of an evaluation, and of
             version 0.1.0.
+        budget_name: the attribute that ``batch_size`` is a value of, where it is a budget within
+            which loaders form their own batches, such as ``"max_tokens"``. All sizes are budgets
+            then, and throughput is in items. ``None``: sizes are in samples.
     """
 
     batch_size: int
@@ -84,6 +87,7 @@ class Plan:
     fastest_batch_size: int | None = None
     largest_batch_size: int | None = None
     conditions: Mapping[str, Any] | None = None
+    budget_name: str | None = None
 
     def __repr__(self) -> str:
         return f"<Plan: {headline(self)}>"
@@ -138,11 +142,6 @@ def make_plan(
         notes: remarks on the search and the training, a sentence each.
         step: the optimizer steps of a training; ``OptimizerStep()`` for an evaluation.
         evaluation: the plan of validation's own size.
-        fastest_batch_size: the smallest size with at least 95 % of the best throughput that was
-            measured; ``None`` if nothing was timed.
-        largest_batch_size: the largest size that passed a rehearsal, or for
-            ``objective="throughput"`` the largest that is predicted to fit; ``None`` for a plan of
-            an earlier version.
         conditions: what has to match before the plan is used again.
     """
     size = chosen.batch_size
@@ -174,4 +173,5 @@ def make_plan(
         fastest_batch_size=chosen.fastest_batch_size,
         largest_batch_size=chosen.largest_batch_size,
         conditions=conditions,
+        budget_name=limits.budget_name,
     )

@@ -219,8 +219,19 @@ class SearchPolicy:
     sample_seconds: float = 60.0
     """Reading one sample fails after this time. Source: A worker that waits for a thread of its
     parent process waits forever."""
+    max_batches_read: int = 256
+    """Batches that are read at each budget, where the loader forms them. Source: It bounds the time
+    of a search, as `scan_seconds` does."""
+    first_batches_kept: int = 2
+    """So many of the first of these batches are run besides the worst ones. Source: Changing shapes
+    fragment memory."""
+    shrinking_share: float = 0.3
+    """A search over a budget begins at that of the project, divided by `ladder_growth` as long as
+    this leaves at most this share of the largest batch. Source: A quarter is expected, and more is
+    left where single samples fill the budget."""
     samples_share: float = 0.25
-    """The samples take at most this share of the free memory. Source: The steps need the rest."""
+    """The samples, or the batches that are kept, take at most this share of the free memory.
+    Source: The steps need the rest."""
     larger_batch_share: float = 0.05
     """A training batch that exceeds all measured ones by this share of their bytes is a warning.
     Source: The reserves hold a few per cent."""

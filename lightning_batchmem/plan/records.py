@@ -247,6 +247,8 @@ class SearchLimits:
         is_compiled: whether the module is compiled for each size, so that few sizes are run.
         avoided_sizes: sizes that are used only where no other is allowed: the last batch of their
             epochs has one sample, which is an error to BatchNorm.
+        budget_name: the attribute that sizes are values of, where they are budgets within which
+            loaders form their own batches; ``None``: sizes are in samples.
     """
 
     limit_bytes: int
@@ -262,6 +264,7 @@ class SearchLimits:
     steps_are_collective: bool = False
     is_compiled: bool = False
     avoided_sizes: frozenset[int] = frozenset()
+    budget_name: str | None = None
 
 
 @dataclass(frozen=True)

@@ -89,13 +89,13 @@ def why_not_allowed(plan: Plan, limits: SearchLimits) -> str:
     return ""
 
 
-def reused(plan: Plan, trial: Trial) -> tuple[Chosen, tuple[Trial, ...]]:
+def reused(plan: Plan, trial: Trial, limits: SearchLimits) -> tuple[Chosen, tuple[Trial, ...]]:
     """The size of ``plan`` after ``trial``, a rehearsal that passed, and the trials of both."""
     size = plan.batch_size
     chosen = Chosen(
         size,
         plan.limited_by,
-        sentences.passed_again(size),
+        sentences.passed_again(size, limits),
         fastest_batch_size=plan.fastest_batch_size,
         largest_batch_size=plan.largest_batch_size,
     )

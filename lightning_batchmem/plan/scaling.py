@@ -35,7 +35,6 @@ class MicroBatch:
     batch_size: int
     accumulate_grad_batches: int
     effective_batch_size: int
-    rounding: str = ""
 
 
 def micro_batch(
@@ -56,13 +55,7 @@ def micro_batch(
     # because the share at `fewest` micro batches is at most the largest multiple.
     step_unit = accumulate * ranks * unit
     batch_size = unit * ((2 * target_batch_size + step_unit) // (2 * step_unit))
-    effective = batch_size * accumulate * ranks
-    rounding = ""
-    if effective != target_batch_size:
-        rounding = sentences.rounded_target(
-            effective, target_batch_size, accumulate, batch_size, ranks
-        )
-    return MicroBatch(batch_size, accumulate, effective, rounding)
+    return MicroBatch(batch_size, accumulate, batch_size * accumulate * ranks)
 
 
 @cache
@@ -97,10 +90,13 @@ def learning_rate_factor(
     return ratio if scaling == "linear" else math.sqrt(ratio)
 
 
-def learning_rate_note(optimizer_names: Sequence[str], before: int, after: int) -> str:
+def learning_rate_note(
+    optimizer_names: Sequence[str], before: int, after: int, unit: str = "samples"
+) -> str:
     """A note for a run whose samples per optimizer step changed and whose learning rate did not.
 
-    It is empty where the samples per optimizer step are the same.
+    It is empty where the samples per optimizer step are the same. They may be counted in another
+    ``unit``.
     """
     if before == after or not optimizer_names:
         return ""
@@ -108,9 +104,9 @@ def learning_rate_note(optimizer_names: Sequence[str], before: int, after: int) 
     listed = " and ".join(names)
     rule = _RULES.get(names[0])
     if rule is None or any(_RULES.get(name) != rule for name in names):
-        return sentences.no_learning_rate_rule(before, after, listed)
+        return sentences.no_learning_rate_rule(before, after, listed, unit)
     factor = learning_rate_factor(rule, after, before)
-    return sentences.learning_rate_rule(before, after, listed, rule, factor, _TESTED_FACTOR)
+    return sentences.learning_rate_rule(before, after, listed, unit, rule, factor, _TESTED_FACTOR)
 
 
 @dataclass(frozen=True)
@@ -123,6 +119,7 @@ class TrainingSetup:
         base_batch_size: samples per optimizer step over all ranks; ``None`` if unknown.
         learning_rate: the learning rate of the module; ``None`` if it is no number.
         optimizer_names: the classes of the optimizers.
+        unit: what sizes count: ``"samples"``, or the name of a budget.
     """
 
     accumulate_grad_batches: int
@@ -130,6 +127,7 @@ class TrainingSetup:
     base_batch_size: int | None
     learning_rate: float | None
     optimizer_names: tuple[str, ...]
+    unit: str = "samples"
 
 
 @dataclass(frozen=True)
@@ -169,8 +167,16 @@ def optimizer_step(
     if target_batch_size is not None:
         micro = micro_batches(target_batch_size, setup.ranks, multiple_of)[batch_size]
         accumulate = micro.accumulate_grad_batches
-        if micro.rounding:
-            notes.append(micro.rounding)
+        if micro.effective_batch_size != target_batch_size:
+            rounding = sentences.rounded_target(
+                micro.effective_batch_size,
+                target_batch_size,
+                accumulate,
+                batch_size,
+                setup.ranks,
+                setup.unit,
+            )
+            notes.append(rounding)
     batches_per_step = accumulate
     # Lightning makes an optimizer step at the end of an epoch in any case.
     if epoch_batches < accumulate:
@@ -184,7 +190,7 @@ def optimizer_step(
         return OptimizerStep(accumulate, effective, new_rate, rate, notes=tuple(notes))
     note = ""
     if base is not None:
-        note = learning_rate_note(setup.optimizer_names, base, effective)
+        note = learning_rate_note(setup.optimizer_names, base, effective, setup.unit)
     return OptimizerStep(accumulate, effective, learning_rate_note=note, notes=tuple(notes))
 
 

@@ -15,13 +15,15 @@ _MORE_ROOM = (
 )
 
 _LIMITS: Mapping[str, str] = {
-    "dataset": "the data set has no more than {size} samples for a full batch",
-    "host memory": (
-        "more than {size} samples in the DataLoader's workers would fill the host's memory"
-    ),
-    "target_batch_size": "target_batch_size needs no more than {size} samples on a rank",
-    "max_batch_size": "max_batch_size is {size}",
-    "validation data": "the validation data set has no full batch of more than {size} samples",
+    "dataset": "the data set has no more than {size} for a full batch",
+    "host memory": "more than {size} in the DataLoader's workers would fill the host's memory",
+    "target_batch_size": "target_batch_size needs no more than {size} on a rank",
+    "max_batch_size": "max_batch_size is {number}",
+    "validation data": "the validation data set has no full batch of more than {size}",
+}
+_LIMITS_OF_BUDGET: Mapping[str, str] = {
+    **_LIMITS,
+    "dataset": "an epoch has no second batch above {size}",
 }
 _OUTCOMES: Mapping[str, str] = {
     "out_of_memory": "ran out of memory",
@@ -36,10 +38,17 @@ LIVE_BYTES_NOT_COUNTED = (
 
 def size_limit(limits: SearchLimits) -> str:
     """What limits the largest size that is allowed."""
-    text = _LIMITS.get(
-        limits.max_reason, f"{limits.max_reason} allows no more than {{size}} samples"
-    )
-    return text.format(size=limits.max_batch_size)
+    texts = _LIMITS if limits.budget_name is None else _LIMITS_OF_BUDGET
+    text = texts.get(limits.max_reason, f"{limits.max_reason} allows no more than {{size}}")
+    size = size_text(limits.max_batch_size, limits)
+    return text.format(size=size, number=limits.max_batch_size)
+
+
+def size_text(batch_size: int, limits: SearchLimits) -> str:
+    """A size as a number of samples, or as a budget."""
+    if limits.budget_name is None:
+        return f"{batch_size} samples"
+    return f"{limits.budget_name} {batch_size:,}"
 
 
 def outcome(trial: Trial) -> str:
@@ -62,15 +71,20 @@ def empty_range(limits: SearchLimits) -> str:
 def nothing_fits(trial: Trial, limits: SearchLimits, *, could_be_one: bool) -> str:
     hint = " min_batch_size=1 tries a single sample." if could_be_one else ""
     return (
-        f"Nothing fits: {trial.batch_size} samples, the smallest size allowed, {outcome(trial)}"
-        f" under a limit of {mib(limits.limit_bytes)}.{hint}"
+        f"Nothing fits: {size_text(trial.batch_size, limits)}, the smallest size allowed,"
+        f" {outcome(trial)} under a limit of {mib(limits.limit_bytes)}.{hint}"
     )
 
 
 def breakdown_of(
-    batch_size: int, breakdown: str, worker_bytes: int, *, is_mostly_other: bool
+    batch_size: int,
+    limits: SearchLimits,
+    breakdown: str,
+    worker_bytes: int,
+    *,
+    is_mostly_other: bool,
 ) -> str:
-    text = f"At {batch_size} samples the memory held {breakdown}"
+    text = f"At {size_text(batch_size, limits)} the memory held {breakdown}"
     if worker_bytes:
         text += f"; DataLoader workers hold {mib(worker_bytes)} more"
     return f"{text}. {_MORE_ROOM if is_mostly_other else _SMALLER_STEP}"
@@ -80,40 +94,41 @@ def breakdown_of(
 
 
 def too_small_to_run(batch_size: int, limits: SearchLimits) -> str:
-    return f"{batch_size} samples: {size_limit(limits)}. Nothing was run."
+    return f"{size_text(batch_size, limits)}: {size_limit(limits)}. Nothing was run."
 
 
-def limited_by_memory(batch_size: int, failed: Iterable[Trial]) -> str:
+def limited_by_memory(batch_size: int, failed: Iterable[Trial], limits: SearchLimits) -> str:
+    size = size_text(batch_size, limits)
     above = [trial for trial in failed if trial.batch_size > batch_size]
     if not above:
-        return f"{batch_size} samples: the largest size that is predicted to fit."
+        return f"{size}: the largest size that is predicted to fit."
     smallest = min(above, key=lambda trial: trial.batch_size)
-    return f"{batch_size} samples: {smallest.batch_size} samples {outcome(smallest)}."
+    return f"{size}: {size_text(smallest.batch_size, limits)} {outcome(smallest)}."
 
 
 def limited_by_size(batch_size: int, limits: SearchLimits) -> str:
-    return f"{batch_size} samples: {size_limit(limits)}."
+    return f"{size_text(batch_size, limits)}: {size_limit(limits)}."
 
 
-def near_best_throughput(batch_size: int, share: float) -> str:
+def near_best_throughput(batch_size: int, limits: SearchLimits, share: float) -> str:
+    size = size_text(batch_size, limits)
     return (
-        f"{batch_size} samples: the smallest size with at least {share:.0%} of the best throughput"
-        " that was measured."
+        f"{size}: the smallest size with at least {share:.0%} of the best throughput that was"
+        " measured."
     )
 
 
-def passed_again(batch_size: int) -> str:
-    return f"{batch_size} samples: the size of an earlier plan, which passed a rehearsal again."
+def passed_again(batch_size: int, limits: SearchLimits) -> str:
+    size = size_text(batch_size, limits)
+    return f"{size}: the size of an earlier plan, which passed a rehearsal again."
 
 
 # Notes about the measurement.
 
 
-def dropped_from_fit(batch_size: int) -> str:
-    return (
-        f"The peak at {batch_size} samples is above that of a larger size and was left out of the"
-        " fit."
-    )
+def dropped_from_fit(batch_size: int, limits: SearchLimits) -> str:
+    size = size_text(batch_size, limits)
+    return f"The peak at {size} is above that of a larger size and was left out of the fit."
 
 
 def fragmented(trial: Trial) -> str:
@@ -123,12 +138,13 @@ def fragmented(trial: Trial) -> str:
     )
 
 
-def slower(chosen: Speed, smaller: Speed) -> str:
+def slower(chosen: Speed, smaller: Speed, limits: SearchLimits) -> str:
     share = 1 - chosen.samples_per_second / smaller.samples_per_second
+    counted = "samples" if limits.budget_name is None else "items"
     return (
-        f"{chosen.batch_size} samples train {share:.0%} slower than"
-        f" {smaller.batch_size} ({chosen.samples_per_second:,.0f} and"
-        f" {smaller.samples_per_second:,.0f} samples/s). "
+        f"{size_text(chosen.batch_size, limits)} train {share:.0%} slower than"
+        f" {smaller.batch_size:,} ({chosen.samples_per_second:,.0f} and"
+        f" {smaller.samples_per_second:,.0f} {counted}/s). "
         'objective="throughput" chooses the fastest size.'
     )
 
@@ -148,11 +164,11 @@ def old_values(name: str) -> str:
 
 
 def rounded_target(
-    effective: int, target: int, accumulate: int, batch_size: int, ranks: int
+    effective: int, target: int, accumulate: int, batch_size: int, ranks: int, unit: str
 ) -> str:
     on_ranks = f" on each of {ranks} ranks" if ranks > 1 else ""
     return (
-        f"{effective:,} samples per optimizer step instead of {target:,}:"
+        f"{effective:,} {unit} per optimizer step instead of {target:,}:"
         f" {accumulate:,} x {batch_size:,}{on_ranks}"
     )
 
@@ -161,22 +177,28 @@ def short_epoch(batches: int, accumulate: int) -> str:
     return f"an epoch ends after {batches} of {accumulate} batches per optimizer step"
 
 
-def no_learning_rate_rule(before: int, after: int, optimizers: str) -> str:
+def no_learning_rate_rule(before: int, after: int, optimizers: str, unit: str) -> str:
     return (
-        f"samples per optimizer step went from {before:,} to {after:,}, and no single rule is known"
+        f"{unit} per optimizer step went from {before:,} to {after:,}, and no single rule is known"
         f" for {optimizers}: tune the learning rate by hand"
     )
 
 
 def learning_rate_rule(
-    before: int, after: int, optimizers: str, rule: str, factor: float, untested_beyond: int
+    before: int,
+    after: int,
+    optimizers: str,
+    unit: str,
+    rule: str,
+    factor: float,
+    untested_beyond: int,
 ) -> str:
     ratio = after / before
     untested = ""
     if max(ratio, 1 / ratio) > untested_beyond:
-        untested = f" (untested beyond {untested_beyond} times the samples)"
+        untested = f" (untested beyond {untested_beyond} times the {unit})"
     return (
-        f"samples per optimizer step went from {before:,} to {after:,}: for {optimizers},"
+        f"{unit} per optimizer step went from {before:,} to {after:,}: for {optimizers},"
         f' lr_scaling="{rule}" multiplies the learning rate by {factor:,.4g}{untested}, see'
         " docs/choosing-a-batch-size.md"
     )
@@ -197,13 +219,13 @@ def not_verified() -> str:
     return "it was not verified by a fit of this version"
 
 
-def failed_again(trial: Trial) -> str:
-    return f"{trial.batch_size} samples {outcome(trial)}"
+def failed_again(trial: Trial, limits: SearchLimits) -> str:
+    return f"{size_text(trial.batch_size, limits)} {outcome(trial)}"
 
 
 def outside_range(batch_size: int, lowest: int, highest: int, limits: SearchLimits) -> str:
     return (
-        f"it has {batch_size} samples, and sizes from {lowest} to {highest} are allowed:"
+        f"it has {size_text(batch_size, limits)}, and sizes from {lowest} to {highest} are allowed:"
         f" {size_limit(limits)}"
     )
 
@@ -236,6 +258,13 @@ def other_options(
 
 
 # Notes about the samples.
+
+
+def worst_of_budget(num_batches: int) -> str:
+    return (
+        f"Of up to {num_batches} batches that the loader made, the search used those with most"
+        " bytes, most items and the longest sample."
+    )
 
 
 def ragged_samples(sizes: Sequence[float], random_batches: int | None) -> str:

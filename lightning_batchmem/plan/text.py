@@ -10,7 +10,7 @@ from lightning_batchmem.plan.throughput import measured_speeds
 if TYPE_CHECKING:
     from lightning_batchmem.plan.plan import Plan
 
-_HEADINGS = ("run", "result", "size", "live MiB", "line MiB", "held MiB", "ms", "samples/s")
+_HEADINGS = ("run", "result", "size", "live MiB", "line MiB", "held MiB", "ms")
 _ROW = "  {:<9} {:<10} {:>6} {:>9} {:>9} {:>9} {:>9} {:>9}"
 _OUTCOMES = {
     "ok": "ok",
@@ -25,7 +25,8 @@ def full_text(plan: Plan) -> str:
     lines = [headline(plan)]
     lines += [f"  {name:<10}{value}" for name, value in _rows(plan)]
     if plan.trials:
-        table = [_HEADINGS, *(_cells(plan, trial) for trial in plan.trials)]
+        headings = (*_HEADINGS, f"{_items(plan)}/s")
+        table = [headings, *(_cells(plan, trial) for trial in plan.trials)]
         lines += [_ROW.format(*cells).rstrip() for cells in table]
     if plan.evaluation is not None:
         lines.append(f"validation: {full_text(plan.evaluation)}")
@@ -50,15 +51,34 @@ def _on_each_rank(plan: Plan) -> str:
     return f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
 
 
+def _size_name(plan: Plan) -> str:
+    return plan.budget_name or "batch size"
+
+
+def _number(plan: Plan, size: int) -> str:
+    """A size as a number; a budget is often a large one."""
+    return str(size) if plan.budget_name is None else f"{size:,}"
+
+
+def _items(plan: Plan) -> str:
+    """What the throughput counts: samples, or the items within a budget."""
+    return "samples" if plan.budget_name is None else "items"
+
+
+def _one(plan: Plan) -> str:
+    """What a line grows with."""
+    return "a sample" if plan.budget_name is None else f"for each of {plan.budget_name}"
+
+
 def headline(plan: Plan) -> str:
     """The size, what limits it, and whether it was rehearsed."""
     validation = ""
     if plan.evaluation is not None:
-        validation = f" (validation {plan.evaluation.batch_size})"
+        validation = f" (validation {_number(plan, plan.evaluation.batch_size)})"
     verified = "verified by a rehearsal" if plan.verified else "not verified"
     limited_by = plan.limited_by.replace("_", " ")
     return (
-        f"batch size {plan.batch_size}{validation}{_on_each_rank(plan)},"
+        f"{_size_name(plan)} {_number(plan, plan.batch_size)}{validation}{_on_each_rank(plan)},"
         f" limited by {limited_by}, {verified}"
     )
 
@@ -72,11 +92,12 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.memory is not None:
         phase = plan.memory.phase_at(plan.batch_size)
         line = plan.memory.lines[phase]
-        text = f"{mib(line.intercept)} + {mib(line.slope)} a sample ({phase.replace('_', ' ')})"
+        growth = f"{mib(line.slope)} {_one(plan)}"
+        text = f"{mib(line.intercept)} + {growth} ({phase.replace('_', ' ')})"
         rows.append(("memory", text))
     if plan.time is not None:
         line = plan.time.line
-        text = f"{line.intercept * 1e3:.3g} ms + {line.slope * 1e3:.3g} ms a sample"
+        text = f"{line.intercept * 1e3:.3g} ms + {line.slope * 1e3:.3g} ms {_one(plan)}"
         rows.append(("time", text))
     if plan.trials:
         rows.append(("sizes", _known_sizes(plan)))
@@ -91,7 +112,8 @@ def _known_sizes(plan: Plan) -> str:
     """The largest size that fits and the fastest size, and how each of them is known."""
     largest = plan.largest_batch_size or plan.batch_size
     verified = {t.batch_size for t in plan.trials if t.kind == "rehearsal" and t.outcome == "ok"}
-    text = f"fits {largest} ({'verified' if largest in verified else 'predicted'})"
+    is_verified = "verified" if largest in verified else "predicted"
+    text = f"fits {_number(plan, largest)} ({is_verified})"
     fastest = plan.fastest_batch_size
     if fastest is None:
         return text
@@ -100,12 +122,12 @@ def _known_sizes(plan: Plan) -> str:
     if fastest in verified and fastest != largest:
         details.append("verified")
     if fastest in speeds:
-        details.append(f"{plan.ranks * speeds[fastest]:,.0f} samples/s")
+        details.append(f"{plan.ranks * speeds[fastest]:,.0f} {_items(plan)}/s")
         if largest in speeds and largest != fastest:
             ratio = f"{speeds[fastest] / speeds[largest]:.1f}"
             if ratio != "1.0":
-                details.append(f"{ratio} times as many as at {largest}")
-    return f"{text} · fastest {fastest} ({', '.join(details)})" if details else text
+                details.append(f"{ratio} times as many as at {_number(plan, largest)}")
+    return f"{text} · fastest {_number(plan, fastest)} ({', '.join(details)})" if details else text
 
 
 def _measured(plan: Plan, peak_bytes: int) -> str:
@@ -124,7 +146,10 @@ def _changes(plan: Plan) -> list[str]:
     accumulate = plan.accumulate_grad_batches
     if plan.effective_batch_size is not None and (accumulate > 1 or plan.ranks > 1):
         batches = "a batch" if accumulate == 1 else f"{accumulate} batches"
-        changes.append(f"{plan.effective_batch_size} samples, in {batches}{_on_each_rank(plan)}")
+        step = f"{plan.effective_batch_size} samples"
+        if plan.budget_name is not None:
+            step = f"{plan.budget_name} {plan.effective_batch_size:,}"
+        changes.append(f"{step}, in {batches}{_on_each_rank(plan)}")
     if plan.learning_rate is not None and plan.learning_rate != plan.learning_rate_before:
         changes.append(
             f"learning rate {plan.learning_rate:.6g} instead of {plan.learning_rate_before:.6g}"

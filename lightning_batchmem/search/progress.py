@@ -57,8 +57,7 @@ class SearchProgress(Progress):
         number = str(self._num_trials)
         if num_expected is not None:
             number += f" of about {num_expected}"
-        noun = "sample" if probe.batch_size == 1 else "samples"
-        self._trial = f"trial {number}, {probe.kind} of {probe.batch_size} {noun}{predicted}"
+        self._trial = f"trial {number}, {probe.kind} of size {probe.batch_size:,}{predicted}"
         self._show(self._trial)
 
     def begin_step(self) -> None:

@@ -137,6 +137,7 @@ class Rehearsal:
                 consecutive.run_steady(more_steps)
                 num_steps += more_steps
             page_faults = meter.read()
+            consecutive.run_others()
         following = [(primary, smaller_size, 1), (primary, batch_size, measured_steps)]
         if evaluation is not None:
             following.insert(0, (evaluation, smaller_size, 1))

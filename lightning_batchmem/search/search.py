@@ -13,8 +13,8 @@ from lightning_batchmem.plan.forecast import expected_trials
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, SearchLimits, Trial
 from lightning_batchmem.plan.reuse import reused, why_not_allowed
-from lightning_batchmem.search.budget import Budget, search_limits
 from lightning_batchmem.search.compiled import forget_compiled
+from lightning_batchmem.search.memory_budget import MemoryBudget, search_limits
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.session import Session
@@ -53,7 +53,7 @@ class BatchSizeSearch:
     def __init__(
         self,
         session: Session,
-        budget: Budget,
+        budget: MemoryBudget,
         ranks: Ranks,
         progress: SearchProgress,
     ) -> None:
@@ -121,8 +121,10 @@ class BatchSizeSearch:
         self._progress.measured(trial)
         if trial.outcome != "ok":
             self._restart(self._budget.options.first_size(self._policy))
-            return SearchResult(SearchFailed(sentences.failed_again(trial)), (trial,), limits)
-        chosen, trials = reused(plan, trial)
+            return SearchResult(
+                SearchFailed(sentences.failed_again(trial, limits)), (trial,), limits
+            )
+        chosen, trials = reused(plan, trial, limits)
         return SearchResult(chosen, trials, self._read_again(limits))
 
     def _with_room_for_exchanges(self, result: SearchResult) -> SearchResult:
@@ -198,6 +200,7 @@ class BatchSizeSearch:
         needed_bytes = max(breakdown.peak_bytes, limits.limit_bytes)
         text = sentences.breakdown_of(
             trial.batch_size,
+            limits,
             str(breakdown),
             worker_bytes,
             is_mostly_other=2 * breakdown.other_bytes > needed_bytes,

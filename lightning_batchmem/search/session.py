@@ -40,7 +40,17 @@ class Steps(Protocol):
 
     @property
     def sample_bytes(self) -> int:
-        """Bytes of the samples that this process keeps to make batches of."""
+        """Bytes of the samples that this process keeps to make batches of, at this moment."""
+
+    @property
+    def num_other_batches(self) -> int:
+        """Batches of ``run_other_lengths`` that may need more memory than those of ``run``.
+
+        It is 0 unless a loader forms its own batches; known after ``begin``.
+        """
+
+    def items(self, batch_size: int) -> float:
+        """What the throughput counts in one call of ``run``: samples, or items in a budget."""
 
     def begin(self, batch_size: int) -> int:
         """Make the next step the first of an epoch; returns the calls of ``run`` to a full step."""

@@ -40,10 +40,6 @@ class StepMeter:
         self.has_idle_optimizer = False
         # Until a probe has passed, a step has to find the storages that the module holds.
         self.is_first_size = True
-        self._sample_bytes = 0
-        if device.held_is_resident_set:
-            steps = (session.training, session.evaluation)
-            self._sample_bytes = sum(s.sample_bytes for s in steps if s is not None)
         self._evictable_bytes = device.evictable_bytes()
         self._frames_before = compiled_frames()
         self.live: RequestedBytes | LiveStorages | None = self._live_counter()
@@ -96,7 +92,14 @@ class StepMeter:
         The kernel drops pages of files before it ends a process.
         """
         new_bytes = self.device.evictable_bytes() - self._evictable_bytes
-        return self._sample_bytes + max(0, new_bytes)
+        return self._sample_bytes() + max(0, new_bytes)
+
+    def _sample_bytes(self) -> int:
+        """Bytes of the samples that the search keeps in the resident set."""
+        if not self.device.held_is_resident_set:
+            return 0
+        steps = (self.session.training, self.session.evaluation)
+        return sum(s.sample_bytes for s in steps if s is not None)
 
     def _live_counter(self) -> RequestedBytes | LiveStorages | None:
         if self.device.counts_live_bytes:
@@ -108,7 +111,7 @@ class StepMeter:
         counter = LiveStorages()
         counter.track(tensors)
         tensor_bytes = counter.current().allocated_bytes
-        other_bytes = self.device.current().allocated_bytes - self._sample_bytes - tensor_bytes
+        other_bytes = self.device.current().allocated_bytes - self._sample_bytes() - tensor_bytes
         counter = LiveStorages(max(0, other_bytes))
         counter.track(tensors)
         return counter
@@ -163,6 +166,12 @@ class ConsecutiveSteps:
         for number in range(count):
             self._add_peaks(self._full_step(self._steps.run, number, self._meter.step_counter))
 
+    def run_others(self) -> None:
+        """Run each other batch that a loader has formed itself once; their peaks count."""
+        for number in range(self._steps.num_other_batches):
+            run_other = self._steps.run_other_lengths
+            self._add_peaks(self._full_step(run_other, number, self._meter.step_counter))
+
     def run_timed(self, *, equally_many: bool) -> None:
         """Run steps whose peaks and times count: fewer slow steps, and more quick ones.
 
@@ -209,6 +218,8 @@ class ConsecutiveSteps:
                 # This step only finds everything else that the module holds.
                 self._full_step(self._steps.run, 0, counter)
             calls = self._full_step(self._steps.run, 0, counter)
+            for number in range(self._steps.num_other_batches):
+                calls += self._full_step(self._steps.run_other_lengths, number, counter)
         self._readings.step_peaks += [call.peaks for call in calls]
 
     def _full_step(self, run: RunStep, number: int, counter: PeakCounter) -> list[CallReading]:

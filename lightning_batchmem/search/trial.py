@@ -163,6 +163,7 @@ class TrialRunner:
             consecutive.warm_up(at_least)
             # The user's steps may exchange data between ranks, in later steps only.
             consecutive.run_timed(equally_many=self._ranks.size > 1)
+            consecutive.run_others()
             consecutive.count_live_bytes()
 
     @contextmanager
@@ -197,7 +198,8 @@ class TrialRunner:
         step_seconds = readings.optimizer_step_seconds(accumulate)
         samples_per_second = None
         if step_seconds:
-            samples_per_second = accumulate * batch_size / step_seconds
+            items = accumulate * self._primary.items(batch_size)
+            samples_per_second = items / step_seconds
         is_slow = seconds is not None and seconds > self._policy.slow_step_seconds
         # Ranks that step together run equally many steps, so none of them counts as slow.
         self._is_slow = is_slow and not self.is_collective

@@ -1,5 +1,7 @@
 """Batches and loaders of other libraries: graphs and streams."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -107,3 +109,108 @@ def test_a_stream_of_webdataset(tmp_path):
         return fit(Linear(), DataLoader(stream, batch_size=size), callbacks, tmp_path)
 
     train_twice(train, BatchFinder, MemoryProfiler)
+
+
+def train_within_budget(train, **arguments):
+    """Return the plan of a search over a budget, after which training is that with this budget."""
+    finder = BatchFinder(budget=True, **arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", module="lightning.pytorch|torch_geometric|lhotse")
+        searched = train(40, [finder])
+    expected = train(finder.plan.batch_size, [])
+    assert searched.losses == expected.losses
+    assert len(searched.losses) > 1
+    torch.testing.assert_close(
+        dict(searched.state_dict()), dict(expected.state_dict()), rtol=0, atol=0
+    )
+    assert finder.plan.verified
+    return finder.plan
+
+
+def test_a_budget_of_nodes_of_torch_geometric(tmp_path):
+    data = pytest.importorskip("torch_geometric.data", reason=MISSING)
+    loaders = pytest.importorskip("torch_geometric.loader", reason=MISSING)
+    layers = pytest.importorskip("torch_geometric.nn", reason=MISSING)
+    seed_everything(0)
+    graphs = []
+    for nodes in [*range(5, 37)] * 8:
+        edges = torch.randint(0, nodes, (2, 3 * nodes))
+        graphs.append(data.Data(x=torch.randn(nodes, 4), edge_index=edges, y=torch.randn(1)))
+
+    class Graphs(Linear):
+        def __init__(self):
+            super().__init__()
+            self.convolution = layers.GCNConv(4, 4)
+            self.losses = []
+
+        def training_step(self, batch, batch_idx):
+            nodes = self.convolution(batch.x, batch.edge_index).relu()
+            pooled = layers.global_mean_pool(nodes, batch.batch)
+            loss = nn.functional.mse_loss(self.layer(pooled)[:, 0], batch.y)
+            self.losses.append(float(loss.detach()))
+            return loss
+
+    def train(max_num, callbacks):
+        seed_everything(0)
+        # Without num_steps the sampler has no length, and Lightning raises its error.
+        sampler = loaders.DynamicBatchSampler(
+            graphs, max_num=max_num, mode="node", shuffle=True, num_steps=12
+        )
+        loader = loaders.DataLoader(graphs, batch_sampler=sampler)
+        return fit(Graphs(), loader, callbacks, tmp_path)
+
+    plan = train_within_budget(
+        train, batch_arg_name="max_num", max_batch_size=300, min_steps_per_epoch=None
+    )
+    assert (plan.batch_size, plan.budget_name) == (300, "max_num")
+
+
+def test_a_budget_of_seconds_of_lhotse(tmp_path):
+    lhotse = pytest.importorskip("lhotse", reason=MISSING)
+    sampling = pytest.importorskip("lhotse.dataset.sampling", reason=MISSING)
+    cuts = []
+    for index in range(200):
+        seconds = 1.0 + index % 9
+        cuts.append(
+            lhotse.MonoCut(
+                f"cut-{index}",
+                start=0.0,
+                duration=seconds,
+                channel=0,
+                recording=lhotse.Recording(
+                    f"recording-{index}", [], 16_000, int(16_000 * seconds), seconds
+                ),
+            )
+        )
+    cuts = lhotse.CutSet.from_cuts(cuts)
+
+    class Seconds(torch.utils.data.Dataset):
+        """A waveform of four samples a second for each of the cuts."""
+
+        def __getitem__(self, batch):
+            longest = max(cut.duration for cut in batch)
+            return [torch.ones(len(batch), int(4 * longest))]
+
+    class Voices(Linear):
+        def __init__(self):
+            super().__init__()
+            self.losses = []
+
+        def training_step(self, batch, batch_idx):
+            loss = self.layer(batch[0].unfold(1, 4, 4)).square().mean()
+            self.losses.append(float(loss.detach()))
+            return loss
+
+    def train(max_duration, callbacks):
+        seed_everything(0)
+        sampler = sampling.SimpleCutSampler(cuts, max_duration=float(max_duration), shuffle=True)
+        # Lhotse's data sets take a whole batch of cuts.
+        loader = DataLoader(Seconds(), sampler=sampler, batch_size=None)
+        return fit(Voices(), loader, callbacks, tmp_path)
+
+    # The sampler keeps its limits in this object.
+    plan = train_within_budget(
+        train, batch_arg_name="time_constraint.max_duration", max_batch_size=100
+    )
+    assert (plan.batch_size, plan.budget_name) == (100, "max_duration")

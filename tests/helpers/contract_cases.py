@@ -603,6 +603,59 @@ class DrawingBatches:
             yield order[start :: len(self)][: self.batch_size]
 
 
+class WithinCost:
+    """A batch sampler whose samples cost one to three each; it draws twice and has state."""
+
+    def __init__(self, max_cost: int) -> None:
+        self.max_cost = max_cost
+        self.generator = torch.Generator().manual_seed(4)
+        self.epochs = 0
+
+    def __len__(self) -> int:
+        return SAMPLES // self.max_cost
+
+    def __iter__(self) -> Any:
+        self.epochs += 1
+        batches: list[list[int]] = [[]]
+        for index in torch.randperm(SAMPLES, generator=self.generator).tolist():
+            if sum(1 + other % 3 for other in [*batches[-1], index]) > self.max_cost:
+                batches.append([])
+            batches[-1].append(index)
+        # One sample is an error to BatchNorm.
+        full = [batch for batch in batches if len(batch) > 1]
+        order = torch.randperm(len(full)).tolist()
+        return iter([full[position] for position in order[: len(self)]])
+
+
+def within_cost(max_cost: int) -> DataLoader[Any]:
+    return DataLoader(Noisy(True), batch_sampler=WithinCost(max_cost))
+
+
+class InBudget(Net):
+    """Loaders of training and validation that follow a budget of the module."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return within_cost(self.batch_size)
+
+    val_dataloader = train_dataloader
+
+
+class BatchesWithinCost(IterableDataset):
+    """A data set that makes its own batches within a budget."""
+
+    def __init__(self, max_cost: int) -> None:
+        self.max_cost = max_cost
+
+    def __iter__(self) -> Any:
+        dataset = Noisy()
+        for indices in WithinCost(self.max_cost):
+            yield default_collate([dataset[index] for index in indices])
+
+
+def stream_within_cost(max_cost: int) -> DataLoader[Any]:
+    return DataLoader(BatchesWithinCost(max_cost), batch_size=None)
+
+
 onecycle = partial(Net, optimizer="onecycle")
 
 CASES = {
@@ -691,6 +744,26 @@ CASES = {
     "batch_sampler_that_draws": Case(
         Plain,
         fit=given(lambda size: DataLoader(Noisy(), batch_sampler=DrawingBatches(size))),
+    ),
+    "budget": Case(InBudget, finder={"budget": True}),
+    "budget_of_loaders_that_were_passed": Case(
+        Plain,
+        fit=lambda size: {
+            "train_dataloaders": within_cost(size),
+            "val_dataloaders": within_cost(6),
+        },
+        finder={"budget": True, "batch_arg_name": "max_cost"},
+    ),
+    "budget_of_a_stream": Case(
+        Plain,
+        fit=given(stream_within_cost),
+        finder={"budget": True, "batch_arg_name": "max_cost"},
+    ),
+    "budget_of_a_larger_start": Case(
+        partial(InBudget, optimizer="onecycle"),
+        start=20,
+        trainer={"accumulate_grad_batches": 2},
+        finder={"budget": True},
     ),
     "steps_of_an_epoch": Case(
         Net,

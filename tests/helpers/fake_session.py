@@ -13,12 +13,16 @@ class FakeSteps:
     first_phase = "forward"
     follows_batch_size = True
     sample_bytes = 0
+    num_other_batches = 0
 
     def __init__(self, session):
         self.session = session
 
     def begin(self, batch_size):
         return 1
+
+    def items(self, batch_size):
+        return batch_size
 
     def run(self, batch_size, index):
         session = self.session

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder
+from tests.helpers.budgets import OfRank
 from tests.helpers.fake_device import FakeDevice
 from tests.helpers.lawful import MIB, quiet_trainer
 
@@ -158,6 +159,10 @@ def run_case(case, directory, ranks):
     data = DataLoader(
         TensorDataset(x, x.sum(1, keepdim=True)), batch_size=case.get("batch_size", 4), shuffle=True
     )
+    if "max_tokens" in case:
+        lengths = [1 + index % 5 for index in range(len(x))]
+        sampler = OfRank(lengths, case["max_tokens"], rank, ranks)
+        data = DataLoader(data.dataset, batch_sampler=sampler)
     if case.get("entry") == "validate":
         trainer.validate(module, data, verbose=False)
     else:

@@ -489,7 +489,11 @@ def test_a_size_that_fails_below_one_that_passed_is_not_run_again(kind, text, si
 def test_noise_changes_the_fastest_size_by_one_step_of_the_ladder(
     launch_seconds, sample_seconds, fall, fall_size, noise
 ):
-    """A disturbance makes a step slower by up to 3 %."""
+    """A disturbance makes a step slower by up to 3 %.
+
+    After a fall throughput may rise again to what it was. Either of two sizes far apart is right
+    then: each is within 5 % of the best one, as it was measured.
+    """
 
     def quiet(size):
         speed = size / (launch_seconds + sample_seconds * size)
@@ -499,7 +503,10 @@ def test_noise_changes_the_fastest_size_by_one_step_of_the_ladder(
     chosen = drive(device(STRAIGHT, 50_000, speed_at=quiet), bounds).plan.batch_size
     disturbed = device(STRAIGHT, 50_000, speed_at=lambda size: quiet(size) / noise.uniform(1, 1.03))
     other = drive(disturbed, bounds).plan.batch_size
-    assert 1 / 4 <= other / chosen <= 4
+    slower, faster = sorted([quiet(chosen), quiet(other)])
+    are_equally_fast = slower >= 0.95 / 1.03 * faster
+    is_across_the_fall = min(chosen, other) <= fall_size < max(chosen, other)
+    assert 1 / 4 <= other / chosen <= 4 or (are_equally_fast and is_across_the_fall)
 
 
 LAWS = st.lists(

@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,9 +8,11 @@ from hypothesis import strategies as st
 from lightning_batchmem.plan.records import SearchLimits
 from lightning_batchmem.plan.scaling import (
     MicroBatch,
+    TrainingSetup,
     learning_rate_factor,
     learning_rate_note,
     micro_batch,
+    optimizer_step,
     rounded,
     size_range,
 )
@@ -41,11 +44,25 @@ def test_micro_batch(target, largest, ranks, multiple_of, expected):
     assert (found.batch_size, found.accumulate_grad_batches, found.effective_batch_size) == expected
 
 
-def test_rounding_is_one_sentence():
-    found = micro_batch(1010, largest=256, ranks=4)
-    rounding = "1,012 samples per optimizer step instead of 1,010: 1 x 253 on each of 4 ranks"
-    assert found.rounding == rounding
-    assert micro_batch(1024, largest=256, ranks=4) == MicroBatch(256, 1, 1024)
+@pytest.mark.parametrize("unit", ["samples", "max_tokens"])
+def test_a_target_that_is_missed_is_one_note(unit):
+    setup = TrainingSetup(1, 4, None, None, (), unit)
+
+    def notes(target, batch_size):
+        step = optimizer_step(
+            setup,
+            batch_size,
+            math.inf,
+            target_batch_size=target,
+            multiple_of=None,
+            lr_scaling=None,
+        )
+        return step.notes
+
+    assert micro_batch(1010, largest=256, ranks=4) == MicroBatch(253, 1, 1012)
+    expected = f"1,008 {unit} per optimizer step instead of 1,010: 2 x 126 on each of 4 ranks"
+    assert notes(1010, 126) == (expected,)
+    assert notes(1024, 256) == ()
 
 
 @given(
@@ -66,7 +83,7 @@ def test_properties_of_a_micro_batch(target, largest, ranks, multiple_of):
     fewest = next(k for k in range(1, target + 1) if k * ranks * usable >= target)
     exact = [k for k in range(fewest, 2 * fewest + 1) if target % (k * ranks * unit) == 0]
     assert steps == (exact[0] if exact else fewest)
-    assert (found.effective_batch_size == target) == bool(exact) == (not found.rounding)
+    assert (found.effective_batch_size == target) == bool(exact)
     errors = [abs(size * steps * ranks - target) for size in range(unit, largest + 1, unit)]
     assert abs(found.effective_batch_size - target) == min(errors)
 

@@ -28,10 +28,10 @@ def test_the_line_of_a_search_has_the_trial_and_ends_without_a_size(enabled, ter
         progress.refresh()
         progress.measured(Trial(400, "ok", {"forward": 501 * MIB}))
         progress.refresh()
-    last = "trial 2 of about 5, rehearsal of 400 samples, predicted 500.0 MiB"
+    last = "trial 2 of about 5, rehearsal of size 400, predicted 500.0 MiB"
     on_terminal = [
         "reading samples",
-        "trial 1, probe of 2 samples",
+        "trial 1, probe of size 2",
         f"{last}, step 2",
         f"{last}, measured 501.0 MiB",
     ]
@@ -54,4 +54,4 @@ def test_after_an_error_the_line_keeps_the_trial():
 
     with pytest.raises(KeyError):
         fail_in_a_step()
-    assert shown(console) == ["trial 1, probe of 1 sample, step 1"]
+    assert shown(console) == ["trial 1, probe of size 1, step 1"]

@@ -86,6 +86,15 @@ TWO_RANKS = {
         **UP_TO_24,
     },
 }
+BUDGET = {
+    "max_tokens": 12,
+    "finder": {"budget": True, "batch_arg_name": "max_tokens", "max_batch_size": 24},
+    "budgets": None,
+    "trainer": {**ACCUMULATES, "use_distributed_sampler": False},
+}
+TWO_RANKS["max_tokens"] = BUDGET
+TWO_RANKS["max_tokens, coded"] = {**BUDGET, "search": False, "max_tokens": 24}
+TWO_RANKS["max_tokens that Lightning would divide"] = {**BUDGET, "trainer": {}}
 if SHARDS_HERE:
     TWO_RANKS["fsdp2 budgets"] = {"strategy": "fsdp2", "budgets": [400, 300]}
     TWO_RANKS["fsdp2"] = {"strategy": "fsdp2", "trainer": ACCUMULATES, **UP_TO_24}
@@ -206,6 +215,22 @@ def test_training_is_that_with_the_size_hard_coded(seen, case):
         assert [one[name] for one in seen[case]] == [one[name] for one in seen[f"{case}, coded"]]
     # The ranks have different samples.
     assert len({one["batches"] for one in seen[case]}) == len(seen[case])
+
+
+def test_a_training_with_a_budget_is_that_with_the_budget_hard_coded(seen):
+    of_ranks = seen["max_tokens"]
+    plans = [one["plan"] for one in of_ranks]
+    assert plans[0] == plans[1]
+    assert (plans[0]["batch_size"], plans[0]["budget_name"]) == (24, "max_tokens")
+    for name in ("left", "sizes", "batches"):
+        assert [one[name] for one in of_ranks] == [one[name] for one in seen["max_tokens, coded"]]
+    assert len(of_ranks[0]["sizes"]) == len(of_ranks[1]["sizes"])
+    assert of_ranks[0]["batches"] != of_ranks[1]["batches"]
+
+
+def test_a_sampler_that_lightning_would_replace_is_refused(seen):
+    for one in seen["max_tokens that Lightning would divide"]:
+        assert "Trainer must have use_distributed_sampler=False" in one["error"]
 
 
 @pytest.mark.parametrize(

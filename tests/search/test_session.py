@@ -8,7 +8,7 @@ from lightning_batchmem.plan.plan import make_plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Chosen, SearchFailed
 from lightning_batchmem.plan.scaling import OptimizerStep
-from lightning_batchmem.search.budget import Budget
+from lightning_batchmem.search.memory_budget import MemoryBudget
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.search import BatchSizeSearch
@@ -29,7 +29,7 @@ def device(device):
 def searched(session, policy=POLICY, earlier_plan=None, **options):
     options = SearchOptions(**{"multiple_of": 1, **options})
     device = session.device_memory
-    budget = Budget(device, options, policy)
+    budget = MemoryBudget(device, options, policy)
     progress = SearchProgress(enabled=False)
     ranks = Ranks(0, 1)
     return BatchSizeSearch(session, budget, ranks, progress).run(earlier_plan)
@@ -55,15 +55,15 @@ def test_the_line_of_progress_counts_trials_and_their_steps(device):
             super().begin_step()
             texts.append(self.tasks[0].description)
 
-    budget = Budget(device, SearchOptions(multiple_of=1), POLICY)
+    budget = MemoryBudget(device, SearchOptions(multiple_of=1), POLICY)
     with Shown(enabled=False) as progress:
         result = BatchSizeSearch(FakeSession(device, law), budget, Ranks(0, 1), progress).run()
     full_steps = [trial.full_steps for trial in result.trials]
-    probe_steps = [text for text in texts if text.startswith("trial 1, probe of 2 sampl")]
+    probe_steps = [text for text in texts if text.startswith("trial 1, probe of size 2")]
     assert len(probe_steps) == full_steps[0]
-    assert texts[0] == "trial 1, probe of 2 samples, step 1"
-    assert probe_steps[-1] == f"trial 1, probe of 2 samples, step {full_steps[0]}"
-    assert texts[-1].startswith(f"trial {len(full_steps)} of about 5, rehearsal of 347 samples")
+    assert texts[0] == "trial 1, probe of size 2, step 1"
+    assert probe_steps[-1] == f"trial 1, probe of size 2, step {full_steps[0]}"
+    assert texts[-1].startswith(f"trial {len(full_steps)} of about 5, rehearsal of size 347")
     assert progress.tasks[0].description == f"{len(full_steps)} trials"
 
 

@@ -8,11 +8,7 @@ from dataclasses import dataclass
 
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.host import HostMemory
-from lightning_batchmem.plan.options import (
-    UNBOUNDED_MAX_BATCH_SIZE,
-    SearchOptions,
-    parse_memory_limit,
-)
+from lightning_batchmem.plan.options import SearchOptions, parse_memory_limit
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Bound, SearchLimits, mib
 from lightning_batchmem.search.ranks import Ranks
@@ -20,7 +16,7 @@ from lightning_batchmem.search.session import Session
 
 
 @dataclass(frozen=True)
-class Budget:
+class MemoryBudget:
     """The memory of a device that this rank may use.
 
     Args:
@@ -74,7 +70,7 @@ class Budget:
         return held_bytes + int(self.policy.limit_share * (provided_bytes - held_bytes))
 
 
-def search_limits(session: Session, budget: Budget, ranks: Ranks) -> SearchLimits:
+def search_limits(session: Session, budget: MemoryBudget, ranks: Ranks) -> SearchLimits:
     """The limits of a search, the same on every rank: the rank with the least of each decides.
 
     Raises:
@@ -90,7 +86,7 @@ def search_limits(session: Session, budget: Budget, ranks: Ranks) -> SearchLimit
         )
     target = options.target_batch_size if session.training is not None else None
     bounds: list[Bound] = [
-        (options.max_batch_size or UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size"),
+        (options.largest_size, "max_batch_size"),
         *session.bounds(),
     ]
     if target is not None:
@@ -115,15 +111,16 @@ def search_limits(session: Session, budget: Budget, ranks: Ranks) -> SearchLimit
         overrun_kills=budget.device.overrun_kills,
         steps_are_collective=session.steps_are_collective,
         avoided_sizes=frozenset().union(*avoided),
+        budget_name=options.budget_name,
     )
 
 
-def _largest_in_host_memory(session: Session, budget: Budget) -> int:
+def _largest_in_host_memory(session: Session, budget: MemoryBudget) -> int:
     """The largest size whose batches in loader workers fit into the free memory of the host."""
     if session.worker_bytes(1) == 0:
-        return UNBOUNDED_MAX_BATCH_SIZE
+        return budget.options.largest_size
     host = budget.host_memory()
     free_bytes = host.budget_bytes() - host.current().allocated_bytes
     room_bytes = free_bytes // budget.ranks_on_host
-    sizes = range(1, UNBOUNDED_MAX_BATCH_SIZE + 1)
+    sizes = range(1, budget.options.largest_size + 1)
     return max(1, bisect_right(sizes, room_bytes, key=session.worker_bytes))

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.search.budget import Budget, search_limits
+from lightning_batchmem.search.memory_budget import MemoryBudget, search_limits
 from lightning_batchmem.search.ranks import Ranks
 from tests.helpers.fake_session import FakeSession
 
@@ -13,7 +13,7 @@ POLICY = SearchPolicy()
 
 
 def budget_of(device, *, memory_limit=None, **arguments):
-    return Budget(device, SearchOptions(memory_limit=memory_limit), POLICY, **arguments)
+    return MemoryBudget(device, SearchOptions(memory_limit=memory_limit), POLICY, **arguments)
 
 
 @pytest.mark.parametrize(("shared", "ranks", "provided"), [(1, 1, 900), (1, 4, 300), (0, 4, 900)])
@@ -41,7 +41,7 @@ def test_a_limit_below_the_held_bytes_is_refused(fake_device):
     session = FakeSession(device, lambda size: size)
     options = SearchOptions(memory_limit=200)
     with pytest.raises(ValueError, match=r"memory_limit must be above the 0\.000 MiB"):
-        search_limits(session, Budget(device, options, POLICY), Ranks(0, 1))
+        search_limits(session, MemoryBudget(device, options, POLICY), Ranks(0, 1))
 
 
 def test_free_host_memory_limits_the_size(fake_device):

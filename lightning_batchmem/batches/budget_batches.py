@@ -1,0 +1,127 @@
+"""The batches of a loader that forms its own batches, at any budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_batchmem.batches.budget_loader import BudgetLoader
+from lightning_batchmem.batches.read_batches import BatchReader, BatchReading, read_worst_batches
+from lightning_batchmem.devices.tensors import copied
+from lightning_batchmem.plan.options import ItemsFunction
+from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.sentences import worst_of_budget
+
+
+class BudgetBatches:
+    """The worst of the batches that one loader makes at a budget, read when they are needed.
+
+    Args:
+        info: the loader at any budget.
+        policy: how many batches are read, and how long.
+        share_bytes: what the batches that are kept may hold.
+        items_function: counts the items of a batch.
+    """
+
+    def __init__(
+        self,
+        info: BudgetLoader,
+        policy: SearchPolicy,
+        share_bytes: float,
+        items_function: ItemsFunction,
+    ) -> None:
+        self.info = info
+        self.notes = [worst_of_budget(policy.max_batches_read)]
+        self.held_bytes = 0
+        # Bytes of the largest batch at the budget where the search begins.
+        self.longest_bytes = 0
+        self._policy = policy
+        self._share_bytes = share_bytes
+        self._items_function = items_function
+        self._readings: dict[int, BatchReading] = {}
+        # The batches that are kept are those of this budget. 0: of none.
+        self._budget = 0
+        self._batches: list[Any] = []
+
+    @property
+    def num_other_batches(self) -> int:
+        return len(self._batches) - 1
+
+    def prepare(self, budget: int) -> None:
+        """Read batches at a budget, unless those that are kept have it."""
+        if budget == self._budget or (self._budget and not self.info.follows):
+            return
+        # Batches of another budget would take memory from the reader.
+        self._budget = 0
+        self._batches = []
+        self.held_bytes = 0
+        with self.info.at_budget(budget) as loader:
+            worst = read_worst_batches(loader, self._reader)
+        self._budget = budget
+        self._batches = worst.batches
+        self.held_bytes = worst.held_bytes
+        self._readings[budget] = worst.reading
+        self.longest_bytes = self.longest_bytes or worst.reading.largest_bytes
+        if worst.reading.num_batches is not None:
+            self.info.counts[budget] = worst.reading.num_batches
+
+    def smallest_useful_budget(self, budget: int, *, needs_two_samples: bool) -> int:
+        """The budget, divided until a smaller one no longer makes smaller batches.
+
+        Below it a batch is one sample. The loader is found to follow the budget or not.
+
+        Args:
+            budget: the budget of the project.
+            needs_two_samples: whether a batch of one sample is an error.
+        """
+        reading = self._read(budget)
+        while (smaller := budget // self._policy.ladder_growth) > 0:
+            try:
+                smaller_reading = self._read(smaller)
+            # A sampler may raise any exception if a sample is larger than the budget.
+            except Exception:  # noqa: BLE001
+                break
+            largest_bytes = self._policy.shrinking_share * reading.largest_bytes
+            if smaller_reading.largest_bytes > largest_bytes:
+                break
+            if needs_two_samples and smaller_reading.has_single_samples:
+                break
+            budget, reading = smaller, smaller_reading
+        if len(set(self._readings.values())) == 1:
+            larger_reading = self._read(self._policy.ladder_growth * budget)
+            self.info.follows = larger_reading != reading
+        self.longest_bytes = reading.largest_bytes
+        return budget
+
+    def items(self, budget: int) -> float:
+        """Items of the batch with most bytes, in which steps are timed."""
+        self.prepare(budget)
+        return self._reading.items
+
+    def batch(self, budget: int) -> Any:
+        """A copy of the batch with most bytes."""
+        self.prepare(budget)
+        return copied(self._batches[0])
+
+    def other_lengths(self, budget: int, index: int) -> Any:
+        """A copy of one of the other batches in turn, or of the only one."""
+        self.prepare(budget)
+        others = self._batches[1:] or self._batches
+        return copied(others[index % len(others)])
+
+    def batch_bytes(self, budget: int, longest_bytes: int) -> int:
+        """Bytes of the largest batch, in proportion to the nearest budget that was read."""
+        if not self.info.follows:
+            return self._reading.largest_bytes
+        nearest = min(self._readings, key=lambda read: max(read / budget, budget / read))
+        return self._readings[nearest].largest_bytes * budget // nearest
+
+    @property
+    def _reading(self) -> BatchReading:
+        return self._readings[self._budget]
+
+    def _read(self, budget: int) -> BatchReading:
+        self.prepare(budget)
+        return self._reading
+
+    def _reader(self, loader: Any) -> BatchReader:
+        return BatchReader(loader, self._items_function, self._policy, self._share_bytes)

@@ -1,0 +1,298 @@
+"""A search over a budget within which loaders form their own batches."""
+
+import json
+
+import pytest
+from lightning.pytorch import LightningDataModule
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader
+
+from lightning_batchmem import BatchFinder, Plan
+from tests.helpers.budgets import Tokens, WithinBudget, stream_of_batches, within_budget
+from tests.helpers.lawful import MIB, Lawful, quiet_trainer
+from tests.helpers.samples import pad
+
+# Texts of 8 tokens, and some of 100.
+LENGTHS = [100 if index % 100 == 99 else 8 for index in range(5000)]
+ALL_TOKENS = 4950 * 8 + 50 * 100
+
+
+def tokens_law(tokens):
+    """Bytes of a step with so many padded tokens."""
+    return 99 * MIB + tokens * MIB // 16
+
+
+class Texts(Lawful):
+    """A module whose memory follows the padded tokens of its batches."""
+
+    make = staticmethod(within_budget)
+
+    def __init__(self, device_memory, max_tokens=512, law=tokens_law):
+        super().__init__(device_memory, law)
+        self.max_tokens = max_tokens
+        del self.batch_size
+
+    def training_step(self, batch, batch_idx):
+        self.sizes.append(tuple(batch.shape))
+        self.use(batch.numel())
+        return self.layer(batch[:, :1].float()).mean()
+
+    def train_dataloader(self):
+        return self.make(LENGTHS, self.max_tokens)
+
+
+class Streamed(Texts):
+    make = staticmethod(stream_of_batches)
+
+
+BUDGET = {"batch_arg_name": "max_tokens", "budget": True}
+
+
+def options(**more):
+    return {**BUDGET, **more}
+
+
+# The limit is 475 MiB, and 0.94 of it are 446.5: 347.5 more than the fixed part, or 5,560 tokens.
+# A text has 8 tokens, so the batches of the next budgets have as many.
+FOUND = 5567
+
+
+# The stream is sorted, so its first 256 small batches have no text of 100 tokens.
+@pytest.mark.parametrize(("kind", "first", "found"), [(Texts, 128, FOUND), (Streamed, 32, 5560)])
+def test_the_largest_budget_that_fits_is_found(search, device, kind, first, found, capsys):
+    module = kind(device)
+    plan = search(module, options=options())
+    assert (plan.batch_size, plan.limited_by, plan.verified) == (found, "memory", True)
+    assert module.max_tokens == found
+    assert plan.trials[0].batch_size == first
+    assert plan.measured_peak_bytes == tokens_law(5560)
+    assert plan.reason == f"max_tokens {found:,}: the largest size that is predicted to fit."
+    assert plan.memory.lines["forward"].slope == pytest.approx(MIB / 16, rel=0.01)
+    text = capsys.readouterr().out
+    assert f"BatchFinder: max_tokens {found:,}, limited by memory, verified by a rehearsal" in text
+    assert "items/s" in str(plan)
+    assert "for each of max_tokens (forward)" in str(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_other_batches_count_where_they_need_more(search, device):
+    """Attention over the longest text needs more than the batch with most tokens."""
+
+    class Attention(Texts):
+        def training_step(self, batch, batch_idx):
+            self.sizes.append(tuple(batch.shape))
+            self.use(batch.numel() * (1 if batch.shape[1] == 8 else 2))
+            return self.layer(batch[:, :1].float()).mean()
+
+    plan = search(Attention(device), options=options())
+    longest = plan.batch_size // 100 * 100
+    assert tokens_law(2 * longest) <= 475 * MIB
+    assert plan.measured_peak_bytes == tokens_law(2 * longest)
+    assert plan.batch_size >= 0.9 * FOUND / 2
+
+
+def test_the_epoch_keeps_its_steps(search, device):
+    plan = search(Texts(device, law=lambda tokens: MIB), options=options(min_steps_per_epoch=40))
+    assert plan.limited_by == "min_steps_per_epoch"
+    made = [len(within_budget(LENGTHS, plan.batch_size + more).batch_sampler) for more in (0, 64)]
+    assert made[0] >= 40 > made[1]
+    assert "min_steps_per_epoch allows no more than max_tokens" in plan.reason
+
+
+@pytest.mark.parametrize("kind", [Texts, Streamed])
+def test_a_budget_for_all_data_is_not_exceeded(search, device, kind):
+    plan = search(kind(device, law=lambda tokens: MIB), options=options())
+    assert plan.limited_by == "dataset"
+    # A larger budget would put all texts into one batch, padded to 100 tokens.
+    assert ALL_TOKENS / 4 < plan.batch_size <= 5000 * 100
+    assert "an epoch has no second batch above max_tokens" in plan.reason
+
+
+def test_max_and_min_are_budgets(search, device):
+    plan = search(Texts(device), options=options(min_batch_size=1000, max_batch_size=2000))
+    assert (plan.batch_size, plan.limited_by) == (2000, "max_batch_size")
+    assert min(trial.batch_size for trial in plan.trials) >= 1000
+
+
+def test_nothing_fits(search, device):
+    with pytest.raises(RuntimeError, match=r"Nothing fits: max_tokens 128, the smallest size"):
+        search(Texts(device, law=lambda tokens: 10**9), options=options())
+
+
+def test_throughput_counts_items(search, device, monkeypatch):
+    seconds = [0.0]
+
+    class Timed(Texts):
+        def training_step(self, batch, batch_idx):
+            # A step takes the time of at least 1,000 tokens.
+            seconds[0] += max(1000, batch.numel()) / 1e5
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr("lightning_batchmem.search.steps.time.perf_counter", lambda: seconds[0])
+    plan = search(Timed(device), options=options(objective="throughput"))
+    assert plan.limited_by == "throughput"
+    assert 900 <= plan.batch_size <= 2048
+    speeds = {trial.batch_size: trial.samples_per_second for trial in plan.trials}
+    assert speeds[plan.batch_size] == pytest.approx(1e5, rel=0.06)
+    of_texts = search(Timed(device), options=options(objective="throughput", items_fn=len))
+    assert of_texts.trials[0].samples_per_second == pytest.approx(speeds[128] / 8)
+
+
+def test_loaders_that_are_passed_have_the_budget_in_their_sampler(search, device):
+    loader = within_budget(LENGTHS, 512)
+    module = Texts(device)
+    plan = search(module, options=options(), train_dataloaders=loader)
+    assert plan.batch_size == loader.batch_sampler.max_tokens == FOUND
+    # The attribute of the module has nothing to do with the loader.
+    assert module.max_tokens == 512
+
+
+def test_the_budget_of_a_datamodule(search, device):
+    class Data(LightningDataModule):
+        def __init__(self, max_tokens):
+            super().__init__()
+            self.save_hyperparameters()
+
+        def train_dataloader(self):
+            return within_budget(LENGTHS, self.hparams.max_tokens)
+
+    data = Data(512.0)
+    module = Texts(device)
+    del module.max_tokens
+    assert search(module, options=options(), datamodule=data).batch_size == FOUND
+    assert data.hparams.max_tokens == FOUND
+
+
+def test_a_target_and_a_learning_rate_speak_of_the_budget(search, device):
+    module = Texts(device)
+    plan = search(module, options=options(target_batch_size=8192))
+    assert (plan.batch_size, plan.accumulate_grad_batches) == (4096, 2)
+    assert "max_tokens 8,192, in 2 batches" in str(plan)
+    assert any("max_tokens per optimizer step went from 512 to 8,192" in n for n in plan.notes)
+
+
+class Both(Texts):
+    """Validation within the same budget, and its own loader of a fixed size."""
+
+    def validation_step(self, batch, batch_idx, dataloader_idx):
+        self.use(2 * batch.numel())
+
+    def val_dataloader(self):
+        return [
+            within_budget(LENGTHS, self.max_tokens),
+            DataLoader(Tokens(LENGTHS), 2, collate_fn=pad),
+        ]
+
+
+def test_validation_within_the_budget_is_part_of_the_search(search, device):
+    plan = search(Both(device), options=options())
+    assert tokens_law(2 * plan.batch_size) <= 475 * MIB
+    assert plan.batch_size >= 0.9 * FOUND / 2
+
+
+def test_an_evaluation_within_the_budget(search, device):
+    plan = search(Both(device), options=options(), stage="validate")
+    assert plan.batch_size >= 0.9 * FOUND / 2
+    assert plan.budget_name == "max_tokens"
+
+
+def test_a_plan_of_a_budget_is_used_again(search, device):
+    first = search(Texts(device), options=options())
+    again = search(Texts(device), options=options(plan=first))
+    assert again.batch_size == first.batch_size
+    assert again.reason.startswith("max_tokens 5,567: the size of an earlier plan")
+    # The names of the options are those of the plan.
+    assert json.loads(again.to_json())["conditions"]["budget"] is True
+
+
+class Fixed(Texts):
+    def train_dataloader(self):
+        return within_budget(LENGTHS, 512)
+
+
+class Sized(Texts):
+    def train_dataloader(self):
+        return DataLoader(Tokens(LENGTHS), batch_size=4, collate_fn=pad)
+
+
+class Mixed(Texts):
+    def train_dataloader(self):
+        sized = DataLoader(Tokens(LENGTHS), batch_size=self.max_tokens // 64, collate_fn=pad)
+        return [within_budget(LENGTHS, self.max_tokens), sized]
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch[0], batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "message"),
+    [
+        (Fixed, {}, "train_dataloader must make other batches with another `max_tokens`"),
+        (Sized, {}, "budget must be False, because no loader of train_dataloader forms its own"),
+        (Mixed, {}, "must follow `max_tokens` at every size, got loaders of batch sizes"),
+        (Texts, {"batch_arg_name": "max_items"}, "must name an attribute of the module, the"),
+        (Texts, {"batch_arg_name": "layer"}, "`layer` must be a budget of at least 1 with"),
+    ],
+)
+def test_projects_without_a_budget_are_refused(search, device, kind, more, message):
+    with pytest.raises(ValueError, match=message):
+        search(kind(device), options=options(**more))
+
+
+def test_passed_loaders_without_the_attribute_are_refused(search, device):
+    loader = DataLoader(Tokens(LENGTHS), batch_sampler=BatchSampler(range(9), 2, False))
+    with pytest.raises(ValueError, match="must name an attribute of the batch sampler"):
+        search(Texts(device), options=options(), train_dataloaders=loader)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"budget": 8192}, "budget must be True or False, got 8192"),
+        ({"budget": True, "worst_case": "longest"}, "worst_case must be None with budget=True"),
+        ({"items_fn": len}, "items_fn must be a function of a batch, with budget=True"),
+        ({"budget": True, "items_fn": "len"}, "items_fn must be a function of a batch"),
+    ],
+)
+def test_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        BatchFinder(**arguments)
+
+
+class OfItsSize(WithinBudget):
+    """A sampler whose attribute has the name of a batch size, but is a number of tokens."""
+
+    @property
+    def batch_size(self):
+        return self.max_tokens
+
+    @batch_size.setter
+    def batch_size(self, value):
+        self.max_tokens = value
+
+
+def test_a_batch_size_that_is_a_budget(search, device):
+    sampler = OfItsSize(LENGTHS, 512)
+    loader = DataLoader(Tokens(LENGTHS), batch_sampler=sampler, collate_fn=pad)
+    with pytest.raises(ValueError, match="or pass budget=True if its size is no number of samples"):
+        search(Texts(device), train_dataloaders=loader)
+    plan = search(Texts(device), options={"budget": True}, train_dataloaders=loader)
+    assert (plan.batch_size, plan.budget_name) == (FOUND, "batch_size")
+
+
+class Layers(Texts):
+    """A real network, whose memory is measured on the host."""
+
+    def __init__(self):
+        super().__init__(None, 64)
+        self.layers = nn.Sequential(nn.Embedding(5000, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch).square().mean()
+
+
+def test_a_search_on_the_host_reads_in_a_worker():
+    finder = BatchFinder(**BUDGET, max_batch_size=1024)
+    quiet_trainer(finder, max_steps=2).fit(Layers())
+    assert (finder.plan.batch_size, finder.plan.verified) == (1024, True)
+    assert finder.plan.trials[-1].samples_per_second > 0
