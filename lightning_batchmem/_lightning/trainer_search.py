@@ -25,9 +25,8 @@ from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem._lightning.recorded_state import RecordedState
 from lightning_batchmem._lightning.session import LightningSession
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
-from lightning_batchmem._lightning.strategies import has_batch_norm
 from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
-from lightning_batchmem._lightning.strategies import wrap_again
+from lightning_batchmem._lightning.strategies import has_batch_norm, wrap_again
 from lightning_batchmem._lightning.trainer_state import datamodules_of, weight_average_bytes
 from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.batches.probe_batches import ProbeBatches
