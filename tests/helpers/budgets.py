@@ -30,6 +30,9 @@ class WithinBudget:
     It shuffles its batches with the generators of the process and with one of its own.
     """
 
+    # Lightning 2.5 reads this attribute of the batch sampler of a validation.
+    sampler = None
+
     def __init__(self, lengths, max_tokens, *, has_length=True, shuffles=True):
         self.lengths = list(lengths)
         self.max_tokens = max_tokens
