@@ -196,6 +196,29 @@ def test_an_evaluation_within_the_budget(search, device):
     assert plan.budget_name == "max_tokens"
 
 
+def test_an_evaluation_without_a_budget_is_left_alone(search, device):
+    class OneSize(Texts):
+        def validation_step(self, batch, batch_idx):
+            self.use(batch.numel())
+
+        def val_dataloader(self):
+            return DataLoader(Tokens(LENGTHS), 4, collate_fn=pad)
+
+    assert search(OneSize(device), options=options(), stage="validate") is None
+
+
+def test_longer_texts_than_those_of_a_plan_are_searched_again(search, device):
+    first = search(Texts(device), options=options())
+    assert first.conditions["sample_bytes"][0] > 800
+
+    class Longer(Texts):
+        def train_dataloader(self):
+            return within_budget([*LENGTHS, 200], self.max_tokens)
+
+    again = search(Longer(device), options=options(plan=first))
+    assert any("The earlier plan was not used: sample_bytes was" in note for note in again.notes)
+
+
 def test_a_plan_of_a_budget_is_used_again(search, device):
     first = search(Texts(device), options=options())
     again = search(Texts(device), options=options(plan=first))

@@ -62,7 +62,8 @@ class ProbeBatches:
             else:
                 made = _LoaderBatches(info, worst_case, policy, share_bytes, restored)
                 self._of_loaders.append(made)
-        self.longest_bytes = [batches.longest_bytes for batches in self._of_loaders]
+        # These are those of the rank that found the longest samples.
+        self._agreed_longest_bytes: list[int] | None = None
         notes = [note for batches in self._of_loaders for note in batches.notes]
         self.notes = tuple(dict.fromkeys(notes))
 
@@ -75,6 +76,13 @@ class ProbeBatches:
     def held_bytes(self) -> int:
         """Bytes of the samples and batches that are kept in this process."""
         return sum(batches.held_bytes for batches in self._of_loaders)
+
+    @property
+    def longest_bytes(self) -> list[int]:
+        """Bytes of the longest sample of each loader, or of its largest batch within a budget."""
+        if self._agreed_longest_bytes is not None:
+            return self._agreed_longest_bytes
+        return [batches.longest_bytes for batches in self._of_loaders]
 
     @property
     def num_other_batches(self) -> int:
@@ -99,11 +107,12 @@ class ProbeBatches:
             budget: the budget of the project.
             needs_two_samples: whether a batch of one sample is an error, as to BatchNorm.
         """
-        return max(
+        smallest = [
             batches.smallest_useful_budget(budget, needs_two_samples=needs_two_samples)
             for batches in self._of_loaders
             if isinstance(batches, BudgetBatches)
-        )
+        ]
+        return max(smallest, default=budget)
 
     def items(self, batch_size: int) -> float:
         """What the throughput counts in one batch: its samples, or items within a budget."""
@@ -142,7 +151,7 @@ class ProbeBatches:
 
     def agree(self, of_ranks: Sequence[tuple[list[int], tuple[str, ...]]]) -> None:
         """Use the longest samples and the notes of the rank that found the longest ones."""
-        self.longest_bytes, self.notes = max(of_ranks)
+        self._agreed_longest_bytes, self.notes = max(of_ranks)
 
     def _in_turn(
         self, index: int, make: Callable[[_LoaderBatches | BudgetBatches, int], Any]
