@@ -134,6 +134,10 @@ class RecordedRun(Run):
             )
         plans = (vars(callback).get("plan") for callback in callbacks_of(trainer))
         plan = next((plan for plan in plans if isinstance(plan, Plan)), None)
+        counters = (callback for callback in callbacks_of(trainer) if "oom_splits" in vars(callback))
+        # An OomGuard counts in this attribute.
+        self._guard: Any = next(counters, None)
+        self._oom_splits = 0
         if csv is not None and plan is not None:
             csv.write_text(PLAN_NAME, plan.to_json())
         self._stage = stage
@@ -194,6 +198,10 @@ class RecordedRun(Run):
         if record is None:
             return
         is_training = record.stage == "train"
+        if is_training and self._guard is not None:
+            oom_splits = self._guard.oom_splits
+            record.oom_splits = oom_splits - self._oom_splits
+            self._oom_splits = oom_splits
         is_interval = self._recorder.run_timer.steps % _UNLOGGED_INTERVAL == 0
         is_logged = is_training and (
             logs_now(trainer) or (is_interval and not logs_at_all(trainer))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,9 +14,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_batchmem import OomGuard
 from tests.helpers.lawful import quiet_trainer
 
-SAMPLES = 80
-SIZE = 8
 STEPS = 20
+
+# The samples of each batch in an epoch. Those of five and more do not fit, and none is as large as
+# one before it, so that each of them fails as a whole first.
+SIZES = (4, 3, 4, 9, 4, 4, 3, 8, 7, 6, 4, 5, 4, 4)
+FITS = 4
+
+# The places of the errors in the batches that do not fit. Under accumulation of two, the batches
+# with odd numbers add to earlier gradients.
+FAILS = {3: "forward", 7: "backward", 8: "backward", 9: "start", 11: "backward"}
 
 
 def fail() -> None:
@@ -27,27 +35,25 @@ class Failing(LightningModule):
     """A network in float64 whose steps fail if they have more than some samples.
 
     Args:
-        fails: the place of the error in each batch: ``"forward"`` (after ``self.log``),
-            ``"start"`` (before it), ``"backward"`` (when half of the gradients exist).
-        fits: the most samples that fit.
+        fails: the number of a batch -> the place of the error in it and its parts: ``"start"``,
+            ``"forward"`` (after ``self.log``), ``"backward"`` (when half of the gradients exist).
         reduction: that of the loss.
     """
 
     def __init__(
         self,
-        fails: dict[int, str] | None = None,
-        fits: int = 3,
+        fails: Mapping[int, str] | None = None,
         reduction: str = "mean",
         norm: Callable[[int], nn.Module] = nn.LayerNorm,
     ) -> None:
         super().__init__()
         self.fails = fails or {}
-        self.fits = fits
         self.reduction = reduction
         layers = (nn.Linear(6, 16), norm(16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 1))
         self.layers = nn.Sequential(*layers).double()
         # It gets no gradient.
         self.unused = nn.Linear(1, 1)
+        self.place: str | None = None
         self.samples: list[int] = []
         self.hooks: list[str] = []
 
@@ -57,27 +63,29 @@ class Failing(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = self.read(batch)
-        place = self.fails.get(self.trainer.fit_loop.total_batch_idx)
-        is_too_large = len(x) > self.fits
+        self.place = None
+        if len(x) > FITS:
+            self.place = self.fails.get(self.trainer.fit_loop.total_batch_idx)
         self.samples.append(len(x))
-        if place == "start" and is_too_large:
-            fail()
+        self.arrive_at("start")
         hidden = self.layers[:3](x)
-        if place == "backward" and is_too_large:
-            hidden.register_hook(lambda _: fail())
+        hidden.register_hook(lambda _: self.arrive_at("backward"))
         errors = (self.layers[3:](hidden) - y).square().squeeze(1)
         loss = errors.mean() if self.reduction == "mean" else errors.sum()
-        self.log_values(loss, errors)
-        if place == "forward" and is_too_large:
-            fail()
+        self.log_values(loss, errors.detach())
+        self.arrive_at("forward")
         return {"loss": loss, "errors": errors.detach(), "largest": errors.detach().max()}
 
+    def arrive_at(self, place: str) -> None:
+        if place == self.place:
+            fail()
+
     def log_values(self, loss: Tensor, errors: Tensor) -> None:
-        """Nothing is logged."""
+        """A subclass logs values here."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01, weight_decay=0.01)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=STEPS + 1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=2 * STEPS)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
@@ -120,15 +128,14 @@ class Steps(Callback):
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-def samples() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
-    y = torch.randn(SAMPLES, 1, generator=generator, dtype=torch.float64)
-    return x, y
-
-
-def loader(size: int = SIZE) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(*samples()), batch_size=size)
+def loader(seed: int = 1, sizes: Sequence[int] = SIZES) -> DataLoader[Any]:
+    """Batches of these sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(sum(sizes), 6, generator=generator, dtype=torch.float64)
+    y = torch.randn(sum(sizes), 1, generator=generator, dtype=torch.float64)
+    ends = list(accumulate(sizes))
+    batches = [list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+    return DataLoader(TensorDataset(x, y), batch_sampler=batches)
 
 
 def trained(
