@@ -134,9 +134,9 @@ class RecordedRun(Run):
             )
         plans = (vars(callback).get("plan") for callback in callbacks_of(trainer))
         plan = next((plan for plan in plans if isinstance(plan, Plan)), None)
-        counters = (callback for callback in callbacks_of(trainer) if "oom_splits" in vars(callback))
         # An OomGuard counts in this attribute.
-        self._guard: Any = next(counters, None)
+        guards = (one for one in callbacks_of(trainer) if "oom_splits" in vars(one))
+        self._guard: Any = next(guards, None)
         self._oom_splits = 0
         if csv is not None and plan is not None:
             csv.write_text(PLAN_NAME, plan.to_json())

@@ -85,7 +85,7 @@ class Failing(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01, weight_decay=0.01)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=2 * STEPS)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=300)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
