@@ -26,15 +26,8 @@ CASES: dict[str, dict[str, Any]] = {
         "ddp": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001},
     },
     "unused": {"ranks": [1], "fails": FORWARD, "ddp": {"find_unused_parameters": True}},
-    "static": {"ranks": [1], "fails": FORWARD, "ddp": {"static_graph": True}},
     "first batch": {"ranks": [1], "fails": FORWARD, "sizes": [9, 4, 4, 8, 4]},
     "second batch": {"ranks": [1], "fails": {1: "middle"}, "sizes": [4, 9, 4, 8, 4]},
-    "static, first batch": {
-        "ranks": [1],
-        "fails": FORWARD,
-        "sizes": [9, 4, 4, 8, 4],
-        "ddp": {"static_graph": True},
-    },
 }
 
 
@@ -93,3 +86,11 @@ def test_an_error_after_a_collective_of_the_step_is_raised(tmp_path: Path) -> No
         " exchanges of training_step. Use a smaller batch size."
     ]
     assert healthy["error"]
+
+
+def test_a_static_graph_is_not_guarded(tmp_path: Path) -> None:
+    static = {"static_graph": True}
+    case = {"ranks": [1], "fails": {3: "forward"}, "ddp": static, "ends": True}
+    _, failed = (found["one"][0] for found in results_of(tmp_path, {"one": case}))
+    assert failed["error"].startswith("OutOfMemoryError: CUDA out of memory")
+    assert failed["samples"] == [4, 3, 4, 9]

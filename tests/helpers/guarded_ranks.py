@@ -16,7 +16,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_batchmem import OomGuard
 from tests.helpers.guarded import SIZES, Failing, loader, trained
@@ -55,9 +54,6 @@ class OnRank(Failing):
         self.log("other", 2 * loss, sync_dist=True)
         self.log("own", 3 * loss, on_epoch=True)
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        return loader(seed=self.global_rank, sizes=self.case.get("sizes", SIZES))
-
 
 class Logged(Callback):
     def __init__(self) -> None:
@@ -67,7 +63,7 @@ class Logged(Callback):
         self.values.append({key: float(one) for key, one in trainer.callback_metrics.items()})
 
 
-def run_case(case: dict[str, Any], *, guarded: bool) -> dict[str, Any]:
+def run_case(rank: int, case: dict[str, Any], *, guarded: bool) -> dict[str, Any]:
     guard = OomGuard() if guarded else None
     logged = Logged()
     options = {
@@ -84,10 +80,11 @@ def run_case(case: dict[str, Any], *, guarded: bool) -> dict[str, Any]:
         made["module"] = OnRank(case["fails"] if guarded else {}, case)
         return made["module"]
 
+    loaders = loader(seed=rank, sizes=case.get("sizes", SIZES))
     error = ""
     notes: list[str] = []
     try:
-        trained(make, guard, logged, loaders=case.get("loaders"), **options)
+        trained(make, guard, logged, loaders=loaders, **options)
     # The other rank may end with any error of gloo.
     except Exception as caught:  # noqa: BLE001
         error = f"{type(caught).__name__}: {caught}"
@@ -108,8 +105,8 @@ def run_cases(rank: int, directory: Path, cases: dict[str, dict[str, Any]]) -> N
     warnings.simplefilter("ignore")
     found = {}
     for name, case in cases.items():
-        wholes = [] if case.get("ends") else [run_case(case, guarded=False)]
-        found[name] = [*wholes, run_case(case, guarded=True)]
+        wholes = [] if case.get("ends") else [run_case(rank, case, guarded=False)]
+        found[name] = [*wholes, run_case(rank, case, guarded=True)]
         (directory / f"{rank}.json").write_text(json.dumps(found))
     # After an error, the process group cannot be left together.
     os._exit(0)

@@ -40,6 +40,9 @@ def why_not_guarded(trainer: Trainer) -> str | None:
         norm = any(isinstance(part, SyncBatchNorm) for part in module.modules())
         name = "SyncBatchNorm" if norm else type(trainer.strategy).__name__
         return f"with {name}, because each step needs all ranks"
+    # Only a wrapper of DDP has this attribute.
+    if getattr(trainer.strategy.model, "static_graph", False):
+        return "with static_graph of DDP, whose first step cannot run in parts"
     return None
 
 
