@@ -567,6 +567,20 @@ def test_the_profiler_counts_batches_in_parts(tmp_path: Path) -> None:
     assert Summary.from_json(profiler.summary.to_json()) == profiler.summary
 
 
+def test_a_batch_in_parts_is_not_the_one_whose_operations_are_counted(tmp_path: Path) -> None:
+    flops = []
+    fails = dict.fromkeys(range(1, 5), "backward")
+    for guards, places in (([], {}), ([OomGuard()], fails)):
+        profiler = MemoryProfiler(flops=True, peak_flops=1e12, csv=False)
+        sizes = [4, 9, 8, 7, 6, 4, 4]
+        options = {"max_steps": 7, "loaders": loader(sizes=sizes)}
+        trained(partial(Failing, places), *(guards or [None]), profiler, **options)
+        assert profiler.summary is not None
+        flops.append(profiler.summary.flops_per_sample)
+    assert flops[0] is not None
+    assert flops[0] == flops[1]
+
+
 @pytest.mark.filterwarnings("ignore:OomGuard. BatchNorm")
 def test_a_training_without_errors_is_the_same_bit_for_bit(tmp_path: Path) -> None:
     outcomes = []

@@ -194,14 +194,19 @@ class RecordedRun(Run):
 
     def end_step(self, trainer: Trainer, module: LightningModule, batch: object) -> None:
         """End a step, and log the training if it is due."""
+        oom_splits = None
+        if self._guard is not None:
+            oom_splits = self._guard.oom_splits - self._oom_splits
+            self._oom_splits = self._guard.oom_splits
+        if oom_splits:
+            # It would count the failed attempt too.
+            self._recorder.drop_measurement()
         record = self._recorder.stop(trainer, batch)
         if record is None:
             return
         is_training = record.stage == "train"
-        if is_training and self._guard is not None:
-            oom_splits = self._guard.oom_splits
-            record.oom_splits = oom_splits - self._oom_splits
-            self._oom_splits = oom_splits
+        if is_training:
+            record.oom_splits = oom_splits
         is_interval = self._recorder.run_timer.steps % _UNLOGGED_INTERVAL == 0
         is_logged = is_training and (
             logs_now(trainer) or (is_interval and not logs_at_all(trainer))
