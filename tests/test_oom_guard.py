@@ -143,6 +143,25 @@ class OfTuple(Failing):
         return OfDict.read(self, {"one": batch[0], "other": batch[1]})
 
 
+class WithoutGradients(torch.optim.SGD):
+    """Calls the closure without gradients, as the optimizers of some projects do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        super().step()
+        return loss
+
+
+class OwnOptimizer(Failing):
+    def configure_optimizers(self) -> Any:
+        return WithoutGradients(self.parameters(), lr=0.1)
+
+
+def test_an_optimizer_that_calls_the_closure_without_gradients() -> None:
+    both(OwnOptimizer)
+
+
 @pytest.mark.parametrize("kind", [OfDict, OfTuple])
 def test_two_loaders(kind: type[Failing]) -> None:
     def loaders() -> CombinedLoader:
@@ -218,6 +237,10 @@ class Logging(Failing):
         super().on_before_zero_grad(optimizer)
         self.log("of_a_hook", 1.0 + self.trainer.global_step, on_step=True, on_epoch=True)
 
+    def optimizer_step(self, *arguments: Any, **keywords: Any) -> None:
+        super().optimizer_step(*arguments, **keywords)
+        self.log("of_the_optimizer", 2.0 + self.trainer.global_step, on_epoch=True)
+
 
 def rows_of(folder: Path) -> list[dict[str, float]]:
     with (folder / "lightning_logs" / "version_0" / "metrics.csv").open() as file:
@@ -226,11 +249,11 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("fails", [FAILS, dict.fromkeys(FAILS, "middle")])
-@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("first", [0, 3, 7])
 def test_values_are_logged_once_for_the_whole_batch(
     fails: dict[int, str], first: int, tmp_path: Path
 ) -> None:
-    # Where the first batch of an epoch fails, the values of the epoch before it are reset once.
+    # Where the first batch of an epoch fails, Lightning resets values.
     fails = {number - first: place for number, place in fails.items()}
     sizes = SIZES[first:]
     rows = []
@@ -248,6 +271,9 @@ def test_values_are_logged_once_for_the_whole_batch(
 def test_the_values_of_a_step() -> None:
     _, _, whole = trained(Failing, None)
     _, _, split = trained(partial(Failing, FAILS), OomGuard())
+    # What a part returns keeps no graph alive.
+    assert whole.outputs[3]["errors"].requires_grad
+    assert not split.outputs[3]["errors"].requires_grad
     # A tensor without dimensions is averaged, weighted by samples.
     largest = [split.outputs[3]["errors"][begin:end].max() for begin, end in BOUNDS_OF_NINE]
     expected = sum(2 * value for value in largest[:3]) / 9 + 3 * largest[3] / 9
@@ -266,7 +292,12 @@ class Measured(Failing):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         number = self.trainer.fit_loop.total_batch_idx
         self.bytes[number].append(self.live.current().allocated_bytes)
-        return super().training_step(batch, batch_idx)
+        try:
+            return super().training_step(batch, batch_idx)
+        except torch.OutOfMemoryError as error:
+            # Some tools keep errors for a report.
+            self.error = error
+            raise
 
 
 class EndBytes(Callback):

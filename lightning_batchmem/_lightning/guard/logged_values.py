@@ -40,7 +40,6 @@ class LoggedValues:
         self._before = {key: metric.value for key, metric in results.items() if metric.is_tensor}
         self._is_kept: set[str] = set()
         self._calls: defaultdict[tuple[str, str, int], list[_Call]] = defaultdict(list)
-        self._resets: dict[str, None] = {}
 
     def keep(self) -> None:
         """Note which values the failed attempt has logged."""
@@ -54,7 +53,6 @@ class LoggedValues:
     def begin(self) -> None:
         """Drop what an attempt logged."""
         self._calls.clear()
-        self._resets.clear()
 
     @contextmanager
     def collected(self, samples: int) -> Iterator[None]:
@@ -68,20 +66,14 @@ class LoggedValues:
             self._calls[fx, name, counts[fx, name]].append(_Call(value, weight, arguments))
             counts[fx, name] += 1
 
-        # The first value of an epoch resets the values of the previous one.
-        def reset(metrics: bool | None = None, fx: str = "") -> None:
-            self._resets[fx] = None
-
-        with replaced(self._results, log=log, reset=reset):
+        # In the first batch of an epoch, Lightning resets values that were reset at the end of the
+        # previous epoch. This would drop those that stay.
+        with replaced(self._results, log=log, reset=_nothing):
             yield
 
     def complete(self) -> None:
         """Log each value once."""
         results = self._results
-        logged = {results[key].meta.fx for key in self._is_kept}
-        for fx in self._resets:
-            if fx not in logged:
-                results.reset(metrics=False, fx=fx)
         for (fx, name, _), calls in self._calls.items():
             if f"{fx}.{name}" in self._is_kept:
                 continue
@@ -93,6 +85,10 @@ class LoggedValues:
             if arguments.get("batch_size") is not None:
                 arguments = {**arguments, "batch_size": sum(weights)}
             results.log(fx, name, value, **arguments)
+
+
+def _nothing(**_: object) -> None:
+    pass
 
 
 def _combined(values: list[Tensor], weights: list[float], reduce_fx: Any) -> Tensor:
