@@ -249,13 +249,14 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("fails", [FAILS, dict.fromkeys(FAILS, "middle")])
-@pytest.mark.parametrize("first", [0, 3, 7])
+@pytest.mark.parametrize(("first", "epoch"), [(0, 0), (3, 0), (7, 0), (3, 1)])
 def test_values_are_logged_once_for_the_whole_batch(
-    fails: dict[int, str], first: int, tmp_path: Path
+    fails: dict[int, str], first: int, epoch: int, tmp_path: Path
 ) -> None:
     # Where the first batch of an epoch fails, Lightning resets values.
-    fails = {number - first: place for number, place in fails.items()}
     sizes = SIZES[first:]
+    begin = epoch * len(sizes) - first
+    fails = {begin + number: place for number, place in fails.items()}
     rows = []
     for name, made, guard in (("whole", {}, None), ("parts", fails, OomGuard())):
         logger = CSVLogger(tmp_path / name)

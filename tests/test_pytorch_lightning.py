@@ -79,5 +79,5 @@ def test_steps_in_parts(contract, tmp_path):
     guarded = with_other_package("tests.test_oom_guard")
     assert issubclass(guarded.Failing, pl.LightningModule)
     guarded.test_a_step_in_parts_is_the_whole_step("mean", 2)
-    guarded.test_values_are_logged_once_for_the_whole_batch(guarded.FAILS, 0, tmp_path)
+    guarded.test_values_are_logged_once_for_the_whole_batch(guarded.FAILS, 0, 0, tmp_path)
     guarded.test_what_it_cannot_guard_is_a_warning(guarded.Manual, "under manual optimization")
