@@ -5,6 +5,15 @@ from __future__ import annotations
 from torch import Tensor
 from torch.optim import Optimizer
 
+# A parameter, its gradient, and a number that changes when backward adds to the gradient.
+_Reading = tuple[Tensor, Tensor | None, int | None]
+
+
+def read_gradients(optimizer: Optimizer) -> list[_Reading]:
+    """Read what :class:`Gradients` compares after an error."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [(parameter, parameter.grad, _version(parameter.grad)) for parameter in parameters]
+
 
 class Gradients:
     """Gradients of earlier micro batches, which stay exact while a batch is repeated in parts.
@@ -13,23 +22,14 @@ class Gradients:
     batch, so what the parts compute for them is dropped.
 
     Args:
-        optimizer: the optimizer of the parameters.
-        are_cleared: whether this micro batch clears the gradients, so that nothing has to stay.
+        before: the gradients before the step; none if the step clears them.
     """
 
-    def __init__(self, optimizer: Optimizer, *, are_cleared: bool) -> None:
-        self._parameters: list[Tensor] = []
-        if not are_cleared:
-            self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._before = [(p.grad, _version(p.grad)) for p in self._parameters]
+    def __init__(self, before: list[_Reading]) -> None:
         self._kept: list[tuple[Tensor, Tensor | None, bool]] = []
-
-    def keep(self) -> None:
-        """Keep the gradients as they are now, at the start of the step or after its failure."""
-        for parameter, (before, version) in zip(self._parameters, self._before, strict=True):
-            gradient = parameter.grad
-            is_complete = gradient is not before or _version(gradient) != version
-            self._kept.append((parameter, gradient, is_complete))
+        for parameter, gradient, version in before:
+            is_same = parameter.grad is gradient and _version(parameter.grad) == version
+            self._kept.append((parameter, parameter.grad, not is_same))
 
     def begin(self) -> None:
         """Let the parts begin without gradients."""
@@ -47,6 +47,5 @@ class Gradients:
 
 
 def _version(gradient: Tensor | None) -> int | None:
-    """A number that changes when a backward pass adds to the gradient."""
     # _version is private in torch 2.5 to 2.13.
     return None if gradient is None else gradient._version

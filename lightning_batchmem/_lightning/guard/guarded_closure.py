@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_batchmem._lightning.guard.gradients import Gradients
-from lightning_batchmem._lightning.guard.logged_values import LoggedValues
+from lightning_batchmem._lightning.guard.gradients import Gradients, read_gradients
+from lightning_batchmem._lightning.guard.logged_values import LoggedValues, read_values
 from lightning_batchmem._lightning.guard.metric_states import MetricStates
 from lightning_batchmem._lightning.hooks import replaced
 from lightning_batchmem._lightning.packages import lightning_name
@@ -104,18 +104,20 @@ class GuardedClosure:
         # Whether gradients are exchanged in the backward pass that runs now.
         self._is_exchanging = self._exchanges
         self._fx_name = self._module._current_fx_name
-        zero_grad = self._closure._zero_grad_fn
         # What this step has called, also in an attempt that failed.
         self._has_cleared = False
         self._has_begun_backward = False
-        self._gradients = Gradients(self._optimizer, are_cleared=zero_grad is not None)
-        self._metrics = MetricStates(self._steps.metrics)
-        self._logged = LoggedValues(self._trainer._results)
+        # Where the step clears the gradients, none of them has to stay.
+        is_cleared = self._closure._zero_grad_fn is not None
+        self._gradients_before = [] if is_cleared else read_gradients(self._optimizer)
+        self._counts_before = [metric.update_count for metric in self._steps.metrics]
+        self._values_before = read_values(self._steps.results)
 
     def _keep(self) -> None:
         """Keep what the parts must not change, and what the failed attempt completed."""
-        for state in (self._gradients, self._metrics, self._logged):
-            state.keep()
+        self._gradients = Gradients(self._gradients_before)
+        self._metrics = MetricStates(self._steps.metrics, self._counts_before)
+        self._logged = LoggedValues(self._steps.results, self._values_before)
 
     def _more_parts(self, error: Exception, batch: object, num_parts: int) -> int | None:
         """The number of parts to try next; None if the error ends the run."""

@@ -70,7 +70,9 @@ class GuardedSteps:
         self.trainer = trainer
         self.reduction = reduction
         self.on_split = on_split
-        self.loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        epoch_loop = trainer.fit_loop.epoch_loop
+        self.loop = epoch_loop.automatic_optimization
+        self.results = epoch_loop._results
         modules = list(trainer.lightning_module.modules())
         self.metrics = [module for module in modules if isinstance(module, Metric)]
         self.has_batch_norm = any(
@@ -91,7 +93,7 @@ class GuardedSteps:
 
     def most_parts(self, samples: int) -> int:
         """The most parts of a batch; BatchNorm cannot compute the variance of one sample."""
-        return min(self._max_parts, samples // 2 if self.has_batch_norm else samples)
+        return min(self._max_parts, max(1, samples // 2) if self.has_batch_norm else samples)
 
     def known_parts(self, batch: object) -> int:
         """The parts in which no smaller batch fitted; 1 if all of them fitted."""

@@ -25,6 +25,11 @@ class _Call(NamedTuple):
     arguments: dict[str, Any]
 
 
+def read_values(results: Any) -> dict[str, Tensor]:
+    """Read what :class:`LoggedValues` compares after an error."""
+    return {key: metric.value for key, metric in results.items() if metric.is_tensor}
+
+
 class LoggedValues:
     """Collects the values that the parts log, and logs each of them once for the whole batch.
 
@@ -33,22 +38,18 @@ class LoggedValues:
 
     Args:
         results: Lightning's ``_ResultCollection`` of the training.
+        before: its values before the step.
     """
 
-    def __init__(self, results: Any) -> None:
+    def __init__(self, results: Any, before: dict[str, Tensor]) -> None:
         self._results = results
-        self._before = {key: metric.value for key, metric in results.items() if metric.is_tensor}
-        self._is_kept: set[str] = set()
+        # Every update of a value replaces the tensor.
+        self._is_kept = {
+            key
+            for key, value in read_values(results).items()
+            if value is not before.get(key) and not results[key].has_reset
+        }
         self._calls: defaultdict[tuple[str, str, int], list[_Call]] = defaultdict(list)
-
-    def keep(self) -> None:
-        """Note which values the failed attempt has logged."""
-        for key, metric in self._results.items():
-            if not metric.is_tensor or metric.has_reset:
-                continue
-            # Every update of a value replaces the tensor.
-            if metric.value is not self._before.get(key):
-                self._is_kept.add(key)
 
     def begin(self) -> None:
         """Drop what an attempt logged."""

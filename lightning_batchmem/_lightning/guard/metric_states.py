@@ -21,22 +21,20 @@ class MetricStates:
 
     A metric that the failed attempt updated has the whole batch, so the updates of the parts are
     undone.
+
+    Args:
+        metrics: the metrics.
+        counts: the number of updates of each before the step.
     """
 
-    def __init__(self, metrics: Sequence[Metric]) -> None:
-        self._metrics = metrics
-        self._counts = [metric.update_count for metric in metrics]
+    def __init__(self, metrics: Sequence[Metric], counts: Sequence[int]) -> None:
         self._kept: list[tuple[Metric, dict[str, Any], bool]] = []
+        for metric, count in zip(metrics, counts, strict=True):
+            attributes = metric.metric_state | {name: vars(metric)[name] for name in _COUNTERS}
+            self._kept.append((metric, _copied(attributes), metric.update_count != count))
         # These are the values of each part alone, which a metric has for self.log(on_step=True).
         self._values: list[list[Any]] = []
         self._samples: list[int] = []
-
-    def keep(self) -> None:
-        """Keep the states as they are now, at the start of the step or after its failure."""
-        for metric, count in zip(self._metrics, self._counts, strict=True):
-            attributes = metric.metric_state | {name: vars(metric)[name] for name in _COUNTERS}
-            is_complete = metric.update_count != count
-            self._kept.append((metric, _copied(attributes), is_complete))
 
     def begin(self) -> None:
         """Undo the updates of an attempt."""
@@ -47,7 +45,7 @@ class MetricStates:
 
     def end_part(self, samples: int) -> None:
         """Note the values of a part."""
-        self._values.append([metric._forward_cache for metric in self._metrics])
+        self._values.append([metric._forward_cache for metric, *_ in self._kept])
         self._samples.append(samples)
 
     def complete(self) -> None:

@@ -23,3 +23,5 @@ def test_parts_are_known_by_bytes_and_each_size_is_kept_once() -> None:
     sizes = (119, 120, 239, 240, 999)
     assert [steps.known_parts(torch.zeros(size, 1)) for size in sizes] == [1, 2, 2, 4, 4]
     assert [steps.most_parts(samples) for samples in (1, 7, 8, 99)] == [1, 7, 8, 8]
+    steps.has_batch_norm = True
+    assert [steps.most_parts(samples) for samples in (1, 7, 8, 99)] == [1, 3, 4, 8]
