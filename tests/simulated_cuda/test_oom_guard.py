@@ -40,11 +40,15 @@ def test_a_training_whose_200th_batch_does_not_fit_runs_to_its_end(
     assert device.num_ooms == 1
     device = SimulatedCuda(trace, 80 * GB)
     monkeypatch.setattr(guarded_closure, "device_memory_for", lambda _: device)
+    released = []
+    monkeypatch.setattr(device, "release_cached", lambda: released.append(device.num_ooms))
     guard = OomGuard()
     trainer = train(device, guard)
     assert trainer.global_step == len(SIZES)
     # The second batch that does not fit runs in parts at once.
     assert (guard.oom_splits, device.num_ooms) == (2, 1)
+    # The cache is released once, after the error.
+    assert released == [1]
     ended_bytes = device.requested
     device.train_step(SIZE)
     assert device.requested == ended_bytes
