@@ -1,5 +1,6 @@
 """A training on the simulated device whose 200th batch does not fit."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,9 +40,14 @@ def test_a_training_whose_200th_batch_does_not_fit_runs_to_its_end(
         train(device, None)
     assert device.num_ooms == 1
     device = SimulatedCuda(trace, 80 * GB)
-    monkeypatch.setattr(guarded_closure, "device_memory_for", lambda _: device)
     released = []
-    monkeypatch.setattr(device, "release_cached", lambda: released.append(device.num_ooms))
+
+    def release_cached() -> None:
+        released.append(device.num_ooms)
+        device.release_cached()
+
+    memory = SimpleNamespace(release_cached=release_cached)
+    monkeypatch.setattr(guarded_closure, "device_memory_for", lambda _: memory)
     guard = OomGuard()
     trainer = train(device, guard)
     assert trainer.global_step == len(SIZES)
