@@ -14,6 +14,7 @@ time, because ThroughputMonitor synchronizes in each step, which is included.
     python -m benchmarks.overhead            # a Markdown table, on CUDA too if available
     python -m benchmarks.overhead --write    # also to benchmarks/results
     python -m benchmarks.overhead --waits    # where a process waits next to four busy ones
+    python -m benchmarks.overhead --guard    # the CPU time that OomGuard adds to a step
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import DeviceStatsMonitor, ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
@@ -40,7 +41,7 @@ from torch.optim import Optimizer
 
 from benchmarks.common import command_line, markdown, report, trainer_for
 from benchmarks.workloads import Training, Workload, floats, wide_mlp
-from lightning_batchmem import MemoryProfiler
+from lightning_batchmem import MemoryProfiler, OomGuard
 
 OURS = "MemoryProfiler"
 STEPS_BY_INTERVAL = {50: 2000, 1: 500}
@@ -52,6 +53,8 @@ WARM_UP_STEPS = 100
 
 NUM_BUSY_PROCESSES = 4
 WAITING_STEPS = 600
+
+GUARDED_BATCHES = 10_000
 
 
 class HookTimes(SimpleProfiler):
@@ -177,6 +180,60 @@ def waits() -> str:
     return markdown(rows)
 
 
+class Alternating(Callback):
+    """Attaches the guard in every second optimizer step, and reads the CPU time of each of them."""
+
+    def __init__(self, guard: OomGuard, accumulate: int) -> None:
+        self._guard = guard
+        self._accumulate = accumulate
+        self._begin_seconds = 0.0
+        self.without: list[float] = []
+        self.guarded: list[float] = []
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        number, micro_batch = divmod(trainer.fit_loop.total_batch_idx, self._accumulate)
+        steps = self._guard._steps
+        assert steps is not None
+        self._seconds = self.guarded if number % 2 else self.without
+        if micro_batch == 0:
+            self._seconds.append(0.0)
+            steps.detach()
+            if number % 2:
+                steps.attach()
+        self._begin_seconds = time.thread_time()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._seconds[-1] += (time.thread_time() - self._begin_seconds) / self._accumulate
+
+
+def guard_times() -> str:
+    """The CPU time of a batch without OomGuard, and what it adds, as Markdown.
+
+    Optimizer steps with it and without it alternate in one training, and medians are compared.
+    """
+    rows = []
+    for accumulate in (1, 4):
+        guard = OomGuard()
+        alternating = Alternating(guard, accumulate)
+        options: dict[str, Any] = {"accelerator": "cpu", "accumulate_grad_batches": accumulate}
+        steps = GUARDED_BATCHES // accumulate
+        with redirect_stdout(io.StringIO()):
+            trainer_for([guard, alternating], steps, logger=False, **options).fit(small())
+        without_seconds = statistics.median(alternating.without)
+        added_seconds = statistics.median(alternating.guarded) - without_seconds
+        rows.append(
+            {
+                "accumulate_grad_batches": accumulate,
+                "batch, us": f"{1e6 * without_seconds:,.1f}",
+                "OomGuard, us": f"{1e6 * added_seconds:,.1f}",
+                "OomGuard, share": f"{added_seconds / without_seconds:.2%}",
+            }
+        )
+    return markdown(rows)
+
+
 def compute_forever() -> None:
     while True:
         pass
@@ -195,11 +252,17 @@ def main() -> None:
         action="store_true",
         help=f"only show where a process waits next to {NUM_BUSY_PROCESSES} busy ones",
     )
+    parser.add_argument(
+        "--guard", action="store_true", help="only show the CPU time that OomGuard adds to a step"
+    )
     arguments = parser.parse_args()
     # One thread is enough, because the hooks run in one thread.
     torch.set_num_threads(1)
     if arguments.waits:
         print(waits())
+        return
+    if arguments.guard:
+        print(guard_times())
         return
     accelerators = ["cpu", "gpu"] if torch.cuda.is_available() else ["cpu"]
     rows: list[dict[str, Any]] = []

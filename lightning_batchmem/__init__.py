@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lightning_batchmem.comparison import Comparison, Variant, compare
     from lightning_batchmem.find import find_batch_size
     from lightning_batchmem.memory_profiler import MemoryProfiler
+    from lightning_batchmem.oom_guard import OomGuard
     from lightning_batchmem.plan.plan import Plan
     from lightning_batchmem.plan.records import Line, MemoryModel, TimeModel, Trial
 
@@ -20,6 +21,7 @@ __all__ = [
     "Line",
     "MemoryModel",
     "MemoryProfiler",
+    "OomGuard",
     "Plan",
     "TimeModel",
     "Trial",
@@ -33,6 +35,7 @@ _NAMES = {
     "comparison": ("Comparison", "Variant", "compare"),
     "find": ("find_batch_size",),
     "memory_profiler": ("MemoryProfiler",),
+    "oom_guard": ("OomGuard",),
     "plan.plan": ("Plan",),
     "plan.records": ("Line", "MemoryModel", "TimeModel", "Trial"),
 }

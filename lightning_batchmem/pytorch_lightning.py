@@ -1,4 +1,4 @@
-"""Both callbacks for projects that import ``pytorch_lightning`` instead of ``lightning.pytorch``.
+"""The callbacks for projects that import ``pytorch_lightning`` instead of ``lightning.pytorch``.
 
 Example:
     >>> from pytorch_lightning import Trainer
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from pytorch_lightning import Callback
 
-from lightning_batchmem import batch_finder, callback_adder, memory_profiler
+from lightning_batchmem import batch_finder, callback_adder, memory_profiler, oom_guard
 
-__all__ = ["BatchFinder", "MemoryProfiler"]
+__all__ = ["BatchFinder", "MemoryProfiler", "OomGuard"]
 
 
 # mypy does not see that both classes ``Callback`` have the same code.
@@ -24,6 +24,11 @@ class BatchFinder(batch_finder.BatchFinder, Callback):  # type: ignore[misc]
 # mypy does not see that both classes ``Callback`` have the same code.
 class MemoryProfiler(memory_profiler.MemoryProfiler, Callback):  # type: ignore[misc]
     """:class:`lightning_batchmem.MemoryProfiler` for a Trainer of ``pytorch_lightning``."""
+
+
+# mypy does not see that both classes ``Callback`` have the same code.
+class OomGuard(oom_guard.OomGuard, Callback):  # type: ignore[misc]
+    """:class:`lightning_batchmem.OomGuard` for a Trainer of ``pytorch_lightning``."""
 
 
 # mypy does not see that both classes ``Callback`` have the same code.

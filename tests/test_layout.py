@@ -23,6 +23,7 @@ LEVELS = {
     "_lightning": 4,
     "profile": 5,
     "memory_profiler": 6,
+    "oom_guard": 6,
     "batch_finder": 6,
     "callback_adder": 6,
     "find": 7,
@@ -113,7 +114,7 @@ def count_tokens(path):
 
 def test_sizes():
     modules = [path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]
-    assert len(modules) <= 12, modules
+    assert len(modules) <= 13, modules
     assert len(list(PACKAGE.glob("*/__init__.py"))) <= 7
     assert [str(path) for path in FILES if count_statements(path) > 230] == []
     assert sum(map(count_tokens, FILES)) <= 92_000

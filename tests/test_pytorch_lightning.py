@@ -10,7 +10,14 @@ import torch
 
 pl = pytest.importorskip("pytorch_lightning")
 
-CASES = ["manual_two_optimizers", "a_combined_loader", "datamodule_hparams", "bf16_mixed", "budget"]
+CASES = [
+    "manual_two_optimizers",
+    "a_combined_loader",
+    "datamodule_hparams",
+    "bf16_mixed",
+    "budget",
+    "guarded_against_out_of_memory",
+]
 
 
 def with_other_package(name):
@@ -18,13 +25,13 @@ def with_other_package(name):
     path = Path(importlib.util.find_spec(name).origin)
     text = path.read_text().replace("lightning.pytorch", "pytorch_lightning")
     text = text.replace(
-        "from lightning_batchmem import BatchFinder",
-        "from lightning_batchmem.pytorch_lightning import BatchFinder",
+        "from lightning_batchmem import", "from lightning_batchmem.pytorch_lightning import"
     )
     text = text.replace("from tests.", "from pytorch_lightning_tests.")
     module = types.ModuleType(f"pytorch_lightning_{name}")
     # Dataclasses look up annotations in sys.modules, and the next module imports from this one.
     sys.modules[module.__name__] = module
+    module.__file__ = str(path)
     exec(compile(text, str(path), "exec"), vars(module))
     return module
 
@@ -59,7 +66,19 @@ def test_a_resumed_run(contract, tmp_path):
     assert saved["callbacks"]["BatchFinder"]["plan"]["batch_size"] == contract.SIZE
 
 
-def test_both_callbacks_are_callbacks_of_the_package():
-    from lightning_batchmem.pytorch_lightning import BatchFinder, MemoryProfiler
+def test_the_callbacks_are_callbacks_of_the_package():
+    from lightning_batchmem.pytorch_lightning import BatchFinder, MemoryProfiler, OomGuard
 
-    assert all(isinstance(callback, pl.Callback) for callback in (BatchFinder(), MemoryProfiler()))
+    callbacks = (BatchFinder(), MemoryProfiler(), OomGuard())
+    assert all(isinstance(callback, pl.Callback) for callback in callbacks)
+
+
+@pytest.mark.filterwarnings("ignore:OomGuard. .* ran in .*parts")
+def test_steps_in_parts(contract, tmp_path):
+    for name in ("tests.helpers.lawful", "tests.helpers.guarded"):
+        with_other_package(name)
+    guarded = with_other_package("tests.test_oom_guard")
+    assert issubclass(guarded.Failing, pl.LightningModule)
+    guarded.test_a_step_in_parts_is_the_whole_step("mean", 2)
+    guarded.test_values_are_logged_once_for_the_whole_batch(guarded.FAILS, 0, 0, tmp_path)
+    guarded.test_what_it_cannot_guard_is_a_warning(guarded.Manual, "under manual optimization")

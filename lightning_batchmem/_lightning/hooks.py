@@ -5,7 +5,8 @@ The private names used here are those of lightning 2.5.0 and 2.6.6.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,20 @@ def call_before(owner: Any, method: str, call: Callable[[], None]) -> Callable[[
 
     vars(owner)[method] = calling
     return cancel
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Give ``owner`` other attributes for a while; methods of its class are replaced too."""
+    own = vars(owner)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del own[name]
+        own.update(before)
 
 
 def configure_optimizers_again(trainer: Trainer) -> None:

@@ -33,14 +33,15 @@ def _collect(data: Any, tensors: list[Tensor], parents: set[int]) -> None:
     elif type(data) not in _LEAVES and id(data) not in parents:
         # A batch may refer to itself, so its parents are not opened again.
         parents.add(id(data))
-        for item in _items(data):
+        for item in items_of(data):
             _collect(item, tensors, parents)
         parents.discard(id(data))
 
 
 # Torch's pytree does not open a UserDict, a set, a data class or a batch type. Lightning's
 # apply_to_collection opens them, but builds every collection again.
-def _items(data: object) -> Iterable[Any]:
+def items_of(data: object) -> Iterable[Any]:
+    """Return what ``tensors_in`` opens next."""
     if isinstance(data, Mapping):
         return data.values()
     if isinstance(data, (Sequence, Set)) and not isinstance(data, (str, bytes)):
@@ -64,17 +65,18 @@ def samples_in(batch: object) -> int | None:
     guesses if they differ, and a caller cannot recognize the guess (2.6.6).
     """
     # A flat batch of tensors is not walked through, since that is slow and this runs in every step.
-    if type(batch) in (list, tuple) and all(type(item) is Tensor for item in _items(batch)):
+    if type(batch) in (list, tuple) and all(type(item) is Tensor for item in items_of(batch)):
         # mypy does not see that the batch is a list or tuple of tensors.
-        return _common_size(batch)  # type: ignore[arg-type]
-    for part in (batch, *_items(batch)):
+        return common_size(batch)  # type: ignore[arg-type]
+    for part in (batch, *items_of(batch)):
         # The batches of PyTorch Geometric have this attribute.
         if isinstance(graphs := getattr(part, "num_graphs", None), int):
             return graphs
-    return _common_size(tensors_in(batch))
+    return common_size(tensors_in(batch))
 
 
-def _common_size(tensors: Iterable[Tensor]) -> int | None:
+def common_size(tensors: Iterable[Tensor]) -> int | None:
+    """Return the first dimension of all tensors that have one; None if it differs."""
     sizes = {shape[0] for tensor in tensors if (shape := tensor.shape)}
     return sizes.pop() if len(sizes) == 1 else None
 

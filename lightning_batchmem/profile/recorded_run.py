@@ -134,6 +134,10 @@ class RecordedRun(Run):
             )
         plans = (vars(callback).get("plan") for callback in callbacks_of(trainer))
         plan = next((plan for plan in plans if isinstance(plan, Plan)), None)
+        # An OomGuard counts in this attribute.
+        guards = (one for one in callbacks_of(trainer) if "oom_splits" in vars(one))
+        self._guard: Any = next(guards, None)
+        self._oom_splits = 0
         if csv is not None and plan is not None:
             csv.write_text(PLAN_NAME, plan.to_json())
         self._stage = stage
@@ -190,10 +194,19 @@ class RecordedRun(Run):
 
     def end_step(self, trainer: Trainer, module: LightningModule, batch: object) -> None:
         """End a step, and log the training if it is due."""
+        oom_splits = None
+        if self._guard is not None:
+            oom_splits = self._guard.oom_splits - self._oom_splits
+            self._oom_splits = self._guard.oom_splits
+        if oom_splits:
+            # It would count the failed attempt too.
+            self._recorder.drop_measurement()
         record = self._recorder.stop(trainer, batch)
         if record is None:
             return
         is_training = record.stage == "train"
+        if is_training:
+            record.oom_splits = oom_splits
         is_interval = self._recorder.run_timer.steps % _UNLOGGED_INTERVAL == 0
         is_logged = is_training and (
             logs_now(trainer) or (is_interval and not logs_at_all(trainer))

@@ -251,6 +251,7 @@ class StepReporter:
             rank_peaks_bytes=rank_peaks_bytes,
             validation=self.summary("validate") if stage == "train" else None,
             busy_percent=self._busy_percent[stage].value(),
+            oom_splits=total.oom_splits,
         )
 
 

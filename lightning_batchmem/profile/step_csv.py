@@ -34,6 +34,7 @@ COLUMNS = (
     "gpu_pct",
     "cpu_pct",
     *_PHASE_COLUMNS.values(),
+    "oom_splits",
 )
 _HEADER = ",".join(COLUMNS) + "\r\n"
 
@@ -134,6 +135,8 @@ def _row(step: StepRecord, world_size: int) -> dict[str, object]:
     if step.utilization is not None:
         name, percent = step.utilization
         row[name] = f"{percent:.2f}"
+    if step.oom_splits is not None:
+        row["oom_splits"] = step.oom_splits
     return row
 
 

@@ -41,6 +41,8 @@ class StepRecord:
     limit_bytes: int | None = None
     # The pair is the name of the metric, and per cent since the previous reading.
     utilization: tuple[str, float] | None = None
+    # This is 1 if an OomGuard ran the batch in parts and 0 if not. It is None without an OomGuard.
+    oom_splits: int | None = None
 
 
 class DeviceReading(NamedTuple):

@@ -81,6 +81,7 @@ class Summary:
         mfu_pct: the same in per cent of the device's peak; None if the peak is unknown too.
         no_flops_reason: why one of these three is not known; empty if they are, or were not asked
             for.
+        oom_splits: training batches that an OomGuard ran in parts on this rank; None without one.
     """
 
     device: str
@@ -109,6 +110,7 @@ class Summary:
     tflops_per_device: float | None = None
     mfu_pct: float | None = None
     no_flops_reason: str = ""
+    oom_splits: int | None = None
 
     def __repr__(self) -> str:
         peak = "" if self.peak_bytes is None else f"peak {mib(self.peak_bytes)}, "
@@ -230,6 +232,8 @@ def _caption(summary: Summary) -> list[str]:
         if validation.peak_bytes is not None:
             peak = f"highest peak {mib(validation.peak_bytes)}, "
         lines.append(f"Validation: {peak}{_speed(validation)}")
+    if summary.oom_splits:
+        lines.append(f"Memory ran out: {summary.oom_splits:,} batches ran in parts (OomGuard)")
     start = "the second step"
     if summary.stage == "train":
         start = "the first step after an optimizer step"

@@ -48,6 +48,8 @@ class StepTotals:
     data_wait: Ratio = field(default_factory=Ratio)
     # Seconds of the device are divided by steps.
     device_seconds: Ratio = field(default_factory=Ratio)
+    # So many batches ran in parts; None without an OomGuard.
+    oom_splits: int | None = None
 
     def add(self, step: StepRecord) -> None:
         seconds = step.seconds
@@ -67,6 +69,8 @@ class StepTotals:
             self.batch_size = max(self.batch_size or 0, step.batch_size)
         if step.wait_seconds is not None:
             self.data_wait.add(step.wait_seconds, seconds)
+        if step.oom_splits is not None:
+            self.oom_splits = (self.oom_splits or 0) + step.oom_splits
         if step.is_slowed:
             return
         if step.batch_size is not None:

@@ -136,7 +136,6 @@ class CollectiveDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
             self.found = True
             raise CollectiveFoundError(
-                f"BatchFinder ends its first step at {func}, which other ranks would have to reach"
-                " too."
+                f"The step ends before {func}, which the other ranks would have to reach too."
             )
         return func(*args, **(kwargs or {}))

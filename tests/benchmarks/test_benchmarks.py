@@ -15,6 +15,7 @@ from benchmarks import (
     gpu_parts,
     held_out_networks,
     large_networks,
+    overhead,
     simulated_cuda,
     throughput,
     unseen_networks,
@@ -155,6 +156,13 @@ def test_overhead_is_relative_to_memory_profiler(run):
     rows = rows_of(run("overhead --runs 1"))
     assert {row["log_every_n_steps"] for row in rows} == {"50", "1"}
     assert all(row["MemoryProfiler us"].endswith(" (1.00)") for row in rows)
+
+
+def test_overhead_of_the_guard_has_a_row_with_and_one_without_accumulation(run, monkeypatch):
+    monkeypatch.setattr(overhead, "GUARDED_BATCHES", 40)
+    rows = rows_of(run("overhead --guard"))
+    assert [row["accumulate_grad_batches"] for row in rows] == ["1", "4"]
+    assert all(float(row["batch, us"].replace(",", "")) > 0 for row in rows)
 
 
 @pytest.mark.parametrize("start", [1, 100])

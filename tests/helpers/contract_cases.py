@@ -30,6 +30,8 @@ from torch.utils.data import (
 )
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_batchmem import OomGuard
+
 # Every search of the contract ends with this size: max_batch_size bounds it, and memory does not.
 SIZE = 8
 SAMPLES = 32
@@ -126,6 +128,14 @@ class Net(LightningModule):
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(Noisy(), batch_size=self.batch_size)
+
+
+class Layered(Net):
+    """LayerNorm instead of BatchNorm, of which an OomGuard warns."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self.layers[1] = nn.LayerNorm(16)
 
 
 class Adversarial(Net):
@@ -776,6 +786,7 @@ CASES = {
     "validation_within_epoch": Case(
         Net, trainer={"val_check_interval": 0.5, "num_sanity_val_steps": 0}
     ),
+    "guarded_against_out_of_memory": Case(Layered, callbacks=lambda: [OomGuard()]),
     "limited_batches": Case(Net, trainer={"limit_train_batches": 3, "limit_val_batches": 2}),
 }
 # The callback exists since lightning 2.6.

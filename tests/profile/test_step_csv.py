@@ -12,7 +12,7 @@ from tests.helpers.profiled import MIB, rows
 HEADER = (
     "step,stage,batch_size,peak_allocated_mib,peak_reserved_mib,limit_mib,"
     "samples_per_s,items_per_s,step_ms,data_wait_pct,gpu_pct,cpu_pct,"
-    "forward_peak_mib,backward_peak_mib,optimizer_step_peak_mib,evaluation_peak_mib"
+    "forward_peak_mib,backward_peak_mib,optimizer_step_peak_mib,evaluation_peak_mib,oom_splits"
 )
 PEAKS = StepPeaks(
     {"forward": 3 * MIB, "backward": 2 * MIB + MIB // 2, "optimizer_step": MIB}, 4 * MIB
@@ -31,14 +31,16 @@ def written(directory, *steps, **options):
 def test_units_and_columns(tmp_path):
     make_log_dir(tmp_path / "made" / "on the way")
     file = StepCsv(tmp_path / "made" / "on the way")
-    step = replace(STEP, items=100, limit_bytes=16 * MIB, utilization=("gpu_pct", 81.5))
+    step = replace(
+        STEP, items=100, limit_bytes=16 * MIB, utilization=("gpu_pct", 81.5), oom_splits=1
+    )
     file.write([step], world_size=2)
     file.close()
     assert file.path.read_text().splitlines()[0] == HEADER == ",".join(COLUMNS)
     row = rows(file.path)[0]
     present = {name: value for name, value in row.items() if value}
     values = [float(value) if name != "stage" else value for name, value in present.items()]
-    assert values == [7, "train", 8, 3, 4, 16, 32, 400, 500, 25, 81.5, 3, 2.5, 1]
+    assert values == [7, "train", 8, 3, 4, 16, 32, 400, 500, 25, 81.5, 3, 2.5, 1, 1]
     assert row["cpu_pct"] == ""
 
 

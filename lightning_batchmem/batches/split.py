@@ -1,0 +1,101 @@
+"""Split a batch along its first dimension, and join what its parts return."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_batchmem.devices.tensors import common_size, items_of, tensors_in
+
+
+class Part(NamedTuple):
+    """Consecutive samples of a batch."""
+
+    batch: Any
+    samples: int
+
+
+def splittable_samples(batch: object) -> int | None:
+    """Return the common first dimension of all tensors; None if there is none.
+
+    Sparse and nested tensors cannot be sliced along it.
+    """
+    tensors = tensors_in(batch)
+    if any(tensor.layout is not torch.strided for tensor in tensors):
+        return None
+    return common_size(tensors)
+
+
+def split(batch: object, num_parts: int) -> list[Part]:
+    """Split a batch with a common first dimension into parts that differ by at most one sample.
+
+    The tensors of the parts are views. Tensors without dimensions are in every part, and lists of
+    other objects are split if they have as many items as the batch has samples.
+    """
+    tensors = tensors_in(batch)
+    samples = common_size(tensors) or 0
+    whole: dict[int, Any] = {id(tensor): tensor for tensor in tensors if not tensor.shape}
+    sliced = [tensor for tensor in tensors if tensor.shape]
+    sliced += _columns_in(batch, samples, set())
+    bounds = [samples * number // num_parts for number in range(num_parts + 1)]
+    return [
+        Part(
+            copy.deepcopy(batch, whole | {id(column): column[begin:end] for column in sliced}),
+            end - begin,
+        )
+        for begin, end in pairwise(bounds)
+    ]
+
+
+def _columns_in(data: object, samples: int, seen: set[int]) -> Iterator[Any]:
+    """Yield sequences of one item for each sample, such as a list of texts."""
+    if isinstance(data, str | bytes | Tensor) or id(data) in seen:
+        return
+    seen.add(id(data))
+    is_array = isinstance(data, np.ndarray) and data.ndim > 0
+    is_sequence = is_array or isinstance(data, list | tuple)
+    # mypy does not see that the data has a length.
+    if is_sequence and len(data) == samples and not tensors_in(data):  # type: ignore[arg-type]
+        yield data
+        return
+    for item in items_of(data):
+        yield from _columns_in(item, samples, seen)
+
+
+def joined(values: Sequence[Any], samples: Sequence[int]) -> Any:
+    """Join what each part of a batch returned to what the whole batch would have returned.
+
+    Tensors with one row for each sample are concatenated, and numbers are averaged, weighted by
+    samples. Of everything else the value of the last part is taken.
+    """
+    last = values[-1]
+    if isinstance(last, Tensor):
+        if not last.shape and last.is_floating_point():
+            return mean(values, samples)
+        if [value.shape[:1] for value in values] == [(count,) for count in samples]:
+            return torch.cat(list(values))
+    elif isinstance(last, Mapping):
+        keys = [key for key in last if all(key in value for value in values)]
+        return {key: joined([value[key] for value in values], samples) for key in keys}
+    elif isinstance(last, list | tuple):
+        lengths = [len(value) for value in values]
+        if lengths == list(samples):
+            return [item for value in values for item in value]
+        if len(set(lengths)) == 1:
+            return [joined(items, samples) for items in zip(*values, strict=True)]
+    return last
+
+
+def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return the weighted mean of tensors of one shape."""
+    stacked = torch.stack(list(values))
+    shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+    shape = (-1,) + (1,) * (stacked.ndim - 1)
+    kind = stacked.dtype if stacked.is_floating_point() else torch.get_default_dtype()
+    return (stacked * shares.to(stacked.device, kind).reshape(shape)).sum(0)

@@ -1,0 +1,122 @@
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_batchmem.batches.split import joined, mean, split, splittable_samples
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    name: str = "of the batch"
+    scale: torch.Tensor = field(default_factory=lambda: torch.tensor(2.0))
+
+
+class Custom:
+    """Lightning moves such a batch with its own method."""
+
+    def __init__(self, x, lengths):
+        self.x = x
+        self.lengths = lengths
+
+    def to(self, device):
+        return self
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+@pytest.mark.parametrize(
+    ("samples", "num_parts", "expected"),
+    [
+        (8, 2, [4, 4]),
+        (9, 2, [4, 5]),
+        (9, 4, [2, 2, 2, 3]),
+        (3, 3, [1, 1, 1]),
+        (7, 5, [1, 1, 2, 1, 2]),
+    ],
+)
+def test_parts_differ_by_at_most_one_sample(samples, num_parts, expected):
+    x = torch.arange(2 * samples).reshape(samples, 2)
+    parts = split(x, num_parts)
+    assert [part.samples for part in parts] == expected
+    assert torch.equal(torch.cat([part.batch for part in parts]), x)
+
+
+def test_every_container_is_split_and_its_tensors_are_views():
+    x = torch.arange(5.0).reshape(5, 1)
+    texts = ["a", "b", "c", "d", "e"]
+    batch = {
+        "pair": Pair(x, [x + 1, (x + 2,)]),
+        "ordered": OrderedDict(x=x),
+        "user": UserDict(x=x),
+        "frozen": Frozen(x),
+        "custom": Custom(x, np.arange(5)),
+        "texts": tuple(texts),
+        "nested": {"texts": texts, "seed": 7, "words": ["x", "y"]},
+        "epoch": torch.tensor(3),
+    }
+    assert splittable_samples(batch) == 5
+    first, second = (part.batch for part in split(batch, 2))
+    assert isinstance(first["pair"], Pair)
+    assert second["pair"].y[1][0].tolist() == [[4], [5], [6]]
+    assert [type(first[key]) for key in batch] == [type(value) for value in batch.values()]
+    for part in (first["ordered"]["x"], first["user"]["x"], first["frozen"].x, first["custom"].x):
+        assert part.tolist() == [[0], [1]]
+        assert part.data_ptr() == x.data_ptr()
+    assert second["custom"].lengths.tolist() == [2, 3, 4]
+    assert (first["texts"], second["texts"]) == (("a", "b"), ("c", "d", "e"))
+    assert second["nested"] == {"texts": ["c", "d", "e"], "seed": 7, "words": ["x", "y"]}
+    assert second["epoch"] is batch["epoch"]
+    assert second["frozen"].scale is batch["frozen"].scale
+    # The whole batch is as before.
+    assert (batch["texts"], len(batch["frozen"].x)) == (tuple(texts), 5)
+
+
+def test_a_batch_that_refers_to_itself():
+    batch = {"x": torch.zeros(4)}
+    batch["self"] = batch
+    part = split(batch, 2)[0].batch
+    assert part["self"] is part
+    assert len(part["x"]) == 2
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"x": torch.zeros(4, 2), "edges": torch.zeros(2, 9)},
+        torch.tensor(1.0),
+        ["text"] * 4,
+        torch.eye(4).to_sparse(),
+        torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
+    ],
+    ids=["edges", "number", "texts", "sparse", "nested"],
+)
+def test_what_has_no_common_first_dimension(batch):
+    assert splittable_samples(batch) is None
+
+
+def test_results_of_parts_are_joined():
+    one = {"x": torch.zeros(2, 3), "texts": ["a", "b"], "number": torch.tensor(1.0), "of": 1}
+    other = {"x": torch.ones(1, 3), "texts": ["c"], "number": torch.tensor(4.0), "of": 2}
+    result = joined([one, other], [2, 1])
+    assert result["x"].tolist() == [[0] * 3, [0] * 3, [1] * 3]
+    assert (result["texts"], result["of"]) == (["a", "b", "c"], 2)
+    assert result["number"] == 2
+    # A value of one part only, a tensor without samples, and a pair.
+    assert joined([{}, {"x": 1}], [2, 1]) == {}
+    assert joined([torch.zeros(3), torch.ones(3)], [2, 1]).tolist() == [1, 1, 1]
+    pair = joined([(torch.tensor(3.0), [1, 2, 3, 4]), (torch.tensor(0.0), [5, 6, 7, 8])], [2, 1])
+    assert [pair[0].item(), pair[1]] == [2, [5, 6, 7, 8]]
+    assert joined([[1], [1, 2, 3]], [2, 1]) == [1, 2, 3]
+
+
+def test_mean_of_numbers_and_of_whole_numbers():
+    numbers = [torch.tensor(1.0, dtype=torch.float64), torch.tensor(4.0, dtype=torch.float64)]
+    assert mean(numbers, [2, 1]) == 2
+    assert mean(numbers, [2, 1]).dtype == torch.float64
+    assert mean([torch.tensor(1), torch.tensor(2)], [1, 1]) == 1.5
+    assert mean([torch.zeros(2), torch.ones(2)], [1, 3]).tolist() == [0.75, 0.75]
