@@ -147,6 +147,25 @@ def test_loaders_that_are_passed_have_the_budget_in_their_sampler(search, device
     assert module.max_tokens == 512
 
 
+class Cached(WithinBudget):
+    """A sampler that makes its batches once, when they are first needed."""
+
+    cache = None
+
+    def batches(self):
+        if self.cache is None:
+            self.cache = super().batches()
+        return self.cache
+
+
+def test_a_sampler_that_keeps_its_batches_trains_at_the_budget(search, device):
+    sampler = Cached(LENGTHS, 512)
+    loader = DataLoader(Tokens(LENGTHS), batch_sampler=sampler, collate_fn=pad)
+    plan = search(Texts(device), options=options(), train_dataloaders=loader)
+    assert plan.batch_size == sampler.max_tokens
+    assert max(map(len, sampler.batches())) == plan.batch_size // 8
+
+
 def test_the_budget_of_a_datamodule(search, device):
     class Data(LightningDataModule):
         def __init__(self, max_tokens):
@@ -208,13 +227,18 @@ def test_an_evaluation_without_a_budget_is_left_alone(search, device):
 
 
 def test_longer_texts_than_those_of_a_plan_are_searched_again(search, device):
-    first = search(Texts(device), options=options())
-    assert first.conditions["sample_bytes"][0] > 800
+    class Few(Texts):
+        lengths = LENGTHS[:1000]
 
-    class Longer(Texts):
         def train_dataloader(self):
-            return within_budget([*LENGTHS, 200], self.max_tokens)
+            # All batches are read at any budget.
+            return within_budget(self.lengths, self.max_tokens)
 
+    class Longer(Few):
+        lengths = (*LENGTHS[:1000], 200)
+
+    first = search(Few(device), options=options())
+    assert first.conditions["sample_bytes"][0] > 800
     again = search(Longer(device), options=options(plan=first))
     assert any("The earlier plan was not used: sample_bytes was" in note for note in again.notes)
 
@@ -247,12 +271,26 @@ class Mixed(Texts):
         return super().training_step(batch[0], batch_idx)
 
 
+class OfConstantLength(WithinBudget):
+    """The number of its batches is set, as with ``num_steps`` of torch_geometric."""
+
+    def __len__(self):
+        return 20
+
+
+class ConstantLength(Texts):
+    def train_dataloader(self):
+        sampler = OfConstantLength(LENGTHS, self.max_tokens)
+        return DataLoader(Tokens(LENGTHS), batch_sampler=sampler, collate_fn=pad)
+
+
 @pytest.mark.parametrize(
     ("kind", "more", "message"),
     [
         (Fixed, {}, "train_dataloader must make other batches with another `max_tokens`"),
-        (Sized, {}, "budget must be False, because no loader of train_dataloader forms its own"),
-        (Mixed, {}, "must follow `max_tokens` at every size, got loaders of batch sizes"),
+        (Sized, {}, "batch_arg_name must name a budget with budget=True, but no loader of train"),
+        (Mixed, {}, "each loader of train_dataloader must form its own batches within"),
+        (ConstantLength, {}, "max_batch_size must be given, because train_dataloader has as many"),
         (Texts, {"batch_arg_name": "max_items"}, "must name an attribute of the module, the"),
         (Texts, {"batch_arg_name": "layer"}, "`layer` must be a budget of at least 1 with"),
     ],

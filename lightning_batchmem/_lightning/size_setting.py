@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
+from lightning_batchmem._lightning.attributes import refill
 from lightning_batchmem._lightning.data_source import (
     DataSource,
     combined_mode,
@@ -31,6 +32,9 @@ from lightning_batchmem.batches.loaders import (
     loader_batch_size,
     set_loader_batch_size,
 )
+
+# Whether a loader follows the budget shows at this multiple of it.
+_OTHER_BUDGET = 4
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,7 @@ class BatchSizeSetting:
             owners = tuple(
                 owner
                 for loader in self.source.passed_loaders()
-                for owner in (loader.batch_sampler, loader.sampler, loader.dataset)
-                if owner is not None
+                for owner in _owners_of_budget(loader)
             )
         return ProjectAttribute(self.trainer, self.module, self.name, owners)
 
@@ -172,7 +175,7 @@ class BatchSizeSetting:
             )
         if self.is_budget:
             return self._loaders_with_budget(
-                combined, may_be_fixed=may_be_fixed, keeps_budget=keeps_sizes
+                combined, batch_size, may_be_fixed=may_be_fixed, keeps_budget=keeps_sizes
             )
         sizes = self._sizes(combined)
         if self.source.passed:
@@ -231,7 +234,7 @@ class BatchSizeSetting:
         return self._sizes(self.source.request())
 
     def _loaders_with_budget(
-        self, combined: CombinedLoader, *, may_be_fixed: bool, keeps_budget: bool
+        self, combined: CombinedLoader, budget: int, *, may_be_fixed: bool, keeps_budget: bool
     ) -> StageLoaders:
         """The loaders of a stage, of which at least one forms its own batches."""
         infos: list[LoaderInfo | BudgetLoader] = []
@@ -251,20 +254,34 @@ class BatchSizeSetting:
                 infos.append(LoaderInfo(single_samples(loader), size, None, replicas))
         if not may_be_fixed and all(isinstance(info, LoaderInfo) for info in infos):
             raise ValueError(
-                f"budget must be False, because no loader of {self.source.hook} forms its own"
-                " batches"
+                f"{self._argument} must name a budget with budget=True, but no loader of"
+                f" {self.source.hook} forms its own batches"
             )
+        sizes = self._sizes(combined)
+        if not keeps_budget and sizes != self._sizes_at(_OTHER_BUDGET * budget):
+            raise ValueError(
+                f"each loader of {self.source.hook} must form its own batches within"
+                f" `{self.name}`, or have a batch size that does not depend on it"
+            )
+        if not keeps_budget:
+            self.write(budget)
         return stage_loaders(combined, infos, self.source.hook)
 
     @contextmanager
     def _at_budget(self, index: int, budget: int) -> Iterator[DataLoader[Any]]:
-        """Set the budget, give the loader at this place, and restore the budget at the end."""
-        restore = self.keep()
-        try:
+        """Set the budget, give the loader at this place, and restore the budget at the end.
+
+        A sampler that was passed may keep the batches that it has made, so all of its attributes
+        are restored.
+        """
+        with ExitStack() as undo:
+            undo.callback(self.keep())
+            for loader in self.source.passed_loaders():
+                for owner in _owners_of_budget(loader):
+                    attributes = getattr(owner, "__dict__", {})
+                    undo.callback(refill, attributes, dict(attributes))
             self.write(budget)
             yield self.source.request().flattened[index]
-        finally:
-            restore()
 
     @contextmanager
     def _at_own_budget(self, index: int, budget: int) -> Iterator[DataLoader[Any]]:
@@ -305,6 +322,12 @@ class BatchSizeSetting:
                 " budget=True and the attribute that limits its batches as batch_arg_name."
             )
         return size
+
+
+def _owners_of_budget(loader: DataLoader[Any]) -> list[Any]:
+    """The parts of a loader that may have a budget."""
+    parts = (loader.batch_sampler, loader.sampler, loader.dataset)
+    return [part for part in parts if part is not None]
 
 
 def _listed(sizes: Sequence[int]) -> str:

@@ -318,6 +318,11 @@ class TrainerSearch:
                 f"{loaders.hook} must make other batches with another `{setting.name}`, got the"
                 " same ones"
             )
+        if self.options.max_batch_size is None and batches.has_constant_length(project_budget):
+            raise ValueError(
+                f"max_batch_size must be given, because {loaders.hook} has as many batches with"
+                f" any `{setting.name}`, so it does not show which one takes all data"
+            )
         if self.options.min_batch_size is None:
             smallest = max(self.ranks.exchange(min(smallest, self.options.largest_size)))
             options = replace(self.options, min_batch_size=smallest)

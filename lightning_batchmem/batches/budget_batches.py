@@ -86,11 +86,16 @@ class BudgetBatches:
             if needs_two_samples and smaller_reading.has_single_samples:
                 break
             budget, reading = smaller, smaller_reading
-        if len(set(self._readings.values())) == 1:
-            larger_reading = self._read(self._policy.ladder_growth * budget)
-            self.info.follows = larger_reading != reading
+        if not self._has_changed():
+            self._read(self._policy.ladder_growth * budget)
+            self.info.follows = self._has_changed()
         self.longest_bytes = reading.largest_bytes
         return budget
+
+    def _has_changed(self) -> bool:
+        """Whether the largest batches at the budgets that were read differ, beyond chance."""
+        largest_bytes = [reading.largest_bytes for reading in self._readings.values()]
+        return max(largest_bytes) > (1 + self._policy.differing_share) * min(largest_bytes)
 
     def items(self, budget: int) -> float:
         """Items of the batch with most bytes, in which steps are timed."""

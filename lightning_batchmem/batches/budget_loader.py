@@ -62,6 +62,14 @@ class BudgetLoader:
         nearest = min(self.counts, key=lambda budget: abs(math.log(budget / batch_size)))
         return max(1, math.ceil(self.counts[nearest] * nearest / batch_size))
 
+    def has_constant_length(self, batch_size: int, larger_size: int) -> bool:
+        """Whether the loader has as many batches in an epoch at both budgets."""
+        lengths = []
+        for budget in (batch_size, larger_size):
+            with self.at_budget(budget) as loader:
+                lengths.append(sized_len(loader))
+        return lengths[0] == lengths[1] and (lengths[0] or 0) > 1
+
     def count(self, batch_size: int) -> bool:
         """Count the batches at a budget, if the loader has a length; whether this was new."""
         if batch_size in self.counts or not self.follows:

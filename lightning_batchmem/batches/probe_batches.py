@@ -114,6 +114,14 @@ class ProbeBatches:
         ]
         return max(smallest, default=budget)
 
+    def has_constant_length(self, budget: int) -> bool:
+        """Whether a loader that follows the budget has as many batches at any budget."""
+        return any(
+            batches.info.follows and batches.info.has_constant_length(budget, 4 * budget)
+            for batches in self._of_loaders
+            if isinstance(batches, BudgetBatches)
+        )
+
     def items(self, batch_size: int) -> float:
         """What the throughput counts in one batch: its samples, or items within a budget."""
         return next(
