@@ -68,7 +68,7 @@ def _searched(
             f" {mib(budget.provided_bytes())}.",
             stacklevel=2,
         )
-    session = LoopSession(loop, device_memory, options.first_size(policy), options.multiple_of or 1)
+    session = LoopSession(loop, device_memory, options.multiple_of or 1)
     conditions = {
         **options.as_json(),
         "ranks": ranks.size,

@@ -26,7 +26,6 @@ class LoopSession:
     Args:
         loop: the loop, before its first step.
         device_memory: the memory of its device.
-        smallest_size: no step has fewer samples.
         multiple_of: samples of which every batch is a multiple.
     """
 
@@ -37,13 +36,7 @@ class LoopSession:
     accumulate_grad_batches = 1
     notes: Sequence[str] = ()
 
-    def __init__(
-        self,
-        loop: TrainingLoop,
-        device_memory: DeviceMemory,
-        smallest_size: int,
-        multiple_of: int,
-    ) -> None:
+    def __init__(self, loop: TrainingLoop, device_memory: DeviceMemory, multiple_of: int) -> None:
         self.phases = PhasePeaks(device_memory)
         self.device = loop.device
         self.module = ModuleList(loop.models)
@@ -51,7 +44,6 @@ class LoopSession:
         self.steps_are_collective = loop.steps_are_collective
         self.training = LoopSteps(self, loop)
         self._device_memory = device_memory
-        self._smallest_size = smallest_size
         self._multiple_of = multiple_of
         self._is_first_rank = loop.ranks.rank == 0
         self._recorded = _recorded(loop)
@@ -81,8 +73,9 @@ class LoopSession:
         return []
 
     def smaller_batch_size(self, batch_size: int) -> int:
+        # The end of an epoch is not known.
         half = batch_size // 2 // self._multiple_of * self._multiple_of
-        return min(batch_size, max(self._smallest_size, half))
+        return min(batch_size, max(2, self._multiple_of, half))
 
     def avoided_sizes(self) -> set[int]:
         return set()
