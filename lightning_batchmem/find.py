@@ -72,9 +72,10 @@ def find_batch_size(*arguments: Any, **keywords: Any) -> Plan:  # noqa: D417
     does. Afterwards the model, the optimizer, ``state``, all gradients and all random states are as
     before. Under ``torch.distributed`` all ranks call it; the rank with the least room decides.
 
-    The peak of forward, backward and optimizer step is measured where ``step`` calls ``backward``
-    and ``Optimizer.step``. The step is one phase, "forward", if it takes gradients by
-    ``torch.autograd.grad``, or is compiled as a whole.
+    The peaks of forward, backward and optimizer step are measured where ``step`` calls ``backward``
+    and ``Optimizer.step``. Without such a call the time before it is all "forward": a step that
+    takes gradients by ``torch.autograd.grad`` has no "backward", and a compiled optimizer step is
+    part of backward.
 
     Args:
         trainer: the Trainer of the later training.

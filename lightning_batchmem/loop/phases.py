@@ -18,8 +18,8 @@ def marked_phases(phases: PhasePeaks, optimizers: Sequence[Optimizer]) -> Iterat
     """Mark the phases of the steps in the body; :meth:`.PhasePeaks.watch` marks their ends.
 
     Backward begins at a call of ``torch.autograd.backward``, which ``Tensor.backward`` calls too.
-    Hooks of modules would break the graph of a compiled one, so there are none. In a step that is
-    compiled as a whole nothing is marked.
+    Hooks of modules would break the graph of a compiled one, so there are none. An optimizer step
+    that is compiled is not marked.
 
     Backward lasts until the next optimizer steps, so clipping is part of it. An optimizer that gets
     a closure steps after the backward pass in it.
