@@ -57,11 +57,10 @@ def main() -> None:
         max_batch_size=len(images) // RANKS // 10,
     )
     # Fabric gives each rank its own share of the images.
-    loader = fabric.setup_dataloaders(
-        DataLoader(TensorDataset(images, labels), batch_size=plan.batch_size, shuffle=True)
-    )
+    data = DataLoader(TensorDataset(images, labels), batch_size=plan.batch_size, shuffle=True)
+    loader = fabric.setup_dataloaders(data)
     for _ in range(EPOCHS):
-        losses = [step(batch) for batch in loader]
+        losses = [step(list(batch)) for batch in loader]
     last = torch.stack(losses).mean()
     print(
         f"rank {fabric.global_rank} trained with the batch size {plan.batch_size},"

@@ -39,7 +39,9 @@ def main() -> None:
     def step(batch: list[Tensor]) -> None:
         x, y = (part.to(device) for part in batch)
         optimizer.zero_grad()
-        functional.cross_entropy(model(x), y).backward()
+        loss = functional.cross_entropy(model(x), y)
+        # torch does not annotate this method.
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         scheduler.step()
 

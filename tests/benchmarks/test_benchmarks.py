@@ -229,3 +229,10 @@ def test_throughput_times_the_ladder_and_the_training_after_each_search(run):
     assert all(float(row["regret, worst"].rstrip("%")) < 100 for row in rows)
     memory, _, power = (int(row["sizes"]) for row in rows)
     assert memory / 2 < power <= memory
+
+
+@pytest.mark.slow
+def test_a_loop_and_a_trainer_have_nearly_the_same_size_on_the_host(run):
+    (row,) = rows_of(run("plain_loop --only 'small CNN' --repeats 1"))
+    assert int(row["loop"]) > 100
+    assert float(row["loop / Trainer"]) == pytest.approx(1, abs=0.05)

@@ -1,4 +1,4 @@
-"""The loop without a Trainer, in a process of its own, because its limit includes the interpreter."""
+"""The plain loop, in a process of its own, because its limit includes the interpreter."""
 
 import re
 import subprocess

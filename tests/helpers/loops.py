@@ -157,8 +157,7 @@ def compiled(backend):
     def make():
         model = network()
         wrapper = torch.compile(model, backend=backend)
-        loop = plain(wrapper, torch.optim.Adam(model.parameters()))
-        return loop
+        return plain(wrapper, torch.optim.Adam(model.parameters()))
 
     return make
 

@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_batchmem import Plan, find_batch_size
 from lightning_batchmem.loop.session import LoopSession
@@ -16,9 +16,9 @@ from tests.helpers.simulated_cuda.search import simulated_module
 
 def search_loop(device: SimulatedCuda, **options: Any) -> Plan:
     """Search in a loop whose steps are those of ``simulated_module`` in a Trainer."""
-    module = simulated_module(device)
+    # The layers and the methods of this module have no annotations.
+    module: Any = simulated_module(device)
     optimizers = module.configure_optimizers()
-    assert isinstance(optimizers, list)
 
     def step(batch: Tensor) -> None:
         device.begin_step(len(batch))
@@ -31,11 +31,14 @@ def search_loop(device: SimulatedCuda, **options: Any) -> Plan:
                     module.zero_grad()
                 else:
                     device.drop(slots.gradients)
+
                 # The storages of backward exist from its begin, which autograd marks.
-                hook = loss.register_hook(lambda _: device.run_phase("backward", number))
-                # torch does not annotate this method.
+                def replay(_: Tensor) -> None:
+                    device.run_phase("backward", number)
+
+                # torch does not annotate these methods.
+                loss.register_hook(replay)  # type: ignore[no-untyped-call]
                 loss.backward()  # type: ignore[no-untyped-call]
-                hook.remove()
                 return loss
 
             optimizer.step(closure)
@@ -49,9 +52,9 @@ def search_loop(device: SimulatedCuda, **options: Any) -> Plan:
 
     path = "lightning_batchmem.loop.search"
     with (
-        mock.patch(f"{path}.device_memory_for", lambda _: device),
+        mock.patch(f"{path}.device_memory_for", return_value=device),
         mock.patch(f"{path}.LoopSession", Session),
     ):
         return find_batch_size(
-            step, torch.zeros, model=nn.ModuleList(module.layers), optimizer=optimizers, **options
+            step, torch.zeros, model=module.layers, optimizer=optimizers, **options
         )
