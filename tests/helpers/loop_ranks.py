@@ -9,6 +9,7 @@ from torch.nn import functional
 
 import lightning_batchmem.loop.search
 from lightning_batchmem import find_batch_size
+from lightning_batchmem.loop.training_loop import training_loop
 from tests.helpers.fake_device import FakeDevice
 from tests.helpers.lawful import MIB, law
 
@@ -52,6 +53,7 @@ def run_case(rank, case):
     def make_batch(size):
         return torch.randn(size, 6), torch.randn(size, 1)
 
+    is_collective = training_loop(step, make_batch, model, optimizer, [], None).steps_are_collective
     plan = None
     if case.get("search", True):
         options = {"model": model, "optimizer": optimizer, **case.get("options", {})}
@@ -60,7 +62,7 @@ def run_case(rank, case):
         step(make_batch(4))
     local = [getattr(p, "to_local", lambda p=p: p)() for p in model.state_dict().values()]
     left = [value.double().tolist() for value in (*local, torch.get_rng_state())]
-    return {"plan": plan, "left": left}
+    return {"plan": plan, "left": left, "is_collective": is_collective}
 
 
 def run_cases(rank, directory, cases):
