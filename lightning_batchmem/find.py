@@ -57,8 +57,7 @@ def find_batch_size(
 ) -> Plan: ...
 
 
-# The arguments below are those of both forms.
-def find_batch_size(*arguments: Any, **keywords: Any) -> Plan:  # noqa: D417
+def find_batch_size(*arguments: Any, **keywords: Any) -> Plan:
     """Compute the batch size without a training, and without a change of anything else.
 
     **With a Trainer**, ``find_batch_size(trainer, model, ...)``, the search is that of
@@ -77,29 +76,30 @@ def find_batch_size(*arguments: Any, **keywords: Any) -> Plan:  # noqa: D417
     takes gradients by ``torch.autograd.grad`` has no "backward", and a compiled optimizer step is
     part of backward.
 
-    Args:
-        trainer: the Trainer of the later training.
-        model: the module to train; for a loop, all modules that it trains.
-        datamodule: the data to train with.
-        train_dataloaders: loaders to train with, instead of a datamodule.
-        val_dataloaders: loaders of validation, with ``train_dataloaders``.
-        **options: arguments of :class:`~lightning_batchmem.BatchFinder`, with a Trainer.
-        step: runs forward, backward and the optimizer steps on a batch. What it returns is not
-            used.
-        make_batch: returns a batch of so many samples. It should be the worst batch of its size,
-            with the longest samples for example: there is no ``worst_case``, because the samples
-            are not known. Its time counts.
-        optimizer: the optimizers of ``model``.
-        state: a list of the other objects that a step changes: schedulers, a GradScaler, averaged
-            weights, random generators. Schedulers do not step in the search.
-        fabric: the ``lightning.fabric.Fabric`` that set up model and optimizer.
-        objective: as in :class:`~lightning_batchmem.BatchFinder`, like the following arguments.
-        memory_limit: the most memory that this process may hold.
-        max_batch_size: the largest size to consider; ``None``: 1,048,576.
-        min_batch_size: the smallest size to consider; ``None``: 2.
-        multiple_of: sizes are rounded down to a multiple of it.
-        plan: an earlier plan of the same loop to use again.
-        verbose: print the whole plan instead of six lines.
+    Arguments with a Trainer:
+
+    - ``trainer``: the Trainer of the later training.
+    - ``model``: the module to train.
+    - ``datamodule``: the data to train with.
+    - ``train_dataloaders``: loaders to train with, instead of a datamodule.
+    - ``val_dataloaders``: loaders of validation, with ``train_dataloaders``.
+    - ``**options``: arguments of :class:`~lightning_batchmem.BatchFinder`.
+
+    Arguments with a loop:
+
+    - ``step``: runs forward, backward and the optimizer steps on a batch. What it returns is not
+      used.
+    - ``make_batch``: returns a batch of so many samples. It should be the worst batch of its size,
+      with the longest samples for example: there is no ``worst_case``, because the samples are not
+      known. Its time counts.
+    - ``model``: the module that it trains, or a list of them.
+    - ``optimizer``: its optimizer, or a list of them.
+    - ``state``: a list of the other objects that a step changes: schedulers, a GradScaler, averaged
+      weights, random generators. Schedulers do not step in the search.
+    - ``fabric``: the ``lightning.fabric.Fabric`` that set up model and optimizer.
+    - ``objective``, ``memory_limit``, ``max_batch_size``, ``min_batch_size``, ``multiple_of``,
+      ``plan`` and ``verbose``: as in :class:`~lightning_batchmem.BatchFinder`. Without
+      ``max_batch_size`` the largest size is 1,048,576.
 
     Returns:
         The plan; ``plan.batch_size`` is in samples for each rank.
