@@ -5,7 +5,8 @@
 
 Each search runs in a new process, with the room of its network beyond the memory in use before. The
 code of a Trainer takes memory of the host, so a step of a training comes first in both ways. The
-table has the sizes of all searches, and the ratio of their medians.
+table has the sizes of all searches, the ratio of their medians, and the live bytes that a sample
+adds. Sizes on the host differ between equal searches too, because held bytes do.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from benchmarks.common import (
     silence,
     trainer_for,
 )
-from benchmarks.workloads import QUICK_WORKLOADS, RandomSamples, Sample, Training
+from benchmarks.workloads import MIB, QUICK_WORKLOADS, RandomSamples, Sample, Training
 from lightning_batchmem import Plan, find_batch_size
 from lightning_batchmem.devices import device_memory_for
 
@@ -76,7 +77,10 @@ def main() -> None:
     parser.add_argument("--way", choices=WAYS, help="search in this process, in this way")
     arguments = parser.parse_args()
     if arguments.way is not None:
-        emit(batch_size=search(arguments.only[0], arguments.way).batch_size)
+        plan = search(arguments.only[0], arguments.way)
+        assert plan.memory is not None
+        line = plan.memory.lines[plan.memory.phase_at(plan.batch_size)]
+        emit(batch_size=plan.batch_size, slope_mib=line.slope / MIB)
         return
     rows = []
     for name in arguments.only:
@@ -91,6 +95,8 @@ def main() -> None:
             sizes = [one["batch_size"] for one in results if one["error"] is None]
             if sizes:
                 medians[way] = statistics.median(sizes)
+                slopes = [one["slope_mib"] for one in results if one["error"] is None]
+                row[f"{way}: MiB a sample"] = f"{statistics.median(slopes):.4f}"
         if len(medians) == len(WAYS):
             row["loop / Trainer"] = f"{medians['loop'] / medians['Trainer']:.3f}"
         rows.append(row)
