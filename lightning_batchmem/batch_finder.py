@@ -39,6 +39,12 @@ from lightning_batchmem.plan.scaling import LearningRateScaling
 from lightning_batchmem.search.ranks import Ranks
 
 
+def check_plan(plan: object) -> None:
+    """Raise a ValueError unless ``plan`` can be an earlier plan."""
+    if not isinstance(plan, Plan | str | Path | None):
+        raise ValueError(f"plan must be a Plan, a path or None, got {plan!r:.80}")
+
+
 class BatchFinder(Callback):
     """Compute the batch size before training starts, from a few real steps at small sizes.
 
@@ -152,8 +158,7 @@ class BatchFinder(Callback):
         )
         self._search_on_resume = search_on_resume
         self._verbose = verbose
-        if not isinstance(plan, Plan | str | Path | None):
-            raise ValueError(f"plan must be a Plan, a path or None, got {plan!r:.80}")
+        check_plan(plan)
         self._given_plan = plan
         self._plan_of_fit: Plan | None = None
         self._checkpoint: dict[str, Any] = {}

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, overload
 
+from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from torch.nn import Module
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
@@ -12,11 +17,17 @@ from lightning_batchmem._lightning.clean_start import isolated
 from lightning_batchmem._lightning.hooks import call_before
 from lightning_batchmem._lightning.packages import end_of_tuning, in_every_package
 from lightning_batchmem._lightning.recorded_state import RecordedState
+from lightning_batchmem._lightning.tested_versions import warn_of_untested_torch
 from lightning_batchmem._lightning.trainer_state import callbacks_of
-from lightning_batchmem.batch_finder import BatchFinder
+from lightning_batchmem.batch_finder import BatchFinder, check_plan
+from lightning_batchmem.loop.search import plan_of_loop
+from lightning_batchmem.loop.training_loop import training_loop
+from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.records import Objective
 
 
+@overload
 def find_batch_size(
     trainer: Trainer,
     model: LightningModule,
@@ -24,21 +35,71 @@ def find_batch_size(
     train_dataloaders: Any = None,
     val_dataloaders: Any = None,
     **options: Any,
-) -> Plan:
+) -> Plan: ...
+
+
+@overload
+def find_batch_size(
+    step: Callable[[Any], object],
+    make_batch: Callable[[int], Any],
+    *,
+    model: Module | Sequence[Module],
+    optimizer: Optimizer | Sequence[Optimizer],
+    state: object = (),
+    fabric: Fabric | None = None,
+    objective: Objective = "memory",
+    memory_limit: int | float | str | None = None,
+    max_batch_size: int | None = None,
+    min_batch_size: int | None = None,
+    multiple_of: int | None = None,
+    plan: Plan | str | Path | None = None,
+    verbose: bool = False,
+) -> Plan: ...
+
+
+def find_batch_size(*arguments: Any, **keywords: Any) -> Plan:
     """Compute the batch size without a training, and without a change of anything else.
 
-    The search is that of :class:`~lightning_batchmem.BatchFinder` in ``trainer.fit``. The hooks
-    ``prepare_data``, ``setup`` and ``teardown`` run; callbacks and loggers of the trainer do not.
-    Afterwards the model, the data, the trainer and all random states are as before, so set the size
-    yourself.
+    **With a Trainer**, ``find_batch_size(trainer, model, ...)``, the search is that of
+    :class:`~lightning_batchmem.BatchFinder` in ``trainer.fit``. The hooks ``prepare_data``,
+    ``setup`` and ``teardown`` run; callbacks and loggers of the trainer do not, and nothing is
+    printed. Afterwards the model, the data, the trainer and all random states are as before, so set
+    the size yourself.
 
-    Args:
-        trainer: the Trainer of the later training.
-        model: the module to train.
-        datamodule: the data to train with.
-        train_dataloaders: loaders to train with, instead of a datamodule.
-        val_dataloaders: loaders of validation, with ``train_dataloaders``.
-        **options: arguments of :class:`~lightning_batchmem.BatchFinder`.
+    **With a loop of your own**, ``find_batch_size(step, make_batch, model=..., optimizer=...)``,
+    the search runs ``step(make_batch(n))`` at several sizes, and prints the plan as BatchFinder
+    does. Afterwards the model, the optimizer, ``state``, all gradients and all random states are as
+    before. Under ``torch.distributed`` all ranks call it; the rank with the least room decides.
+
+    The peaks of forward, backward and optimizer step are measured where ``step`` calls ``backward``
+    and ``Optimizer.step``. Without such a call the time before it is all "forward": a step that
+    takes gradients by ``torch.autograd.grad`` has no "backward", and a compiled optimizer step is
+    part of backward.
+
+    Arguments with a Trainer:
+
+    - ``trainer``: the Trainer of the later training.
+    - ``model``: the module to train.
+    - ``datamodule``: the data to train with.
+    - ``train_dataloaders``: loaders to train with, instead of a datamodule.
+    - ``val_dataloaders``: loaders of validation, with ``train_dataloaders``.
+    - ``**options``: arguments of :class:`~lightning_batchmem.BatchFinder`.
+
+    Arguments with a loop:
+
+    - ``step``: runs forward, backward and the optimizer steps on a batch. What it returns is not
+      used.
+    - ``make_batch``: returns a batch of so many samples. It should be the worst batch of its size,
+      with the longest samples for example: there is no ``worst_case``, because the samples are not
+      known. Its time counts.
+    - ``model``: the module that it trains, or a list of them.
+    - ``optimizer``: its optimizer, or a list of them.
+    - ``state``: a list of the other objects that a step changes: schedulers, a GradScaler, averaged
+      weights, random generators. Schedulers do not step in the search.
+    - ``fabric``: the ``lightning.fabric.Fabric`` that set up model and optimizer.
+    - ``objective``, ``memory_limit``, ``max_batch_size``, ``min_batch_size``, ``multiple_of``,
+      ``plan`` and ``verbose``: as in :class:`~lightning_batchmem.BatchFinder`. Without
+      ``max_batch_size`` the largest size is 1,048,576.
 
     Returns:
         The plan; ``plan.batch_size`` is in samples for each rank.
@@ -52,7 +113,29 @@ def find_batch_size(
         >>> from lightning_batchmem import find_batch_size
         >>> plan = find_batch_size(trainer, model, memory_limit=0.9)  # doctest: +SKIP
         >>> model.batch_size = plan.batch_size  # doctest: +SKIP
+        >>> plan = find_batch_size(
+        ...     step, make_batch, model=model, optimizer=optimizer
+        ... )  # doctest: +SKIP
     """
+    first = arguments[0] if arguments else keywords.get("trainer")
+    if isinstance(first, in_every_package("trainer.Trainer")):
+        return _find_with_trainer(*arguments, **keywords)
+    if arguments and not callable(first):
+        raise ValueError(
+            "the first argument must be a Trainer or a function step(batch) for find_batch_size,"
+            f" got {first!r:.80}"
+        )
+    return _find_for_loop(*arguments, **keywords)
+
+
+def _find_with_trainer(
+    trainer: Trainer,
+    model: LightningModule,
+    datamodule: LightningDataModule | None = None,
+    train_dataloaders: Any = None,
+    val_dataloaders: Any = None,
+    **options: Any,
+) -> Plan:
     finder = SearchOnly(**options)
     finder.search(trainer, model, datamodule, train_dataloaders, val_dataloaders)
     if finder.plan is None:
@@ -61,6 +144,37 @@ def find_batch_size(
             " no batches or epochs, or a strategy that starts other processes"
         )
     return finder.plan
+
+
+def _find_for_loop(
+    step: Callable[[Any], object],
+    make_batch: Callable[[int], Any],
+    *,
+    model: Module | Sequence[Module],
+    optimizer: Optimizer | Sequence[Optimizer],
+    state: object = (),
+    fabric: Fabric | None = None,
+    plan: Plan | str | Path | None = None,
+    verbose: bool = False,
+    objective: Objective = "memory",
+    memory_limit: int | float | str | None = None,
+    max_batch_size: int | None = None,
+    min_batch_size: int | None = None,
+    multiple_of: int | None = None,
+) -> Plan:
+    warn_of_untested_torch()
+    loop = training_loop(step, make_batch, model, optimizer, state, fabric)
+    options = SearchOptions(
+        objective=objective,
+        memory_limit=memory_limit,
+        max_batch_size=max_batch_size,
+        min_batch_size=min_batch_size,
+        multiple_of=multiple_of,
+        # The length of an epoch is not known.
+        min_steps_per_epoch=None,
+    )
+    check_plan(plan)
+    return plan_of_loop(loop, options, plan, verbose=verbose)
 
 
 class SearchOnly(BatchFinder):

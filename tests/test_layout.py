@@ -20,7 +20,9 @@ LEVELS = {
     "devices": 1,
     "batches": 2,
     "search": 3,
+    "state": 3,
     "_lightning": 4,
+    "loop": 4,
     "profile": 5,
     "memory_profiler": 6,
     "oom_guard": 6,
@@ -115,9 +117,9 @@ def count_tokens(path):
 def test_sizes():
     modules = [path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]
     assert len(modules) <= 13, modules
-    assert len(list(PACKAGE.glob("*/__init__.py"))) <= 7
+    assert len(list(PACKAGE.glob("*/__init__.py"))) <= 9
     assert [str(path) for path in FILES if count_statements(path) > 230] == []
-    assert sum(map(count_tokens, FILES)) <= 92_000
+    assert sum(map(count_tokens, FILES)) <= 98_000
 
 
 def test_lightnings_private_attributes_are_touched_in_one_folder_only():
@@ -161,7 +163,7 @@ def test_no_private_name_of_lightning_hides_in_a_string():
 
 def test_the_search_imports_no_lightning():
     for module, path in MODULES.items():
-        if room(module) == "search":
+        if room(module) in ("search", "state"):
             for imported in imports_of(path):
                 assert imported.split(".")[0] not in ("lightning", "pytorch_lightning"), path
                 assert room(imported) != "_lightning", path

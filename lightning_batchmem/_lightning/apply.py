@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
-from hashlib import sha256
 from numbers import Real
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,6 +20,7 @@ from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.scaling import TrainingSetup
+from lightning_batchmem.search.earlier_plan import parameters_text
 
 
 class _ScaledRate(NamedTuple):
@@ -112,15 +112,11 @@ def record_training_setup(setting: BatchSizeSetting, options: SearchOptions) -> 
 
 def search_conditions(trainer: Trainer, options: SearchOptions) -> dict[str, Any]:
     """Conditions that have to match before a plan is used again, in plain JSON types."""
-    parameters = list(trainer.lightning_module.named_parameters())
-    shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in parameters]
-    total = sum(parameter.numel() for _, parameter in parameters)
-    digest = sha256(repr(shapes).encode()).hexdigest()[:12]
     return {
         **options.as_json(),
         "ranks": trainer.world_size,
         "precision": str(trainer.precision),
-        "parameters": f"{total:,} in {len(shapes)} tensors ({digest})",
+        "parameters": parameters_text(trainer.lightning_module),
     }
 
 

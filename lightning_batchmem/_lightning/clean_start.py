@@ -14,11 +14,9 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.amp import GradScaler
 
-from lightning_batchmem._lightning.attributes import refill
 from lightning_batchmem._lightning.data_source import stage_source, validation_source
 from lightning_batchmem._lightning.hooks import (
     SearchCallback,
-    freeze,
     replace_callbacks_and_loggers,
 )
 from lightning_batchmem._lightning.muted import muted_callback
@@ -28,6 +26,8 @@ from lightning_batchmem._lightning.trainer_state import callbacks_of, datamodule
 from lightning_batchmem.batches.loaders import keep_sizes
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.peaks import PhasePeaks
+from lightning_batchmem.state.attributes import refill
+from lightning_batchmem.state.recorded_objects import freeze
 
 
 def record(trainer: Trainer) -> RecordedState:

@@ -5,7 +5,7 @@ The private names used here are those of lightning 2.5.0 and 2.6.6.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -57,12 +57,6 @@ def configure_optimizers_again(trainer: Trainer) -> None:
     strategy.setup_optimizers(trainer)
     strategy.setup_precision_plugin()
     _optimizers_to_device(strategy.optimizers, strategy.root_device)
-
-
-def freeze(schedulers: Iterable[Any]) -> None:
-    """Keep the learning rate in steps of a search."""
-    for scheduler in schedulers:
-        vars(scheduler)["step"] = lambda *_, **__: None
 
 
 class SearchCallback(Callback):

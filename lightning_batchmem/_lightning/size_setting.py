@@ -15,7 +15,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_batchmem._lightning.attributes import refill
 from lightning_batchmem._lightning.data_source import (
     DataSource,
     combined_mode,
@@ -32,6 +31,7 @@ from lightning_batchmem.batches.loaders import (
     loader_batch_size,
     set_loader_batch_size,
 )
+from lightning_batchmem.state.attributes import refill
 
 # Whether a loader follows the budget shows at this multiple of it.
 _OTHER_BUDGET = 4

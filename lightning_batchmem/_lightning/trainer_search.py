@@ -20,7 +20,7 @@ from lightning_batchmem._lightning.batch_watch import BatchWatch
 from lightning_batchmem._lightning.bounds import stage_bounds, training_bounds
 from lightning_batchmem._lightning.clean_start import CleanStart
 from lightning_batchmem._lightning.data_source import attach_loaders, stage_loop, validation_loop
-from lightning_batchmem._lightning.hooks import configure_optimizers_again, freeze
+from lightning_batchmem._lightning.hooks import configure_optimizers_again
 from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem._lightning.recorded_state import RecordedState
 from lightning_batchmem._lightning.session import LightningSession
@@ -47,6 +47,7 @@ from lightning_batchmem.search.memory_budget import MemoryBudget
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.search import BatchSizeSearch, SearchResult
+from lightning_batchmem.state.recorded_objects import freeze
 
 
 @dataclass(eq=False)

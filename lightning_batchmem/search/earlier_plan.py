@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+from torch.nn import Module
 
 from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.plan import Plan
@@ -54,3 +57,12 @@ def find_earlier_plan(
     if changes:
         return None, [sentences.earlier_plan_not_used(*changes)]
     return plan, []
+
+
+def parameters_text(module: Module) -> str:
+    """The number of parameters, and a digest of their names, shapes and types."""
+    parameters = list(module.named_parameters())
+    shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in parameters]
+    total = sum(parameter.numel() for _, parameter in parameters)
+    digest = sha256(repr(shapes).encode()).hexdigest()[:12]
+    return f"{total:,} in {len(shapes)} tensors ({digest})"

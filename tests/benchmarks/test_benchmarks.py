@@ -237,3 +237,14 @@ def test_throughput_times_the_ladder_and_the_training_after_each_search(run):
     assert all(float(row["regret, worst"].rstrip("%")) < 100 for row in rows)
     memory, _, power = (int(row["sizes"]) for row in rows)
     assert memory / 2 < power <= memory
+
+
+@pytest.mark.slow
+def test_a_loop_and_a_trainer_measure_the_same_memory_on_the_host(run, monkeypatch):
+    """Their sizes differ as those of two equal searches do, since the held bytes are not equal."""
+    # For a tiny network, several threads are slower than one.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (row,) = rows_of(run("plain_loop --only 'small U-Net' --repeats 1"))
+    assert min(int(row["loop"]), int(row["Trainer"])) > 100
+    slopes = [float(row[f"{way}: MiB a sample"]) for way in ("loop", "Trainer")]
+    assert slopes[0] == pytest.approx(slopes[1], rel=0.05)

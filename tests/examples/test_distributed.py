@@ -18,6 +18,7 @@ from tests.helpers.rank_processes import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHARDS_HERE = hasattr(torch.distributed.fsdp, "fully_shard") or torch.cuda.device_count() >= 2
+NAMES = ("ddp", "fsdp2", "fabric_loop")
 pytestmark = pytest.mark.slow
 
 
@@ -25,7 +26,7 @@ def run_examples(rank, directory):
     sys.path.insert(0, str(EXAMPLES))
     # Fewer channels make the example quicker.
     importlib.import_module("quickstart").Classifier.__init__.__defaults__ = (4, 3e-3)
-    for name in ("ddp", "fsdp2"):
+    for name in NAMES:
         # The line separates the outputs of the examples.
         print(f"example {name}", flush=True)  # noqa: T201
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
@@ -43,9 +44,10 @@ def outputs(directory):
     codes, outputs = run_ranks(run_examples, directory)
     assert codes == [0, 0], outputs
     pieces = [
-        re.split(r"^example (?:ddp|fsdp2)\n", output, flags=re.MULTILINE) for output in outputs
+        re.split(rf"^example (?:{'|'.join(NAMES)})\n", output, flags=re.MULTILINE)
+        for output in outputs
     ]
-    return dict(zip(("before", "ddp", "fsdp2"), zip(*pieces, strict=True), strict=True))
+    return dict(zip(("before", *NAMES), zip(*pieces, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
@@ -70,3 +72,14 @@ def test_both_ranks_train_with_one_size(name, outputs, directory):
         own = [int(own_count.replace(",", "")) for own_count, _ in shares]
         whole = [int(whole_count.replace(",", "")) for _, whole_count in shares]
         assert sum(own) == whole[0] == whole[1]
+
+
+def test_a_loop_with_fabric_trains_with_one_size(outputs):
+    output = "\n".join(outputs["fabric_loop"])
+    pattern = r"^rank (\d) trained with the batch size (\d+), .* was (0\.\d\d)$"
+    found = re.findall(pattern, output, re.MULTILINE)
+    assert sorted(rank for rank, _, _ in found) == ["0", "1"]
+    assert len({size for _, size, _ in found}) == 1
+    # A network that guesses has a loss of 2.3.
+    assert all(float(loss) < 0.6 for _, _, loss in found)
+    assert output.count("BatchFinder: batch size") == 1

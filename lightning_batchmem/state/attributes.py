@@ -1,4 +1,4 @@
-"""Contents of the objects that a module leads to, restored in place.
+"""Contents of the objects that a training program leads to, restored in place.
 
 The objects themselves stay, because a hook or a closure may hold a reference to them.
 """
@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -23,10 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_batchmem._lightning.packages import in_every_package
+from lightning_batchmem.devices.tensors import tensors_in
 
 # A larger tensor or array that is neither parameter nor buffer is data rather than state, and is
 # not copied.
@@ -36,8 +37,8 @@ LARGEST_ARRAY_BYTES = 64 * 2**20
 # there, after about a second.
 MOST_OBJECTS = 200_000
 
-# Objects of these types do not belong to the module, or are restored elsewhere. AttributeState adds
-# classes of Lightning for the same reason.
+# Objects of these types do not belong to the module, or are restored elsewhere. The caller of
+# AttributeState adds classes of Lightning for the same reason.
 _NOT_WALKED = (
     Dataset,
     DataLoader,
@@ -86,21 +87,23 @@ class AttributeState:
 
     ``not_restorable`` names the objects that cannot be restored, and ``schedulers`` are the
     schedulers of learning rates that were reached.
+
+    Args:
+        roots: modules, and objects that are walked whatever their type is.
+        named: other objects with their names in messages.
+        not_walked: types of objects that do not belong to the roots.
     """
 
-    def __init__(self, roots: Iterable[object]) -> None:
+    def __init__(
+        self,
+        roots: Iterable[object],
+        named: Mapping[str, object] | None = None,
+        not_walked: Iterable[type] = (),
+    ) -> None:
         # Arrays are here too, as tensors over the same memory. The caller saves the bytes of all.
         self.tensors: list[Tensor] = []
         self.not_restorable: list[str] = []
-        self._not_walked = (
-            *_NOT_WALKED,
-            *in_every_package(
-                "trainer.Trainer",
-                "callbacks.Callback",
-                "loggers.Logger",
-                "core.LightningDataModule",
-            ),
-        )
+        self._not_walked = (*_NOT_WALKED, *not_walked)
         self._restores: list[tuple[str, Callable[[], object]]] = []
         # The references keep the objects alive, so that no id is used twice.
         self._seen: dict[int, object] = {}
@@ -111,6 +114,12 @@ class AttributeState:
             modules = root.named_modules() if isinstance(root, Module) else [("", root)]
             for name, module in modules:
                 pending += self._add_root(f"{type(root).__name__}.{name}".rstrip("."), module)
+        for name, value in (named or {}).items():
+            if isinstance(value, self._not_walked):
+                self.not_restorable.append(f"{name} ({type(value).__name__})")
+            # These tensors are state, whatever their size is.
+            self._add_state_tensors(name, value)
+            pending.append((name, value))
         while pending:
             path, value = pending.popleft()
             if isinstance(value, _ATOMS) or id(value) in self._seen:
@@ -145,6 +154,8 @@ class AttributeState:
         self._later(path, _set_attribute, root, "__class__", type(root))
         yield from self._add_object(path, root)
         yield from self._add_classes(root)
+        if isinstance(root, Optimizer):
+            self._add_state_tensors(path, list(root.state.values()))
         if isinstance(root, Module):
             # The tensors of a ScriptModule are found only here, because no attribute leads to them.
             for tensor in (*root.parameters(recurse=False), *root.buffers(recurse=False)):
@@ -156,6 +167,12 @@ class AttributeState:
                 if isinstance(table, dict):
                     self._seen[id(table)] = table
                     yield from self._add_container(f"{path}.{name}", table)
+
+    def _add_state_tensors(self, path: str, value: object) -> None:
+        for tensor in tensors_in(value):
+            if id(tensor) not in self._seen:
+                self._seen[id(tensor)] = tensor
+                self._add_tensor(path, tensor, math.inf)
 
     def _add(self, path: str, value: Any) -> Children:
         if isinstance(value, types.MethodType):

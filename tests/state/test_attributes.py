@@ -19,8 +19,8 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
 from torch.utils.data import Dataset
 
-from lightning_batchmem._lightning.attributes import LARGEST_ARRAY_BYTES, AttributeState
 from lightning_batchmem._lightning.recorded_state import RecordedState
+from lightning_batchmem.state.attributes import LARGEST_ARRAY_BYTES, AttributeState
 
 
 @dataclass
@@ -278,7 +278,7 @@ def test_an_object_that_is_not_restored_is_named_and_the_others_are_restored(val
 
 
 def test_weights_and_structure_are_restored_when_the_walk_ends_early(monkeypatch):
-    monkeypatch.setattr("lightning_batchmem._lightning.attributes.MOST_OBJECTS", 100)
+    monkeypatch.setattr("lightning_batchmem.state.attributes.MOST_OBJECTS", 100)
     module = Module(nn.Linear(2, 2))
     data = LightningDataModule()
     module.rows = [[index] for index in range(1000)]

@@ -1,0 +1,106 @@
+"""The search of a training loop: a loop comes in, and its plan goes out."""
+
+from __future__ import annotations
+
+import socket
+import warnings
+from pathlib import Path
+
+from rich.console import Console
+
+from lightning_batchmem.devices import device_memory_for, device_name
+from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.loop.session import LoopSession
+from lightning_batchmem.loop.training_loop import TrainingLoop
+from lightning_batchmem.plan.options import SearchOptions
+from lightning_batchmem.plan.plan import Plan, make_plan
+from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.records import Chosen, mib
+from lightning_batchmem.plan.scaling import OptimizerStep
+from lightning_batchmem.search.compiled import each_size_static
+from lightning_batchmem.search.earlier_plan import find_earlier_plan, parameters_text
+from lightning_batchmem.search.memory_budget import MemoryBudget
+from lightning_batchmem.search.progress import SearchProgress
+from lightning_batchmem.search.search import BatchSizeSearch
+
+
+def plan_of_loop(
+    loop: TrainingLoop,
+    options: SearchOptions,
+    given_plan: Plan | str | Path | None,
+    *,
+    verbose: bool,
+) -> Plan:
+    """Search on all ranks, restore everything, and print the plan on the first rank.
+
+    Raises:
+        RuntimeError: if no size fits.
+        ValueError: if the device has no peak counter.
+    """
+    ranks = loop.ranks
+    # A step of the user may fail on one rank alone.
+    with ranks.fail_together():
+        device_memory = device_memory_for(loop.device)
+        if device_memory is None:
+            raise ValueError(
+                "the device must have a peak memory counter for find_batch_size, got"
+                f" {loop.device.type}. Set the batch size by hand."
+            )
+        plan = _searched(loop, device_memory, options, given_plan)
+    if ranks.rank == 0:
+        Console().out(str(plan) if verbose else plan.short_text(), highlight=False)
+    return plan
+
+
+def _searched(
+    loop: TrainingLoop,
+    device_memory: DeviceMemory,
+    options: SearchOptions,
+    given_plan: Plan | str | Path | None,
+) -> Plan:
+    ranks = loop.ranks
+    policy = SearchPolicy()
+    host = socket.gethostname()
+    budget = MemoryBudget(device_memory, options, policy, ranks.exchange(host).count(host))
+    if budget.is_exceeded_by_option() and ranks.rank == 0:
+        warnings.warn(
+            f"memory_limit={options.memory_limit!r} is more than the device can provide,"
+            f" {mib(budget.provided_bytes())}.",
+            stacklevel=2,
+        )
+    session = LoopSession(loop, device_memory, options.multiple_of or 1)
+    conditions = {
+        **options.as_json(),
+        "ranks": ranks.size,
+        "parameters": parameters_text(session.module),
+    }
+    device = device_name(loop.device)
+    with (
+        SearchProgress(enabled=ranks.rank == 0) as progress,
+        each_size_static(),
+        session.entered(),
+    ):
+        earlier_plan = None
+        notes: list[str] = []
+        if given_plan is not None:
+            earlier_plan, notes = find_earlier_plan(
+                given_plan,
+                conditions,
+                device=device,
+                limit_bytes=budget.limit_bytes(),
+                policy=policy,
+                ranks=ranks,
+            )
+        result = BatchSizeSearch(session, budget, ranks, progress).run(earlier_plan)
+    if not isinstance(result.chosen, Chosen):
+        raise RuntimeError(result.chosen.reason)
+    return make_plan(
+        result.chosen,
+        result.trials,
+        result.limits,
+        policy,
+        device=device,
+        notes=[*result.notes, *notes],
+        step=OptimizerStep(),
+        conditions=conditions,
+    )

@@ -1,0 +1,177 @@
+"""A training loop as the session of a search."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.nn import Module, ModuleList
+from torch.optim import Optimizer
+
+from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.peaks import PhasePeaks
+from lightning_batchmem.loop.phases import marked_phases
+from lightning_batchmem.loop.training_loop import TrainingLoop
+from lightning_batchmem.plan.records import Bound
+from lightning_batchmem.state.recorded_objects import RecordedObjects, freeze
+
+
+class LoopSession:
+    """A training loop of the user, as :class:`.search.session.Session` describes it.
+
+    Args:
+        loop: the loop, before its first step.
+        device_memory: the memory of its device.
+        multiple_of: samples of which every batch is a multiple.
+    """
+
+    evaluation = None
+    evaluates_first = False
+    # Every step of a loop is complete, so there is none without its exchanges.
+    exchanges_gradients = False
+    accumulate_grad_batches = 1
+    notes: Sequence[str] = ()
+
+    def __init__(self, loop: TrainingLoop, device_memory: DeviceMemory, multiple_of: int) -> None:
+        self.phases = PhasePeaks(device_memory)
+        self.device = loop.device
+        self.module = ModuleList(loop.models)
+        self.optimizers = loop.optimizers
+        self.steps_are_collective = loop.steps_are_collective
+        self.training = LoopSteps(self, loop)
+        self._device_memory = device_memory
+        self._multiple_of = multiple_of
+        self._is_first_rank = loop.ranks.rank == 0
+        self._recorded = _recorded(loop)
+        self._failed: list[str] = []
+        self._warn_of_state()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Search in the body, and restore everything at the end."""
+        self._device_memory.release_cached()
+        freeze(self._recorded.attributes.schedulers)
+        try:
+            yield
+        finally:
+            self._failed += self._recorded.write_back()
+            if self._failed:
+                self._warn(f"could not restore: {'; '.join(dict.fromkeys(self._failed))}")
+        # With empty caches, training starts as if nothing had been allocated before.
+        self._device_memory.release_cached()
+
+    def again(self) -> None:
+        """Restore everything between two trials; learning rates stay as they are."""
+        self._failed += self._recorded.write_back()
+        freeze(self._recorded.attributes.schedulers)
+
+    def bounds(self) -> list[Bound]:
+        return []
+
+    def smaller_batch_size(self, batch_size: int) -> int:
+        # The end of an epoch is not known.
+        half = batch_size // 2 // self._multiple_of * self._multiple_of
+        return min(batch_size, max(2, self._multiple_of, half))
+
+    def avoided_sizes(self) -> set[int]:
+        return set()
+
+    def batches_in_epoch(self, batch_size: int) -> float:
+        return math.inf
+
+    def worker_bytes(self, batch_size: int) -> int:
+        return 0
+
+    def sample_sizes(self) -> None:
+        """The batches are the user's, so nothing is known about their samples."""
+
+    def use_sample_sizes(self, of_ranks: Sequence[Any]) -> None:
+        """There are none."""
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Each step gets its size."""
+
+    def check_batch_size(self, batch_size: int) -> None:
+        """Each step gets its size."""
+
+    def restart(self, batch_size: int) -> None:
+        self.again()
+        self._device_memory.release_cached()
+
+    def without_synchronization(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def checkpoint_states(self) -> list[object] | None:
+        return None
+
+    def _warn_of_state(self) -> None:
+        attributes = self._recorded.attributes
+        if attributes.not_restorable:
+            self._warn(
+                "cannot restore these if a step changes them: "
+                + "; ".join(attributes.not_restorable[:10])
+            )
+        # The wrapper of Optimizer.step has this private name in torch 2.5.1 to 2.13.
+        has_scheduler = any(hasattr(o.step, "_wrapped_by_lr_sched") for o in self.optimizers)
+        if has_scheduler and not attributes.schedulers:
+            self._warn(
+                "cannot restore the scheduler of a learning rate that it was not given. Pass"
+                " state=[scheduler] if a step changes it."
+            )
+
+    def _warn(self, text: str) -> None:
+        if self._is_first_rank:
+            warnings.warn(f"BatchFinder {text}", stacklevel=2)
+
+
+@dataclass(eq=False)
+class LoopSteps:
+    """The steps of a loop, each on a new batch."""
+
+    session: LoopSession
+    loop: TrainingLoop
+    first_phase = "forward"
+    follows_batch_size = True
+    sample_bytes = 0
+    num_other_batches = 0
+    _marks: ExitStack = field(default_factory=ExitStack)
+
+    def items(self, batch_size: int) -> float:
+        return batch_size
+
+    def begin(self, batch_size: int) -> int:
+        session = self.session
+        self._marks.enter_context(marked_phases(session.phases, session.optimizers))
+        return 1
+
+    def run(self, batch_size: int, index: int) -> None:
+        self.loop.step(self.loop.make_batch(batch_size))
+
+    def run_other_lengths(self, batch_size: int, index: int) -> None:
+        self.run(batch_size, index)
+
+    def complete(self) -> None:
+        """Nothing follows the last step."""
+
+    def end(self) -> None:
+        self._marks.close()
+
+    def release(self) -> None:
+        # A step that ran out of memory may leave a part of an optimizer's state.
+        self.session.again()
+
+
+def _recorded(loop: TrainingLoop) -> RecordedObjects:
+    modules = [*loop.models, *(one for one in loop.state if isinstance(one, Module))]
+    optimizers = [*loop.optimizers, *(one for one in loop.state if isinstance(one, Optimizer))]
+    others = {
+        f"state[{index}]": one
+        for index, one in enumerate(loop.state)
+        if not isinstance(one, Module | Optimizer)
+    }
+    not_walked = [] if loop.fabric is None else [type(loop.fabric), type(loop.fabric.strategy)]
+    return RecordedObjects(modules, optimizers, others, not_walked)

@@ -1,0 +1,1 @@
+"""Objects of a training program come in; their contents are restored in place."""

@@ -1,0 +1,242 @@
+"""Searches of a loop: sizes, texts, errors, and earlier plans."""
+
+import re
+from unittest import mock
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
+from torch import nn
+
+from lightning_batchmem import BatchFinder, find_batch_size
+from tests.helpers.lawful import MIB, Lawful, found_size, law, loader, quiet_trainer
+from tests.helpers.loops import Loop, scheduled, seeded, sgd
+from tests.helpers.simulated_cuda.device import SimulatedCuda
+from tests.helpers.simulated_cuda.loop import search_loop
+from tests.helpers.simulated_cuda.search import SimulatedFinder, simulated_module
+from tests.helpers.simulated_cuda.trace import trace_of
+
+
+def found(loop, **options):
+    return find_batch_size(
+        loop.step,
+        loop.make_batch,
+        model=loop.model,
+        optimizer=loop.optimizer,
+        state=loop.state,
+        **options,
+    )
+
+
+@pytest.fixture
+def use_device(device, monkeypatch):
+    monkeypatch.setattr("lightning_batchmem.loop.search.device_memory_for", lambda _: device)
+    return device
+
+
+@pytest.fixture
+def lawful(use_device):
+    """A loop whose memory follows the law, and the sizes of its steps."""
+    layer = nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(layer.parameters())
+    loop = Loop(layer, optimizer, None, lambda size: torch.zeros(size, 1))
+    loop.sizes = []
+
+    def step(x):
+        loop.sizes.append(len(x))
+        use_device.free()
+        use_device.use(law(len(x)))
+        use_device.free()
+        optimizer.zero_grad()
+        layer(x).mean().backward()
+        optimizer.step()
+
+    loop.step = step
+    return loop
+
+
+def test_the_size_follows_memory_and_options(lawful, use_device):
+    assert found(lawful).batch_size == found_size(500 * MIB)
+    limited = found(lawful, memory_limit=300 * MIB, multiple_of=8)
+    assert limited.batch_size == found_size(500 * MIB, memory_limit=300 * MIB, multiple_of=8)
+    lawful.sizes.clear()
+    plan = found(lawful, min_batch_size=24, max_batch_size=48, objective="throughput")
+    assert plan.limited_by in ("max_batch_size", "throughput")
+    assert (plan.trials[0].batch_size, max(lawful.sizes)) == (24, 48)
+    assert plan.effective_batch_size is None
+    assert plan.measured_peak_bytes == law(plan.batch_size)
+    assert set(plan.trials[0].phase_peak_bytes) == {"forward", "backward", "optimizer_step"}
+
+
+def test_smaller_batches_are_multiples_too(lawful):
+    lawful.sizes.clear()
+    plan = found(lawful, multiple_of=48)
+    assert plan.batch_size == 336
+    assert {size % 48 for size in lawful.sizes} == {0}
+    # A half of 336 is no multiple of 48.
+    assert 144 in lawful.sizes
+
+
+def without_times(text):
+    """The lines of a plan without times, and without notes about the project's own size."""
+    others = (
+        r"  (sizes|time|probe|rehearsal|run)|.* trials? "
+        r"|  note +(samples per|Values|\d+ samples train)"
+    )
+    # Lightning 2.5 prints an empty line.
+    return [line for line in text.splitlines() if line and not re.match(others, line)]
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_the_text_is_that_of_batch_finder(lawful, verbose, fit, use_device, capsys):
+    options = {"max_batch_size": 64, "verbose": verbose}
+    plan = found(lawful, **options)
+    printed = capsys.readouterr().out
+    assert printed.endswith(f"{plan}\n" if verbose else f"{plan.short_text()}\n")
+    finder = BatchFinder(**options)
+    fit(Lawful(use_device, law), finder, use_device, limit_val_batches=0)
+    assert without_times(printed) == without_times(capsys.readouterr().out)
+
+
+def test_an_earlier_plan_is_only_rehearsed(lawful, tmp_path):
+    plan = found(lawful)
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    lawful.sizes.clear()
+    again = found(lawful, plan=tmp_path / "plan.json")
+    assert again.batch_size == plan.batch_size
+    assert again.reason.endswith("which passed a rehearsal again.")
+    assert max(lawful.sizes) == plan.batch_size
+    assert 2 not in lawful.sizes
+    other = found(lawful, plan=plan, multiple_of=5)
+    assert "multiple_of" in other.notes[0]
+
+
+@pytest.mark.parametrize("name", ["ResNet-18 SGD", "U-Net 256 AdamW", "DCGAN 128 two Adams"])
+def test_sizes_on_a_simulated_device_are_those_of_a_trainer(name):
+    plan = search_loop(SimulatedCuda(trace_of(name), 80 * 10**9))
+    device = SimulatedCuda(trace_of(name), 80 * 10**9)
+    finder = SimulatedFinder(device, min_steps_per_epoch=None)
+    trainer = quiet_trainer(finder, max_steps=1, limit_val_batches=0)
+    # Without this stage, only the code before the first step runs.
+    with mock.patch.object(Trainer, "_run_stage"):
+        trainer.fit(simulated_module(device))
+    assert plan.verified
+    assert plan.batch_size == finder.plan.batch_size
+    expected = [(t.batch_size, t.kind, t.phase_peak_bytes) for t in finder.plan.trials]
+    assert [(t.batch_size, t.kind, t.phase_peak_bytes) for t in plan.trials] == expected
+
+
+def test_nothing_fits(lawful, use_device):
+    with pytest.raises(RuntimeError, match=r"Nothing fits.*At 2 samples"):
+        found(lawful, memory_limit=50 * MIB)
+
+
+def test_an_error_of_a_step_is_raised_and_everything_is_restored():
+    loop = seeded(sgd)
+    before = loop.left()["weights"][0]["0.weight"].clone()
+    step = loop.step
+
+    def failing(batch):
+        step(batch)
+        if len(batch[0]) > 2:
+            raise LookupError("of the user")
+
+    loop.step = failing
+    backward = torch.autograd.backward
+    with pytest.raises(LookupError, match="of the user"):
+        found(loop)
+    assert torch.equal(loop.model[0].weight, before)
+    assert not loop.optimizer.state
+    assert not loop.optimizer._optimizer_step_pre_hooks
+    assert torch.autograd.backward is backward
+
+
+def test_a_step_that_runs_out_of_memory_ends_its_trial(lawful):
+    step = lawful.step
+
+    def failing(batch):
+        step(batch)
+        if len(batch) == 8:
+            raise torch.OutOfMemoryError("made up")
+
+    lawful.step = failing
+    plan = found(lawful, max_batch_size=8)
+    assert [t.outcome for t in plan.trials if t.batch_size == 8] == ["out_of_memory"]
+    assert 2 <= plan.batch_size < 8
+
+
+ARGUMENTS = {
+    "step": (None, "the first argument must be a Trainer or a function step"),
+    "make_batch": (3, "make_batch must be a function, got 3"),
+    "model": ([], r"model must be a torch Module or a sequence of them, got \[\]"),
+    "optimizer": ("Adam", "optimizer must be a torch Optimizer or a sequence of them, got 'Adam'"),
+    "fabric": (1, "fabric must be a Fabric of lightning.fabric or None, got 1"),
+    "plan": (1, "plan must be a Plan, a path or None, got 1"),
+    "memory_limit": ("much", "memory_limit must be a whole number of bytes"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_wrong_arguments(name):
+    value, message = ARGUMENTS[name]
+    loop = sgd()
+    options = {"model": loop.model, "optimizer": loop.optimizer}
+    positional = {"step": loop.step, "make_batch": loop.make_batch}
+    (positional if name in positional else options)[name] = value
+    with pytest.raises(ValueError, match=message):
+        find_batch_size(*positional.values(), **options)
+
+
+def test_models_without_weights_here():
+    loop = sgd()
+    loop.model = nn.Tanh()
+    with pytest.raises(ValueError, match="model must have parameters on a device, got none"):
+        found(loop)
+
+
+def test_a_device_without_a_peak_counter(monkeypatch):
+    monkeypatch.setattr("lightning_batchmem.loop.search.device_memory_for", lambda _: None)
+    with pytest.raises(ValueError, match="must have a peak memory counter for find_batch_size"):
+        found(sgd())
+
+
+def test_what_cannot_be_restored_is_named(lawful):
+    lawful.state = [iter([1, 2]), loader(4)]
+    with pytest.warns(UserWarning, match=r"state\[1\] \(DataLoader\); state\[0\] \(an iterator"):
+        found(lawful, max_batch_size=4)
+
+
+def test_a_scheduler_that_was_not_passed_is_named():
+    loop = seeded(scheduled)
+    loop.state = []
+    with (
+        pytest.warns(UserWarning, match=r"Pass state=\[scheduler\] if a step"),
+        pytest.raises(ValueError, match="Tried to step"),
+    ):
+        found(loop, max_batch_size=8)
+
+
+def test_a_limit_that_the_device_cannot_provide(lawful):
+    with pytest.warns(UserWarning, match="more than the device can provide, 500.0 MiB"):
+        found(lawful, memory_limit=10**12, max_batch_size=4)
+
+
+def test_a_fabric_without_ranks(lawful, use_device):
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model, optimizer = fabric.setup(lawful.model, lawful.optimizer)
+
+    def step(x):
+        use_device.use(law(len(x)))
+        use_device.free()
+        optimizer.zero_grad()
+        fabric.backward(model(x).mean())
+        optimizer.step()
+
+    before = model.weight.clone()
+    plan = find_batch_size(step, lawful.make_batch, model=model, optimizer=optimizer, fabric=fabric)
+    assert plan.batch_size == found_size(500 * MIB)
+    assert set(plan.trials[0].phase_peak_bytes) == {"forward", "backward", "optimizer_step"}
+    assert not any("did not step" in note for note in plan.notes)
+    assert torch.equal(model.weight, before)
+    assert not lawful.optimizer.state

@@ -1,0 +1,70 @@
+"""State of a program without Lightning: recorded, and written back in place."""
+
+import random
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_batchmem.state.attributes import LARGEST_ARRAY_BYTES
+from lightning_batchmem.state.recorded_objects import RecordedObjects, freeze
+
+
+def test_large_tensors_of_optimizers_and_named_objects_are_restored():
+    count = LARGEST_ARRAY_BYTES // 4 + 1
+    layer = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    optimizer.state[layer.weight]["buffer"] = torch.zeros(count)
+    average = {"weights": torch.zeros(count)}
+    recorded = RecordedObjects([layer], [optimizer], {"state[0]": average})
+    assert recorded.attributes.not_restorable == []
+    tensors = optimizer.state[layer.weight]["buffer"], average["weights"]
+    for tensor in tensors:
+        tensor[-1] = 1
+    average["weights"] = None
+    assert recorded.write_back() == []
+    assert average["weights"] is tensors[1]
+    assert [tensor[-1] for tensor in tensors] == [0, 0]
+
+
+def test_a_gradient_is_restored_again_after_a_step_changed_it():
+    layer = nn.Linear(1, 1)
+    layer.weight.grad = torch.ones(1, 1)
+    recorded = RecordedObjects([layer])
+    for _ in range(2):
+        layer.weight.grad.fill_(5)
+        layer.bias.grad = torch.ones(1)
+        recorded.write_back()
+        assert (layer.weight.grad, layer.bias.grad) == (torch.ones(1, 1), None)
+
+
+def test_random_numbers_begin_again():
+    def numbers():
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    recorded = RecordedObjects([])
+    before = numbers()
+    recorded.write_back()
+    assert numbers() == before
+
+
+def test_named_objects_that_are_not_walked_are_in_the_message():
+    class Trainer:
+        count = 0
+
+    recorded = RecordedObjects([], [], {"state[0]": Trainer()}, [Trainer])
+    assert recorded.attributes.not_restorable == ["state[0] (Trainer)"]
+
+
+def test_a_frozen_scheduler_steps_again_afterwards():
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5, total_iters=2)
+    recorded = RecordedObjects([], [optimizer], {"state[0]": scheduler})
+    freeze(recorded.attributes.schedulers)
+    for _ in range(5):
+        scheduler.step()
+    assert scheduler.last_epoch == 0
+    recorded.write_back()
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.last_epoch == 1
