@@ -80,6 +80,7 @@ class GuardedClosure:
                 if more_parts is None:
                     raise
                 release_traceback(error)
+                self._error = error
             if num_parts == 1:
                 self._keep()
             self._release()
@@ -104,6 +105,8 @@ class GuardedClosure:
         # Whether gradients are exchanged in the backward pass that runs now.
         self._is_exchanging = self._exchanges
         self._fx_name = self._module._current_fx_name
+        # The error of the last failed attempt.
+        self._error: Exception | None = None
         # What this step has called, also in an attempt that failed.
         self._has_cleared = False
         self._has_begun_backward = False
@@ -233,8 +236,18 @@ class GuardedClosure:
             self._has_begun_backward = True
         module = self._module
         hooks = dict.fromkeys(("on_before_backward", "on_after_backward"), _nothing)
-        with replaced(self._trainer, callbacks=[]), replaced(module, **hooks):
+        with (
+            self._gradients.counted(),
+            replaced(self._trainer, callbacks=[]),
+            replaced(module, **hooks),
+        ):
             backward(loss)
+        if self._gradients.may_be_partial and self._error is not None:
+            self._error.add_note(
+                "OomGuard: memory ran out in a backward pass that adds to a gradient several times,"
+                " so the gradients of earlier batches cannot be set back. Use a smaller batch size."
+            )
+            raise self._error
 
     def _complete(self) -> None:
         for state in (self._gradients, self._metrics, self._logged):
