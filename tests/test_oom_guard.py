@@ -407,6 +407,24 @@ def test_a_gradient_that_may_be_partial_is_the_error() -> None:
     assert guard.oom_splits == 1
 
 
+class ScalesInPlace(Failing):
+    def read(self, batch: Any) -> tuple[Tensor, Tensor]:
+        x, y = batch
+        return x.div_(2), y
+
+
+class TakesOut(Failing):
+    def read(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return batch[0], batch.pop()
+
+
+@pytest.mark.parametrize("kind", [ScalesInPlace, TakesOut])
+def test_a_batch_that_training_step_changed_is_the_error(kind: type[Failing]) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        trained(partial(kind, FAILS), OomGuard())
+    assert "training_step changed the batch before memory ran out" in raised.value.__notes__[0]
+
+
 class Unequal(Failing):
     def read(self, batch: Any) -> tuple[Tensor, Tensor]:
         return batch[0]
