@@ -21,6 +21,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchmetrics import Metric, MetricCollection
 
@@ -372,6 +373,56 @@ def test_batch_norm_keeps_two_samples_in_each_part() -> None:
     ):
         trained(lambda: module, OomGuard())
     assert "did not fit in 4 parts" in raised.value.__notes__[0]
+
+
+class AddsTwice(LightningModule):
+    """Two checkpoints of one layer; reentrant ones each add to its gradient."""
+
+    def __init__(self, is_reentrant: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6).double()
+        self.is_reentrant = is_reentrant
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = checkpoint(self.layer, batch[0].requires_grad_(), use_reentrant=self.is_reentrant)
+        if batch_idx == 3 and len(hidden) > FITS:
+            hidden.register_hook(lambda _: fail())
+        hidden = checkpoint(self.layer, hidden, use_reentrant=self.is_reentrant)
+        return hidden.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_gradient_that_may_be_partial_is_the_error() -> None:
+    guard = OomGuard()
+    trainer = quiet_trainer(guard, max_steps=3, accumulate_grad_batches=2)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        trainer.fit(AddsTwice(is_reentrant=True), loader())
+    assert "adds to a gradient several times" in raised.value.__notes__[0]
+    # The gradients of other checkpoints are added once.
+    guard = OomGuard()
+    trainer = quiet_trainer(guard, max_steps=3, accumulate_grad_batches=2)
+    trainer.fit(AddsTwice(is_reentrant=False), loader())
+    assert guard.oom_splits == 1
+
+
+class ScalesInPlace(Failing):
+    def read(self, batch: Any) -> tuple[Tensor, Tensor]:
+        x, y = batch
+        return x.div_(2), y
+
+
+class TakesOut(Failing):
+    def read(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return batch[0], batch.pop()
+
+
+@pytest.mark.parametrize("kind", [ScalesInPlace, TakesOut])
+def test_a_batch_that_training_step_changed_is_the_error(kind: type[Failing]) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        trained(partial(kind, FAILS), OomGuard())
+    assert "training_step changed the batch before memory ran out" in raised.value.__notes__[0]
 
 
 class Unequal(Failing):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -19,7 +22,8 @@ class Gradients:
     """Gradients of earlier micro batches, which stay exact while a batch is repeated in parts.
 
     A backward pass that fails has added the gradients of some parameters. These have the whole
-    batch, so what the parts compute for them is dropped.
+    batch, so what the parts compute for them is dropped. This is exact only if one backward pass
+    adds to each of them once, which the parts show.
 
     Args:
         before: the gradients before the step; none if the step clears them.
@@ -30,11 +34,34 @@ class Gradients:
         for parameter, gradient, version in before:
             is_same = parameter.grad is gradient and _version(parameter.grad) == version
             self._kept.append((parameter, parameter.grad, not is_same))
+        # Whether the failed attempt may have added only a part of a gradient.
+        self.may_be_partial = False
 
     def begin(self) -> None:
         """Let the parts begin without gradients."""
         for parameter, _, _ in self._kept:
             parameter.grad = None
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count how often the backward pass of a part adds to what the failed attempt changed."""
+        added: set[int] = set()
+
+        def note(parameter: Tensor) -> None:
+            if id(parameter) in added:
+                self.may_be_partial = True
+            added.add(id(parameter))
+
+        handles = [
+            parameter.register_post_accumulate_grad_hook(note)
+            for parameter, _, is_complete in self._kept
+            if is_complete and parameter.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def complete(self) -> None:
         """Add the gradients of the parts to those that were kept."""

@@ -27,6 +27,7 @@ from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem.batches.split import Part, joined, split, splittable_samples
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory, release_traceback
+from lightning_batchmem.devices.tensors import tensors_in
 from lightning_batchmem.search.ranks import CollectiveDetector, CollectiveFoundError
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class GuardedClosure:
                 if more_parts is None:
                     raise
                 release_traceback(error)
+                self._error = error
             if num_parts == 1:
                 self._keep()
             self._release()
@@ -104,6 +106,8 @@ class GuardedClosure:
         # Whether gradients are exchanged in the backward pass that runs now.
         self._is_exchanging = self._exchanges
         self._fx_name = self._module._current_fx_name
+        # The error of the last failed attempt.
+        self._error: Exception | None = None
         # What this step has called, also in an attempt that failed.
         self._has_cleared = False
         self._has_begun_backward = False
@@ -111,6 +115,7 @@ class GuardedClosure:
         is_cleared = self._closure._zero_grad_fn is not None
         self._gradients_before = [] if is_cleared else read_gradients(self._optimizer)
         self._counts_before = [metric.update_count for metric in self._steps.metrics]
+        self._batch_before = _read_batch(self._kwargs["batch"])
         self._values_before = read_values(self._steps.results)
 
     def _keep(self) -> None:
@@ -140,6 +145,12 @@ class GuardedClosure:
                 return None
         # Outside of these two, a hook or the exchange of buffers failed.
         elif _code_of(self._module.training_step) not in codes:
+            return None
+        if _read_batch(batch) != self._batch_before:
+            error.add_note(
+                "OomGuard: training_step changed the batch before memory ran out, so that it cannot"
+                " be repeated. Use a smaller batch size, or let training_step copy what it changes."
+            )
             return None
         samples = splittable_samples(batch)
         if samples is None:
@@ -233,8 +244,18 @@ class GuardedClosure:
             self._has_begun_backward = True
         module = self._module
         hooks = dict.fromkeys(("on_before_backward", "on_after_backward"), _nothing)
-        with replaced(self._trainer, callbacks=[]), replaced(module, **hooks):
+        with (
+            self._gradients.counted(),
+            replaced(self._trainer, callbacks=[]),
+            replaced(module, **hooks),
+        ):
             backward(loss)
+        if self._gradients.may_be_partial and self._error is not None:
+            self._error.add_note(
+                "OomGuard: memory ran out in a backward pass that adds to a gradient several times,"
+                " so the gradients of earlier batches cannot be set back. Use a smaller batch size."
+            )
+            raise self._error
 
     def _complete(self) -> None:
         for state in (self._gradients, self._metrics, self._logged):
@@ -272,6 +293,15 @@ class GuardedClosure:
     def _call_module_hook(self, name: str, *arguments: Any) -> None:
         call_hook = lightning_name(self._trainer, "trainer.call._call_lightning_module_hook")
         call_hook(self._trainer, name, *arguments)
+
+
+def _read_batch(batch: object) -> list[tuple[int, int | None]]:
+    """The tensors of a batch, each with a number that grows with every change in place."""
+    # _version is private in torch 2.5 to 2.13. Tensors of inference mode have none.
+    return [
+        (id(tensor), None if tensor.is_inference() else tensor._version)
+        for tensor in tensors_in(batch)
+    ]
 
 
 def _code_of(function: object) -> CodeType | None:
