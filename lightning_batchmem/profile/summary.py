@@ -233,7 +233,7 @@ def _caption(summary: Summary) -> list[str]:
             peak = f"highest peak {mib(validation.peak_bytes)}, "
         lines.append(f"Validation: {peak}{_speed(validation)}")
     if summary.oom_splits:
-        lines.append(f"Memory ran out: {summary.oom_splits:,} batches ran in parts (OomGuard)")
+        lines.append(f"{summary.oom_splits:,} batches ran in parts (OomGuard)")
     start = "the second step"
     if summary.stage == "train":
         start = "the first step after an optimizer step"
