@@ -36,11 +36,13 @@ def split(batch: object, num_parts: int) -> list[Part]:
     """Split a batch with a common first dimension into parts that differ by at most one sample.
 
     The tensors of the parts are views. Tensors without dimensions are in every part, and lists of
-    other objects are split if they have as many items as the batch has samples.
+    other objects are split if they have as many items as the batch has samples. Containers are
+    copied, and what they hold is not, because a lock or a generator cannot be.
     """
     tensors = tensors_in(batch)
     samples = common_size(tensors) or 0
     whole: dict[int, Any] = {id(tensor): tensor for tensor in tensors if not tensor.shape}
+    whole |= {id(leaf): leaf for leaf in _leaves_in(batch, set())}
     sliced = [tensor for tensor in tensors if tensor.shape]
     sliced += _columns_in(batch, samples, set())
     bounds = [samples * number // num_parts for number in range(num_parts + 1)]
@@ -51,6 +53,18 @@ def split(batch: object, num_parts: int) -> list[Part]:
         )
         for begin, end in pairwise(bounds)
     ]
+
+
+def _leaves_in(data: object, seen: set[int]) -> Iterator[object]:
+    """Yield what has no items and is no tensor."""
+    if isinstance(data, Tensor) or id(data) in seen:
+        return
+    seen.add(id(data))
+    items = list(items_of(data))
+    if not items:
+        yield data
+    for item in items:
+        yield from _leaves_in(item, seen)
 
 
 def _columns_in(data: object, samples: int, seen: set[int]) -> Iterator[Any]:

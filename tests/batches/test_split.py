@@ -1,5 +1,6 @@
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass, field
+from threading import Lock
 
 import numpy as np
 import pytest
@@ -74,6 +75,14 @@ def test_every_container_is_split_and_its_tensors_are_views():
     assert second["frozen"].scale is batch["frozen"].scale
     # The whole batch is as before.
     assert (batch["texts"], len(batch["frozen"].x)) == (tuple(texts), 5)
+
+
+def test_objects_that_cannot_be_copied_are_in_every_part():
+    batch = {"x": torch.zeros(4), "lock": Lock(), "more": [iter(())]}
+    for part in split(batch, 2):
+        assert part.batch["lock"] is batch["lock"]
+        assert part.batch["more"][0] is batch["more"][0]
+        assert part.batch["more"] is not batch["more"]
 
 
 def test_a_batch_that_refers_to_itself():
