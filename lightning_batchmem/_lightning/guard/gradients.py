@@ -53,7 +53,8 @@ class Gradients:
             added.add(id(parameter))
 
         handles = [
-            parameter.register_post_accumulate_grad_hook(note)
+            # torch does not annotate this method.
+            parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
             for parameter, _, is_complete in self._kept
             if is_complete and parameter.requires_grad
         ]

@@ -61,6 +61,8 @@ class GuardedClosure:
         self._kwargs = kwargs
         self._optimizer = optimizer
         self._batch_idx = batch_idx
+        # The error of the last failed attempt.
+        self._error: Exception | None = None
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Tensor | None:
         batch = self._kwargs["batch"]
@@ -106,8 +108,7 @@ class GuardedClosure:
         # Whether gradients are exchanged in the backward pass that runs now.
         self._is_exchanging = self._exchanges
         self._fx_name = self._module._current_fx_name
-        # The error of the last failed attempt.
-        self._error: Exception | None = None
+        self._error = None
         # What this step has called, also in an attempt that failed.
         self._has_cleared = False
         self._has_begun_backward = False
