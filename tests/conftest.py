@@ -1,5 +1,6 @@
 import gc
 import multiprocessing
+import sys
 from functools import partial
 
 import pytest
@@ -15,6 +16,14 @@ def pytest_collection_finish():
     gc.freeze()
     # For tiny networks, several threads are slower than one.
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_compiled():
+    """Forget the functions that earlier tests compiled; some measurements are left out then."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is not None:
+        utils.counters.clear()
 
 
 @pytest.fixture
