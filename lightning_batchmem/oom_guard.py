@@ -41,8 +41,9 @@ class OomGuard(Callback):
         max_parts: the most parts of a batch; if it does not fit in so many, the error is raised.
 
     Attributes:
-        oom_splits: batches of this ``fit`` so far that ran in parts on this rank. A MemoryProfiler
-            in the same Trainer has them in its CSV file and its summary.
+        oom_splits: batches of this ``fit`` so far that ran in parts on this rank; ``None`` where
+            the guard does nothing. A MemoryProfiler in the same Trainer has them in its CSV file
+            and its summary.
 
     Raises:
         ValueError: if ``reduction`` or ``max_parts`` is invalid.
@@ -60,7 +61,7 @@ class OomGuard(Callback):
         is_whole = isinstance(max_parts, int) and not isinstance(max_parts, bool)
         if not is_whole or max_parts < 2:
             raise ValueError(f"max_parts must be a whole number from 2, got {max_parts!r:.80}")
-        self.oom_splits = 0
+        self.oom_splits: int | None = None
         self._reduction: Reduction = reduction
         self._max_parts = max_parts
         self._steps: GuardedSteps | None = None
@@ -69,8 +70,8 @@ class OomGuard(Callback):
         self._has_advised = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Count from 0 again."""
-        self.oom_splits = 0
+        """Forget the counts of an earlier run."""
+        self.oom_splits = None
         self._last_batch = None
         self._has_advised = False
 
@@ -89,6 +90,7 @@ class OomGuard(Callback):
                 " is not the same as the whole step. LayerNorm and GroupNorm have no such limit."
             )
         self._steps.attach()
+        self.oom_splits = 0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the steps to Lightning again."""
@@ -106,7 +108,7 @@ class OomGuard(Callback):
         """Count a batch that ran in parts, and warn of the first one and of frequent ones."""
         batch = trainer.fit_loop.total_batch_idx
         rank = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
-        self.oom_splits += 1
+        self.oom_splits = (self.oom_splits or 0) + 1
         if self.oom_splits == 1:
             # One rank may run out of memory alone, so each of them may warn.
             warnings.warn(

@@ -454,11 +454,21 @@ class Broken(Failing):
 
 
 def test_every_other_error_is_raised() -> None:
-    with pytest.raises(ValueError, match="of the user"):
+    with pytest.raises(ValueError, match="of the user") as other:
         trained(partial(Broken, FAILS), OomGuard())
+    assert "after OutOfMemoryError: " in other.value.__notes__[0]
     with pytest.raises(torch.OutOfMemoryError) as raised:
         trained(partial(Broken, {5: "hook"}), OomGuard())
     assert not hasattr(raised.value, "__notes__")
+
+
+class WithPartial(Failing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.training_step = partial(self.fail_in_step, 1)
+
+    def fail_in_step(self, number: int, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx)
 
 
 class Manual(Failing):
@@ -489,6 +499,7 @@ class Fetching(Failing):
     ("kind", "reason"),
     [
         (Manual, "under manual optimization, where training_step itself steps the optimizers"),
+        (WithPartial, "for a training_step that is no plain function or method"),
         (WithLbfgs, "with LBFGS, which runs each batch several times in one step"),
         (Fetching, "for a training_step that takes dataloader_iter, because it fetches its"),
     ],
@@ -499,11 +510,13 @@ def test_what_it_cannot_guard_is_a_warning(kind: Any, reason: str) -> None:
         module.fails = FAILS
         return module
 
+    guard = OomGuard()
     with (
         pytest.warns(UserWarning, match=f"OomGuard does nothing {reason}"),
         pytest.raises(torch.OutOfMemoryError),
     ):
-        trained(make, OomGuard())
+        trained(make, guard)
+    assert guard.oom_splits is None
 
 
 def warnings_of(

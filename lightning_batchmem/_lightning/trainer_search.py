@@ -114,17 +114,14 @@ class TrainerSearch:
             session, validation_session = self._training_sessions(clean_start, setting)
             of_ranks = self.ranks.exchange(session.longest_bytes)
             conditions["sample_bytes"] = [max(sizes) for sizes in zip(*of_ranks, strict=True)]
-            earlier_plan = None
-            notes: list[str] = []
-            if given_plan is not None:
-                earlier_plan, notes = find_earlier_plan(
-                    given_plan,
-                    conditions,
-                    device=self._device,
-                    limit_bytes=self._budget.limit_bytes(),
-                    policy=self.policy,
-                    ranks=self.ranks,
-                )
+            earlier_plan, notes = find_earlier_plan(
+                given_plan,
+                conditions,
+                device=self._device,
+                limit_bytes=self._budget.limit_bytes(),
+                policy=self.policy,
+                ranks=self.ranks,
+            )
             result = self._search_of(session, progress).run(earlier_plan)
             if validation_session is not None and isinstance(result.chosen, Chosen):
                 validation_result = self._search_of(validation_session, progress).run(

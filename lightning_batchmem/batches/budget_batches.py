@@ -92,6 +92,11 @@ class BudgetBatches:
         self.longest_bytes = reading.largest_bytes
         return budget
 
+    def has_constant_length(self, budget: int) -> bool:
+        """Whether the loader follows the budget, but has as many batches with any of them."""
+        larger_budget = self._policy.ladder_growth * budget
+        return self.info.follows and self.info.has_constant_length(budget, larger_budget)
+
     def _has_changed(self) -> bool:
         """Whether the largest batches at the budgets that were read differ, beyond chance."""
         largest_bytes = [reading.largest_bytes for reading in self._readings.values()]

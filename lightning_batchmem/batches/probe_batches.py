@@ -117,7 +117,7 @@ class ProbeBatches:
     def has_constant_length(self, budget: int) -> bool:
         """Whether a loader that follows the budget has as many batches at any budget."""
         return any(
-            batches.info.follows and batches.info.has_constant_length(budget, 4 * budget)
+            batches.has_constant_length(budget)
             for batches in self._of_loaders
             if isinstance(batches, BudgetBatches)
         )

@@ -6,7 +6,6 @@ So data set and samplers do not change in this process.
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import pickle
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,13 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_batchmem.batches.samples import FATAL_WORKER_ERRORS, held_bytes, without_views
+from lightning_batchmem.batches.samples import (
+    FATAL_WORKER_ERRORS,
+    arguments_of_worker,
+    held_bytes,
+    may_start_worker,
+    without_views,
+)
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.devices.tensors import samples_in, tensors_in
 from lightning_batchmem.plan.options import ItemsFunction, number_from
@@ -173,14 +178,7 @@ def read_worst_batches(
     Raises:
         RuntimeError: if memory runs out.
     """
-    # A spawned worker runs the user's script again unless the script is guarded, so one is spawned
-    # only if the loader does the same. The first of all methods is the default, and `allow_none`
-    # returns None rather than choose it.
-    start_method = (
-        multiprocessing.get_start_method(allow_none=True)
-        or multiprocessing.get_all_start_methods()[0]
-    )
-    if loader.num_workers or start_method == "fork":
+    if may_start_worker(loader):
         try:
             return _read_in_worker(loader, make_reader(loader))
         # A worker may fail in any way. A copy of the loader may still be read in this process.
@@ -203,19 +201,13 @@ def read_worst_batches(
 
 
 def _read_in_worker(loader: DataLoader[Any], batch_reader: BatchReader) -> WorstBatches:
-    policy = batch_reader.policy
+    timeout_seconds = batch_reader.policy.scan_seconds + batch_reader.policy.sample_seconds
     reader: DataLoader[Any] = DataLoader(
         batch_reader,
         batch_size=None,
-        num_workers=1,
-        multiprocessing_context=loader.multiprocessing_context,
-        worker_init_fn=loader.worker_init_fn,
-        timeout=policy.scan_seconds + policy.sample_seconds,
-        # Only persistent workers can be ended with a public function.
-        persistent_workers=True,
-        prefetch_factor=1,
         # The worker's seed must not be drawn from the generator of the process.
         generator=torch.Generator(),
+        **arguments_of_worker(loader, timeout_seconds=timeout_seconds),
     )
     try:
         # The bytes are those of a child of this process.

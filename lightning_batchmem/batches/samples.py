@@ -129,14 +129,7 @@ def read_samples(loader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[
 
 
 def _read(loader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], SampleSizes]:
-    # A spawned worker runs the user's script again unless the script is guarded, so one is spawned
-    # only if the loader does the same. The first of all methods is the default, and `allow_none`
-    # returns None rather than choose it.
-    start_method = (
-        multiprocessing.get_start_method(allow_none=True)
-        or multiprocessing.get_all_start_methods()[0]
-    )
-    if loader.num_workers or start_method == "fork":
+    if may_start_worker(loader):
         try:
             return _scan(_reader(loader, loader.dataset, measure, num_workers=1), measure)
         # A worker may fail in any way. A copy of the data set may still be read in this process.
@@ -162,17 +155,37 @@ def _reader(
     if not isinstance(dataset, IterableDataset):
         arguments["sampler"] = _indices(loader, policy.max_sample_sizes)
     if num_workers:
-        arguments |= {
-            "multiprocessing_context": loader.multiprocessing_context,
-            "worker_init_fn": loader.worker_init_fn,
-            "timeout": policy.sample_seconds,
-            # Only persistent workers can be ended with a public function.
-            "persistent_workers": True,
-            # At most one sample waits in shared memory.
-            "prefetch_factor": 1,
-        }
+        arguments |= arguments_of_worker(loader, timeout_seconds=policy.sample_seconds)
     # The worker's seed must not be drawn from the generator of the process.
     return DataLoader(dataset, generator=torch.Generator(), **arguments)
+
+
+def may_start_worker(loader: DataLoader[Any]) -> bool:
+    """Whether a search may start a worker process for this loader.
+
+    A spawned worker runs the user's script again unless the script is guarded, so one is spawned
+    only if the loader does the same.
+    """
+    # The first of all methods is the default, and `allow_none` returns None rather than choose it.
+    start_method = (
+        multiprocessing.get_start_method(allow_none=True)
+        or multiprocessing.get_all_start_methods()[0]
+    )
+    return loader.num_workers > 0 or start_method == "fork"
+
+
+def arguments_of_worker(loader: DataLoader[Any], *, timeout_seconds: float) -> dict[str, Any]:
+    """Arguments of a DataLoader whose one worker starts as those of ``loader`` do."""
+    return {
+        "num_workers": 1,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "worker_init_fn": loader.worker_init_fn,
+        "timeout": timeout_seconds,
+        # Only persistent workers can be ended with a public function.
+        "persistent_workers": True,
+        # At most one item waits in shared memory.
+        "prefetch_factor": 1,
+    }
 
 
 def _indices(loader: DataLoader[Any], most: int) -> list[Any]:

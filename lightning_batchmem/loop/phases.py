@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.optim import Optimizer
@@ -48,7 +47,8 @@ def marked_phases(phases: PhasePeaks, optimizers: Sequence[Optimizer]) -> Iterat
             in_closure.discard(id(optimizer))
 
     with ExitStack() as undo:
-        undo.enter_context(mock.patch.object(torch.autograd, "backward", marked_backward))
+        vars(torch.autograd).update(backward=marked_backward)
+        undo.callback(vars(torch.autograd).update, backward=backward)
         for optimizer in optimizers:
             undo.callback(optimizer.register_step_pre_hook(before_step).remove)
             undo.callback(optimizer.register_step_post_hook(after_step).remove)

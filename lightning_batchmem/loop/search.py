@@ -80,17 +80,14 @@ def _searched(
         each_size_static(),
         session.entered(),
     ):
-        earlier_plan = None
-        notes: list[str] = []
-        if given_plan is not None:
-            earlier_plan, notes = find_earlier_plan(
-                given_plan,
-                conditions,
-                device=device,
-                limit_bytes=budget.limit_bytes(),
-                policy=policy,
-                ranks=ranks,
-            )
+        earlier_plan, notes = find_earlier_plan(
+            given_plan,
+            conditions,
+            device=device,
+            limit_bytes=budget.limit_bytes(),
+            policy=policy,
+            ranks=ranks,
+        )
         result = BatchSizeSearch(session, budget, ranks, progress).run(earlier_plan)
     if not isinstance(result.chosen, Chosen):
         raise RuntimeError(result.chosen.reason)

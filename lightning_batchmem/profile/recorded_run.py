@@ -195,9 +195,11 @@ class RecordedRun(Run):
     def end_step(self, trainer: Trainer, module: LightningModule, batch: object) -> None:
         """End a step, and log the training if it is due."""
         oom_splits = None
-        if self._guard is not None:
-            oom_splits = self._guard.oom_splits - self._oom_splits
-            self._oom_splits = self._guard.oom_splits
+        # The guard counts nothing where it does nothing.
+        total_splits = None if self._guard is None else self._guard.oom_splits
+        if total_splits is not None:
+            oom_splits = total_splits - self._oom_splits
+            self._oom_splits = total_splits
         if oom_splits:
             # It would count the failed attempt too.
             self._recorder.drop_measurement()

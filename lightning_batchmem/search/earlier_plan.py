@@ -17,7 +17,7 @@ from lightning_batchmem.search.ranks import Ranks
 
 
 def find_earlier_plan(
-    given: Plan | str | Path,
+    given: Plan | str | Path | None,
     conditions: Mapping[str, Any],
     *,
     device: str,
@@ -28,13 +28,15 @@ def find_earlier_plan(
     """The plan to use again, or ``None`` and a note why not; the first rank decides for all.
 
     Args:
-        given: a plan, its file, or a log directory.
+        given: a plan, its file, or a log directory; ``None``: there is none, and no note.
         conditions: what has to match, in plain JSON types.
         device: the name of the device.
         limit_bytes: the limit of this rank.
         policy: how much the limit may differ.
         ranks: the processes that search together.
     """
+    if given is None:
+        return None, []
     plan = None
     limit_bytes = min(ranks.exchange(limit_bytes))
     try:

@@ -133,6 +133,11 @@ class GuardedClosure:
                 " in the exchanges of training_step. Use a smaller batch size."
             )
         if not is_out_of_memory(error):
+            if self._error is not None:
+                error.add_note(
+                    "OomGuard: this error came while a batch was split or ran in parts, after"
+                    f" {type(self._error).__name__}: {self._error}"
+                )
             return None
         codes = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
         if _code_of(self._closure._backward_fn) in codes:

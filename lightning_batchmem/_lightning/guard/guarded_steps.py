@@ -36,6 +36,9 @@ def why_not_guarded(trainer: Trainer) -> str | None:
         return "with LBFGS, which runs each batch several times in one step"
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         return "for a training_step that takes dataloader_iter, because it fetches its batches"
+    # The place of an error is found by the code of the functions in its traceback.
+    if not hasattr(module.training_step, "__code__"):
+        return "for a training_step that is no plain function or method"
     if not steps_may_differ(trainer):
         norm = any(isinstance(part, SyncBatchNorm) for part in module.modules())
         name = "SyncBatchNorm" if norm else type(trainer.strategy).__name__
