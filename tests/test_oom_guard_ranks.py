@@ -83,7 +83,9 @@ def test_an_error_after_a_collective_of_the_step_is_raised(tmp_path: Path) -> No
     assert failed["error"].startswith("CollectiveFoundError: The step ends before c10d.")
     assert failed["notes"] == [
         "OomGuard: memory ran out on this rank, and the parts of its batch cannot take part in the"
-        " exchanges of training_step. Use a smaller batch size."
+        " exchanges of training_step. Use a smaller batch size.",
+        "OomGuard: this error came while a batch was split or ran in parts, after OutOfMemoryError:"
+        " CUDA out of memory. Tried to allocate 20.00 MiB",
     ]
     assert healthy["error"]
 
