@@ -149,6 +149,12 @@ def test_links_files_and_modules_exist(page):
         assert (page.parent / link).exists(), link
 
 
+def test_pages_are_short():
+    lines = {page.name: len(page.read_text().splitlines()) for page in PAGES}
+    assert lines.pop("README.md") <= 110
+    assert {name: count for name, count in lines.items() if count > 120} == {}
+
+
 def test_the_site_has_every_page():
     nav = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"]
     listed = {path for entry in nav for path in entry.values()}
