@@ -168,3 +168,27 @@ def test_examples_in_docstrings():
     results = [doctest.testmod(module) for module in modules]
     assert sum(result.attempted for result in results) > 0
     assert sum(result.failed for result in results) == 0
+
+
+def test_language_models_get_a_list_of_the_pages(tmp_path):
+    # The command in README.md does not install the libraries that build the site.
+    pytest.importorskip("mkdocs")
+    specification = importlib.util.spec_from_file_location(
+        "hooks", REPOSITORY / "docs" / "hooks.py"
+    )
+    hooks = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(hooks)
+    (tmp_path / "page.md").write_text("# Title\n\nWhat is [this](a.md)?\nIt is a page.\n\nMore.\n")
+    config = types.SimpleNamespace(
+        docs_dir=tmp_path,
+        site_dir=tmp_path / "site",
+        site_name="name",
+        site_description="description",
+        nav=[{"A page": "page.md"}, {"Changelog": "changelog.md"}],
+    )
+    config.site_dir.mkdir()
+    hooks.on_post_build(config=config)
+    lines = (config.site_dir / "llms.txt").read_text().splitlines()
+    assert lines[:3] == ["# name", "", "> description"]
+    assert lines[-1] == "- [Title](page.md): What is this? It is a page."
+    assert (config.site_dir / "page.md").exists()
