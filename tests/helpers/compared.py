@@ -5,6 +5,7 @@ It prints the lists of ``docs/compared.md``.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 from tests.helpers.contract_cases import CASES
@@ -24,4 +25,4 @@ def _listed(names: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    print(compared_lists(), end="")
+    sys.stdout.write(compared_lists())
