@@ -152,6 +152,26 @@ def test_an_error_of_a_step_is_raised_and_everything_is_restored():
     assert torch.autograd.backward is backward
 
 
+def test_an_error_in_a_step_that_all_ranks_take_reaches_no_exchange(lawful, monkeypatch):
+    """The other ranks wait in their step, so they could not take part in an exchange."""
+    failures = []
+
+    def gather(rows, row):
+        failures.append(row[0])
+        rows[:] = [row] * len(rows)
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    lawful.model = nn.Sequential(lawful.model, nn.SyncBatchNorm(1))
+    lawful.step = mock.Mock(side_effect=LookupError("of the user"))
+    with pytest.raises(LookupError, match="of the user") as raised:
+        found(lawful)
+    assert "all ranks take together" in raised.value.__notes__[0]
+    assert set(failures) == {None}
+
+
 def test_a_step_that_runs_out_of_memory_ends_its_trial(lawful):
     step = lawful.step
 
