@@ -16,6 +16,7 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.loop.phases import marked_phases
 from lightning_batchmem.loop.training_loop import TrainingLoop
+from lightning_batchmem.loop.variables import LoopVariables
 from lightning_batchmem.plan.records import Bound
 from lightning_batchmem.state.recorded_objects import RecordedObjects, freeze
 
@@ -47,6 +48,8 @@ class LoopSession:
         self._multiple_of = multiple_of
         self._is_first_rank = loop.ranks.rank == 0
         self._recorded = _recorded(loop)
+        functions = (loop.step, loop.make_batch)
+        self._variables = LoopVariables(functions, self._is_recorded)
         self._failed: list[str] = []
         self._warn_of_state()
 
@@ -58,15 +61,22 @@ class LoopSession:
         try:
             yield
         finally:
-            self._failed += self._recorded.write_back()
+            self._write_back()
             if self._failed:
                 self._warn(f"could not restore: {'; '.join(dict.fromkeys(self._failed))}")
+            changed = self._variables.changed()
+            if changed:
+                self._warn(
+                    "left these changed, because step or make_batch uses them and they were not"
+                    f" given: {'; '.join(changed[:10])}. Pass state=[...] with the objects, or make"
+                    " them again after the search."
+                )
         # With empty caches, training starts as if nothing had been allocated before.
         self._device_memory.release_cached()
 
     def again(self) -> None:
         """Restore everything between two trials; learning rates stay as they are."""
-        self._failed += self._recorded.write_back()
+        self._write_back()
         freeze(self._recorded.attributes.schedulers)
 
     def bounds(self) -> list[Bound]:
@@ -107,6 +117,15 @@ class LoopSession:
 
     def checkpoint_states(self) -> list[object] | None:
         return None
+
+    def _is_recorded(self, value: object) -> bool:
+        # A compiled model wraps the module.
+        module = getattr(value, "_orig_mod", value) if isinstance(value, Module) else value
+        return self._recorded.attributes.reached(module)
+
+    def _write_back(self) -> None:
+        self._failed += self._recorded.write_back()
+        self._variables.bind_again()
 
     def _warn_of_state(self) -> None:
         attributes = self._recorded.attributes

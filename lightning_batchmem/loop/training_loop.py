@@ -94,7 +94,8 @@ def training_loop(
         )
     if all(parameter.device.type == "meta" for one in models for parameter in one.parameters()):
         raise ValueError("model must have parameters on a device, got none")
-    others = list(state) if isinstance(state, list | tuple) else [state]
+    # The list itself comes last, because a step may change it.
+    others = [*state, state] if isinstance(state, list | tuple) else [state]
     return TrainingLoop(step, make_batch, models, optimizers, others, fabric)
 
 
