@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.peaks import PhasePeaks
+from lightning_batchmem.devices.tensors import tensors_in
 from lightning_batchmem.loop.phases import marked_phases
 from lightning_batchmem.loop.training_loop import TrainingLoop
 from lightning_batchmem.loop.variables import LoopVariables
@@ -51,6 +52,7 @@ class LoopSession:
         functions = (loop.step, loop.make_batch)
         self._variables = LoopVariables(functions, self._is_recorded)
         self._failed: list[str] = []
+        self._has_same_batches = False
         self._warn_of_state()
 
     @contextmanager
@@ -127,6 +129,16 @@ class LoopSession:
         self._failed += self._recorded.write_back()
         self._variables.bind_again()
 
+    def warn_of_same_batches(self, smaller: int, larger: int) -> None:
+        """Warn once that the batches do not follow the size, so that no larger size is measured."""
+        if not self._has_same_batches:
+            self._has_same_batches = True
+            self._warn(
+                f"got as much data from make_batch({larger}) as from make_batch({smaller}), so the"
+                " memory of larger batches is not measured. Set max_batch_size to the number of"
+                " samples that it has, or let it return as many as it is given."
+            )
+
     def _warn_of_state(self) -> None:
         attributes = self._recorded.attributes
         if attributes.not_restorable:
@@ -158,6 +170,8 @@ class LoopSteps:
     sample_bytes = 0
     num_other_batches = 0
     _marks: ExitStack = field(default_factory=ExitStack)
+    # Numbers in the first batch of each size.
+    _num_values: dict[int, int] = field(default_factory=dict)
 
     def items(self, batch_size: int) -> float:
         return batch_size
@@ -168,7 +182,19 @@ class LoopSteps:
         return 1
 
     def run(self, batch_size: int, index: int) -> None:
-        self.loop.step(self.loop.make_batch(batch_size))
+        # No variable here holds the batch, so that the step can release it.
+        self.loop.step(self._batch(batch_size))
+
+    def _batch(self, batch_size: int) -> Any:
+        batch = self.loop.make_batch(batch_size)
+        if batch_size not in self._num_values:
+            num_values = sum(tensor.numel() for tensor in tensors_in(batch))
+            for other, num_others in self._num_values.items():
+                smaller, larger = sorted((other, batch_size))
+                if num_values and num_values == num_others and larger >= 2 * smaller:
+                    self.session.warn_of_same_batches(smaller, larger)
+            self._num_values[batch_size] = num_values
+        return batch
 
     def run_other_lengths(self, batch_size: int, index: int) -> None:
         self.run(batch_size, index)

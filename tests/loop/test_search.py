@@ -224,6 +224,16 @@ def test_a_device_without_a_peak_counter(monkeypatch):
         found(sgd())
 
 
+def test_batches_that_do_not_follow_the_size_are_named(lawful, recwarn):
+    samples = torch.zeros(20, 1)
+    lawful.make_batch = lambda size: samples[:size]
+    found(lawful, max_batch_size=20)
+    assert not any("as much data" in str(warning.message) for warning in recwarn)
+    found(lawful, max_batch_size=80)
+    (warning,) = [str(one.message) for one in recwarn if "as much data" in str(one.message)]
+    assert re.search(r"make_batch\(80\) as from make_batch\(\d+\), so the memory", warning)
+
+
 def test_what_cannot_be_restored_is_named(lawful):
     lawful.state = [iter([1, 2]), loader(4)]
     with pytest.warns(UserWarning, match=r"state\[1\] \(DataLoader\); state\[0\] \(an iterator"):
