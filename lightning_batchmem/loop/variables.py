@@ -77,14 +77,16 @@ class LoopVariables:
             bind()
 
     def changed(self) -> list[str]:
-        """The first change of each variable whose contents are not those of the beginning."""
+        """The first change of each variable, and of each attribute and entry of a variable."""
         after, _ = self._contents()
         changes: dict[str, str] = {}
         for path in {**self._before, **after}:
             one, other = self._before.get(path), after.get(path)
             # NaN differs from itself.
             if one is not other and one != other:
-                changes.setdefault(re.split(r"[.\[]", path)[0], path)
+                variable, *parts = re.split(r"(?=[.\[])", path)
+                if variable not in changes:
+                    changes.setdefault("".join([variable, *parts[:1]]), path)
         return list(changes.values())
 
     def _contents(self) -> tuple[Contents, dict[int, object]]:

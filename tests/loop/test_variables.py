@@ -146,6 +146,20 @@ def test_changes_are_named(make):
     assert variables.changed() == [CHANGES[make]]
 
 
+def test_each_attribute_is_named_once():
+    holder = Holder()
+    holder.losses = [[]]
+
+    def step():
+        holder.step()
+        holder.losses[0].append(1)
+        holder.losses.append(2)
+
+    variables = variables_of(step)
+    step()
+    assert variables.changed() == ["holder.count", "holder.losses"]
+
+
 def test_what_is_recorded_elsewhere_is_not_named():
     value = []
 
