@@ -77,17 +77,18 @@ class LoopVariables:
             bind()
 
     def changed(self) -> list[str]:
-        """The first change of each variable, and of each attribute and entry of a variable."""
+        """The variables, or their attributes and entries, whose contents have changed."""
         after, _ = self._contents()
-        changes: dict[str, str] = {}
+        changes: list[str] = []
         for path in {**self._before, **after}:
             one, other = self._before.get(path), after.get(path)
             # NaN differs from itself.
             if one is not other and one != other:
                 variable, *parts = re.split(r"(?=[.\[])", path)
-                if variable not in changes:
-                    changes.setdefault("".join([variable, *parts[:1]]), path)
-        return list(changes.values())
+                name = "".join([variable, *parts[:1]])
+                if variable not in changes and name not in changes:
+                    changes.append(name)
+        return changes
 
     def _contents(self) -> tuple[Contents, dict[int, object]]:
         """What tells one state of the objects from another, by path; and the objects themselves."""

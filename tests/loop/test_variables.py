@@ -11,7 +11,15 @@ from torch import nn
 
 from lightning_batchmem import find_batch_size
 from lightning_batchmem.loop.variables import LoopVariables
-from tests.helpers.loops import FEATURES, network, plain, random_batch, seeded, sgd
+from tests.helpers.loops import (
+    FEATURES,
+    averaged,
+    network,
+    plain,
+    random_batch,
+    seeded,
+    sgd,
+)
 from tests.helpers.outcomes import assert_same
 
 CALLS = 0
@@ -122,7 +130,7 @@ def of_a_wrapped_function():
 
 CHANGES = {
     of_a_tensor: "value",
-    of_a_module: "value._parameters['weight']",
+    of_a_module: "value._parameters",
     of_a_list: "value[0]",
     of_a_dict: "value['best']",
     of_a_torch_generator: "value",
@@ -212,9 +220,20 @@ def test_a_search_names_what_it_changed():
 
     loop.step = step
     loop.state = [losses]
-    with pytest.warns(UserWarning, match=r"left these changed.* given: average\.[^;]*\. Pass"):
+    with pytest.warns(UserWarning, match=r"left these changed.* given: average\._modules\. Pass"):
         search(loop)
     assert losses == []
+
+
+def test_a_function_that_was_made_in_another_file_is_followed():
+    loop = seeded(averaged)
+    of_loop = loop.step
+    loop.step = lambda batch: of_loop(batch)
+    loop.state = []
+    with pytest.warns(
+        UserWarning, match=r"left these changed.* given: average\.updates; average\.shadow;"
+    ):
+        search(loop)
 
 
 def test_a_list_may_be_the_state_itself():
