@@ -7,6 +7,7 @@ import torch
 from lightning_batchmem.devices.accelerator import AcceleratorMemory
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.host import HostMemory
+from lightning_batchmem.devices.mps import MpsMemory
 from tests.helpers.fake_device import FakeDevice
 from tests.helpers.simulated_cuda.device import SimulatedCuda
 from tests.helpers.simulated_cuda.trace import Trace
@@ -16,6 +17,7 @@ def all_kinds(trace: Trace) -> list[DeviceMemory]:
     return [
         AcceleratorMemory(torch.device("cuda")),
         HostMemory(),
+        MpsMemory(),
         FakeDevice(budget_bytes=1),
         SimulatedCuda(trace, capacity_bytes=1),
     ]
