@@ -231,9 +231,8 @@ class BatchFinder(Callback):
                 trainer, pl_module, options.batch_arg_name, source, options.budget
             )
             setting.check()
+            # It begins with an exchange, so the other ranks end here too if one has failed.
             search = self._search_in(trainer)
-            # The other ranks end here too if one has failed.
-            self._ranks.exchange(None)
             if continues:
                 plan = search.plan_of_checkpoint(self._checkpoint)
                 recorded.restore()
