@@ -66,6 +66,12 @@ def run_part(part: str) -> None:
     emit(is_complete=True)
 
 
+def block_to_paste(text: str) -> str:
+    """The tables between two lines, for an issue."""
+    line = "-" * 80
+    return f"{line}\n{text}\n{line}\nPlease paste the block between the two lines into an issue."
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; 2 without a CUDA device, 1 if something failed."""
     parser = command_line(__doc__, PARTS)
@@ -100,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = "\n\n".join([head, *tables])
         if chosen.only == list(PARTS):
             write_results(ROOT / path, text, results)
-    print(text)
+    print(block_to_paste(text))
     return int(any("error" in row for rows in results.values() for row in rows))
 
 

@@ -62,6 +62,11 @@ def _columns(found: Sequence[tuple[float, float]]) -> dict[str, str]:
     for name, values in zip(("peak", "growth"), zip(*found, strict=True), strict=False):
         columns[f"error of the {name}, median"] = f"{statistics.median(map(abs, values)):.2%}"
         columns[f"error of the {name}, largest"] = f"{max(values, key=abs):+.2%}"
+    peaks = [peak for peak, _ in found]
+    for share in (0.0, 0.01):
+        too_low = sum(peak < -share for peak in peaks)
+        name = f"peak too low by more than {share:.0%}"
+        columns[name] = f"{too_low / len(peaks):.0%}" if peaks else ""
     return columns
 
 

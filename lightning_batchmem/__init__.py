@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lightning_batchmem.plan.plan import Plan
     from lightning_batchmem.plan.records import Line, MemoryModel, TimeModel, Trial
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "BatchFinder",

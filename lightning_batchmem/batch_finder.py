@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -86,7 +86,8 @@ class BatchFinder(Callback):
             optimizers are configured. ``None``: no change.
         base_batch_size: samples per optimizer step that the learning rate was chosen for; ``None``:
             those that the project had before the search.
-        search_on_resume: search again where a checkpoint holds a plan.
+        search_on_resume: search again where a checkpoint holds a plan; ``"if_changed"``: only if
+            the device or its limit is another one.
         plan: a plan of an earlier ``fit`` to use again: a ``Plan``, its JSON file, or a log
             directory. If device, limit, ranks, precision, parameters and options are the same, and
             no sample is longer, only a rehearsal at its size is run. Otherwise, or if the rehearsal
@@ -131,7 +132,7 @@ class BatchFinder(Callback):
         target_batch_size: int | None = None,
         lr_scaling: LearningRateScaling | None = None,
         base_batch_size: int | None = None,
-        search_on_resume: bool = False,
+        search_on_resume: bool | Literal["if_changed"] = False,
         plan: Plan | str | Path | None = None,
         verbose: bool = False,
         budget: bool = False,
@@ -156,6 +157,11 @@ class BatchFinder(Callback):
             budget=budget,
             items_fn=items_fn,
         )
+        if search_on_resume not in (True, False, "if_changed"):
+            raise ValueError(
+                'search_on_resume must be True, False or "if_changed", got'
+                f" {search_on_resume!r:.80}"
+            )
         self._search_on_resume = search_on_resume
         self._verbose = verbose
         check_plan(plan)
@@ -217,7 +223,7 @@ class BatchFinder(Callback):
         if 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches):
             return
         options = self._options
-        continues = bool(self._checkpoint) and not self._search_on_resume
+        continues = bool(self._checkpoint) and self._search_on_resume is not True
         # Settings, files and the user's hooks may differ between ranks, so one rank may fail alone.
         with self._ranks.fail_together():
             check_training(trainer, pl_module, options)
@@ -234,7 +240,11 @@ class BatchFinder(Callback):
             # It begins with an exchange, so the other ranks end here too if one has failed.
             search = self._search_in(trainer)
             if continues:
-                plan = search.plan_of_checkpoint(self._checkpoint)
+                saved_plan = search.plan_in(self._checkpoint)
+                if self._search_on_resume == "if_changed":
+                    continues = saved_plan.is_of_this_device()
+            if continues:
+                plan = saved_plan.continued(trainer, options)
                 recorded.restore()
             else:
                 plan = search.training(setting, recorded, self._given_plan)

@@ -95,7 +95,8 @@ def find_batch_size(*arguments: Any, **keywords: Any) -> Plan:
     - ``model``: the module that it trains, or a list of them.
     - ``optimizer``: its optimizer, or a list of them.
     - ``state``: a list of the other objects that a step changes: schedulers, a GradScaler, averaged
-      weights, random generators. Schedulers do not step in the search.
+      weights, random generators. Schedulers do not step in the search. A warning names what the
+      search has changed and could not restore.
     - ``fabric``: the ``lightning.fabric.Fabric`` that set up model and optimizer.
     - ``objective``, ``memory_limit``, ``max_batch_size``, ``min_batch_size``, ``multiple_of``,
       ``plan`` and ``verbose``: as in :class:`~lightning_batchmem.BatchFinder`. Without

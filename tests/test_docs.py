@@ -149,6 +149,12 @@ def test_links_files_and_modules_exist(page):
         assert (page.parent / link).exists(), link
 
 
+def test_pages_are_short():
+    lines = {page.name: len(page.read_text().splitlines()) for page in PAGES}
+    assert lines.pop("README.md") <= 110
+    assert {name: count for name, count in lines.items() if count > 120} == {}
+
+
 def test_the_site_has_every_page():
     nav = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"]
     listed = {path for entry in nav for path in entry.values()}
@@ -162,3 +168,27 @@ def test_examples_in_docstrings():
     results = [doctest.testmod(module) for module in modules]
     assert sum(result.attempted for result in results) > 0
     assert sum(result.failed for result in results) == 0
+
+
+def test_language_models_get_a_list_of_the_pages(tmp_path):
+    # The command in README.md does not install the libraries that build the site.
+    pytest.importorskip("mkdocs")
+    specification = importlib.util.spec_from_file_location(
+        "hooks", REPOSITORY / "docs" / "hooks.py"
+    )
+    hooks = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(hooks)
+    (tmp_path / "page.md").write_text("# Title\n\nWhat is [this](a.md)?\nIt is a page.\n\nMore.\n")
+    config = types.SimpleNamespace(
+        docs_dir=tmp_path,
+        site_dir=tmp_path / "site",
+        site_name="name",
+        site_description="description",
+        nav=[{"A page": "page.md"}, {"Changelog": "changelog.md"}],
+    )
+    config.site_dir.mkdir()
+    hooks.on_post_build(config=config)
+    lines = (config.site_dir / "llms.txt").read_text().splitlines()
+    assert lines[:3] == ["# name", "", "> description"]
+    assert lines[-1] == "- [Title](page.md): What is this? It is a page."
+    assert (config.site_dir / "page.md").exists()

@@ -21,7 +21,7 @@ from lightning_batchmem.profile.step_csv import read_rows
 from tests.helpers.fake_device import FakeDevice
 from tests.helpers.lawful import MIB, Lawful, law, quiet_trainer
 
-SEARCH_FIGURES = ["memory_vs_batch_size.png", "throughput_vs_batch_size.png"]
+SEARCH_FIGURES = ["search.png"]
 ALL_FIGURES = sorted(["memory_composition.png", "memory_over_steps.png", *SEARCH_FIGURES])
 FILES = ("memory_per_batch.csv", "batch_plan.json", "memory_summary.json")
 

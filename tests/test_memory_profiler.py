@@ -159,7 +159,7 @@ def test_tensorboard_gets_the_documented_names_and_figures(tmp_path):
     for name in names:
         assert [event.step for event in events.Scalars(name)] == [1, 3, 5]
         assert all(math.isfinite(event.value) for event in events.Scalars(name))
-    figures = {"memory_over_steps", "memory_composition", "memory_vs_batch_size"}
+    figures = {"memory_over_steps", "memory_composition", "search"}
     assert {f"batchmem/{name}" for name in figures} <= set(events.Tags()["images"])
     assert (tmp_path / "tb" / "version_0" / "memory_per_batch.csv").exists()
 

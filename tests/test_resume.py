@@ -1,6 +1,7 @@
 """A checkpoint holds the plan, and a resumed run continues with it."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -122,6 +123,43 @@ def test_a_search_on_request_and_without_a_plan(fit, device, checkpoint, tmp_pat
     device.budget = 300 * MIB
     module, _ = resume(fit, device, checkpoint, BatchFinder(search_on_resume=True))
     assert module.batch_size == SMALLER
+
+
+@pytest.mark.parametrize(
+    ("budget_mib", "device_name", "changed"),
+    [
+        (500, "host", None),
+        (495, "host", None),
+        (300, "host", f"it held {law(FOUND) / MIB} MiB and the limit is 285.0 MiB"),
+        (600, "host", "the limit was 475.0 MiB and is 570.0 MiB"),
+        (500, "abacus", "it was found on abacus and this is host"),
+    ],
+)
+def test_a_search_only_where_device_or_limit_changed(
+    fit, device, checkpoint, caplog, budget_mib, device_name, changed
+):
+    saved = torch.load(checkpoint, weights_only=True)
+    saved["callbacks"]["BatchFinder"]["plan"]["device"] = device_name
+    torch.save(saved, checkpoint)
+    device.budget = budget_mib * MIB
+    # Another argument alone is no reason for a search.
+    finder = BatchFinder(search_on_resume="if_changed", min_steps_per_epoch=9)
+    ways = {
+        True: pytest.warns(UserWarning, match="although min_steps_per_epoch was 10 and is 9"),
+        False: nullcontext(),
+    }
+    with ways[changed is None], caplog.at_level("INFO", "lightning.pytorch"):
+        module, _ = resume(fit, device, checkpoint, finder)
+    lines = [record.message for record in caplog.records if "searches again" in record.message]
+    assert lines == ([] if changed is None else [f"BatchFinder searches again: {changed}"])
+    assert module.batch_size == (FOUND if changed is None else found_size(budget_mib * MIB))
+
+
+def test_a_wrong_value_is_an_error():
+    with pytest.raises(
+        ValueError, match='search_on_resume must be True, False or "if_changed", got'
+    ):
+        BatchFinder(search_on_resume="changed")
 
 
 def test_a_strategy_that_restores_late_searches_again_with_a_warning(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.apply import (
     record_training_setup,
@@ -19,6 +18,7 @@ from lightning_batchmem._lightning.apply import (
 )
 from lightning_batchmem._lightning.batch_watch import BatchWatch
 from lightning_batchmem._lightning.bounds import stage_bounds, training_bounds
+from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan
 from lightning_batchmem._lightning.clean_start import CleanStart
 from lightning_batchmem._lightning.data_source import attach_loaders, stage_loop, validation_loop
 from lightning_batchmem._lightning.hooks import configure_optimizers_again
@@ -40,7 +40,6 @@ from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan, make_plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Chosen, mib
-from lightning_batchmem.plan.reuse import changes_since
 from lightning_batchmem.plan.scaling import OptimizerStep, optimizer_step
 from lightning_batchmem.search.compiled import each_size_static
 from lightning_batchmem.search.earlier_plan import find_earlier_plan
@@ -172,43 +171,13 @@ class TrainerSearch:
         chosen = _chosen(result)
         return self._plan(chosen, result, OptimizerStep(), _old_values(setting, chosen))
 
-    def plan_of_checkpoint(self, checkpoint: dict[str, Any]) -> Plan:
-        """The plan of the checkpoint that a run resumes from; a warning has its changes."""
-        plan = Plan.from_json(json.dumps(checkpoint["plan"]))
-        ranks = self.trainer.world_size
-        # Version 0.1.0 stored the options as "wishes", and no ranks.
-        old_ranks = checkpoint["plan"].get("ranks", ranks)
-        old_options = checkpoint.get("options", checkpoint.get("wishes", {}))
-        changes = changes_since(
-            plan,
-            {**old_options, "ranks": old_ranks},
-            {**self.options.as_json(), "ranks": ranks},
-            device=self._device,
-            limit_bytes=self._budget.limit_bytes(),
-            policy=self.policy,
+    def plan_in(self, state: dict[str, Any]) -> CheckpointPlan:
+        """The plan in the state of a BatchFinder in a checkpoint."""
+        # One rank may differ, and the limit in a plan is that of the rank with the least.
+        devices, limits = zip(
+            *self.ranks.exchange((self._device, self._budget.limit_bytes())), strict=True
         )
-        accumulate = plan.accumulate_grad_batches
-        if self.options.target_batch_size is None:
-            accumulate = self.trainer.accumulate_grad_batches
-        elif ranks != old_ranks:
-            # An optimizer step has as nearly the target as whole batches allow.
-            samples = plan.batch_size * ranks
-            accumulate = max(1, round(self.options.target_batch_size / samples))
-        if (accumulate, ranks) != (plan.accumulate_grad_batches, old_ranks):
-            plan = replace(
-                plan,
-                accumulate_grad_batches=accumulate,
-                effective_batch_size=plan.batch_size * accumulate * ranks,
-                ranks=ranks,
-            )
-        text = f"BatchFinder continues with batch size {plan.batch_size} of the checkpoint"
-        if changes:
-            rank_zero_warn(
-                f"{text}, although {', and '.join(changes)}. search_on_resume=True searches again."
-            )
-        else:
-            rank_zero_info(text)
-        return plan
+        return CheckpointPlan(state, devices[0], min(limits), self.policy)
 
     def check_start(self, batch: object, plan: Plan) -> None:
         """Warn if training begins with more memory in use than the search did."""

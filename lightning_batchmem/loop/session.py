@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.peaks import PhasePeaks
+from lightning_batchmem.devices.tensors import tensors_in
 from lightning_batchmem.loop.phases import marked_phases
 from lightning_batchmem.loop.training_loop import TrainingLoop
+from lightning_batchmem.loop.variables import LoopVariables
 from lightning_batchmem.plan.records import Bound
 from lightning_batchmem.state.recorded_objects import RecordedObjects, freeze
 
@@ -47,7 +49,10 @@ class LoopSession:
         self._multiple_of = multiple_of
         self._is_first_rank = loop.ranks.rank == 0
         self._recorded = _recorded(loop)
+        functions = (loop.step, loop.make_batch)
+        self._variables = LoopVariables(functions, self._is_recorded)
         self._failed: list[str] = []
+        self._has_same_batches = False
         self._warn_of_state()
 
     @contextmanager
@@ -58,15 +63,22 @@ class LoopSession:
         try:
             yield
         finally:
-            self._failed += self._recorded.write_back()
+            self._write_back()
             if self._failed:
                 self._warn(f"could not restore: {'; '.join(dict.fromkeys(self._failed))}")
+            changed = self._variables.changed()
+            if changed:
+                self._warn(
+                    "left these changed, because step or make_batch uses them and they were not"
+                    f" given: {'; '.join(changed[:10])}. Pass state=[...] with the objects, or make"
+                    " them again after the search."
+                )
         # With empty caches, training starts as if nothing had been allocated before.
         self._device_memory.release_cached()
 
     def again(self) -> None:
         """Restore everything between two trials; learning rates stay as they are."""
-        self._failed += self._recorded.write_back()
+        self._write_back()
         freeze(self._recorded.attributes.schedulers)
 
     def bounds(self) -> list[Bound]:
@@ -108,6 +120,25 @@ class LoopSession:
     def checkpoint_states(self) -> list[object] | None:
         return None
 
+    def _is_recorded(self, value: object) -> bool:
+        # A compiled model wraps the module.
+        module = getattr(value, "_orig_mod", value) if isinstance(value, Module) else value
+        return self._recorded.attributes.reached(module)
+
+    def _write_back(self) -> None:
+        self._failed += self._recorded.write_back()
+        self._variables.bind_again()
+
+    def warn_of_same_batches(self, smaller: int, larger: int) -> None:
+        """Warn once that the batches do not follow the size, so that no larger size is measured."""
+        if not self._has_same_batches:
+            self._has_same_batches = True
+            self._warn(
+                f"got as much data from make_batch({larger}) as from make_batch({smaller}), so the"
+                " memory of larger batches is not measured. Set max_batch_size to the number of"
+                " samples that it has, or let it return as many as it is given."
+            )
+
     def _warn_of_state(self) -> None:
         attributes = self._recorded.attributes
         if attributes.not_restorable:
@@ -139,6 +170,8 @@ class LoopSteps:
     sample_bytes = 0
     num_other_batches = 0
     _marks: ExitStack = field(default_factory=ExitStack)
+    # Numbers in the first batch of each size.
+    _num_values: dict[int, int] = field(default_factory=dict)
 
     def items(self, batch_size: int) -> float:
         return batch_size
@@ -149,7 +182,19 @@ class LoopSteps:
         return 1
 
     def run(self, batch_size: int, index: int) -> None:
-        self.loop.step(self.loop.make_batch(batch_size))
+        # No variable here holds the batch, so that the step can release it.
+        self.loop.step(self._batch(batch_size))
+
+    def _batch(self, batch_size: int) -> Any:
+        batch = self.loop.make_batch(batch_size)
+        if batch_size not in self._num_values:
+            num_values = sum(tensor.numel() for tensor in tensors_in(batch))
+            for other, num_others in self._num_values.items():
+                smaller, larger = sorted((other, batch_size))
+                if num_values and num_values == num_others and larger >= 2 * smaller:
+                    self.session.warn_of_same_batches(smaller, larger)
+            self._num_values[batch_size] = num_values
+        return batch
 
     def run_other_lengths(self, batch_size: int, index: int) -> None:
         self.run(batch_size, index)

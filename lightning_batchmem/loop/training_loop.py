@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,8 +44,9 @@ class TrainingLoop:
             return self.fabric.device
         return next(parameter.device for model in self.models for parameter in model.parameters())
 
-    @property
+    @cached_property
     def ranks(self) -> Ranks:
+        # All parts of a search need the same object, because it has the step in which a rank fails.
         if self.fabric is not None:
             return Ranks(self.fabric.global_rank, self.fabric.world_size)
         if distributed.is_available() and distributed.is_initialized():
@@ -92,7 +94,8 @@ def training_loop(
         )
     if all(parameter.device.type == "meta" for one in models for parameter in one.parameters()):
         raise ValueError("model must have parameters on a device, got none")
-    others = list(state) if isinstance(state, list | tuple) else [state]
+    # The list itself comes last, because a step may change it.
+    others = [*state, state] if isinstance(state, list | tuple) else [state]
     return TrainingLoop(step, make_batch, models, optimizers, others, fabric)
 
 

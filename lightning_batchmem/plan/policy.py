@@ -1,6 +1,6 @@
 """Every number that steers a search, with its meaning and its source.
 
-``python -m lightning_batchmem.plan.policy`` prints them as the table of ``docs/limits.md``.
+``python -m lightning_batchmem.plan.policy`` prints them as the table of ``docs/search-policy.md``.
 """
 
 from __future__ import annotations

@@ -40,9 +40,7 @@ def short_text(plan: Plan) -> str:
     memory = [f"{name} {rows[name]}" for name in ("limit", "predicted", "measured") if name in rows]
     shown = {"memory": "; ".join(memory)}
     shown |= {name: rows[name] for name in ("sizes", "step", "note") if name in rows}
-    shown["details"] = (
-        "print(finder.plan) or BatchFinder(verbose=True): reasons, all sizes, all notes"
-    )
+    shown["details"] = "print the plan, or set verbose=True: reasons, all sizes, all notes"
     lines = [f"  {name:<10}{text}" for name, text in shown.items()]
     return "\n".join([f"BatchFinder: {headline(plan)}", *lines])
 

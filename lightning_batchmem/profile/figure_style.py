@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,6 +27,16 @@ def new_figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     Raises:
         ImportError: if matplotlib is not installed.
     """
+    figure, panels = new_panels(title, x_label, y_label)
+    return figure, panels[0]
+
+
+def new_panels(title: str, x_label: str, *y_labels: str) -> tuple[Figure, list[Axes]]:
+    """Make an empty figure of axes below each other, which share their x axis.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -33,15 +44,30 @@ def new_figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
             'figures need matplotlib: pip install "lightning-batchmem[plot]"'
         ) from error
     figure = Figure(figsize=(6.4, 4.8), dpi=100, layout="constrained")
-    axes = figure.subplots()
-    axes.set_title(title, loc="left", fontsize=12)
-    axes.set(xlabel=x_label, ylabel=y_label)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
-    axes.locator_params(axis="x", integer=True)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.set_major_formatter("{x:,.10g}")
-    return figure, axes
+    panels = list(figure.subplots(len(y_labels), sharex=True, squeeze=False)[:, 0])
+    panels[0].set_title(title, loc="left", fontsize=12)
+    panels[-1].set_xlabel(x_label)
+    for axes, y_label in zip(panels, y_labels, strict=True):
+        axes.set_ylabel(y_label)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
+        axes.locator_params(axis="x", integer=True)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.yaxis.set_major_formatter("{x:,.10g}")
+    return figure, panels
+
+
+def draw_limit(axes: Axes, x: Sequence[float], limits: Sequence[float]) -> None:
+    """Draw the limit, and begin the axis at 0.
+
+    The axis ends above the limit, but at most at twice the data, so that they can be read.
+    """
+    _, data_top = axes.get_ylim()
+    if limits:
+        label = f"limit {limits[-1]:,.1f} MiB"
+        axes.plot(x, limits, label=label, color=VERMILLION, linewidth=2, drawstyle="steps-post")
+    _, top = axes.get_ylim()
+    axes.set_ylim(0, min(top, 2 * data_top))
 
 
 def with_legend(figure: Figure) -> Figure:

@@ -16,7 +16,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_batchmem.devices.breakdown import PARTS
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, mib
-from lightning_batchmem.plan.throughput import measured_speeds
 from lightning_batchmem.profile.figure_style import (
     BLACK,
     BLUE,
@@ -26,16 +25,16 @@ from lightning_batchmem.profile.figure_style import (
     PALE,
     PURPLE,
     SKY,
-    VERMILLION,
+    draw_limit,
     new_figure,
     with_legend,
 )
 from lightning_batchmem.profile.module_figure import plot_modules
+from lightning_batchmem.profile.plan_figure import plot_search
 from lightning_batchmem.profile.step_csv import Row, read_rows
 from lightning_batchmem.profile.summary import Summary
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Reserved memory and the phases. A later line is thinner, because lines often have the same peak.
@@ -52,9 +51,6 @@ _STAGE_STYLES: dict[str, dict[str, Any]] = {
     "predict": {"label": "peak (predict)", "color": GREEN, "marker": "X"},
 }
 
-# Without clipping, a point near size 0 is not cut off by the axis.
-_POINTS: dict[str, Any] = {"marker": "o", "linestyle": "none", "markersize": 7, "clip_on": False}
-
 _PART_COLORS = (GREY, BLUE, PURPLE, GREEN, SKY, ORANGE)
 BREAKDOWN_PARTS = tuple(
     (name, field, color)
@@ -65,66 +61,6 @@ BREAKDOWN_PARTS = tuple(
 "Other" is the first, because it can be negative. The parts that grow with the batch size are the
 last.
 """
-
-
-def plot_memory_vs_batch_size(plan: Plan) -> Figure | None:
-    """Plot the memory of a step against the batch size.
-
-    The figure has the trials, the fitted line, the limit and the chosen size.
-    """
-    completed = [trial for trial in plan.trials if trial.outcome == "ok" and trial.peak_bytes]
-    failed = [trial.batch_size for trial in plan.trials if trial.outcome != "ok"]
-    if not completed:
-        return None
-    sizes = _sizes(plan)
-    limit = plan.limit_bytes / MIB
-    title = f"Memory of a step{plan.device and f' on {plan.device}'}"
-    figure, axes = new_figure(title, "batch size (samples)", "memory (MiB)")
-    if plan.memory is not None:
-        # The line may bend, because it is the highest line of all phases.
-        predicted = [plan.memory.predict_bytes(size) / MIB for size in sizes]
-        axes.plot(sizes, predicted, label="fitted line", color=BLUE, linewidth=1.8)
-    measured = [trial.batch_size for trial in completed]
-    held = [trial.held_bytes / MIB for trial in completed]
-    live = [trial.peak_bytes / MIB for trial in completed]
-    if held != live:
-        axes.plot(measured, live, label="live (tensors)", color=ORANGE, fillstyle="none", **_POINTS)
-    axes.plot(measured, held, label="held", color=BLACK, **_POINTS)
-    # Failed trials are drawn at the limit, because the peak of a trial that ran out of memory is
-    # not known.
-    if failed:
-        limits = [limit] * len(failed)
-        axes.plot(failed, limits, "X", label="did not fit", color=VERMILLION, markersize=11)
-    _draw_limit(axes, [0, sizes[-1]], [limit, limit])
-    _draw_chosen_size(axes, plan)
-    return with_legend(figure)
-
-
-def plot_throughput_vs_batch_size(plan: Plan) -> Figure | None:
-    """Plot the throughput of one rank against the batch size.
-
-    The figure has the sizes that were measured and the chosen size, and a curve if a line describes
-    the times of the steps.
-    """
-    speeds = measured_speeds(plan.trials)
-    if not speeds:
-        return None
-    of_rank = " of each rank" if plan.ranks > 1 else ""
-    title = f"Throughput{of_rank}{plan.device and f' on {plan.device}'}"
-    figure, axes = new_figure(title, "batch size (samples)", "throughput (samples/s)")
-    if plan.time is not None:
-        sizes = _sizes(plan)
-        # Matplotlib leaves out infinite values.
-        curve = [plan.time.samples_per_second(size) for size in sizes]
-        axes.plot(sizes, curve, label="fitted curve", color=BLUE, linewidth=1.8)
-    measured = [speed.samples_per_second for speed in speeds]
-    style = {**_POINTS, "linestyle": "none" if plan.time is not None else "solid"}
-    axes.plot(
-        [speed.batch_size for speed in speeds], measured, label="measured", color=BLACK, **style
-    )
-    axes.set_ylim(0, 1.15 * max(measured))
-    _draw_chosen_size(axes, plan)
-    return with_legend(figure)
 
 
 def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
@@ -168,7 +104,7 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
         # The last limit holds until the last step.
         steps.append(max(all_steps))
         limits.append(limits[-1])
-    _draw_limit(axes, steps, limits)
+    draw_limit(axes, steps, limits)
     return with_legend(figure)
 
 
@@ -207,8 +143,7 @@ def draw(*sources: list[Row] | Plan | Summary | None) -> dict[str, Figure]:
         if isinstance(source, list):
             drawn["memory_over_steps"] = plot_memory_over_steps(source)
         elif isinstance(source, Plan):
-            drawn["memory_vs_batch_size"] = plot_memory_vs_batch_size(source)
-            drawn["throughput_vs_batch_size"] = plot_throughput_vs_batch_size(source)
+            drawn["search"] = plot_search(source)
             evaluation = draw(source.evaluation)
             drawn |= {f"evaluation_{name}": figure for name, figure in evaluation.items()}
         elif source is not None:
@@ -222,25 +157,6 @@ def save(figure: Figure, path: Path) -> None:
     """Write a figure in the format of the path's suffix; a PNG has 1,280 x 960 pixels."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
-
-
-def _draw_limit(axes: Axes, x: Sequence[float], limits: Sequence[float]) -> None:
-    """Draw the limit, and begin the axis at 0.
-
-    The axis ends above the limit, but at most at twice the data, so that they can be read.
-    """
-    _, data_top = axes.get_ylim()
-    if limits:
-        label = f"limit {limits[-1]:,.1f} MiB"
-        axes.plot(x, limits, label=label, color=VERMILLION, linewidth=2, drawstyle="steps-post")
-    _, top = axes.get_ylim()
-    axes.set_ylim(0, min(top, 2 * data_top))
-
-
-def _draw_chosen_size(axes: Axes, plan: Plan) -> None:
-    label = f"chosen: {plan.batch_size:,}"
-    axes.axvline(plan.batch_size, label=label, color=GREEN, linestyle="--", linewidth=1.8)
-    axes.set_xlim(0, _sizes(plan)[-1])
 
 
 def steps_per_point(steps: Sequence[int]) -> int:
@@ -266,12 +182,6 @@ def highest_of_steps(
             highest[first_step] = max(value, highest.get(first_step, value))
     steps = sorted(highest)
     return steps, [highest[step] for step in steps]
-
-
-def _sizes(plan: Plan) -> list[float]:
-    """Batch sizes from 0 to a tenth beyond the largest, at which curves are drawn."""
-    last = 1.1 * max(plan.batch_size, *(trial.batch_size for trial in plan.trials))
-    return [last * percent / 100 for percent in range(101)]
 
 
 def log_figures(

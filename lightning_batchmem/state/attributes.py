@@ -137,6 +137,10 @@ class AttributeState:
                 self.not_restorable.append(f"{path} ({type(error).__name__})")
         self.schedulers = [value for value in self._seen.values() if isinstance(value, LRScheduler)]
 
+    def reached(self, value: object) -> bool:
+        """Whether this object was recorded, or named as one that cannot be restored."""
+        return id(value) in self._seen
+
     def restore(self) -> list[str]:
         """Restore all contents; returns the objects for which this failed."""
         failed = []

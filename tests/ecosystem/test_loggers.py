@@ -15,8 +15,7 @@ pytestmark = MARKS
 FIGURES = {
     "memory_composition",
     "memory_over_steps",
-    "memory_vs_batch_size",
-    "throughput_vs_batch_size",
+    "search",
 }
 # The utilization of the CPU needs some time between two readings, so it may be missing.
 KEYS = {*METRICS, "memory/predicted_mib"} - {"utilization/cpu_pct"}

@@ -127,7 +127,7 @@ VALUES = {
     "batch_arg_name": (["size"], [3]),
     "worst_case": (["typical", "longest", "builtins.len"], [3, "many"]),
     "lr_scaling": (["linear", "sqrt", None], ["many"]),
-    "search_on_resume": ([True], ["many"]),
+    "search_on_resume": ([True, "if_changed"], ["many"]),
 }
 
 

@@ -9,6 +9,8 @@ from tests.helpers.loops import LOOPS, seeded
 from tests.helpers.outcomes import assert_same
 
 MOST = 8
+# torch 2.13 warns so of a compiled model on Python 3.13.0.
+SLOW_GUARDS = "Guards may run slower on Python 3.13.0"
 
 
 def addresses(optimizers):
@@ -35,7 +37,8 @@ def test_a_loop_after_a_search_is_the_loop_without(name, recwarn):
     assert (plan.batch_size, plan.verified) == (MOST, True)
     assert_same(searched.left(), before, "after the search")
     assert addresses(searched.optimizer) == state_before
-    assert [str(warning.message) for warning in recwarn] == []
+    warnings = [str(warning.message) for warning in recwarn]
+    assert [text for text in warnings if not text.startswith(SLOW_GUARDS)] == []
     outcome = searched.train()
     expected = seeded(LOOPS[name]).train()
     assert_same(outcome, expected, name)

@@ -17,6 +17,9 @@ from tests.helpers.simulated_cuda.loop import search_loop
 from tests.helpers.simulated_cuda.search import SimulatedFinder, simulated_module
 from tests.helpers.simulated_cuda.trace import trace_of
 
+# The fake device belongs to the step here, and what it counts is not restored.
+pytestmark = pytest.mark.filterwarnings("ignore:BatchFinder left these changed")
+
 
 def found(loop, **options):
     return find_batch_size(
@@ -152,6 +155,26 @@ def test_an_error_of_a_step_is_raised_and_everything_is_restored():
     assert torch.autograd.backward is backward
 
 
+def test_an_error_in_a_step_that_all_ranks_take_reaches_no_exchange(lawful, monkeypatch):
+    """The other ranks wait in their step, so they could not take part in an exchange."""
+    failures = []
+
+    def gather(rows, row):
+        failures.append(row[0])
+        rows[:] = [row] * len(rows)
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    lawful.model = nn.Sequential(lawful.model, nn.SyncBatchNorm(1))
+    lawful.step = mock.Mock(side_effect=LookupError("of the user"))
+    with pytest.raises(LookupError, match="of the user") as raised:
+        found(lawful)
+    assert "all ranks take together" in raised.value.__notes__[0]
+    assert set(failures) == {None}
+
+
 def test_a_step_that_runs_out_of_memory_ends_its_trial(lawful):
     step = lawful.step
 
@@ -199,6 +222,16 @@ def test_a_device_without_a_peak_counter(monkeypatch):
     monkeypatch.setattr("lightning_batchmem.loop.search.device_memory_for", lambda _: None)
     with pytest.raises(ValueError, match="must have a peak memory counter for find_batch_size"):
         found(sgd())
+
+
+def test_batches_that_do_not_follow_the_size_are_named(lawful, recwarn):
+    samples = torch.zeros(20, 1)
+    lawful.make_batch = lambda size: samples[:size]
+    found(lawful, max_batch_size=20)
+    assert not any("as much data" in str(warning.message) for warning in recwarn)
+    found(lawful, max_batch_size=80)
+    (warning,) = [str(one.message) for one in recwarn if "as much data" in str(one.message)]
+    assert re.search(r"make_batch\(80\) as from make_batch\(\d+\), so the memory", warning)
 
 
 def test_what_cannot_be_restored_is_named(lawful):

@@ -204,13 +204,11 @@ def test_the_short_text_has_six_lines_at_most():
             "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
             "  step      128 samples, in 4 batches",
             "  note      the first",
-            "  details   print(finder.plan) or BatchFinder(verbose=True): reasons, all sizes, all"
-            " notes",
+            "  details   print the plan, or set verbose=True: reasons, all sizes, all notes",
         ]
     )
     nothing_ran = Plan(1, "dataset", False, 200 * MIB, None, None, (), None, None)
     assert nothing_ran.short_text().splitlines()[1:] == [
         "  memory    limit 200.0 MiB",
-        "  details   print(finder.plan) or BatchFinder(verbose=True): reasons, all sizes, all"
-        " notes",
+        "  details   print the plan, or set verbose=True: reasons, all sizes, all notes",
     ]

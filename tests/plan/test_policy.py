@@ -16,4 +16,4 @@ def test_each_number_has_a_meaning_and_a_source():
 
 
 def test_the_table_in_the_documentation_is_the_printed_one():
-    assert policy_table() in (ROOT / "docs" / "limits.md").read_text()
+    assert policy_table() in (ROOT / "docs" / "search-policy.md").read_text()

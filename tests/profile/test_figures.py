@@ -17,8 +17,6 @@ from lightning_batchmem.profile.figures import (
     log_figures,
     plot_breakdown,
     plot_memory_over_steps,
-    plot_memory_vs_batch_size,
-    plot_throughput_vs_batch_size,
 )
 from lightning_batchmem.profile.summary import Summary
 from tests.plan.test_plan import PLAN as OTHER_PLAN
@@ -37,44 +35,12 @@ def row(step, peak=100, stage="train", **columns):
     return {"step": step, "stage": stage, "peak_allocated_mib": peak, **columns}
 
 
-def lines(figure):
+def lines(figure, panel=0):
     """Coordinates of the lines, in the order of the legend."""
     return {
         line.get_label(): (list(line.get_xdata()), list(line.get_ydata()))
-        for line in figure.axes[0].lines
+        for line in figure.axes[panel].lines
     }
-
-
-def test_memory_vs_batch_size_shows_trials_line_limit_and_chosen_size():
-    shown = lines(plot_memory_vs_batch_size(PLAN))
-    sizes, predicted = shown.pop("fitted line")
-    assert (sizes[0], sizes[-1]) == (0, pytest.approx(1.1 * 48))
-    assert predicted == pytest.approx([100 + 2 * size for size in sizes])
-    assert shown == {
-        "held": ([2, 32], [104, 165]),
-        # A size that ran out of memory is drawn at the limit: its 90 MiB are no complete peak.
-        "did not fit": ([48], [200]),
-        "limit 200.0 MiB": ([0, sizes[-1]], [200, 200]),
-        "chosen: 32": ([32, 32], [0, 1]),
-    }
-    held = replace(TRIALS[0], peak_held_bytes=130 * MIB)
-    shown = lines(plot_memory_vs_batch_size(replace(PLAN, trials=(held,))))
-    assert (shown["held"], shown["live (tensors)"]) == (([2], [130]), ([2], [104]))
-
-
-def test_throughput_vs_batch_size():
-    figure = plot_throughput_vs_batch_size(replace(PLAN, ranks=2))
-    shown = lines(figure)
-    sizes, speeds = shown["fitted curve"]
-    assert speeds == pytest.approx([size / (0.010 + 0.001 * size) for size in sizes])
-    # The size that ran out of memory has no time.
-    assert shown["measured"] == ([2, 32], pytest.approx([2 / 0.012, 32 / 0.040]))
-    assert figure.axes[0].get_title(loc="left") == "Throughput of each rank on host"
-    # Without a line the measured points are connected.
-    connected = plot_throughput_vs_batch_size(replace(PLAN, time=None)).axes[0].lines
-    styles = {line.get_label(): line.get_linestyle() for line in connected}
-    assert styles["measured"] == "-"
-    assert "fitted curve" not in styles
 
 
 def test_memory_over_steps_shows_peaks_phases_and_limit():
@@ -121,10 +87,8 @@ def test_all_figures_for_which_there_is_data_without_pyplot():
     settings = dict(matplotlib.rcParams)
     assert list(draw([row(0)], replace(PLAN, evaluation=PLAN), SUMMARY)) == [
         "memory_over_steps",
-        "memory_vs_batch_size",
-        "throughput_vs_batch_size",
-        "evaluation_memory_vs_batch_size",
-        "evaluation_throughput_vs_batch_size",
+        "search",
+        "evaluation_search",
         "memory_composition",
     ]
     assert (dict(matplotlib.rcParams), pyplot.get_fignums()) == (settings, [])

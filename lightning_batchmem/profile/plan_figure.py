@@ -1,0 +1,106 @@
+"""The figure of a search: memory and throughput over the batch size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.records import MIB
+from lightning_batchmem.plan.throughput import measured_speeds
+from lightning_batchmem.profile.figure_style import (
+    BLACK,
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    VERMILLION,
+    draw_limit,
+    new_panels,
+    with_legend,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Without clipping, a point near size 0 is not cut off by the axis.
+_POINTS: dict[str, Any] = {"marker": "o", "linestyle": "none", "markersize": 6, "clip_on": False}
+
+
+def plot_search(plan: Plan) -> Figure | None:
+    """Plot the memory of a step, and below it the throughput of a rank, over the batch size.
+
+    Memory has the trials, the fitted line and the limit. Throughput has the sizes that were
+    measured, and a curve if a line describes the times of the steps. Both have the chosen size and
+    the fastest one. ``None`` if no size was measured.
+    """
+    if not any(trial.peak_bytes for trial in plan.trials if trial.outcome == "ok"):
+        return None
+    of_rank = " of each rank" if plan.ranks > 1 else ""
+    title = f"Memory and throughput{of_rank}{plan.device and f' on {plan.device}'}"
+    y_labels = ["memory (MiB)"]
+    if measured_speeds(plan.trials):
+        y_labels.append("throughput (samples/s)")
+    figure, panels = new_panels(title, "batch size (samples)", *y_labels)
+    _draw_memory(panels[0], plan)
+    if len(panels) > 1:
+        _draw_throughput(panels[1], plan)
+    for number, panel in enumerate(panels):
+        # The first panel has the names of these lines for both.
+        _draw_sizes(panel, plan, is_named=number == 0)
+    return with_legend(figure)
+
+
+def _draw_memory(axes: Axes, plan: Plan) -> None:
+    completed = [trial for trial in plan.trials if trial.outcome == "ok" and trial.peak_bytes]
+    failed = [trial.batch_size for trial in plan.trials if trial.outcome != "ok"]
+    sizes = _sizes(plan)
+    limit = plan.limit_bytes / MIB
+    if plan.memory is not None:
+        # The line may bend, because it is the highest line of all phases.
+        predicted = [plan.memory.predict_bytes(size) / MIB for size in sizes]
+        axes.plot(sizes, predicted, label="fitted line", color=BLUE, linewidth=1.8)
+    measured = [trial.batch_size for trial in completed]
+    held = [trial.held_bytes / MIB for trial in completed]
+    live = [trial.peak_bytes / MIB for trial in completed]
+    if held != live:
+        axes.plot(measured, live, label="live (tensors)", color=ORANGE, fillstyle="none", **_POINTS)
+    axes.plot(measured, held, label="held", color=BLACK, **_POINTS)
+    # Failed trials are drawn at the limit, because the peak of a trial that ran out of memory is
+    # not known.
+    if failed:
+        limits = [limit] * len(failed)
+        axes.plot(failed, limits, "X", label="did not fit", color=VERMILLION, markersize=11)
+    draw_limit(axes, [0, sizes[-1]], [limit, limit])
+
+
+def _draw_throughput(axes: Axes, plan: Plan) -> None:
+    speeds = measured_speeds(plan.trials)
+    if plan.time is not None:
+        sizes = _sizes(plan)
+        # Matplotlib leaves out infinite values.
+        curve = [plan.time.samples_per_second(size) for size in sizes]
+        axes.plot(sizes, curve, label="fitted curve", color=BLUE, linewidth=1.8, linestyle=":")
+    measured = [speed.samples_per_second for speed in speeds]
+    style = {**_POINTS, "linestyle": "none" if plan.time is not None else "solid"}
+    axes.plot(
+        [speed.batch_size for speed in speeds], measured, label="measured", color=BLACK, **style
+    )
+    axes.set_ylim(0, 1.15 * max(measured))
+
+
+def _draw_sizes(axes: Axes, plan: Plan, *, is_named: bool) -> None:
+    lines = [("chosen", plan.batch_size, GREEN, "--")]
+    fastest = plan.fastest_batch_size
+    if fastest is not None and fastest != plan.batch_size:
+        lines.append(("fastest", fastest, PURPLE, "-."))
+    for name, size, color, style in lines:
+        label = f"{name}: {size:,}" if is_named else None
+        axes.axvline(size, label=label, color=color, linestyle=style, linewidth=1.8)
+    axes.set_xlim(0, _sizes(plan)[-1])
+
+
+def _sizes(plan: Plan) -> list[float]:
+    """Batch sizes from 0 to a tenth beyond the largest, at which curves are drawn."""
+    last = 1.1 * max(plan.batch_size, *(trial.batch_size for trial in plan.trials))
+    return [last * percent / 100 for percent in range(101)]
