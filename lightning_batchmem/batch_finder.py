@@ -237,9 +237,8 @@ class BatchFinder(Callback):
                 trainer, pl_module, options.batch_arg_name, source, options.budget
             )
             setting.check()
+            # It begins with an exchange, so the other ranks end here too if one has failed.
             search = self._search_in(trainer)
-            # The other ranks end here too if one has failed.
-            self._ranks.exchange(None)
             if continues:
                 saved_plan = search.plan_in(self._checkpoint)
                 if self._search_on_resume == "if_changed":

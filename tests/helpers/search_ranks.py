@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -117,6 +118,38 @@ class Recorder(Callback):
     on_validation_batch_end = on_train_batch_end
 
 
+class WorkerEnvironment(LightningEnvironment):
+    """Processes that another program has started; as in RayLightningEnvironment."""
+
+    def __init__(self, ranks):
+        super().__init__()
+        self.ranks = ranks
+
+    def world_size(self):
+        return self.ranks
+
+    def set_world_size(self, size):
+        pass
+
+    def global_rank(self):
+        return int(os.environ["RANK"])
+
+    def set_global_rank(self, rank):
+        pass
+
+
+class WorkerStrategy(DDPStrategy):
+    """DDP for a Trainer that has one device on each rank, as in RayDDPStrategy."""
+
+    @property
+    def root_device(self):
+        return torch.device("cpu")
+
+    @property
+    def distributed_sampler_kwargs(self):
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+
 def digest(tensors):
     """A hash of the tensors; of this rank's shards under FSDP2."""
     local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
@@ -133,6 +166,7 @@ def run_case(case, directory, ranks):
     _devices.clear()
     if budgets := case.get("budgets", [400] * ranks):
         _devices.append(FakeDevice(budget_bytes=budgets[rank] * MIB))
+        _devices[0].shared_by_ranks = case.get("is_shared", False)
     seed_everything(7, verbose=False)
     options = {"min_steps_per_epoch": None, **case.get("finder", {})}
     # Only the first rank can read the file of the plan.
@@ -145,14 +179,17 @@ def run_case(case, directory, ranks):
     callbacks = [recorder, finder] if case.get("search", True) else [recorder]
     if case.get("saves"):
         callbacks.append(ModelCheckpoint(directory, "last", every_n_train_steps=2))
-    sharded = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
+    strategy = {"devices": ranks, "strategy": DDPStrategy(**case.get("ddp", {}))}
+    if case.get("strategy") == "fsdp2":
+        sharded = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
+        strategy = {"devices": ranks, "strategy": sharded}
+    elif case.get("strategy") == "workers":
+        strategy = {"strategy": WorkerStrategy(), "plugins": [WorkerEnvironment(ranks)]}
     trainer = quiet_trainer(
         *callbacks,
-        devices=ranks,
-        strategy=sharded if case.get("strategy") == "fsdp2" else DDPStrategy(**case.get("ddp", {})),
         default_root_dir=directory,
         enable_checkpointing=bool(case.get("saves")),
-        **{"max_steps": 3, "limit_val_batches": 0, **case.get("trainer", {})},
+        **{"max_steps": 3, "limit_val_batches": 0, **strategy, **case.get("trainer", {})},
     )
     module = Net(case)
     x = torch.randn(600, 8, generator=torch.Generator().manual_seed(0))

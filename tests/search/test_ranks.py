@@ -78,6 +78,8 @@ TWO_RANKS = {
     "resumes": {"budgets": [300, 250], "resumes": True, "trainer": {"max_steps": 5}},
     "reuses": {"budgets": [300, 250], "reuses": True},
     "reuses with less on rank 1": {"budgets": [300, 200], "reuses": True},
+    "shared memory": {"is_shared": True},
+    "shared memory of workers": {"is_shared": True, "strategy": "workers"},
     "validate": {"budgets": [300, 250], "entry": "validate", "trainer": VALIDATES},
     "ddp": {"ddp": {"bucket_cap_mb": 0.0001}, "trainer": ACCUMULATES, **UP_TO_24},
     "ddp with views": {
@@ -141,6 +143,13 @@ def test_the_rank_with_the_least_memory_decides(seen, case):
     assert share - 0.03 < (100 + plan["batch_size"]) * MIB / plan["limit_bytes"] <= share
     kinds = [trial["kind"] for trial in plan["trials"]]
     assert kinds.count("rehearsal") == (1 if is_collective else 2)
+
+
+@pytest.mark.parametrize("case", ["shared memory", "shared memory of workers"])
+def test_the_ranks_of_a_machine_divide_memory_that_they_share(seen, case):
+    plan = same_plan(seen[case])
+    assert plan["effective_batch_size"] == 2 * plan["batch_size"]
+    assert plan["limit_bytes"] == int(0.95 * 400 / 2 * MIB)
 
 
 @pytest.mark.parametrize("where", ["backward", "optimizer"])
