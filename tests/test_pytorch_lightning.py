@@ -62,7 +62,7 @@ def test_no_trace_of_a_search_before_an_evaluation(contract, tmp_path):
 @pytest.mark.filterwarnings("ignore:The dirpath has changed from")
 def test_a_resumed_run(contract, tmp_path):
     contract.test_no_trace_in_a_resumed_run(tmp_path)
-    saved = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)
+    saved = torch.load(next(tmp_path.glob("searched/*/last.ckpt")), weights_only=True)
     assert saved["callbacks"]["BatchFinder"]["plan"]["batch_size"] == contract.SIZE
 
 

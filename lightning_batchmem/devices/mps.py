@@ -99,6 +99,9 @@ class MpsMemory:
         # a RuntimeError there.
         if not hasattr(self._accelerator, "memory_stats"):
             return False
+        # A build of torch has the counters of one kind of device, and a CUDA build those of CUDA.
+        if getattr(self._accelerator.current_accelerator(), "type", None) != "mps":
+            return False
         try:
             self._accelerator.reset_peak_memory_stats()
             self._stats()

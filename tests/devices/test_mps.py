@@ -77,8 +77,15 @@ def no_allocator():
 
 def test_a_torch_that_counts_no_peaks(mps, monkeypatch):
     assert not MpsMemory(SimpleNamespace(), mps).can_reset_peak
-    accelerator = SimpleNamespace(memory_stats=dict, reset_peak_memory_stats=no_allocator)
+    accelerator = SimpleNamespace(
+        memory_stats=dict,
+        reset_peak_memory_stats=no_allocator,
+        current_accelerator=mps.current_accelerator,
+    )
     assert not MpsMemory(accelerator, mps).can_reset_peak
+    # A build for CUDA has the counters of CUDA.
+    monkeypatch.setattr(mps, "current_accelerator", lambda: torch.device("cuda"))
+    assert not MpsMemory(mps, mps).can_reset_peak
     # torch 2.5.1 has no such module.
     monkeypatch.delattr(torch, "accelerator", raising=False)
     assert not MpsMemory(mps=mps).can_reset_peak

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from tests.helpers.fake_device import FakeDevice
 
 
@@ -22,6 +24,9 @@ class FakeMps:
         self.metal_bytes = metal_bytes
         self.has_started = True
         self.waits = 0
+
+    def current_accelerator(self) -> torch.device:
+        return torch.device("mps")
 
     def memory_stats(self) -> dict[str, int]:
         if not self.has_started:
