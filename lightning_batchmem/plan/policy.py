@@ -110,9 +110,9 @@ class SearchPolicy:
     # The limit and the reserves.
 
     limit_share: float = 0.95
-    """The limit is at most this share of what the device can provide. Source: Libraries,
-    fragmentation and other processes take the rest; simulated CUDA allocators: `python -m
-    benchmarks.simulated_cuda`."""
+    """The limit is at most this share of what the device can provide; on the host, of the part that
+    is still free. Source: Libraries, fragmentation and other processes take the rest; simulated
+    CUDA allocators: `python -m benchmarks.simulated_cuda`."""
     most_held_ratio: float = 2.5
     """Probes on the host show at most this many held bytes for each live byte. Source:
     trainings in memory control groups: `python -m benchmarks.search`."""
