@@ -15,6 +15,7 @@ from rich.console import Console
 
 from lightning_batchmem._lightning.apply import apply_to_training, check_step, check_training
 from lightning_batchmem._lightning.batch_watch import BatchWatch
+from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan
 from lightning_batchmem._lightning.clean_start import record
 from lightning_batchmem._lightning.data_source import (
     discard_train_loader,
@@ -223,7 +224,8 @@ class BatchFinder(Callback):
         if 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches):
             return
         options = self._options
-        continues = bool(self._checkpoint) and self._search_on_resume is not True
+        # The plan with which a resumed run continues without a search.
+        saved_plan: CheckpointPlan | None = None
         # Settings, files and the user's hooks may differ between ranks, so one rank may fail alone.
         with self._ranks.fail_together():
             check_training(trainer, pl_module, options)
@@ -239,11 +241,14 @@ class BatchFinder(Callback):
             setting.check()
             # It begins with an exchange, so the other ranks end here too if one has failed.
             search = self._search_in(trainer)
-            if continues:
+            if self._checkpoint and self._search_on_resume is not True:
                 saved_plan = search.plan_in(self._checkpoint)
-                if self._search_on_resume == "if_changed":
-                    continues = saved_plan.is_of_this_device()
-            if continues:
+            if saved_plan is not None and self._search_on_resume == "if_changed":
+                changes = saved_plan.changes_of_device()
+                if changes:
+                    rank_zero_info(f"BatchFinder searches again: {', and '.join(changes)}")
+                    saved_plan = None
+            if saved_plan is not None:
                 plan = saved_plan.continued(trainer, options)
                 recorded.restore()
             else:
@@ -254,7 +259,7 @@ class BatchFinder(Callback):
             apply_to_training(setting, plan, options)
         self.plan = plan
         self._plan_of_fit = plan
-        if not continues:
+        if saved_plan is None:
             self._report(trainer, plan)
 
     def on_train_batch_start(

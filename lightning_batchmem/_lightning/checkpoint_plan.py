@@ -32,12 +32,9 @@ class CheckpointPlan:
     limit_bytes: int
     policy: SearchPolicy
 
-    def is_of_this_device(self) -> bool:
-        """Whether device and limit are those of the plan; a line names the change."""
-        changes = self._changes({}, {})
-        if changes:
-            rank_zero_info(f"BatchFinder searches again: {', and '.join(changes)}")
-        return not changes
+    def changes_of_device(self) -> list[str]:
+        """How device and limit differ from those of the plan."""
+        return self._changes({}, {})
 
     def continued(self, trainer: Trainer, options: SearchOptions) -> Plan:
         """The plan for the ranks of this Trainer; a warning has all changes."""
