@@ -76,6 +76,18 @@ TWO_RANKS = {
     "target": {"finder": {"target_batch_size": 96, "lr_scaling": "linear", "base_batch_size": 48}},
     "saves": {"budgets": [300, 250], "saves": True},
     "resumes": {"budgets": [300, 250], "resumes": True, "trainer": {"max_steps": 5}},
+    "resumes as before": {
+        "budgets": [300, 250],
+        "resumes": True,
+        "trainer": {"max_steps": 5},
+        "finder": {"search_on_resume": "if_changed"},
+    },
+    "resumes with less on rank 1": {
+        "budgets": [300, 200],
+        "resumes": True,
+        "trainer": {"max_steps": 5},
+        "finder": {"search_on_resume": "if_changed"},
+    },
     "reuses": {"budgets": [300, 250], "reuses": True},
     "reuses with less on rank 1": {"budgets": [300, 200], "reuses": True},
     "shared memory": {"is_shared": True},
@@ -127,7 +139,12 @@ def same_plan(of_ranks):
 
 
 @pytest.mark.parametrize(
-    "case", [name for name, case in ALL.items() if case.get("budgets") and name != "resumes"]
+    "case",
+    [
+        name
+        for name, case in ALL.items()
+        if case.get("budgets") and name not in ("resumes", "resumes as before")
+    ],
 )
 def test_the_rank_with_the_least_memory_decides(seen, case):
     plan = same_plan(seen[case])
@@ -194,10 +211,17 @@ def test_target_and_learning_rate_count_the_samples_of_all_ranks(seen):
     assert plan["learning_rate"] == 2 * plan["learning_rate_before"]
 
 
-def test_a_resumed_run_continues_without_a_search(seen):
+@pytest.mark.parametrize("case", ["resumes", "resumes as before"])
+def test_a_resumed_run_continues_without_a_search(seen, case):
     plan = same_plan(seen["saves"])
-    assert same_plan(seen["resumes"]) == plan
-    assert [(one["releases"], one["left"]["steps"]) for one in seen["resumes"]] == [(0, 5)] * 2
+    assert same_plan(seen[case]) == plan
+    assert [(one["releases"], one["left"]["steps"]) for one in seen[case]] == [(0, 5)] * 2
+
+
+def test_all_ranks_search_again_where_one_of_them_has_less(seen):
+    found = seen["resumes with less on rank 1"]
+    assert all(one["releases"] > 0 for one in found)
+    assert same_plan(found)["batch_size"] < same_plan(seen["saves"])["batch_size"]
 
 
 def test_the_first_rank_decides_whether_an_earlier_plan_is_used_again(seen):
