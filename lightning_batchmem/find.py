@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -106,6 +107,7 @@ def find_batch_size(*arguments: Any, **keywords: Any) -> Plan:
         The plan; ``plan.batch_size`` is in samples for each rank.
 
     Raises:
+        TypeError: for an argument that is missing or not known.
         ValueError: for an argument out of range, a trainer that would not train, and a project
             whose batch size cannot be set.
         RuntimeError: when no size fits.
@@ -119,14 +121,19 @@ def find_batch_size(*arguments: Any, **keywords: Any) -> Plan:
         ... )  # doctest: +SKIP
     """
     first = arguments[0] if arguments else keywords.get("trainer")
+    find: Callable[..., Plan] = _find_for_loop
     if isinstance(first, in_every_package("trainer.Trainer")):
-        return _find_with_trainer(*arguments, **keywords)
-    if arguments and not callable(first):
+        find = _find_with_trainer
+    elif arguments and not callable(first):
         raise ValueError(
             "the first argument must be a Trainer or a function step(batch) for find_batch_size,"
             f" got {first!r:.80}"
         )
-    return _find_for_loop(*arguments, **keywords)
+    try:
+        inspect.signature(find).bind(*arguments, **keywords)
+    except TypeError as error:
+        raise TypeError(f"find_batch_size: {error}") from None
+    return find(*arguments, **keywords)
 
 
 def _find_with_trainer(

@@ -211,6 +211,16 @@ def test_wrong_arguments(name):
         find_batch_size(*positional.values(), **options)
 
 
+def test_missing_and_unknown_arguments():
+    loop = sgd()
+    options = {"model": loop.model, "optimizer": loop.optimizer}
+    with pytest.raises(TypeError, match=r"^find_batch_size: got an unexpected .*'models'"):
+        find_batch_size(loop.step, loop.make_batch, **options, models=[])
+    options.pop("optimizer")
+    with pytest.raises(TypeError, match=r"^find_batch_size: missing a required .*'optimizer'"):
+        find_batch_size(loop.step, loop.make_batch, **options)
+
+
 def test_models_without_weights_here():
     loop = sgd()
     loop.model = nn.Tanh()
