@@ -158,7 +158,7 @@ class BatchFinder(Callback):
             budget=budget,
             items_fn=items_fn,
         )
-        if search_on_resume not in (True, False, "if_changed"):
+        if not isinstance(search_on_resume, bool) and search_on_resume != "if_changed":
             raise ValueError(
                 'search_on_resume must be True, False or "if_changed", got'
                 f" {search_on_resume!r:.80}"
