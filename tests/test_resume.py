@@ -155,11 +155,12 @@ def test_a_search_only_where_device_or_limit_changed(
     assert module.batch_size == (FOUND if changed is None else found_size(budget_mib * MIB))
 
 
-def test_a_wrong_value_is_an_error():
+@pytest.mark.parametrize("value", ["changed", 1])
+def test_a_wrong_value_is_an_error(value):
     with pytest.raises(
         ValueError, match='search_on_resume must be True, False or "if_changed", got'
     ):
-        BatchFinder(search_on_resume="changed")
+        BatchFinder(search_on_resume=value)
 
 
 def test_a_strategy_that_restores_late_searches_again_with_a_warning(
