@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,8 +74,7 @@ class TrainerSearch:
         # On the host the copy of the weights is part of the resident set from the start.
         later_bytes = 0 if device_memory.held_is_resident_set else weight_average_bytes(trainer)
         # A Trainer in a worker of Ray has one device, however many workers this machine has.
-        host = socket.gethostname()
-        ranks_on_host = self.ranks.exchange(host).count(host)
+        ranks_on_host = self.ranks.on_this_host()
         self._budget = MemoryBudget(device_memory, options, self.policy, ranks_on_host, later_bytes)
         self._first_size = options.first_size(self.policy)
         self._device = device_name(trainer.strategy.root_device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import warnings
 from pathlib import Path
 
@@ -60,8 +59,7 @@ def _searched(
 ) -> Plan:
     ranks = loop.ranks
     policy = SearchPolicy()
-    host = socket.gethostname()
-    budget = MemoryBudget(device_memory, options, policy, ranks.exchange(host).count(host))
+    budget = MemoryBudget(device_memory, options, policy, ranks.on_this_host())
     if budget.is_exceeded_by_option() and ranks.rank == 0:
         warnings.warn(
             f"memory_limit={options.memory_limit!r} is more than the device can provide,"

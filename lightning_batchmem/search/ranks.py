@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -40,6 +41,11 @@ class Ranks:
             if failure is not None:
                 raise RankFailedError(f"rank {rank} ended the search: {failure}")
         return [row[1] for row in rows]
+
+    def on_this_host(self) -> int:
+        """How many of the ranks run on the machine of this one, by an exchange."""
+        host = socket.gethostname()
+        return self.exchange(host).count(host)
 
     def worst_of(self, trial: Trial) -> Trial:
         """The worst trial of all ranks, which have to run the same size."""
