@@ -15,9 +15,9 @@ For each network, on one thread and in fresh processes:
    no limit, and would be killed above that of a host. The training that follows each search is
    timed in the same process.
 2. New processes train a few steps at the sizes 2, 4, 8 and so on up to the largest size that was
-   chosen, eight times in turn, as with a size that is written into the program.
+   chosen, in eight rounds, as with a size that is written into the program.
 
-A speed is the median over eight rounds of the fastest step in each. The regret of a search is 1 -
+A speed is the median over the rounds of the fastest step in each. The regret of a search is 1 -
 the samples per second of its training over the most of all sizes. It is negative if the training
 after the search is faster than a new process at any size, as on the host, where a heap that larger
 steps have used keeps its memory. The cost of a search is its CPU time (on CUDA: its wall time),
@@ -35,20 +35,21 @@ from typing import Any
 import torch
 
 from benchmarks.common import command_line, in_fresh_process, markdown, report
-from benchmarks.throughput_ways import WAYS
+from benchmarks.throughput_ways import ROUNDS, WAYS
 from benchmarks.workloads import QUICK_WORKLOADS
 
 MODULE = "benchmarks.throughput_ways"
 
 
-def measure(name: str, repeats: int) -> dict[str, Any]:
+def measure(name: str, repeats: int, num_rounds: int) -> dict[str, Any]:
     """Search ``repeats`` times in each way, and then time the steps of one network."""
+    rounds = ("--rounds", str(num_rounds))
     searches: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     for _ in range(repeats):
         trials = 1
         # The search for memory comes first, because it bounds the trials of Lightning's finder.
         for way, runs in searches.items():
-            run = in_fresh_process(MODULE, name, "--way", way, "--trials", str(trials))
+            run = in_fresh_process(MODULE, name, "--way", way, "--trials", str(trials), *rounds)
             runs.append(run)
             print(f"{time.strftime('%H:%M:%S')} {name}, {way}: {run}", file=sys.stderr, flush=True)
             if way == "memory" and run.get("batch_size"):
@@ -56,7 +57,7 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
                 trials = max(1, run["batch_size"].bit_length() - 1)
     chosen = [size for runs in searches.values() for size in _sizes(runs)]
     sizes = [str(2**power) for power in range(1, max(chosen, default=1).bit_length())]
-    steps = in_fresh_process(MODULE, name, "--sizes", *sizes)
+    steps = in_fresh_process(MODULE, name, "--sizes", *sizes, *rounds)
     return {"searches": searches, "steps": steps}
 
 
@@ -166,10 +167,16 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=int, default=3, help="searches of each kind; default: %(default)s"
     )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=ROUNDS,
+        help="in which all sizes are timed in turn, at least two; default: %(default)s",
+    )
     arguments = parser.parse_args()
     # The processes that measure use one thread as well, and the table names this number.
     torch.set_num_threads(1)
-    by_name = {name: measure(name, arguments.repeats) for name in arguments.only}
+    by_name = {name: measure(name, arguments.repeats, arguments.rounds) for name in arguments.only}
     report("throughput", table(by_name), by_name, write=arguments.write)
 
 

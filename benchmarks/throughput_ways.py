@@ -26,7 +26,7 @@ from benchmarks.workloads import MIB, QUICK_WORKLOADS, SAMPLES_RUN
 from lightning_batchmem import BatchFinder
 
 ROUNDS = 8
-"""Rounds in which all sizes are measured, and rounds of the training after a search.
+"""Rounds in which all sizes are measured, and rounds of the training after a search, by default.
 
 A slow moment of the machine is then not the only one at which a size was measured.
 """
@@ -139,7 +139,7 @@ WAYS: dict[str, Callable[[int, int], Callback]] = {
 """The finders, made from a limit in bytes and the number of trials of Lightning's finder."""
 
 
-def search(name: str, way: str, trials: int) -> None:
+def search(name: str, way: str, trials: int, num_rounds: int) -> None:
     """Search once, train at the size for some rounds of steps, and emit the results."""
     workload = QUICK_WORKLOADS[name]
     if torch.cuda.is_available():
@@ -149,7 +149,7 @@ def search(name: str, way: str, trials: int) -> None:
     module = workload.training(workload)
     search_clock = SearchClock()
     clock = _step_clock()
-    timed = TimedSteps(clock, ROUNDS)
+    timed = TimedSteps(clock, num_rounds)
     callbacks = [WAYS[way](limit_bytes, trials), search_clock, clock, timed]
     trainer_for(callbacks, -1, limit_val_batches=0).fit(module)
     emit(
@@ -160,7 +160,7 @@ def search(name: str, way: str, trials: int) -> None:
     )
 
 
-def time_steps(name: str, sizes: Sequence[int]) -> None:
+def time_steps(name: str, sizes: Sequence[int], num_rounds: int) -> None:
     """Train for a few steps at each size in each round, and emit the fastest step of each round.
 
     Other work on the machine only adds time, so the fastest step is the least disturbed one. Each
@@ -172,7 +172,7 @@ def time_steps(name: str, sizes: Sequence[int]) -> None:
     # The server imports everything once, and each process begins as a copy of it.
     context.set_forkserver_preload(["benchmarks.workloads"])
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as processes:
-        for _ in range(ROUNDS):
+        for _ in range(num_rounds):
             for size in sizes:
                 fastest = processes.submit(fastest_step_seconds, name, size)
                 step_seconds[size].append(fastest.result())
@@ -198,13 +198,16 @@ def main() -> None:
         "--trials", type=int, default=1, help="of Lightning's finder; default: %(default)s"
     )
     parser.add_argument("--sizes", nargs="+", type=int, default=[], help="time steps at these")
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, help="of timed steps; default: %(default)s"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     try:
         if arguments.way is not None:
-            search(arguments.network, arguments.way, arguments.trials)
+            search(arguments.network, arguments.way, arguments.trials, arguments.rounds)
         else:
-            time_steps(arguments.network, arguments.sizes)
+            time_steps(arguments.network, arguments.sizes, arguments.rounds)
     # Near the limit memory may run out anywhere, with any error.
     except Exception as error:  # noqa: BLE001
         emit(error=one_line(error))

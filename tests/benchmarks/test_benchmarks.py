@@ -229,7 +229,7 @@ def test_the_fastest_size_is_looked_up_in_other_rounds():
 
 @pytest.mark.slow
 def test_throughput_times_the_ladder_and_the_training_after_each_search(run):
-    printed = run("throughput --only 'small transformer' --repeats 1")
+    printed = run("throughput --only 'small transformer' --repeats 1 --rounds 2")
     rows = rows_of(printed)
     assert [row["way"] for row in rows] == ["memory", "throughput", "Lightning power"]
     (timed,) = re.findall(r"^- small transformer, samples/s by size: (.+)$", printed, re.MULTILINE)
