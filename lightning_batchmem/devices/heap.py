@@ -7,12 +7,16 @@ import functools
 import sys
 from typing import Any
 
-# Holes are filled with blocks of these sizes, from 32 MiB to 64 KiB. A new block of at least 32 MiB
-# is mapped if no hole can take it, and is unmapped when it is freed, so it leaves no hole. Holes
-# below 64 KiB stay, for the small objects of Python and of libraries, which would otherwise let the
-# heap grow.
-# Source: DEFAULT_MMAP_THRESHOLD_MAX on 64-bit systems in mallopt(3)
-_BLOCK_BYTES = tuple(2**power for power in range(25, 15, -1))
+MAPPED_BLOCK_BYTES = 2**25
+"""A new block of at least 32 MiB is mapped if no hole can take it.
+
+It is unmapped when it is freed, so it leaves no hole. Smaller blocks may lie in the heap.
+Source: DEFAULT_MMAP_THRESHOLD_MAX on 64-bit systems in mallopt(3)
+"""
+
+# Holes are filled with blocks of these sizes, from 32 MiB to 64 KiB. Holes below 64 KiB stay, for
+# the small objects of Python and of libraries, which would otherwise let the heap grow.
+_BLOCK_BYTES = tuple(MAPPED_BLOCK_BYTES // 2**power for power in range(10))
 
 
 class _HeapUse(ctypes.Structure):

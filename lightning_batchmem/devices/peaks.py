@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.hooks import RemovableHandle
 
 from lightning_batchmem.devices.base import DeviceMemory, MemoryStats, PeakCounter
+from lightning_batchmem.devices.heap import MAPPED_BLOCK_BYTES
 from lightning_batchmem.devices.tensors import plain_tensors
 
 
@@ -33,6 +34,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, weakref.ref[Any]] = {}
         self._bytes = other_bytes
         self._peak_bytes = other_bytes
+        # The largest storage that was counted and may lie in the heap; it can be set back to 0.
+        self.largest_heap_block_bytes = 0
 
     @staticmethod
     def is_possible() -> bool:
@@ -84,6 +87,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live[key] = weakref.ref(storage, freed)
         self._bytes += size_bytes
         self._peak_bytes = max(self._peak_bytes, self._bytes)
+        if size_bytes < MAPPED_BLOCK_BYTES:
+            self.largest_heap_block_bytes = max(self.largest_heap_block_bytes, size_bytes)
 
     def _forget(self, key: int, size_bytes: int) -> None:
         del self._live[key]

@@ -87,9 +87,10 @@ class Rehearsal:
                 readings.outcome = "over_limit"
                 return
         if self._device.held_is_resident_set:
-            # Counting live bytes takes memory itself, so the reserve is computed before.
-            readings.reserve_bytes = self._reserve_bytes(start_held_bytes, share)
+            # Counting live bytes takes memory itself, so this is read before.
+            saving_bytes = self.meter.held_bytes() + (self.meter.checkpoint_bytes() or 0)
             self._count_live_bytes()
+            readings.reserve_bytes = self._reserve_bytes(start_held_bytes, saving_bytes, share)
             if self.meter.live is not None:
                 live_bytes = max(readings.phase_peaks().values()) - start_live_bytes
                 # Holes in the heap differ between processes.
@@ -198,19 +199,21 @@ class Rehearsal:
     def _allocator_retries(self) -> int:
         return self._device.counters().get("num_alloc_retries", 0)
 
-    def _reserve_bytes(self, start_held_bytes: int, share: float) -> int:
+    def _reserve_bytes(self, start_held_bytes: int, saving_bytes: int, share: float) -> int:
         """Bytes to keep free for later steps or for a checkpoint, above the highest held bytes.
 
-        Later steps vary as the steady ones did, and at least by a share of the growth. A checkpoint
-        is saved between two steps, so it needs only what the steps do not.
+        Later steps vary as the steady ones did, and at least by a share of the growth. In one of
+        many steps the largest block finds no free place, and the heap grows by it. A checkpoint is
+        saved between two steps, so it needs only what the steps do not.
         """
-        peak_bytes = max(self.readings.held_bytes)
+        readings = self.readings
+        peak_bytes = max(readings.held_bytes)
         floor_bytes = share * max(0, peak_bytes - start_held_bytes)
-        steady = self.readings.steady_held_bytes
+        steady = readings.steady_held_bytes
         later_bytes = 0.0
         if len(steady) > 1:
             deviation_bytes = self._policy.reserve_deviations * statistics.stdev(steady)
             later_bytes = statistics.fmean(steady) + deviation_bytes - peak_bytes
-        checkpoint_bytes = self.meter.checkpoint_bytes() or 0
-        saving_bytes = self.meter.held_bytes() + checkpoint_bytes - peak_bytes
-        return int(max(floor_bytes, later_bytes, saving_bytes))
+            with_block_bytes = statistics.median(steady) + readings.heap_block_bytes
+            floor_bytes += max(0, with_block_bytes - peak_bytes)
+        return int(max(floor_bytes, later_bytes, saving_bytes - peak_bytes))

@@ -242,6 +242,44 @@ def test_a_reserve_is_kept_for_steps_that_vary(search, device):
     assert 295 * MIB < needed_bytes < 310 * MIB
 
 
+@pytest.mark.parametrize(
+    ("block_mib", "higher_mib", "kept_mib"),
+    [
+        (8, 0, 8),
+        # Such a block does not lie in the heap.
+        (32, 0, 0),
+        # A step has already held so much more than the steady ones.
+        (8, 5, 3),
+        (8, 100, 0),
+    ],
+)
+def test_a_reserve_is_kept_for_the_largest_block_in_the_heap(
+    block_mib, higher_mib, kept_mib, search, device
+):
+    device.as_host()
+    device._base_bytes = MIB
+    device.free()
+
+    def during(size, number):
+        torch.empty(block_mib * MIB, dtype=torch.uint8)
+        # The probe has six steps, and the next one is the first of the rehearsal.
+        device.use((200 + (higher_mib if number == 7 else 0)) * MIB)
+        device.free()
+
+    plan = search(
+        Stepping(device, during),
+        options={"max_batch_size": 4},
+        policy=SearchPolicy(timed_seconds=0.0),
+    )
+    trial = rehearsed(plan)[0]
+    grown_bytes = trial.held_bytes - MIB
+    assert grown_bytes == pytest.approx((200 + higher_mib) * MIB, abs=0.1 * MIB)
+    # What is beyond the live bytes, most of which is the block, counts as holes.
+    hole_bytes = grown_bytes - block_mib * MIB
+    expected_bytes = 0.12 * (grown_bytes + hole_bytes) + kept_mib * MIB
+    assert trial.reserve_bytes == pytest.approx(expected_bytes, abs=0.1 * MIB)
+
+
 def test_micro_batches_that_differ_are_no_variation(search, device):
     device.as_host()
     device._base_bytes = MIB
