@@ -7,16 +7,13 @@ import functools
 import sys
 from typing import Any
 
-MAPPED_BLOCK_BYTES = 2**25
-"""A new block of at least 32 MiB is mapped if no hole can take it.
-
-It is unmapped when it is freed, so it leaves no hole. Smaller blocks may lie in the heap.
-Source: DEFAULT_MMAP_THRESHOLD_MAX on 64-bit systems in mallopt(3)
-"""
+# A new block of at least 32 MiB is mapped if no hole can take it, and is unmapped when it is freed,
+# so it leaves no hole. Source: DEFAULT_MMAP_THRESHOLD_MAX on 64-bit systems in mallopt(3)
+_MAPPED_BYTES = 2**25
 
 # Holes are filled with blocks of these sizes, from 32 MiB to 64 KiB. Holes below 64 KiB stay, for
 # the small objects of Python and of libraries, which would otherwise let the heap grow.
-_BLOCK_BYTES = tuple(MAPPED_BLOCK_BYTES // 2**power for power in range(10))
+_BLOCK_BYTES = tuple(_MAPPED_BYTES // 2**power for power in range(10))
 
 
 class _HeapUse(ctypes.Structure):
@@ -38,6 +35,14 @@ def c_library() -> Any:
         library.sbrk.restype = ctypes.c_void_p
         library.sbrk.argtypes = [ctypes.c_ssize_t]
     return library if hasattr(library, "malloc_trim") else None
+
+
+def may_lie_in_heap(block_bytes: int) -> bool:
+    """Whether a block of this size may be a part of the heap, which then has to have room for it.
+
+    The C libraries of other systems map much smaller blocks.
+    """
+    return block_bytes < _MAPPED_BYTES and c_library() is not None
 
 
 def return_free_blocks() -> None:

@@ -30,7 +30,7 @@ class TrialReadings:
     held_bytes: list[int] = field(default_factory=list)
     # Held bytes of each steady full step with the longest samples.
     steady_held_bytes: list[int] = field(default_factory=list)
-    # The largest block that the steps of the size allocate, and that may lie in the heap.
+    # The largest tensor of the primary steps, besides those that last, that may lie in the heap.
     heap_block_bytes: int = 0
     # Wall time of each timed call in which an optimizer stepped, and of the other timed calls.
     stepping_seconds: list[float] = field(default_factory=list)

@@ -213,17 +213,16 @@ class ConsecutiveSteps:
         if not isinstance(counter, LiveStorages):
             return
         self._meter.track_lasting(counter)
-        counter.largest_heap_block_bytes = 0
         with counter:
             if self._meter.is_first_size:
                 # This step only finds everything else that the module holds.
                 self._full_step(self._steps.run, 0, counter)
+            counter.largest_heap_block_bytes = 0
             calls = self._full_step(self._steps.run, 0, counter)
             for number in range(self._steps.num_other_batches):
                 calls += self._full_step(self._steps.run_other_lengths, number, counter)
-        self._readings.heap_block_bytes = max(
-            self._readings.heap_block_bytes, counter.largest_heap_block_bytes
-        )
+        if self._steps is self._readings.primary:
+            self._readings.heap_block_bytes = counter.largest_heap_block_bytes
         self._readings.step_peaks += [call.peaks for call in calls]
 
     def _full_step(self, run: RunStep, number: int, counter: PeakCounter) -> list[CallReading]:
