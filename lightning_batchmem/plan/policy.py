@@ -174,7 +174,8 @@ class SearchPolicy:
     more_steady_steps_slow: int = 5
     """The same where steps are slow. Source: It bounds the time of a search."""
     differing_share: float = 0.1
-    """Peaks differ from this share of the highest on. Source: Less is noise of the allocator."""
+    """Peaks differ from this share of the highest on; on the host, of what the steps themselves
+    hold. Source: Less is noise of the allocator."""
     smaller_batch_shares: tuple[float, ...] = (0.75, 0.4, 0.9, 0.2, 0.6, 0.3, 0.5, 0.85)
     """A rehearsal on a device also has batches of these shares of the size, only the first if steps
     are slow. Source: Their gradients lie between those of full batches and cannot be released;

@@ -61,12 +61,13 @@ class Rehearsal:
     def __post_init__(self) -> None:
         self._device = self.meter.device
         self._policy = self.meter.policy
+        self._start_held_bytes = 0
 
     def run(self) -> None:
         """Run the steps, and write what they used to the readings."""
         readings = self.readings
         limit_bytes = self.limit_bytes
-        start_held_bytes = self.meter.held_bytes()
+        self._start_held_bytes = self.meter.held_bytes()
         start_live_bytes = self.meter.live_bytes()
         share = self._policy.reserve_share
         if self.meter.live is None:
@@ -75,14 +76,15 @@ class Rehearsal:
         if not self.is_collective:
             limit = self._device.limit_enforced(limit_bytes)
             if self._device.overrun_kills:
-                readings.most_held_bytes = (limit_bytes + share * start_held_bytes) / (1 + share)
+                most_held_bytes = limit_bytes + share * self._start_held_bytes
+                readings.most_held_bytes = most_held_bytes / (1 + share)
         with limit as is_enforced:
             try:
                 steady = self._steps_of_a_training()
             except OverLimitError:
                 # The next step might exceed the limit, which would end the process.
                 readings.step_peaks.clear()
-                grown_bytes = max(readings.held_bytes) - start_held_bytes
+                grown_bytes = max(readings.held_bytes) - self._start_held_bytes
                 readings.reserve_bytes = int(share * grown_bytes)
                 readings.outcome = "over_limit"
                 return
@@ -90,11 +92,11 @@ class Rehearsal:
             # Counting live bytes takes memory itself, so this is read before.
             saving_bytes = self.meter.held_bytes() + (self.meter.checkpoint_bytes() or 0)
             self._count_live_bytes()
-            readings.reserve_bytes = self._reserve_bytes(start_held_bytes, saving_bytes, share)
+            readings.reserve_bytes = self._reserve_bytes(saving_bytes, share)
             if self.meter.live is not None:
                 live_bytes = max(readings.phase_peaks().values()) - start_live_bytes
                 # Holes in the heap differ between processes.
-                hole_bytes = max(readings.held_bytes) - start_held_bytes - live_bytes
+                hole_bytes = max(readings.held_bytes) - self._start_held_bytes - live_bytes
                 readings.reserve_bytes += int(share * max(0, hole_bytes))
         needed_bytes = max(readings.held_bytes[steady.first_call :]) + readings.reserve_bytes
         self._note_page_faults(steady)
@@ -131,6 +133,12 @@ class Rehearsal:
             held_bytes = consecutive.run_steady(self._policy.settling_steps)
             retries = self._allocator_retries()
             held_bytes += consecutive.run_steady(num_steps - self._policy.settling_steps)
+            if self._device.held_is_resident_set:
+                # Most of what a small training holds there is the interpreter and its libraries.
+                # Batches of other lengths, and micro-batches, differ anyway.
+                held_bytes = [
+                    held - self._start_held_bytes for held in self.readings.steady_held_bytes
+                ]
             if self._differ(held_bytes):
                 more_steps = self._policy.more_steady_steps
                 if self.is_slow:
@@ -199,7 +207,7 @@ class Rehearsal:
     def _allocator_retries(self) -> int:
         return self._device.counters().get("num_alloc_retries", 0)
 
-    def _reserve_bytes(self, start_held_bytes: int, saving_bytes: int, share: float) -> int:
+    def _reserve_bytes(self, saving_bytes: int, share: float) -> int:
         """Bytes to keep free for later steps or for a checkpoint, above the highest held bytes.
 
         Later steps vary as the steady ones did, and at least by a share of the growth. In one of
@@ -208,7 +216,7 @@ class Rehearsal:
         """
         readings = self.readings
         peak_bytes = max(readings.held_bytes)
-        floor_bytes = share * max(0, peak_bytes - start_held_bytes)
+        floor_bytes = share * max(0, peak_bytes - self._start_held_bytes)
         steady = readings.steady_held_bytes
         later_bytes = 0.0
         if len(steady) > 1:

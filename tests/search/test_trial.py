@@ -195,6 +195,25 @@ def test_steps_that_differ_at_random_are_repeated(search, device):
     assert {trial.full_steps for trial in rehearsed(search(Different(device)))} == {48}
 
 
+@pytest.mark.parametrize(("higher_mib", "full_steps"), [(12, 10), (30, 25)])
+def test_steps_on_the_host_are_compared_without_what_was_held_before(
+    higher_mib, full_steps, search, device
+):
+    device.as_host()
+    # The interpreter and its libraries take more than the steps.
+    device.budget = 3000 * MIB
+    device._base_bytes = 2000 * MIB
+    device.free()
+
+    def during(size, number):
+        # The first step is the warm-up, so this is a steady step.
+        device.use((200 + higher_mib * (number == 4)) * MIB)
+        device.free()
+
+    plan = search(Stepping(device, during), options={"max_batch_size": 4})
+    assert rehearsed(plan)[0].full_steps == full_steps
+
+
 def test_steady_steps_use_batches_of_other_lengths(search, device):
     lengths = {}
 
