@@ -1,6 +1,7 @@
 """A complete search on a training program without Lightning."""
 
 import pytest
+import torch
 
 from lightning_batchmem.devices.peaks import LiveStorages
 from lightning_batchmem.plan.options import SearchOptions
@@ -157,6 +158,7 @@ def test_a_checkpoint_takes_a_copy_of_the_state(device):
         return result.trials[-1].reserve_bytes
 
     module = FakeSession(device, law).module
-    assert reserve_bytes(None) == 0
-    # A weight and a bias have four bytes each.
-    assert reserve_bytes([module.state_dict()]) == 8
+    # The largest tensor of four samples has 16 bytes.
+    assert reserve_bytes(None) == 16
+    # A weight and a bias have four bytes each, and a buffer has 40.
+    assert reserve_bytes([module.state_dict(), torch.zeros(10)]) == 48
