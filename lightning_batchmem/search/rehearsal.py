@@ -136,9 +136,8 @@ class Rehearsal:
             if self._device.held_is_resident_set:
                 # Most of what a small training holds there is the interpreter and its libraries.
                 # Batches of other lengths, and micro-batches, differ anyway.
-                held_bytes = [
-                    held - self._start_held_bytes for held in self.readings.steady_held_bytes
-                ]
+                start_bytes = self._start_held_bytes
+                held_bytes = [held - start_bytes for held in readings.steady_held_bytes]
             if self._differ(held_bytes):
                 more_steps = self._policy.more_steady_steps
                 if self.is_slow:
