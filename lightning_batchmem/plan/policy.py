@@ -120,9 +120,9 @@ class SearchPolicy:
     """Above a rehearsal, at least this many held bytes are expected for each live byte. Source:
     trainings in memory control groups: `python -m benchmarks.search`."""
     reserve_share: float = 0.12
-    """At least this share of the growth of the resident set is kept free on the host. Source: 60
-    steps exceeded the first eight by up to 7 %; trainings in memory control groups: `python -m
-    benchmarks.search`."""
+    """At least this share of the growth of the resident set, without the optimizer states, is kept
+    free on the host. Source: 60 steps exceeded the first eight by up to 7 %; trainings in memory
+    control groups: `python -m benchmarks.search`."""
     reserve_deviations: float = 4.0
     """On the host, room is kept for a step that holds so many standard deviations more than the
     mean of the steady steps. Source: The largest of 10,000 normal numbers lies about 4 of them

@@ -61,43 +61,42 @@ class Rehearsal:
     def __post_init__(self) -> None:
         self._device = self.meter.device
         self._policy = self.meter.policy
+        self._reserve_share = self._policy.reserve_share
+        if self.meter.live is None:
+            self._reserve_share = self._policy.reserve_share_inexact
+        # What lasts: the bytes before the steps, and the optimizer states once they exist.
         self._start_held_bytes = 0
+        self._start_live_bytes = 0
 
     def run(self) -> None:
         """Run the steps, and write what they used to the readings."""
         readings = self.readings
         limit_bytes = self.limit_bytes
         self._start_held_bytes = self.meter.held_bytes()
-        start_live_bytes = self.meter.live_bytes()
-        share = self._policy.reserve_share
-        if self.meter.live is None:
-            share = self._policy.reserve_share_inexact
+        self._start_live_bytes = self.meter.live_bytes()
         limit: AbstractContextManager[bool] = nullcontext(False)
         if not self.is_collective:
             limit = self._device.limit_enforced(limit_bytes)
-            if self._device.overrun_kills:
-                most_held_bytes = limit_bytes + share * self._start_held_bytes
-                readings.most_held_bytes = most_held_bytes / (1 + share)
+        self._check_held_bytes(self._reserve_share)
         with limit as is_enforced:
             try:
                 steady = self._steps_of_a_training()
             except OverLimitError:
                 # The next step might exceed the limit, which would end the process.
                 readings.step_peaks.clear()
-                grown_bytes = max(readings.held_bytes) - self._start_held_bytes
-                readings.reserve_bytes = int(share * grown_bytes)
+                readings.reserve_bytes = int(self._reserve_share * self._grown_bytes())
                 readings.outcome = "over_limit"
                 return
         if self._device.held_is_resident_set:
             # Counting live bytes takes memory itself, so this is read before.
             saving_bytes = self.meter.held_bytes() + (self.meter.checkpoint_bytes() or 0)
             self._count_live_bytes()
-            readings.reserve_bytes = self._reserve_bytes(saving_bytes, share)
+            readings.reserve_bytes = self._reserve_bytes(saving_bytes)
             if self.meter.live is not None:
-                live_bytes = max(readings.phase_peaks().values()) - start_live_bytes
+                live_bytes = max(readings.phase_peaks().values()) - self._start_live_bytes
                 # Holes in the heap differ between processes.
-                hole_bytes = max(readings.held_bytes) - self._start_held_bytes - live_bytes
-                readings.reserve_bytes += int(share * max(0, hole_bytes))
+                hole_bytes = self._grown_bytes() - live_bytes
+                readings.reserve_bytes += int(self._reserve_share * max(0, hole_bytes))
         needed_bytes = max(readings.held_bytes[steady.first_call :]) + readings.reserve_bytes
         self._note_page_faults(steady)
         readings.outcome = "ok"
@@ -105,6 +104,28 @@ class Rehearsal:
             readings.outcome = "allocator_retry"
         elif not is_enforced and needed_bytes > limit_bytes:
             readings.outcome = "over_limit"
+
+    def _grown_bytes(self) -> int:
+        """What the step that held most has held beyond what lasts."""
+        return max(self.readings.held_bytes) - self._start_held_bytes
+
+    def _check_held_bytes(self, reserve_share: float) -> None:
+        """End the rehearsal at a step that leaves no room for this share of what it holds."""
+        if not self._device.overrun_kills or self.is_collective:
+            return
+        most_held_bytes = self.limit_bytes + reserve_share * self._start_held_bytes
+        most_held_bytes /= 1 + reserve_share
+        self.readings.most_held_bytes = most_held_bytes
+        if max(self.readings.held_bytes, default=0) > most_held_bytes:
+            raise OverLimitError
+
+    def _count_states_as_held_before(self, start_state_bytes: int) -> None:
+        """Count new optimizer states to what was held before, as they do not vary between steps."""
+        new_bytes = self.meter.optimizer_state_bytes() - start_state_bytes
+        # Bytes that were never written are not held.
+        new_bytes = min(new_bytes, self.meter.held_bytes() - self._start_held_bytes)
+        self._start_held_bytes += max(0, new_bytes)
+        self._start_live_bytes += max(0, new_bytes)
 
     def _note_page_faults(self, steady: _Steady) -> None:
         faults = steady.page_faults
@@ -126,7 +147,13 @@ class Rehearsal:
             with self._consecutive(evaluation, batch_size) as consecutive:
                 consecutive.run(measured_steps)
         with self._consecutive(primary, batch_size) as consecutive:
+            start_state_bytes = self.meter.optimizer_state_bytes()
+            # It is not known yet how much of what these steps hold are optimizer states.
+            self._check_held_bytes(0.0)
             consecutive.warm_up(self.meter.warmup_steps)
+            if self._device.held_is_resident_set:
+                self._count_states_as_held_before(start_state_bytes)
+            self._check_held_bytes(self._reserve_share)
             first_call = len(readings.held_bytes)
             meter = PageFaultMeter()
             num_steps = self._policy.steady_steps
@@ -136,8 +163,8 @@ class Rehearsal:
             if self._device.held_is_resident_set:
                 # Most of what a small training holds there is the interpreter and its libraries.
                 # Batches of other lengths, and micro-batches, differ anyway.
-                start_bytes = self._start_held_bytes
-                held_bytes = [held - start_bytes for held in readings.steady_held_bytes]
+                start_held_bytes = self._start_held_bytes
+                held_bytes = [held - start_held_bytes for held in readings.steady_held_bytes]
             if self._differ(held_bytes):
                 more_steps = self._policy.more_steady_steps
                 if self.is_slow:
@@ -206,16 +233,16 @@ class Rehearsal:
     def _allocator_retries(self) -> int:
         return self._device.counters().get("num_alloc_retries", 0)
 
-    def _reserve_bytes(self, saving_bytes: int, share: float) -> int:
+    def _reserve_bytes(self, saving_bytes: int) -> int:
         """Bytes to keep free for later steps or for a checkpoint, above the highest held bytes.
 
-        Later steps vary as the steady ones did, and at least by a share of the growth. In one of
-        many steps the largest block finds no free place, and the heap grows by it. A checkpoint is
-        saved between two steps, so it needs only what the steps do not.
+        Later steps vary as the steady ones did, and at least by a share of what they hold beyond
+        what lasts. In one of many steps the largest block finds no free place, and the heap grows
+        by it. A checkpoint is saved between two steps, so it needs only what the steps do not.
         """
         readings = self.readings
         peak_bytes = max(readings.held_bytes)
-        floor_bytes = share * max(0, peak_bytes - self._start_held_bytes)
+        floor_bytes = self._reserve_share * max(0, self._grown_bytes())
         steady = readings.steady_held_bytes
         later_bytes = 0.0
         if len(steady) > 1:

@@ -76,6 +76,11 @@ class StepMeter:
         gradients = (parameter.grad for parameter in self.session.module.parameters())
         return bytes_of(gradient for gradient in gradients if gradient is not None)
 
+    def optimizer_state_bytes(self) -> int:
+        """Bytes of the optimizer states in host memory."""
+        states = [optimizer.state for optimizer in self.session.optimizers]
+        return bytes_of(tensors_in(states), torch.device("cpu"))
+
     def checkpoint_bytes(self) -> int | None:
         """Host memory that saving a checkpoint copies; ``None`` where the training saves none."""
         states = self.session.checkpoint_states()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.plan.policy import SearchPolicy
 from tests.helpers.lawful import MIB, Lawful, law
 
@@ -318,6 +319,80 @@ def test_a_reserve_is_kept_for_the_largest_block_in_the_heap(
     lasting_bytes = (16 + 20) * MIB
     hole_bytes = grown_bytes - (trial.peak_bytes - lasting_bytes)
     assert reserve_bytes == pytest.approx(0.12 * hole_bytes + kept_mib * MIB, abs=0.1 * MIB)
+
+
+class WithState(Stepping):
+    """Steps hold 100 MiB, and from the first one on ``written`` of the optimizer state, 40 MiB."""
+
+    def __init__(self, device_memory, written, monkeypatch, during=lambda size, number: None):
+        super().__init__(device_memory, during)
+        # The parameter, its gradient and its momentum have 40 MiB each.
+        self.table = torch.nn.Parameter(torch.zeros(10 * MIB))
+        optimizers = []
+        self.optimizers_made = optimizers.append
+
+        def reading(size_bytes):
+            has_state = bool(optimizers) and bool(optimizers[-1].state)
+            return MemoryStats(size_bytes + int(written * has_state * 40 * MIB), None)
+
+        monkeypatch.setattr(device_memory, "_reading", reading)
+
+        def use(size):
+            device_memory.use(100 * MIB)
+            device_memory.free()
+
+        self.use = use
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + self.table.sum()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+        self.optimizers_made(optimizer)
+        return optimizer
+
+
+@pytest.mark.parametrize("written", [1.0, 0.5, 0.0])
+def test_no_reserve_is_kept_for_optimizer_states(written, search, device, monkeypatch):
+    device.as_host()
+    device._base_bytes = MIB
+    device.free()
+    module = WithState(device, written, monkeypatch)
+    (trial,) = rehearsed(search(module, options={"max_batch_size": 4}))
+    state_bytes = written * 40 * MIB
+    assert trial.held_bytes == pytest.approx(101 * MIB + state_bytes, abs=0.1 * MIB)
+    live_bytes = trial.peak_bytes - 40 * MIB
+    hole_bytes = max(0, trial.held_bytes - MIB - live_bytes)
+    reserve_bytes = trial.reserve_bytes - 0.12 * hole_bytes
+    assert reserve_bytes == pytest.approx(0.12 * 100 * MIB, abs=0.1 * MIB)
+
+
+def test_optimizer_states_take_no_room_of_the_reserve(search, device, monkeypatch):
+    device.as_host()
+    # Holes in the heap count as 60 MiB. With a reserve for them and for all of the 140 MiB, 164 MiB
+    # would be needed. With one for them and for 100 MiB it is 159 MiB.
+    device.budget = 161 * MIB / 0.95
+    module = WithState(device, 1.0, monkeypatch)
+    (trial,) = rehearsed(search(module, options={"max_batch_size": 4}))
+    assert trial.outcome == "ok"
+    assert trial.held_bytes == pytest.approx(140 * MIB, abs=0.1 * MIB)
+
+
+def test_a_first_step_without_room_for_the_reserve_ends_a_rehearsal(search, device, monkeypatch):
+    device.as_host()
+    device.budget = 151 * MIB / 0.95
+    numbers = []
+
+    def during(size, number):
+        numbers.append(number)
+        # The probe has two warm-up steps, three timed ones, and two that count live bytes. The next
+        # step is the first of the rehearsal, and has no states to hold yet.
+        device.use((number == 8) * 40 * MIB)
+
+    module = WithState(device, 1.0, monkeypatch, during)
+    with pytest.raises(RuntimeError, match="Nothing fits"):
+        search(module, policy=SearchPolicy(timed_seconds=0.0))
+    assert numbers[-1] == 8
 
 
 def test_micro_batches_that_differ_are_no_variation(search, device):
