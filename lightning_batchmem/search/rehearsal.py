@@ -77,7 +77,7 @@ class Rehearsal:
         limit: AbstractContextManager[bool] = nullcontext(False)
         if not self.is_collective:
             limit = self._device.limit_enforced(limit_bytes)
-        self._check_held_bytes(self._reserve_share)
+        self._set_most_held_bytes()
         with limit as is_enforced:
             try:
                 steady = self._steps_of_a_training()
@@ -109,23 +109,21 @@ class Rehearsal:
         """What the step that held most has held beyond what lasts."""
         return max(self.readings.held_bytes) - self._start_held_bytes
 
-    def _check_held_bytes(self, reserve_share: float) -> None:
-        """End the rehearsal at a step that leaves no room for this share of what it holds."""
-        if not self._device.overrun_kills or self.is_collective:
-            return
-        most_held_bytes = self.limit_bytes + reserve_share * self._start_held_bytes
-        most_held_bytes /= 1 + reserve_share
-        self.readings.most_held_bytes = most_held_bytes
-        if max(self.readings.held_bytes, default=0) > most_held_bytes:
-            raise OverLimitError
+    def _set_most_held_bytes(self) -> None:
+        """Let a step that leaves no room for the reserve be the last one."""
+        if self._device.overrun_kills and not self.is_collective:
+            share = self._reserve_share
+            most_held_bytes = self.limit_bytes + share * self._start_held_bytes
+            self.readings.most_held_bytes = most_held_bytes / (1 + share)
 
     def _count_states_as_held_before(self, start_state_bytes: int) -> None:
         """Count new optimizer states to what was held before, as they do not vary between steps."""
         new_bytes = self.meter.optimizer_state_bytes() - start_state_bytes
-        # Bytes that were never written are not held.
+        # They may lie in memory that was held before, or may not be written yet.
         new_bytes = min(new_bytes, self.meter.held_bytes() - self._start_held_bytes)
         self._start_held_bytes += max(0, new_bytes)
         self._start_live_bytes += max(0, new_bytes)
+        self._set_most_held_bytes()
 
     def _note_page_faults(self, steady: _Steady) -> None:
         faults = steady.page_faults
@@ -148,12 +146,9 @@ class Rehearsal:
                 consecutive.run(measured_steps)
         with self._consecutive(primary, batch_size) as consecutive:
             start_state_bytes = self.meter.optimizer_state_bytes()
-            # It is not known yet how much of what these steps hold are optimizer states.
-            self._check_held_bytes(0.0)
             consecutive.warm_up(self.meter.warmup_steps)
             if self._device.held_is_resident_set:
                 self._count_states_as_held_before(start_state_bytes)
-            self._check_held_bytes(self._reserve_share)
             first_call = len(readings.held_bytes)
             meter = PageFaultMeter()
             num_steps = self._policy.steady_steps
