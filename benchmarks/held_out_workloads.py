@@ -1,7 +1,7 @@
 """Trainings of other kinds than those in ``workloads``, for searches under a limit of the host.
 
 No constant of the package was chosen with them, so that their searches show what the constants are
-worth elsewhere. The last three were made after all rules of the search on the host.
+worth elsewhere. No rule of the search was made or changed because of the last three.
 """
 
 from __future__ import annotations
