@@ -1,0 +1,1360 @@
+// A stub of the CUDA runtime: the functions of libcudart, libcublas, libcuda and libnvidia-ml that
+// PyTorch calls, over the memory of the host. See README.md for its settings and limits.
+//
+// PyTorch's own code runs unchanged above it: the caching allocator, streams, events, hooks and
+// out-of-memory errors. Kernels do nothing, so results have no meaning. Two things are modelled: the
+// memory of the device (pages of 2 MiB, a context, other processes), and its time (a queue in which
+// a product takes time by its operations, and any other kernel by the threads that it launches).
+//
+// Part of lightning-batchmem, under the Apache License 2.0 (LICENSE).
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+
+// The types of cuBLAS, whose headers need CUDA's compiler.
+using cudaDataType = int;
+using cudaDataType_t = int;
+using cublasHandle_t = void*;
+using cublasLtHandle_t = void*;
+using cublasStatus_t = int;
+using cublasOperation_t = int;
+using cublasPointerMode_t = int;
+using cublasMath_t = int;
+using cublasComputeType_t = int;
+using cublasGemmAlgo_t = int;
+using cublasLtMatrixLayout_t = void*;
+using cublasLtMatmulDesc_t = void*;
+using cublasLtMatmulPreference_t = void*;
+using cublasLtMatrixLayoutAttribute_t = int;
+using cublasLtMatmulDescAttributes_t = int;
+using cublasLtMatmulPreferenceAttributes_t = int;
+
+struct cublasLtMatmulAlgo_t {
+  uint64_t data[8];
+};
+
+struct cublasLtMatmulHeuristicResult_t {
+  cublasLtMatmulAlgo_t algorithm;
+  size_t workspace;
+  int state;
+  float waves;
+  int reserved[4];
+};
+
+const int CUBLAS_STATUS_SUCCESS = 0;
+const int CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT = 5;
+const size_t CUBLAS_VERSION = 130100;
+
+namespace {
+
+double number(const char* name, double otherwise) {
+  const char* text = getenv(name);
+  return text ? atof(text) : otherwise;
+}
+
+const size_t MIB = 1 << 20;
+const size_t PAGE = 2 * MIB;
+const int most_devices = 8;
+
+struct Settings {
+  size_t totals[most_devices];
+  int devices = int(number("CUDA_STUB_DEVICES", 1));
+  double capability = number("CUDA_STUB_CAPABILITY", 8.0);
+  size_t context = size_t(number("CUDA_STUB_CONTEXT_MIB", 300)) * MIB;
+  size_t others = size_t(number("CUDA_STUB_OTHER_MIB", 0)) * MIB;
+  double flops = number("CUDA_STUB_TFLOPS", 0) * 1e12;
+  double bytes_per_second = number("CUDA_STUB_GBPS", 1000) * 1e9;
+  double launch = number("CUDA_STUB_LAUNCH_US", 4) * 1e-6;
+  bool verbose = number("CUDA_STUB_VERBOSE", 0) != 0;
+
+  Settings() {
+    std::string text = getenv("CUDA_STUB_GIB") ? getenv("CUDA_STUB_GIB") : "16";
+    for (size_t& total : totals) {
+      total = size_t(atof(text.c_str()) * 1024) * MIB;
+      size_t comma = text.find(',');
+      if (comma != std::string::npos)
+        text = text.substr(comma + 1);
+    }
+  }
+};
+
+Settings& settings() {
+  static Settings all;
+  return all;
+}
+
+struct Device {
+  // Bytes that this process has allocated, in whole pages.
+  size_t used = 0;
+  bool has_context = false;
+  // In seconds of the clock: the end of the queue, and the time that its kernels took so far.
+  double busy_until = 0;
+  double busy = 0;
+};
+
+struct Range {
+  size_t bytes;
+  // -1: pinned memory of the host.
+  int device;
+};
+
+std::recursive_mutex lock;
+Device all_devices[most_devices];
+
+std::map<char*, Range>& ranges() {
+  static auto* all = new std::map<char*, Range>;
+  return *all;
+}
+
+thread_local int current = 0;
+thread_local cudaError_t last_error = cudaSuccess;
+
+// Keep an error for cudaGetLastError, as the runtime does.
+cudaError_t remember(cudaError_t error) {
+  if (error != cudaSuccess)
+    last_error = error;
+  return error;
+}
+
+double now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return double(t.tv_sec) + double(t.tv_nsec) * 1e-9;
+}
+
+size_t used(int device) {
+  const Device& d = all_devices[device];
+  return d.used + settings().others + (d.has_context ? settings().context : 0);
+}
+
+// True if the device has room for so many bytes more, which it then holds.
+bool take(int device, size_t bytes) {
+  Device& d = all_devices[device];
+  d.has_context = true;
+  if (used(device) + bytes > settings().totals[device])
+    return false;
+  d.used += bytes;
+  return true;
+}
+
+size_t pages(size_t bytes) {
+  return (bytes + PAGE - 1) / PAGE * PAGE;
+}
+
+// Reserve address space that starts at a page of the device. The host gives memory to what is written.
+char* map(size_t bytes, int protection) {
+  char* at = static_cast<char*>(
+      mmap(nullptr, bytes + PAGE, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  if (at == MAP_FAILED)
+    return nullptr;
+  char* aligned = reinterpret_cast<char*>(pages(reinterpret_cast<size_t>(at)));
+  if (aligned > at)
+    munmap(at, size_t(aligned - at));
+  munmap(aligned + bytes, size_t(at + PAGE - aligned));
+  return aligned;
+}
+
+std::map<char*, Range>::iterator range_of(const void* pointer) {
+  auto p = static_cast<char*>(const_cast<void*>(pointer));
+  auto next = ranges().upper_bound(p);
+  if (next == ranges().begin())
+    return ranges().end();
+  auto found = std::prev(next);
+  return p < found->first + found->second.bytes ? found : ranges().end();
+}
+
+// Streams and events. A stream that captures adds up the seconds of its graph.
+
+struct Stream {
+  int device = 0, priority = 0;
+  bool captures = false;
+  unsigned long long capture_id = 0;
+  double captured = 0;
+};
+
+struct Event {
+  double at = 0;
+};
+
+struct Graph {
+  double seconds = 0;
+};
+
+Stream default_streams[most_devices];
+
+// The numbers up to 2 stand for the default streams.
+Stream& stream_of(cudaStream_t stream) {
+  auto number = reinterpret_cast<size_t>(stream);
+  if (number <= 2)
+    return default_streams[current];
+  return *reinterpret_cast<Stream*>(stream);
+}
+
+// Put work of so many seconds into the queue of the device, or into the graph that is captured.
+void run(double seconds, cudaStream_t stream) {
+  if (settings().flops == 0)
+    return;
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  Stream& s = stream_of(stream);
+  if (s.captures) {
+    s.captured += seconds;
+    return;
+  }
+  Device& d = all_devices[current];
+  d.busy_until = std::max(d.busy_until, now()) + seconds;
+  d.busy += seconds;
+}
+
+void wait_until(double time) {
+  double left = time - now();
+  if (left > 0)
+    usleep(useconds_t(left * 1e6));
+}
+
+void kernel(dim3 grid, dim3 block, cudaStream_t stream) {
+  double threads = double(grid.x) * grid.y * grid.z * block.x * block.y * block.z;
+  // A thread of an elementwise kernel reads and writes four numbers of four bytes.
+  run(std::max(settings().launch, threads * 48 / settings().bytes_per_second), stream);
+}
+
+void product(double m, double n, double k, double batch, cudaStream_t stream) {
+  if (settings().flops > 0)
+    run(std::max(settings().launch, 2 * m * n * k * batch / settings().flops), stream);
+}
+
+void not_modelled(const char* name) {
+  static std::set<std::string> seen;
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  if (settings().verbose && seen.insert(name).second)
+    fprintf(stderr, "cuda_stub: %s is not modelled\n", name);
+}
+
+}  // namespace
+
+extern "C" {
+
+// For a process that sets the size of the device before it starts CUDA.
+void cuda_stub_resize(size_t bytes) {
+  settings().totals[0] = bytes;
+}
+
+// Devices.
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = settings().devices;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = current;
+  return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= settings().devices)
+    return remember(cudaErrorInvalidDevice);
+  current = device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDriverGetVersion(int* v) {
+  *v = CUDART_VERSION;
+  return cudaSuccess;
+}
+
+cudaError_t cudaRuntimeGetVersion(int* v) {
+  *v = CUDART_VERSION;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
+  memset(p, 0, sizeof *p);
+  snprintf(p->name, sizeof p->name, "%s",
+           getenv("CUDA_STUB_NAME") ? getenv("CUDA_STUB_NAME") : "CUDA stub");
+  p->uuid.bytes[0] = char(0xA0 + device);
+  p->totalGlobalMem = settings().totals[device];
+  p->sharedMemPerBlock = 48 << 10;
+  p->sharedMemPerBlockOptin = 163 << 10;
+  p->sharedMemPerMultiprocessor = 164 << 10;
+  p->regsPerBlock = p->regsPerMultiprocessor = 65536;
+  p->warpSize = 32;
+  p->memPitch = 2147483647;
+  p->maxThreadsPerBlock = 1024;
+  p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024;
+  p->maxThreadsDim[2] = 64;
+  p->maxGridSize[0] = 2147483647;
+  p->maxGridSize[1] = p->maxGridSize[2] = 65535;
+  p->totalConstMem = 65536;
+  p->major = int(settings().capability);
+  p->minor = int(settings().capability * 10 + 0.5) % 10;
+  p->textureAlignment = 512;
+  p->multiProcessorCount = 108;
+  p->concurrentKernels = p->canMapHostMemory = p->unifiedAddressing = p->managedMemory =
+      p->cooperativeLaunch = 1;
+  p->pciBusID = device + 1;
+  p->asyncEngineCount = 3;
+  p->memoryBusWidth = 5120;
+  p->l2CacheSize = 40 << 20;
+  p->maxThreadsPerMultiProcessor = 2048;
+  p->maxBlocksPerMultiProcessor = 32;
+  p->streamPrioritiesSupported = 1;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  cudaDeviceProp p;
+  cudaGetDeviceProperties(&p, device);
+  switch (attribute) {
+    case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
+    case cudaDevAttrMaxSharedMemoryPerBlock: *value = int(p.sharedMemPerBlock); break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = int(p.sharedMemPerBlockOptin); break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      *value = int(p.sharedMemPerMultiprocessor);
+      break;
+    case cudaDevAttrMultiProcessorCount: *value = p.multiProcessorCount; break;
+    case cudaDevAttrComputeCapabilityMajor: *value = p.major; break;
+    case cudaDevAttrComputeCapabilityMinor: *value = p.minor; break;
+    case cudaDevAttrWarpSize: *value = 32; break;
+    case cudaDevAttrMaxGridDimX: *value = 2147483647; break;
+    case cudaDevAttrMaxGridDimY:
+    case cudaDevAttrMaxGridDimZ: *value = 65535; break;
+    case cudaDevAttrMaxBlockDimX:
+    case cudaDevAttrMaxBlockDimY: *value = 1024; break;
+    case cudaDevAttrMaxRegistersPerBlock: *value = 65536; break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; break;
+    case cudaDevAttrL2CacheSize: *value = p.l2CacheSize; break;
+    case cudaDevAttrPciBusId: *value = p.pciBusID; break;
+    default: *value = 0;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int device) {
+  snprintf(text, size_t(size), "0000:%02x:00.0", device + 1);
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
+  *can = 0;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) {
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  *greatest = -5;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceSynchronize() {
+  wait_until(all_devices[current].busy_until);
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetLastError() {
+  cudaError_t error = last_error;
+  last_error = cudaSuccess;
+  return error;
+}
+
+cudaError_t cudaPeekAtLastError() {
+  return last_error;
+}
+
+const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaErrorMemoryAllocation ? "out of memory"
+         : error                            ? "error of the stub"
+                                            : "no error";
+}
+
+const char* cudaGetErrorName(cudaError_t error) {
+  return error == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation"
+         : error                            ? "cudaErrorOfTheStub"
+                                            : "cudaSuccess";
+}
+
+// Memory.
+
+cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  *pointer = nullptr;
+  if (bytes == 0) {
+    all_devices[current].has_context = true;
+    return cudaSuccess;
+  }
+  if (!take(current, pages(bytes)))
+    return remember(cudaErrorMemoryAllocation);
+  char* at = map(pages(bytes), PROT_READ | PROT_WRITE);
+  if (!at)
+    return remember(cudaErrorMemoryAllocation);
+  ranges()[at] = {pages(bytes), current};
+  *pointer = at;
+  return cudaSuccess;
+}
+
+cudaError_t cudaFree(void* pointer) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  all_devices[current].has_context = true;
+  if (!pointer)
+    return cudaSuccess;
+  auto found = ranges().find(static_cast<char*>(pointer));
+  if (found == ranges().end())
+    return remember(cudaErrorInvalidValue);
+  cudaDeviceSynchronize();
+  all_devices[found->second.device].used -= found->second.bytes;
+  munmap(found->first, found->second.bytes);
+  ranges().erase(found);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) {
+  return cudaMalloc(pointer, bytes);
+}
+
+cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) {
+  return cudaFree(pointer);
+}
+
+cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) {
+  *pool = reinterpret_cast<cudaMemPool_t>(&all_devices[device]);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) {
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr, void* value) {
+  *static_cast<uint64_t*>(value) = reinterpret_cast<Device*>(pool)->used;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) {
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, size_t) {
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  all_devices[current].has_context = true;
+  *total = settings().totals[current];
+  *free_bytes = *total - std::min(*total, used(current));
+  return cudaSuccess;
+}
+
+cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  char* at = map(pages(bytes), PROT_READ | PROT_WRITE);
+  if (!at)
+    return remember(cudaErrorMemoryAllocation);
+  ranges()[at] = {pages(bytes), -1};
+  *pointer = at;
+  return cudaSuccess;
+}
+
+cudaError_t cudaFreeHost(void* pointer) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  auto found = ranges().find(static_cast<char*>(pointer));
+  if (found != ranges().end()) {
+    munmap(found->first, found->second.bytes);
+    ranges().erase(found);
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaHostRegister(void*, size_t, unsigned) {
+  return cudaSuccess;
+}
+
+cudaError_t cudaHostUnregister(void*) {
+  return cudaSuccess;
+}
+
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void* pointer) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  memset(a, 0, sizeof *a);
+  auto found = range_of(pointer);
+  if (found == ranges().end()) {
+    a->type = cudaMemoryTypeUnregistered;
+    a->device = -1;
+    return cudaSuccess;
+  }
+  bool on_host = found->second.device < 0;
+  a->type = on_host ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
+  a->device = on_host ? 0 : found->second.device;
+  a->devicePointer = a->hostPointer = const_cast<void*>(pointer);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream) {
+  if (kind != cudaMemcpyDeviceToDevice)
+    memmove(to, from, bytes);
+  run(settings().launch +
+          double(bytes) /
+              (kind == cudaMemcpyDeviceToDevice ? settings().bytes_per_second / 2 : 12e9),
+      stream);
+  if (kind == cudaMemcpyDeviceToHost && range_of(to) == ranges().end())
+    cudaDeviceSynchronize();
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+  cudaMemcpyAsync(to, from, bytes, kind, nullptr);
+  return cudaDeviceSynchronize();
+}
+
+cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes,
+                                cudaStream_t stream) {
+  return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
+}
+
+cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch,
+                              size_t width, size_t height, cudaMemcpyKind,
+                              cudaStream_t stream) {
+  for (size_t row = 0; row < height; row++)
+    memmove(static_cast<char*>(to) + row * to_pitch,
+            static_cast<const char*>(from) + row * from_pitch, width);
+  run(settings().launch + double(width * height) / 12e9, stream);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) {
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemset(void* to, int value, size_t bytes) {
+  // The host gives pages of zeros, so that large blocks of zeros cost nothing.
+  if (value == 0 && bytes > MIB) {
+    char* begin = static_cast<char*>(to);
+    char* end = begin + bytes;
+    auto first = reinterpret_cast<char*>((reinterpret_cast<size_t>(begin) + 4095) & ~size_t(4095));
+    auto last = reinterpret_cast<char*>(reinterpret_cast<size_t>(end) & ~size_t(4095));
+    memset(begin, 0, size_t(first - begin));
+    madvise(first, size_t(last - first), MADV_DONTNEED);
+    memset(last, 0, size_t(end - last));
+  } else {
+    memset(to, value, bytes);
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
+  run(settings().launch + double(bytes) / settings().bytes_per_second, stream);
+  return cudaMemset(to, value, bytes);
+}
+
+cudaError_t cudaGetSymbolAddress(void** pointer, const void*) {
+  static char space[1 << 16];
+  *pointer = space;
+  return cudaSuccess;
+}
+
+// Streams, events, graphs.
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
+  auto* made = new Stream;
+  made->device = current;
+  made->priority = priority;
+  *stream = reinterpret_cast<cudaStream_t>(made);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreate(cudaStream_t* stream) {
+  return cudaStreamCreateWithPriority(stream, 0, 0);
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+  return cudaStreamCreateWithPriority(stream, flags, 0);
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  delete reinterpret_cast<Stream*>(stream);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t) {
+  return cudaDeviceSynchronize();
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t) {
+  return all_devices[current].busy_until <= now() ? cudaSuccess : cudaErrorNotReady;
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) {
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
+  *priority = stream_of(stream).priority;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* data,
+                                  unsigned) {
+  function(stream, cudaSuccess, data);
+  return cudaSuccess;
+}
+
+cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void* data) {
+  function(data);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = reinterpret_cast<cudaEvent_t>(new Event);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreate(cudaEvent_t* event) {
+  return cudaEventCreateWithFlags(event, 0);
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete reinterpret_cast<Event*>(event);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  reinterpret_cast<Event*>(event)->at = std::max(now(), all_devices[current].busy_until);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+  return cudaEventRecord(event, stream);
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  return reinterpret_cast<Event*>(event)->at <= now() ? cudaSuccess : cudaErrorNotReady;
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  wait_until(reinterpret_cast<Event*>(event)->at);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t end) {
+  *ms = float((reinterpret_cast<Event*>(end)->at - reinterpret_cast<Event*>(start)->at) * 1e3);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  *status =
+      stream_of(stream).captures ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                     unsigned long long* id, cudaGraph_t* graph,
+                                     const cudaGraphNode_t** dependencies,
+                                     const cudaGraphEdgeData** edges, size_t* count) {
+  cudaStreamIsCapturing(stream, status);
+  if (id)
+    *id = stream_of(stream).capture_id;
+  if (graph)
+    *graph = nullptr;
+  if (dependencies)
+    *dependencies = nullptr;
+  if (edges)
+    *edges = nullptr;
+  if (count)
+    *count = 0;
+  return cudaSuccess;
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  *mode = cudaStreamCaptureModeGlobal;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  static unsigned long long captures = 0;
+  Stream& s = stream_of(stream);
+  s.captures = true;
+  s.capture_id = ++captures;
+  s.captured = 0;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  Stream& s = stream_of(stream);
+  s.captures = false;
+  *graph = reinterpret_cast<cudaGraph_t>(new Graph{s.captured});
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph,
+                                          unsigned long long) {
+  *made = reinterpret_cast<cudaGraphExec_t>(new Graph(*reinterpret_cast<Graph*>(graph)));
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
+  run(reinterpret_cast<Graph*>(graph)->seconds, stream);
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  delete reinterpret_cast<Graph*>(graph);
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) {
+  delete reinterpret_cast<Graph*>(graph);
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t*, size_t* count) {
+  *count = 1;
+  return cudaSuccess;
+}
+
+// Kernels.
+
+thread_local struct {
+  dim3 grid, block;
+  size_t shared;
+  cudaStream_t stream;
+} configuration;
+
+void** __cudaRegisterFatBinary(void*) {
+  static void* handle;
+  return &handle;
+}
+
+void __cudaRegisterFatBinaryEnd(void**) {
+}
+
+void __cudaUnregisterFatBinary(void**) {
+}
+
+void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {
+}
+
+// The kernel of torch.cuda._sleep(cycles), the only one whose time is an argument.
+const void* sleeper;
+
+void __cudaRegisterFunction(void**, const char* function, char*, const char* name, int, uint3*,
+                            uint3*, dim3*, dim3*, int*) {
+  if (strstr(name, "spin_kernel"))
+    sleeper = function;
+}
+
+void launched(const void* function, dim3 grid, dim3 block, void** arguments, cudaStream_t stream) {
+  if (function == sleeper && settings().flops > 0)
+    run(double(*static_cast<int64_t*>(arguments[0])) / 1.4e9, stream);
+  else
+    kernel(grid, block, stream);
+}
+
+char __cudaInitModule(void**) {
+  return 0;
+}
+
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
+  configuration = {grid, block, shared, stream};
+  return 0;
+}
+
+cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
+  *grid = configuration.grid;
+  *block = configuration.block;
+  *shared = configuration.shared;
+  *static_cast<cudaStream_t*>(stream) = configuration.stream;
+  return cudaSuccess;
+}
+
+cudaError_t __cudaGetKernel(cudaKernel_t* found, const void* function) {
+  *found = reinterpret_cast<cudaKernel_t>(const_cast<void*>(function));
+  return cudaSuccess;
+}
+
+cudaError_t __cudaLaunchKernel(cudaKernel_t k, dim3 grid, dim3 block, void** arguments, size_t,
+                               cudaStream_t stream) {
+  launched(k, grid, block, arguments, stream);
+  return cudaSuccess;
+}
+
+cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments, size_t,
+                             cudaStream_t stream) {
+  launched(function, grid, block, arguments, stream);
+  return cudaSuccess;
+}
+
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void*, void**) {
+  kernel(c->gridDim, c->blockDim, c->stream);
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
+  memset(a, 0, sizeof *a);
+  a->maxThreadsPerBlock = 1024;
+  a->numRegs = 32;
+  a->ptxVersion = a->binaryVersion = int(settings().capability * 10 + 0.5);
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int,
+                                                                   size_t, unsigned) {
+  *blocks = 2;
+  return cudaSuccess;
+}
+
+cudaError_t cudaProfilerStart() {
+  return cudaSuccess;
+}
+
+cudaError_t cudaProfilerStop() {
+  return cudaSuccess;
+}
+
+// The driver's functions for segments that expand.
+
+#define EXPORT __attribute__((visibility("default")))
+
+CUresult cuDeviceGet(CUdevice* device, int ordinal) {
+  *device = ordinal;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
+  if (attribute == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED) {
+    *value = 1;
+    return CUDA_SUCCESS;
+  }
+  cudaDeviceGetAttribute(value, cudaDeviceAttr(attribute), device);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuGetErrorString(CUresult, const char** text) {
+  *text = "error of the stub";
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*,
+                                       CUmemAllocationGranularity_flags) {
+  *bytes = PAGE;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemAddressReserve(CUdeviceptr* at, size_t bytes, size_t, CUdeviceptr,
+                             unsigned long long) {
+  char* made = map(bytes, PROT_NONE);
+  *at = reinterpret_cast<CUdeviceptr>(made);
+  return made ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+CUresult cuMemAddressFree(CUdeviceptr at, size_t bytes) {
+  munmap(reinterpret_cast<void*>(at), bytes);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes,
+                     const CUmemAllocationProp* p, unsigned long long) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  int device = p ? p->location.id : current;
+  if (!take(device, bytes))
+    return CUDA_ERROR_OUT_OF_MEMORY;
+  *handle = CUmemGenericAllocationHandle(reinterpret_cast<size_t>(new Range{bytes, device}));
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  auto* one = reinterpret_cast<Range*>(size_t(handle));
+  all_devices[one->device].used -= one->bytes;
+  delete one;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemMap(CUdeviceptr at, size_t bytes, size_t, CUmemGenericAllocationHandle handle,
+                  unsigned long long) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  mprotect(reinterpret_cast<void*>(at), bytes, PROT_READ | PROT_WRITE);
+  ranges()[reinterpret_cast<char*>(at)] = {bytes, reinterpret_cast<Range*>(size_t(handle))->device};
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemUnmap(CUdeviceptr at, size_t bytes) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  auto p = reinterpret_cast<char*>(at);
+  auto found = ranges().lower_bound(p);
+  while (found != ranges().end() && found->first < p + bytes)
+    found = ranges().erase(found);
+  madvise(p, bytes, MADV_DONTNEED);
+  mprotect(p, bytes, PROT_NONE);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) {
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemsetD32Async(CUdeviceptr, unsigned, size_t, CUstream) {
+  return CUDA_SUCCESS;
+}
+
+CUresult cuStreamWriteValue32(CUstream, CUdeviceptr, cuuint32_t, unsigned) {
+  return CUDA_SUCCESS;
+}
+
+CUresult cuInit(unsigned) {
+  return CUDA_SUCCESS;
+}
+
+CUresult cuDriverGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetCount(int* count) {
+  *count = settings().devices;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {
+  *flags = 0;
+  *active = all_devices[device].has_context;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+  *context = reinterpret_cast<CUcontext>(&all_devices[device]);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxGetCurrent(CUcontext* context) {
+  *context = reinterpret_cast<CUcontext>(&all_devices[current]);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxSetCurrent(CUcontext) {
+  return CUDA_SUCCESS;
+}
+
+// Those that Triton calls, for torch.compile. Its kernels are compiled, and do nothing.
+
+CUresult cuCtxGetDevice(CUdevice* device) {
+  *device = current;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxGetLimit(size_t* value, CUlimit) {
+  *value = 0;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxSetLimit(CUlimit, size_t) {
+  return CUDA_SUCCESS;
+}
+
+CUresult cuModuleLoadData(CUmodule* made, const void*) {
+  *made = reinterpret_cast<CUmodule>(new int{});
+  return CUDA_SUCCESS;
+}
+
+CUresult cuModuleLoad(CUmodule* made, const char*) {
+  return cuModuleLoadData(made, nullptr);
+}
+
+CUresult cuModuleLoadDataEx(CUmodule* made, const void*, unsigned, CUjit_option*, void**) {
+  return cuModuleLoadData(made, nullptr);
+}
+
+CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction, int, size_t) {
+  *blocks = 2;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuModuleUnload(CUmodule) {
+  return CUDA_SUCCESS;
+}
+
+CUresult cuModuleGetFunction(CUfunction* found, CUmodule module, const char*) {
+  *found = reinterpret_cast<CUfunction>(module);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfunction) {
+  *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024
+           : attribute == CU_FUNC_ATTRIBUTE_NUM_REGS            ? 32
+                                                                : 0;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) {
+  return CUDA_SUCCESS;
+}
+
+CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) {
+  return CUDA_SUCCESS;
+}
+
+CUresult cuPointerGetAttribute(void* value, CUpointer_attribute, CUdeviceptr pointer) {
+  *static_cast<CUdeviceptr*>(value) = pointer;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuLaunchKernel(CUfunction, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by,
+                        unsigned bz, unsigned, CUstream stream, void**, void**) {
+  kernel(dim3(x, y, z), dim3(bx, by, bz), stream);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuLaunchCooperativeKernel(CUfunction f, unsigned x, unsigned y, unsigned z, unsigned bx,
+                                   unsigned by, unsigned bz, unsigned shared, CUstream stream,
+                                   void** arguments) {
+  return cuLaunchKernel(f, x, y, z, bx, by, bz, shared, stream, arguments, nullptr);
+}
+
+CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction, void**, void**) {
+  kernel(dim3(c->gridDimX, c->gridDimY, c->gridDimZ),
+         dim3(c->blockDimX, c->blockDimY, c->blockDimZ), c->hStream);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuOccupancyMaxActiveClusters(int* count, CUfunction, const CUlaunchConfig*) {
+  *count = 1;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuda_stub_unsupported() {
+  return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  void* self = dlopen(nullptr, RTLD_LAZY);
+  *function = dlsym(self, name);
+  if (!*function) {
+    not_modelled(name);
+    *function = reinterpret_cast<void*>(&cuda_stub_unsupported);
+  }
+  if (result)
+    *result = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
+
+// cuBLAS: products take time, and nothing else.
+
+struct Layout {
+  uint64_t rows, columns;
+  int32_t batch;
+};
+
+struct Blas {
+  cudaStream_t stream;
+  cublasPointerMode_t pointer_mode;
+  cublasMath_t math_mode;
+};
+
+cublasStatus_t cublasCreate_v2(cublasHandle_t* handle) {
+  *handle = reinterpret_cast<cublasHandle_t>(new Blas{});
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasDestroy_v2(cublasHandle_t) {
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasSetStream_v2(cublasHandle_t handle, cudaStream_t stream) {
+  reinterpret_cast<Blas*>(handle)->stream = stream;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasSetWorkspace_v2(cublasHandle_t, void*, size_t) {
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasSetSmCountTarget(cublasHandle_t, int) {
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasGetPointerMode_v2(cublasHandle_t handle, cublasPointerMode_t* mode) {
+  *mode = reinterpret_cast<Blas*>(handle)->pointer_mode;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasSetPointerMode_v2(cublasHandle_t handle, cublasPointerMode_t mode) {
+  reinterpret_cast<Blas*>(handle)->pointer_mode = mode;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasGetMathMode(cublasHandle_t handle, cublasMath_t* mode) {
+  *mode = reinterpret_cast<Blas*>(handle)->math_mode;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasSetMathMode(cublasHandle_t handle, cublasMath_t mode) {
+  reinterpret_cast<Blas*>(handle)->math_mode = mode;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+#define STREAM reinterpret_cast<Blas*>(handle)->stream
+
+cublasStatus_t cublasSgemm_v2(cublasHandle_t handle, cublasOperation_t, cublasOperation_t, int m,
+                              int n, int k, const float*, const float*, int, const float*, int,
+                              const float*, float*, int) {
+  product(m, n, k, 1, STREAM);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasSgemmStridedBatched(cublasHandle_t handle, cublasOperation_t,
+                                         cublasOperation_t, int m, int n, int k, const float*,
+                                         const float*, int, long long, const float*, int, long long,
+                                         const float*, float*, int, long long, int batch) {
+  product(m, n, k, batch, STREAM);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasGemmEx(cublasHandle_t handle, cublasOperation_t, cublasOperation_t, int m,
+                            int n, int k, const void*, const void*, cudaDataType, int, const void*,
+                            cudaDataType, int, const void*, void*, cudaDataType, int,
+                            cublasComputeType_t, cublasGemmAlgo_t) {
+  product(m, n, k, 1, STREAM);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t handle, cublasOperation_t,
+                                          cublasOperation_t, int m, int n, int k, const void*,
+                                          const void*, cudaDataType, int, long long, const void*,
+                                          cudaDataType, int, long long, const void*, void*,
+                                          cudaDataType, int, long long, int batch,
+                                          cublasComputeType_t, cublasGemmAlgo_t) {
+  product(m, n, k, batch, STREAM);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasSgemv_v2(cublasHandle_t handle, cublasOperation_t, int m, int n, const float*,
+                              const float*, int, const float*, int, const float*, float*, int) {
+  product(m, n, 1, 1, STREAM);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+size_t cublasLtGetVersion() {
+  return CUBLAS_VERSION;
+}
+
+cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* made, cudaDataType, uint64_t rows,
+                                          uint64_t columns, int64_t) {
+  *made = reinterpret_cast<cublasLtMatrixLayout_t>(new Layout{rows, columns, 1});
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t one) {
+  delete reinterpret_cast<Layout*>(one);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t one,
+                                                cublasLtMatrixLayoutAttribute_t attribute,
+                                                const void* value, size_t) {
+  if (attribute == CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT)
+    reinterpret_cast<Layout*>(one)->batch = *static_cast<const int32_t*>(value);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* made, cublasComputeType_t,
+                                        cudaDataType_t) {
+  *made = reinterpret_cast<cublasLtMatmulDesc_t>(new int{});
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t one) {
+  delete reinterpret_cast<int*>(one);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t, cublasLtMatmulDescAttributes_t,
+                                              const void*, size_t) {
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t* made) {
+  *made = reinterpret_cast<cublasLtMatmulPreference_t>(new int{});
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t one) {
+  delete reinterpret_cast<int*>(one);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t,
+                                                    cublasLtMatmulPreferenceAttributes_t,
+                                                    const void*, size_t) {
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t,
+                                              cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
+                                              cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
+                                              cublasLtMatmulPreference_t, int,
+                                              cublasLtMatmulHeuristicResult_t found[], int* count) {
+  memset(found, 0, sizeof *found);
+  *count = 1;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t, const void*, const void*,
+                              cublasLtMatrixLayout_t a, const void*, cublasLtMatrixLayout_t,
+                              const void*, const void*, cublasLtMatrixLayout_t, void*,
+                              cublasLtMatrixLayout_t d, const cublasLtMatmulAlgo_t*, void*, size_t,
+                              cudaStream_t stream) {
+  auto* left = reinterpret_cast<Layout*>(a);
+  auto* result = reinterpret_cast<Layout*>(d);
+  // One side of the left matrix is a side of the result, and the other one is summed over.
+  double summed = double(left->rows) * double(left->columns) / double(result->rows);
+  product(double(result->rows), double(result->columns), summed, result->batch, stream);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+// NVML, for those who load libnvidia-ml.so.1: a link to this file.
+
+struct NvmlMemory {
+  unsigned long long total, free, used;
+};
+
+struct NvmlRates {
+  unsigned gpu, memory;
+};
+
+int nvmlInit_v2() {
+  return 0;
+}
+
+int nvmlInitWithFlags(unsigned) {
+  return 0;
+}
+
+int nvmlShutdown() {
+  return 0;
+}
+
+int nvmlDeviceGetCount_v2(unsigned* count) {
+  *count = unsigned(settings().devices);
+  return 0;
+}
+
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void** device) {
+  *device = &all_devices[index];
+  return index < unsigned(settings().devices) ? 0 : 2;
+}
+
+int nvmlDeviceGetHandleByPciBusId_v2(const char*, void** device) {
+  *device = &all_devices[0];
+  return 0;
+}
+
+int nvmlDeviceGetHandleByUUID(const char*, void** device) {
+  *device = &all_devices[0];
+  return 0;
+}
+
+int nvmlDeviceGetName(void*, char* text, unsigned size) {
+  snprintf(text, size, "CUDA stub");
+  return 0;
+}
+
+int nvmlDeviceGetUUID(void*, char* text, unsigned size) {
+  snprintf(text, size, "GPU-a0000000-0000-0000-0000-000000000000");
+  return 0;
+}
+
+int nvmlDeviceGetIndex(void* device, unsigned* index) {
+  *index = unsigned(static_cast<Device*>(device) - all_devices);
+  return 0;
+}
+
+int nvmlDeviceGetMemoryInfo(void* device, NvmlMemory* m) {
+  auto number = static_cast<Device*>(device) - all_devices;
+  m->total = settings().totals[number];
+  m->used = used(int(number));
+  m->free = m->total - m->used;
+  return 0;
+}
+
+int nvmlDeviceGetUtilizationRates(void* device, NvmlRates* rates) {
+  static double last_busy[most_devices], last_time[most_devices];
+  auto* d = static_cast<Device*>(device);
+  size_t i = size_t(d - all_devices);
+  double time = now(),
+         share = last_time[i] > 0 ? (d->busy - last_busy[i]) / (time - last_time[i]) : 0;
+  last_busy[i] = d->busy;
+  last_time[i] = time;
+  rates->gpu = rates->memory = unsigned(100 * std::min(1.0, std::max(0.0, share)));
+  return 0;
+}
+
+int nvmlDeviceGetComputeRunningProcesses_v3(void*, unsigned* count, void*) {
+  *count = 0;
+  return 0;
+}
+
+int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) {
+  *count = 0;
+  return 0;
+}
+
+int nvmlSystemGetCudaDriverVersion_v2(int* version) {
+  *version = CUDART_VERSION;
+  return 0;
+}
+
+int nvmlSystemGetDriverVersion(char* text, unsigned size) {
+  snprintf(text, size, "0.0.stub");
+  return 0;
+}
+
+int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, void*) {
+  return 3;
+}
+
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) {
+  return 3;
+}
+
+int nvmlDeviceGetGpuFabricInfoV(void*, void*) {
+  return 3;
+}
+
+const char* nvmlErrorString(int) {
+  return "error of the stub";
+}
+
+int nvmlDeviceGetPowerUsage(void*, unsigned* milliwatts) {
+  *milliwatts = 100000;
+  return 0;
+}
+
+int nvmlDeviceGetTemperature(void*, int, unsigned* degrees) {
+  *degrees = 40;
+  return 0;
+}
+
+}  // extern "C"
