@@ -1244,6 +1244,11 @@ struct NvmlRates {
   unsigned gpu, memory;
 };
 
+// torch calls the first name, and Python's binding the second one.
+int nvmlInit() {
+  return 0;
+}
+
 int nvmlInit_v2() {
   return 0;
 }
