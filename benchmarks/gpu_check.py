@@ -13,7 +13,6 @@ Parts, each in a process with a time budget:
   the allocator;
 - search: a search, training, and the largest size found by bisection, for four networks at two
   limits;
-- simulator: peaks of ResNet-18 on the device and in ``tests/helpers/simulated_cuda``;
 - overhead: time inside the hooks of monitoring callbacks;
 - compile: a search and training with ``torch.compile``, without and with CUDA graphs.
 
@@ -45,7 +44,7 @@ from benchmarks.common import (
     write_results,
 )
 
-PARTS = {"tests": 205.0, "search": 160.0, "simulator": 40.0, "overhead": 35.0, "compile": 80.0}
+PARTS = {"tests": 205.0, "search": 160.0, "overhead": 35.0, "compile": 80.0}
 """Part -> its time budget in seconds."""
 
 

@@ -29,13 +29,10 @@ from benchmarks.search import largest_that
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.devices.accelerator import AcceleratorMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
-from tests.helpers.simulated_cuda.device import SimulatedCuda
-from tests.helpers.simulated_cuda.trace import trace_of
 
 Row = dict[str, Any]
 Cases = Iterator[tuple[Row, Callable[[], Row]]]
 
-MIB = 2**20
 GB = 10**9
 DEVICE = torch.device("cuda", 0)
 ALLOCATORS = (
@@ -45,7 +42,7 @@ ALLOCATORS = (
     "max_split_size_mb:128",
 )
 LIMITS_GB = (8, 24)
-"""Of those in ``benchmarks.simulated_cuda``; at 80 GB a step of some networks takes seconds."""
+"""At 80 GB a step of some networks takes seconds."""
 
 SEARCHED = ("GPT 12x768 AdamW bf16", "U-Net 256 AdamW", "ResNet-18 SGD", "MLP 8x4096 Adam")
 
@@ -115,26 +112,23 @@ def network_of(name: str) -> large_networks.Network:
     return next(network for network in large_networks.NETWORKS if network.name == name)
 
 
-def steps(network: Any, size: int, count: int) -> Iterator[None]:
-    """Train without Lightning, on the device.
-
-    The memory of the last step is released at the end.
-    """
+def train(network: Any, size: int, steps: int) -> None:
+    """Train without Lightning, on the device."""
     with DEVICE:
         module = network.module()
     optimizer = network.optimizer(module.parameters())
-    for _ in range(count):
+    for _ in range(steps):
         inputs, target = network.batch(size, DEVICE)
         loss = network.criterion(module(inputs), target)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        # Otherwise the next step would begin with the memory of this one.
         del inputs, target, loss
-        yield
 
 
 class Trained(LightningModule):
-    """One of the simulated networks.
+    """One of the large networks.
 
     Its batches are made on the device, so that loading takes no time.
     """
@@ -260,8 +254,7 @@ def searched(module: Callable[[], Trained], count: int, limit_bytes: int) -> Row
 def trains(network: Any, size: int) -> bool:
     """Whether 6 steps at ``size`` complete without an out-of-memory error."""
     try:
-        for _ in steps(network, size, 6):
-            pass
+        train(network, size, steps=6)
     # Out-of-memory errors have several types, so that ``is_out_of_memory`` looks at any error.
     except Exception as error:
         if not is_out_of_memory(error):
@@ -270,37 +263,6 @@ def trains(network: Any, size: int) -> bool:
     finally:
         AcceleratorMemory(DEVICE).release_cached()
     return True
-
-
-def simulator() -> Cases:
-    for size in (8, 32, 64, 128):
-        for step in (2, 5):
-            yield (
-                {"network": "ResNet-18 SGD", "size": size, "step": step},
-                functools.partial(peaks, size, step),
-            )
-
-
-def peaks(size: int, step: int) -> Row:
-    """The peak of the last of ``step`` steps."""
-    name = "ResNet-18 SGD"
-    memory = AcceleratorMemory(DEVICE)
-    simulated = SimulatedCuda(trace_of(name), torch.cuda.mem_get_info(DEVICE)[1])
-    memory.release_cached()
-    memory.reset_peak()
-    for _ in steps(network_of(name), size, step):
-        simulated.reset_peak()
-        simulated.train_step(size)
-        found = memory.peak()
-        expected = simulated.peak()
-        memory.reset_peak()
-    row: Row = {}
-    for key in ("requested_bytes", "allocated_bytes", "reserved_bytes"):
-        size_bytes = getattr(found, key)
-        kind = key.removesuffix("_bytes")
-        row[f"{kind} simulated MiB"] = round(getattr(expected, key) / MIB, 1)
-        row[f"{kind} MiB"] = None if size_bytes is None else round(size_bytes / MIB, 1)
-    return row
 
 
 def overhead() -> Cases:

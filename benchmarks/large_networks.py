@@ -1,4 +1,4 @@
-"""Networks of usual sizes, for the simulated CUDA device and for a real one."""
+"""Networks of usual sizes, for a CUDA device."""
 
 from __future__ import annotations
 
@@ -13,31 +13,18 @@ from torch import Tensor, nn
 
 
 class Network(NamedTuple):
-    """A module, its optimizer, and the shapes and types of a sample and its target.
-
-    If the module ``fills_device``, it is built from the gigabytes of the device.
-    """
+    """A module, its optimizer, and the shapes and types of a sample and its target."""
 
     name: str
-    module: Callable[..., nn.Module]
+    module: Callable[[], nn.Module]
     optimizer: Callable[..., torch.optim.Optimizer]
     samples: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     criterion: Callable[[Tensor, Tensor], Tensor]
-    workspaces: bool = False
-    fills_device: bool = False
 
-    def batch(self, size: int, device: torch.device | str = "meta") -> list[Tensor]:
+    def batch(self, size: int, device: torch.device) -> list[Tensor]:
         return [
             torch.zeros(size, *shape, dtype=dtype, device=device) for shape, dtype in self.samples
         ]
-
-    def optimizers(self, module: nn.Module) -> list[torch.optim.Optimizer]:
-        return [self.optimizer([p for p in module.parameters() if p.requires_grad])]
-
-    def loss(self, module: nn.Module, batch: list[Tensor], number: int = 0) -> Tensor:
-        """The loss that the optimizer of this number minimizes."""
-        *inputs, target = batch
-        return self.criterion(module(*inputs), target)
 
 
 def convolution(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> list[nn.Module]:
@@ -101,33 +88,21 @@ def unet() -> nn.Module:
 
 
 class Linear(nn.Linear):
-    """A linear layer in the given precision, cast as under autocast."""
-
-    def __init__(self, inputs: int, outputs: int, precision: torch.dtype) -> None:
-        super().__init__(inputs, outputs)
-        self.precision = precision
+    """A linear layer in bfloat16, cast as under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(
-            x.to(self.precision), self.weight.to(self.precision), self.bias.to(self.precision)
-        )
-
-
-class Dropout(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        # Dropout on CUDA uses this kernel.
-        return torch.native_dropout(x, 0.1, True)[0] if self.training else x
+        return F.linear(x.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16())
 
 
 class TransformerBlock(nn.Module):
-    def __init__(self, precision: torch.dtype, width: int = 768) -> None:
+    def __init__(self, width: int = 768) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.dropout = Dropout()
-        self.qkv = Linear(width, 3 * width, precision)
-        self.project = Linear(width, width, precision)
-        hidden = Linear(width, 4 * width, precision), nn.GELU(), Linear(4 * width, width, precision)
-        self.mlp = nn.Sequential(*hidden, Dropout())
+        self.dropout = nn.Dropout(0.1)
+        self.qkv = Linear(width, 3 * width)
+        self.project = Linear(width, width)
+        hidden = Linear(width, 4 * width), nn.GELU(), Linear(4 * width, width)
+        self.mlp = nn.Sequential(*hidden, nn.Dropout(0.1))
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(self.norms[0](x)).unflatten(-1, (3, -1, 64)).permute(2, 0, 3, 1, 4)
@@ -141,15 +116,15 @@ class TransformerBlock(nn.Module):
         return out
 
 
-def gpt(precision: torch.dtype) -> nn.Module:
+def gpt() -> nn.Module:
     embedding = nn.Embedding(50257, 768)
-    blocks = (TransformerBlock(precision) for _ in range(12))
+    blocks = (TransformerBlock() for _ in range(12))
     return nn.Sequential(
         embedding,
-        Dropout(),
+        nn.Dropout(0.1),
         *blocks,
         nn.LayerNorm(768),
-        Linear(768, 50257, precision),
+        Linear(768, 50257),
         nn.Flatten(0, 1),
     )
 
@@ -162,19 +137,13 @@ def text_loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), target.flatten())
 
 
-# On CUDA ``foreach`` is the default of these optimizers.
-SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)
-ADAM = partial(torch.optim.Adam, foreach=True)
-ADAMW = partial(torch.optim.AdamW, foreach=True)
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 _IMAGES = ((3, 224, 224), torch.float32), ((), torch.int64)
 _MASKS = ((3, 256, 256), torch.float32), ((1, 256, 256), torch.float32)
 _TEXTS = (((512,), torch.int64),) * 2
-_RESNET = resnet18, SGD, _IMAGES, F.cross_entropy
 NETWORKS = (
-    Network("ResNet-18 SGD", *_RESNET),
-    Network("ResNet-18 SGD workspaces", *_RESNET, workspaces=True),
-    Network("U-Net 256 AdamW", unet, ADAMW, _MASKS, F.binary_cross_entropy_with_logits),
-    Network("GPT 12x768 AdamW", partial(gpt, torch.float32), ADAMW, _TEXTS, text_loss),
-    Network("GPT 12x768 AdamW bf16", partial(gpt, torch.bfloat16), ADAMW, _TEXTS, text_loss),
-    Network("MLP 8x4096 Adam", mlp, ADAM, (((4096,), torch.float32),) * 2, F.mse_loss),
+    Network("ResNet-18 SGD", resnet18, SGD, _IMAGES, F.cross_entropy),
+    Network("U-Net 256 AdamW", unet, torch.optim.AdamW, _MASKS, F.binary_cross_entropy_with_logits),
+    Network("GPT 12x768 AdamW bf16", gpt, torch.optim.AdamW, _TEXTS, text_loss),
+    Network("MLP 8x4096 Adam", mlp, torch.optim.Adam, (((4096,), torch.float32),) * 2, F.mse_loss),
 )

@@ -162,7 +162,6 @@ def largest_that(
     *,
     above: float = math.inf,
     growth: float = 1.5,
-    resolution: float = RESOLUTION,
 ) -> int:
     """The largest size that passes, or 0 if none does.
 
@@ -170,7 +169,7 @@ def largest_that(
     """
     below = 0
     size = start
-    while above - below > max(1, int(resolution * below)):
+    while above - below > max(1, int(RESOLUTION * below)):
         if passes(size):
             below = size
         else:

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric, MetricCollection
 
 from lightning_batchmem import BatchFinder, MemoryProfiler, OomGuard
+from lightning_batchmem._lightning.guard import guarded_closure
 from lightning_batchmem.devices.peaks import LiveStorages
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.profile.summary import Summary
@@ -581,6 +582,16 @@ def test_later_batches_of_at_least_as_many_bytes_run_in_as_many_parts_at_once() 
     # Another fit begins anew.
     _, module, _ = trained(Failing, guard, loaders=loader(sizes=sizes), max_steps=7)
     assert (module.samples, guard.oom_splits) == (sizes, 0)
+
+
+def test_the_cache_is_released_once_for_each_error(fake_device: Any, monkeypatch: Any) -> None:
+    device = fake_device(budget_bytes=MIB)
+    monkeypatch.setattr(guarded_closure, "device_memory_for", lambda _: device)
+    guard = OomGuard()
+    options = {"loaders": loader(sizes=[4, 7, 7, 4]), "max_steps": 4}
+    trained(partial(Failing, {1: "forward"}), guard, **options)
+    # The second batch of seven samples runs in parts at once.
+    assert (guard.oom_splits, device.num_releases) == (2, 1)
 
 
 @pytest.mark.parametrize("argument", [{"reduction": "none"}, {"max_parts": 1}, {"max_parts": 2.0}])

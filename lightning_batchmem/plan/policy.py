@@ -46,8 +46,8 @@ class SearchPolicy:
     Source: A candidate and two steps down need three sizes."""
     candidate_share: float = 0.9
     """The first size that is rehearsed is predicted to need this share of the limit. Source:
-    Rounding and fragmentation take the rest; simulated CUDA allocators: `python -m
-    benchmarks.simulated_cuda`."""
+    Rounding and fragmentation take the rest. Chosen on a model of CUDA's allocator that version
+    0.3.0 had; `python -m benchmarks.cuda_search` shows what it gives on PyTorch's own."""
     fixed_share: float = 0.45
     """Where the fixed part takes more than this share of the limit, these shares are those of the
     room beyond it. Source: The ladder ends at `ladder_limit_share`, so it would have no size."""
@@ -55,14 +55,17 @@ class SearchPolicy:
     """Probes that need at least this share of the limit show how the allocator fragments. Source: A
     smaller one is mostly the allocator's rounding to segments of 20 MiB."""
     step_up_share: float = 0.94
-    """The same for the larger size that is tried after a pass. Source: simulated CUDA allocators:
-    `python -m benchmarks.simulated_cuda`."""
+    """The same for the larger size that is tried after a pass. Source: Chosen on a model of CUDA's
+    allocator that version 0.3.0 had; `python -m benchmarks.cuda_search` shows what it gives on
+    PyTorch's own."""
     collective_share: float = 0.85
-    """The same where ranks take steps together, so that no limit can be enforced. Source: simulated
-    CUDA allocators: `python -m benchmarks.simulated_cuda`."""
+    """The same where ranks take steps together, so that no limit can be enforced. Source: Chosen on
+    a model of CUDA's allocator that version 0.3.0 had; `python -m benchmarks.cuda_search` shows
+    what it gives on PyTorch's own."""
     step_down: tuple[float, ...] = (0.052, 0.12, 0.25, 0.5)
-    """A size shrinks by these shares after each failure. Source: simulated CUDA allocators: `python
-    -m benchmarks.simulated_cuda`."""
+    """A size shrinks by these shares after each failure. Source: Chosen on a model of CUDA's
+    allocator that version 0.3.0 had; `python -m benchmarks.cuda_search` shows what it gives on
+    PyTorch's own."""
     between_share: float = 0.08
     """Between a size that passed and a size that failed, once another size is rehearsed if they
     differ by more than this share. Source: The steps down are coarser than the allocator."""
@@ -111,8 +114,9 @@ class SearchPolicy:
 
     limit_share: float = 0.95
     """The limit is at most this share of what the device can provide; on the host, of the part that
-    is still free. Source: Libraries, fragmentation and other processes take the rest; simulated
-    CUDA allocators: `python -m benchmarks.simulated_cuda`."""
+    is still free. Source: Libraries, fragmentation and other processes take the rest. Chosen on a
+    model of CUDA's allocator that version 0.3.0 had; `python -m benchmarks.cuda_search` shows what
+    it gives on PyTorch's own."""
     most_held_ratio: float = 2.5
     """Probes on the host show at most this many held bytes for each live byte. Source:
     trainings in memory control groups: `python -m benchmarks.search`."""
@@ -132,7 +136,8 @@ class SearchPolicy:
     `python -m benchmarks.search`."""
     fragmented_ratio: float = 1.15
     """From this ratio of reserved to requested bytes on, a note advises expandable segments.
-    Source: simulated CUDA allocators: `python -m benchmarks.simulated_cuda`."""
+    Source: Chosen on a model of CUDA's allocator that version 0.3.0 had; `python -m
+    benchmarks.cuda_search` shows what it gives on PyTorch's own."""
     limit_tolerance: float = 0.1
     """An earlier plan is used again if the limit differs by at most this share. Source: The free
     memory of a host always differs a little."""
@@ -164,11 +169,13 @@ class SearchPolicy:
     work on a shared machine often slows down all steps of a tenth of a second."""
     steady_steps: int = 5
     """Steps of a rehearsal after the warm-up. Source: With fewer, trainings ran out of memory in
-    later steps; simulated CUDA allocators: `python -m benchmarks.simulated_cuda`."""
+    later steps. Chosen on a model of CUDA's allocator that version 0.3.0 had; `python -m
+    benchmarks.cuda_search` shows what it gives on PyTorch's own."""
     settling_steps: int = 2
     """In the first of these steps a retry of the allocator does not count. Source: The first step
-    with optimizer state places its blocks anew, once in a training; simulated CUDA allocators:
-    `python -m benchmarks.simulated_cuda --held-out`."""
+    with optimizer state places its blocks anew, once in a training. Chosen on a model of CUDA's
+    allocator that version 0.3.0 had; `python -m benchmarks.cuda_search` shows what it gives on
+    PyTorch's own."""
     more_steady_steps: int = 15
     """More of them where peaks differ. Source: Random depth or image size."""
     more_steady_steps_slow: int = 5
@@ -178,8 +185,9 @@ class SearchPolicy:
     hold. Source: Less is noise of the allocator."""
     smaller_batch_shares: tuple[float, ...] = (0.75, 0.4, 0.9, 0.2, 0.6, 0.3, 0.5, 0.85)
     """A rehearsal on a device also has batches of these shares of the size, only the first if steps
-    are slow. Source: Their gradients lie between those of full batches and cannot be released;
-    simulated CUDA allocators: `python -m benchmarks.simulated_cuda --held-out`."""
+    are slow. Source: Their gradients lie between those of full batches and cannot be released.
+    Chosen on a model of CUDA's allocator that version 0.3.0 had; `python -m benchmarks.cuda_search`
+    shows what it gives on PyTorch's own."""
     page_fault_seconds: float = 1.0
     """A note about page faults needs steps with this much CPU time. Source: Kernels may count the
     time in ticks of 10 ms, so this is exact to a per cent."""

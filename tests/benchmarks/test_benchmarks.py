@@ -10,17 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import (
-    gpu_check,
-    gpu_parts,
-    held_out_networks,
-    large_networks,
-    overhead,
-    search,
-    simulated_cuda,
-    throughput,
-    unseen_networks,
-)
+from benchmarks import gpu_check, gpu_parts, overhead, search, throughput
 from benchmarks.common import ROOT, in_fresh_process
 from benchmarks.held_out_workloads import ALL_WORKLOADS
 from benchmarks.search import largest_that
@@ -111,57 +101,6 @@ def test_a_training_in_a_control_group_survives_or_is_killed():
     assert 0 < small["used_bytes"] <= small["peak_bytes"] < WORKLOADS["LSTM"].room_bytes
     large = training("400")
     assert (large["error"], large["last_new_size"], large.get("steps")) == ("killed", 400, None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("network", ["U-Net 256 AdamW", "GPT 12x768 AdamW bf16", "ResNet-18 SGD"])
-def test_searches_on_the_simulated_device_find_nearly_the_largest_size_that_trains(network, run):
-    rows = rows_of(run(f"simulated_cuda --gigabytes 8 --only '{network}'"))
-    assert [row["limit"] for row in rows] == ["1.0", "0.9"]
-    for row in rows:
-        assert (row["trains"], row["trains, other sizes"]) == ("yes", "yes")
-        assert float(row["of quiet"]) >= 0.93
-        assert int(row["out of memory"]) <= 2
-        assert int(row["sizes"]) <= 8
-        assert int(row["steps at size"]) <= 40
-
-
-def test_the_summary_of_simulated_searches_counts_trainings_and_searches():
-    row = {"died real": "0 of 5", "died random": "1 of 5", "out of memory": 0}
-    rows = [
-        {**row, "found": 95, "quiet": 100},
-        {**row, "found": 4, "quiet": 5, "out of memory": 3},
-        {**row, "found": 70, "quiet": 100, "died real": "3 of 5"},
-        {**row, "found": 30, "quiet": 25, "died random": "0 of 5"},
-    ]
-    assert simulated_cuda.summary(rows) == (
-        "4 searches: died real 15.0%, died random 15.0%;"
-        " at least 0.93 of quiet or one sample below 75%, smallest of quiet 0.700;"
-        " most out-of-memory errors 3, none 75%"
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "networks"),
-    [
-        ("", large_networks.NETWORKS),
-        ("--held-out", held_out_networks.HELD_OUT_NETWORKS),
-        ("--unseen", unseen_networks.UNSEEN_NETWORKS),
-        ("--only 'Recommender Adam'", held_out_networks.HELD_OUT_NETWORKS[:1]),
-    ],
-)
-def test_networks_of_the_simulated_searches_are_chosen(arguments, networks, run, monkeypatch):
-    row = {
-        "died real": "0 of 5",
-        "died random": "0 of 5",
-        "out of memory": 0,
-        "found": 1,
-        "quiet": 1,
-    }
-    monkeypatch.setattr(simulated_cuda, "measure", lambda name, *_: {"network": name, **row})
-    rows = rows_of(run(f"simulated_cuda --gigabytes 8 {arguments}"))
-    names = [network.name for network in networks for _ in simulated_cuda.LIMITS]
-    assert [row["network"] for row in rows] == names
 
 
 @pytest.mark.slow

@@ -9,15 +9,12 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.host import HostMemory
 from lightning_batchmem.devices.mps import MpsMemory
 from tests.helpers.fake_device import FakeDevice
-from tests.helpers.simulated_cuda.device import SimulatedCuda
-from tests.helpers.simulated_cuda.trace import Trace
 
 
-def all_kinds(trace: Trace) -> list[DeviceMemory]:
+def all_kinds() -> list[DeviceMemory]:
     return [
         AcceleratorMemory(torch.device("cuda")),
         HostMemory(),
         MpsMemory(),
         FakeDevice(budget_bytes=1),
-        SimulatedCuda(trace, capacity_bytes=1),
     ]

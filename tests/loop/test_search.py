@@ -6,16 +6,11 @@ from unittest import mock
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_batchmem import BatchFinder, find_batch_size
-from tests.helpers.lawful import MIB, Lawful, found_size, law, loader, quiet_trainer
+from tests.helpers.lawful import MIB, Lawful, found_size, law, loader
 from tests.helpers.loops import Loop, scheduled, seeded, sgd
-from tests.helpers.simulated_cuda.device import SimulatedCuda
-from tests.helpers.simulated_cuda.loop import search_loop
-from tests.helpers.simulated_cuda.search import SimulatedFinder, simulated_module
-from tests.helpers.simulated_cuda.trace import trace_of
 
 # The fake device belongs to the step here, and what it counts is not restored.
 pytestmark = pytest.mark.filterwarnings("ignore:BatchFinder left these changed")
@@ -115,19 +110,34 @@ def test_an_earlier_plan_is_only_rehearsed(lawful, tmp_path):
     assert "multiple_of" in other.notes[0]
 
 
-@pytest.mark.parametrize("name", ["ResNet-18 SGD", "U-Net 256 AdamW", "DCGAN 128 two Adams"])
-def test_sizes_on_a_simulated_device_are_those_of_a_trainer(name):
-    plan = search_loop(SimulatedCuda(trace_of(name), 80 * 10**9))
-    device = SimulatedCuda(trace_of(name), 80 * 10**9)
-    finder = SimulatedFinder(device, min_steps_per_epoch=None)
-    trainer = quiet_trainer(finder, max_steps=1, limit_val_batches=0)
-    # Without this stage, only the code before the first step runs.
-    with mock.patch.object(Trainer, "_run_stage"):
-        trainer.fit(simulated_module(device))
-    assert plan.verified
-    assert plan.batch_size == finder.plan.batch_size
-    expected = [(t.batch_size, t.kind, t.phase_peak_bytes) for t in finder.plan.trials]
-    assert [(t.batch_size, t.kind, t.phase_peak_bytes) for t in plan.trials] == expected
+class Phased(Lawful):
+    """Backward takes twice as much as forward."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        size = len(batch[0])
+        loss.register_hook(lambda _: self.use(2 * size))
+        return loss
+
+
+def test_trials_are_those_of_a_trainer(use_device, search):
+    module = Phased(use_device, law)
+    optimizer = module.configure_optimizers()
+
+    def step(x):
+        optimizer.zero_grad()
+        module.training_step((x,), 0).backward()
+        optimizer.step()
+
+    loop = Loop(module, optimizer, step, lambda size: torch.zeros(size, 1))
+    plans = [found(loop, multiple_of=1), search(Phased(use_device, law), limit_val_batches=0)]
+    in_loop, in_trainer = (
+        [(trial.batch_size, trial.kind, trial.phase_peak_bytes) for trial in plan.trials]
+        for plan in plans
+    )
+    assert in_loop == in_trainer
+    assert in_loop[0][2] == {"forward": law(2), "backward": law(4), "optimizer_step": 0}
+    assert [plan.verified for plan in plans] == [True, True]
 
 
 def test_nothing_fits(lawful, use_device):
