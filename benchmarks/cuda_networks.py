@@ -152,24 +152,14 @@ def unet(_: int) -> nn.Module:
     return nn.Sequential(UNet(3, 16, 32, 64, 128), nn.Conv2d(16, 1, 1))
 
 
-class Generator(nn.Module):
-    """Half of a GAN; the other half judges its images."""
+class Gan(nn.Module):
+    """A generator of images from 64 random numbers, and a critic that judges them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
+        self.generator = nn.Sequential(
             nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 3072), nn.Tanh()
         )
-
-    def forward(self, x: Tensor) -> Tensor:
-        images: Tensor = self.layers(x)
-        return images
-
-
-class Gan(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = Generator()
         self.critic = nn.Sequential(
             nn.Linear(3072, 1024),
             nn.LeakyReLU(0.2),
@@ -238,7 +228,7 @@ class Project(LightningModule):
     def __init__(self, network: Network, device_bytes: int, batch_size: int = 2) -> None:
         super().__init__()
         self.network = network
-        self.module = network.module(device_bytes)
+        self.module: Any = network.module(device_bytes)
         self.batch_size = batch_size
         # The training begins so many batches before the end of the data set; None: at the start.
         self.epoch_batches: int | None = None
@@ -286,7 +276,8 @@ class Adversarial(Project):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         BATCHES_RUN.append(len(batch[0]))
-        generator, critic = self.optimizers()
+        optimizers: Any = self.optimizers()
+        generator, critic = optimizers
         judged = (
             self.module.critic(batch[0]).mean() - self.module.critic(self._images(batch)).mean()
         )

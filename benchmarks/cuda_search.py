@@ -40,11 +40,13 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.tuner import batch_size_scaling
 
 from benchmarks.common import ROOT, command_line, markdown, one_line, report, silence, trainer_for
 from benchmarks.cuda_networks import BATCHES_RUN, EPOCH_BATCHES, NETWORKS, Project, project
 from benchmarks.search import largest_that
 from lightning_batchmem import BatchFinder
+from lightning_batchmem._lightning.data_source import discard_train_loader
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 
 EPOCHS = 3
@@ -54,10 +56,15 @@ QUIET_SHARE = 0.95
 NEAR_SHARE = 0.93
 """A search is good if it finds this share of ``quiet``, or a size of at most one sample less."""
 
+MOST_SAMPLES = 10**9
+"""The largest size that Lightning's finder may try; its default is 8,192."""
+
 WAYS: dict[str, Callable[[], Callback]] = {
     "BatchFinder": functools.partial(BatchFinder, min_steps_per_epoch=None),
-    "Lightning power": functools.partial(BatchSizeFinder, mode="power", max_val=10**9),
-    "Lightning binsearch": functools.partial(BatchSizeFinder, mode="binsearch", max_val=10**9),
+    "Lightning power": functools.partial(BatchSizeFinder, mode="power", max_val=MOST_SAMPLES),
+    "Lightning binsearch": functools.partial(
+        BatchSizeFinder, mode="binsearch", max_val=MOST_SAMPLES
+    ),
 }
 
 FORK = multiprocessing.get_context("fork")
@@ -76,7 +83,10 @@ class Watch(Callback):
         self.retries_of_first_step = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, Project)
         pl_module.epoch_batches = EPOCH_BATCHES
+        # Lightning's finder leaves the loader of its search.
+        discard_train_loader(trainer)
         self.search_batches = BATCHES_RUN.copy()
         self.search_ooms = counter("num_ooms")
 
@@ -281,6 +291,10 @@ def main() -> None:
     )
     chosen = parser.parse_args()
     start_on_stub()
+    # Lightning 2.6.6 does not pass ``max_val`` to all calls of this function, so that its search
+    # would end at the default. It is raised, because the search is judged and not this number.
+    adjust = batch_size_scaling._adjust_batch_size
+    adjust.__defaults__ = (*(adjust.__defaults__ or ())[:-1], MOST_SAMPLES)
     # Kernels do nothing here, so threads would only wait for each other.
     torch.set_num_threads(1)
     cells = [(name, size) for name in chosen.only for size in NETWORKS[name].gibibytes]

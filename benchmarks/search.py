@@ -162,14 +162,16 @@ def largest_that(
     *,
     above: float = math.inf,
     growth: float = 1.5,
+    resolution: float = RESOLUTION,
 ) -> int:
     """The largest size that passes, or 0 if none does.
 
-    It is bracketed from ``start`` in steps of ``growth``, and bisected.
+    It is bracketed from ``start`` in steps of ``growth``, and bisected to a share of
+    ``resolution``.
     """
     below = 0
     size = start
-    while above - below > max(1, int(RESOLUTION * below)):
+    while above - below > max(1, int(resolution * below)):
         if passes(size):
             below = size
         else:
