@@ -14,7 +14,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <atomic>
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -97,8 +97,13 @@ Settings& settings() {
 }
 
 struct Device {
-  // Bytes that this process has allocated, in whole pages.
+  // Bytes that this process holds, in whole pages.
   size_t used = 0;
+  // Those in blocks that cudaFreeAsync gave back to the memory pool of the device.
+  size_t free_in_pool = 0;
+  // The highest values of the pool since they were set back.
+  size_t highest_in_blocks = 0;
+  size_t highest_held = 0;
   bool has_context = false;
   // In seconds of the clock: the end of the queue, and the time that its kernels took so far.
   double busy_until = 0;
@@ -408,6 +413,13 @@ cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   return cudaSuccess;
 }
 
+// Return the memory of a block to the device.
+void release(std::map<char*, Range>::iterator block) {
+  all_devices[block->second.device].used -= block->second.bytes;
+  munmap(block->first, block->second.bytes);
+  ranges().erase(block);
+}
+
 cudaError_t cudaFree(void* pointer) {
   std::lock_guard<std::recursive_mutex> guard(lock);
   all_devices[current].has_context = true;
@@ -417,18 +429,53 @@ cudaError_t cudaFree(void* pointer) {
   if (found == ranges().end())
     return remember(cudaErrorInvalidValue);
   cudaDeviceSynchronize();
-  all_devices[found->second.device].used -= found->second.bytes;
-  munmap(found->first, found->second.bytes);
-  ranges().erase(found);
+  release(found);
   return cudaSuccess;
 }
 
+// The memory pool of a device: freed blocks stay in it until it is trimmed or memory runs out. Any
+// block can become a part of any other one.
+
+size_t in_blocks(const Device& d) {
+  return d.used - d.free_in_pool;
+}
+
+void note_highest(Device& d) {
+  d.highest_in_blocks = std::max(d.highest_in_blocks, in_blocks(d));
+  d.highest_held = std::max(d.highest_held, d.used);
+}
+
+void trim(Device& d) {
+  d.used -= d.free_in_pool;
+  d.free_in_pool = 0;
+}
+
 cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) {
-  return cudaMalloc(pointer, bytes);
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  Device& d = all_devices[current];
+  size_t reused = std::min(d.free_in_pool, pages(bytes));
+  d.free_in_pool -= reused;
+  d.used -= reused;
+  cudaError_t error = cudaMalloc(pointer, bytes);
+  if (error != cudaSuccess) {
+    trim(d);
+    error = cudaMalloc(pointer, bytes);
+  }
+  note_highest(d);
+  return error;
 }
 
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) {
-  return cudaFree(pointer);
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  auto found = ranges().find(static_cast<char*>(pointer));
+  if (found == ranges().end())
+    return remember(cudaErrorInvalidValue);
+  size_t bytes = found->second.bytes;
+  Device& d = all_devices[found->second.device];
+  release(found);
+  d.used += bytes;
+  d.free_in_pool += bytes;
+  return cudaSuccess;
 }
 
 cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) {
@@ -436,16 +483,41 @@ cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) {
   return cudaSuccess;
 }
 
-cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) {
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute, void*) {
+  Device& d = *reinterpret_cast<Device*>(pool);
+  if (attribute == cudaMemPoolAttrUsedMemHigh)
+    d.highest_in_blocks = in_blocks(d);
+  if (attribute == cudaMemPoolAttrReservedMemHigh)
+    d.highest_held = d.used;
   return cudaSuccess;
 }
 
-cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr, void* value) {
-  *static_cast<uint64_t*>(value) = reinterpret_cast<Device*>(pool)->used;
+cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute, void* value) {
+  const Device& d = *reinterpret_cast<Device*>(pool);
+  size_t bytes = 0;
+  switch (attribute) {
+    case cudaMemPoolAttrUsedMemCurrent: bytes = in_blocks(d); break;
+    case cudaMemPoolAttrUsedMemHigh: bytes = d.highest_in_blocks; break;
+    case cudaMemPoolAttrReservedMemCurrent: bytes = d.used; break;
+    case cudaMemPoolAttrReservedMemHigh: bytes = d.highest_held; break;
+    default: break;
+  }
+  *static_cast<uint64_t*>(value) = bytes;
   return cudaSuccess;
 }
 
-cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) {
+cudaError_t cudaDeviceGetGraphMemAttribute(int, cudaGraphMemAttributeType, void* value) {
+  *static_cast<uint64_t*>(value) = 0;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceSetGraphMemAttribute(int, cudaGraphMemAttributeType, void*) {
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, size_t) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  trim(*reinterpret_cast<Device*>(pool));
   return cudaSuccess;
 }
 
@@ -1344,8 +1416,9 @@ int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) {
   return 3;
 }
 
+// The caller's structure stays zero, which means that the device has no fabric.
 int nvmlDeviceGetGpuFabricInfoV(void*, void*) {
-  return 3;
+  return 0;
 }
 
 const char* nvmlErrorString(int) {

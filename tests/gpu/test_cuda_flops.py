@@ -60,6 +60,7 @@ def test_the_count_is_exact_and_the_training_is_the_same(tmp_path):
     assert recorder.ours[0][1].get("memory/alloc_retries", 0) == 0
 
 
+@pytest.mark.real_device
 def test_cudnn_has_no_formula_for_an_lstm(tmp_path):
     profiler = MemoryProfiler(flops=True, peak_flops=1e15)
     train(tmp_path, lambda: nn.LSTM(64, 32), profiler)
