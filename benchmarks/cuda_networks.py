@@ -214,7 +214,7 @@ NETWORKS = {
     ),
     "resnet": Network(resnet, SGD, (((3, 32, 32), torch.float32), _LABEL), F.cross_entropy, _SIZES),
     "tables": Network(
-        Tables, torch.optim.Adam, (((8,), torch.int64), _LABEL), F.cross_entropy, (1.5, 2.5, 4.0)
+        Tables, torch.optim.Adam, (((8,), torch.int64), _LABEL), F.cross_entropy, (2.0, 2.5, 4.0)
     ),
     "gan": Network(
         lambda _: Gan(), torch.optim.Adam, (((3072,), torch.float32),), F.mse_loss, _SIZES

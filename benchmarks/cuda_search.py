@@ -77,6 +77,7 @@ class Watch(Callback):
     """
 
     def __init__(self) -> None:
+        self.is_started = False
         self.search_batches: list[int] = []
         self.search_ooms = 0
         self.steps = 0
@@ -84,6 +85,7 @@ class Watch(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, Project)
+        self.is_started = True
         pl_module.epoch_batches = EPOCH_BATCHES
         # Lightning's finder leaves the loader of its search.
         discard_train_loader(trainer)
@@ -112,15 +114,15 @@ def fit(module: Project, precision: str, finder: Callback | None = None) -> tupl
         limit_val_batches=2,
         precision=precision,
     )
-    outcome = "ok"
     try:
         trainer.fit(module)
     # Out-of-memory errors have several types, so that ``is_out_of_memory`` looks at any error.
     except Exception as error:
-        if not is_out_of_memory(error):
+        # A search that finds no size ends with an error before the training.
+        if not (watch.is_started and is_out_of_memory(error)):
             raise
-        outcome = f"dies in step {watch.steps + 1}"
-    return watch, outcome
+        return watch, f"dies in step {watch.steps + 1}"
+    return watch, "ok"
 
 
 def start_device(device_bytes: int, share: float = 1.0) -> None:
@@ -133,6 +135,10 @@ def start_device(device_bytes: int, share: float = 1.0) -> None:
     if share < 1:
         free_bytes = torch.cuda.mem_get_info()[0]
         torch.cuda.set_per_process_memory_fraction(share * free_bytes / device_bytes)
+
+
+OUTCOMES = {"ok": "", "out_of_memory": "!", "allocator_retry": "~"}
+"""Outcome of a trial -> its mark in the table."""
 
 
 def search(name: str, device_bytes: int, precision: str, way: str) -> dict[str, Any]:
@@ -159,9 +165,6 @@ def search(name: str, device_bytes: int, precision: str, way: str) -> dict[str, 
             for trial in finder.plan.trials
         )
     return found
-
-
-OUTCOMES = {"ok": "", "out_of_memory": "!", "allocator_retry": "~"}
 
 
 def trains(name: str, device_bytes: int, precision: str, size: int, share: float) -> bool:
@@ -200,10 +203,10 @@ def in_fork(function: Callable[..., Any], *arguments: Any) -> Any:
         process.join()
 
 
-def measure(name: str, gibibytes: float, precision: str) -> dict[str, Any]:
-    """One row: the searches of all finders, and the largest sizes that train."""
+def measure(name: str, gibibytes: float, precision: str, ways: list[str]) -> dict[str, Any]:
+    """One row: the searches of these finders, and the largest sizes that train."""
     setup = (name, int(gibibytes * 2**30), precision)
-    found = {way: in_fork(search, *setup, way) for way in WAYS}
+    found = {way: in_fork(search, *setup, way) for way in ways}
     start = max([2, *(result["size"] for result in found.values())])
 
     def largest(share: float) -> int:
@@ -289,6 +292,15 @@ def main() -> None:
     parser.add_argument(
         "--processes", type=int, default=os.cpu_count(), help="rows at a time; default: %(default)s"
     )
+    parser.add_argument(
+        "--ways", nargs="+", default=list(WAYS), choices=WAYS, help="of %(choices)s", metavar="WAY"
+    )
+    parser.add_argument(
+        "--gibibytes",
+        nargs="+",
+        type=float,
+        help="memory of the device; default: three sizes for each network",
+    )
     chosen = parser.parse_args()
     start_on_stub()
     # Lightning 2.6.6 does not pass ``max_val`` to all calls of this function, so that its search
@@ -297,11 +309,15 @@ def main() -> None:
     adjust.__defaults__ = (*(adjust.__defaults__ or ())[:-1], MOST_SAMPLES)
     # Kernels do nothing here, so threads would only wait for each other.
     torch.set_num_threads(1)
-    cells = [(name, size) for name in chosen.only for size in NETWORKS[name].gibibytes]
+    cells = [
+        (name, gibibytes)
+        for name in chosen.only
+        for gibibytes in chosen.gibibytes or NETWORKS[name].gibibytes
+    ]
     with ProcessPoolExecutor(chosen.processes, mp_context=FORK) as pool:
-        futures = [pool.submit(measure, *cell, chosen.precision) for cell in cells]
+        futures = [pool.submit(measure, *cell, chosen.precision, chosen.ways) for cell in cells]
         rows = [future.result() for future in futures]
-    notes = [summary(rows, way) for way in WAYS]
+    notes = [summary(rows, way) for way in chosen.ways]
     report("cuda_search", markdown([columns(row) for row in rows], notes), rows, write=chosen.write)
 
 

@@ -51,13 +51,16 @@ def trainer_of(folder: Path, *callbacks: Callback | None, **arguments: Any) -> T
     """A trainer that logs to ``folder``, after the random numbers start anew."""
     seed_everything(3, verbose=False)
     return Trainer(
-        accelerator="cpu",
         default_root_dir=folder,
         callbacks=[callback for callback in callbacks if callback is not None],
         log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"logger": CSVLogger(folder, name="log", version=0), **arguments},
+        **{
+            "accelerator": "cpu",
+            "logger": CSVLogger(folder, name="log", version=0),
+            **arguments,
+        },
     )
 
 
@@ -82,10 +85,22 @@ def left_by(trainer: Trainer, module: Any, recorder: Recorder, folder: Path) -> 
     }
 
 
-def outcome_of(folder: Path, case: Case, size: int, finder: BatchFinder | None) -> dict[str, Any]:
+def outcome_of(
+    folder: Path,
+    case: Case,
+    size: int,
+    finder: BatchFinder | None,
+    *callbacks: Callback,
+    **trainer_arguments: Any,
+) -> dict[str, Any]:
     recorder = Recorder()
-    arguments = {"max_epochs": 2, **case.trainer, **(case.follows if finder is None else {})}
-    trainer = trainer_of(folder, recorder, *case.callbacks(), finder, **arguments)
+    arguments = {
+        "max_epochs": 2,
+        **trainer_arguments,
+        **case.trainer,
+        **(case.follows if finder is None else {}),
+    }
+    trainer = trainer_of(folder, recorder, *case.callbacks(), *callbacks, finder, **arguments)
     module = (case.hard_coded or case.module)(size) if finder is None else case.module(size)
     trainer.fit(module, **case.fit(size))
     return left_by(trainer, module, recorder, folder)

@@ -1,0 +1,42 @@
+"""Two ranks with a device each, under DDP with gloo."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.conftest import is_cuda_stub
+
+ROOT = Path(__file__).parents[2]
+GIB = 2**30
+
+
+def search_on(folder, gibibytes):
+    """What each rank found, on devices of this size."""
+    devices = {"CUDA_STUB_DEVICES": "2", "CUDA_STUB_GIB": gibibytes}
+    subprocess.run(
+        [sys.executable, "-m", "tests.helpers.cuda_ranks", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, **devices},
+        check=True,
+        timeout=240,
+    )
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_cuda_stub(), reason="needs two devices of unequal size")
+def test_unequal_devices_agree_on_a_size_that_both_train(tmp_path):
+    first, second = search_on(tmp_path, "0.75,0.6")
+    assert first["total_bytes"] == 0.75 * GIB
+    assert second["total_bytes"] == pytest.approx(0.6 * GIB, abs=2**20)
+    assert first["batch_size"] == second["batch_size"] > 100
+    assert (first["verified"], second["verified"]) == (True, True)
+    assert (first["steps"], second["steps"]) == (5, 5)
+    # The smaller device decides.
+    (tmp_path / "equal").mkdir()
+    larger, _ = search_on(tmp_path / "equal", "0.75,0.75")
+    assert larger["batch_size"] > first["batch_size"]
