@@ -11,7 +11,6 @@ from tests.gpu.conftest import is_cuda_stub
 from tests.helpers.contract_cases import CASES, SIZE
 from tests.helpers.outcomes import assert_same, outcome_of
 
-
 NOT_ON_THE_STUB = {
     "scripted": "TorchScript compiles kernels while it runs",
     "weights_averaged_stochastically": "divides by a number that was counted on the device",
