@@ -6,7 +6,7 @@ import traceback
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder, OnExceptionCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -317,6 +317,32 @@ def test_an_error_in_a_step_keeps_its_traceback_and_both_sizes_are_restored(
     assert (module.batch_size, data.hparams.batch_size) == (7, PROJECT_SIZE)
     assert (module.sizes, finder.plan) == ([], None)
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+class Scheduled(Fails):
+    """A failing module with a scheduler."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+# Lightning looks for an earlier checkpoint of this callback, and warns if there is none.
+@pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=:UserWarning")
+@pytest.mark.parametrize("error", [IndexError("mine"), KeyboardInterrupt()])
+def test_a_checkpoint_can_be_written_after_an_error_in_the_search(fit, device, tmp_path, error):
+    module = Scheduled(device, "backward", error)
+    saved = OnExceptionCheckpoint(tmp_path)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises((type(error), SystemExit)):
+            fit(module, BatchFinder(), device, saved, enable_checkpointing=True)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    module.trainer.save_checkpoint(tmp_path / "later.ckpt")
+    _, schedulers = module.configure_optimizers()
+    for path in (tmp_path / "on_exception.ckpt", tmp_path / "later.ckpt"):
+        assert torch.load(path)["lr_schedulers"] == [schedulers[0].state_dict()]
 
 
 class Plain(LightningModule):
