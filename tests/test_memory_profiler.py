@@ -609,6 +609,14 @@ def test_an_exception_keeps_rows_metrics_and_a_summary_and_no_hooks(
     assert "3 steps of" in capsys.readouterr().out
 
 
+def test_the_directory_of_a_logger_may_be_a_path(tmp_path, device_memory):
+    class InPath(Recorder):
+        save_dir = tmp_path / "logs"
+
+    trainer_for(tmp_path, MemoryProfiler(), logger=InPath()).fit(Net(), data())
+    assert len(csv_rows(tmp_path / "logs")) == 6
+
+
 def test_a_run_that_fails_before_its_first_step_leaves_no_file(tmp_path, device_memory):
     (tmp_path / "file").touch()
     fail = At(on_fit_start=lambda *_: failing(0)(0, "start"))
