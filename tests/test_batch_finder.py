@@ -2,11 +2,13 @@ import pickle
 import re
 import signal
 import traceback
+from unittest.mock import MagicMock, Mock, create_autospec
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder, OnExceptionCheckpoint
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -343,6 +345,18 @@ def test_a_checkpoint_can_be_written_after_an_error_in_the_search(fit, device, t
     _, schedulers = module.configure_optimizers()
     for path in (tmp_path / "on_exception.ckpt", tmp_path / "later.ckpt"):
         assert torch.load(path)["lr_schedulers"] == [schedulers[0].state_dict()]
+
+
+@pytest.mark.parametrize(
+    "mock",
+    [Mock, MagicMock, lambda spec: create_autospec(spec, instance=True), lambda spec: Mock()],
+    ids=["Mock", "MagicMock", "create_autospec", "no spec"],
+)
+def test_a_search_calls_no_mock_of_a_logger_or_callback(search, device, mock):
+    callback = mock(Callback)
+    plan = search(Lawful(device, law), callback, logger=mock(Logger), max_steps=3)
+    assert plan.batch_size == FOUND
+    assert callback.on_train_batch_start.call_count == 3
 
 
 class Plain(LightningModule):
