@@ -18,6 +18,7 @@ from lightning_batchmem._lightning.clean_start import isolated
 from lightning_batchmem._lightning.hooks import call_before
 from lightning_batchmem._lightning.packages import end_of_tuning, in_every_package
 from lightning_batchmem._lightning.recorded_state import RecordedState
+from lightning_batchmem._lightning.strategies import trains_in_other_processes
 from lightning_batchmem._lightning.tested_versions import warn_of_untested_torch
 from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.batch_finder import BatchFinder, check_plan
@@ -145,7 +146,9 @@ def _find_with_trainer(
     **options: Any,
 ) -> Plan:
     finder = SearchOnly(**options)
-    finder.search(trainer, model, datamodule, train_dataloaders, val_dataloaders)
+    # A plan that is made in another process does not come back.
+    if not trains_in_other_processes(trainer):
+        finder.search(trainer, model, datamodule, train_dataloaders, val_dataloaders)
     if finder.plan is None:
         raise ValueError(
             "trainer must be one that trains in this process for find_batch_size, got fast_dev_run,"

@@ -165,6 +165,12 @@ def test_a_trainer_that_would_not_train():
         find_batch_size(trainer, module, max_batch_size=0)
 
 
+def test_a_strategy_that_starts_the_training_in_other_processes():
+    trainer = quiet_trainer(strategy="ddp_spawn", devices=2, max_epochs=1)
+    with pytest.raises(ValueError, match="or a strategy that starts other processes"):
+        find_batch_size(trainer, CASES["sgd_momentum"].module(4))
+
+
 def test_the_callbacks_of_the_training_count(device, reads_here, monkeypatch):
     """As in ``fit``, a copy of the weights for their average takes memory."""
     monkeypatch.setattr(BatchFinder, "device_memory", lambda *_: device)
