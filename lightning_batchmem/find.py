@@ -64,9 +64,9 @@ def find_batch_size(*arguments: Any, **keywords: Any) -> Plan:
 
     **With a Trainer**, ``find_batch_size(trainer, model, ...)``, the search is that of
     :class:`~lightning_batchmem.BatchFinder` in ``trainer.fit``. The hooks ``prepare_data``,
-    ``setup`` and ``teardown`` run; callbacks and loggers of the trainer do not, and nothing is
-    printed. Afterwards the model, the data, the trainer and all random states are as before, so set
-    the size yourself.
+    ``setup`` and ``teardown`` run; callbacks and loggers of the trainer do not. The plan is not
+    printed; a line shows the progress if the trainer has a progress bar. Afterwards the model, the
+    data, the trainer and all random states are as before, so set the size yourself.
 
     **With a loop of your own**, ``find_batch_size(step, make_batch, model=..., optimizer=...)``,
     the search runs ``step(make_batch(n))`` at several sizes, and prints the plan as BatchFinder
@@ -243,7 +243,7 @@ class SearchOnly(BatchFinder):
         raise end_of_tuning(trainer)
 
     def _report(self, trainer: Trainer, plan: Plan) -> None:
-        """Print nothing: the plan is returned."""
+        """Do not print the plan, because it is returned."""
 
 
 def _flat(loaders: Any) -> list[Any]:
