@@ -415,6 +415,38 @@ def test_an_epoch_that_the_module_ends_is_begun_again(search, device):
     assert search(ends_epochs(device, law)).batch_size == FOUND
 
 
+class Indexed(Lawful):
+    """Notes each batch index with the number of batches in an epoch."""
+
+    def __init__(self, device_memory, note):
+        super().__init__(device_memory, law)
+        self.note = note
+
+    def training_step(self, batch, batch_idx):
+        self.note((batch_idx, self.trainer.num_training_batches))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "most_batches"),
+    [
+        (24, {}, 12),
+        (24, {"accumulate_grad_batches": 2}, 12),
+        (SAMPLES, {"limit_train_batches": 3}, 3),
+        (SAMPLES, {"limit_train_batches": 0.002}, 5),
+    ],
+)
+def test_a_batch_index_of_the_search_is_one_of_the_training(
+    search, device, samples, options, most_batches
+):
+    seen = set()
+    search(Indexed(device, seen.add), train_dataloaders=loader(PROJECT_SIZE, samples), **options)
+    # A search begins with two samples.
+    assert max(count for _, count in seen) == most_batches
+    assert [(index, count) for index, count in seen if index >= count] == []
+    assert max(index for index, _ in seen) == most_batches - 1
+
+
 class NoSize(Lawful):
     def __init__(self, device_memory, law):
         super().__init__(device_memory, law)
