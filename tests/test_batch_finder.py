@@ -7,7 +7,12 @@ from unittest.mock import MagicMock, Mock, create_autospec
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    LambdaCallback,
+    LearningRateFinder,
+    OnExceptionCheckpoint,
+)
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
@@ -476,6 +481,26 @@ NO_SIZE = {"limit_train_batches": 40, "val_check_interval": 50}
 def loader_that_stops(module):
     """A loader whose ``collate_fn`` raises StopIteration."""
     return loader(module.batch_size, collate_fn=lambda _: next(iter(())))
+
+
+class Unfreezes(BaseFinetuning):
+    """Freezes all layers or none before the training."""
+
+    def __init__(self, frozen):
+        super().__init__()
+        self.frozen = frozen
+
+    def freeze_before_training(self, pl_module):
+        self.freeze([layer for layer in pl_module.children() if self.frozen])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        self.make_trainable(pl_module.children())
+
+
+def test_a_callback_that_unfreezes_all_layers_in_the_first_epoch_is_refused(search, device):
+    with pytest.raises(ValueError, match=r"got Unfreezes, which has frozen all.*\. Leave .*\.$"):
+        search(Lawful(device, law), Unfreezes(frozen=True))
+    assert search(Lawful(device, law), Unfreezes(frozen=False)).batch_size == FOUND
 
 
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
