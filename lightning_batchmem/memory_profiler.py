@@ -37,8 +37,7 @@ class MemoryProfiler(Callback):
 
     Each of these raises one warning: a leak, a limit that is near, steps above the prediction of a
     BatchFinder's plan, an evaluation above training, allocator retries, a device that mostly waits
-    for data, page faults that take much of the time. If memory runs out, the error gets a note with
-    the step and its memory breakdown.
+    for data. If memory runs out, the error gets a note with the step and its memory breakdown.
 
     The device is never synchronized: on a GPU the time of a step is read from events some steps
     later. A step lasts from the end of the previous one, without evaluation and the time between

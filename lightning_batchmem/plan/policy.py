@@ -180,9 +180,6 @@ class SearchPolicy:
     """A rehearsal on a device also has batches of these shares of the size, only the first if steps
     are slow. Source: Their gradients lie between those of full batches and cannot be released;
     simulated CUDA allocators: `python -m benchmarks.simulated_cuda --held-out`."""
-    page_fault_seconds: float = 1.0
-    """A note about page faults needs steps with this much CPU time. Source: Kernels may count the
-    time in ticks of 10 ms, so this is exact to a per cent."""
     slow_step_seconds: float = 1.0
     """Slower steps are repeated less often. Source: It bounds the time of a search."""
 
