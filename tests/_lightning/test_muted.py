@@ -61,7 +61,9 @@ def test_hooks_of_an_instance_do_nothing_either():
     assert muted_callback(EarlyStopping("loss", patience=7)).patience == 7
 
 
-@pytest.mark.parametrize(("mute", "kind"), [(muted_callback, Callback), (muted_logger, Logger)])
+@pytest.mark.parametrize(
+    ("mute", "kind"), [(muted_callback, Callback), (muted_logger, Logger), (muted_logger, None)]
+)
 def test_a_mock_is_read_and_counts_no_calls(mute, kind):
     mock = Mock(spec=kind, version=3)
     muted = mute(mock)
