@@ -18,10 +18,10 @@ For each network, on one thread and in fresh processes:
    chosen, in eight rounds, as with a size that is written into the program.
 
 A speed is the median over the rounds of the fastest step in each. The regret of a search is 1 -
-the samples per second of its training over the most of all sizes. It is negative if the training
-after the search is faster than a new process at any size, as on the host, where a heap that larger
-steps have used keeps its memory. The cost of a search is its CPU time (on CUDA: its wall time),
-also in steps at the chosen size.
+the samples per second of its training over the most of all sizes. It is 0 if the training after the
+search is at least as fast as a new process at any size. On the host it may be faster, because a
+heap that larger steps have used keeps its memory. The cost of a search is its CPU time (on CUDA:
+its wall time), also in steps at the chosen size.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def speeds(known: dict[str, Any], first: int = 0, every: int = 1) -> dict[int, f
 
 
 def regrets(known: dict[str, Any], way: str) -> list[float]:
-    """The regret of each search in this way that found a size.
+    """The regret, at least 0, of each search in this way that found a size.
 
     The best of many sizes looks too good in the rounds that made it the best. So it is looked up in
     every other round, and its speed is that of the rounds between them, in both ways.
@@ -82,7 +82,8 @@ def regrets(known: dict[str, Any], way: str) -> list[float]:
     best = statistics.fmean(
         by_size[max(others, key=others.__getitem__)] for by_size, others in (halves, halves[::-1])
     )
-    return [1 - _speed(run) / best for run in known["searches"][way] if run.get("batch_size")]
+    runs = (run for run in known["searches"][way] if run.get("batch_size"))
+    return [max(0.0, 1 - _speed(run) / best) for run in runs]
 
 
 def _speed(run: dict[str, Any]) -> float:

@@ -18,6 +18,7 @@ from lightning_batchmem._lightning.clean_start import isolated
 from lightning_batchmem._lightning.hooks import call_before
 from lightning_batchmem._lightning.packages import end_of_tuning, in_every_package
 from lightning_batchmem._lightning.recorded_state import RecordedState
+from lightning_batchmem._lightning.strategies import trains_in_other_processes
 from lightning_batchmem._lightning.tested_versions import warn_of_untested_torch
 from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.batch_finder import BatchFinder, check_plan
@@ -63,9 +64,9 @@ def find_batch_size(*arguments: Any, **keywords: Any) -> Plan:
 
     **With a Trainer**, ``find_batch_size(trainer, model, ...)``, the search is that of
     :class:`~lightning_batchmem.BatchFinder` in ``trainer.fit``. The hooks ``prepare_data``,
-    ``setup`` and ``teardown`` run; callbacks and loggers of the trainer do not, and nothing is
-    printed. Afterwards the model, the data, the trainer and all random states are as before, so set
-    the size yourself.
+    ``setup`` and ``teardown`` run; callbacks and loggers of the trainer do not. The plan is not
+    printed; a line shows the progress if the trainer has a progress bar. Afterwards the model, the
+    data, the trainer and all random states are as before, so set the size yourself.
 
     **With a loop of your own**, ``find_batch_size(step, make_batch, model=..., optimizer=...)``,
     the search runs ``step(make_batch(n))`` at several sizes, and prints the plan as BatchFinder
@@ -145,7 +146,9 @@ def _find_with_trainer(
     **options: Any,
 ) -> Plan:
     finder = SearchOnly(**options)
-    finder.search(trainer, model, datamodule, train_dataloaders, val_dataloaders)
+    # A plan that is made in another process does not come back.
+    if not trains_in_other_processes(trainer):
+        finder.search(trainer, model, datamodule, train_dataloaders, val_dataloaders)
     if finder.plan is None:
         raise ValueError(
             "trainer must be one that trains in this process for find_batch_size, got fast_dev_run,"
@@ -240,7 +243,7 @@ class SearchOnly(BatchFinder):
         raise end_of_tuning(trainer)
 
     def _report(self, trainer: Trainer, plan: Plan) -> None:
-        """Print nothing: the plan is returned."""
+        """Do not print the plan, because it is returned."""
 
 
 def _flat(loaders: Any) -> list[Any]:

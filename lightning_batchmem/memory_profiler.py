@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from numbers import Real
 from pathlib import Path
@@ -36,15 +37,14 @@ class MemoryProfiler(Callback):
 
     Each of these raises one warning: a leak, a limit that is near, steps above the prediction of a
     BatchFinder's plan, an evaluation above training, allocator retries, a device that mostly waits
-    for data, page faults that take much of the time. If memory runs out, the error gets a note with
-    the step and its memory breakdown.
+    for data. If memory runs out, the error gets a note with the step and its memory breakdown.
 
     The device is never synchronized: on a GPU the time of a step is read from events some steps
     later. A step lasts from the end of the previous one, without evaluation and the time between
     epochs; the first step after a checkpoint begins when its batch arrives. The wait for data ends
     on the host when the batch has arrived: the transfer to the device and other callbacks between
-    two steps are part of it. Throughput is the samples of this rank times the number of ranks; at
-    the end of each epoch the peaks and throughputs of all ranks are exchanged.
+    two steps are part of it. Throughput is the samples of this rank times the number of ranks; the
+    peaks and throughputs of all ranks are exchanged after each epoch.
 
     With a torch that counts no peaks on MPS (2.13 does), memory is left out there, with a warning.
 
@@ -148,8 +148,8 @@ class MemoryProfiler(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Fail if the log directory cannot be written."""
         self._run = Run()
-        # Reading ``log_dir`` is a broadcast, so every rank must read it.
-        log_dir = trainer.log_dir or trainer.default_root_dir
+        # Reading ``log_dir`` is a broadcast, so every rank must read it. Some loggers have a Path.
+        log_dir = os.fspath(trainer.log_dir or trainer.default_root_dir)
         is_remote = "://" in log_dir
         is_without_files = is_remote or is_fast_dev_run(trainer)
         self._log_dir = None if is_without_files else Path(log_dir)
@@ -166,7 +166,7 @@ class MemoryProfiler(Callback):
         self._begin(trainer, pl_module, "train")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave out the time between two epochs."""
+        """Log the totals of the ranks, and leave out the time between two epochs."""
         self._run.begin_epoch(trainer, pl_module)
 
     def on_train_batch_start(
@@ -207,7 +207,7 @@ class MemoryProfiler(Callback):
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Exchange and log the totals of the ranks."""
+        """End an epoch; the ranks exchange their totals in the next hook that all of them call."""
         self._run.end_epoch(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -2,11 +2,18 @@ import pickle
 import re
 import signal
 import traceback
+from unittest.mock import MagicMock, Mock, create_autospec
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    LambdaCallback,
+    LearningRateFinder,
+    OnExceptionCheckpoint,
+)
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -319,6 +326,44 @@ def test_an_error_in_a_step_keeps_its_traceback_and_both_sizes_are_restored(
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
+class Scheduled(Fails):
+    """A failing module with a scheduler."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+# Lightning looks for an earlier checkpoint of this callback, and warns if there is none.
+@pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=:UserWarning")
+@pytest.mark.parametrize("error", [IndexError("mine"), KeyboardInterrupt()])
+def test_a_checkpoint_can_be_written_after_an_error_in_the_search(fit, device, tmp_path, error):
+    module = Scheduled(device, "backward", error)
+    saved = OnExceptionCheckpoint(tmp_path)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises((type(error), SystemExit)):
+            fit(module, BatchFinder(), device, saved, enable_checkpointing=True)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    module.trainer.save_checkpoint(tmp_path / "later.ckpt")
+    _, schedulers = module.configure_optimizers()
+    for path in (tmp_path / "on_exception.ckpt", tmp_path / "later.ckpt"):
+        assert torch.load(path)["lr_schedulers"] == [schedulers[0].state_dict()]
+
+
+@pytest.mark.parametrize(
+    "mock",
+    [Mock, MagicMock, lambda spec: create_autospec(spec, instance=True)],
+    ids=["Mock", "MagicMock", "create_autospec"],
+)
+def test_a_search_calls_no_mock_of_a_logger_or_callback(search, device, mock):
+    callback = mock(Callback)
+    plan = search(Lawful(device, law), callback, logger=mock(Logger), max_steps=3)
+    assert plan.batch_size == FOUND
+    assert callback.on_train_batch_start.call_count == 3
+
+
 class Plain(LightningModule):
     """A module that can be pickled."""
 
@@ -375,6 +420,38 @@ def test_an_epoch_that_the_module_ends_is_begun_again(search, device):
     assert search(ends_epochs(device, law)).batch_size == FOUND
 
 
+class Indexed(Lawful):
+    """Notes each batch index with the number of batches in an epoch."""
+
+    def __init__(self, device_memory, note):
+        super().__init__(device_memory, law)
+        self.note = note
+
+    def training_step(self, batch, batch_idx):
+        self.note((batch_idx, self.trainer.num_training_batches))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "most_batches"),
+    [
+        (24, {}, 12),
+        (24, {"accumulate_grad_batches": 2}, 12),
+        (SAMPLES, {"limit_train_batches": 3}, 3),
+        (SAMPLES, {"limit_train_batches": 0.002}, 5),
+    ],
+)
+def test_a_batch_index_of_the_search_is_one_of_the_training(
+    search, device, samples, options, most_batches
+):
+    seen = set()
+    search(Indexed(device, seen.add), train_dataloaders=loader(PROJECT_SIZE, samples), **options)
+    # A search begins with two samples.
+    assert max(count for _, count in seen) == most_batches
+    assert [(index, count) for index, count in seen if index >= count] == []
+    assert max(index for index, _ in seen) == most_batches - 1
+
+
 class NoSize(Lawful):
     def __init__(self, device_memory, law):
         super().__init__(device_memory, law)
@@ -404,6 +481,26 @@ NO_SIZE = {"limit_train_batches": 40, "val_check_interval": 50}
 def loader_that_stops(module):
     """A loader whose ``collate_fn`` raises StopIteration."""
     return loader(module.batch_size, collate_fn=lambda _: next(iter(())))
+
+
+class Unfreezes(BaseFinetuning):
+    """Freezes all layers or none before the training."""
+
+    def __init__(self, frozen):
+        super().__init__()
+        self.frozen = frozen
+
+    def freeze_before_training(self, pl_module):
+        self.freeze([layer for layer in pl_module.children() if self.frozen])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        self.make_trainable(pl_module.children())
+
+
+def test_a_callback_that_unfreezes_all_layers_in_the_first_epoch_is_refused(search, device):
+    with pytest.raises(ValueError, match=r"got Unfreezes, which has frozen all.*\. Leave .*\.$"):
+        search(Lawful(device, law), Unfreezes(frozen=True))
+    assert search(Lawful(device, law), Unfreezes(frozen=False)).batch_size == FOUND
 
 
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 
 import numpy as np
 import pytest
@@ -163,6 +164,23 @@ def test_a_trainer_that_would_not_train():
         ValueError, match="max_batch_size must be a whole number of at least 1, got 0"
     ):
         find_batch_size(trainer, module, max_batch_size=0)
+
+
+@pytest.mark.parametrize(("has_bar", "text"), [(False, r"\Z"), (True, r"BatchFinder: .*\n\Z")])
+def test_only_the_progress_is_printed(has_bar, text, device, reads_here, monkeypatch, capsys):
+    monkeypatch.setattr(BatchFinder, "device_memory", lambda *_: device)
+    trainer = quiet_trainer(max_epochs=1, enable_progress_bar=has_bar)
+    capsys.readouterr()
+    find_batch_size(trainer, Lawful(device, law))
+    printed = capsys.readouterr()
+    assert re.match(text, printed.out)
+    assert printed.err == ""
+
+
+def test_a_strategy_that_starts_the_training_in_other_processes():
+    trainer = quiet_trainer(strategy="ddp_spawn", devices=2, max_epochs=1)
+    with pytest.raises(ValueError, match="or a strategy that starts other processes"):
+        find_batch_size(trainer, CASES["sgd_momentum"].module(4))
 
 
 def test_the_callbacks_of_the_training_count(device, reads_here, monkeypatch):

@@ -2,9 +2,7 @@
 
 import ast
 import math
-import mmap
 import pickle
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -609,6 +607,14 @@ def test_an_exception_keeps_rows_metrics_and_a_summary_and_no_hooks(
     assert "3 steps of" in capsys.readouterr().out
 
 
+def test_the_directory_of_a_logger_may_be_a_path(tmp_path, device_memory):
+    class InPath(Recorder):
+        save_dir = tmp_path / "logs"
+
+    trainer_for(tmp_path, MemoryProfiler(), logger=InPath()).fit(Net(), data())
+    assert len(csv_rows(tmp_path / "logs")) == 6
+
+
 def test_a_run_that_fails_before_its_first_step_leaves_no_file(tmp_path, device_memory):
     (tmp_path / "file").touch()
     fail = At(on_fit_start=lambda *_: failing(0)(0, "start"))
@@ -761,22 +767,3 @@ def test_64_mib_on_the_host_are_in_their_phase_and_no_other(tmp_path):
         for other in peaks.values():
             assert 60 < highest - other < 68
     assert 60 * MIB < profiler.summary.breakdown.activations_bytes < 68 * MIB
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="private mappings are of Linux")
-def test_page_faults_are_those_of_the_training_steps(tmp_path):
-    def work(step, where):
-        pages = {"forward": 2**11, "validation": 2**16}.get(where, 0)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        # A block of 256 pages is smaller than a huge page.
-        for _ in range(pages // 256):
-            with mmap.mmap(-1, 256 * mmap.PAGESIZE, flags=flags) as block:
-                block[:: mmap.PAGESIZE] = bytes(256)
-
-    options = {"log_every_n_steps": 2, "val_check_interval": 3, "val": data(samples=4)}
-    _, recorder = profiled(tmp_path, Validated(work), loader=data(samples=48), **options)
-    faults = [metrics["host/page_faults_per_step"] for _, metrics in recorder.ours]
-    # The first steps touch other memory for the first time.
-    assert len(faults) == 6
-    assert all(2**11 <= count < 2**13 for count in faults[1:])
-    assert not [key for _, metrics in recorder.others for key in metrics if "page_faults" in key]

@@ -27,7 +27,7 @@ from lightning_batchmem.batches.loaders import keep_sizes
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.state.attributes import refill
-from lightning_batchmem.state.recorded_objects import freeze
+from lightning_batchmem.state.recorded_objects import freeze, unfreeze
 
 
 def record(trainer: Trainer) -> RecordedState:
@@ -137,9 +137,13 @@ class CleanStart:
         callbacks = [*map(muted_callback, self.callbacks), self.search_callback]
         self._undo.enter_context(isolated(trainer, self._recorded, callbacks))
         if trainer.training:
-            # New optimizers are configured before the next step.
             self._undo.callback(self._clear_optimizers)
 
     def _clear_optimizers(self) -> None:
+        """Clear what a step has made: the optimizers are configured again before the next one.
+
+        After an error they are not, and a callback may save a checkpoint.
+        """
         for optimizer in self._trainer.optimizers:
             optimizer.state.clear()
+        unfreeze(config.scheduler for config in self._trainer.strategy.lr_scheduler_configs)

@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_batchmem._lightning.bounds import limited_batches
 from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.batches.probe_batches import ProbeBatches
@@ -92,11 +93,13 @@ class TrainingSteps(_StageSteps):
     def begin(self, batch_size: int) -> int:
         self.batches.prepare(batch_size)
         trainer = self.trainer
-        self.loop.batch_progress = type(self.loop.batch_progress)()
+        self._begin_epoch()
         # The results are new, because values may now be reduced in another way: on this rank only,
         # or over all ranks.
         self.loop._results = type(self.loop._results)(training=True)
-        trainer.fit_loop.max_batches = self.loaders.batches(batch_size)
+        trainer.fit_loop.max_batches = limited_batches(
+            self.loaders.batches(batch_size), trainer.limit_train_batches
+        )
         # The first micro batch clears the gradients, and the last one makes the optimizer step.
         # Those between them take no more memory than the last.
         trainer.accumulate_grad_batches = min(2, trainer.accumulate_grad_batches)
@@ -122,6 +125,9 @@ class TrainingSteps(_StageSteps):
             RuntimeError: if the user's hooks or step end the epoch.
         """
         loop = self.loop
+        # A project may look up values by the index of the batch.
+        if loop.batch_progress.current.ready >= self.trainer.fit_loop.max_batches:
+            self._begin_epoch()
         for _ in range(2):
             try:
                 loop.advance(_BatchFetcher(make_batch))
@@ -135,8 +141,8 @@ class TrainingSteps(_StageSteps):
                         " BatchFinder cannot measure it. Begin the exhausted iterator again, or use"
                         " next(iterator, default)."
                     ) from error
-                # on_train_batch_start ended the epoch, so the next one begins.
-                loop.batch_progress = type(loop.batch_progress)()
+                # on_train_batch_start ended the epoch.
+                self._begin_epoch()
         else:
             raise RuntimeError(
                 "on_train_batch_start returned -1 for the first batch, so BatchFinder cannot"
@@ -146,6 +152,10 @@ class TrainingSteps(_StageSteps):
         if not loop._should_accumulate():
             # Lightning counts in on_advance_end, which is not called because it also validates.
             loop._batches_that_stepped += 1
+
+    def _begin_epoch(self) -> None:
+        """Count batches from 0 again."""
+        self.loop.batch_progress = type(self.loop.batch_progress)()
 
 
 class EvaluationSteps(_StageSteps):

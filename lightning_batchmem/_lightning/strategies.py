@@ -38,6 +38,12 @@ def check_strategy(trainer: Trainer) -> None:
         )
 
 
+def trains_in_other_processes(trainer: Trainer) -> bool:
+    """Whether the strategy trains in processes that it starts, as ``ddp_spawn`` does."""
+    kind = lightning_name(trainer, "strategies.launchers._MultiProcessingLauncher")
+    return isinstance(trainer.strategy.launcher, kind)
+
+
 def steps_are_collective(trainer: Trainer) -> bool:
     """Whether every step needs all ranks: sharded parameters, or SyncBatchNorm."""
     return trainer.world_size > 1 and (

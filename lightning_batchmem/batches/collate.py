@@ -58,5 +58,7 @@ def is_large(value: object) -> bool:
     if (sized_len(value) or 0) > _MOST_ITEMS and not hasattr(value, "nbytes"):
         return True
     leaves = tree_leaves(value)
-    size_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in leaves)
+    # Any attribute of a mock is another mock.
+    sizes_bytes = [getattr(leaf, "nbytes", 0) for leaf in leaves]
+    size_bytes = sum(size for size in sizes_bytes if isinstance(size, int))
     return len(leaves) > _MOST_ITEMS or size_bytes > _LARGEST_BYTES

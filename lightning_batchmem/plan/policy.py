@@ -188,9 +188,6 @@ class SearchPolicy:
     are slow. Source: Their gradients lie between those of full batches and cannot be released.
     Chosen on a model of CUDA's allocator that version 0.3.0 had; `python -m benchmarks.cuda_search`
     shows what it gives on PyTorch's own."""
-    page_fault_seconds: float = 1.0
-    """A note about page faults needs steps with this much CPU time. Source: Kernels may count the
-    time in ticks of 10 ms, so this is exact to a per cent."""
     slow_step_seconds: float = 1.0
     """Slower steps are repeated less often. Source: It bounds the time of a search."""
 

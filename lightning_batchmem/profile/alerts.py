@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from lightning_batchmem.devices.page_faults import PageFaults, page_fault_sentence
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, MemoryModel, mib
 from lightning_batchmem.profile.step_record import DeviceReading, StepRecord
 from lightning_batchmem.profile.totals import Ratio, StepTotals
 
-# All sentences but one are here. Each has what happened, and what to do.
+# Each has what happened, and what to do.
 _SENTENCES = {
     "allocator retries": (
         "The allocator released its cache and retried {retries} times, because it found no free"
@@ -46,8 +45,6 @@ _SENTENCES = {
         " DataLoader with persistent_workers=True, and pin_memory=True on a GPU, or move work out"
         " of the data set."
     ),
-    # A note of a search has the same sentence.
-    "page faults": "{sentence}",
 }
 
 
@@ -83,7 +80,6 @@ class Alerts:
         self._leaks = LeakDetector(granularity_bytes)
         self._retries: int | None = None
         self._data_wait = DataWait()
-        self._fault_time = FaultTime()
 
     def predicted_bytes(self, batch_size: int | None) -> int | None:
         """The plan's peak of a training step; None without a plan, or beyond its sizes."""
@@ -139,10 +135,6 @@ class Alerts:
             waited = self._data_wait.add(totals, reading.utilization[1])
             if waited is not None:
                 self._issue("data", **waited._asdict())
-        if reading.page_faults is not None:
-            sentence = self._fault_time.add(totals.steps, reading.page_faults)
-            if sentence is not None:
-                self._issue("page faults", sentence=sentence)
 
     def _issue(self, kind: str, **values: object) -> None:
         if kind not in self.issued:
@@ -212,43 +204,6 @@ class DataWait:
         if waited.share <= self.max_wait_share or waited.busy >= self.min_busy_percent:
             return None
         return waited
-
-
-@dataclass
-class FaultTime:
-    """Detects that page faults take much of the time of the training steps.
-
-    Each check is of the steps since the previous check. The steps before the first call are left
-    out, because memory is touched for the first time in them.
-
-    Args:
-        min_steps: fewest steps of a check.
-        min_seconds: shortest CPU time of a check. If a kernel counts its time in ticks of 10 ms,
-            1,000 ticks give the share to about 1 %.
-    """
-
-    min_steps: int = 20
-    min_seconds: float = 10.0
-    _steps: int = 0
-    # The last check was at this reading.
-    _checked: PageFaults | None = None
-
-    def add(self, steps: int, total: PageFaults) -> str | None:
-        """Add the steps since the last call, and the page faults of all steps so far.
-
-        Returns:
-            The sentence of the alert if page faults took much of the time.
-        """
-        self._steps += steps
-        sentence = None
-        if self._checked is not None:
-            faults = total - self._checked
-            if self._steps < self.min_steps or faults.cpu_seconds < self.min_seconds:
-                return None
-            sentence = page_fault_sentence(faults, self._steps)
-        self._steps = 0
-        self._checked = total
-        return sentence
 
 
 class Prediction:

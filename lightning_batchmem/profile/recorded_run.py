@@ -171,6 +171,8 @@ class RecordedRun(Run):
         self._reporter = StepReporter(
             trainer, device_memory, timer, plan=plan, csv=csv, flops=flops
         )
+        # It is the last step of an epoch whose ranks have not exchanged their totals yet.
+        self._epoch_end_step: int | None = None
         # The first step starts now.
         self._recorder.restart()
 
@@ -187,7 +189,9 @@ class RecordedRun(Run):
         return self._reporter.run_peak_bytes
 
     def begin_epoch(self, trainer: Trainer, module: LightningModule) -> None:
-        """Leave out the time between two epochs."""
+        """Report the epoch before, and leave out the time between two epochs."""
+        if self._epoch_end_step is not None:
+            self._join_ranks()
         self._recorder.watch(trainer, module)
         self._recorder.restart()
         self._reporter.begin_epoch()
@@ -223,10 +227,21 @@ class RecordedRun(Run):
             module.log_dict(values, prog_bar=True, logger=False)
 
     def end_epoch(self, trainer: Trainer) -> None:
-        """Exchange and log the totals of the ranks."""
+        """Prepare the exchange between the ranks.
+
+        In this hook a progress bar, which only rank 0 has, may reduce the metrics of the module
+        over all ranks. An exchange here would wait for that rank without end, so it is made at the
+        begin of the next epoch, or at the end of the training.
+        """
         self._recorder.drop_measurement()
         if trainer.world_size > 1 and logs_at_all(trainer):
-            self._reporter.join_ranks(_last_step(trainer))
+            self._epoch_end_step = _last_step(trainer)
+
+    def _join_ranks(self) -> tuple[int, ...]:
+        """Exchange the totals of the ranks, and log them if an epoch has ended."""
+        rank_peaks_bytes = self._reporter.join_ranks(self._epoch_end_step)
+        self._epoch_end_step = None
+        return rank_peaks_bytes
 
     def end_validation(self, trainer: Trainer) -> None:
         """Report a validation in the training."""
@@ -255,7 +270,7 @@ class RecordedRun(Run):
         try:
             self._reporter.log(self._stage, step, self._recorder.read_device())
             if is_complete and is_training and trainer.world_size > 1:
-                rank_peaks_bytes = self._reporter.join_ranks()
+                rank_peaks_bytes = self._join_ranks()
         finally:
             self._reporter.close()
         summary = self._reporter.summary(self._stage, self._recorder.breakdown, rank_peaks_bytes)

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from lightning_batchmem.devices.accelerator import AcceleratorTimer
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.page_faults import PageFaultMeter
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.devices.tensors import samples_in
 from lightning_batchmem.plan.options import number_from
@@ -48,8 +47,6 @@ class StepRecorder:
         self._device_memory = device_memory
         self._device_reader = DeviceReader(device, device_memory, max_limit_bytes)
         self._device_timer = device_timer
-        self._counts_page_faults = device_memory is not None and device_memory.held_is_resident_set
-        self._page_faults = PageFaultMeter()
         self._items_fn = items_fn
         self._optimizers: list[Optimizer] = []
         # The timer of the run, and that of the stage that runs now.
@@ -107,7 +104,6 @@ class StepRecorder:
         """Begin a validation in the training."""
         self.drop_measurement()
         self.run_timer.pause()
-        self._page_faults.pause()
         self.timer = StageTimer("validate")
         self.restart()
 
@@ -118,7 +114,6 @@ class StepRecorder:
         self.run_timer.forget_wait()
         # This reading excludes the evaluation from the next one.
         self._device_reader.read_utilization()
-        self._page_faults.resume()
 
     def start(self, module: LightningModule, batch: object) -> None:
         """Begin a step, whose batch has arrived."""
@@ -206,8 +201,6 @@ class StepRecorder:
             self._record.limit_bytes = reading.limit_bytes or self._record.limit_bytes
             self._record.utilization = reading.utilization
             self._record = None
-        if self._counts_page_faults and self.timer.stage == "train":
-            return reading._replace(page_faults=self._page_faults.read())
         return reading
 
     def explain_out_of_memory(self, trainer: Trainer, module: LightningModule) -> str:

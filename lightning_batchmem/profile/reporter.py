@@ -73,7 +73,6 @@ class StepReporter:
         self._busy_percent: defaultdict[str, Ratio] = defaultdict(Ratio)
         self._epoch_peak_bytes = 0
         self._steady_peak_bytes = 0
-        self._num_page_faults = 0
 
     def add(self, record: StepRecord) -> None:
         self._queue.append(record)
@@ -162,10 +161,6 @@ class StepReporter:
             name, percent = reading.utilization
             metrics[f"utilization/{name}"] = percent
             self._busy_percent[stage].add(percent * interval.seconds, interval.seconds)
-        if reading.page_faults is not None:
-            count = reading.page_faults.count
-            metrics["host/page_faults_per_step"] = (count - self._num_page_faults) / interval.steps
-            self._num_page_faults = count
         if stage == "train":
             if self._flops is not None:
                 metrics |= self._flops.metrics(interval.samples.value())

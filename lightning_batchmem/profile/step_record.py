@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_batchmem.devices.page_faults import PageFaults
 from lightning_batchmem.devices.peaks import StepPeaks
 
 
@@ -52,5 +51,3 @@ class DeviceReading(NamedTuple):
     utilization: tuple[str, float] | None = None
     # These are the retries of the allocator since the run began.
     alloc_retries: int | None = None
-    # These are the page faults of all training steps so far. They are read on the host only.
-    page_faults: PageFaults | None = None

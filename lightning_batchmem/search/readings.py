@@ -45,8 +45,6 @@ class TrialReadings:
     error: str = ""
     # A step that holds more ends the trial.
     most_held_bytes: float = math.inf
-    # What makes the steps slow.
-    note: str | None = None
 
     @property
     def seconds(self) -> list[float]:

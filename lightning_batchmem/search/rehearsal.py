@@ -7,11 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_batchmem.devices.page_faults import (
-    PageFaultMeter,
-    PageFaults,
-    page_fault_sentence,
-)
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.readings import TrialReadings
 from lightning_batchmem.search.session import Steps
@@ -29,9 +24,6 @@ class _Steady(NamedTuple):
     first_call: int
     # The allocator's retries after its first steps, and in the steps of other kinds and sizes.
     num_retries: int
-    # The page faults of its full steps.
-    page_faults: PageFaults | None
-    num_steps: int
 
 
 @dataclass(eq=False)
@@ -98,7 +90,6 @@ class Rehearsal:
                 hole_bytes = self._grown_bytes() - live_bytes
                 readings.reserve_bytes += int(self._reserve_share * max(0, hole_bytes))
         needed_bytes = max(readings.held_bytes[steady.first_call :]) + readings.reserve_bytes
-        self._note_page_faults(steady)
         readings.outcome = "ok"
         if steady.num_retries > 0:
             readings.outcome = "allocator_retry"
@@ -125,13 +116,6 @@ class Rehearsal:
         self._start_live_bytes += max(0, new_bytes)
         self._set_most_held_bytes()
 
-    def _note_page_faults(self, steady: _Steady) -> None:
-        faults = steady.page_faults
-        if not self._device.held_is_resident_set or faults is None:
-            return
-        if faults.cpu_seconds >= self._policy.page_fault_seconds:
-            self.readings.note = page_fault_sentence(faults, steady.num_steps)
-
     def _steps_of_a_training(self) -> _Steady:
         """Run the kinds of steps that the training will run."""
         session = self.meter.session
@@ -150,11 +134,10 @@ class Rehearsal:
             if self._device.held_is_resident_set:
                 self._count_states_as_held_before(start_state_bytes)
             first_call = len(readings.held_bytes)
-            meter = PageFaultMeter()
-            num_steps = self._policy.steady_steps
-            held_bytes = consecutive.run_steady(self._policy.settling_steps)
+            settling_steps = self._policy.settling_steps
+            held_bytes = consecutive.run_steady(settling_steps)
             retries = self._allocator_retries()
-            held_bytes += consecutive.run_steady(num_steps - self._policy.settling_steps)
+            held_bytes += consecutive.run_steady(self._policy.steady_steps - settling_steps)
             if self._device.held_is_resident_set:
                 # Most of what a small training holds there is the interpreter and its libraries.
                 # Batches of other lengths, and micro-batches, differ anyway.
@@ -165,8 +148,6 @@ class Rehearsal:
                 if self.is_slow:
                     more_steps = self._policy.more_steady_steps_slow
                 consecutive.run_steady(more_steps)
-                num_steps += more_steps
-            page_faults = meter.read()
             consecutive.run_others()
         following = [(primary, smaller_size, 1), (primary, batch_size, measured_steps)]
         if evaluation is not None:
@@ -179,7 +160,7 @@ class Rehearsal:
             with self._consecutive(steps, size) as consecutive:
                 consecutive.run(count)
         num_retries = self._allocator_retries() - retries
-        return _Steady(first_call, num_retries, page_faults, num_steps)
+        return _Steady(first_call, num_retries)
 
     def _fragmenting_steps(
         self, evaluation: Steps | None, smaller_size: int

@@ -92,7 +92,7 @@ class BatchSizeSearch:
         notes = [
             *result.chosen.notes,
             *notes,
-            *self._runner.notes(result.chosen.batch_size),
+            *self._runner.notes(),
             *session.notes,
         ]
         return replace(result, notes=tuple(notes), start_bytes=self._start_bytes)

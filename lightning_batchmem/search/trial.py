@@ -44,18 +44,14 @@ class TrialRunner:
         self._is_slow = False
         # These peaks are used again if the batches of the evaluation do not follow the batch size.
         self._fixed_evaluation: list[StepPeaks] = []
-        # The keys are sizes, and the values are notes of their rehearsals.
-        self._notes: dict[int, str] = {}
 
-    def notes(self, batch_size: int) -> list[str]:
-        """What the trials could not measure, and what makes the steps of a size slow."""
+    def notes(self) -> list[str]:
+        """What the trials could not measure."""
         notes = []
         if self.meter.has_idle_optimizer:
             notes.append(sentences.idle_optimizer(self._policy.max_warmup_steps))
         if self.meter.live is None:
             notes.append(sentences.LIVE_BYTES_NOT_COUNTED)
-        if batch_size in self._notes:
-            notes.append(self._notes[batch_size])
         return notes
 
     def calls_collectives(self, batch_size: int) -> bool:
@@ -104,8 +100,6 @@ class TrialRunner:
                     self._is_slow,
                 )
                 rehearsal.run()
-        if readings.note is not None:
-            self._notes[step.batch_size] = readings.note
         return self._trial(step, limits, readings)
 
     def synchronized_step(self, batch_size: int) -> int:

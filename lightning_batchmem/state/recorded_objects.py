@@ -23,6 +23,12 @@ def freeze(schedulers: Iterable[Any]) -> None:
         vars(scheduler)["step"] = lambda *_, **__: None
 
 
+def unfreeze(schedulers: Iterable[Any]) -> None:
+    """Undo :func:`freeze`: a checkpoint contains the attributes of a scheduler."""
+    for scheduler in schedulers:
+        vars(scheduler).pop("step", None)
+
+
 class RecordedObjects:
     """Everything that the steps of a search may change, recorded once and written back in place.
 

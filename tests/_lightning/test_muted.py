@@ -1,10 +1,12 @@
 """Callbacks and loggers that steps of a search read."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch import nn
 
 from lightning_batchmem._lightning.muted import MutedExperiment, muted_callback, muted_logger
@@ -15,6 +17,7 @@ class Keeper(Callback):
         self.queue = [1]
         self.table = torch.zeros(2)
         self.layers = [nn.Linear(1, 1)]
+        self.mocks = [Mock()]
         self.average = nn.Linear(1, 1)
         self.graph = torch.zeros(2, requires_grad=True) * 1
         self.large = torch.zeros(2**24 + 1)
@@ -41,8 +44,9 @@ def test_a_callback_is_read_and_does_not_change():
     muted.add(5)
     assert (muted.queue, muted.table.tolist(), muted.count) == ([1, 5], [5, 5], 5)
     assert (keeper.queue, keeper.table.tolist(), hasattr(keeper, "count")) == ([1], [0, 0], False)
-    assert muted.layers == keeper.layers
-    assert muted.layers is not keeper.layers
+    for name in ("layers", "mocks"):
+        assert getattr(muted, name) == getattr(keeper, name)
+        assert getattr(muted, name) is not getattr(keeper, name)
     for name in ("average", "graph", "large"):
         assert getattr(muted, name) is getattr(keeper, name)
     del muted
@@ -55,6 +59,18 @@ def test_hooks_of_an_instance_do_nothing_either():
     muted_callback(callback).on_fit_start(None, None)
     assert called == []
     assert muted_callback(EarlyStopping("loss", patience=7)).patience == 7
+
+
+@pytest.mark.parametrize(
+    ("mute", "kind"), [(muted_callback, Callback), (muted_logger, Logger), (muted_logger, None)]
+)
+def test_a_mock_is_read_and_counts_no_calls(mute, kind):
+    mock = Mock(spec=kind, version=3)
+    muted = mute(mock)
+    assert muted.version == 3
+    muted.setup()
+    muted.experiment.log({"loss": 1.0})
+    assert mock.mock_calls == []
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])

@@ -170,11 +170,19 @@ def test_the_regret_of_a_search_is_against_the_fastest_size_of_the_ladder():
 def test_the_fastest_size_is_looked_up_in_other_rounds():
     # 2 and 4 samples are equally fast, and each of them has one lucky round.
     known = {
-        "searches": {"memory": [found(2, 1.0, 0.1), found(4, 1.0, 0.1)]},
+        "searches": {"memory": [found(2, 1.0, seconds) for seconds in (0.1, 0.2)]},
         "steps": {"step_seconds": {"2": [0.05, 0.1], "4": [0.2, 0.1]}},
     }
     # The size that is best in one round has 20 samples per second in the other.
-    assert throughput.regrets(known, "memory") == pytest.approx([0.0, -1.0])
+    assert throughput.regrets(known, "memory") == pytest.approx([0.0, 0.5])
+
+
+def test_a_training_that_is_faster_than_every_size_has_no_regret():
+    known = {
+        "searches": {"memory": [found(2, 1.0, 0.05)]},
+        "steps": {"step_seconds": {"2": [0.1] * 2}},
+    }
+    assert throughput.regrets(known, "memory") == [0.0]
 
 
 @pytest.mark.slow

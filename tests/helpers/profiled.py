@@ -21,7 +21,6 @@ METRICS = {
     "throughput/step_ms",
     "throughput/data_wait_pct",
     "utilization/cpu_pct",
-    "host/page_faults_per_step",
     "batch/size",
 }
 

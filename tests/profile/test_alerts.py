@@ -1,7 +1,6 @@
 """The rules of the alerts, and their sentences, from numbers."""
 
 import math
-import platform
 import random
 from dataclasses import replace
 
@@ -9,14 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_batchmem.devices.page_faults import PageFaults
 from lightning_batchmem.devices.peaks import StepPeaks
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, Line, MemoryModel, Trial
 from lightning_batchmem.profile.alerts import (
     Alerts,
     DataWait,
-    FaultTime,
     LeakDetector,
     Prediction,
 )
@@ -311,44 +308,3 @@ def test_the_wait_is_summed_over_intervals_of_known_utilization():
     assert "num_workers" in sentence
     rules.interval(waited(100, 100.0, 0.8), DeviceReading(utilization=("gpu_pct", 0.0)), None)
     assert len(sentences) == 1
-
-
-def faulted(kernel_seconds, cpu_seconds):
-    """A reading with so many page faults that they explain all of the kernel time."""
-    return PageFaults(round(10**15 * cpu_seconds), kernel_seconds, cpu_seconds)
-
-
-@pytest.fixture
-def glibc(monkeypatch):
-    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
-
-
-@pytest.mark.parametrize(
-    ("steps", "cpu_seconds", "share", "is_slow"),
-    [
-        (20, 10.0, 0.16, True),
-        (20, 10.0, 0.14, False),
-        (19, 10.0, 0.16, False),
-        (20, 9.9, 0.16, False),
-    ],
-)
-def test_page_faults_that_take_time(glibc, steps, cpu_seconds, share, is_slow):
-    rule = FaultTime()
-    # The steps before the first reading touch memory for the first time.
-    assert rule.add(1000, faulted(100.0, 100.0)) is None
-    sentence = rule.add(steps, faulted(100.0 + share * cpu_seconds, 100.0 + cpu_seconds))
-    assert (sentence is not None) is is_slow
-
-
-def test_the_page_faults_are_summed_over_intervals(glibc):
-    rules, sentences = alerts()
-    readings = [(50.0, 50.0), (50.5, 56.0), (50.5, 60.0), (53.0, 65.0), (58.0, 70.0), (99.0, 99.0)]
-    for index, reading in enumerate(readings):
-        assert sentences == [] or index == 5
-        # A reading of the device between two readings of the page faults changes nothing.
-        rules.interval(StepTotals(), DeviceReading(), None)
-        rules.interval(StepTotals(10), DeviceReading(page_faults=faulted(*reading)), None)
-    (sentence,) = sentences
-    assert rules.issued == {"page faults": sentence}
-    # The first check, after 20 steps, is of 0.5 s in 10 s. The second one is of 7.5 s.
-    assert sentence.startswith("Page faults take 75% of the CPU time of the training steps (500,0")

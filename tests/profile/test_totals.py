@@ -8,7 +8,7 @@ from lightning_batchmem.devices.peaks import StepPeaks
 from lightning_batchmem.profile.step_record import StepRecord
 from lightning_batchmem.profile.totals import StageTotals, StepTotals, gather_ranks, rank_metrics
 from tests.helpers.profiled import rows
-from tests.helpers.profiled_ranks import profile
+from tests.helpers.profiled_ranks import profile, profile_after_bar
 from tests.helpers.rank_processes import run_ranks
 
 MIB = 2**20
@@ -116,3 +116,23 @@ def test_two_processes_are_joined_at_the_end_of_each_epoch(tmp_path):
     # Each rank has half of the model.
     for name in ("parameters_bytes", "gradients_bytes", "optimizer_state_bytes"):
         assert fsdp2["breakdown"][name] == (64 * 32 + 32 * 2) * 4 // 2, name
+
+
+@pytest.mark.slow
+def test_ranks_exchange_after_lightning_has_reduced_the_metrics_of_an_epoch(tmp_path):
+    codes, outputs = run_ranks(profile_after_bar, tmp_path)
+    assert codes == [0, 0], outputs
+    zero, one = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    # An epoch has three steps.
+    steps = {
+        "whole": [2, 5, 8],
+        "max_steps": [2, 3],
+        "should_stop": [0],
+        "unlogged": [],
+        "error": [2],
+    }
+    assert {name: found["steps"] for name, found in zero.items()} == steps
+    for name in steps:
+        # After an error, ranks exchange nothing.
+        ranks = 0 if name == "error" else 2
+        assert (zero[name]["ranks"], one[name]["ranks"]) == (ranks, ranks), name

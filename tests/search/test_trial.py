@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import mmap
-import platform
 from functools import partial
 
 import pytest
@@ -446,23 +444,6 @@ def test_a_step_above_the_limit_ends_a_rehearsal_on_the_host(search, device):
             policy=SearchPolicy(timed_seconds=0.0),
         )
     assert max(steps) == 10
-
-
-def test_page_faults_of_the_chosen_size_are_a_note(search, device, monkeypatch):
-    device.as_host()
-    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.40"))
-
-    def write_new_pages(size, number):
-        # The kernel provides each page at its first use, and takes it back at the end.
-        with mmap.mmap(-1, 32 * MIB) as block:
-            block[:: mmap.PAGESIZE] = bytes(32 * MIB // mmap.PAGESIZE)
-
-    policy = SearchPolicy(page_fault_seconds=0.0)
-    plan = search(Stepping(device, write_new_pages), policy=policy)
-    assert sum("Page faults take" in note for note in plan.notes) == 1
-    # The time of the steps is too short for the clock of the kernel.
-    plan = search(Stepping(device, write_new_pages), policy=SearchPolicy(page_fault_seconds=60.0))
-    assert not any("Page faults" in note for note in plan.notes)
 
 
 def test_a_probe_ends_before_the_process_would(search, device):
