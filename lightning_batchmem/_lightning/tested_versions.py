@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 # The files with private names of torch state these versions too.
-NEWEST_TESTED_TORCH = (2, 13)
+NEWEST_TESTED_TORCH = (2, 14)
 
 
 @functools.cache

@@ -11,17 +11,17 @@ from lightning_batchmem._lightning.tested_versions import (
 )
 
 
-@pytest.mark.parametrize("version", ["2.14.0", "3.0.0+cu130", "2.14.0a0+git1234"])
+@pytest.mark.parametrize("version", ["2.15.0", "3.0.0+cu130", "2.15.0a0+git1234"])
 def test_a_newer_torch_is_one_warning(version):
     warn_of_untested_torch.cache_clear()
-    with pytest.warns(UserWarning, match=f"torch {version[:4]}.* is newer than 2.13"):
+    with pytest.warns(UserWarning, match=f"torch {version[:4]}.* is newer than 2.14"):
         warn_of_untested_torch(version)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_untested_torch(version)
 
 
-@pytest.mark.parametrize("version", ["2.13.1+cpu", "2.5.1", "1.13.0", torch.__version__])
+@pytest.mark.parametrize("version", ["2.14.1+cu130", "2.5.1", "1.13.0", torch.__version__])
 def test_a_tested_torch_is_no_warning(version):
     warn_of_untested_torch(version)
 
