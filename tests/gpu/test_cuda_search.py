@@ -1,4 +1,4 @@
-"""Searches and trainings of four networks on the stub: the smallest case of benchmarks.cuda_search."""
+"""Searches and trainings of four networks on the stub, as in benchmarks.cuda_search."""
 
 import os
 import re
@@ -17,13 +17,13 @@ NETWORKS = ["mlp", "checkpointed gpt", "unet", "gan"]
 @pytest.mark.slow
 @pytest.mark.skipif(not is_cuda_stub(), reason="the benchmark runs on the stub")
 def test_no_training_dies_at_a_size_found():
-    command = "-m benchmarks.cuda_search --gibibytes 1.5 --ways BatchFinder --only".split()
+    options = ["--gibibytes", "1.5", "--ways", "BatchFinder", "--only", *NETWORKS]
     # Kernels take no time here, and the settings of this process may say otherwise.
     variables = {
         name: value for name, value in os.environ.items() if not name.startswith("CUDA_STUB_")
     }
     run = subprocess.run(
-        [sys.executable, *command, *NETWORKS],
+        [sys.executable, "-m", "benchmarks.cuda_search", *options],
         cwd=ROOT,
         env=variables,
         capture_output=True,
@@ -31,13 +31,9 @@ def test_no_training_dies_at_a_size_found():
         timeout=280,
         check=True,
     )
-    rows = [
-        line
-        for line in run.stdout.splitlines()
-        if line.startswith(tuple(f"| {n} |" for n in NETWORKS))
-    ]
-    found = [re.search(r"\| (\d+) \((\d+\.\d+)\), ok \|", row) for row in rows]
+    rows = [line for line in run.stdout.splitlines() if line.startswith("| ")]
+    found = [re.search(r"\| (\d+) \((\d+\.\d+)\), ok \|", row) for row in rows[2:]]
     assert len(found) == len(NETWORKS), run.stdout
     assert all(found), run.stdout
-    # The lowest share of the largest size that trains quietly, in the results that are stored.
+    # In the stored results of version 0.3.0, no share of the largest quiet size is lower.
     assert min(float(one[2]) for one in found) >= 0.5, run.stdout
