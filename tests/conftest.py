@@ -8,7 +8,7 @@ import torch
 
 from lightning_batchmem import BatchFinder, MemoryProfiler
 from tests.helpers.fake_device import FakeDevice
-from tests.helpers.lawful import quiet_trainer
+from tests.helpers.lawful import FAST, quiet_trainer
 
 
 def pytest_collection_finish():
@@ -50,11 +50,21 @@ def same_device(device_memory, device):
 
 
 @pytest.fixture
-def fit(monkeypatch, reads_here):
+def policy():
+    """The numbers of a search in ``fit``, unless it gets others.
+
+    A module about the numbers of the package has a fixture of this name.
+    """
+    return FAST
+
+
+@pytest.fixture
+def fit(reads_here, policy):
     """Train for a few steps on the fake device."""
 
     def run(module, finder, device_memory, *callbacks, **arguments):
         finder.device_memory = partial(same_device, device_memory)
+        finder.policy = arguments.pop("policy", policy)
         keywords = {
             key: arguments.pop(key)
             for key in ("train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path")
@@ -81,7 +91,6 @@ def search(fit, device):
         finder = BatchFinder(
             **{"multiple_of": 1, "min_steps_per_epoch": None, **arguments.pop("options", {})}
         )
-        finder.policy = arguments.pop("policy", finder.policy)
         steps = {"max_steps": 1} if stage == "fit" else {"max_epochs": 0}
         trainer = fit(
             module, finder, device, *callbacks, **{"num_sanity_val_steps": 0, **steps, **arguments}

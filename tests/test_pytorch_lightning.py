@@ -38,8 +38,8 @@ def with_other_package(name):
 
 @pytest.fixture(scope="module")
 def contract():
-    for name in ("tests.helpers.contract_cases", "tests.helpers.outcomes"):
-        with_other_package(name)
+    for name in ("contract_cases", "lawful", "outcomes"):
+        with_other_package(f"tests.helpers.{name}")
     return with_other_package("tests.test_contract")
 
 
