@@ -12,10 +12,15 @@ from tests.helpers.lawful import FAST, quiet_trainer
 
 
 def pytest_collection_finish():
-    """Leave the imported libraries out of garbage collections: a search makes several."""
-    gc.freeze()
-    # For tiny networks, several threads are slower than one.
+    """Take one thread: for tiny networks, several are slower."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imports_are_no_garbage():
+    """Leave the libraries imported by now out of garbage collections: a search makes several."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
