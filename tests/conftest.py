@@ -1,7 +1,9 @@
+import ast
 import gc
 import multiprocessing
 import sys
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,37 @@ import torch
 from lightning_batchmem import BatchFinder, MemoryProfiler
 from tests.helpers.fake_device import FakeDevice
 from tests.helpers.lawful import FAST, quiet_trainer
+
+TESTS = Path(__file__).parent
+# All tests in these folders are slow.
+SLOW_FOLDERS = (TESTS / "benchmarks", TESTS / "ecosystem")
+# A test that uses one of these names starts a Python process, which imports torch for seconds.
+STARTERS = {"run_ranks", "subprocess"}
+
+
+def pytest_collection_modifyitems(items):
+    """Mark as slow whatever starts a Python process, and the tests of some folders."""
+    for item in items:
+        in_slow_folder = any(folder in item.path.parents for folder in SLOW_FOLDERS)
+        if in_slow_folder or item.originalname in names_that_start_processes(item.path):
+            item.add_marker(pytest.mark.slow)
+
+
+@cache
+def names_that_start_processes(path):
+    """``STARTERS``, and the functions and fixtures of a module that use one of them."""
+    used_names = {}
+    for definition in ast.parse(path.read_text()).body:
+        if isinstance(definition, ast.FunctionDef):
+            nodes = list(ast.walk(definition))
+            names = {node.id for node in nodes if isinstance(node, ast.Name)}
+            # A test names a fixture as an argument.
+            names |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+            used_names[definition.name] = names
+    starting = set(STARTERS)
+    while more := {name for name, used in used_names.items() if used & starting} - starting:
+        starting |= more
+    return starting
 
 
 def pytest_collection_finish():

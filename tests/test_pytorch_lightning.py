@@ -12,11 +12,11 @@ pl = pytest.importorskip("pytorch_lightning")
 
 CASES = [
     "manual_two_optimizers",
-    "a_combined_loader",
     "datamodule_hparams",
-    "bf16_mixed",
-    "budget",
-    "guarded_against_out_of_memory",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("a_combined_loader", "bf16_mixed", "budget", "guarded_against_out_of_memory")
+    ),
 ]
 
 

@@ -98,7 +98,6 @@ def test_the_table_of_searches_has_their_sizes_and_times(run, tmp_path):
     assert lstm["BatchFinder"] == "75 (65 to 76), 77%, failed 0 of 10, 11 (10 to 14) s"
 
 
-@pytest.mark.slow
 def test_a_training_in_a_control_group_survives_or_is_killed():
     training = partial(
         in_fresh_process, "benchmarks.ways", "LSTM", room_bytes=WORKLOADS["LSTM"].room_bytes
@@ -113,7 +112,6 @@ def test_a_training_in_a_control_group_survives_or_is_killed():
     assert (large["error"], large["last_new_size"], large.get("steps")) == ("killed", 400, None)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("network", ["U-Net 256 AdamW", "GPT 12x768 AdamW bf16", "ResNet-18 SGD"])
 def test_searches_on_the_simulated_device_find_nearly_the_largest_size_that_trains(network, run):
     rows = rows_of(run(f"simulated_cuda --gigabytes 8 --only '{network}'"))
@@ -164,7 +162,6 @@ def test_networks_of_the_simulated_searches_are_chosen(arguments, networks, run,
     assert [row["network"] for row in rows] == names
 
 
-@pytest.mark.slow
 def test_overhead_is_relative_to_memory_profiler(run):
     rows = rows_of(run("overhead --runs 1"))
     assert {row["log_every_n_steps"] for row in rows} == {"50", "1"}
@@ -238,7 +235,6 @@ def test_the_fastest_size_is_looked_up_in_other_rounds():
     assert throughput.regrets(known, "memory") == pytest.approx([0.0, -1.0])
 
 
-@pytest.mark.slow
 def test_throughput_times_the_ladder_and_the_training_after_each_search(run):
     printed = run("throughput --only 'small transformer' --repeats 1 --rounds 2")
     rows = rows_of(printed)
@@ -252,7 +248,6 @@ def test_throughput_times_the_ladder_and_the_training_after_each_search(run):
     assert memory / 2 < power <= memory
 
 
-@pytest.mark.slow
 def test_a_loop_and_a_trainer_measure_the_same_memory_on_the_host(run, monkeypatch):
     """Their sizes differ as those of two equal searches do, since the held bytes are not equal."""
     # For a tiny network, several threads are slower than one.
