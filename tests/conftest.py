@@ -1,21 +1,59 @@
+import ast
 import gc
 import multiprocessing
 import sys
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_batchmem import BatchFinder, MemoryProfiler
 from tests.helpers.fake_device import FakeDevice
-from tests.helpers.lawful import quiet_trainer
+from tests.helpers.lawful import FAST, quiet_trainer
+
+TESTS = Path(__file__).parent
+# All tests in these folders are slow.
+SLOW_FOLDERS = (TESTS / "benchmarks", TESTS / "ecosystem")
+# A test that uses one of these names starts a Python process, which imports torch for seconds.
+STARTERS = {"run_ranks", "subprocess"}
+
+
+def pytest_collection_modifyitems(items):
+    """Mark as slow whatever starts a Python process, and the tests of some folders."""
+    for item in items:
+        in_slow_folder = any(folder in item.path.parents for folder in SLOW_FOLDERS)
+        if in_slow_folder or item.originalname in names_that_start_processes(item.path):
+            item.add_marker(pytest.mark.slow)
+
+
+@cache
+def names_that_start_processes(path):
+    """``STARTERS``, and the functions and fixtures of a module that use one of them."""
+    used_names = {}
+    for definition in ast.parse(path.read_text()).body:
+        if isinstance(definition, ast.FunctionDef):
+            nodes = list(ast.walk(definition))
+            names = {node.id for node in nodes if isinstance(node, ast.Name)}
+            # A test names a fixture as an argument.
+            names |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+            used_names[definition.name] = names
+    starting = set(STARTERS)
+    while more := {name for name, used in used_names.items() if used & starting} - starting:
+        starting |= more
+    return starting
 
 
 def pytest_collection_finish():
-    """Leave the imported libraries out of garbage collections: a search makes several."""
-    gc.freeze()
-    # For tiny networks, several threads are slower than one.
+    """Take one thread: for tiny networks, several are slower."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imports_are_no_garbage():
+    """Leave the libraries imported by now out of garbage collections: a search makes several."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -50,11 +88,21 @@ def same_device(device_memory, device):
 
 
 @pytest.fixture
-def fit(monkeypatch, reads_here):
+def policy():
+    """The numbers of a search in ``fit``, unless it gets others.
+
+    A module about the numbers of the package has a fixture of this name.
+    """
+    return FAST
+
+
+@pytest.fixture
+def fit(reads_here, policy):
     """Train for a few steps on the fake device."""
 
     def run(module, finder, device_memory, *callbacks, **arguments):
         finder.device_memory = partial(same_device, device_memory)
+        finder.policy = arguments.pop("policy", policy)
         keywords = {
             key: arguments.pop(key)
             for key in ("train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path")
@@ -81,7 +129,6 @@ def search(fit, device):
         finder = BatchFinder(
             **{"multiple_of": 1, "min_steps_per_epoch": None, **arguments.pop("options", {})}
         )
-        finder.policy = arguments.pop("policy", finder.policy)
         steps = {"max_steps": 1} if stage == "fit" else {"max_epochs": 0}
         trainer = fit(
             module, finder, device, *callbacks, **{"num_sanity_val_steps": 0, **steps, **arguments}

@@ -19,6 +19,7 @@ from lightning_batchmem.variant import make_trainer
 from tests.helpers.blocks import Block, BlockNet
 
 CPU = {"accelerator": "cpu", "enable_progress_bar": False}
+pytestmark = pytest.mark.usefixtures("reads_here")
 
 
 class Wide(nn.Module):

@@ -93,6 +93,7 @@ comparison = compare(make, variants, base={"accelerator": "cpu"}, max_batch_size
 """
 
 
+@pytest.mark.slow
 def test_each_variant_runs_in_a_new_process(tmp_path, monkeypatch):
     main = run_as_main(monkeypatch, SCRIPT, tmp_path / "script.py")
     plain, killed = main.comparison.variants

@@ -14,16 +14,49 @@ from torchmetrics import CatMetric
 
 from lightning_batchmem import BatchFinder
 from tests.helpers.contract_cases import CASES, SIZE, Net, Noisy
+from tests.helpers.lawful import FAST
 from tests.helpers.outcomes import Recorder, assert_same, left_by, outcome_of, trainer_of
+
+# These cases differ most in the code of the package that they run. The others are slow.
+QUICK = {
+    "sgd_momentum",
+    "manual_two_optimizers",
+    "several_loaders_of_several_sizes",
+    "validation_of_its_own_size",
+    "weights_swapped_by_hooks_of_validation",
+    "target_batch_size",
+    "accumulation_and_clipping",
+    "bf16_mixed",
+    "hparams_of_module_and_datamodule",
+    "stream",
+    "a_step_that_reads_callbacks_and_the_logger",
+    "entangled_attributes",
+    "batch_sampler_as_sampler",
+    "budget",
+    "guarded_against_out_of_memory",
+}
+# These cases have the steps of the package's own numbers, and the others only some of each kind.
+ALL_STEPS = {
+    "sgd_momentum",
+    "manual_two_optimizers",
+    "validation_of_its_own_size",
+    "accumulation_and_clipping",
+}
+assert ALL_STEPS < QUICK < CASES.keys()
 
 
 # A search that reads samples in this process may leave more traces than one with a worker.
 # test_find.py has searches with a worker.
 @pytest.mark.usefixtures("reads_here")
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES],
+)
 def test_no_trace(name: str, tmp_path: Path) -> None:
     finder = BatchFinder(**{"max_batch_size": SIZE, **CASES[name].finder})
+    if name not in ALL_STEPS:
+        finder.policy = FAST
     searched = outcome_of(tmp_path / "searched", CASES[name], CASES[name].start, finder)
     hard_coded = outcome_of(tmp_path / "hard", CASES[name], SIZE, None)
     assert finder.plan is not None

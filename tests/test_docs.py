@@ -62,6 +62,7 @@ def test_every_block_is_tested_or_marked():
     assert marks <= {"fresh-start: run", "fresh-start: test"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 # Lightning issues this warning for the precision in an example.
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")
@@ -118,6 +119,7 @@ def check_command(words):
 CONFIGURATIONS = [block for block in BLOCKS if block.language == "yaml" and not block.mark]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", CONFIGURATIONS, ids=str)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*JsonargparseDeprecationWarning")
 def test_yaml_configures_the_cli_example(block, tmp_path, monkeypatch):

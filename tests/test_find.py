@@ -18,17 +18,22 @@ from tests.helpers.outcomes import assert_same, outcome_of
 
 # In each of these cases, a search could leave a trace in another way.
 PROJECTS = [
-    "onecycle_of_a_loader_with_generators",
     "onecycle_with_persistent_workers",
     "manual_two_optimizers",
-    "validation_of_its_own_size",
-    "a_combined_loader",
-    "validation_loaders_passed_too",
-    "scaled_learning_rate",
-    "weights_averaged_stochastically",
     "datamodule_that_caches_a_random_split",
     "entangled_attributes",
-    "hooks_on_tensors_that_ask_the_trainer",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in (
+            "onecycle_of_a_loader_with_generators",
+            "validation_of_its_own_size",
+            "a_combined_loader",
+            "validation_loaders_passed_too",
+            "scaled_learning_rate",
+            "weights_averaged_stochastically",
+            "hooks_on_tensors_that_ask_the_trainer",
+        )
+    ),
 ]
 
 

@@ -11,8 +11,6 @@ import pytest
 from tests.helpers.guarded_ranks import BOTH, FORWARD, run_cases
 from tests.helpers.rank_processes import run_ranks
 
-pytestmark = pytest.mark.slow
-
 CASES: dict[str, dict[str, Any]] = {
     "rank 1": {"ranks": [1], "fails": FORWARD},
     "rank 0": {"ranks": [0], "fails": FORWARD},

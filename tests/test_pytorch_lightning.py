@@ -12,11 +12,11 @@ pl = pytest.importorskip("pytorch_lightning")
 
 CASES = [
     "manual_two_optimizers",
-    "a_combined_loader",
     "datamodule_hparams",
-    "bf16_mixed",
-    "budget",
-    "guarded_against_out_of_memory",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("a_combined_loader", "bf16_mixed", "budget", "guarded_against_out_of_memory")
+    ),
 ]
 
 
@@ -38,8 +38,8 @@ def with_other_package(name):
 
 @pytest.fixture(scope="module")
 def contract():
-    for name in ("tests.helpers.contract_cases", "tests.helpers.outcomes"):
-        with_other_package(name)
+    for name in ("contract_cases", "lawful", "outcomes"):
+        with_other_package(f"tests.helpers.{name}")
     return with_other_package("tests.test_contract")
 
 

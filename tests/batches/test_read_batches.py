@@ -168,7 +168,9 @@ class Waiting:
         yield
 
 
-def test_a_batch_that_never_comes_ends_in_an_error():
+def test_a_batch_that_never_comes_ends_in_an_error(monkeypatch):
+    # The DataLoader waits this long for a worker before it terminates it.
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
     loader = DataLoader(Tokens(LENGTHS), batch_sampler=Waiting(), collate_fn=pad)
 
     def impatient(loader):

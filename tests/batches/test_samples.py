@@ -105,7 +105,8 @@ def test_slow_samples_are_used_as_far_as_they_were_read():
     assert not sizes.is_complete
     assert dataset.reads == 0
     (note,) = batches(dataset, policy=quick).notes
-    assert re.fullmatch(r"Only [123] samples were read in 0 s; larger ones may exist\.", note)
+    # On a busy machine, reading one sample takes seconds.
+    assert re.fullmatch(r"Only [123] samples were read in \d+ s; larger ones may exist\.", note)
     assert not batches(dataset, "typical", policy=quick).notes
 
 
@@ -255,7 +256,8 @@ def test_a_batch_sampler_that_cannot_be_copied_gets_its_size(uncopied):
 
 
 def test_the_reading_ends_when_all_sizes_are_equal():
-    assert count_read(Numbers(2000)) == 512
+    # On a busy machine, reading them takes longer than the policy calls quick.
+    assert count_read(Numbers(2000), equal_sizes_seconds=60.0) == 512
     # With this setting, all samples count as slow.
     assert count_read(Numbers(2000), equal_sizes_seconds=0.0) == 64
     assert count_read(Numbers(2000), "typical") == 32

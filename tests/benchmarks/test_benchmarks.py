@@ -88,7 +88,6 @@ def test_the_table_of_searches_has_their_sizes_and_times(run, tmp_path):
     assert lstm["BatchFinder"] == "75 (65 to 76), 77%, failed 0 of 10, 11 (10 to 14) s"
 
 
-@pytest.mark.slow
 def test_a_training_in_a_control_group_survives_or_is_killed():
     training = partial(
         in_fresh_process, "benchmarks.ways", "LSTM", room_bytes=WORKLOADS["LSTM"].room_bytes
@@ -103,7 +102,6 @@ def test_a_training_in_a_control_group_survives_or_is_killed():
     assert (large["error"], large["last_new_size"], large.get("steps")) == ("killed", 400, None)
 
 
-@pytest.mark.slow
 def test_overhead_is_relative_to_memory_profiler(run):
     rows = rows_of(run("overhead --runs 1"))
     assert {row["log_every_n_steps"] for row in rows} == {"50", "1"}
@@ -185,7 +183,6 @@ def test_a_training_that_is_faster_than_every_size_has_no_regret():
     assert throughput.regrets(known, "memory") == [0.0]
 
 
-@pytest.mark.slow
 def test_throughput_times_the_ladder_and_the_training_after_each_search(run):
     printed = run("throughput --only 'small transformer' --repeats 1 --rounds 2")
     rows = rows_of(printed)
@@ -199,7 +196,6 @@ def test_throughput_times_the_ladder_and_the_training_after_each_search(run):
     assert memory / 2 < power <= memory
 
 
-@pytest.mark.slow
 def test_a_loop_and_a_trainer_measure_the_same_memory_on_the_host(run, monkeypatch):
     """Their sizes differ as those of two equal searches do, since the held bytes are not equal."""
     # For a tiny network, several threads are slower than one.

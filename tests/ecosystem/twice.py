@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback
 
 # The libraries raise warnings of their own, which are no errors here.
-MARKS = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+MARKS = [pytest.mark.filterwarnings("default")]
 MISSING = 'the library is not installed; pip install "lightning-batchmem[ecosystem]"'
 
 

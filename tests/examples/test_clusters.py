@@ -15,7 +15,6 @@ from lightning_batchmem import Plan
 from tests.helpers import fake_srun
 
 REPOSITORY = Path(__file__).parents[2]
-pytestmark = pytest.mark.slow
 
 
 def run(command, folder, **variables):

@@ -19,7 +19,6 @@ from tests.helpers.rank_processes import run_ranks
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHARDS_HERE = hasattr(torch.distributed.fsdp, "fully_shard") or torch.cuda.device_count() >= 2
 NAMES = ("ddp", "fsdp2", "fabric_loop")
-pytestmark = pytest.mark.slow
 
 
 def run_examples(rank, directory):

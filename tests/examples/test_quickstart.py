@@ -14,7 +14,6 @@ from lightning_batchmem.profile.summary import Summary
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 
 
-@pytest.mark.slow
 def test_the_quickstart_ends_with_five_lines_that_hold(tmp_path):
     done = subprocess.run(
         [sys.executable, str(QUICKSTART)], cwd=tmp_path, capture_output=True, text=True, check=False

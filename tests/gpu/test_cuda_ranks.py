@@ -27,7 +27,6 @@ def search_on(folder, gibibytes):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not is_cuda_stub(), reason="needs two devices of unequal size")
 def test_unequal_devices_agree_on_a_size_that_both_train(tmp_path):
     first, second = search_on(tmp_path, "0.75,0.6")

@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[2]
 NETWORKS = ["mlp", "checkpointed gpt", "unet", "gan"]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not is_cuda_stub(), reason="the benchmark runs on the stub")
 def test_no_training_dies_at_a_size_found():
     options = ["--gibibytes", "1.5", "--ways", "BatchFinder", "--only", *NETWORKS]

@@ -17,6 +17,17 @@ from lightning_batchmem.plan.policy import SearchPolicy
 SAMPLES = 5000
 MIB = 2**20
 
+# A search with every kind of step, but few of them, for tests that are not about their number.
+FAST = SearchPolicy(
+    first_warmup_steps=1,
+    timed_steps=1,
+    timed_seconds=0.0,
+    measured_steps=1,
+    steady_steps=2,
+    smaller_batch_shares=(0.75,),
+    equal_sizes_quick=64,
+)
+
 
 def law(size):
     return 99 * MIB + size * MIB

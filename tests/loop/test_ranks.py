@@ -11,7 +11,6 @@ from tests.helpers.rank_processes import run_ranks
 
 # torch 2.5 has no fully_shard in this module, and its FSDP2 needs GPUs.
 SHARDS_HERE = hasattr(torch.distributed.fsdp, "fully_shard")
-pytestmark = pytest.mark.slow
 
 LIMITED = {"options": {"max_batch_size": 64}}
 CASES = {

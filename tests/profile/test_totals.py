@@ -95,7 +95,6 @@ def test_one_rank():
     assert rank_metrics(*gather_ranks(StepTotals(), strategy)) == {}
 
 
-@pytest.mark.slow
 def test_two_processes_are_joined_at_the_end_of_each_epoch(tmp_path):
     codes, outputs = run_ranks(profile, tmp_path)
     assert codes == [0, 0], outputs

@@ -22,7 +22,6 @@ from tests.helpers.search_ranks import MIB, run_cases
 ROOT = Path(__file__).parents[2]
 # torch 2.5 has no fully_shard in this module, and its FSDP2 needs GPUs.
 SHARDS_HERE = hasattr(torch.distributed.fsdp, "fully_shard")
-pytestmark = pytest.mark.slow
 
 
 def test_one_rank_exchanges_nothing_and_keeps_its_error():

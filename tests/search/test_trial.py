@@ -50,6 +50,12 @@ class InTurn(Stepping):
 
 
 @pytest.fixture
+def policy():
+    """The tests count the steps of the package's own numbers."""
+    return SearchPolicy()
+
+
+@pytest.fixture
 def device(device):
     device.enforces_limits = True
     return device
