@@ -71,7 +71,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Watch(Callback):
-    """Reads the allocator's events when training starts, after its first step, and at the end.
+    """Reads the allocator's events when training starts, and after its first step.
 
     After a search it also makes the epochs of the training short.
     """
