@@ -178,33 +178,6 @@ def test_no_place_to_write_and_no_matplotlib(log_dir, monkeypatch, capsys):
     assert capsys.readouterr().err == message
 
 
-def test_two_runs(finished, log_dir, tmp_path, capsys):
-    assert main(["draw", str(finished), str(log_dir)]) == 0
-    output = capsys.readouterr().out
-    assert "waiting for data" in output
-    names = ["memory_composition", "memory_over_steps", "throughput_vs_batch_size"]
-    assert drawn(log_dir) == [f"compared_{name}.png" for name in names]
-    csv = log_dir / FILES[0]
-    assert main(["draw", str(finished), str(csv), "--out", str(tmp_path / "figures")]) == 0
-    assert len(drawn(tmp_path / "figures")) == 3
-
-
-def test_two_runs_that_cannot_be_drawn(finished, log_dir, monkeypatch, capsys):
-    assert main(["draw", str(finished), str(log_dir), "--out", str(log_dir / FILES[0])]) == 1
-    assert str(log_dir / FILES[0]) in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["draw", str(finished), str(log_dir)]) == 1
-    assert capsys.readouterr().err.startswith("figures need matplotlib")
-    summary = log_dir / "memory_summary.json"
-    for damaged in ("{", '{"validation":' * 100_000):
-        summary.write_text(damaged)
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as error:
-            main(["draw", str(finished), str(log_dir)])
-        assert error.value.code == 2
-        assert f"{summary} is damaged" in capsys.readouterr().err
-
-
 # --- find and compare
 
 PROJECT = """

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_batchmem.plan.fit import fit_memory, fit_time, ran_through
+from lightning_batchmem.plan.fit import fit_memory, ran_through
 from lightning_batchmem.plan.json_fields import from_json
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import (
@@ -15,7 +15,6 @@ from lightning_batchmem.plan.records import (
     LimitedBy,
     MemoryModel,
     SearchLimits,
-    TimeModel,
     Trial,
 )
 from lightning_batchmem.plan.scaling import OptimizerStep
@@ -38,7 +37,6 @@ class Plan:
             be run.
         trials: every size that was run, in the order in which it was run.
         memory: the fitted memory lines; ``None`` when a single size was run.
-        time: the fitted time line; ``None`` likewise, and where no line describes the times.
         reason: one sentence: why this size.
         device: where it was measured, such as ``"NVIDIA H100 80GB HBM3"`` or ``"host"``.
         accumulate_grad_batches: batches to an optimizer step.
@@ -73,7 +71,6 @@ class Plan:
     measured_peak_bytes: int | None
     trials: tuple[Trial, ...]
     memory: MemoryModel | None
-    time: TimeModel | None
     reason: str = ""
     device: str = ""
     accumulate_grad_batches: int = 1
@@ -160,7 +157,6 @@ def make_plan(
         held_peak_bytes=None if rehearsal is None else rehearsal.peak_held_bytes,
         trials=tuple(trials),
         memory=fit_memory(trials, policy),
-        time=fit_time(trials, policy),
         reason=chosen.reason,
         device=device,
         accumulate_grad_batches=step.accumulate_grad_batches,

@@ -93,10 +93,6 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
         growth = f"{mib(line.slope)} {_one(plan)}"
         text = f"{mib(line.intercept)} + {growth} ({phase.replace('_', ' ')})"
         rows.append(("memory", text))
-    if plan.time is not None:
-        line = plan.time.line
-        text = f"{line.intercept * 1e3:.3g} ms + {line.slope * 1e3:.3g} ms {_one(plan)}"
-        rows.append(("time", text))
     if plan.trials:
         rows.append(("sizes", _known_sizes(plan)))
     if changes := _changes(plan):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import MIB, PHASES, Line, MemoryModel, TimeModel, Trial
+from lightning_batchmem.plan.records import MIB, PHASES, Line, MemoryModel, Trial
 from tests.helpers.lawful import OLD_PLAN
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -27,7 +27,6 @@ PLANS = any_of(
     trials=st.lists(any_of(Trial, phase_peak_bytes=PEAKS, **TIMES), max_size=5).map(tuple),
     memory=st.none()
     | st.builds(MemoryModel, st.dictionaries(st.sampled_from(PHASES), LINES, min_size=1)),
-    time=st.none() | st.builds(TimeModel, LINES),
     learning_rate=st.none() | FINITE,
     learning_rate_before=st.none() | FINITE,
     evaluation=st.none(),
@@ -60,7 +59,6 @@ PLAN = Plan(
         ),
     ),
     memory=MemoryModel({"forward": Line(100 * MIB, 2 * MIB, 2, 32)}),
-    time=TimeModel(Line(0.010, 0.001, 2, 32)),
     reason="32 samples: the largest size that is predicted to fit.",
     held_peak_bytes=180 * MIB,
     fastest_batch_size=32,
@@ -91,20 +89,13 @@ def test_a_plan_of_version_0_1_0_is_read():
 
 def test_unknown_keys_are_ignored():
     data = json.loads(PLAN.to_json())
-    for part in (
-        data,
-        data["trials"][0],
-        data["memory"],
-        data["memory"]["lines"]["forward"],
-        data["time"]["line"],
-    ):
+    line = data["memory"]["lines"]["forward"]
+    for part in (data, data["trials"][0], data["memory"], line):
         part["of a later version"] = 1
     assert Plan.from_json(json.dumps(data)) == PLAN
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "1", "null", "{}", '{"memory": 3, "time": 1, "evaluation": null}']
-)
+@pytest.mark.parametrize("text", ["", "[]", "1", "null", "{}", '{"memory": 3, "evaluation": null}'])
 def test_other_text_is_refused(text):
     with pytest.raises(ValueError, match=r"text must be the JSON of a Plan, got|Expecting value"):
         Plan.from_json(text)
@@ -146,7 +137,6 @@ def test_the_text_of_a_plan():
             "  predicted 164.0 MiB",
             "  measured  165.0 MiB, 180.0 MiB held by this process",
             "  memory    100.0 MiB + 2.0 MiB a sample (forward)",
-            "  time      10 ms + 1 ms a sample",
             "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
             "  why       32 samples: the largest size that is predicted to fit.",
             "  run       result       size  live MiB  line MiB  held MiB        ms samples/s",
@@ -207,7 +197,7 @@ def test_the_short_text_has_six_lines_at_most():
             "  details   print the plan, or set verbose=True: reasons, all sizes, all notes",
         ]
     )
-    nothing_ran = Plan(1, "dataset", False, 200 * MIB, None, None, (), None, None)
+    nothing_ran = Plan(1, "dataset", False, 200 * MIB, None, None, (), None)
     assert nothing_ran.short_text().splitlines()[1:] == [
         "  memory    limit 200.0 MiB",
         "  details   print the plan, or set verbose=True: reasons, all sizes, all notes",
