@@ -101,14 +101,9 @@ def resumed_of(
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed from")
 def test_no_trace_in_a_resumed_run(tmp_path: Path) -> None:
-    arguments = {
-        "max_batch_size": SIZE,
-        "target_batch_size": 16,
-        "lr_scaling": "linear",
-        "base_batch_size": 4,
-    }
+    arguments = {"max_batch_size": SIZE, "target_batch_size": 16, "lr_scaling": "linear"}
     finders = [BatchFinder(**arguments), BatchFinder(**arguments)]
-    searched = resumed_of(tmp_path / "searched", 0.01, 3, 1, finders)
+    searched = resumed_of(tmp_path / "searched", 0.01, 4, 1, finders)
     hard_coded = resumed_of(tmp_path / "hard", 0.04, SIZE, 2, [])
     assert finders[1].plan == finders[0].plan
     assert_same(searched, hard_coded, "resumed")

@@ -21,7 +21,6 @@ PROJECTS = [
     "onecycle_of_a_loader_with_generators",
     "onecycle_with_persistent_workers",
     "manual_two_optimizers",
-    "validation_of_its_own_size",
     "a_combined_loader",
     "validation_loaders_passed_too",
     "scaled_learning_rate",

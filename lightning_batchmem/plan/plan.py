@@ -45,7 +45,6 @@ class Plan:
         learning_rate: the module's new learning rate; ``None`` when it was left alone.
         learning_rate_before: the learning rate before that; ``None`` likewise.
         notes: remarks on the search and the training, a sentence each.
-        evaluation: the plan of validation's own size, if it has one.
         ranks: how many processes searched together; peaks are the highest of them, times the
             slowest's.
         held_peak_bytes: bytes that this process held in the rehearsal: reserved (CUDA) or the
@@ -78,7 +77,6 @@ class Plan:
     learning_rate: float | None = None
     learning_rate_before: float | None = None
     notes: tuple[str, ...] = ()
-    evaluation: Plan | None = None
     ranks: int = 1
     held_peak_bytes: int | None = None
     fastest_batch_size: int | None = None
@@ -125,7 +123,6 @@ def make_plan(
     device: str,
     notes: Sequence[str],
     step: OptimizerStep,
-    evaluation: Plan | None = None,
     conditions: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Make the plan of a search, once, at its end.
@@ -138,7 +135,6 @@ def make_plan(
         device: the name of the device.
         notes: remarks on the search and the training, a sentence each.
         step: the optimizer steps of a training; ``OptimizerStep()`` for an evaluation.
-        evaluation: the plan of validation's own size.
         conditions: what has to match before the plan is used again.
     """
     size = chosen.batch_size
@@ -164,7 +160,6 @@ def make_plan(
         learning_rate=step.learning_rate,
         learning_rate_before=step.learning_rate_before,
         notes=tuple(note for note in all_notes if note),
-        evaluation=evaluation,
         ranks=limits.ranks,
         fastest_batch_size=chosen.fastest_batch_size,
         largest_batch_size=chosen.largest_batch_size,

@@ -130,18 +130,13 @@ def plot_breakdown(summary: Summary) -> Figure | None:
 
 
 def draw(*sources: list[Row] | Plan | Summary | None) -> dict[str, Figure]:
-    """Draw all figures of the sources, by name.
-
-    The names of the figures of a plan of validation begin with ``evaluation_``.
-    """
+    """Draw all figures of the sources, by name."""
     drawn: dict[str, Figure | None] = {}
     for source in sources:
         if isinstance(source, list):
             drawn["memory_over_steps"] = plot_memory_over_steps(source)
         elif isinstance(source, Plan):
             drawn["search"] = plot_search(source)
-            evaluation = draw(source.evaluation)
-            drawn |= {f"evaluation_{name}": figure for name, figure in evaluation.items()}
         elif source is not None:
             drawn["memory_composition"] = plot_breakdown(source)
     return {name: figure for name, figure in drawn.items() if figure is not None}

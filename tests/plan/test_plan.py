@@ -29,7 +29,6 @@ PLANS = any_of(
     | st.builds(MemoryModel, st.dictionaries(st.sampled_from(PHASES), LINES, min_size=1)),
     learning_rate=st.none() | FINITE,
     learning_rate_before=st.none() | FINITE,
-    evaluation=st.none(),
     conditions=st.dictionaries(st.text(), st.integers()),
 )
 PLAN = Plan(
@@ -70,19 +69,16 @@ PLAN = Plan(
 @given(PLANS)
 def test_a_plan_read_from_its_json_is_equal(plan):
     assert Plan.from_json(plan.to_json()) == plan
-    both = replace(plan, evaluation=plan)
-    assert Plan.from_json(both.to_json()) == both
 
 
 def test_a_plan_of_version_0_1_0_is_read():
-    plan = Plan.from_json(json.dumps({**OLD_PLAN, "evaluation": {**OLD_PLAN, "batch_size": 8}}))
+    plan = Plan.from_json(json.dumps(OLD_PLAN))
     assert (plan.batch_size, plan.limited_by, plan.effective_batch_size) == (64, "memory", 64)
     assert (plan.measured_peak_bytes, plan.held_peak_bytes, plan.notes) == (170_000_000, None, ())
     (trial,) = plan.trials
     assert (trial.batch_size, trial.kind) == (64, "probe")
     assert (trial.peak_bytes, trial.step_seconds) == (170_000_000, 0.1)
     assert plan.memory == MemoryModel({"forward": Line(1e8, 1e6, 2, 8)})
-    assert plan.evaluation.batch_size == 8
     assert Plan.from_json(plan.to_json()) == plan
     assert "batch size 64" in str(plan)
 
@@ -95,7 +91,7 @@ def test_unknown_keys_are_ignored():
     assert Plan.from_json(json.dumps(data)) == PLAN
 
 
-@pytest.mark.parametrize("text", ["", "[]", "1", "null", "{}", '{"memory": 3, "evaluation": null}'])
+@pytest.mark.parametrize("text", ["", "[]", "1", "null", "{}", '{"memory": 3}'])
 def test_other_text_is_refused(text):
     with pytest.raises(ValueError, match=r"text must be the JSON of a Plan, got|Expecting value"):
         Plan.from_json(text)
@@ -158,18 +154,15 @@ def test_the_text_has_what_else_a_person_should_know():
         learning_rate=0.2,
         learning_rate_before=0.1,
         notes=("a note",),
-        evaluation=replace(PLAN, batch_size=48),
     )
     text = str(plan)
     assert text.startswith(
-        "batch size 32 (validation 48) on each of 2 ranks, limited by target batch size, not"
-        " verified"
+        "batch size 32 on each of 2 ranks, limited by target batch size, not verified"
     )
     for row in (
         "held by this process; at most 360.0 MiB on all ranks",
         "step      256 samples, in 4 batches on each of 2 ranks; learning rate 0.2 instead of 0.1",
         "note      a note",
-        "validation: batch size 48, limited by memory",
     ):
         assert row in text
     assert "  predicted" not in str(replace(PLAN, predicted_peak_bytes=None))
@@ -182,13 +175,10 @@ def test_a_notebook_shows_the_text_and_a_list_one_line():
 
 def test_the_short_text_has_six_lines_at_most():
     changes = {"accumulate_grad_batches": 4, "effective_batch_size": 128}
-    plan = replace(
-        PLAN, **changes, notes=("the first", "a second"), evaluation=replace(PLAN, batch_size=48)
-    )
+    plan = replace(PLAN, **changes, notes=("the first", "a second"))
     assert plan.short_text() == "\n".join(
         [
-            "BatchFinder: batch size 32 (validation 48), limited by memory, verified by a"
-            " rehearsal",
+            "BatchFinder: batch size 32, limited by memory, verified by a rehearsal",
             "  memory    limit 200.0 MiB; predicted 164.0 MiB; measured 165.0 MiB, 180.0 MiB held"
             " by this process",
             "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
