@@ -254,7 +254,7 @@ class BatchSizeSetting:
                 infos.append(LoaderInfo(single_samples(loader), size, None, replicas))
         if not may_be_fixed and all(isinstance(info, LoaderInfo) for info in infos):
             raise ValueError(
-                f"batch_arg_name must name a budget with budget=True, but no loader of"
+                "batch_arg_name must name a budget with budget=True, but no loader of"
                 f" {self.source.hook} forms its own batches"
             )
         sizes = self._sizes(combined)

@@ -77,8 +77,8 @@ def _draw_throughput(axes: Axes, plan: Plan) -> None:
     speeds = measured_speeds(plan.trials)
     sizes = [speed.batch_size for speed in speeds]
     measured = [speed.samples_per_second for speed in speeds]
-    style = {**_POINTS, "linestyle": "solid"}
-    axes.plot(sizes, measured, label="measured", color=BLACK, **style)
+    connected = {**_POINTS, "linestyle": "solid"}
+    axes.plot(sizes, measured, label="measured", color=BLACK, **connected)
     axes.set_ylim(0, 1.15 * max(measured))
 
 

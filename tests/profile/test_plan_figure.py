@@ -31,6 +31,7 @@ def test_throughput_is_below_it():
     shown = lines(figure, 1)
     # The size that ran out of memory has no time.
     assert shown["measured"] == ([2, 32], pytest.approx([2 / 0.012, 32 / 0.040]))
+    assert figure.axes[1].lines[0].get_linestyle() == "-"
     title = figure.axes[0].get_title(loc="left")
     assert title == "Memory and throughput of each rank on host"
     assert figure.axes[0].get_xlim() == figure.axes[1].get_xlim()
