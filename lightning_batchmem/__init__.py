@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lightning_batchmem.memory_profiler import MemoryProfiler
     from lightning_batchmem.oom_guard import OomGuard
     from lightning_batchmem.plan.plan import Plan
-    from lightning_batchmem.plan.records import Line, MemoryModel, TimeModel, Trial
+    from lightning_batchmem.plan.records import Line, MemoryModel, Trial
 
 __version__ = "0.3.0"
 
@@ -23,7 +23,6 @@ __all__ = [
     "MemoryProfiler",
     "OomGuard",
     "Plan",
-    "TimeModel",
     "Trial",
     "Variant",
 ]
@@ -37,7 +36,7 @@ _NAMES = {
     "memory_profiler": ("MemoryProfiler",),
     "oom_guard": ("OomGuard",),
     "plan.plan": ("Plan",),
-    "plan.records": ("Line", "MemoryModel", "TimeModel", "Trial"),
+    "plan.records": ("Line", "MemoryModel", "Trial"),
 }
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning.pytorch import Trainer
-from rich.console import Console
 
 from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.check.command import (
@@ -34,7 +33,6 @@ from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.profile.figures import draw, save
 from lightning_batchmem.profile.step_csv import NAME, PLAN_NAME, Row, read_rows
 from lightning_batchmem.profile.summary import SUMMARY_NAME, Summary
-from lightning_batchmem.profile.two_runs import difference_table, draw_two, read_run
 from lightning_batchmem.variant import make_and_find
 
 _COMMANDS = ("find", "compare", "check", "draw")
@@ -46,7 +44,6 @@ examples:
   python -m lightning_batchmem compare my_module:make --trainer accelerator=gpu
   python -m lightning_batchmem check my_module:make --reference memory.json --tolerance 1%
   python -m lightning_batchmem draw lightning_logs/version_0
-  python -m lightning_batchmem draw lightning_logs/version_0 lightning_logs/version_1
 
 make is a function without arguments that returns (model, data); data is a datamodule, training
 loaders or None."""
@@ -59,11 +56,7 @@ Draw the figures of a run, finished or not, from the files in LOG_DIR and below:
                         (finder.plan.to_json() has the same content)
 
 Files of several runs in one directory are numbered, and so are their figures:
-memory_over_steps_1 belongs to memory_per_batch_1.csv.
-
-With a second LOG_DIR, draw both runs into one set of figures, and print the change of peak,
-throughput and wait from the first to the second. Each is a directory with one run, or the path of
-a {NAME}."""
+memory_over_steps_1 belongs to memory_per_batch_1.csv."""
 
 _READERS: dict[str, Callable[[Path], list[Row] | Plan | Summary]] = {
     NAME: read_rows,
@@ -159,7 +152,7 @@ def _parser() -> ArgumentParser:
     checking.set_defaults(run=_check, parser=checking)
     drawing = commands.add_parser(
         "draw",
-        help="draw the figures of a run, or of two runs",
+        help="draw the figures of a run",
         description=_DRAW,
         formatter_class=RawDescriptionHelpFormatter,
     )
@@ -167,17 +160,10 @@ def _parser() -> ArgumentParser:
         "log_dir", metavar="LOG_DIR", type=Path, help="log directory of one or more runs"
     )
     drawing.add_argument(
-        "second",
-        metavar="LOG_DIR",
-        nargs="?",
-        type=Path,
-        help="log directory of a run to compare the first one with",
-    )
-    drawing.add_argument(
         "--out",
         metavar="DIR",
         type=Path,
-        help="where to write; default: next to each file (of the second run)",
+        help="where to write; default: next to each file",
     )
     drawing.add_argument(
         "--format",
@@ -349,8 +335,6 @@ def _named(parser: ArgumentParser, target: str) -> Any:
 
 def _draw(parser: ArgumentParser, options: Namespace) -> int:
     log_dir = options.log_dir
-    if options.second is not None:
-        return _draw_two(parser, options)
     if not log_dir.is_dir():
         parser.error(f"LOG_DIR must be a directory, got {str(log_dir)!r}")
     files = [
@@ -368,7 +352,9 @@ def _draw(parser: ArgumentParser, options: Namespace) -> int:
             if not figures:
                 _print_error(f"{path} has nothing to draw")
             for figure_name, figure in figures.items():
-                _save(figure, folder / f"{figure_name}{file_number}.{options.format}")
+                target = folder / f"{figure_name}{file_number}.{options.format}"
+                save(figure, target)
+                sys.stdout.write(f"{target}\n")
                 number_of_figures += 1
         except ImportError as error:
             # Without matplotlib no figure can be drawn.
@@ -381,36 +367,6 @@ def _draw(parser: ArgumentParser, options: Namespace) -> int:
         _print_error(f"No figure was drawn from {log_dir}; it needs a {' or '.join(_READERS)}")
         return 1
     return 0
-
-
-def _draw_two(parser: ArgumentParser, options: Namespace) -> int:
-    try:
-        first, second = (read_run(path) for path in (options.log_dir, options.second))
-    except ValueError as error:
-        parser.error(str(error))
-    console = Console(highlight=False, markup=False)
-    console.print(difference_table(first, second))
-    folder = options.out
-    if folder is None:
-        folder = options.second if options.second.is_dir() else options.second.parent
-    try:
-        figures = draw_two(first, second)
-        for name, figure in figures.items():
-            _save(figure, folder / f"compared_{name}.{options.format}")
-    # matplotlib is missing, or the folder cannot be written.
-    except (ImportError, OSError) as error:
-        _print_error(str(error))
-        return 1
-    if not figures:
-        _print_error("No figure was drawn, because no data are in both runs")
-        return 1
-    return 0
-
-
-def _save(figure: Any, target: Path) -> None:
-    """Write a figure, and print its path."""
-    save(figure, target)
-    sys.stdout.write(f"{target}\n")
 
 
 def _print_error(text: str) -> None:

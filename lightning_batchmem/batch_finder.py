@@ -72,9 +72,6 @@ class BatchFinder(Callback):
             given: no limit.
         batch_arg_name: the attribute of the module, the datamodule or their hparams that holds the
             size, or a path to it through attributes and dicts, such as ``"kwargs.batch_size"``.
-        eval_batch_arg_name: the attribute that holds the size of validation (and of ``validate``,
-            ``test`` and ``predict``), which has a search itself then. ``None``: validation is a
-            phase of the search for training, at the size that its loaders have there.
         worst_case: which samples the search uses: ``"typical"`` spreads them over the data set,
             ``"longest"`` takes the largest one (of up to 10,000), a callable returns the size of a
             sample. ``None``: if samples differ in size, the largest one where the collate function
@@ -83,10 +80,8 @@ class BatchFinder(Callback):
             ``accumulate_grad_batches``, and a batch size that divides it. ``None``: accumulation
             stays as the Trainer has it.
         lr_scaling: ``"linear"`` or ``"sqrt"``: multiply the ``lr`` or ``learning_rate`` of the
-            module by the ratio of samples per optimizer step, or its square root, before the
-            optimizers are configured. ``None``: no change.
-        base_batch_size: samples per optimizer step that the learning rate was chosen for; ``None``:
-            those that the project had before the search.
+            module by the ratio of samples per optimizer step after and before the search, or its
+            square root, before the optimizers are configured. ``None``: no change.
         search_on_resume: search again where a checkpoint holds a plan; ``"if_changed"``: only if
             the device or its limit is another one.
         plan: a plan of an earlier ``fit`` to use again: a ``Plan``, its JSON file, or a log
@@ -128,11 +123,9 @@ class BatchFinder(Callback):
         multiple_of: int | None = None,
         min_steps_per_epoch: int | None = 10,
         batch_arg_name: str = "batch_size",
-        eval_batch_arg_name: str | None = None,
         worst_case: WorstCase = None,
         target_batch_size: int | None = None,
         lr_scaling: LearningRateScaling | None = None,
-        base_batch_size: int | None = None,
         search_on_resume: bool | Literal["if_changed"] = False,
         plan: Plan | str | Path | None = None,
         verbose: bool = False,
@@ -150,11 +143,9 @@ class BatchFinder(Callback):
             multiple_of=multiple_of,
             min_steps_per_epoch=min_steps_per_epoch,
             batch_arg_name=batch_arg_name,
-            eval_batch_arg_name=eval_batch_arg_name,
             worst_case=worst_case,
             target_batch_size=target_batch_size,
             lr_scaling=lr_scaling,
-            base_batch_size=base_batch_size,
             budget=budget,
             items_fn=items_fn,
         )
@@ -256,7 +247,7 @@ class BatchFinder(Callback):
                 self._batch_watch = search.batch_watch
                 if search.start_bytes > 0:
                     self._search = search
-            apply_to_training(setting, plan, options)
+            apply_to_training(setting, plan)
         self.plan = plan
         self._plan_of_fit = plan
         if saved_plan is None:
@@ -324,8 +315,7 @@ class BatchFinder(Callback):
         if getattr(trainer, f"limit_{source.stage}_batches") == 0:
             return
         check_step(module, "validation_step" if source.stage == "val" else f"{source.stage}_step")
-        name = options.eval_batch_arg_name or options.batch_arg_name
-        setting = BatchSizeSetting(trainer, module, name, source, options.budget)
+        setting = BatchSizeSetting(trainer, module, options.batch_arg_name, source, options.budget)
         plan = None
         if setting.attribute.exists or source.passed:
             with self._ranks.fail_together():

@@ -46,7 +46,7 @@ class MemoryProfiler(Callback):
     two steps are part of it. Throughput is the samples of this rank times the number of ranks; the
     peaks and throughputs of all ranks are exchanged after each epoch.
 
-    With a torch that counts no peaks on MPS (2.13 does), memory is left out there, with a warning.
+    On MPS memory is left out, with a warning.
 
     Args:
         csv: whether to write ``memory_per_batch.csv``, ``memory_summary.json`` and the plan of a

@@ -25,7 +25,7 @@ from lightning_batchmem.search.readings import TrialReadings
 from lightning_batchmem.search.session import Session, Steps
 from lightning_batchmem.search.steps import ConsecutiveSteps, StepMeter
 
-_PROBE_OPTIONS = ("batch_arg_name", "eval_batch_arg_name", "worst_case")
+_PROBE_OPTIONS = ("batch_arg_name", "worst_case")
 
 
 def storages_of_steps(
@@ -94,7 +94,7 @@ class _ProbedTrainer(TrainerSearch):
         sizes = self.probe.sizes
         clean_start = CleanStart(self.trainer, self.device_memory, recorded)
         with each_size_static(), clean_start.entered():
-            session, _ = self._training_sessions(clean_start, setting)
+            session = self._training_session(clean_start, setting)
             largest, reason = min(session.bounds())
             if largest < sizes[-1]:
                 raise ValueError(

@@ -33,7 +33,7 @@ def plan_of(size, intercept_mib, slope_mib, step_seconds):
             "backward": Line(1, 1, 2, 4),
         }
     )
-    return Plan(size, "max_batch_size", True, 10**9, None, None, trials, memory, None)
+    return Plan(size, "max_batch_size", True, 10**9, None, None, trials, memory)
 
 
 RESULT = Comparison(
@@ -267,7 +267,7 @@ class SearchByBlocks:
         peak_bytes = StepByBlocks(model).peak_bytes(size)
         limited_by = "max_batch_size" if size == max_batch_size else "memory"
         trials = (Trial(size, "ok", {"forward": peak_bytes}),)
-        return Plan(size, limited_by, True, 900 * MIB, None, None, trials, None, None)
+        return Plan(size, limited_by, True, 900 * MIB, None, None, trials, None)
 
 
 @pytest.mark.parametrize(

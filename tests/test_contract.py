@@ -22,7 +22,7 @@ QUICK = {
     "sgd_momentum",
     "manual_two_optimizers",
     "several_loaders_of_several_sizes",
-    "validation_of_its_own_size",
+    "validation_of_fixed_sizes",
     "weights_swapped_by_hooks_of_validation",
     "target_batch_size",
     "accumulation_and_clipping",
@@ -39,7 +39,7 @@ QUICK = {
 ALL_STEPS = {
     "sgd_momentum",
     "manual_two_optimizers",
-    "validation_of_its_own_size",
+    "weights_swapped_by_hooks_of_validation",
     "accumulation_and_clipping",
 }
 assert ALL_STEPS < QUICK < CASES.keys()
@@ -134,14 +134,9 @@ def resumed_of(
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed from")
 def test_no_trace_in_a_resumed_run(tmp_path: Path) -> None:
-    arguments = {
-        "max_batch_size": SIZE,
-        "target_batch_size": 16,
-        "lr_scaling": "linear",
-        "base_batch_size": 4,
-    }
+    arguments = {"max_batch_size": SIZE, "target_batch_size": 16, "lr_scaling": "linear"}
     finders = [BatchFinder(**arguments), BatchFinder(**arguments)]
-    searched = resumed_of(tmp_path / "searched", 0.01, 3, 1, finders)
+    searched = resumed_of(tmp_path / "searched", 0.01, 4, 1, finders)
     hard_coded = resumed_of(tmp_path / "hard", 0.04, SIZE, 2, [])
     assert finders[1].plan == finders[0].plan
     assert_same(searched, hard_coded, "resumed")

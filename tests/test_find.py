@@ -26,7 +26,6 @@ PROJECTS = [
         pytest.param(name, marks=pytest.mark.slow)
         for name in (
             "onecycle_of_a_loader_with_generators",
-            "validation_of_its_own_size",
             "a_combined_loader",
             "validation_loaders_passed_too",
             "scaled_learning_rate",

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder, Plan
 from tests.helpers import lawful
-from tests.helpers.lawful import MIB, Evaluated, Lawful, found_size, law
+from tests.helpers.lawful import MIB, Lawful, found_size, law
 
 # The fixture `device` has a budget of 500 MiB.
 FOUND = found_size(500 * MIB, multiple_of=1)
@@ -217,13 +217,3 @@ def test_a_file_that_cannot_be_read(again, tmp_path):
         assert any(note.startswith(start) and why in note for note in plan.notes)
     with pytest.raises(ValueError, match="plan must be a Plan, a path or None, got 3"):
         BatchFinder(plan=3)
-
-
-def test_validation_of_its_own_size(search, again, device):
-    options = {"eval_batch_arg_name": "eval_batch_size"}
-    first = search(Evaluated(device, "eval_batch_size"), options=options)
-    plan = again(first, Evaluated(device, "eval_batch_size"), options)
-    assert plan.evaluation.batch_size == first.evaluation.batch_size
-    assert plan.evaluation.reason.endswith(
-        "the size of an earlier plan, which passed a rehearsal again."
-    )

@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 from dataclasses import replace
 from numbers import Real
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem._lightning.data_source import discard_train_loader, validation_source
+from lightning_batchmem._lightning.data_source import discard_train_loader
 from lightning_batchmem._lightning.hooks import configure_optimizers_again
 from lightning_batchmem._lightning.packages import in_every_package
 from lightning_batchmem._lightning.project_attribute import ProjectAttribute
@@ -21,17 +20,6 @@ from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.scaling import TrainingSetup
 from lightning_batchmem.search.earlier_plan import parameters_text
-
-
-class _ScaledRate(NamedTuple):
-    """A learning rate before and after it was scaled."""
-
-    before: float | None
-    after: float
-
-
-# A weak reference to a module could not be pickled with a callback.
-_scaled_rates: WeakKeyDictionary[LightningModule, _ScaledRate] = WeakKeyDictionary()
 
 
 def check_training(trainer: Trainer, module: LightningModule, options: SearchOptions) -> None:
@@ -81,43 +69,29 @@ def check_step(module: LightningModule, name: str) -> None:
         )
 
 
-def validation_setting(setting: BatchSizeSetting, options: SearchOptions) -> BatchSizeSetting:
-    """The places of the batch size of validation, next to those of the training."""
-    return replace(
-        setting,
-        source=validation_source(setting.trainer),
-        name=options.eval_batch_arg_name or setting.name,
-    )
-
-
 def record_training_setup(setting: BatchSizeSetting, options: SearchOptions) -> TrainingSetup:
     """Record the optimizer steps before a search.
 
-    The learning rate that an earlier ``fit`` of the same module scaled is not scaled twice.
-
     Raises:
-        ValueError: if ``lr_scaling`` has no learning rate or no base to scale from.
+        ValueError: if ``lr_scaling`` has no learning rate or no batch size to scale from.
     """
     trainer = setting.trainer
-    base = options.base_batch_size
-    if base is None and setting.size:
-        base = setting.size * trainer.accumulate_grad_batches * trainer.world_size
+    effective_batch_size = None
+    if setting.size:
+        effective_batch_size = setting.size * trainer.accumulate_grad_batches * trainer.world_size
     learning_rate = None
     if options.lr_scaling is not None:
         learning_rate = _learning_rate(_learning_rate_attribute(setting), options.lr_scaling)
-        if base is None:
+        if effective_batch_size is None:
             raise ValueError(
-                f"base_batch_size must be given with lr_scaling where `{setting.name}` is no"
-                f" positive whole number, got {setting.name}={setting.value!r:.80}"
+                f"`{setting.name}` must be a positive whole number for lr_scaling, got"
+                f" {setting.value!r:.80}. Set it to the batch size that the learning rate was"
+                " chosen for."
             )
-        scaled = _scaled_rates.get(setting.module)
-        has_fixed_base = options.base_batch_size is not None
-        if scaled is not None and has_fixed_base and learning_rate == scaled.after:
-            learning_rate = scaled.before
     return TrainingSetup(
         trainer.accumulate_grad_batches,
         trainer.world_size,
-        base,
+        effective_batch_size,
         learning_rate,
         tuple(type(optimizer).__name__ for optimizer in trainer.optimizers),
         options.budget_name or "samples",
@@ -134,18 +108,15 @@ def search_conditions(trainer: Trainer, options: SearchOptions) -> dict[str, Any
     }
 
 
-def apply_to_training(setting: BatchSizeSetting, plan: Plan, options: SearchOptions) -> None:
+def apply_to_training(setting: BatchSizeSetting, plan: Plan) -> None:
     """Apply ``plan`` and configure the optimizers again, as if the size had always been there."""
     trainer = setting.trainer
     setting.write(plan.batch_size, also_logged=True)
-    if plan.evaluation is not None and options.eval_batch_arg_name is not None:
-        validation_setting(setting, options).write(plan.evaluation.batch_size, also_logged=True)
     trainer.accumulate_grad_batches = plan.accumulate_grad_batches
     attribute = _learning_rate_attribute(setting)
     is_scaled = plan.learning_rate not in (None, attribute.value)
     if plan.learning_rate is not None:
         attribute.set(plan.learning_rate, also_logged=True)
-        _scaled_rates[setting.module] = _ScaledRate(plan.learning_rate_before, plan.learning_rate)
     discard_train_loader(trainer)
     before = _optimizer_learning_rates(trainer)
     configure_optimizers_again(trainer)

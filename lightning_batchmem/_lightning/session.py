@@ -18,7 +18,6 @@ from lightning_batchmem._lightning.strategies import (
     steps_are_collective,
     without_synchronization,
 )
-from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.plan.records import Bound
 
 
@@ -30,9 +29,8 @@ class LightningSession:
         clean_start: the state in which the stage starts, entered.
         setting: the places of the batch size.
         training: the training steps.
-        evaluation: the evaluation steps whose size the search sets too.
+        evaluation: the evaluation steps.
         bounds_of_stage: the largest sizes that data and settings allow.
-        working: the batches of all loaders whose workers are alive at the same time.
     """
 
     clean_start: CleanStart
@@ -40,7 +38,6 @@ class LightningSession:
     training: TrainingSteps | None
     evaluation: EvaluationSteps | None
     bounds_of_stage: list[Bound]
-    working: list[ProbeBatches]
 
     def __post_init__(self) -> None:
         trainer = self.setting.trainer
@@ -49,6 +46,8 @@ class LightningSession:
         self.device = trainer.strategy.root_device
         self.phases = self.clean_start.phases
         self.all_steps = [steps for steps in (self.training, self.evaluation) if steps is not None]
+        # The workers of all these loaders are alive at the same time.
+        self.batches = [steps.batches for steps in self.all_steps]
         self.loaders = self.all_steps[0].loaders
         # The search itself accumulates at most two batches.
         self.accumulate_grad_batches = 1
@@ -73,7 +72,7 @@ class LightningSession:
     @property
     def longest_bytes(self) -> list[int]:
         """Bytes of the longest sample of each loader."""
-        return [size for batches in self.working for size in batches.longest_bytes]
+        return [size for batches in self.batches for size in batches.longest_bytes]
 
     def bounds(self) -> list[Bound]:
         return self.bounds_of_stage
@@ -101,14 +100,14 @@ class LightningSession:
         return limited_batches(self.loaders.batches(batch_size), limit)
 
     def worker_bytes(self, batch_size: int) -> int:
-        return sum(batches.worker_bytes(batch_size) for batches in self.working)
+        return sum(batches.worker_bytes(batch_size) for batches in self.batches)
 
     def sample_sizes(self) -> list[Any]:
-        return [(batches.longest_bytes, batches.notes) for batches in self.working]
+        return [(batches.longest_bytes, batches.notes) for batches in self.batches]
 
     def use_sample_sizes(self, of_ranks: Sequence[list[Any]]) -> None:
         # Either all ranks have a validation or none.
-        for batches, sizes in zip(self.working, zip(*of_ranks, strict=True), strict=True):
+        for batches, sizes in zip(self.batches, zip(*of_ranks, strict=True), strict=True):
             batches.agree(sizes)
 
     def set_batch_size(self, batch_size: int) -> None:

@@ -102,14 +102,14 @@ class BatchSizeSetting:
                 if self.source.passed:
                     place = "the batch sampler, the sampler or the data set of a loader"
                 raise ValueError(
-                    f"{self._argument} must name an attribute of {place} with budget=True, got"
+                    f"batch_arg_name must name an attribute of {place} with budget=True, got"
                     f" {self.name!r}"
                 )
             return
         if not self.source.passed and not self.attribute.exists:
             sizes = self._sizes(self.source.request())
             raise ValueError(
-                f"{self._argument} must name an attribute of the module, the datamodule or their"
+                "batch_arg_name must name an attribute of the module, the datamodule or their"
                 f" hparams, got {self.name!r} and loaders of batch sizes {_listed(sizes)}."
                 f" {self._remedy(sizes)}"
             )
@@ -254,7 +254,7 @@ class BatchSizeSetting:
                 infos.append(LoaderInfo(single_samples(loader), size, None, replicas))
         if not may_be_fixed and all(isinstance(info, LoaderInfo) for info in infos):
             raise ValueError(
-                f"{self._argument} must name a budget with budget=True, but no loader of"
+                "batch_arg_name must name a budget with budget=True, but no loader of"
                 f" {self.source.hook} forms its own batches"
             )
         sizes = self._sizes(combined)
@@ -288,10 +288,6 @@ class BatchSizeSetting:
         """Give the loader at this place, which keeps its budget."""
         yield self.source.request().flattened[index]
 
-    @property
-    def _argument(self) -> str:
-        return "batch_arg_name" if self.source.stage == "train" else "eval_batch_arg_name"
-
     def _remedy(self, sizes: Sequence[int]) -> str:
         """The change that lets the loaders follow the size.
 
@@ -299,7 +295,7 @@ class BatchSizeSetting:
         """
         if names := self.attribute.others_with(sizes):
             also = f" (also of this value: {', '.join(names[1:5])})" if names[1:] else ""
-            return f'Pass {self._argument}="{names[0]}"{also}, or pass the loaders to fit.'
+            return f'Pass batch_arg_name="{names[0]}"{also}, or pass the loaders to fit.'
         return f"Build them with batch_size=self.{self.name}, or pass the loaders to fit."
 
     def _sizes(self, combined: CombinedLoader) -> list[int]:

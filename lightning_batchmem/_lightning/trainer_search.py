@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +10,17 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem._lightning.apply import (
-    record_training_setup,
-    search_conditions,
-    validation_setting,
-)
+from lightning_batchmem._lightning.apply import record_training_setup, search_conditions
 from lightning_batchmem._lightning.batch_watch import BatchWatch
 from lightning_batchmem._lightning.bounds import stage_bounds, training_bounds
 from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan
 from lightning_batchmem._lightning.clean_start import CleanStart
-from lightning_batchmem._lightning.data_source import attach_loaders, stage_loop, validation_loop
+from lightning_batchmem._lightning.data_source import (
+    attach_loaders,
+    stage_loop,
+    validation_loop,
+    validation_source,
+)
 from lightning_batchmem._lightning.hooks import configure_optimizers_again
 from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem._lightning.recorded_state import RecordedState
@@ -94,7 +95,7 @@ class TrainerSearch:
         recorded: RecordedState,
         given_plan: Plan | str | Path | None,
     ) -> Plan:
-        """Search with training steps; validation is a phase of them, or has a search of its own.
+        """Search with training steps, of which validation is a phase.
 
         Args:
             setting: the places of the batch size.
@@ -108,9 +109,8 @@ class TrainerSearch:
         setup = record_training_setup(setting, self.options)
         conditions = search_conditions(self.trainer, self.options)
         clean_start = CleanStart(self.trainer, self.device_memory, recorded)
-        validation_result: SearchResult | None = None
         with self._progress() as progress, each_size_static(), clean_start.entered():
-            session, validation_session = self._training_sessions(clean_start, setting)
+            session = self._training_session(clean_start, setting)
             of_ranks = self.ranks.exchange(session.longest_bytes)
             conditions["sample_bytes"] = [max(sizes) for sizes in zip(*of_ranks, strict=True)]
             earlier_plan, notes = find_earlier_plan(
@@ -122,10 +122,6 @@ class TrainerSearch:
                 ranks=self.ranks,
             )
             result = self._search_of(session, progress).run(earlier_plan)
-            if validation_session is not None and isinstance(result.chosen, Chosen):
-                validation_result = self._search_of(validation_session, progress).run(
-                    earlier_plan and earlier_plan.evaluation
-                )
         wrap_again(self.trainer)
         chosen = _chosen(result)
         if self.device_memory.counts_live_bytes:
@@ -137,10 +133,6 @@ class TrainerSearch:
             self.batch_watch = BatchWatch(
                 chosen.batch_size, largest_bytes, self.policy.larger_batch_share
             )
-        validation_plan = None
-        if validation_result is not None:
-            validation_chosen = _chosen(validation_result, "validation: ")
-            validation_plan = self._plan(validation_chosen, validation_result, OptimizerStep())
         step = optimizer_step(
             setup,
             chosen.batch_size,
@@ -150,9 +142,7 @@ class TrainerSearch:
             lr_scaling=self.options.lr_scaling,
         )
         notes = [*_old_values(setting, chosen), *notes]
-        return self._plan(
-            chosen, result, step, notes, evaluation=validation_plan, conditions=conditions
-        )
+        return self._plan(chosen, result, step, notes, conditions)
 
     def evaluation(self, setting: BatchSizeSetting, recorded: RecordedState) -> Plan | None:
         """Search with forward passes; ``None`` if no loader of the stage follows the batch size.
@@ -191,20 +181,19 @@ class TrainerSearch:
                 " memory_limit by as much."
             )
 
-    def _training_sessions(
+    def _training_session(
         self, clean_start: CleanStart, setting: BatchSizeSetting
-    ) -> tuple[LightningSession, LightningSession | None]:
-        """The session of the training, and that of a validation whose size is searched by itself.
+    ) -> LightningSession:
+        """The session of the training with its validation.
 
         Raises:
             ValueError: if no loader follows the batch size.
         """
         trainer = self.trainer
-        has_own_size = self.options.eval_batch_arg_name is not None
         project_size = setting.size
         loaders, batches = self._loaders_and_batches(setting)
-        validation = validation_setting(setting, self.options)
-        evaluation = self._validation_steps(validation, may_be_fixed=not has_own_size)
+        validation = replace(setting, source=validation_source(trainer))
+        evaluation = self._validation_steps(validation)
         if not all(self.ranks.exchange(evaluation is not None)):
             evaluation = None
         training = TrainingSteps(trainer, trainer.fit_loop.epoch_loop, loaders, batches)
@@ -213,18 +202,14 @@ class TrainerSearch:
         bounds = training_bounds(
             trainer,
             loaders,
-            None if has_own_size else validation_loaders,
+            validation_loaders,
             self._budget.options,
             self.policy,
             project_size,
         )
-        working = [steps.batches for steps in (training, evaluation) if steps is not None]
-        phase = None if has_own_size else evaluation
-        session = LightningSession(clean_start, setting, training, phase, bounds, working)
+        session = LightningSession(clean_start, setting, training, evaluation, bounds)
         session.restart(self._first_size)
-        if evaluation is None or not has_own_size:
-            return session, None
-        return session, _session_of(clean_start, validation, evaluation)
+        return session
 
     def _evaluation_session(
         self, clean_start: CleanStart, setting: BatchSizeSetting
@@ -239,24 +224,19 @@ class TrainerSearch:
         if not all(self.ranks.exchange(follows)):
             return None
         steps = EvaluationSteps(self.trainer, stage_loop(self.trainer), loaders, batches)
-        return _session_of(clean_start, setting, steps)
+        bounds = stage_bounds(self.trainer, setting.source.stage, loaders)
+        return LightningSession(clean_start, setting, None, steps, bounds)
 
-    def _validation_steps(
-        self, setting: BatchSizeSetting, *, may_be_fixed: bool
-    ) -> EvaluationSteps | None:
+    def _validation_steps(self, setting: BatchSizeSetting) -> EvaluationSteps | None:
         """The steps of validation; ``None`` where there is none, or its loaders cannot be used."""
         trainer = self.trainer
         if not trainer.enable_validation or setting.source.is_empty:
             return None
         try:
-            if not may_be_fixed:
-                setting.check()
-            loaders = setting.loaders_for(self._first_size, may_be_fixed=may_be_fixed)
+            loaders = setting.loaders_for(self._first_size, may_be_fixed=True)
             batches = self._batches(loaders)
             batches.prepare(self._first_size)
         except ValueError as error:
-            if not may_be_fixed:
-                raise
             rank_zero_warn(f"BatchFinder leaves validation out of the search: {error}")
             return None
         return EvaluationSteps(trainer, validation_loop(trainer), loaders, batches)
@@ -335,7 +315,7 @@ class TrainerSearch:
         result: SearchResult,
         step: OptimizerStep,
         notes: Sequence[str] = (),
-        **training: Any,
+        conditions: Mapping[str, Any] | None = None,
     ) -> Plan:
         return make_plan(
             chosen,
@@ -345,20 +325,13 @@ class TrainerSearch:
             device=self._device,
             notes=[*result.notes, *notes],
             step=step,
-            **training,
+            conditions=conditions,
         )
 
 
-def _session_of(
-    clean_start: CleanStart, setting: BatchSizeSetting, steps: EvaluationSteps
-) -> LightningSession:
-    bounds = stage_bounds(setting.trainer, setting.source.stage, steps.loaders)
-    return LightningSession(clean_start, setting, None, steps, bounds, [steps.batches])
-
-
-def _chosen(result: SearchResult, prefix: str = "") -> Chosen:
+def _chosen(result: SearchResult) -> Chosen:
     if not isinstance(result.chosen, Chosen):
-        raise RuntimeError(f"{prefix}{result.chosen.reason}")
+        raise RuntimeError(result.chosen.reason)
     return result.chosen
 
 

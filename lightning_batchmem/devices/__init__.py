@@ -12,14 +12,13 @@ from lightning_batchmem.devices.accelerator import (
 from lightning_batchmem.devices.base import DeviceMemory, Utilization
 from lightning_batchmem.devices.cpu import cpu_utilization
 from lightning_batchmem.devices.host import HostMemory
-from lightning_batchmem.devices.mps import MpsMemory
 
 
 def device_memory_for(device: torch.device, *, quick: bool = False) -> DeviceMemory | None:
     """Return the memory reader of a device, with cheap readings for every step if ``quick``.
 
-    ``None`` without a peak counter: on MPS with a torch that counts no peaks there, and on a host
-    whose ``/proc/self/clear_refs`` cannot be written (not Linux, some sandboxes).
+    ``None`` without a peak counter: on MPS, and on a host whose ``/proc/self/clear_refs`` cannot be
+    written (not Linux, some sandboxes).
     """
     # XPU is refused, although torch.xpu has the functions of AcceleratorMemory (torch 2.13). It was
     # never run, and Lightning restores the random states of CUDA only (2.6.6), so that a search
@@ -30,8 +29,8 @@ def device_memory_for(device: torch.device, *, quick: bool = False) -> DeviceMem
         host_memory = HostMemory(quick=quick)
         return host_memory if host_memory.can_reset_peak else None
     if device.type == "mps":
-        mps_memory = MpsMemory()
-        return mps_memory if mps_memory.can_reset_peak else None
+        # MPS takes memory of the host, which is a Mac, and macOS has no /proc/self/clear_refs.
+        return None
     raise ValueError(f"device must be a cuda, cpu or mps device, got {device}")
 
 

@@ -65,11 +65,9 @@ class DeviceMemory(PeakCounter, Protocol):
     """Memory of this process on one device. The contract is at the top of the file.
 
     Attributes:
-        name: ``"host"``, or torch's name of the kind of device: ``"mps"``, or ``"cuda"`` for CUDA
-            and ROCm.
+        name: ``"host"``, or ``"cuda"`` for CUDA and ROCm, as torch names both.
         granularity_bytes: peaks of equal steps may differ by this much.
-        overrun_kills: whether a process that exceeds its memory is ended, or the machine swaps,
-            without an error.
+        overrun_kills: whether a process that exceeds its memory is ended without an error.
         counts_live_bytes: whether ``requested_bytes`` are known. If not, a dispatch mode has to
             count live bytes.
         held_is_resident_set: whether the held bytes are the resident set of the process, with its

@@ -1,4 +1,4 @@
-"""From trials to lines: peak memory of each phase, and wall time of a step, over the batch size."""
+"""From trials to lines: peak memory of each phase over the batch size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import PHASES, Line, MemoryModel, TimeModel, Trial
+from lightning_batchmem.plan.records import PHASES, Line, MemoryModel, Trial
 
 
 def ran_through(trials: Iterable[Trial]) -> list[Trial]:
@@ -72,52 +72,6 @@ def fit_memory(trials: Iterable[Trial], policy: SearchPolicy | None = None) -> M
         if peaks:
             lines[phase] = _line(peaks, largest_residual_share)
     return MemoryModel(lines)
-
-
-def fit_time(trials: Sequence[Trial], policy: SearchPolicy | None = None) -> TimeModel | None:
-    """Fit the wall time of a step, ``step_seconds = t0 + c * batch_size``, to the timed trials.
-
-    The line has the least squares of the relative errors, and neither part of it is negative.
-    ``None`` with fewer than two timed sizes, and where the line is far off at one of them.
-
-    Source: a step costs a fixed launch overhead ``t0`` plus ``c`` for each sample: the start-up
-    time and the asymptotic rate of Hockney and Jesshope, Parallel Computers 2, 1988 (n-half and
-    r-infinity).
-    """
-    policy = policy or SearchPolicy()
-    points = [
-        (trial.batch_size, trial.step_seconds)
-        for trial in trials
-        if trial.outcome != "out_of_memory" and trial.kind != "timing" and trial.step_seconds
-    ]
-    sizes = [size for size, _ in points]
-    if len(set(sizes)) < 2:
-        return None
-    # The relative error is t0 * u + c * v - 1. Its squares are least where t0 * uu + c * uv = u and
-    # t0 * uv + c * vv = v.
-    inverse = [1 / seconds for _, seconds in points]
-    rates = [size / seconds for size, seconds in points]
-    u = sum(inverse)
-    v = sum(rates)
-    uu = sum(value * value for value in inverse)
-    uv = sum(value * rate for value, rate in zip(inverse, rates, strict=True))
-    vv = sum(rate * rate for rate in rates)
-    determinant = uu * vv - uv * uv
-    if determinant <= 0:
-        # The times differ so much that rounding leaves no line.
-        return None
-    intercept = (u * vv - v * uv) / determinant
-    slope = (v * uu - u * uv) / determinant
-    if intercept < 0:
-        intercept = 0.0
-        slope = v / vv
-    elif slope < 0:
-        intercept = u / uu
-        slope = 0.0
-    line = Line(intercept, slope, min(sizes), max(sizes))
-    if any(abs(line.at(size) / value - 1) > policy.time_line_error for size, value in points):
-        return None
-    return TimeModel(line)
 
 
 def _is_flat(ran: Sequence[Trial], policy: SearchPolicy) -> bool:

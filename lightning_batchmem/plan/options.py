@@ -46,11 +46,9 @@ class SearchOptions:
     multiple_of: int | None = None
     min_steps_per_epoch: int | None = 10
     batch_arg_name: str = "batch_size"
-    eval_batch_arg_name: str | None = None
     worst_case: WorstCase = None
     target_batch_size: int | None = None
     lr_scaling: LearningRateScaling | None = None
-    base_batch_size: int | None = None
     budget: bool = False
     items_fn: ItemsFunction = None
 
@@ -60,13 +58,7 @@ class SearchOptions:
         if not callable(self.worst_case):
             choices = (None, "typical", "longest")
             _check_choice("worst_case", self.worst_case, choices, " or a callable")
-        sizes = (
-            "max_batch_size",
-            "min_batch_size",
-            "multiple_of",
-            "target_batch_size",
-            "base_batch_size",
-        )
+        sizes = ("max_batch_size", "min_batch_size", "multiple_of", "target_batch_size")
         for name in (*sizes, "min_steps_per_epoch"):
             if (value := getattr(self, name)) is not None:
                 if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
@@ -78,10 +70,6 @@ class SearchOptions:
             low = self.min_batch_size
             raise ValueError(
                 f"max_batch_size must be at least min_batch_size={low}, got {self.max_batch_size}"
-            )
-        if self.base_batch_size is not None and self.lr_scaling is None:
-            raise ValueError(
-                f"base_batch_size must come with lr_scaling, got {self.base_batch_size} without it"
             )
         if not isinstance(self.budget, bool):
             raise ValueError(f"budget must be True or False, got {self.budget!r:.80}")
@@ -96,12 +84,6 @@ class SearchOptions:
                 f" {self.items_fn!r:.80}"
             )
         _check_path("batch_arg_name", self.batch_arg_name)
-        if self.eval_batch_arg_name is not None:
-            _check_path("eval_batch_arg_name", self.eval_batch_arg_name)
-        if self.eval_batch_arg_name == self.batch_arg_name:
-            raise ValueError(
-                f"eval_batch_arg_name must differ from batch_arg_name, got {self.batch_arg_name!r}"
-            )
         parse_memory_limit(self.memory_limit, budget_bytes=1)
         if isinstance(self.memory_limit, Real):
             object.__setattr__(self, "memory_limit", _plain_number(self.memory_limit))

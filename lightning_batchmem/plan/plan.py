@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_batchmem.plan.fit import fit_memory, fit_time, ran_through
+from lightning_batchmem.plan.fit import fit_memory, ran_through
 from lightning_batchmem.plan.json_fields import from_json
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import (
@@ -15,7 +15,6 @@ from lightning_batchmem.plan.records import (
     LimitedBy,
     MemoryModel,
     SearchLimits,
-    TimeModel,
     Trial,
 )
 from lightning_batchmem.plan.scaling import OptimizerStep
@@ -38,7 +37,6 @@ class Plan:
             be run.
         trials: every size that was run, in the order in which it was run.
         memory: the fitted memory lines; ``None`` when a single size was run.
-        time: the fitted time line; ``None`` likewise, and where no line describes the times.
         reason: one sentence: why this size.
         device: where it was measured, such as ``"NVIDIA H100 80GB HBM3"`` or ``"host"``.
         accumulate_grad_batches: batches to an optimizer step.
@@ -47,7 +45,6 @@ class Plan:
         learning_rate: the module's new learning rate; ``None`` when it was left alone.
         learning_rate_before: the learning rate before that; ``None`` likewise.
         notes: remarks on the search and the training, a sentence each.
-        evaluation: the plan of validation's own size, if it has one.
         ranks: how many processes searched together; peaks are the highest of them, times the
             slowest's.
         held_peak_bytes: bytes that this process held in the rehearsal: reserved (CUDA) or the
@@ -73,7 +70,6 @@ class Plan:
     measured_peak_bytes: int | None
     trials: tuple[Trial, ...]
     memory: MemoryModel | None
-    time: TimeModel | None
     reason: str = ""
     device: str = ""
     accumulate_grad_batches: int = 1
@@ -81,7 +77,6 @@ class Plan:
     learning_rate: float | None = None
     learning_rate_before: float | None = None
     notes: tuple[str, ...] = ()
-    evaluation: Plan | None = None
     ranks: int = 1
     held_peak_bytes: int | None = None
     fastest_batch_size: int | None = None
@@ -128,7 +123,6 @@ def make_plan(
     device: str,
     notes: Sequence[str],
     step: OptimizerStep,
-    evaluation: Plan | None = None,
     conditions: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Make the plan of a search, once, at its end.
@@ -141,7 +135,6 @@ def make_plan(
         device: the name of the device.
         notes: remarks on the search and the training, a sentence each.
         step: the optimizer steps of a training; ``OptimizerStep()`` for an evaluation.
-        evaluation: the plan of validation's own size.
         conditions: what has to match before the plan is used again.
     """
     size = chosen.batch_size
@@ -160,7 +153,6 @@ def make_plan(
         held_peak_bytes=None if rehearsal is None else rehearsal.peak_held_bytes,
         trials=tuple(trials),
         memory=fit_memory(trials, policy),
-        time=fit_time(trials, policy),
         reason=chosen.reason,
         device=device,
         accumulate_grad_batches=step.accumulate_grad_batches,
@@ -168,7 +160,6 @@ def make_plan(
         learning_rate=step.learning_rate,
         learning_rate_before=step.learning_rate_before,
         notes=tuple(note for note in all_notes if note),
-        evaluation=evaluation,
         ranks=limits.ranks,
         fastest_batch_size=chosen.fastest_batch_size,
         largest_batch_size=chosen.largest_batch_size,

@@ -203,10 +203,6 @@ class SearchPolicy:
     """The same, where held bytes grow by more than this. Source: A few segments of the allocator.
     """
 
-    time_line_error: float = 0.1
-    """A line of the step time is kept if no measured time is off by more than this share. Source:
-    It predicts nothing where it does not describe what was measured."""
-
     # The samples.
 
     max_samples: int = 32

@@ -5,7 +5,6 @@ All of it is plain data in bytes, seconds and samples.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -201,29 +200,6 @@ class MemoryModel:
     def phase_at(self, batch_size: float) -> str:
         """The phase in which the peak is expected at ``batch_size`` samples."""
         return max(self.lines, key=lambda phase: self.lines[phase].at(batch_size))
-
-
-@dataclass(frozen=True)
-class TimeModel:
-    """Wall time of a step as a function of the batch size: ``step_seconds = t0 + c * batch_size``.
-
-    It exists only where this line describes the times that were measured.
-
-    Args:
-        line: seconds over samples; the intercept ``t0`` is the cost of a step of any size, the
-            slope ``c`` the work for each sample.
-    """
-
-    line: Line
-
-    def step_seconds(self, batch_size: float) -> float:
-        """Expected wall time of one step, in seconds."""
-        return self.line.at(batch_size)
-
-    def samples_per_second(self, batch_size: float) -> float:
-        """Expected throughput; ``inf`` where the line is not above 0."""
-        seconds = self.step_seconds(batch_size)
-        return batch_size / seconds if seconds > 0 else math.inf
 
 
 @dataclass(frozen=True)

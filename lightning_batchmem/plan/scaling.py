@@ -83,10 +83,10 @@ def accumulated_batches(batch_size: int, limits: SearchLimits) -> int:
 
 
 def learning_rate_factor(
-    scaling: LearningRateScaling, effective_batch_size: int, base_batch_size: int
+    scaling: LearningRateScaling, effective_batch_size: int, effective_batch_size_before: int
 ) -> float:
     """By how much the learning rate grows for another effective batch size."""
-    ratio = effective_batch_size / base_batch_size
+    ratio = effective_batch_size / effective_batch_size_before
     return ratio if scaling == "linear" else math.sqrt(ratio)
 
 
@@ -116,7 +116,7 @@ class TrainingSetup:
     Args:
         accumulate_grad_batches: batches to an optimizer step.
         ranks: processes that train together.
-        base_batch_size: samples per optimizer step over all ranks; ``None`` if unknown.
+        effective_batch_size: samples per optimizer step over all ranks; ``None`` if unknown.
         learning_rate: the learning rate of the module; ``None`` if it is no number.
         optimizer_names: the classes of the optimizers.
         unit: what sizes count: ``"samples"``, or the name of a budget.
@@ -124,7 +124,7 @@ class TrainingSetup:
 
     accumulate_grad_batches: int
     ranks: int
-    base_batch_size: int | None
+    effective_batch_size: int | None
     learning_rate: float | None
     optimizer_names: tuple[str, ...]
     unit: str = "samples"
@@ -183,14 +183,14 @@ def optimizer_step(
         batches_per_step = max(1, int(epoch_batches))
         notes.append(sentences.short_epoch(batches_per_step, accumulate))
     effective = batch_size * batches_per_step * setup.ranks
-    base = setup.base_batch_size
+    before = setup.effective_batch_size
     rate = setup.learning_rate
-    if base is not None and lr_scaling is not None and rate is not None:
-        new_rate = rate * learning_rate_factor(lr_scaling, effective, base)
+    if before is not None and lr_scaling is not None and rate is not None:
+        new_rate = rate * learning_rate_factor(lr_scaling, effective, before)
         return OptimizerStep(accumulate, effective, new_rate, rate, notes=tuple(notes))
     note = ""
-    if base is not None:
-        note = learning_rate_note(setup.optimizer_names, base, effective, setup.unit)
+    if before is not None:
+        note = learning_rate_note(setup.optimizer_names, before, effective, setup.unit)
     return OptimizerStep(accumulate, effective, learning_rate_note=note, notes=tuple(notes))
 
 

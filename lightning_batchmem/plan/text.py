@@ -28,8 +28,6 @@ def full_text(plan: Plan) -> str:
         headings = (*_HEADINGS, f"{_items(plan)}/s")
         table = [headings, *(_cells(plan, trial) for trial in plan.trials)]
         lines += [_ROW.format(*cells).rstrip() for cells in table]
-    if plan.evaluation is not None:
-        lines.append(f"validation: {full_text(plan.evaluation)}")
     return "\n".join(lines)
 
 
@@ -70,13 +68,10 @@ def _one(plan: Plan) -> str:
 
 def headline(plan: Plan) -> str:
     """The size, what limits it, and whether it was rehearsed."""
-    validation = ""
-    if plan.evaluation is not None:
-        validation = f" (validation {_number(plan, plan.evaluation.batch_size)})"
     verified = "verified by a rehearsal" if plan.verified else "not verified"
     limited_by = plan.limited_by.replace("_", " ")
     return (
-        f"{_size_name(plan)} {_number(plan, plan.batch_size)}{validation}{_on_each_rank(plan)},"
+        f"{_size_name(plan)} {_number(plan, plan.batch_size)}{_on_each_rank(plan)},"
         f" limited by {limited_by}, {verified}"
     )
 
@@ -93,10 +88,6 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
         growth = f"{mib(line.slope)} {_one(plan)}"
         text = f"{mib(line.intercept)} + {growth} ({phase.replace('_', ' ')})"
         rows.append(("memory", text))
-    if plan.time is not None:
-        line = plan.time.line
-        text = f"{line.intercept * 1e3:.3g} ms + {line.slope * 1e3:.3g} ms {_one(plan)}"
-        rows.append(("time", text))
     if plan.trials:
         rows.append(("sizes", _known_sizes(plan)))
     if changes := _changes(plan):

@@ -29,7 +29,6 @@ from lightning_batchmem.profile.figure_style import (
     new_figure,
     with_legend,
 )
-from lightning_batchmem.profile.module_figure import plot_modules
 from lightning_batchmem.profile.plan_figure import plot_search
 from lightning_batchmem.profile.step_csv import Row, read_rows
 from lightning_batchmem.profile.summary import Summary
@@ -52,15 +51,12 @@ _STAGE_STYLES: dict[str, dict[str, Any]] = {
 }
 
 _PART_COLORS = (GREY, BLUE, PURPLE, GREEN, SKY, ORANGE)
-BREAKDOWN_PARTS = tuple(
+# Name, field and color of each part of a breakdown, from the bottom of a bar to its top. "Other" is
+# the first, because it can be negative. The parts that grow with the batch size are the last.
+_BREAKDOWN_PARTS = tuple(
     (name, field, color)
     for (name, field), color in zip((PARTS[-1], *PARTS[:-1]), _PART_COLORS, strict=True)
 )
-"""Name, field and color of each part of a breakdown, from the bottom of a bar to its top.
-
-"Other" is the first, because it can be negative. The parts that grow with the batch size are the
-last.
-"""
 
 
 def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
@@ -80,7 +76,7 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
         drawn_step = row["step"] if train_step is None else train_step
         stages.setdefault(row["stage"], []).append((drawn_step, row))
     all_steps = [step for points in stages.values() for step, _ in points]
-    width = steps_per_point(all_steps)
+    width = _steps_per_point(all_steps)
     title = "Peak memory of each step"
     if width > 1:
         title = f"Peak memory, highest of every {width:,} steps"
@@ -89,17 +85,17 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
         line = "solid"
         if stage == "train":
             for column, style in _PART_STYLES.items():
-                steps, values = highest_of_steps(points, column, width)
+                steps, values = _highest_of_steps(points, column, width)
                 if steps:
                     axes.plot(steps, values, **style)
         elif "train" in stages:
             line = "none"
-        steps, values = highest_of_steps(points, "peak_allocated_mib", width)
+        steps, values = _highest_of_steps(points, "peak_allocated_mib", width)
         # A damaged file may name another stage.
         other_style = {"label": f"peak ({stage})", "color": GREY, "marker": "x"}
         axes.plot(steps, values, linestyle=line, **_STAGE_STYLES.get(stage, other_style))
     points = [point for points in stages.values() for point in points]
-    steps, limits = highest_of_steps(points, "limit_mib", width)
+    steps, limits = _highest_of_steps(points, "limit_mib", width)
     if limits:
         # The last limit holds until the last step.
         steps.append(max(all_steps))
@@ -116,7 +112,7 @@ def plot_breakdown(summary: Summary) -> Figure | None:
     title = f"Memory of a step ({summary.stage}): {mib(breakdown.peak_bytes)}"
     title += "" if summary.limit_bytes is None else f", limit {mib(summary.limit_bytes)}"
     figure, axes = new_figure(title, "", "memory (MiB)")
-    parts = [(name, getattr(breakdown, field), color) for name, field, color in BREAKDOWN_PARTS]
+    parts = [(name, getattr(breakdown, field), color) for name, field, color in _BREAKDOWN_PARTS]
     if summary.cached_bytes:
         parts.append(("cached by the allocator, unused", summary.cached_bytes, PALE))
     base_bytes = 0
@@ -134,22 +130,15 @@ def plot_breakdown(summary: Summary) -> Figure | None:
 
 
 def draw(*sources: list[Row] | Plan | Summary | None) -> dict[str, Figure]:
-    """Draw all figures of the sources, by name.
-
-    The names of the figures of a plan of validation begin with ``evaluation_``.
-    """
+    """Draw all figures of the sources, by name."""
     drawn: dict[str, Figure | None] = {}
     for source in sources:
         if isinstance(source, list):
             drawn["memory_over_steps"] = plot_memory_over_steps(source)
         elif isinstance(source, Plan):
             drawn["search"] = plot_search(source)
-            evaluation = draw(source.evaluation)
-            drawn |= {f"evaluation_{name}": figure for name, figure in evaluation.items()}
         elif source is not None:
             drawn["memory_composition"] = plot_breakdown(source)
-            if source.modules is not None:
-                drawn["memory_by_module"] = plot_modules(source.modules)
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
@@ -159,7 +148,7 @@ def save(figure: Figure, path: Path) -> None:
     figure.savefig(path, dpi=200)
 
 
-def steps_per_point(steps: Sequence[int]) -> int:
+def _steps_per_point(steps: Sequence[int]) -> int:
     """Return how many steps share a point of a figure.
 
     A figure is about a thousand pixels wide, and a file with every step would be large.
@@ -167,7 +156,7 @@ def steps_per_point(steps: Sequence[int]) -> int:
     return (max(steps) - min(steps)) // 1000 + 1
 
 
-def highest_of_steps(
+def _highest_of_steps(
     points: Iterable[tuple[int, Row]], column: str, width: int
 ) -> tuple[list[int], list[float]]:
     """Return the steps with a value, and the highest value of each ``width`` steps.

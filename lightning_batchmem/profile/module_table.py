@@ -10,8 +10,7 @@ from rich.table import Table
 from lightning_batchmem.devices.module_memory import ModuleMemory, PeakByModule
 from lightning_batchmem.plan.records import mib
 
-MAX_ROWS = 10
-"""Modules in the table and in the figure."""
+_MAX_ROWS = 10
 
 # Two of these are seldom alike.
 _CONTAINERS = ("Sequential", "ModuleList", "ModuleDict")
@@ -82,7 +81,7 @@ def module_table(peak: PeakByModule) -> Table:
     rows = module_rows(peak)
     peak_bytes = max(1, peak.peak_bytes)
     all_activations_bytes = max(1, sum(row.activations_bytes for row in rows))
-    for row in rows[:MAX_ROWS]:
+    for row in rows[:_MAX_ROWS]:
         each = ""
         if peak.batch_size:
             each = mib(row.activations_bytes / row.num_blocks / peak.batch_size)
@@ -93,7 +92,7 @@ def module_table(peak: PeakByModule) -> Table:
             f"{row.activations_bytes / all_activations_bytes:.1%}",
             each,
         )
-    others = rows[MAX_ROWS:]
+    others = rows[_MAX_ROWS:]
     if others:
         other_bytes = sum(row.total_bytes for row in others)
         activations_bytes = sum(row.activations_bytes for row in others)

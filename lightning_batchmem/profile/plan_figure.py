@@ -31,8 +31,7 @@ def plot_search(plan: Plan) -> Figure | None:
     """Plot the memory of a step, and below it the throughput of a rank, over the batch size.
 
     Memory has the trials, the fitted line and the limit. Throughput has the sizes that were
-    measured, and a curve if a line describes the times of the steps. Both have the chosen size and
-    the fastest one. ``None`` if no size was measured.
+    measured. Both have the chosen size and the fastest one. ``None`` if no size was measured.
     """
     if not any(trial.peak_bytes for trial in plan.trials if trial.outcome == "ok"):
         return None
@@ -76,16 +75,10 @@ def _draw_memory(axes: Axes, plan: Plan) -> None:
 
 def _draw_throughput(axes: Axes, plan: Plan) -> None:
     speeds = measured_speeds(plan.trials)
-    if plan.time is not None:
-        sizes = _sizes(plan)
-        # Matplotlib leaves out infinite values.
-        curve = [plan.time.samples_per_second(size) for size in sizes]
-        axes.plot(sizes, curve, label="fitted curve", color=BLUE, linewidth=1.8, linestyle=":")
+    sizes = [speed.batch_size for speed in speeds]
     measured = [speed.samples_per_second for speed in speeds]
-    style = {**_POINTS, "linestyle": "none" if plan.time is not None else "solid"}
-    axes.plot(
-        [speed.batch_size for speed in speeds], measured, label="measured", color=BLACK, **style
-    )
+    connected = {**_POINTS, "linestyle": "solid"}
+    axes.plot(sizes, measured, label="measured", color=BLACK, **connected)
     axes.set_ylim(0, 1.15 * max(measured))
 
 

@@ -38,15 +38,12 @@ class SearchProgress(Progress):
             self._show(f"{self._num_trials} {noun}")
         super().__exit__(exc_type, exc_val, exc_tb)
 
-    def trying(
-        self, probe: NextSize, trials: Sequence[Trial], num_expected: int | None = None
-    ) -> None:
+    def trying(self, probe: NextSize, trials: Sequence[Trial]) -> None:
         """Show the size that runs next, and the memory that the trials so far predict for it.
 
         Args:
             probe: the size and the kind of the trial.
             trials: everything that was run before.
-            num_expected: trials that the search is expected to take; ``None`` if it is not known.
         """
         self._num_trials += 1
         self._num_steps = 0
@@ -54,9 +51,7 @@ class SearchProgress(Progress):
         predicted = ""
         if model is not None:
             predicted = f", predicted {mib(model.predict_bytes(probe.batch_size))}"
-        number = str(self._num_trials)
-        if num_expected is not None:
-            number += f" of about {num_expected}"
+        number = self._num_trials
         self._trial = f"trial {number}, {probe.kind} of size {probe.batch_size:,}{predicted}"
         self._show(self._trial)
 

@@ -9,7 +9,6 @@ from lightning_batchmem.devices.breakdown import measure_breakdown
 from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.decide import decide
 from lightning_batchmem.plan.fit import ran_through
-from lightning_batchmem.plan.forecast import expected_trials
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, SearchLimits, Trial
 from lightning_batchmem.plan.reuse import reused, why_not_allowed
@@ -100,8 +99,7 @@ class BatchSizeSearch:
     def _search(self, trials: list[Trial], limits: SearchLimits) -> SearchResult:
         """Run sizes until one is chosen."""
         while isinstance(step := decide(trials, limits, self._policy), NextSize):
-            num_expected = expected_trials(trials, limits, self._policy)
-            self._progress.trying(step, trials, num_expected)
+            self._progress.trying(step, trials)
             if step.needs_clean_start:
                 self._restart(step.batch_size)
             self._session.set_batch_size(step.batch_size)

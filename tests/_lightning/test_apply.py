@@ -56,8 +56,8 @@ def test_the_target_is_reached_by_accumulation(
 
 
 def test_an_epoch_shorter_than_an_optimizer_step(search, device):
-    module = Rated(device)
-    options = {"target_batch_size": 4000, "lr_scaling": "linear", "base_batch_size": 400}
+    module = Rated(device, batch_size=400)
+    options = {"target_batch_size": 4000, "lr_scaling": "linear"}
     plan = search(module, options=options, limit_train_batches=2)
     assert (plan.accumulate_grad_batches, plan.effective_batch_size) == (10, 800)
     assert "an epoch ends after 2 of 10 batches per optimizer step" in plan.notes
@@ -100,21 +100,20 @@ def test_a_target_next_to_other_accumulation_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("options", "project", "trainer", "expected"),
+    ("project", "trainer", "expected"),
     [
-        ({"base_batch_size": 100}, {}, {}, 0.4),
+        ({"batch_size": 100}, {}, 0.4),
         # The samples per optimizer step grow from 40 x 2 to 400 x 2, so the rate grows tenfold.
         (
-            {},
             {"batch_size": np.int64(40), "lr": np.float32(0.5)},
             {"accumulate_grad_batches": 2},
             5.0,
         ),
     ],
 )
-def test_the_learning_rate_is_scaled(search, device, options, project, trainer, expected):
+def test_the_learning_rate_is_scaled(search, device, project, trainer, expected):
     module = Rated(device, **project)
-    plan = search(module, options={"lr_scaling": "linear", **options}, **trainer)
+    plan = search(module, options={"lr_scaling": "linear"}, **trainer)
     assert plan.learning_rate == module.lr == pytest.approx(expected)
     assert type(module.lr) is float
     assert module.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(expected)
@@ -124,7 +123,7 @@ def test_the_learning_rate_is_scaled(search, device, options, project, trainer, 
 
 class RatedInHparams(Lawful):
     def __init__(self, device, learning_rate=0.1):
-        super().__init__(device, law)
+        super().__init__(device, law, batch_size=100)
         self.save_hyperparameters("learning_rate")
 
     def configure_optimizers(self):
@@ -133,30 +132,20 @@ class RatedInHparams(Lawful):
 
 def test_the_learning_rate_in_hparams(search, device):
     module = RatedInHparams(device)
-    search(module, options={"lr_scaling": "linear", "base_batch_size": 100})
+    search(module, options={"lr_scaling": "linear"})
     assert module.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.4)
     assert module.hparams.learning_rate == pytest.approx(0.4)
     # Lightning logs these hyperparameters.
     assert module.hparams_initial["learning_rate"] == pytest.approx(0.4)
 
 
-def test_a_second_fit_does_not_scale_again(fit, device):
-    finder = BatchFinder(multiple_of=1, lr_scaling="linear", base_batch_size=100)
-    module = Rated(device)
+def test_a_second_fit_scales_from_the_size_of_the_first(fit, device):
+    finder = BatchFinder(multiple_of=1, lr_scaling="linear")
+    module = Rated(device, batch_size=100)
     for budget_bytes, expected in ((BUDGET, 0.4), (SMALLER_BUDGET, 0.2)):
         device.budget = budget_bytes
         fit(module, finder, device)
         assert module.lr == pytest.approx(expected)
-
-
-def test_each_module_of_a_sweep_is_scaled_once(fit, device):
-    finder = BatchFinder(multiple_of=1, lr_scaling="linear", base_batch_size=200)
-    # The second rate equals the first one after it was scaled.
-    for learning_rate in (0.1, 0.2, 0.4):
-        module = Rated(device, learning_rate)
-        for _ in range(2):
-            fit(module, finder, device)
-            assert module.lr == pytest.approx(2 * learning_rate)
 
 
 def test_the_finder_of_lightning_is_refused(search, device):
@@ -183,7 +172,7 @@ def test_a_learning_rate_that_is_not_used_is_a_warning(search, device):
         ),
         (
             {"batch_size": "32"},
-            r"base_batch_size must be given .* `batch_size` .* got batch_size='32'",
+            r"`batch_size` must be a positive whole number for lr_scaling, got '32'",
         ),
     ],
 )

@@ -1,6 +1,5 @@
 """What a search may change in a trainer, and what it leaves."""
 
-import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
@@ -68,12 +67,11 @@ class Noted(Dataset):
         return [torch.zeros(1)]
 
 
-@pytest.mark.parametrize("option", [{}, {"eval_batch_arg_name": "eval_batch_size"}])
-def test_loaders_of_validation_that_were_passed_leave_no_trace_either(fit, device, option):
+def test_loaders_of_validation_that_were_passed_leave_no_trace_either(fit, device):
     read = []
     after = LambdaCallback(on_fit_start=lambda *_: read.append(list(Noted.read)))
     loader = DataLoader(Noted(), batch_size=4)
-    fit(Evaluated(device), BatchFinder(**option), device, after, val_dataloaders=loader)
+    fit(Evaluated(device), BatchFinder(), device, after, val_dataloaders=loader)
     assert read == [[]]
     assert Noted.read
     Noted.read.clear()

@@ -6,9 +6,6 @@ import torch
 from lightning_batchmem.devices import device_memory_for, device_name, timer_for, utilization_for
 from lightning_batchmem.devices.accelerator import AcceleratorMemory, AcceleratorTimer
 from lightning_batchmem.devices.host import HostMemory
-from lightning_batchmem.devices.mps import MpsMemory
-from tests.helpers.fake_device import FakeDevice
-from tests.helpers.fake_mps import FakeMps
 
 CUDA = torch.device("cuda", 1)
 CPU = torch.device("cpu")
@@ -25,21 +22,13 @@ def test_the_host_has_a_reader_if_its_peak_can_be_reset(monkeypatch, tmp_path):
 def test_readers_of_each_device(monkeypatch):
     assert isinstance(device_memory_for(CUDA), AcceleratorMemory)
     assert isinstance(timer_for(CUDA), AcceleratorTimer)
-    assert utilization_for(MPS) is None
+    assert device_memory_for(MPS) is utilization_for(MPS) is None
     assert timer_for(MPS) is timer_for(CPU) is None
     for name in ("meta", "xpu"):
         with pytest.raises(ValueError, match=f"must be a cuda, cpu or mps device, got {name}"):
             device_memory_for(torch.device(name))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
     assert [device_name(device) for device in (CUDA, CPU, MPS)] == ["GPU 1", "host", "mps"]
-
-
-def test_mps_has_a_reader_if_torch_counts_its_peaks(monkeypatch):
-    # No machine of the tests has the device.
-    assert device_memory_for(MPS) is None
-    fake = FakeMps(FakeDevice(budget_bytes=1))
-    monkeypatch.setattr("lightning_batchmem.devices.MpsMemory", partial(MpsMemory, fake, fake))
-    assert isinstance(device_memory_for(MPS), MpsMemory)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="another test may have started CUDA")

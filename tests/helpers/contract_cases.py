@@ -195,31 +195,19 @@ class ManyLoaders(Net):
         return loss + 0.1 * self.layers(others).square().mean()
 
 
-class OwnValidationSize(Net):
-    """Validation has a batch size of its own, draws and counts."""
+class FixedValidation(Net):
+    """Validation has batch sizes that stay, draws and counts."""
 
-    def __init__(self, batch_size: int, eval_batch_size: int = 4) -> None:
-        super().__init__(batch_size)
-        self.eval_batch_size = eval_batch_size
+    def val_dataloader(self) -> Any:
+        return [DataLoader(Noisy(), batch_size=7), DataLoader(Noisy(True), batch_size=5)]
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         super().validation_step(batch, batch_idx)
         self.history.append(len(batch[1]))
         torch.rand(1)
 
     def on_validation_epoch_end(self) -> None:
         self.log("batches", float(len(self.history)))
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Noisy(), batch_size=self.eval_batch_size)
-
-
-class FixedValidation(OwnValidationSize):
-    def val_dataloader(self) -> Any:
-        return [DataLoader(Noisy(), batch_size=7), DataLoader(Noisy(True), batch_size=5)]
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
 
 
 class Plain(Net):
@@ -686,11 +674,6 @@ CASES = {
         OfLists,
         fit=given(lambda size: CombinedLoader([shuffled(size), shuffled(size)], "min_size")),
     ),
-    "validation_of_its_own_size": Case(
-        OwnValidationSize,
-        finder={"eval_batch_arg_name": "eval_batch_size"},
-        hard_coded=partial(OwnValidationSize, eval_batch_size=SIZE),
-    ),
     "weights_swapped_by_hooks_of_validation": Case(AveragedInValidation),
     "validation_of_fixed_sizes": Case(FixedValidation),
     "validation_loaders_passed_too": Case(
@@ -702,7 +685,8 @@ CASES = {
     ),
     "scaled_learning_rate": Case(
         onecycle,
-        finder={"lr_scaling": "linear", "base_batch_size": 4},
+        start=4,
+        finder={"lr_scaling": "linear"},
         hard_coded=partial(onecycle, lr=2e-2),
     ),
     "worst_case_of_the_user": Case(

@@ -97,7 +97,6 @@ class Evaluated(Lawful):
     def __init__(self, device_memory, size_name="batch_size", samples=SAMPLES, *, drop_last=False):
         super().__init__(device_memory, law)
         self.drop_last = drop_last
-        self.eval_batch_size = 7
         self.fixed_size = 50
         self.size_name = size_name
         self.samples = samples

@@ -121,7 +121,7 @@ class Planned(Callback):
     def __init__(self, fixed_mib=1.0, limit_mib=1024):
         memory = MemoryModel({"forward": Line(fixed_mib * MIB, 2.0 * MIB, 2, 4)})
         trials = tuple(Trial(size, "ok", {"forward": (1 + 2 * size) * MIB}) for size in (2, 4))
-        self.plan = Plan(4, "memory", True, limit_mib * MIB, None, 9 * MIB, trials, memory, None)
+        self.plan = Plan(4, "memory", True, limit_mib * MIB, None, 9 * MIB, trials, memory)
 
 
 class At(Callback):

@@ -7,7 +7,6 @@ import torch
 from lightning_batchmem.devices.accelerator import AcceleratorMemory
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.host import HostMemory
-from lightning_batchmem.devices.mps import MpsMemory
 from tests.helpers.fake_device import FakeDevice
 
 
@@ -15,6 +14,5 @@ def all_kinds() -> list[DeviceMemory]:
     return [
         AcceleratorMemory(torch.device("cuda")),
         HostMemory(),
-        MpsMemory(),
         FakeDevice(budget_bytes=1),
     ]

@@ -2,16 +2,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_batchmem.plan.fit import dropped_sizes, fit_memory, fit_time, ran_through
-from lightning_batchmem.plan.records import MIB, Line, Trial
+from lightning_batchmem.plan.fit import dropped_sizes, fit_memory, ran_through
+from lightning_batchmem.plan.records import MIB, Trial
 
 
 def ok(size, **peaks):
     return Trial(size, "ok", peaks)
-
-
-def timed(*rows):
-    return [Trial(size, "ok", {"forward": 1}, step_seconds=seconds) for size, seconds in rows]
 
 
 def test_a_peak_above_that_of_a_larger_size_is_left_out():
@@ -117,27 +113,3 @@ def test_a_maximum_of_lines_is_never_predicted_too_high_beyond_the_sizes_that_ra
         if len(lines) == 1:
             assert model.predict_bytes(size) == pytest.approx(peak(size), rel=1e-6)
     assert model.lines["forward"].slope >= 0
-
-
-def test_the_time_line_goes_through_exact_points():
-    failed = Trial(64, "out_of_memory", {}, step_seconds=9.9)
-    model = fit_time([*timed((2, 0.12), (4, 0.14), (32, 0.42), (8, None)), failed])
-    assert model.line == Line(pytest.approx(0.1), pytest.approx(0.01), 2, 32)
-    # One size with a time makes no line.
-    assert fit_time(timed((2, 0.1), (2, 0.2), (4, None))) is None
-
-
-def test_a_line_that_does_not_describe_the_times_is_left_out():
-    near = timed((2, 0.1), (4, 0.1), (8, 0.11))
-    assert fit_time(near) is not None
-    # Throughput falls from 1,334 samples/s at 64 samples to 825 at 128.
-    assert fit_time(timed((2, 0.008), (32, 0.031), (64, 0.048), (128, 0.155))) is None
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(1e-5, 1e4)), min_size=2, max_size=10))
-def test_no_part_of_a_time_line_is_negative(rows):
-    model = fit_time(timed(*rows))
-    if model is not None:
-        assert min(model.line.intercept, model.line.slope) >= 0
-        assert all(model.step_seconds(size) == pytest.approx(time, rel=0.1) for size, time in rows)

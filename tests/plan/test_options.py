@@ -70,19 +70,12 @@ def test_memory_limit_is_named_with_its_value(value):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "max_batch_size",
-        "min_batch_size",
-        "multiple_of",
-        "target_batch_size",
-        "base_batch_size",
-        "min_steps_per_epoch",
-    ],
+    ["max_batch_size", "min_batch_size", "multiple_of", "target_batch_size", "min_steps_per_epoch"],
 )
 @pytest.mark.parametrize("value", [0, -8, 2.0, True, "8", np.float64(2)], ids=repr)
 def test_sizes_are_positive_whole_numbers(name, value):
     with pytest.raises(ValueError, match=f"^{name} must be a whole number of at least 1, got "):
-        SearchOptions(**{"lr_scaling": "sqrt", name: value})
+        SearchOptions(**{name: value})
 
 
 @pytest.mark.parametrize(
@@ -106,18 +99,12 @@ def test_sizes_are_positive_whole_numbers(name, value):
             {"min_batch_size": 8, "max_batch_size": 4},
             "max_batch_size must be at least min_batch_size=8, got 4",
         ),
-        ({"base_batch_size": 32}, "base_batch_size must come with lr_scaling, got 32 without it"),
         (
             {"batch_arg_name": "kwargs..size"},
             "batch_arg_name must be the name of an attribute or a path such as"
             " \"kwargs.size\", got 'kwargs..size'",
         ),
         ({"batch_arg_name": 3}, "batch_arg_name must be the name of an attribute or"),
-        ({"eval_batch_arg_name": "a b"}, "eval_batch_arg_name must be the name of an attribute or"),
-        (
-            {"eval_batch_arg_name": "batch_size"},
-            "eval_batch_arg_name must differ from batch_arg_name, got",
-        ),
     ],
 )
 def test_wrong_arguments(arguments, message):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import MIB, PHASES, Line, MemoryModel, TimeModel, Trial
+from lightning_batchmem.plan.records import MIB, PHASES, Line, MemoryModel, Trial
 from tests.helpers.lawful import OLD_PLAN
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -27,10 +27,8 @@ PLANS = any_of(
     trials=st.lists(any_of(Trial, phase_peak_bytes=PEAKS, **TIMES), max_size=5).map(tuple),
     memory=st.none()
     | st.builds(MemoryModel, st.dictionaries(st.sampled_from(PHASES), LINES, min_size=1)),
-    time=st.none() | st.builds(TimeModel, LINES),
     learning_rate=st.none() | FINITE,
     learning_rate_before=st.none() | FINITE,
-    evaluation=st.none(),
     conditions=st.dictionaries(st.text(), st.integers()),
 )
 PLAN = Plan(
@@ -60,7 +58,6 @@ PLAN = Plan(
         ),
     ),
     memory=MemoryModel({"forward": Line(100 * MIB, 2 * MIB, 2, 32)}),
-    time=TimeModel(Line(0.010, 0.001, 2, 32)),
     reason="32 samples: the largest size that is predicted to fit.",
     held_peak_bytes=180 * MIB,
     fastest_batch_size=32,
@@ -72,39 +69,29 @@ PLAN = Plan(
 @given(PLANS)
 def test_a_plan_read_from_its_json_is_equal(plan):
     assert Plan.from_json(plan.to_json()) == plan
-    both = replace(plan, evaluation=plan)
-    assert Plan.from_json(both.to_json()) == both
 
 
 def test_a_plan_of_version_0_1_0_is_read():
-    plan = Plan.from_json(json.dumps({**OLD_PLAN, "evaluation": {**OLD_PLAN, "batch_size": 8}}))
+    plan = Plan.from_json(json.dumps(OLD_PLAN))
     assert (plan.batch_size, plan.limited_by, plan.effective_batch_size) == (64, "memory", 64)
     assert (plan.measured_peak_bytes, plan.held_peak_bytes, plan.notes) == (170_000_000, None, ())
     (trial,) = plan.trials
     assert (trial.batch_size, trial.kind) == (64, "probe")
     assert (trial.peak_bytes, trial.step_seconds) == (170_000_000, 0.1)
     assert plan.memory == MemoryModel({"forward": Line(1e8, 1e6, 2, 8)})
-    assert plan.evaluation.batch_size == 8
     assert Plan.from_json(plan.to_json()) == plan
     assert "batch size 64" in str(plan)
 
 
 def test_unknown_keys_are_ignored():
     data = json.loads(PLAN.to_json())
-    for part in (
-        data,
-        data["trials"][0],
-        data["memory"],
-        data["memory"]["lines"]["forward"],
-        data["time"]["line"],
-    ):
+    line = data["memory"]["lines"]["forward"]
+    for part in (data, data["trials"][0], data["memory"], line):
         part["of a later version"] = 1
     assert Plan.from_json(json.dumps(data)) == PLAN
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "1", "null", "{}", '{"memory": 3, "time": 1, "evaluation": null}']
-)
+@pytest.mark.parametrize("text", ["", "[]", "1", "null", "{}", '{"memory": 3}'])
 def test_other_text_is_refused(text):
     with pytest.raises(ValueError, match=r"text must be the JSON of a Plan, got|Expecting value"):
         Plan.from_json(text)
@@ -146,7 +133,6 @@ def test_the_text_of_a_plan():
             "  predicted 164.0 MiB",
             "  measured  165.0 MiB, 180.0 MiB held by this process",
             "  memory    100.0 MiB + 2.0 MiB a sample (forward)",
-            "  time      10 ms + 1 ms a sample",
             "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
             "  why       32 samples: the largest size that is predicted to fit.",
             "  run       result       size  live MiB  line MiB  held MiB        ms samples/s",
@@ -168,18 +154,15 @@ def test_the_text_has_what_else_a_person_should_know():
         learning_rate=0.2,
         learning_rate_before=0.1,
         notes=("a note",),
-        evaluation=replace(PLAN, batch_size=48),
     )
     text = str(plan)
     assert text.startswith(
-        "batch size 32 (validation 48) on each of 2 ranks, limited by target batch size, not"
-        " verified"
+        "batch size 32 on each of 2 ranks, limited by target batch size, not verified"
     )
     for row in (
         "held by this process; at most 360.0 MiB on all ranks",
         "step      256 samples, in 4 batches on each of 2 ranks; learning rate 0.2 instead of 0.1",
         "note      a note",
-        "validation: batch size 48, limited by memory",
     ):
         assert row in text
     assert "  predicted" not in str(replace(PLAN, predicted_peak_bytes=None))
@@ -192,13 +175,10 @@ def test_a_notebook_shows_the_text_and_a_list_one_line():
 
 def test_the_short_text_has_six_lines_at_most():
     changes = {"accumulate_grad_batches": 4, "effective_batch_size": 128}
-    plan = replace(
-        PLAN, **changes, notes=("the first", "a second"), evaluation=replace(PLAN, batch_size=48)
-    )
+    plan = replace(PLAN, **changes, notes=("the first", "a second"))
     assert plan.short_text() == "\n".join(
         [
-            "BatchFinder: batch size 32 (validation 48), limited by memory, verified by a"
-            " rehearsal",
+            "BatchFinder: batch size 32, limited by memory, verified by a rehearsal",
             "  memory    limit 200.0 MiB; predicted 164.0 MiB; measured 165.0 MiB, 180.0 MiB held"
             " by this process",
             "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
@@ -207,7 +187,7 @@ def test_the_short_text_has_six_lines_at_most():
             "  details   print the plan, or set verbose=True: reasons, all sizes, all notes",
         ]
     )
-    nothing_ran = Plan(1, "dataset", False, 200 * MIB, None, None, (), None, None)
+    nothing_ran = Plan(1, "dataset", False, 200 * MIB, None, None, (), None)
     assert nothing_ran.short_text().splitlines()[1:] == [
         "  memory    limit 200.0 MiB",
         "  details   print the plan, or set verbose=True: reasons, all sizes, all notes",

@@ -31,7 +31,7 @@ def plan(**lines):
     trials = [Trial(size, "ok", {}) for size in (10, 20, 100)]
     trials.append(Trial(400, "out_of_memory", {}))
     memory = MemoryModel(lines or {"backward": LINE})
-    return Plan(100, "memory", True, GIB, None, None, tuple(trials), memory, None)
+    return Plan(100, "memory", True, GIB, None, None, tuple(trials), memory)
 
 
 def alerts(**arguments):
@@ -214,7 +214,7 @@ def test_the_prediction_is_the_highest_line_of_training():
     assert [rules.predicted_bytes(size) for size in (100, 20)] == [200 * MIB, 155 * MIB]
 
 
-NO_LINES = Plan(2, "memory", True, GIB, None, None, (), None, None)
+NO_LINES = Plan(2, "memory", True, GIB, None, None, (), None)
 
 
 @pytest.mark.parametrize(

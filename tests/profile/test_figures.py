@@ -85,10 +85,9 @@ def test_the_breakdown_adds_up_to_the_peak():
 
 def test_all_figures_for_which_there_is_data_without_pyplot():
     settings = dict(matplotlib.rcParams)
-    assert list(draw([row(0)], replace(PLAN, evaluation=PLAN), SUMMARY)) == [
+    assert list(draw([row(0)], PLAN, SUMMARY)) == [
         "memory_over_steps",
         "search",
-        "evaluation_search",
         "memory_composition",
     ]
     assert (dict(matplotlib.rcParams), pyplot.get_fignums()) == (settings, [])

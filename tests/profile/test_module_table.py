@@ -6,8 +6,7 @@ from rich.console import Console
 
 from lightning_batchmem.devices.module_memory import ModuleMemory, PeakByModule
 from lightning_batchmem.plan.records import MIB
-from lightning_batchmem.profile.module_figure import plot_modules
-from lightning_batchmem.profile.module_table import MAX_ROWS, module_rows, module_table
+from lightning_batchmem.profile.module_table import module_rows, module_table
 
 
 def peak_of(*modules):
@@ -75,16 +74,3 @@ def test_the_table_has_the_activations_of_a_sample_in_each_block():
         "100.0%",
         "2.0 MiB",
     ]
-
-
-def test_the_figure_has_a_bar_for_each_row():
-    figure = plot_modules(ENCODER)
-    axes = figure.axes[0]
-    labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert labels == [row.label for row in module_rows(ENCODER)]
-    widths = [
-        sum(bar.get_width() for bars in axes.containers for bar in [bars[place]])
-        for place in range(len(labels))
-    ]
-    assert widths == [17, 3, 1]
-    assert len(labels) <= MAX_ROWS

@@ -22,13 +22,13 @@ def test_the_line_of_a_search_has_the_trial_and_ends_without_a_size(enabled, ter
     with SearchProgress(enabled=enabled, console=console) as progress:
         progress.trying(NextSize(2, "probe"), [])
         progress.refresh()
-        progress.trying(NextSize(400, "rehearsal"), trials, 5)
+        progress.trying(NextSize(400, "rehearsal"), trials)
         progress.begin_step()
         progress.begin_step()
         progress.refresh()
         progress.measured(Trial(400, "ok", {"forward": 501 * MIB}))
         progress.refresh()
-    last = "trial 2 of about 5, rehearsal of size 400, predicted 500.0 MiB"
+    last = "trial 2, rehearsal of size 400, predicted 500.0 MiB"
     on_terminal = [
         "reading samples",
         "trial 1, probe of size 2",

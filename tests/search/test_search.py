@@ -42,26 +42,11 @@ def test_validation_is_a_phase(search, device, arguments, size, peaks):
     assert tuple(plan.trials[index].phase_peak_bytes["evaluation"] for index in (0, -1)) == peaks
 
 
-def test_validation_has_its_own_size(search, device):
-    module = Evaluated(device, "eval_batch_size")
-    plan = search(module, options={"eval_batch_arg_name": "eval_batch_size"}, limit_val_batches=1)
-    assert (plan.batch_size, plan.evaluation.batch_size) == (FOUND, HALF)
-    assert (module.batch_size, module.eval_batch_size) == (FOUND, HALF)
-    with pytest.raises(
-        ValueError,
-        match=r"^eval_batch_arg_name must name .* got 'other' and loaders of batch sizes 173",
-    ):
-        search(module, options={"eval_batch_arg_name": "other"})
-
-
-@pytest.mark.parametrize(
-    ("name", "message"), [(None, "Nothing fits"), ("eval_batch_size", "validation: Nothing fits")]
-)
-def test_validation_that_does_not_fit(search, device, name, message):
-    module = Evaluated(device, name or "batch_size")
+def test_validation_that_does_not_fit(search, device):
+    module = Evaluated(device)
     module.factor = 250
-    with pytest.raises(RuntimeError, match=f"^{message}"):
-        search(module, options={"eval_batch_arg_name": name})
+    with pytest.raises(RuntimeError, match=r"^Nothing fits"):
+        search(module)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_the_line_of_progress_counts_trials_and_their_steps(device):
     assert len(probe_steps) == full_steps[0]
     assert texts[0] == "trial 1, probe of size 2, step 1"
     assert probe_steps[-1] == f"trial 1, probe of size 2, step {full_steps[0]}"
-    assert texts[-1].startswith(f"trial {len(full_steps)} of about 5, rehearsal of size 347")
+    assert texts[-1].startswith(f"trial {len(full_steps)}, rehearsal of size 347")
     assert progress.tasks[0].description == f"{len(full_steps)} trials"
 
 
