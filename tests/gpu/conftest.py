@@ -1,14 +1,8 @@
-import ctypes
-
 import pytest
 import torch
 
 from lightning_batchmem.devices.accelerator import AcceleratorMemory
-
-
-def is_cuda_stub():
-    """Whether this process runs on tests/cuda_stub, where kernels do nothing."""
-    return hasattr(ctypes.CDLL(None), "cuda_stub_resize")
+from tests.helpers.cuda_stub import is_cuda_stub
 
 
 def pytest_collection_modifyitems(config, items):

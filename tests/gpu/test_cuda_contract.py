@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_batchmem import BatchFinder
-from tests.gpu.conftest import is_cuda_stub
 from tests.helpers.contract_cases import CASES, SIZE
+from tests.helpers.cuda_stub import is_cuda_stub
 from tests.helpers.outcomes import assert_same, outcome_of
 
 NOT_ON_THE_STUB = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.conftest import is_cuda_stub
+from tests.helpers.cuda_stub import needs_stub
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -27,7 +27,7 @@ def search_on(folder, gibibytes):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.skipif(not is_cuda_stub(), reason="needs two devices of unequal size")
+@needs_stub
 def test_unequal_devices_agree_on_a_size_that_both_train(tmp_path):
     first, second = search_on(tmp_path, "0.75,0.6")
     assert first["total_bytes"] == 0.75 * GIB

@@ -6,15 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.gpu.conftest import is_cuda_stub
+from tests.helpers.cuda_stub import needs_stub
 
 ROOT = Path(__file__).parents[2]
 NETWORKS = ["mlp", "checkpointed gpt", "unet", "gan"]
 
 
-@pytest.mark.skipif(not is_cuda_stub(), reason="the benchmark runs on the stub")
+@needs_stub
 def test_no_training_dies_at_a_size_found():
     options = ["--gibibytes", "1.5", "--ways", "BatchFinder", "--only", *NETWORKS]
     # Kernels take no time here, and the settings of this process may say otherwise.

@@ -1,0 +1,38 @@
+"""Searches and profiles of modules whose steps are recorded in CUDA graphs."""
+
+import math
+
+import pytest
+
+from tests.helpers.cuda_stub import needs_stub, on_stub, require
+
+pytestmark = [needs_stub, pytest.mark.slow]
+
+GIB = "0.75"
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 42")
+def test_a_size_of_a_tenth_more_does_not_train():
+    found = on_stub("cuda_graphs", "search", CUDA_STUB_GIB=GIB)
+    larger = math.ceil(found["size"] / 0.9)
+    # Live bytes do not rise with the size, since blocks of a graph's private pool count as free.
+    # So the search rehearses sizes that are far too large, and then falls back to its last probe.
+    trained = on_stub("cuda_graphs", "train", str(larger), CUDA_STUB_GIB=GIB)
+    assert trained["error"], f"{larger} samples train, and the search ended so: {found}"
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 44")
+def test_the_profile_does_not_miss_the_pools_of_graphs():
+    found = on_stub("cuda_graphs", "profile", CUDA_STUB_GIB=GIB)
+    eager_mib = max(float(allocated) for allocated, _ in found["eager"])
+    require(len(found["graphs"]) == 6, found)
+    # Graphs need about as much as the same steps without them. A peak may also be left out.
+    for allocated, _ in found["graphs"]:
+        assert allocated == "" or float(allocated) >= 0.8 * eager_mib, found
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 42")
+def test_the_pool_of_the_last_trial_does_not_stay_in_the_cache():
+    found = on_stub("cuda_graphs", "pool", CUDA_STUB_GIB=GIB)
+    require(found["size"] == 2048, found)
+    assert found["left_mib"] <= 2, found

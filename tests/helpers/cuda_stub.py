@@ -1,0 +1,118 @@
+"""The stub of the CUDA runtime in tests: new processes with other settings of the device.
+
+The stub and the allocator read their settings once in a process, so a test that needs other ones
+runs a case of a script in a new process. Such a script is a file beside this one: its cases are
+functions that return a dictionary, and it calls :func:`print_case`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+
+from tests.helpers.lawful import MIB, quiet_trainer
+
+ROOT = Path(__file__).parents[2]
+
+
+def is_cuda_stub() -> bool:
+    """Whether this process runs on the stub."""
+    # Only Linux has the stub, and on Windows this function of ctypes needs a name.
+    return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "cuda_stub_resize")
+
+
+def is_setting(name: str) -> bool:
+    """Whether an environment variable is a setting of the stub or of the allocator."""
+    return name.startswith("CUDA_STUB_") or name in (
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    )
+
+
+def has_own_settings() -> bool:
+    """Whether this process has another allocator or another kind of device than by default."""
+    capability = os.environ.get("CUDA_STUB_CAPABILITY", "8.0")
+    others = any(is_setting(name) for name in os.environ if not name.startswith("CUDA_STUB_"))
+    return others or float(capability) != 8
+
+
+# A test that makes processes with settings of its own would repeat itself where tests/gpu runs
+# with several settings.
+needs_stub = pytest.mark.skipif(
+    not is_cuda_stub() or has_own_settings(),
+    reason="runs on the CUDA stub, once, where capability and allocator are the default",
+)
+
+
+def on_stub(script: str, case: str, *arguments: str, **settings: str) -> dict[str, Any]:
+    """Run a case of ``tests/helpers/<script>.py`` in a new process on the stub.
+
+    Args:
+        script: name of the file.
+        case: name of a function in it.
+        arguments: its arguments.
+        settings: environment variables of the process; all other settings are the default.
+
+    Returns:
+        What the case returned.
+
+    Raises:
+        RuntimeError: if the process ended with an error.
+    """
+    launcher = ROOT / "tests" / "cuda_stub" / "run"
+    command = [str(launcher), sys.executable, "-m", f"tests.helpers.{script}", case, *arguments]
+    inherited = {name: value for name, value in os.environ.items() if not is_setting(name)}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {**inherited, "PYTHONPATH": os.pathsep.join(paths), **settings}
+    ended = subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False
+    )
+    if ended.returncode != 0:
+        raise RuntimeError(f"{script} {case} ended with {ended.returncode}:\n{ended.stderr}")
+    # Libraries may print lines before it.
+    result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return result
+
+
+def require(condition: bool, found: object) -> None:
+    """Raise an error where a test that is expected to fail would fail for another reason.
+
+    It is no AssertionError, which such a test would accept.
+    """
+    if not condition:
+        raise RuntimeError(f"the test measured something else: {found}")
+
+
+def print_case(cases: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
+    """Run the case that the command line names, and print what it returns as the last line."""
+    warnings.filterwarnings("ignore")
+    for logger in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(logger).setLevel(logging.WARNING)
+    seed_everything(0, verbose=False)
+    # Kernels do nothing on the stub, so threads would only wait for each other.
+    torch.set_num_threads(1)
+    name, *arguments = sys.argv[1:]
+    sys.stdout.write(json.dumps(cases[name](*arguments)) + "\n")
+
+
+def gpu_trainer(*callbacks: Any, **arguments: Any) -> Trainer:
+    """A trainer on one CUDA device that writes and prints nothing."""
+    return quiet_trainer(*callbacks, **{"accelerator": "gpu", "devices": 1, **arguments})
+
+
+def mib(used_bytes: float) -> float:
+    """Bytes in MiB, rounded for messages."""
+    return round(used_bytes / MIB, 1)
