@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.cuda_stub import needs_stub, on_stub, require
 
-pytestmark = [needs_stub, pytest.mark.slow]
+pytestmark = needs_stub
 
 GIB = "0.75"
 
