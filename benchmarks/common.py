@@ -24,6 +24,7 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 from benchmarks.caps import GROUP_VARIABLE, memory_group
+from benchmarks.processes import end_with_children
 
 ROOT = Path(__file__).parents[1]
 CHILD_VARIABLE = "BENCHMARKS_CHILD"
@@ -132,10 +133,7 @@ def in_fresh_process(
         finally:
             signal.signal(signal.SIGTERM, before)
             is_late = process.poll() is None
-            with suppress(ProcessLookupError):
-                # The signal goes to the process group, since the process may have left others.
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end_with_children(process)
             # A control group with processes in it cannot be removed.
             while group is not None and (pids := (group.path / "cgroup.procs").read_text().split()):
                 for pid in pids:

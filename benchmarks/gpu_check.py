@@ -7,17 +7,21 @@ The check takes under ten minutes, and needs no network connection.
     # these parts; prints the tables only
     python -m benchmarks.gpu_check --only search compile
 
-Parts, each in a process with a time budget:
+Parts, each in a process with a time budget; what a part leaves of it is added to the next one:
 
+- overhead: time inside the hooks of monitoring callbacks;
+- compile: a search and training with ``torch.compile``, without and with CUDA graphs;
 - tests: ``tests/gpu`` (also: MemoryProfiler never waits for the device) with four configurations of
   the allocator;
 - search: a search, training, and the largest size found by bisection, for four networks at two
-  limits;
-- overhead: time inside the hooks of monitoring callbacks;
-- compile: a search and training with ``torch.compile``, without and with CUDA graphs.
+  limits.
 
-What fails or takes too long is a row of its table, and the rest runs anyway. The files are written
-again after each part. The JSON file has tracebacks and the output of failed tests, too.
+What fails is a row of its table with an error, and the rest runs anyway. A case that cannot end in
+time is a row with a note, which says why. The files are written again after each part. The JSON
+file has tracebacks and the output of failed tests, too.
+
+Without a device, everything runs on the stub of the CUDA runtime (``tests/cuda_stub``), where rows
+that measure a speed only show that they run.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import argparse
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -44,25 +48,49 @@ from benchmarks.common import (
     write_results,
 )
 
-PARTS = {"tests": 205.0, "search": 160.0, "overhead": 35.0, "compile": 80.0}
-"""Part -> its time budget in seconds."""
+PARTS = {"overhead": 40.0, "compile": 110.0, "tests": 245.0, "search": 155.0}
+"""Part -> its time budget in seconds; cheap parts come first."""
+
+RESERVE_SECONDS = 5.0
+"""A case should end so long before its part is cut off. Cases with less time do not start."""
+
+OVER = "not run: the time of this part is over"
 
 
-def run_part(part: str) -> None:
-    """Run the cases of a part in this process.
+def run_part(part: str, end: float) -> None:
+    """Run the cases of a part in this process, which is killed at a time (``time.time``).
 
     The rows are sent to the parent process as they are measured.
     """
+    end -= RESERVE_SECONDS
     rows = []
-    for case, measure in getattr(import_module("benchmarks.gpu_parts"), part)():
-        emit(running=case)
-        try:
-            rows.append({**case, **measure()})
-        # A case may fail with any error; the error is its result, and the other cases run anyway.
-        except Exception as error:  # noqa: BLE001
-            rows.append({**case, "error": one_line(error), "log": traceback.format_exc()})
+    cases = list(getattr(import_module("benchmarks.gpu_parts"), part)())
+    for number, (case, measure) in enumerate(cases):
+        emit(running=case, waiting=[other for other, _ in cases[number + 1 :]])
+        if end - time.time() < RESERVE_SECONDS:
+            rows.append({**case, "note": OVER})
+        else:
+            rows.append({**case, **measured(measure, end)})
         emit(rows=rows, running={})
     emit(is_complete=True)
+
+
+def measured(measure: Callable[[float], dict[str, Any]], end: float) -> dict[str, Any]:
+    try:
+        return measure(end)
+    # A case may fail with any error; the error is its result, and the other cases run anyway.
+    except Exception as error:  # noqa: BLE001
+        return {"error": one_line(error), "log": traceback.format_exc()}
+
+
+def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a part, from what its process has sent until its end."""
+    rows: list[dict[str, Any]] = found.get("rows", [])
+    # A complete process that is only slow to end has measured everything, and is no error.
+    if found["error"] and not found.get("is_complete"):
+        rows.append({**found.get("running", {}), "error": found["error"]})
+        rows += [{**case, "note": OVER} for case in found.get("waiting", [])]
+    return rows
 
 
 def block_to_paste(text: str) -> str:
@@ -74,36 +102,41 @@ def block_to_paste(text: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; 2 without a CUDA device, 1 if something failed."""
     parser = command_line(__doc__, PARTS)
-    # With this hidden option a fresh process runs one part itself, and starts no other process.
+    # With these hidden options a fresh process runs one part itself, and starts no other part.
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
+    parser.add_argument("--end", type=float, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("gpu_check needs a CUDA device, and torch finds none.", file=sys.stderr)
         return 2
     if chosen.part:
         emit(head=machine(), path=str(results_file("gpu_check")))
-        run_part(chosen.part)
+        run_part(chosen.part, chosen.end)
         return 0
     results: dict[str, list[dict[str, Any]]] = {}
     head = "unknown device"
     path = "benchmarks/results/unknown-device/gpu_check.json"
     text = ""
-    for part in chosen.only:
-        begin = time.monotonic()
+    end = time.time()
+    for part in (part for part in PARTS if part in chosen.only):
+        begin = time.time()
+        end += PARTS[part]
         found = in_fresh_process(
-            "benchmarks.gpu_check", "--part", part, timeout_seconds=PARTS[part]
+            "benchmarks.gpu_check",
+            "--part",
+            part,
+            "--end",
+            str(end),
+            timeout_seconds=round(end - begin),
         )
-        rows = results[part] = found.get("rows", [])
-        # A complete process that is only slow to end has measured everything, and is no error.
-        if found["error"] and not found.get("is_complete"):
-            rows.append({**found.get("running", {}), "error": found["error"]})
-        print(f"{part}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+        results[part] = rows_of(found)
+        print(f"{part}: {time.time() - begin:.0f} s", file=sys.stderr, flush=True)
         # CUDA starts only in the fresh process, because a device may allow one process at a time.
         head = found.get("head", head)
         path = found.get("path", path)
         tables = (f"## {part}\n\n{markdown(rows, without='log')}" for part, rows in results.items())
         text = "\n\n".join([head, *tables])
-        if chosen.only == list(PARTS):
+        if set(chosen.only) == set(PARTS):
             write_results(ROOT / path, text, results)
     print(block_to_paste(text))
     return int(any("error" in row for rows in results.values() for row in rows))

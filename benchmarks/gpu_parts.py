@@ -1,15 +1,12 @@
 """The parts of ``benchmarks.gpu_check``.
 
-Each part yields cases: the first columns of a row, and a function that returns the others.
+Each part yields cases: the first columns of a row, and a function that returns the others. It gets
+the time (``time.time``) until which it should end. Cheap cases come first.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,16 +21,19 @@ from torch.utils.data import DataLoader
 
 from benchmarks import large_networks
 from benchmarks import overhead as hooks
-from benchmarks.common import ROOT, one_line, trainer_for
+from benchmarks.common import one_line, trainer_for
+from benchmarks.gpu_tests import run_tests
 from benchmarks.search import largest_that
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.devices.accelerator import AcceleratorMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 
 Row = dict[str, Any]
-Cases = Iterator[tuple[Row, Callable[[], Row]]]
+Measure = Callable[[float], Row]
+Cases = Iterator[tuple[Row, Measure]]
 
 GB = 10**9
+GIB = 2**30
 DEVICE = torch.device("cuda", 0)
 ALLOCATORS = (
     "default",
@@ -41,90 +41,118 @@ ALLOCATORS = (
     "backend:cudaMallocAsync",
     "max_split_size_mb:128",
 )
+CONTRACT = "tests/gpu/test_cuda_contract.py"
+
+SMALL_DEVICE_BYTES = 16 * GIB
 LIMITS_GB = (8, 24)
 """At 80 GB a step of some networks takes seconds."""
 
-SEARCHED = ("GPT 12x768 AdamW bf16", "U-Net 256 AdamW", "ResNet-18 SGD", "MLP 8x4096 Adam")
+SMALL_LIMITS_GB = (4, 8)
+"""Limits on a device with less than :data:`SMALL_DEVICE_BYTES`, which is slow, too."""
+
+SEARCHED = ("ResNet-18 SGD", "GPT 12x768 AdamW bf16", "U-Net 256 AdamW", "MLP 8x4096 Adam")
+"""Networks by the operations of a step that fills the limit, fewest first."""
+
+COMPILED = "MLP 8x1024 Adam"
+COMPILED_LIMIT_GB = 1
+
+SEARCH_STEPS = 70
+"""Mean cost of a search in steps of the size found, which ``benchmarks.cuda_search`` prints."""
+
+TRAINED_STEPS = 40
+COMPILED_STEPS = 30
+BISECTION_STEPS = 6
+
+
+class EquallyLong:
+    """Runs cases that take about the same time, as long as there is time for one more."""
+
+    def __init__(self) -> None:
+        self._longest_seconds = 0.0
+
+    def run(self, measure: Measure, end: float) -> Row:
+        begin = time.time()
+        left_seconds = end - begin
+        # Times of equal cases differ, most on a machine that is shared with others.
+        if left_seconds < 1.2 * self._longest_seconds:
+            return {
+                "note": f"not run: the case before took {self._longest_seconds:.0f} s,"
+                f" and {left_seconds:.0f} s are left"
+            }
+        row = measure(end)
+        self._longest_seconds = max(self._longest_seconds, time.time() - begin)
+        return row
 
 
 def tests() -> Cases:
+    """The tests in ``tests/gpu``; those of the contract with the default allocator only."""
+    most = EquallyLong()
     for allocator in ALLOCATORS:
-        yield {"allocator": allocator}, functools.partial(tested, allocator)
+        case = {"allocator": allocator, "tests": "all but the contract"}
+        measure = tested(allocator, "tests/gpu", f"--ignore={CONTRACT}")
+        yield case, functools.partial(most.run, measure)
+        if allocator == "default":
+            yield {"allocator": allocator, "tests": "the contract"}, tested(allocator, CONTRACT)
 
 
-def tested(allocator: str) -> Row:
-    """Run pytest; the JSON file has its output if something failed."""
-    variables = {
-        name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")
-    }
-    # A wide terminal keeps pytest from cutting off the reasons in its summary.
-    variables["COLUMNS"] = "300"
-    if allocator != "default":
-        # The newer name PYTORCH_ALLOC_CONF is unknown to torch 2.5, and torch 2.9 ignores it.
-        variables["PYTORCH_CUDA_ALLOC_CONF"] = allocator
-    # Warnings are no errors here, because torch 2.8 to 2.11 warn of the older name of the variable,
-    # and other machines have other warnings.
-    options = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "default",
-        "-o",
-        "addopts=",
-        "--import-mode=importlib",
-    ]
-    command = [
-        "timeout",
-        "60",
-        sys.executable,
-        "-m",
-        "pytest",
-        *options,
-        "-o",
-        "timeout=30",
-        "tests/gpu",
-    ]
-    begin = time.monotonic()
-    run = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    last_line = "".join(run.stdout.splitlines()[-1:])
-    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", last_line)
-    row: Row = {kind: int(count) for count, kind in counts}
-    row["seconds"] = round(time.monotonic() - begin, 1)
-    if run.returncode:
-        failed = re.findall(r"^(?:FAILED|ERROR) \S*?::(.+)", run.stdout, re.MULTILINE)
-        row["error"] = (
-            "; ".join(dict.fromkeys(failed))
-            or f"pytest ended with {run.returncode} (124: after 60 s)"
-        )
-        row["log"] = run.stdout[-20_000:]
-    return row
+def tested(allocator: str, *arguments: str) -> Measure:
+    return lambda end: run_tests(allocator, end - time.time(), *arguments)
 
 
 def network_of(name: str) -> large_networks.Network:
     return next(network for network in large_networks.NETWORKS if network.name == name)
 
 
-def train(network: Any, size: int, steps: int) -> None:
-    """Train without Lightning, on the device."""
+def train(network: large_networks.Network, size: int, steps: int) -> float:
+    """Train without Lightning, on the device; returns the seconds of the last step."""
     with DEVICE:
         module = network.module()
     optimizer = network.optimizer(module.parameters())
+    begin = 0.0
     for _ in range(steps):
+        torch.cuda.synchronize(DEVICE)
+        begin = time.monotonic()
         inputs, target = network.batch(size, DEVICE)
-        loss = network.criterion(module(inputs), target)
+        loss: Any = network.criterion(module(inputs), target)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         # Otherwise the next step would begin with the memory of this one.
         del inputs, target, loss
+    torch.cuda.synchronize(DEVICE)
+    return time.monotonic() - begin
+
+
+def step_seconds(network: large_networks.Network, size: int, steps: int) -> float | None:
+    """Seconds of the last of these steps, or ``None`` if they end with an out-of-memory error."""
+    try:
+        return train(network, size, steps)
+    # Out-of-memory errors have several types, so that ``is_out_of_memory`` looks at any error.
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    finally:
+        AcceleratorMemory(DEVICE).release_cached()
+
+
+def too_slow(network: large_networks.Network, limit_bytes: int, steps: int, end: float) -> str:
+    """Why as many steps at the largest size would not end in time, or "" if they may.
+
+    The size doubles until a step does not fit into the limit, or is too slow already.
+    """
+    size = 2
+    with limited(limit_bytes):
+        while (seconds := step_seconds(network, size, steps=2)) is not None:
+            left_seconds = end - time.time()
+            # The largest size may be up to twice this one.
+            if 1.5 * steps * seconds > left_seconds:
+                return (
+                    f"not run: a step of {size} samples takes {seconds:.2g} s, and {steps} steps"
+                    f" of the largest size would not end in the {left_seconds:.0f} s that are left"
+                )
+            size *= 2
+    return ""
 
 
 class Trained(LightningModule):
@@ -169,13 +197,14 @@ def limited(limit_bytes: int) -> Iterator[None]:
 
 
 def search() -> Cases:
-    """A search and 40 steps, and the largest size that trains a few steps.
+    """A search and a training, and the largest size that trains a few steps.
 
     The smaller limit comes first.
     """
     # Faster matrix products keep this part within its time budget.
     torch.set_float32_matmul_precision("high")
-    for limit_gb in LIMITS_GB:
+    is_small = torch.cuda.get_device_properties(DEVICE).total_memory < SMALL_DEVICE_BYTES
+    for limit_gb in SMALL_LIMITS_GB if is_small else LIMITS_GB:
         for name in SEARCHED:
             yield (
                 {"network": name, "limit GB": limit_gb},
@@ -183,29 +212,48 @@ def search() -> Cases:
             )
 
 
-def compared(name: str, limit_bytes: int) -> Row:
+def compared(name: str, limit_bytes: int, end: float) -> Row:
     free_bytes = torch.cuda.mem_get_info(DEVICE)[0]
     if free_bytes < limit_bytes:
         return {"note": f"not run: {free_bytes / GB:.1f} GB are free"}
-    row = searched(functools.partial(Trained, name), 40, limit_bytes)
-    if row.get("found"):
-        with limited(limit_bytes):
-            largest = largest_that(
-                functools.partial(trains, network_of(name)), row["found"], growth=1.25
-            )
-        row |= {
-            "bisection": largest,
-            "share": round(row["found"] / largest, 3) if largest else None,
-        }
-    return row
+    if "bf16" in name and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return {"note": "not run: the device has no native bfloat16"}
+    network = network_of(name)
+    if note := too_slow(network, limit_bytes, SEARCH_STEPS + TRAINED_STEPS, end):
+        return {"note": note}
+    row = searched(functools.partial(Trained, name), TRAINED_STEPS, limit_bytes)
+    if not row.get("found"):
+        return row
+    left_seconds = end - time.time()
+    # It trains some 40 steps, too: some six sizes, with six steps each.
+    if row["training s"] > left_seconds:
+        return {**row, "note": f"no bisection: {left_seconds:.0f} s are left"}
+    with limited(limit_bytes):
+        largest = largest_that(
+            lambda size: step_seconds(network, size, BISECTION_STEPS) is not None,
+            row["found"],
+            growth=1.25,
+        )
+    share = round(row["found"] / largest, 3) if largest else None
+    return {**row, "bisection": largest, "share": share}
 
 
 # The function needs the name of its part, which is also that of a builtin.
 def compile() -> Cases:  # noqa: A001
     torch.set_float32_matmul_precision("high")
+    modes = EquallyLong()
     for mode in ("default", "reduce-overhead"):
-        module = functools.partial(Trained, "MLP 8x4096 Adam", {"mode": mode})
-        yield {"mode": mode}, functools.partial(searched, module, 30, LIMITS_GB[0] * GB)
+        yield {"mode": mode}, functools.partial(modes.run, functools.partial(compiled, mode))
+
+
+def compiled(mode: str, end: float) -> Row:
+    limit_bytes = COMPILED_LIMIT_GB * GB
+    steps = SEARCH_STEPS + COMPILED_STEPS
+    # Without a compilation, a step is not much slower, and its time is known soon.
+    if note := too_slow(network_of(COMPILED), limit_bytes, steps, end):
+        return {"note": note}
+    module = functools.partial(Trained, COMPILED, {"mode": mode})
+    return searched(module, COMPILED_STEPS, limit_bytes)
 
 
 def searched(module: Callable[[], Trained], count: int, limit_bytes: int) -> Row:
@@ -237,6 +285,7 @@ def searched(module: Callable[[], Trained], count: int, limit_bytes: int) -> Row
     end = readings[-1]
     row |= {
         "search s": round(start[0] - begin[0], 1),
+        "training s": round(end[0] - start[0], 1),
         "out of memory in search": start[1] - begin[1],
     }
     row |= {"in training": end[1] - start[1], "retries in training": end[2] - start[2]}
@@ -251,20 +300,10 @@ def searched(module: Callable[[], Trained], count: int, limit_bytes: int) -> Row
     return row
 
 
-def trains(network: Any, size: int) -> bool:
-    """Whether 6 steps at ``size`` complete without an out-of-memory error."""
-    try:
-        train(network, size, steps=6)
-    # Out-of-memory errors have several types, so that ``is_out_of_memory`` looks at any error.
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return False
-    finally:
-        AcceleratorMemory(DEVICE).release_cached()
-    return True
-
-
 def overhead() -> Cases:
     for interval in hooks.STEPS_BY_INTERVAL:
-        yield {"log_every_n_steps": interval}, functools.partial(hooks.run, "gpu", interval, 0)
+        yield {"log_every_n_steps": interval}, hook_times(interval)
+
+
+def hook_times(interval: int) -> Measure:
+    return lambda _: hooks.run("gpu", interval, turn=0)

@@ -129,8 +129,10 @@ def gpt() -> nn.Module:
     )
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(4096, 4096), nn.ReLU())))
+def mlp(width: int) -> nn.Module:
+    return nn.Sequential(
+        *(layer for _ in range(8) for layer in (nn.Linear(width, width), nn.ReLU()))
+    )
 
 
 def text_loss(logits: Tensor, target: Tensor) -> Tensor:
@@ -145,5 +147,14 @@ NETWORKS = (
     Network("ResNet-18 SGD", resnet18, SGD, _IMAGES, F.cross_entropy),
     Network("U-Net 256 AdamW", unet, torch.optim.AdamW, _MASKS, F.binary_cross_entropy_with_logits),
     Network("GPT 12x768 AdamW bf16", gpt, torch.optim.AdamW, _TEXTS, text_loss),
-    Network("MLP 8x4096 Adam", mlp, torch.optim.Adam, (((4096,), torch.float32),) * 2, F.mse_loss),
+    *(
+        Network(
+            f"MLP 8x{width} Adam",
+            partial(mlp, width),
+            torch.optim.Adam,
+            (((width,), torch.float32),) * 2,
+            F.mse_loss,
+        )
+        for width in (1024, 4096)
+    ),
 )

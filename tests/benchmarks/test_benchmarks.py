@@ -8,9 +8,8 @@ import sys
 from functools import partial
 
 import pytest
-import torch
 
-from benchmarks import gpu_check, gpu_parts, overhead, search, throughput
+from benchmarks import overhead, search, throughput
 from benchmarks.common import ROOT, in_fresh_process
 from benchmarks.held_out_workloads import ALL_WORKLOADS
 from benchmarks.search import largest_that
@@ -120,15 +119,6 @@ def test_overhead_of_the_guard_has_a_row_with_and_one_without_accumulation(run, 
 def test_the_largest_size_that_passes_is_found_from_any_start(largest, start):
     found_size = largest_that(lambda size: size <= largest, start)
     assert 0.97 * largest <= found_size <= largest
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="gpu_check would run")
-def test_gpu_check_without_a_cuda_device_prints_one_sentence(capsys):
-    assert gpu_check.main([]) == 2
-    assert capsys.readouterr() == ("", "gpu_check needs a CUDA device, and torch finds none.\n")
-    assert all(callable(getattr(gpu_parts, part)) for part in gpu_check.PARTS)
-    # The check is promised to end within ten minutes.
-    assert sum(gpu_check.PARTS.values()) <= 550
 
 
 def test_a_process_that_is_late_is_ended():
