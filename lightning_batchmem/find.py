@@ -109,8 +109,8 @@ def find_batch_size(*arguments: Any, **keywords: Any) -> Plan:
 
     Raises:
         TypeError: for an argument that is missing or not known.
-        ValueError: for an argument out of range, a trainer that would not train, and a project
-            whose batch size cannot be set.
+        ValueError: for an argument out of range, a trainer that would not train or that trains in
+            other processes (``ddp_spawn``), and a project whose batch size cannot be set.
         RuntimeError: when no size fits.
 
     Example:

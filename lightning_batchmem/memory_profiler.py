@@ -148,8 +148,12 @@ class MemoryProfiler(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Fail if the log directory cannot be written."""
         self._run = Run()
-        # Reading ``log_dir`` is a broadcast, so every rank must read it. Some loggers have a Path.
-        log_dir = os.fspath(trainer.log_dir or trainer.default_root_dir)
+        # Reading ``log_dir`` is a broadcast, so every rank must read it. Some loggers have a Path,
+        # and a mock of a logger has a mock.
+        log_dir = trainer.log_dir
+        if not log_dir or not isinstance(log_dir, str | os.PathLike):
+            log_dir = trainer.default_root_dir
+        log_dir = os.fspath(log_dir)
         is_remote = "://" in log_dir
         is_without_files = is_remote or is_fast_dev_run(trainer)
         self._log_dir = None if is_without_files else Path(log_dir)

@@ -5,12 +5,13 @@ import math
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
@@ -613,6 +614,11 @@ def test_the_directory_of_a_logger_may_be_a_path(tmp_path, device_memory):
 
     trainer_for(tmp_path, MemoryProfiler(), logger=InPath()).fit(Net(), data())
     assert len(csv_rows(tmp_path / "logs")) == 6
+
+
+def test_a_mock_of_a_logger_has_no_directory(tmp_path, device_memory):
+    trainer_for(tmp_path, MemoryProfiler(), logger=Mock(spec=Logger)).fit(Net(), data())
+    assert len(csv_rows(tmp_path)) == 6
 
 
 def test_a_run_that_fails_before_its_first_step_leaves_no_file(tmp_path, device_memory):
