@@ -20,8 +20,8 @@ What fails is a row of its table with an error, and the rest runs anyway. A case
 time is a row with a note, which says why. The files are written again after each part. The JSON
 file has tracebacks and the output of failed tests, too.
 
-Without a device, everything runs on the stub of the CUDA runtime (``tests/cuda_stub``), where rows
-that measure a speed only show that they run.
+On a machine without a device, start it with ``tests/cuda_stub/run``, whose README has the command.
+Rows that measure a speed then only show that they run.
 """
 
 from __future__ import annotations

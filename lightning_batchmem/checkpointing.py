@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
-# This private module exists in torch 2.5 to 2.13.
+# This private module exists in torch 2.5 to 2.14.
 from torch.distributed._composable.checkpoint_activation import checkpoint as checkpoint_module
 
 from lightning_batchmem.devices.module_memory import ModuleStorages

@@ -16,7 +16,7 @@ TESTS = Path(__file__).parent
 # All tests in these folders are slow.
 SLOW_FOLDERS = (TESTS / "benchmarks", TESTS / "ecosystem")
 # A test that uses one of these names starts a Python process, which imports torch for seconds.
-STARTERS = {"on_stub", "run_ranks", "subprocess"}
+STARTERS = {"on_stub", "output_on_stub", "run_ranks", "subprocess"}
 
 
 def pytest_collection_modifyitems(items):

@@ -109,7 +109,6 @@ def clone(tmp_path):
     return clone
 
 
-@pytest.mark.slow
 def test_the_notebook_installs_the_package_where_only_its_source_is(
     python_without_the_package, clone
 ):

@@ -53,7 +53,7 @@ def single_samples(loader: DataLoader[Any]) -> DataLoader[Any]:
     if sampler is loader.batch_sampler:
         return loader
     view = copy.copy(loader)
-    # DataLoader.__setattr__ raises an error for these attributes (torch 2.5.1 to 2.13).
+    # DataLoader.__setattr__ raises an error for these attributes (torch 2.5.1 to 2.14).
     vars(view).update(
         batch_sampler=sampler,
         dataset=_SingleSamples(loader.dataset),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Iterable
+from numbers import Integral
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
@@ -60,5 +61,5 @@ def is_large(value: object) -> bool:
     leaves = tree_leaves(value)
     # Any attribute of a mock is another mock.
     sizes_bytes = [getattr(leaf, "nbytes", 0) for leaf in leaves]
-    size_bytes = sum(size for size in sizes_bytes if isinstance(size, int))
+    size_bytes = sum(int(size) for size in sizes_bytes if isinstance(size, Integral))
     return len(leaves) > _MOST_ITEMS or size_bytes > _LARGEST_BYTES

@@ -209,5 +209,5 @@ def _assign_batch_size(loader: DataLoader[Any], batch_size: int) -> None:
     if hasattr(sampler, "batch_size"):
         sampler.batch_size = batch_size
     if loader.batch_size is not None:
-        # DataLoader.__setattr__ raises an error for this attribute (torch 2.5.1 to 2.13).
+        # DataLoader.__setattr__ raises an error for this attribute (torch 2.5.1 to 2.14).
         vars(loader)["batch_size"] = batch_size

@@ -193,7 +193,7 @@ def read_worst_batches(
     # A sampler may refer to the data set, so all of them are copied at once.
     parts = {name: vars(loader).get(name) for name in ("dataset", "sampler", "batch_sampler")}
     view = copy.copy(loader)
-    # DataLoader.__setattr__ raises an error for these attributes (torch 2.5.1 to 2.13).
+    # DataLoader.__setattr__ raises an error for these attributes (torch 2.5.1 to 2.14).
     vars(view).update(copy.deepcopy(parts))
     # The sampler may draw from the random generators of the process.
     with isolate_rng():
@@ -221,7 +221,7 @@ def _read_in_worker(loader: DataLoader[Any], batch_reader: BatchReader) -> Worst
 def _in_this_process(loader: DataLoader[Any]) -> DataLoader[Any]:
     """A view of the loader that makes its batches without workers, and without pinned memory."""
     view = copy.copy(loader)
-    # DataLoader.__setattr__ raises an error for some of these attributes (torch 2.5.1 to 2.13).
+    # DataLoader.__setattr__ raises an error for some of these attributes (torch 2.5.1 to 2.14).
     vars(view).update(
         num_workers=0,
         prefetch_factor=None,

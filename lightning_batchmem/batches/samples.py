@@ -36,7 +36,7 @@ from lightning_batchmem.plan.policy import SearchPolicy
 
 # Errors with these texts are raised again: a worker ended, or a spawned worker runs the user's
 # script again.
-# Source: torch/utils/data/dataloader.py, 2.5.1 to 2.13; multiprocessing/spawn.py.
+# Source: torch/utils/data/dataloader.py, 2.5.1 to 2.14; multiprocessing/spawn.py.
 FATAL_WORKER_ERRORS = ("DataLoader worker (pid", "bootstrapping phase")
 
 

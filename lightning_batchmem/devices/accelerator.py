@@ -50,7 +50,7 @@ class AcceleratorMemory:
         self._functions = functions or torch.get_device_module(device)
 
     def reset_peak(self) -> None:
-        # Before CUDA starts, torch raises an error here (2.5.1 to 2.13).
+        # Before CUDA starts, torch raises an error here (2.5.1 to 2.14).
         if self._functions.is_initialized():
             self._functions.reset_peak_memory_stats(self._device)
 

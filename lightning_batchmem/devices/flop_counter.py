@@ -239,7 +239,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._counts = self._before_optimizer
 
     def _begin_forward(self, module: Module, inputs: object) -> None:
-        # This number is private in torch 2.5 to 2.13, as in its own ModuleTracker.
+        # This number is private in torch 2.5 to 2.14, as in its own ModuleTracker.
         if torch._C._current_graph_task_id() != -1:
             self._recomputes = True
         if isinstance(module, _MULTIPLYING_MODULES):

@@ -185,7 +185,7 @@ class ModuleStorages(LiveStorages):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # This number is private in torch 2.5 to 2.13, as in its own ModuleTracker.
+        # This number is private in torch 2.5 to 2.14, as in its own ModuleTracker.
         is_backward = torch._C._current_graph_task_id() != -1
         if self._is_backward and not is_backward:
             self._running.end_backward()

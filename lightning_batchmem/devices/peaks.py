@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-# `_get_current_dispatch_mode` is private in torch 2.5 to 2.13.
+# `_get_current_dispatch_mode` is private in torch 2.5 to 2.14.
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 

@@ -146,7 +146,7 @@ class LoopSession:
                 "cannot restore these if a step changes them: "
                 + "; ".join(attributes.not_restorable[:10])
             )
-        # The wrapper of Optimizer.step has this private name in torch 2.5.1 to 2.13.
+        # The wrapper of Optimizer.step has this private name in torch 2.5.1 to 2.14.
         has_scheduler = any(hasattr(o.step, "_wrapped_by_lr_sched") for o in self.optimizers)
         if has_scheduler and not attributes.schedulers:
             self._warn(

@@ -230,8 +230,8 @@ class RecordedRun(Run):
         """Prepare the exchange between the ranks.
 
         In this hook a progress bar, which only rank 0 has, may reduce the metrics of the module
-        over all ranks. An exchange here would wait for that rank without end, so it is made at the
-        begin of the next epoch, or at the end of the training.
+        over all ranks. An exchange here would wait for that rank without end, so it is made
+        when the next epoch begins, or at the end of the training.
         """
         self._recorder.drop_measurement()
         if trainer.world_size > 1 and logs_at_all(trainer):

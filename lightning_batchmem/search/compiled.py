@@ -14,7 +14,7 @@ def compiled_frames() -> int:
     utils = sys.modules.get("torch._dynamo.utils")
     if utils is None:
         return 0
-    # The counters are private in torch 2.5 to 2.13. With fullgraph=True only graphs are counted.
+    # The counters are private in torch 2.5 to 2.14. With fullgraph=True only graphs are counted.
     return int(utils.counters["frames"]["total"] + utils.counters["stats"]["unique_graphs"])
 
 

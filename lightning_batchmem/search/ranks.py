@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-# TorchDispatchMode is documented, and public only under this name in torch 2.5 to 2.13.
+# TorchDispatchMode is documented, and public only under this name in torch 2.5 to 2.14.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_batchmem.plan.records import Trial

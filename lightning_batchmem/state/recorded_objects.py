@@ -67,7 +67,7 @@ class RecordedObjects:
             if leaf.grad is not None
         ]
         # Hooks on tensors are in no dictionary of an object, so they are recorded here. Both names
-        # are private in torch 2.5.1 to 2.13.
+        # are private in torch 2.5.1 to 2.14.
         names = ("_backward_hooks", "_post_accumulate_grad_hooks")
         self._hooks = [
             (leaf, name, dict(getattr(leaf, name) or {})) for leaf in leaves for name in names

@@ -1,13 +1,15 @@
 """Copies of collate functions that are methods."""
 
 import threading
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from lightning_batchmem.batches.collate import copied_collate
+from lightning_batchmem.batches.collate import copied_collate, is_large
 
 
 class Texts(Dataset):
@@ -77,3 +79,8 @@ def test_an_attribute_that_cannot_be_copied_is_a_warning():
     copied([1])
     assert (counts.calls, copied.__self__.calls) == (0, 1)
     assert copied.__self__.lock is counts.lock
+
+
+def test_bytes_may_be_an_integer_of_numpy():
+    assert is_large(SimpleNamespace(nbytes=np.int64(2**40)))
+    assert not is_large(SimpleNamespace(nbytes=np.int64(1)))

@@ -17,7 +17,7 @@ from benchmarks.common import CHILD_VARIABLE, ROOT, in_fresh_process
 from benchmarks.gpu_tests import run_tests
 from tests.helpers.cuda_stub import is_cuda_stub
 
-on_stub = pytest.mark.skipif(not is_cuda_stub(), reason="needs the CUDA stub")
+needs_cuda_stub = pytest.mark.skipif(not is_cuda_stub(), reason="needs the CUDA stub")
 
 SLEEPING = """
 import os
@@ -70,7 +70,6 @@ def test_has_an_error(broken):
     pass
 
 
-@pytest.mark.slow
 def test_is_slow():
     pass
 """
@@ -105,7 +104,6 @@ def test_it_ends_within_ten_minutes():
     assert sum(gpu_check.PARTS.values()) <= 550
 
 
-@pytest.mark.slow
 def test_a_part_that_is_late_leaves_no_process(sleeping):
     row = (
         f"from benchmarks.gpu_tests import run_tests; run_tests('default', 200, {str(sleeping)!r})"
@@ -114,7 +112,6 @@ def test_a_part_that_is_late_leaves_no_process(sleeping):
     assert result == {"error": "no end after 15 s"}
 
 
-@pytest.mark.slow
 def test_a_row_that_is_late_leaves_no_process_and_shows_what_passed(sleeping):
     row = run_tests("default", 15, str(sleeping))
     assert (row["passed"], row["failed"]) == (1, 0)
@@ -122,7 +119,6 @@ def test_a_row_that_is_late_leaves_no_process_and_shows_what_passed(sleeping):
     assert "test_sleeping.py::test_passes PASSED" in row["log"]
 
 
-@pytest.mark.slow
 def test_a_row_counts_the_tests_by_their_result(tmp_path):
     path = tmp_path / "test_kinds.py"
     path.write_text(ALL_KINDS)
@@ -212,16 +208,14 @@ def test_bfloat16_runs_only_where_the_device_has_it(monkeypatch):
     assert row == {"note": "not run: the device has no native bfloat16"}
 
 
-@on_stub
-@pytest.mark.slow
+@needs_cuda_stub
 def test_one_slow_step_is_enough_to_leave_a_case_out():
     row = gpu_parts.compared("MLP 8x4096 Adam", 4 * 10**9, time.time() + 0.01)
     assert list(row) == ["note"]
     assert row["note"].startswith("not run: a step of 2 samples takes ")
 
 
-@on_stub
-@pytest.mark.slow
+@needs_cuda_stub
 # On the stub, as in gpu_check, the warnings of Lightning are no errors.
 @pytest.mark.filterwarnings("default")
 def test_a_search_is_compared_with_a_bisection_on_the_stub():
@@ -231,10 +225,9 @@ def test_a_search_is_compared_with_a_bisection_on_the_stub():
     assert row["training s"] > 0
 
 
-@on_stub
-@pytest.mark.slow
+@needs_cuda_stub
 def test_it_runs_on_the_stub():
-    command = [sys.executable, "-m", "benchmarks.gpu_check", "--only", "overhead"]
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--only", "overhead", "compile"]
     run = subprocess.run(
         command,
         cwd=ROOT,
@@ -246,4 +239,6 @@ def test_it_runs_on_the_stub():
     assert "overhead: " in run.stderr
     rows = [line for line in run.stdout.splitlines() if line.startswith(("| 50 |", "| 1 |"))]
     assert len(rows) == 2
+    compiled = [line for line in run.stdout.splitlines() if line.startswith("| default |")]
+    assert len(compiled) == 1
     assert all(float(cell) > 0 for row in rows for cell in row.strip("| ").split("|"))

@@ -71,7 +71,7 @@ const int most_devices = 8;
 
 struct Settings {
   size_t totals[most_devices];
-  int devices = int(number("CUDA_STUB_DEVICES", 1));
+  int devices = std::min(int(number("CUDA_STUB_DEVICES", 1)), most_devices);
   double capability = number("CUDA_STUB_CAPABILITY", 8.0);
   size_t context = size_t(number("CUDA_STUB_CONTEXT_MIB", 300)) * MIB;
   size_t others = size_t(number("CUDA_STUB_OTHER_MIB", 0)) * MIB;

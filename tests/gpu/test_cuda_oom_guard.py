@@ -1,4 +1,4 @@
-"""Batches that do not fit on a real device."""
+"""Batches that do not fit on a CUDA device."""
 
 import pytest
 import torch

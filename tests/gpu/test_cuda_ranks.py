@@ -1,28 +1,21 @@
 """Two ranks with a device each, under DDP with gloo."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.helpers.cuda_stub import needs_stub
+from tests.helpers.cuda_stub import needs_stub, output_on_stub
 
-ROOT = Path(__file__).parents[2]
 GIB = 2**30
 
 
 def search_on(folder, gibibytes):
     """What each rank found, on devices of this size."""
-    devices = {"CUDA_STUB_DEVICES": "2", "CUDA_STUB_GIB": gibibytes}
-    subprocess.run(
-        [sys.executable, "-m", "tests.helpers.cuda_ranks", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, **devices},
-        check=True,
-        timeout=240,
+    output_on_stub(
+        "tests.helpers.cuda_ranks",
+        str(folder),
+        CUDA_STUB_DEVICES="2",
+        CUDA_STUB_GIB=gibibytes,
     )
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 

@@ -16,15 +16,19 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
 
+from benchmarks.processes import end_with_children
 from tests.helpers.lawful import MIB, quiet_trainer
 
 ROOT = Path(__file__).parents[2]
+WAIT_SECONDS = 280
+"""Less than the timeout of a test."""
 
 
 def is_cuda_stub() -> bool:
@@ -72,19 +76,48 @@ def on_stub(script: str, case: str, *arguments: str, **settings: str) -> dict[st
     Raises:
         RuntimeError: if the process ended with an error.
     """
+    printed = output_on_stub(f"tests.helpers.{script}", case, *arguments, **settings)
+    # Libraries may print lines before it.
+    result: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    return result
+
+
+def output_on_stub(module: str, *arguments: str, **settings: str) -> str:
+    """Run ``python -m module`` in a new process on the stub, and return what it prints.
+
+    No process that it started is left afterwards.
+
+    Args:
+        module: module with a command line.
+        arguments: its arguments.
+        settings: environment variables of the process; all other settings are the default.
+
+    Raises:
+        RuntimeError: if the process ended with an error.
+        subprocess.TimeoutExpired: if it has not ended after ``WAIT_SECONDS``.
+    """
     launcher = ROOT / "tests" / "cuda_stub" / "run"
-    command = [str(launcher), sys.executable, "-m", f"tests.helpers.{script}", case, *arguments]
     inherited = {name: value for name, value in os.environ.items() if not is_setting(name)}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {**inherited, "PYTHONPATH": os.pathsep.join(paths), **settings}
-    ended = subprocess.run(
-        command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False
-    )
-    if ended.returncode != 0:
-        raise RuntimeError(f"{script} {case} ended with {ended.returncode}:\n{ended.stderr}")
-    # Libraries may print lines before it.
-    result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return result
+    with TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [str(launcher), sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            env=variables,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(WAIT_SECONDS)
+        finally:
+            end_with_children(process)
+        output.seek(0)
+        errors.seek(0)
+        if code != 0:
+            raise RuntimeError(f"{module} {arguments} ended with {code}:\n{errors.read()}")
+        return output.read()
 
 
 def require(condition: bool, found: object) -> None:

@@ -117,7 +117,6 @@ def test_two_processes_are_joined_at_the_end_of_each_epoch(tmp_path):
         assert fsdp2["breakdown"][name] == (64 * 32 + 32 * 2) * 4 // 2, name
 
 
-@pytest.mark.slow
 def test_ranks_exchange_after_lightning_has_reduced_the_metrics_of_an_epoch(tmp_path):
     codes, outputs = run_ranks(profile_after_bar, tmp_path)
     assert codes == [0, 0], outputs

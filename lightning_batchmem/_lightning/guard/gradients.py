@@ -75,5 +75,5 @@ class Gradients:
 
 
 def _version(gradient: Tensor | None) -> int | None:
-    # _version is private in torch 2.5 to 2.13.
+    # _version is private in torch 2.5 to 2.14.
     return None if gradient is None else gradient._version

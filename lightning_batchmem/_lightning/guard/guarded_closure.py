@@ -303,7 +303,7 @@ class GuardedClosure:
 
 def _read_batch(batch: object) -> list[tuple[int, int | None]]:
     """The tensors of a batch, each with a number that grows with every change in place."""
-    # _version is private in torch 2.5 to 2.13. Tensors of inference mode have none.
+    # _version is private in torch 2.5 to 2.14. Tensors of inference mode have none.
     return [
         (id(tensor), None if tensor.is_inference() else tensor._version)
         for tensor in tensors_in(batch)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from lightning.pytorch import Callback, Trainer
 from torch.nn import SyncBatchNorm
 
-# _BatchNorm is private in torch 2.5 to 2.13.
+# _BatchNorm is private in torch 2.5 to 2.14.
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
