@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_part(chosen.part, chosen.end)
         return 0
     results: dict[str, list[dict[str, Any]]] = {}
-    head = "unknown device"
+    head = ""
     path = "benchmarks/results/unknown-device/gpu_check.json"
     text = ""
     end = time.time()
@@ -132,10 +132,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results[part] = rows_of(found)
         print(f"{part}: {time.time() - begin:.0f} s", file=sys.stderr, flush=True)
         # CUDA starts only in the fresh process, because a device may allow one process at a time.
-        head = found.get("head", head)
+        # The files that are written below change the work tree, so that the first head is kept.
+        head = head or found.get("head", "")
         path = found.get("path", path)
         tables = (f"## {part}\n\n{markdown(rows, without='log')}" for part, rows in results.items())
-        text = "\n\n".join([head, *tables])
+        text = "\n\n".join([head or "unknown device", *tables])
         if set(chosen.only) == set(PARTS):
             write_results(ROOT / path, text, results)
     print(block_to_paste(text))
