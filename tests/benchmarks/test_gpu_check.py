@@ -70,6 +70,7 @@ def test_has_an_error(broken):
     pass
 
 
+@pytest.mark.slow
 def test_is_slow():
     pass
 """
