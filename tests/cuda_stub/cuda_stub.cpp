@@ -184,7 +184,8 @@ std::map<char*, Range>::iterator range_of(const void* pointer) {
 // Streams and events. A stream that captures adds up the seconds of its graph.
 
 struct Stream {
-  int device = 0, priority = 0;
+  int device = 0;
+  int priority = 0;
   bool captures = false;
   unsigned long long capture_id = 0;
   double captured = 0;
