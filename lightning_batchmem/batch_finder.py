@@ -35,8 +35,7 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.plan.options import ItemsFunction, SearchOptions, WorstCase
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import Objective
-from lightning_batchmem.plan.scaling import LearningRateScaling
+from lightning_batchmem.plan.records import LearningRateScaling, Objective
 from lightning_batchmem.search.ranks import Ranks
 
 

@@ -16,14 +16,15 @@ from lightning_batchmem._lightning.packages import end_of_tuning
 from lightning_batchmem._lightning.recorded_state import RecordedState
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.trainer_search import TrainerSearch
+from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.module_memory import ModuleStorages, why_not_possible
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.search.compiled import each_size_static
-from lightning_batchmem.search.readings import TrialReadings
-from lightning_batchmem.search.session import Session, Steps
-from lightning_batchmem.search.steps import ConsecutiveSteps, StepMeter
+from lightning_batchmem.search.meter import TrialMeter, read_start_bytes
+from lightning_batchmem.search.session import Session
+from lightning_batchmem.search.steps import ConsecutiveSteps
 
 _PROBE_OPTIONS = ("batch_arg_name", "worst_case")
 
@@ -103,22 +104,23 @@ class _ProbedTrainer(TrainerSearch):
                 )
             if session.training is None:
                 raise ValueError("the memory of modules needs training steps")
-            meter = StepMeter(session, self.device_memory, self.policy)
             self.probe.storages = [
-                _storages_at(size, meter, session, session.training) for size in sizes
+                _storages_at(size, session, self.device_memory, self.policy) for size in sizes
             ]
         raise end_of_tuning(self.trainer)
 
 
 def _storages_at(
-    batch_size: int, meter: StepMeter, session: Session, steps: Steps
+    batch_size: int, session: Session, device_memory: DeviceMemory, policy: SearchPolicy
 ) -> ModuleStorages:
     """Run steps until the optimizers have their state, and then one that is measured."""
     session.restart(batch_size)
+    start = read_start_bytes(session, device_memory)
+    meter = TrialMeter(session, device_memory, policy, start)
     session.phases.watch(session.optimizers, forward_follows=True)
     try:
-        with ConsecutiveSteps(meter, steps, batch_size, TrialReadings(steps)) as consecutive:
-            consecutive.warm_up(meter.policy.first_warmup_steps)
+        with ConsecutiveSteps(meter, meter.primary, batch_size) as consecutive:
+            consecutive.warm_up()
             reason = why_not_possible(session.module, is_compiled=meter.is_compiled)
             if reason:
                 raise ValueError(f"the memory of a step cannot be counted: {reason}")

@@ -436,7 +436,7 @@ class Indexed(Lawful):
 @pytest.mark.parametrize(
     ("samples", "options", "most_batches"),
     [
-        (24, {}, 12),
+        (20, {}, 10),
         (24, {"accumulate_grad_batches": 2}, 12),
         (SAMPLES, {"limit_train_batches": 3}, 3),
         (SAMPLES, {"limit_train_batches": 0.002}, 5),
@@ -537,7 +537,7 @@ def test_a_callback_that_unfreezes_all_layers_in_the_first_epoch_is_refused(sear
         (
             changed(train_dataloader=loader_that_stops),
             {},
-            "^RuntimeError.*the training step raised StopIteration",
+            "^RuntimeError.*the collate function raised StopIteration",
         ),
         (
             lambda device, law: Evaluated(device),

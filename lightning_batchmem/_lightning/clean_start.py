@@ -100,7 +100,6 @@ class CleanStart:
         self, trainer: Trainer, device_memory: DeviceMemory, recorded: RecordedState
     ) -> None:
         self.phases = PhasePeaks(device_memory)
-        self.search_callback = SearchCallback(self.phases)
         self.callbacks = callbacks_of(trainer)
         self.saves_checkpoints = bool(trainer.checkpoint_callbacks)
         self.prepare: Callable[[], None] = lambda: None
@@ -134,6 +133,8 @@ class CleanStart:
 
     def _enter(self) -> None:
         trainer = self._trainer
+        # A new one has seen no batch.
+        self.search_callback = SearchCallback(self.phases)
         callbacks = [*map(muted_callback, self.callbacks), self.search_callback]
         self._undo.enter_context(isolated(trainer, self._recorded, callbacks))
         if trainer.training:

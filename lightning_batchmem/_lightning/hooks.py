@@ -68,22 +68,18 @@ class SearchCallback(Callback):
         phases: where the phases of each step are marked.
 
     Attributes:
-        batch_size: the batch size that is set.
-        largest_batch_bytes: bytes of the largest training batch at each batch size, as the module
-            gets it.
+        largest_batch_bytes: bytes of the largest training batch so far, as the module gets it.
     """
 
     def __init__(self, phases: PhasePeaks) -> None:
         self._phases = phases
-        self.batch_size = 0
-        self.largest_batch_bytes: dict[int, int] = {}
+        self.largest_batch_bytes = 0
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Measure the batch after the hooks of its transfer."""
-        before = self.largest_batch_bytes.get(self.batch_size, 0)
-        self.largest_batch_bytes[self.batch_size] = max(before, bytes_of(tensors_in(batch)))
+        self.largest_batch_bytes = max(self.largest_batch_bytes, bytes_of(tensors_in(batch)))
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor

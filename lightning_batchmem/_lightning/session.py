@@ -70,6 +70,10 @@ class LightningSession:
         ]
 
     @property
+    def largest_batch_bytes(self) -> int:
+        return self.clean_start.search_callback.largest_batch_bytes
+
+    @property
     def longest_bytes(self) -> list[int]:
         """Bytes of the longest sample of each loader."""
         return [size for batches in self.batches for size in batches.longest_bytes]
@@ -110,16 +114,12 @@ class LightningSession:
         for batches, sizes in zip(self.batches, zip(*of_ranks, strict=True), strict=True):
             batches.agree(sizes)
 
-    def set_batch_size(self, batch_size: int) -> None:
-        self.setting.write(batch_size)
-        self.clean_start.search_callback.batch_size = batch_size
-
     def check_batch_size(self, batch_size: int) -> None:
         self.setting.check_loaders(batch_size, self.loaders)
 
     def restart(self, batch_size: int) -> None:
         self.clean_start.again()
-        self.set_batch_size(batch_size)
+        self.setting.write(batch_size)
 
     def without_synchronization(self) -> AbstractContextManager[None]:
         return without_synchronization(self.trainer)

@@ -5,10 +5,10 @@ The private names used here are those of lightning 2.5.0 and 2.6.6.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -22,23 +22,25 @@ from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.search.ranks import CollectiveFoundError
 
-# Makes a batch, and returns it with the index of its loader.
-MakeBatch = Callable[[], tuple[Any, int]]
+_STOPPED = (
+    "the {} raised StopIteration, which would end the epoch, so BatchFinder cannot measure it."
+    " Begin the exhausted iterator again, or use next(iterator, default)."
+)
 
 
 @dataclass
 class _BatchFetcher:
     """The part of Lightning's ``_DataFetcher`` that the training loop uses."""
 
-    make_batch: MakeBatch
+    next_batch: list[tuple[Any, int]]
     done = False
 
     def __next__(self) -> tuple[Any, int, int]:
-        return *self.make_batch(), 0
+        return *self.next_batch.pop(), 0
 
 
 @dataclass(eq=False)
-class _StageSteps(ABC):
+class _StageSteps:
     """Steps of one stage, on batches of real samples.
 
     Args:
@@ -52,10 +54,9 @@ class _StageSteps(ABC):
     loop: Any
     loaders: StageLoaders
     batches: ProbeBatches
-
-    @property
-    def follows_batch_size(self) -> bool:
-        return self.loaders.follows
+    # The batch of the next step, with the index of its loader. It is taken out by the step, which
+    # then holds the only reference.
+    _next_batch: list[tuple[Any, int]] = field(default_factory=list)
 
     @property
     def sample_bytes(self) -> int:
@@ -68,21 +69,13 @@ class _StageSteps(ABC):
     def items(self, batch_size: int) -> float:
         return self.batches.items(batch_size)
 
-    def run(self, batch_size: int, index: int) -> None:
-        self._step(lambda: self.batches.batch(batch_size, index))
-
-    def run_other_lengths(self, batch_size: int, index: int) -> None:
-        self._step(lambda: self.batches.other_lengths(batch_size, index))
-
-    def release(self) -> None:
-        # A step that fails leaves its batch here. A prediction has no results.
-        if self.loop._results is not None:
-            self.loop._results.batch = None
-            self.loop._results.batch_size = None
-
-    @abstractmethod
-    def _step(self, make_batch: MakeBatch) -> None:
-        """Run one step of the loop."""
+    def make_batch(self, batch_size: int, index: int, *, other_lengths: bool = False) -> None:
+        make = self.batches.other_lengths if other_lengths else self.batches.batch
+        self._make_again = partial(make, batch_size, index)
+        try:
+            self._next_batch[:] = [self._make_again()]
+        except StopIteration as error:
+            raise RuntimeError(_STOPPED.format("collate function")) from error
 
 
 class TrainingSteps(_StageSteps):
@@ -111,14 +104,7 @@ class TrainingSteps(_StageSteps):
     def end(self) -> None:
         """There is nothing to leave."""
 
-    def release(self) -> None:
-        super().release()
-        for parameter in self.trainer.lightning_module.parameters():
-            parameter.grad = None
-        for optimizer in self.trainer.optimizers:
-            optimizer.state.clear()
-
-    def _step(self, make_batch: MakeBatch) -> None:
+    def run(self) -> None:
         """Run one step.
 
         Raises:
@@ -130,19 +116,16 @@ class TrainingSteps(_StageSteps):
             self._begin_epoch()
         for _ in range(2):
             try:
-                loop.advance(_BatchFetcher(make_batch))
+                loop.advance(_BatchFetcher(self._next_batch))
                 break
             except StopIteration as error:
                 counts = loop.batch_progress.current
                 # The counts differ in this way only for a batch that the hook skipped.
                 if counts.processed <= counts.started:
-                    raise RuntimeError(
-                        "the training step raised StopIteration, which would end the epoch, so"
-                        " BatchFinder cannot measure it. Begin the exhausted iterator again, or use"
-                        " next(iterator, default)."
-                    ) from error
+                    raise RuntimeError(_STOPPED.format("training step")) from error
                 # on_train_batch_start ended the epoch.
                 self._begin_epoch()
+                self._next_batch[:] = [self._make_again()]
         else:
             raise RuntimeError(
                 "on_train_batch_start returned -1 for the first batch, so BatchFinder cannot"
@@ -217,9 +200,9 @@ class EvaluationSteps(_StageSteps):
             call_hook(trainer, hook)
         connector.reset_results()
 
-    def _step(self, make_batch: MakeBatch) -> None:
+    def run(self) -> None:
         def step(loop: Any) -> None:
-            batch, loader_index = make_batch()
+            batch, loader_index = self._next_batch.pop()
             # A prediction collects its outputs in these lists, for its return value.
             loop._predictions = [[] for _ in self.loaders.sized]
             getattr(loop, f"_{self._kind}_step")(batch, 0, loader_index, None)

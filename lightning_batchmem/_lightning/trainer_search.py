@@ -76,10 +76,16 @@ class TrainerSearch:
         later_bytes = 0 if device_memory.held_is_resident_set else weight_average_bytes(trainer)
         # A Trainer in a worker of Ray has one device, however many workers this machine has.
         ranks_on_host = self.ranks.on_this_host()
-        self._budget = MemoryBudget(device_memory, options, self.policy, ranks_on_host, later_bytes)
+        self._budget = MemoryBudget(
+            device_memory,
+            options.memory_limit,
+            self.policy.limit_share,
+            ranks_on_host,
+            later_bytes,
+        )
         self._first_size = options.first_size(self.policy)
         self._device = device_name(trainer.strategy.root_device)
-        # The number is that of live bytes when the search began its last rehearsal.
+        # These are the live bytes before the first step of the training.
         self.start_bytes = 0
         # It is set by a search that ran training steps at the size of its plan.
         self.batch_watch: BatchWatch | None = None
@@ -124,10 +130,10 @@ class TrainerSearch:
             result = self._search_of(session, progress).run(earlier_plan)
         wrap_again(self.trainer)
         chosen = _chosen(result)
-        if self.device_memory.counts_live_bytes:
-            self.start_bytes = result.start_bytes
-        own_bytes = clean_start.search_callback.largest_batch_bytes.get(chosen.batch_size, 0)
-        largest_bytes = max(self.ranks.exchange(own_bytes))
+        at_size = [trial for trial in result.trials if trial.batch_size == chosen.batch_size]
+        if self.device_memory.counts_live_bytes and at_size:
+            self.start_bytes = at_size[-1].start_bytes
+        largest_bytes = max((trial.largest_batch_bytes for trial in at_size), default=0)
         # Average samples are smaller than many batches of the training.
         if largest_bytes > 0 and self.options.worst_case != "typical":
             self.batch_watch = BatchWatch(
@@ -203,7 +209,7 @@ class TrainerSearch:
             trainer,
             loaders,
             validation_loaders,
-            self._budget.options,
+            self.options,
             self.policy,
             project_size,
         )
@@ -272,9 +278,8 @@ class TrainerSearch:
             )
         if self.options.min_batch_size is None:
             smallest = max(self.ranks.exchange(min(smallest, self.options.largest_size)))
-            options = replace(self.options, min_batch_size=smallest)
-            self._first_size = options.first_size(self.policy)
-            self._budget = replace(self._budget, options=options)
+            self.options = replace(self.options, min_batch_size=smallest)
+            self._first_size = self.options.first_size(self.policy)
         return loaders, batches
 
     def _batches(self, loaders: StageLoaders) -> ProbeBatches:
@@ -307,7 +312,9 @@ class TrainerSearch:
         return SearchProgress(enabled=is_shown)
 
     def _search_of(self, session: LightningSession, progress: SearchProgress) -> BatchSizeSearch:
-        return BatchSizeSearch(session, self._budget, self.ranks, progress)
+        return BatchSizeSearch(
+            session, self._budget, self.options, self.policy, self.ranks, progress
+        )
 
     def _plan(
         self,

@@ -119,9 +119,18 @@ class AcceleratorMemory:
             self._functions.set_per_process_memory_fraction(previous, self._device)
 
     def release_cached(self) -> None:
-        """Collect garbage, and return the allocator's free segments to the driver."""
+        """Collect garbage, and return the allocator's free segments to the driver.
+
+        The workspaces of cuBLAS, which lie in some of these segments, are freed too. A CUDA graph
+        would still use the one of its recording, so they stay where there is a graph.
+        """
         gc.collect()
         self._functions.empty_cache()
+        if self.name == "cuda" and self._functions.is_initialized() and not self._has_graphs():
+            # The function is private in torch 2.5.1 to 2.14, and only CUDA builds have it. The next
+            # matrix product makes a new workspace.
+            torch._C._cuda_clearCublasWorkspaces()
+            self._functions.empty_cache()
 
     def synchronize(self) -> None:
         self._functions.synchronize(self._device)
@@ -130,6 +139,11 @@ class AcceleratorMemory:
         """Return the event totals since the process started; empty before the device starts."""
         stats = self._functions.memory_stats_as_nested_dict(self._device)
         return {name: int(stats[name]) for name in _COUNTERS if name in stats}
+
+    def _has_graphs(self) -> bool:
+        """Whether a CUDA graph holds memory, which lies in a pool of its own."""
+        segments = self._functions.memory._snapshot()["segments"]
+        return any(tuple(segment["segment_pool_id"]) != (0, 0) for segment in segments)
 
     def _uses_host_memory(self) -> bool:
         properties = self._functions.get_device_properties(self._device)

@@ -59,7 +59,9 @@ def _searched(
 ) -> Plan:
     ranks = loop.ranks
     policy = SearchPolicy()
-    budget = MemoryBudget(device_memory, options, policy, ranks.on_this_host())
+    budget = MemoryBudget(
+        device_memory, options.memory_limit, policy.limit_share, ranks.on_this_host()
+    )
     if budget.is_exceeded_by_option() and ranks.rank == 0:
         warnings.warn(
             f"memory_limit={options.memory_limit!r} is more than the device can provide,"
@@ -86,7 +88,8 @@ def _searched(
             policy=policy,
             ranks=ranks,
         )
-        result = BatchSizeSearch(session, budget, ranks, progress).run(earlier_plan)
+        search = BatchSizeSearch(session, budget, options, policy, ranks, progress)
+        result = search.run(earlier_plan)
     if not isinstance(result.chosen, Chosen):
         raise RuntimeError(result.chosen.reason)
     return make_plan(

@@ -37,6 +37,8 @@ class LoopSession:
     exchanges_gradients = False
     accumulate_grad_batches = 1
     notes: Sequence[str] = ()
+    # The module may get its batch in any way.
+    largest_batch_bytes = 0
 
     def __init__(self, loop: TrainingLoop, device_memory: DeviceMemory, multiple_of: int) -> None:
         self.phases = PhasePeaks(device_memory)
@@ -76,11 +78,6 @@ class LoopSession:
         # With empty caches, training starts as if nothing had been allocated before.
         self._device_memory.release_cached()
 
-    def again(self) -> None:
-        """Restore everything between two trials; learning rates stay as they are."""
-        self._write_back()
-        freeze(self._recorded.attributes.schedulers)
-
     def bounds(self) -> list[Bound]:
         return []
 
@@ -104,14 +101,13 @@ class LoopSession:
     def use_sample_sizes(self, of_ranks: Sequence[Any]) -> None:
         """There are none."""
 
-    def set_batch_size(self, batch_size: int) -> None:
-        """Each step gets its size."""
-
     def check_batch_size(self, batch_size: int) -> None:
         """Each step gets its size."""
 
     def restart(self, batch_size: int) -> None:
-        self.again()
+        """Restore everything; learning rates stay as they are."""
+        self._write_back()
+        freeze(self._recorded.attributes.schedulers)
         self._device_memory.release_cached()
 
     def without_synchronization(self) -> AbstractContextManager[None]:
@@ -166,10 +162,11 @@ class LoopSteps:
     session: LoopSession
     loop: TrainingLoop
     first_phase = "forward"
-    follows_batch_size = True
     sample_bytes = 0
     num_other_batches = 0
     _marks: ExitStack = field(default_factory=ExitStack)
+    # The batch of the next step, which takes it out, and then holds the only reference.
+    _next_batch: list[Any] = field(default_factory=list)
     # Numbers in the first batch of each size.
     _num_values: dict[int, int] = field(default_factory=dict)
 
@@ -181,9 +178,11 @@ class LoopSteps:
         self._marks.enter_context(marked_phases(session.phases, session.optimizers))
         return 1
 
-    def run(self, batch_size: int, index: int) -> None:
-        # No variable here holds the batch, so that the step can release it.
-        self.loop.step(self._batch(batch_size))
+    def make_batch(self, batch_size: int, index: int, *, other_lengths: bool = False) -> None:
+        self._next_batch[:] = [self._batch(batch_size)]
+
+    def run(self) -> None:
+        self.loop.step(self._next_batch.pop())
 
     def _batch(self, batch_size: int) -> Any:
         batch = self.loop.make_batch(batch_size)
@@ -196,18 +195,11 @@ class LoopSteps:
             self._num_values[batch_size] = num_values
         return batch
 
-    def run_other_lengths(self, batch_size: int, index: int) -> None:
-        self.run(batch_size, index)
-
     def complete(self) -> None:
         """Nothing follows the last step."""
 
     def end(self) -> None:
         self._marks.close()
-
-    def release(self) -> None:
-        # A step that ran out of memory may leave a part of an optimizer's state.
-        self.session.again()
 
 
 def _recorded(loop: TrainingLoop) -> RecordedObjects:

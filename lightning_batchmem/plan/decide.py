@@ -7,15 +7,14 @@ from collections.abc import Sequence
 
 from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.fit import dropped_sizes
+from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import (
     Chosen,
     LimitedBy,
     NextSize,
     SearchFailed,
-    SearchLimits,
     Trial,
-    TrialKind,
 )
 from lightning_batchmem.plan.scaling import rounded
 from lightning_batchmem.plan.search_state import SearchState
@@ -72,28 +71,15 @@ def decide(
     if state.passed:
         return _choose(state, _MEMORY)
     # A size that was probed costs no further size, so it is the last try.
-    return _rehearse(state, state.largest.batch_size)
+    return NextSize(state.largest.batch_size, "rehearsal")
 
 
 def _next_step(state: SearchState) -> NextSize | LimitedBy | SearchFailed:
     if not state.fitting:
         return _smallest_size(state)
-    if state.limits.objective == "throughput":
+    if state.is_for_throughput:
         return _next_size_for_throughput(state)
     return _next_size_for_memory(state)
-
-
-def _probe(state: SearchState, batch_size: int) -> NextSize:
-    return _next(state, batch_size, "probe")
-
-
-def _rehearse(state: SearchState, batch_size: int) -> NextSize:
-    return _next(state, batch_size, "rehearsal")
-
-
-def _next(state: SearchState, batch_size: int, kind: TrialKind) -> NextSize:
-    follows_failure = bool(state.trials) and state.trials[-1].outcome != "ok"
-    return NextSize(batch_size, kind, kind == "rehearsal" or follows_failure)
 
 
 # The sizes that show the memory line.
@@ -105,12 +91,12 @@ def _first_size(state: SearchState) -> NextSize | Chosen:
     if limits.max_reason == "dataset" and limits.max_batch_size < first:
         reason = sentences.too_small_to_run(state.highest, limits)
         return Chosen(state.highest, "dataset", reason, is_verified=False)
-    return _probe(state, min(max(state.lowest, rounded(first, limits, up=True)), state.highest))
+    return NextSize(min(max(state.lowest, rounded(first, limits, up=True)), state.highest), "probe")
 
 
 def _smallest_size(state: SearchState) -> NextSize | SearchFailed:
     if state.lowest < state.failed_size:
-        return _probe(state, state.lowest)
+        return NextSize(state.lowest, "probe")
     could_be_one = state.lowest == state.policy.first_size
     return SearchFailed(
         sentences.nothing_fits(state.failed[-1], state.limits, could_be_one=could_be_one)
@@ -123,7 +109,7 @@ def _second_size(state: SearchState) -> NextSize | LimitedBy:
     highest = min(state.highest, state.failed_size - 1)
     following = rounded(size + 1, state.limits, up=True)
     if following > highest:
-        return _MEMORY if state.passed else _rehearse(state, size)
+        return _MEMORY if state.passed else NextSize(size, "rehearsal")
     largest = state.policy.ladder_growth * size
     if state.guaranteed_size() >= following or not state.is_error_caught:
         largest = min(largest, state.guaranteed_size())
@@ -131,11 +117,11 @@ def _second_size(state: SearchState) -> NextSize | LimitedBy:
     if state.failed:
         second = min(second, state.between_fit_and_failure())
     if second > size:
-        return _rehearse(state, second) if second == state.highest else _probe(state, second)
+        return NextSize(second, "rehearsal" if second == state.highest else "probe")
     if not state.passed:
         # The next size may not fit.
-        return _rehearse(state, size)
-    return _MEMORY if state.limits.overrun_kills else _rehearse(state, following)
+        return NextSize(size, "rehearsal")
+    return _MEMORY if state.limits.overrun_kills else NextSize(following, "rehearsal")
 
 
 def _next_rung(state: SearchState) -> int | None:
@@ -145,8 +131,8 @@ def _next_rung(state: SearchState) -> int | None:
     """
     if state.passed or state.failed:
         return None
-    is_timed = state.limits.objective == "throughput"
-    is_compiled = state.limits.is_compiled and not is_timed
+    is_timed = state.is_for_throughput
+    is_compiled = state.is_compiled and not is_timed
     if is_compiled and len(state.tried) >= state.policy.ladder_sizes_compiled:
         return None
     size = state.largest.batch_size
@@ -188,30 +174,30 @@ def _next_size_for_memory(state: SearchState) -> NextSize | LimitedBy:
         # Between a size that fits and one that does not.
         between = state.between_fit_and_failure()
         if between >= 2 * state.largest.batch_size:
-            return _probe(state, between)
+            return NextSize(between, "probe")
     rung = _next_rung(state)
     if rung is not None:
-        return _probe(state, rung)
+        return NextSize(rung, "probe")
     candidate = state.candidate()
     if kills:
         return _climb(state, candidate)
     if not state.passed:
-        return _rehearse(state, candidate)
+        return NextSize(candidate, "rehearsal")
     if state.failed and _may_try_between(state):
         between = state.between_fit_and_failure()
         if between in state.tried:
             # It was rounded down over sizes that are not allowed.
             between = rounded(state.passed[-1].batch_size + 1, state.limits, up=True)
         if between < state.failed_size:
-            return _rehearse(state, between)
+            return NextSize(between, "rehearsal")
     # For throughput, the last per cent of the memory are not worth a rehearsal.
-    may_step_up = state.limits.objective == "memory" and not state.limits.steps_are_collective
+    may_step_up = not (state.is_for_throughput or state.limits.steps_are_collective)
     if state.failed or len(state.passed) > 1 or not may_step_up:
         return _MEMORY
     higher = state.largest_predicted_size(state.step_up_share)
     enough = (1 + state.policy.min_gain) * state.passed[-1].batch_size
     is_worth_it = higher == state.highest or higher >= enough
-    return _rehearse(state, higher) if is_worth_it else _MEMORY
+    return NextSize(higher, "rehearsal") if is_worth_it else _MEMORY
 
 
 def _may_try_between(state: SearchState) -> bool:
@@ -236,7 +222,7 @@ def _may_try_between(state: SearchState) -> bool:
 
 def _climb(state: SearchState, candidate: int) -> NextSize | LimitedBy:
     """Approach the candidate in stages where exceeding the limit ends the process."""
-    if not state.limits.is_compiled:
+    if not state.is_compiled:
         # Small sizes hardly show how many bytes a much larger one holds for each live byte.
         furthest = state.rounded(state.policy.ladder_growth * state.largest.batch_size)
         candidate = min(candidate, max(furthest, state.lowest))
@@ -245,15 +231,15 @@ def _climb(state: SearchState, candidate: int) -> NextSize | LimitedBy:
     if state.passed and candidate < min(state.highest, least):
         return _MEMORY
     if state.failed:
-        return _rehearse(state, candidate)
-    stages = state.policy.climb[1:] if state.limits.is_compiled else state.policy.climb
+        return NextSize(candidate, "rehearsal")
+    stages = state.policy.climb[1:] if state.is_compiled else state.policy.climb
     for share in stages[len(state.passed) :]:
         fits = state.unrounded_predicted_size(1.0, 10**9)
         # A rehearsal below the candidate measures how many bytes are held. Probes do not.
         target = max(state.lowest, state.rounded(int(share * fits)), state.largest.batch_size)
         if least < target <= candidate / gain:
-            return _rehearse(state, target)
-    return _rehearse(state, candidate)
+            return NextSize(target, "rehearsal")
+    return NextSize(candidate, "rehearsal")
 
 
 # The fastest size.
@@ -273,16 +259,16 @@ def _next_size_for_throughput(state: SearchState) -> NextSize | LimitedBy:
             limited_by = state.limits.max_reason
     size = _refinement(state)
     if size is not None:
-        return _probe(state, size)
-    if not (state.limits.is_compiled or state.failed):
+        return NextSize(size, "probe")
+    if not (state.is_compiled or state.failed):
         size = size_to_time_again(state.speeds, state.trials, state.policy)
         if size is not None:
-            return _next(state, size, "timing")
+            return NextSize(size, "timing")
     speed = fastest(state.speeds, state.policy)
     if speed is None:
         return limited_by
     if speed.batch_size not in state.passed_sizes:
-        return _rehearse(state, speed.batch_size)
+        return NextSize(speed.batch_size, "rehearsal")
     return limited_by if speed.batch_size >= state.candidate() else "throughput"
 
 
@@ -297,7 +283,7 @@ def _is_worth_timing(state: SearchState, step: NextSize) -> bool:
 
 def _refinement(state: SearchState) -> int | None:
     """A size next to the best one that is timed in addition."""
-    if state.limits.is_compiled or num_refinements(state.trials) >= state.policy.refinements:
+    if state.is_compiled or num_refinements(state.trials) >= state.policy.refinements:
         return None
     between = size_between(state.speeds, state.policy)
     if between is None:
@@ -313,7 +299,7 @@ def _choose(state: SearchState, limited_by: LimitedBy) -> Chosen:
     """The largest size that passed; for throughput, the fastest of those that passed."""
     trial = state.passed[-1]
     largest_size = trial.batch_size
-    if state.limits.objective == "throughput" and state.memory is not None:
+    if state.is_for_throughput and state.memory is not None:
         largest_size = max(largest_size, state.candidate())
         passed = [speed for speed in state.speeds if speed.batch_size in state.passed_sizes]
         speed = fastest(passed, state.policy)

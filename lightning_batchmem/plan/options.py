@@ -11,8 +11,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import Objective
-from lightning_batchmem.plan.scaling import LearningRateScaling
+from lightning_batchmem.plan.records import LearningRateScaling, Objective
 
 WorstCase = Literal["typical", "longest"] | Callable[[Any], float] | None
 

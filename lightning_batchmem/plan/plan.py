@@ -9,12 +9,12 @@ from typing import Any
 
 from lightning_batchmem.plan.fit import fit_memory, ran_through
 from lightning_batchmem.plan.json_fields import from_json
+from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import (
     Chosen,
     LimitedBy,
     MemoryModel,
-    SearchLimits,
     Trial,
 )
 from lightning_batchmem.plan.scaling import OptimizerStep
@@ -164,5 +164,5 @@ def make_plan(
         fastest_batch_size=chosen.fastest_batch_size,
         largest_batch_size=chosen.largest_batch_size,
         conditions=conditions,
-        budget_name=limits.budget_name,
+        budget_name=limits.options.budget_name,
     )

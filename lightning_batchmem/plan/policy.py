@@ -147,10 +147,9 @@ class SearchPolicy:
 
     # The steps of one size.
 
-    first_warmup_steps: int = 2
-    """Warm-up steps at the first size, at least. Source: Libraries allocate memory in the first."""
     warmup_steps: int = 1
-    """Warm-up steps at later sizes, at least. Source: Optimizers get their state in a step."""
+    """Warm-up steps of a trial, at least. Source: Optimizers get their state in a step, and
+    libraries allocate memory in the first."""
     graph_warmup_steps: int = 3
     """The same for a compiled module. Source: CUDA graphs warm up, record and replay."""
     max_warmup_steps: int = 20

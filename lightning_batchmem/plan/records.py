@@ -1,4 +1,4 @@
-"""Results of trials, the lines fitted to them, and the limits of a search.
+"""Results of trials, the lines fitted to them, and the choice of a size.
 
 All of it is plain data in bytes, seconds and samples.
 """
@@ -16,7 +16,7 @@ PHASES = ("forward", "backward", "optimizer_step", "evaluation")
 """The parts of a step whose peaks are measured and fitted apart, in the order in which they run."""
 
 Outcome = Literal["ok", "out_of_memory", "over_limit", "allocator_retry"]
-TrialKind = Literal["probe", "timing", "rehearsal"]
+TrialKind = Literal["probe", "timing", "rehearsal", "exchange"]
 _ShareLimit = Literal[
     "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"
 ]
@@ -27,6 +27,7 @@ SizeLimit = Literal[
 ]
 LimitedBy = Literal["memory", "throughput", SizeLimit]
 Objective = Literal["memory", "throughput"]
+LearningRateScaling = Literal["linear", "sqrt"]
 
 Bound = tuple[int, SizeLimit]
 """A largest size in samples, and the argument, setting or data that limits it."""
@@ -55,23 +56,31 @@ class Trial:
             CUDA: bytes requested from the allocator. Host: bytes of live tensors, plus what the
             process held before its first step.
         kind: ``"probe"`` for a few steps that are only measured, ``"timing"`` for steps that are
-            timed a second time, ``"rehearsal"`` for steps as in a training.
+            timed a second time, ``"rehearsal"`` for steps as in a training, ``"exchange"`` for
+            steps in which ranks exchange gradients (they are in no plan).
         is_exact: whether the peaks count live bytes. ``False`` where only the resident set could be
             measured.
+        is_compiled: whether ``torch.compile`` compiled a step.
+        start_bytes: live bytes before the first step.
         peak_held_bytes: highest bytes that this process held. CUDA: reserved by the allocator.
             Host: the resident set without files that were mapped since. ``None`` where
             it is not known.
         reserve_bytes: bytes to keep free on top, for what a few steps cannot measure (host only).
         fixed_bytes: live bytes that last from one step to the next, without gradients; 0 where it
             is not known.
-        step_seconds: median wall time of a timed step (of a micro-batch under gradient
-            accumulation); ``None`` when none was completed.
+        allocator_retries: how often the allocator released its cache in steps of a kind and size
+            that came before (rehearsals only).
+        largest_batch_bytes: bytes of the largest training batch, as the module gets it; 0 where it
+            is not known.
+        step_seconds: median time of a timed step (of a micro-batch under gradient accumulation)
+            without the making of its batch; ``None`` when none was completed.
         fastest_step_seconds: the shortest of these times; ``None`` likewise.
         samples_per_second: throughput of this rank, from the fastest steps; under gradient
             accumulation that of a whole optimizer step. ``None`` likewise.
         full_steps: full steps that ran at this size, warm-up included.
         samples_run: samples that went through these steps.
         worker_bytes: what loader workers hold at this size, by arithmetic.
+        notes: sentences about what could not be measured.
         error: first line of the out-of-memory error; empty otherwise.
     """
 
@@ -80,15 +89,20 @@ class Trial:
     phase_peak_bytes: Mapping[str, int]
     kind: TrialKind = "probe"
     is_exact: bool = True
+    is_compiled: bool = False
+    start_bytes: int = 0
     peak_held_bytes: int | None = None
     reserve_bytes: int = 0
     fixed_bytes: int = 0
+    allocator_retries: int = 0
+    largest_batch_bytes: int = 0
     step_seconds: float | None = None
     fastest_step_seconds: float | None = None
     samples_per_second: float | None = None
     full_steps: int = 0
     samples_run: int = 0
     worker_bytes: int = 0
+    notes: tuple[str, ...] = ()
     error: str = ""
 
     @property
@@ -128,9 +142,13 @@ class Trial:
                 for phase in phases
             },
             is_exact=all(trial.is_exact for trial in trials),
+            is_compiled=any(trial.is_compiled for trial in trials),
+            start_bytes=max(trial.start_bytes for trial in trials),
             peak_held_bytes=max(trial.held_bytes for trial in trials) if is_held_known else None,
             reserve_bytes=max(trial.reserve_bytes for trial in trials),
             fixed_bytes=min(trial.fixed_bytes for trial in trials),
+            allocator_retries=max(trial.allocator_retries for trial in trials),
+            largest_batch_bytes=max(trial.largest_batch_bytes for trial in trials),
             step_seconds=_highest(trial.step_seconds for trial in trials),
             fastest_step_seconds=_highest(trial.fastest_step_seconds for trial in trials),
             samples_per_second=min(
@@ -140,6 +158,7 @@ class Trial:
             full_steps=min(trial.full_steps for trial in trials),
             samples_run=max(trial.samples_run for trial in trials),
             worker_bytes=max(trial.worker_bytes for trial in trials),
+            notes=tuple(sorted({note for trial in trials for note in trial.notes})),
         )
 
 
@@ -203,59 +222,16 @@ class MemoryModel:
 
 
 @dataclass(frozen=True)
-class SearchLimits:
-    """Everything that limits a search; sizes in samples.
-
-    Args:
-        limit_bytes: the most that this process may hold.
-        min_batch_size: the smallest size that is allowed.
-        max_batch_size: the largest size that is allowed.
-        max_reason: the argument, setting or data that limits the largest size.
-        multiple_of: sizes are a multiple of it; ``None`` for the largest power of two that is at
-            most a 64th of the size.
-        objective: ``"memory"`` or ``"throughput"``.
-        target_batch_size: samples per optimizer step over all ranks, which a whole number of sizes
-            has to make.
-        accumulate_grad_batches: batches to an optimizer step where there is no target.
-        ranks: processes that train together.
-        overrun_kills: whether exceeding the limit ends the process, as on the host.
-        steps_are_collective: whether ranks take every step together.
-        is_compiled: whether the module is compiled for each size, so that few sizes are run.
-        avoided_sizes: sizes that are used only where no other is allowed: the last batch of their
-            epochs has one sample, which is an error to BatchNorm.
-        budget_name: the attribute that sizes are values of, where they are budgets within which
-            loaders form their own batches; ``None``: sizes are in samples.
-    """
-
-    limit_bytes: int
-    min_batch_size: int
-    max_batch_size: int
-    max_reason: SizeLimit
-    multiple_of: int | None = None
-    objective: Objective = "memory"
-    target_batch_size: int | None = None
-    accumulate_grad_batches: int = 1
-    ranks: int = 1
-    overrun_kills: bool = False
-    steps_are_collective: bool = False
-    is_compiled: bool = False
-    avoided_sizes: frozenset[int] = frozenset()
-    budget_name: str | None = None
-
-
-@dataclass(frozen=True)
 class NextSize:
     """The next size to run.
 
     Args:
         batch_size: the size in samples.
         kind: whether it is only measured, or rehearsed as in a training.
-        needs_clean_start: whether everything has to be restored before it.
     """
 
     batch_size: int
     kind: TrialKind
-    needs_clean_start: bool = False
 
 
 @dataclass(frozen=True)

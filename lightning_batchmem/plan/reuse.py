@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_batchmem.plan import sentences
+from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import Chosen, SearchLimits, Trial
+from lightning_batchmem.plan.records import Chosen, Trial
 from lightning_batchmem.plan.scaling import rounded, size_range
 
 

@@ -7,12 +7,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 from lightning_batchmem.plan import sentences
-from lightning_batchmem.plan.records import SearchLimits
-
-LearningRateScaling = Literal["linear", "sqrt"]
+from lightning_batchmem.plan.limits import SearchLimits
+from lightning_batchmem.plan.records import LearningRateScaling
 
 # Beyond this ratio of batch sizes the rules are untested.
 _TESTED_FACTOR = 8
@@ -76,9 +74,10 @@ def micro_batches(
 
 def accumulated_batches(batch_size: int, limits: SearchLimits) -> int:
     """Batches to an optimizer step in a training at ``batch_size`` samples."""
-    if limits.target_batch_size is None:
+    target = limits.options.target_batch_size
+    if target is None:
         return limits.accumulate_grad_batches
-    micro = micro_batches(limits.target_batch_size, limits.ranks, limits.multiple_of)
+    micro = micro_batches(target, limits.ranks, limits.options.multiple_of)
     return micro[batch_size].accumulate_grad_batches
 
 
@@ -202,7 +201,8 @@ def size_range(limits: SearchLimits) -> tuple[int, int]:
     lowest = _nearest(max(1, limits.min_batch_size), limits, up=True)
     highest = rounded(limits.max_batch_size, limits)
     # The default rounding does not apply to the maximum: a cap of 100 is allowed as it is.
-    if limits.multiple_of is None and limits.target_batch_size is None:
+    options = limits.options
+    if options.multiple_of is None and options.target_batch_size is None:
         highest = limits.max_batch_size
         while highest in limits.avoided_sizes and highest > lowest:
             highest -= 1
@@ -212,7 +212,8 @@ def size_range(limits: SearchLimits) -> tuple[int, int]:
 def rounded(size: int, limits: SearchLimits, up: bool = False) -> int:
     """Round down (or up) to an allowed size.
 
-    :class:`.SearchLimits` explains ``multiple_of``, ``target_batch_size`` and ``avoided_sizes``.
+    :class:`.BatchFinder` explains ``multiple_of`` and ``target_batch_size``, and
+    :class:`.SearchLimits` the ``avoided_sizes``.
     """
     nearest = _nearest(size, limits, up)
     other = nearest
@@ -223,14 +224,15 @@ def rounded(size: int, limits: SearchLimits, up: bool = False) -> int:
 
 def _nearest(size: int, limits: SearchLimits, up: bool) -> int:
     """The same if no size is avoided."""
-    if limits.target_batch_size is not None:
-        allowed = micro_batches(limits.target_batch_size, limits.ranks, limits.multiple_of)
+    options = limits.options
+    if options.target_batch_size is not None:
+        allowed = micro_batches(options.target_batch_size, limits.ranks, options.multiple_of)
         if up:
             return next(
                 (micro for micro in reversed(allowed) if micro >= size), max([size, *allowed]) + 1
             )
         return next((micro for micro in allowed if micro <= size), 0)
-    step = limits.multiple_of or 2 ** max(0, (size // 64).bit_length() - 1)
+    step = options.multiple_of or 2 ** max(0, (size // 64).bit_length() - 1)
     return -(-size // step) * step if up else size // step * step
 
 

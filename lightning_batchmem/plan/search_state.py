@@ -12,8 +12,9 @@ from lightning_batchmem.plan.headroom import (
     guaranteed_size_on_host,
     needed_bytes_on_host,
 )
+from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import MemoryModel, SearchLimits, Speed, Trial
+from lightning_batchmem.plan.records import MemoryModel, Speed, Trial
 from lightning_batchmem.plan.scaling import largest_where, rounded, size_range
 from lightning_batchmem.plan.throughput import measured_speeds, num_refinements
 
@@ -47,11 +48,21 @@ class SearchState:
         """The sizes that were run."""
         return {trial.batch_size for trial in self.trials}
 
+    @cached_property
+    def is_compiled(self) -> bool:
+        """Whether the module is compiled for each size, so that few sizes are run."""
+        return any(trial.is_compiled for trial in self.trials)
+
+    @property
+    def is_for_throughput(self) -> bool:
+        """Whether the fastest size is wanted, not the largest."""
+        return self.limits.options.objective == "throughput"
+
     @property
     def sizes_left(self) -> int:
         """How many sizes may run besides the probes that fit."""
-        is_compiled = self.limits.is_compiled
-        most = self.policy.max_sizes_compiled if is_compiled else self.policy.max_sizes
+        policy = self.policy
+        most = policy.max_sizes_compiled if self.is_compiled else policy.max_sizes
         probed = {t.batch_size for t in self.trials if t.kind == "probe" and t.outcome == "ok"}
         return most - len(self.tried - probed)
 

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lightning_batchmem.plan.records import SearchLimits, Speed, Trial, mib
+from lightning_batchmem.plan.limits import SearchLimits
+from lightning_batchmem.plan.records import Speed, Trial, mib
 
 _SMALLER_STEP = "Use a smaller model, smaller samples, lower precision or activation checkpointing."
 _MORE_ROOM = (
@@ -38,7 +39,7 @@ LIVE_BYTES_NOT_COUNTED = (
 
 def size_limit(limits: SearchLimits) -> str:
     """What limits the largest size that is allowed."""
-    texts = _LIMITS if limits.budget_name is None else _LIMITS_OF_BUDGET
+    texts = _LIMITS if limits.options.budget_name is None else _LIMITS_OF_BUDGET
     text = texts.get(limits.max_reason, f"{limits.max_reason} allows no more than {{size}}")
     size = size_text(limits.max_batch_size, limits)
     return text.format(size=size, number=limits.max_batch_size)
@@ -46,9 +47,9 @@ def size_limit(limits: SearchLimits) -> str:
 
 def size_text(batch_size: int, limits: SearchLimits) -> str:
     """A size as a number of samples, or as a budget."""
-    if limits.budget_name is None:
+    if limits.options.budget_name is None:
         return f"{batch_size} samples"
-    return f"{limits.budget_name} {batch_size:,}"
+    return f"{limits.options.budget_name} {batch_size:,}"
 
 
 def outcome(trial: Trial) -> str:
@@ -61,7 +62,8 @@ def outcome(trial: Trial) -> str:
 
 
 def empty_range(limits: SearchLimits) -> str:
-    wanted = f"No multiple of {limits.multiple_of}" if limits.multiple_of else "No size"
+    unit = limits.options.multiple_of
+    wanted = f"No multiple of {unit}" if unit else "No size"
     lowest = max(1, limits.min_batch_size)
     return (
         f"{wanted} lies between min_batch_size={lowest} and the largest size: {size_limit(limits)}."
@@ -140,7 +142,7 @@ def fragmented(trial: Trial) -> str:
 
 def slower(chosen: Speed, smaller: Speed, limits: SearchLimits) -> str:
     share = 1 - chosen.samples_per_second / smaller.samples_per_second
-    counted = "samples" if limits.budget_name is None else "items"
+    counted = "samples" if limits.options.budget_name is None else "items"
     return (
         f"{size_text(chosen.batch_size, limits)} train {share:.0%} slower than"
         f" {smaller.batch_size:,} ({chosen.samples_per_second:,.0f} and"

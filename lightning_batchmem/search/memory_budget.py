@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.host import HostMemory
+from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.options import SearchOptions, parse_memory_limit
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import Bound, SearchLimits, mib
+from lightning_batchmem.plan.records import Bound, mib
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.session import Session
 
@@ -21,16 +22,16 @@ class MemoryBudget:
 
     Args:
         device: the device.
-        options: ``memory_limit`` among them.
-        policy: the share of the device that is left free.
+        memory_limit: the limit of the user, as in :class:`.BatchFinder`.
+        limit_share: the most of what the device provides that may be used.
         ranks_on_host: processes that train on this machine.
         later_bytes: bytes that the training takes later, and no step of the search does.
         host_memory: makes the memory of the host, which loader workers fill.
     """
 
     device: DeviceMemory
-    options: SearchOptions
-    policy: SearchPolicy
+    memory_limit: int | float | str | None
+    limit_share: float
     ranks_on_host: int = 1
     later_bytes: int = 0
     host_memory: Callable[[], DeviceMemory] = HostMemory
@@ -54,12 +55,12 @@ class MemoryBudget:
     def is_exceeded_by_option(self) -> bool:
         """Whether ``memory_limit`` is more than the device can provide."""
         provided_bytes = self.provided_bytes()
-        return parse_memory_limit(self.options.memory_limit, provided_bytes) > provided_bytes
+        return parse_memory_limit(self.memory_limit, provided_bytes) > provided_bytes
 
     def limit_bytes(self) -> int:
         """The limit of this rank: ``memory_limit``, and at most a share of what is provided."""
         provided_bytes = self.provided_bytes()
-        wanted_bytes = parse_memory_limit(self.options.memory_limit, provided_bytes)
+        wanted_bytes = parse_memory_limit(self.memory_limit, provided_bytes)
         return min(wanted_bytes, self._share_of(provided_bytes))
 
     def _share_of(self, provided_bytes: int) -> int:
@@ -67,24 +68,31 @@ class MemoryBudget:
         held_bytes = 0
         if self.device.held_is_resident_set:
             held_bytes = self.device.current().allocated_bytes
-        return held_bytes + int(self.policy.limit_share * (provided_bytes - held_bytes))
+        return held_bytes + int(self.limit_share * (provided_bytes - held_bytes))
 
 
-def search_limits(session: Session, budget: MemoryBudget, ranks: Ranks) -> SearchLimits:
+def search_limits(
+    session: Session,
+    budget: MemoryBudget,
+    options: SearchOptions,
+    policy: SearchPolicy,
+    ranks: Ranks,
+) -> SearchLimits:
     """The limits of a search, the same on every rank: the rank with the least of each decides.
 
     Raises:
         ValueError: if the process already holds as much as ``memory_limit``.
     """
-    options = budget.options
     limit_bytes = budget.limit_bytes()
     held_bytes = budget.device.current().allocated_bytes
-    if options.memory_limit is not None and limit_bytes <= held_bytes:
+    if budget.memory_limit is not None and limit_bytes <= held_bytes:
         raise ValueError(
             f"memory_limit must be above the {mib(held_bytes)} that the process already holds, got"
             f" {mib(limit_bytes)}"
         )
-    target = options.target_batch_size if session.training is not None else None
+    if session.training is None:
+        options = replace(options, target_batch_size=None)
+    target = options.target_batch_size
     bounds: list[Bound] = [
         (options.largest_size, "max_batch_size"),
         *session.bounds(),
@@ -92,7 +100,7 @@ def search_limits(session: Session, budget: MemoryBudget, ranks: Ranks) -> Searc
     if target is not None:
         bounds.append((target, "target_batch_size"))
     if not budget.device.holds_loader_workers:
-        bounds.append((_largest_in_host_memory(session, budget), "host memory"))
+        bounds.append((_largest_in_host_memory(session, budget, options), "host memory"))
     bound = min(bounds, key=lambda bound: bound[0])
     own = (limit_bytes - budget.later_bytes, bound, session.avoided_sizes(), session.sample_sizes())
     limits, bounds_of_ranks, avoided, sample_sizes = zip(*ranks.exchange(own), strict=True)
@@ -100,27 +108,24 @@ def search_limits(session: Session, budget: MemoryBudget, ranks: Ranks) -> Searc
     session.use_sample_sizes(sample_sizes)
     return SearchLimits(
         limit_bytes=min(limits),
-        min_batch_size=options.min_batch_size or min(budget.policy.first_size, largest),
+        min_batch_size=options.min_batch_size or min(policy.first_size, largest),
         max_batch_size=largest,
         max_reason=reason,
-        multiple_of=options.multiple_of,
-        objective=options.objective,
-        target_batch_size=target,
+        options=options,
         accumulate_grad_batches=session.accumulate_grad_batches,
         ranks=ranks.size,
         overrun_kills=budget.device.overrun_kills,
         steps_are_collective=session.steps_are_collective,
         avoided_sizes=frozenset().union(*avoided),
-        budget_name=options.budget_name,
     )
 
 
-def _largest_in_host_memory(session: Session, budget: MemoryBudget) -> int:
+def _largest_in_host_memory(session: Session, budget: MemoryBudget, options: SearchOptions) -> int:
     """The largest size whose batches in loader workers fit into the free memory of the host."""
     if session.worker_bytes(1) == 0:
-        return budget.options.largest_size
+        return options.largest_size
     host = budget.host_memory()
     free_bytes = host.budget_bytes() - host.current().allocated_bytes
     room_bytes = free_bytes // budget.ranks_on_host
-    sizes = range(1, budget.options.largest_size + 1)
+    sizes = range(1, options.largest_size + 1)
     return max(1, bisect_right(sizes, room_bytes, key=session.worker_bytes))

@@ -9,10 +9,12 @@ from lightning_batchmem.devices.breakdown import measure_breakdown
 from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.decide import decide
 from lightning_batchmem.plan.fit import ran_through
+from lightning_batchmem.plan.limits import SearchLimits
+from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, SearchLimits, Trial
+from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, Trial
 from lightning_batchmem.plan.reuse import reused, why_not_allowed
-from lightning_batchmem.search.compiled import forget_compiled
 from lightning_batchmem.search.memory_budget import MemoryBudget, search_limits
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
@@ -29,22 +31,22 @@ class SearchResult:
         trials: everything that was run, in the order in which it was run.
         limits: the limits at the end of the search.
         notes: sentences about the search and its samples.
-        start_bytes: live bytes at the start of the last rehearsal; 0 if nothing was rehearsed.
     """
 
     chosen: Chosen | SearchFailed
     trials: tuple[Trial, ...]
     limits: SearchLimits
     notes: tuple[str, ...] = ()
-    start_bytes: int = 0
 
 
 class BatchSizeSearch:
     """A search over the real steps of one session.
 
     Args:
-        session: the training program, in the state before its first step.
-        budget: the memory that this rank may use, with options and policy of the search.
+        session: the training program.
+        budget: the memory that this rank may use.
+        options: the arguments of the user.
+        policy: the numbers that steer the search.
         ranks: the processes that search together.
         progress: shows the trial and the step that run.
     """
@@ -53,22 +55,23 @@ class BatchSizeSearch:
         self,
         session: Session,
         budget: MemoryBudget,
+        options: SearchOptions,
+        policy: SearchPolicy,
         ranks: Ranks,
         progress: SearchProgress,
     ) -> None:
         self._session = session
         self._budget = budget
-        self._policy = budget.policy
+        self._options = options
+        self._policy = policy
         self._ranks = ranks
         self._progress = progress
-        self._runner = TrialRunner(session, budget.device, ranks, budget.policy)
-        self._runner.meter.before_step = progress.begin_step
-        self._start_bytes = 0
+        self._runner = TrialRunner(session, budget.device, ranks, policy, progress.begin_step)
 
     def run(self, earlier_plan: Plan | None = None) -> SearchResult:
         """Search, or only rehearse the size of an earlier plan if that passes."""
         session = self._session
-        limits = search_limits(session, self._budget, self._ranks)
+        limits = search_limits(session, self._budget, self._options, self._policy, self._ranks)
         notes: list[str] = []
         result: SearchResult | None = None
         if earlier_plan is not None:
@@ -88,37 +91,29 @@ class BatchSizeSearch:
             failure = self._explained(result.chosen, result.trials, result.limits)
             return replace(result, chosen=failure)
         session.check_batch_size(result.chosen.batch_size)
+        of_trials = dict.fromkeys(note for trial in result.trials for note in trial.notes)
         notes = [
             *result.chosen.notes,
             *notes,
-            *self._runner.notes(),
+            *of_trials,
             *session.notes,
         ]
-        return replace(result, notes=tuple(notes), start_bytes=self._start_bytes)
+        return replace(result, notes=tuple(notes))
 
     def _search(self, trials: list[Trial], limits: SearchLimits) -> SearchResult:
         """Run sizes until one is chosen."""
         while isinstance(step := decide(trials, limits, self._policy), NextSize):
-            self._progress.trying(step, trials)
-            if step.needs_clean_start:
-                self._restart(step.batch_size)
-            self._session.set_batch_size(step.batch_size)
-            self._detect_collectives(step, trials)
-            trials.append(self._ranks.worst_of(self._runner.run(step, limits)))
-            self._progress.measured(trials[-1])
+            if not trials:
+                limits = self._with_collectives_found(step.batch_size, limits)
+            trials.append(self._trial(step, trials, limits))
             limits = self._read_again(limits)
         return SearchResult(step, tuple(trials), limits)
 
     def _rehearse_again(self, plan: Plan, limits: SearchLimits) -> SearchResult:
         """Rehearse the size of an earlier plan."""
-        step = NextSize(plan.batch_size, "rehearsal", needs_clean_start=True)
-        self._progress.trying(step, [])
-        self._restart(step.batch_size)
-        self._detect_collectives(step, [])
-        trial = self._ranks.worst_of(self._runner.run(step, limits))
-        self._progress.measured(trial)
+        limits = self._with_collectives_found(plan.batch_size, limits)
+        trial = self._trial(NextSize(plan.batch_size, "rehearsal"), [], limits)
         if trial.outcome != "ok":
-            self._restart(self._budget.options.first_size(self._policy))
             return SearchResult(
                 SearchFailed(sentences.failed_again(trial, limits)), (trial,), limits
             )
@@ -130,14 +125,14 @@ class BatchSizeSearch:
         limits = result.limits
         room = limits
         while isinstance(chosen := result.chosen, Chosen):
-            self._restart(chosen.batch_size)
-            own_held_bytes = self._runner.synchronized_step(chosen.batch_size)
-            held_bytes = max(self._ranks.exchange(own_held_bytes))
-            if held_bytes <= limits.limit_bytes:
+            together = replace(limits, steps_are_collective=True)
+            step = NextSize(chosen.batch_size, "exchange")
+            exchange = self._trial(step, result.trials, together)
+            if exchange.held_bytes <= limits.limit_bytes:
                 return replace(result, limits=limits)
             passed = ran_through(trial for trial in result.trials if trial.outcome == "ok")
             alone = next(trial for trial in passed if trial.batch_size == chosen.batch_size)
-            more_bytes = max(1, held_bytes - alone.held_bytes)
+            more_bytes = max(1, exchange.held_bytes - alone.held_bytes)
             room = replace(room, limit_bytes=room.limit_bytes - more_bytes)
             trials = [
                 trial
@@ -147,33 +142,26 @@ class BatchSizeSearch:
             result = self._search(trials, room)
         return result
 
-    def _restart(self, batch_size: int) -> None:
-        """Go back to the state in which the stage starts, and set the size of the next steps."""
-        forget_compiled()
-        self._session.restart(batch_size)
-        self._start_bytes = self._runner.meter.live_bytes()
+    def _trial(self, step: NextSize, trials: Sequence[Trial], limits: SearchLimits) -> Trial:
+        """Run a trial on all ranks, of which the worst counts."""
+        self._progress.trying(step, trials)
+        own_trial = self._runner.isolated(step.kind, step.batch_size, limits)
+        trial = self._ranks.worst_of(own_trial)
+        self._progress.measured(trial)
+        return trial
 
-    def _detect_collectives(self, step: NextSize, trials: Sequence[Trial]) -> None:
+    def _with_collectives_found(self, batch_size: int, limits: SearchLimits) -> SearchLimits:
         """Before the first trial, find out whether the user's own steps need all ranks."""
-        if trials or self._ranks.size == 1 or self._runner.is_collective:
-            return
-        calls_collectives = self._runner.calls_collectives(step.batch_size)
-        self._runner.is_collective = any(self._ranks.exchange(calls_collectives))
-        if self._runner.is_collective or step.kind == "rehearsal":
-            # A step has ended early, or has changed the state in which a rehearsal starts.
-            self._restart(step.batch_size)
+        if self._ranks.size == 1 or limits.steps_are_collective:
+            return limits
+        calls_collectives = self._runner.calls_collectives(batch_size)
+        is_collective = any(self._ranks.exchange(calls_collectives))
+        return replace(limits, steps_are_collective=is_collective)
 
     def _read_again(self, limits: SearchLimits) -> SearchLimits:
         """The limits after a trial: other processes may have filled the device meanwhile."""
-        readings = self._ranks.exchange(
-            (self._budget.usable_bytes(), self._runner.meter.is_compiled)
-        )
-        return replace(
-            limits,
-            limit_bytes=min(limits.limit_bytes, *(usable_bytes for usable_bytes, _ in readings)),
-            steps_are_collective=self._runner.is_collective,
-            is_compiled=any(is_compiled for _, is_compiled in readings),
-        )
+        usable_bytes = self._ranks.exchange(self._budget.usable_bytes())
+        return replace(limits, limit_bytes=min(limits.limit_bytes, *usable_bytes))
 
     def _explained(
         self, failure: SearchFailed, trials: Sequence[Trial], limits: SearchLimits

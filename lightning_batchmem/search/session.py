@@ -3,16 +3,17 @@
 The contract of a session, which is that of one stage (training with its validation, or one
 evaluation) on this rank:
 
-- It starts in the state in which the stage starts. ``restart`` goes back to that state, with
-  optimizers that have not stepped, and sets the batch size of the next steps.
+- ``restart`` goes to the state in which the stage starts, with optimizers that have not stepped,
+  and sets the batch size. Nothing that a step has made or changed is left. It is called before each
+  trial, also after one that has failed.
 - ``training`` and ``evaluation`` are the steps of the stage; at least one of them exists.
 - Steps run on batches of real samples, of any size, as the stage itself would run them. They mark
   the begin of backward and of the optimizer step in ``phases``.
 - Sizes are in samples for each rank; the batch size of the project, to which loaders may apply a
   factor.
 
-A step runs as ``begin(size)``, then ``run(size, 0)``, ``run(size, 1)`` and so on, then
-``complete()``, unless a step failed, then ``end()``.
+Steps run as ``begin(size)``; then ``make_batch(size, 0)``, ``run()``, ``make_batch(size, 1)``,
+``run()`` and so on; then ``complete()``, unless a step failed; then ``end()``.
 """
 
 from __future__ import annotations
@@ -35,16 +36,12 @@ class Steps(Protocol):
     """``"forward"`` or ``"evaluation"``, in which each step begins."""
 
     @property
-    def follows_batch_size(self) -> bool:
-        """Whether the batches have another size at another batch size."""
-
-    @property
     def sample_bytes(self) -> int:
         """Bytes of the samples that this process keeps to make batches of, at this moment."""
 
     @property
     def num_other_batches(self) -> int:
-        """Batches of ``run_other_lengths`` that may need more memory than those of ``run``.
+        """Batches of other lengths that may need more memory than the longest one.
 
         It is 0 unless a loader forms its own batches; known after ``begin``.
         """
@@ -55,11 +52,17 @@ class Steps(Protocol):
     def begin(self, batch_size: int) -> int:
         """Make the next step the first of an epoch; returns the calls of ``run`` to a full step."""
 
-    def run(self, batch_size: int, index: int) -> None:
-        """Run the ``index``-th step since ``begin``: under gradient accumulation, a micro batch."""
+    def make_batch(self, batch_size: int, index: int, *, other_lengths: bool = False) -> None:
+        """Make the batch of the next ``run``, the ``index``-th since ``begin``.
 
-    def run_other_lengths(self, batch_size: int, index: int) -> None:
-        """The same with a batch that is no larger, of samples of other sizes if they differ."""
+        Args:
+            batch_size: its samples.
+            index: its number; under gradient accumulation that of a micro batch.
+            other_lengths: whether it has samples of other sizes, if they differ, and is no larger.
+        """
+
+    def run(self) -> None:
+        """Run a step on the batch that was made last, and keep no reference to it."""
 
     def complete(self) -> None:
         """Run what follows the last step."""
@@ -67,12 +70,9 @@ class Steps(Protocol):
     def end(self) -> None:
         """Leave the steps that ``begin`` has entered."""
 
-    def release(self) -> None:
-        """Release whatever a step that failed still holds: gradients, states, its batch."""
-
 
 class Session(Protocol):
-    """One stage of a training program on this rank, in the state before its first step."""
+    """One stage of a training program on this rank."""
 
     phases: PhasePeaks
 
@@ -106,7 +106,7 @@ class Session(Protocol):
 
     @property
     def exchanges_gradients(self) -> bool:
-        """Whether ranks exchange gradients at the end of backward, which rehearsals leave out."""
+        """Whether ranks exchange gradients at the end of backward, which trials leave out."""
 
     @property
     def accumulate_grad_batches(self) -> int:
@@ -115,6 +115,10 @@ class Session(Protocol):
     @property
     def notes(self) -> Sequence[str]:
         """Sentences about the samples that the plan repeats."""
+
+    @property
+    def largest_batch_bytes(self) -> int:
+        """Bytes of the largest training batch since ``restart``; 0 where it is not known."""
 
     def bounds(self) -> list[Bound]:
         """The largest sizes that data and settings allow."""
@@ -141,14 +145,11 @@ class Session(Protocol):
     def use_sample_sizes(self, of_ranks: Sequence[Any]) -> None:
         """Use the longest samples of all ranks."""
 
-    def set_batch_size(self, batch_size: int) -> None:
-        """Set the batch size wherever the project keeps it."""
-
     def check_batch_size(self, batch_size: int) -> None:
         """Raise a ValueError unless the project follows this size as predicted."""
 
     def restart(self, batch_size: int) -> None:
-        """Go back to the state in which the stage starts, and set the size of the next steps."""
+        """Go to the state in which the stage starts, and set the size of the next steps."""
 
     def without_synchronization(self) -> AbstractContextManager[None]:
         """Run steps on this rank alone, without collectives of the training program."""

@@ -1,58 +1,82 @@
-"""Real steps at one batch size: a probe of a few steps, or a rehearsal of the training."""
+"""A trial: real steps at one batch size, from the state in which training starts."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory, release_traceback
-from lightning_batchmem.devices.peaks import StepPeaks
 from lightning_batchmem.plan import sentences
+from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import NextSize, SearchLimits, Trial
+from lightning_batchmem.plan.records import Outcome, Trial, TrialKind
 from lightning_batchmem.plan.scaling import accumulated_batches
 from lightning_batchmem.search.compiled import forget_compiled
+from lightning_batchmem.search.meter import OverLimitError, TrialMeter, read_start_bytes
 from lightning_batchmem.search.ranks import CollectiveDetector, Ranks
-from lightning_batchmem.search.readings import TrialReadings
 from lightning_batchmem.search.rehearsal import Rehearsal
-from lightning_batchmem.search.session import Session, Steps
-from lightning_batchmem.search.steps import (
-    ConsecutiveSteps,
-    OverLimitError,
-    StepMeter,
-)
+from lightning_batchmem.search.session import Session
+from lightning_batchmem.search.steps import ConsecutiveSteps
 
 
 class TrialRunner:
-    """Runs trials of a session, and makes one complete :class:`.Trial` of each."""
+    """Runs trials of a session on this rank. It keeps nothing of them.
+
+    Args:
+        session: the training program.
+        device: its memory.
+        ranks: the processes that search together.
+        policy: the numbers that steer the search.
+        before_step: this function is called before each full step.
+    """
 
     def __init__(
-        self, session: Session, device: DeviceMemory, ranks: Ranks, policy: SearchPolicy
+        self,
+        session: Session,
+        device: DeviceMemory,
+        ranks: Ranks,
+        policy: SearchPolicy,
+        before_step: Callable[[], object],
     ) -> None:
-        self.is_collective = session.steps_are_collective
-        self.meter = StepMeter(session, device, policy)
         self._session = session
         self._device = device
         self._ranks = ranks
         self._policy = policy
-        primary = session.training or session.evaluation
-        if primary is None:
-            raise ValueError("session must have steps of training or of an evaluation, got neither")
-        self._primary = primary
-        self._is_slow = False
-        # These peaks are used again if the batches of the evaluation do not follow the batch size.
-        self._fixed_evaluation: list[StepPeaks] = []
+        self._before_step = before_step
+        self._start = read_start_bytes(session, device)
 
-    def notes(self) -> list[str]:
-        """What the trials could not measure."""
-        notes = []
-        if self.meter.has_idle_optimizer:
-            notes.append(sentences.idle_optimizer(self._policy.max_warmup_steps))
-        if self.meter.live is None:
-            notes.append(sentences.LIVE_BYTES_NOT_COUNTED)
-        return notes
+    def isolated(self, kind: TrialKind, batch_size: int, limits: SearchLimits) -> Trial:
+        """Run a trial from the state in which training starts, under the limit.
+
+        An error of the user is raised, and out of memory is an outcome.
+        """
+        is_collective = limits.steps_are_collective
+        meter = self._restarted(batch_size)
+        run = self._steps_of(kind, meter, batch_size, limits)
+        limit: AbstractContextManager[object] = nullcontext()
+        if not is_collective:
+            limit = self._device.limit_enforced(limits.limit_bytes)
+            if self._device.overrun_kills:
+                meter.most_held_bytes = limits.limit_bytes
+        outcome: Outcome = "ok"
+        error_text = ""
+        try:
+            with self._watched_steps(batch_size, is_collective), limit:
+                run()
+        except OverLimitError:
+            # The next step might exceed the limit, which would end the process.
+            meter.step_peaks.clear()
+            outcome = "over_limit"
+        # Out of memory has many types. Every other error is raised again.
+        except Exception as error:
+            if not is_out_of_memory(error) or is_collective:
+                raise
+            outcome = "out_of_memory"
+            error_text = release_traceback(error)
+        return self._trial(kind, batch_size, limits, meter, outcome, error_text)
 
     def calls_collectives(self, batch_size: int) -> bool:
         """Whether the user's own steps exchange data between ranks.
@@ -60,166 +84,123 @@ class TrialRunner:
         Such a step ends before the exchange.
         """
         detector = CollectiveDetector()
-        for steps in self._all_steps():
-            if detector.found:
-                break
+        for steps in (self._session.training, self._session.evaluation):
+            if steps is None or detector.found:
+                continue
+            meter = self._restarted(batch_size)
             try:
                 alone = self._session.without_synchronization()
-                readings = TrialReadings(steps)
-                consecutive = ConsecutiveSteps(self.meter, steps, batch_size, readings)
-                with alone, detector, consecutive:
+                with alone, detector, ConsecutiveSteps(meter, steps, batch_size) as consecutive:
                     consecutive.run(1)
             # Out of memory has many types, and the first probe reports it.
             except Exception as error:
                 if not detector.found and not is_out_of_memory(error):
                     raise
                 release_traceback(error)
-                steps.release()
         return detector.found
 
-    def run(self, step: NextSize, limits: SearchLimits) -> Trial:
-        """Run a trial; before a rehearsal the caller restarts the session."""
-        if step.kind == "probe":
-            forget_compiled()
-            self._device.release_cached()
-        readings = TrialReadings(self._primary)
-        with self._until_out_of_memory(step.batch_size, readings):
-            if step.kind == "probe":
-                self._probe(step.batch_size, limits.limit_bytes, readings)
-            elif step.kind == "timing":
-                self._time(step.batch_size, limits.limit_bytes, readings)
-            else:
-                rehearsal = Rehearsal(
-                    self.meter,
-                    self._ranks,
-                    step.batch_size,
-                    limits.limit_bytes,
-                    limits.multiple_of or 1,
-                    readings,
-                    self.is_collective,
-                    self._is_slow,
-                )
-                rehearsal.run()
-        return self._trial(step, limits, readings)
-
-    def synchronized_step(self, batch_size: int) -> int:
-        """Run a step in which the ranks exchange gradients, and return its peak of held bytes."""
-        readings = TrialReadings(self._primary)
-        consecutive = ConsecutiveSteps(self.meter, self._primary, batch_size, readings)
-        with self._ranks.collective_step(batch_size), consecutive:
-            # All ranks have to run equally many steps, so none of them counts as slow.
-            consecutive.run(self._policy.measured_steps)
-        return max(readings.held_bytes)
-
-    def _all_steps(self) -> list[Steps]:
-        both = (self._session.training, self._session.evaluation)
-        return [steps for steps in both if steps is not None]
-
-    def _probe(self, batch_size: int, limit_bytes: int, readings: TrialReadings) -> None:
-        """Run a few steps and measure the peak of each phase."""
-        if self._device.overrun_kills and not self.is_collective:
-            readings.most_held_bytes = limit_bytes
-        training = self._session.training
-        evaluation = self._session.evaluation
-        if training is not None:
-            self._probe_steps(training, batch_size, readings)
-            lasting_bytes = self.meter.live_bytes() - self.meter.gradient_bytes()
-            readings.fixed_bytes = max(0, lasting_bytes)
-        if evaluation is not None:
-            follows = training is None or evaluation.follows_batch_size
-            if follows or not self._fixed_evaluation:
-                before = len(readings.step_peaks)
-                self._probe_steps(evaluation, batch_size, readings)
-                self._fixed_evaluation = readings.step_peaks[before:]
-            else:
-                readings.step_peaks += self._fixed_evaluation
-        self.meter.is_first_size = False
-        readings.outcome = "ok"
-
-    def _time(self, batch_size: int, limit_bytes: int, readings: TrialReadings) -> None:
-        """Time the steps of a size that was run before, under the limit."""
-        limit: AbstractContextManager[bool] = nullcontext(False)
-        if not self.is_collective:
-            limit = self._device.limit_enforced(limit_bytes)
-            if self._device.overrun_kills:
-                readings.most_held_bytes = limit_bytes
-        consecutive = ConsecutiveSteps(self.meter, self._primary, batch_size, readings)
-        with limit, consecutive:
-            consecutive.warm_up(self.meter.warmup_steps)
-            consecutive.run_timed(equally_many=self._ranks.size > 1)
-        readings.outcome = "ok"
-
-    def _probe_steps(self, steps: Steps, batch_size: int, readings: TrialReadings) -> None:
-        at_least = self.meter.warmup_steps
-        if self.meter.is_first_size:
-            at_least = self._policy.first_warmup_steps
-        with ConsecutiveSteps(self.meter, steps, batch_size, readings) as consecutive:
-            consecutive.warm_up(at_least)
-            # The user's steps may exchange data between ranks, in later steps only.
-            consecutive.run_timed(equally_many=self._ranks.size > 1)
-            consecutive.run_others()
-            consecutive.count_live_bytes()
+    def _restarted(self, batch_size: int) -> TrialMeter:
+        """Go back to the state in which the stage starts."""
+        forget_compiled()
+        self._session.restart(batch_size)
+        return TrialMeter(self._session, self._device, self._policy, self._start, self._before_step)
 
     @contextmanager
-    def _until_out_of_memory(self, batch_size: int, readings: TrialReadings) -> Iterator[None]:
-        """Run the steps of a trial until they end, or memory runs out."""
+    def _watched_steps(self, batch_size: int, is_collective: bool) -> Iterator[None]:
+        """Mark the phases of the steps in the body, which ranks take together or alone."""
         phases = self._session.phases
         phases.watch(self._session.optimizers, forward_follows=True)
-        alone = self._session.without_synchronization()
+        together_or_alone = self._session.without_synchronization()
+        if is_collective:
+            together_or_alone = self._ranks.collective_step(batch_size)
         try:
-            with self._ranks.collective_step(batch_size) if self.is_collective else alone:
+            with together_or_alone:
                 yield
-        except OverLimitError:
-            # The next step of a probe might exceed the limit, which would end the process.
-            readings.step_peaks.clear()
-            readings.outcome = "over_limit"
-        # Out of memory has many types. Every other error is raised again.
-        except Exception as error:
-            if not is_out_of_memory(error) or self.is_collective:
-                raise
-            readings.outcome = "out_of_memory"
-            readings.error = release_traceback(error)
-            for steps in self._all_steps():
-                # Caches stay, since the next trial releases them.
-                steps.release()
         finally:
             phases.unwatch()
 
-    def _trial(self, step: NextSize, limits: SearchLimits, readings: TrialReadings) -> Trial:
-        batch_size = step.batch_size
-        seconds = statistics.median(readings.seconds) if readings.seconds else None
+    def _steps_of(
+        self, kind: TrialKind, meter: TrialMeter, batch_size: int, limits: SearchLimits
+    ) -> Callable[[], None]:
+        if kind == "rehearsal":
+            return Rehearsal(meter, batch_size, limits, self._ranks).run
+        runs = {"probe": self._probe, "timing": self._time, "exchange": self._exchange}
+        return partial(runs[kind], meter, batch_size)
+
+    def _probe(self, meter: TrialMeter, batch_size: int) -> None:
+        """Run a few steps and measure the peak of each phase."""
+        for steps in (self._session.training, self._session.evaluation):
+            if steps is None:
+                continue
+            with ConsecutiveSteps(meter, steps, batch_size) as consecutive:
+                consecutive.warm_up()
+                # The user's steps may exchange data between ranks, in later steps only.
+                consecutive.run_timed(equally_many=self._ranks.size > 1)
+                consecutive.run_others()
+                consecutive.count_live_bytes()
+            if steps is self._session.training:
+                meter.fixed_bytes = max(0, meter.live_bytes() - meter.gradient_bytes())
+
+    def _time(self, meter: TrialMeter, batch_size: int) -> None:
+        """Time the steps of a size that was run before."""
+        with ConsecutiveSteps(meter, meter.primary, batch_size) as consecutive:
+            consecutive.warm_up()
+            consecutive.run_timed(equally_many=self._ranks.size > 1)
+
+    def _exchange(self, meter: TrialMeter, batch_size: int) -> None:
+        """Run steps in which ranks exchange gradients."""
+        with ConsecutiveSteps(meter, meter.primary, batch_size) as consecutive:
+            consecutive.run(self._policy.measured_steps)
+
+    def _trial(
+        self,
+        kind: TrialKind,
+        batch_size: int,
+        limits: SearchLimits,
+        meter: TrialMeter,
+        outcome: Outcome,
+        error_text: str,
+    ) -> Trial:
         accumulate = accumulated_batches(batch_size, limits)
-        step_seconds = readings.optimizer_step_seconds(accumulate)
+        step_seconds = meter.optimizer_step_seconds(accumulate)
         samples_per_second = None
         if step_seconds:
-            items = accumulate * self._primary.items(batch_size)
-            samples_per_second = items / step_seconds
-        is_slow = seconds is not None and seconds > self._policy.slow_step_seconds
-        # Ranks that step together run equally many steps, so none of them counts as slow.
-        self._is_slow = is_slow and not self.is_collective
+            samples_per_second = accumulate * meter.primary.items(batch_size) / step_seconds
+        phase_peak_bytes = meter.phase_peak_bytes
+        held_bytes = max(meter.held_bytes_of_calls, default=None)
         worker_bytes = self._session.worker_bytes(batch_size)
-        held_bytes = max(readings.held_bytes, default=None)
-        reserve_bytes = readings.reserve_bytes
-        outcome = readings.outcome
+        reserve_bytes = meter.reserve_bytes
         if self._device.holds_loader_workers:
             reserve_bytes += worker_bytes
-            needed_bytes = held_bytes or max(readings.phase_peaks().values(), default=0)
-            if outcome == "ok" and needed_bytes + reserve_bytes > limits.limit_bytes:
-                outcome = "over_limit"
+        needed_bytes = held_bytes or max(phase_peak_bytes.values(), default=0)
+        if outcome == "ok" and meter.allocator_retries > 0:
+            outcome = "allocator_retry"
+        elif outcome == "ok" and needed_bytes + reserve_bytes > limits.limit_bytes:
+            outcome = "over_limit"
+        notes = []
+        if meter.has_idle_optimizer:
+            notes.append(sentences.idle_optimizer(self._policy.max_warmup_steps))
+        if meter.live is None:
+            notes.append(sentences.LIVE_BYTES_NOT_COUNTED)
         return Trial(
             batch_size=batch_size,
             outcome=outcome,
-            kind=step.kind,
-            phase_peak_bytes=readings.phase_peaks(),
-            is_exact=self.meter.live is not None,
+            kind=kind,
+            phase_peak_bytes=phase_peak_bytes,
+            is_exact=meter.live is not None,
+            is_compiled=meter.is_compiled,
+            start_bytes=meter.start_bytes,
             peak_held_bytes=held_bytes,
             reserve_bytes=reserve_bytes,
-            fixed_bytes=readings.fixed_bytes,
-            step_seconds=seconds,
-            fastest_step_seconds=min(readings.seconds, default=None),
+            fixed_bytes=meter.fixed_bytes,
+            allocator_retries=meter.allocator_retries,
+            largest_batch_bytes=self._session.largest_batch_bytes,
+            step_seconds=statistics.median(meter.seconds) if meter.seconds else None,
+            fastest_step_seconds=min(meter.seconds, default=None),
             samples_per_second=samples_per_second,
-            full_steps=readings.full_steps,
-            samples_run=readings.samples,
+            full_steps=meter.full_steps,
+            samples_run=meter.samples,
             worker_bytes=worker_bytes,
-            error=self._ranks.named(readings.error),
+            notes=tuple(notes),
+            error=self._ranks.named(error_text),
         )

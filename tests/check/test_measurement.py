@@ -145,17 +145,17 @@ def test_the_longest_of_64_samples_makes_all_batches():
     assert forward.sample_bytes == 50 * (SAMPLE_BYTES + 2 * HIDDEN * FLOAT_BYTES)
 
 
-def test_two_steps_come_before_the_one_that_is_measured(monkeypatch):
+def test_a_step_comes_before_the_one_that_is_measured(monkeypatch):
     sizes = []
-    run = TrainingSteps.run
+    make_batch = TrainingSteps.make_batch
 
-    def noted(steps, batch_size, index):
+    def noted(steps, batch_size, index, **keywords):
         sizes.append(batch_size)
-        run(steps, batch_size, index)
+        make_batch(steps, batch_size, index, **keywords)
 
-    monkeypatch.setattr(TrainingSteps, "run", noted)
+    monkeypatch.setattr(TrainingSteps, "make_batch", noted)
     phases(lambda: (Network(), data()))
-    assert sizes == [2, 2, 2, 8, 8, 8]
+    assert sizes == [2, 2, 8, 8]
 
 
 class OtherOperators(Network):
@@ -213,7 +213,7 @@ def test_what_cannot_be_measured(base, samples, message):
 
 def test_a_compiled_step_is_refused(monkeypatch):
     monkeypatch.setattr(
-        "lightning_batchmem.module_probe.StepMeter.is_compiled", property(lambda _: True)
+        "lightning_batchmem.module_probe.TrialMeter.is_compiled", property(lambda _: True)
     )
     with pytest.raises(ValueError, match=r"cannot be counted: torch\.compile compiled a part of"):
         measure(lambda: (Network(), data()), {})

@@ -7,7 +7,6 @@ from tests.helpers.cuda_stub import needs_stub, on_stub, require
 pytestmark = needs_stub
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 46")
 @pytest.mark.parametrize("case", ["workspaces_of_trainer", "workspaces_of_loop"])
 def test_no_workspace_of_cublas_is_left(case):
     found = on_stub("cuda_left", case)

@@ -16,7 +16,6 @@ def searched():
     return on_stub("cuda_times", "throughput", **DEVICE)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 42")
 def test_a_step_in_a_search_takes_as_long_as_in_training(searched):
     times = searched["searched_ms"]
     require(len(times) > 1, searched)
@@ -25,7 +24,6 @@ def test_a_step_in_a_search_takes_as_long_as_in_training(searched):
         assert milliseconds < 2 * searched["trained_ms"][size], searched
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 42")
 def test_the_fastest_size_is_fast_in_training(searched):
     rates = {int(size): int(size) / time for size, time in searched["trained_ms"].items()}
     assert rates[searched["size"]] >= 0.9 * max(rates.values()), searched

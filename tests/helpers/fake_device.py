@@ -93,11 +93,13 @@ class FakeDevice:
 
     @contextmanager
     def limit_enforced(self, limit_bytes: int) -> Iterator[bool]:
+        if not self.enforces_limits:
+            yield False
+            return
         previous = self.budget
-        if self.enforces_limits:
-            self.budget = min(previous, limit_bytes)
+        self.budget = min(previous, limit_bytes)
         try:
-            yield self.enforces_limits
+            yield True
         finally:
             self.budget = previous
 

@@ -11,7 +11,6 @@ class FakeSteps:
     """Steps of a tiny layer that use ``law(batch_size)`` bytes of a fake device."""
 
     first_phase = "forward"
-    follows_batch_size = True
     sample_bytes = 0
     num_other_batches = 0
 
@@ -24,8 +23,12 @@ class FakeSteps:
     def items(self, batch_size):
         return batch_size
 
-    def run(self, batch_size, index):
+    def make_batch(self, batch_size, index, *, other_lengths=False):
+        self.next_size = batch_size
+
+    def run(self):
         session = self.session
+        batch_size = self.next_size
         session.sizes.append(batch_size)
         session.device_memory.use(session.law(batch_size))
         session.device_memory.free()
@@ -34,16 +37,11 @@ class FakeSteps:
         session.phases.enter("optimizer_step")
         session.optimizers[0].step()
 
-    run_other_lengths = run
-
     def complete(self):
         pass
 
     def end(self):
         pass
-
-    def release(self):
-        self.session.module.zero_grad()
 
 
 class FakeSession:
@@ -55,6 +53,7 @@ class FakeSession:
     steps_are_collective = exchanges_gradients = False
     accumulate_grad_batches = 1
     notes = ("a note of the samples",)
+    largest_batch_bytes = 0
 
     def __init__(self, device_memory, law, largest=10_000):
         self.device_memory = device_memory
@@ -91,16 +90,14 @@ class FakeSession:
     def use_sample_sizes(self, of_ranks):
         self.longest_sample = max(of_ranks)
 
-    def set_batch_size(self, batch_size):
-        self.batch_size = batch_size
-
     def check_batch_size(self, batch_size):
         assert self.batch_size == batch_size
 
     def restart(self, batch_size):
         self.restarts.append(batch_size)
+        self.module.zero_grad()
         self.configure()
-        self.set_batch_size(batch_size)
+        self.batch_size = batch_size
 
     def without_synchronization(self):
         return nullcontext()

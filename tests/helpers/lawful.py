@@ -19,7 +19,6 @@ MIB = 2**20
 
 # A search with every kind of step, but few of them, for tests that are not about their number.
 FAST = SearchPolicy(
-    first_warmup_steps=1,
     timed_steps=1,
     timed_seconds=0.0,
     measured_steps=1,

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from lightning_batchmem.plan.decide import decide
 from lightning_batchmem.plan.fit import fit_memory
+from lightning_batchmem.plan.limits import SearchLimits
+from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan, make_plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import (
@@ -24,7 +26,6 @@ from lightning_batchmem.plan.records import (
     Chosen,
     NextSize,
     SearchFailed,
-    SearchLimits,
     Trial,
 )
 from lightning_batchmem.plan.scaling import OptimizerStep, rounded
@@ -39,8 +40,27 @@ BENT = [[(1000, 5), (-3000, 60)]]
 Run = Callable[[NextSize], Trial]
 
 
-def limits(limit=LIMIT, low=1, cap=10**7, **more):
-    return SearchLimits(limit, low, cap, "dataset", **{"multiple_of": 1, **more})
+@dataclass(frozen=True)
+class Bounds(SearchLimits):
+    """The limits of a search, whose trials may be those of a compiled module."""
+
+    is_compiled: bool = False
+
+
+def limits(
+    limit=LIMIT,
+    low=1,
+    cap=10**7,
+    *,
+    multiple_of=1,
+    target_batch_size=None,
+    objective="memory",
+    **more,
+):
+    options = SearchOptions(
+        multiple_of=multiple_of, target_batch_size=target_batch_size, objective=objective
+    )
+    return Bounds(limit, low, cap, "dataset", options, **more)
 
 
 def peaks(law, size):
@@ -116,10 +136,8 @@ def drive(run, bounds):
         size = step.batch_size
         assert (size, step.kind) not in {(trial.batch_size, trial.kind) for trial in trials}
         assert bounds.min_batch_size <= size <= bounds.max_batch_size
-        assert size == bounds.max_batch_size or size % (bounds.multiple_of or 1) == 0
-        follows_failure = bool(trials) and trials[-1].outcome != "ok"
-        assert step.needs_clean_start == (step.kind == "rehearsal" or follows_failure)
-        trials.append(run(step))
+        assert size == bounds.max_batch_size or size % (bounds.options.multiple_of or 1) == 0
+        trials.append(with_changes(run(step), is_compiled=bounds.is_compiled))
         probed = {t.batch_size for t in trials if t.kind == "probe" and t.outcome == "ok"}
         assert len({trial.batch_size for trial in trials} - probed) <= most
     driven = Driven(step, trials, bounds)
@@ -543,8 +561,9 @@ def test_a_search_ends_within_its_limits(law, share, data, held, passed):
     driven = drive(run, bounds)
     rehearsals = [trial for trial in driven.trials if trial.kind == "rehearsal"]
     assert sum(after.batch_size > before.batch_size for before, after in pairwise(rehearsals)) <= 1
-    if isinstance(driven.step, Chosen) and bounds.target_batch_size is not None:
-        assert driven.step.batch_size <= bounds.target_batch_size
+    target = bounds.options.target_batch_size
+    if isinstance(driven.step, Chosen) and target is not None:
+        assert driven.step.batch_size <= target
 
 
 @settings(deadline=None, max_examples=150)

@@ -28,13 +28,48 @@ def test_peaks_and_what_is_held_and_needed():
 
 
 def test_worst_of_takes_the_worst_of_each_field():
-    phases = {"forward": 140, "backward": 90}
-    first = Trial(4, "ok", phases, "rehearsal", True, 200, 5, 60, 0.1, full_steps=9, samples_run=36)
-    phases = {"forward": 145, "evaluation": 7}
-    second = Trial(4, "allocator_retry", phases, "rehearsal", False, None, 9, 50, 0.3)
-    second = replace(second, full_steps=12, samples_run=48, worker_bytes=3, error="e")
-    phases = {"forward": 145, "backward": 90, "evaluation": 7}
-    expected = replace(second, phase_peak_bytes=phases, peak_held_bytes=200, full_steps=9)
+    first = Trial(
+        batch_size=4,
+        outcome="ok",
+        phase_peak_bytes={"forward": 140, "backward": 90},
+        kind="rehearsal",
+        start_bytes=30,
+        peak_held_bytes=200,
+        reserve_bytes=5,
+        fixed_bytes=60,
+        largest_batch_bytes=7,
+        step_seconds=0.1,
+        full_steps=9,
+        samples_run=36,
+        notes=("a", "b"),
+    )
+    second = Trial(
+        batch_size=4,
+        outcome="allocator_retry",
+        phase_peak_bytes={"forward": 145, "evaluation": 7},
+        kind="rehearsal",
+        is_exact=False,
+        is_compiled=True,
+        start_bytes=20,
+        reserve_bytes=9,
+        fixed_bytes=50,
+        allocator_retries=2,
+        largest_batch_bytes=8,
+        step_seconds=0.3,
+        full_steps=12,
+        samples_run=48,
+        worker_bytes=3,
+        notes=("b", "c"),
+        error="e",
+    )
+    expected = replace(
+        second,
+        phase_peak_bytes={"forward": 145, "backward": 90, "evaluation": 7},
+        start_bytes=30,
+        peak_held_bytes=200,
+        full_steps=9,
+        notes=("a", "b", "c"),
+    )
     assert Trial.worst_of([first, second]) == Trial.worst_of([second, first]) == expected
     failed = Trial(4, "out_of_memory", {})
     over_limit = replace(first, outcome="over_limit")

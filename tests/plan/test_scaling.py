@@ -5,7 +5,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lightning_batchmem.plan.records import SearchLimits
+from lightning_batchmem.plan.limits import SearchLimits
+from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.scaling import (
     MicroBatch,
     TrainingSetup,
@@ -160,6 +161,6 @@ def test_sizes_that_are_avoided():
     assert rounded(4, limits) == 4
     fixed = replace(limits, min_batch_size=39)
     assert size_range(fixed) == (39, 39)
-    multiples = replace(limits, multiple_of=10)
+    multiples = replace(limits, options=SearchOptions(multiple_of=10))
     assert size_range(multiples) == (10, 30)
     assert rounded(19, multiples) == 10

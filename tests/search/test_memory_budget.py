@@ -13,7 +13,14 @@ POLICY = SearchPolicy()
 
 
 def budget_of(device, *, memory_limit=None, **arguments):
-    return MemoryBudget(device, SearchOptions(memory_limit=memory_limit), POLICY, **arguments)
+    return MemoryBudget(device, memory_limit, POLICY.limit_share, **arguments)
+
+
+ALONE = Ranks(0, 1)
+
+
+def limits_of(session, budget, ranks=ALONE):
+    return search_limits(session, budget, SearchOptions(), POLICY, ranks)
 
 
 @pytest.mark.parametrize(("shared", "ranks", "provided"), [(1, 1, 900), (1, 4, 300), (0, 4, 900)])
@@ -39,9 +46,8 @@ def test_a_share_of_the_device_stays_free(fake_device):
 def test_a_limit_below_the_held_bytes_is_refused(fake_device):
     device = fake_device(1000, base_bytes=200)
     session = FakeSession(device, lambda size: size)
-    options = SearchOptions(memory_limit=200)
     with pytest.raises(ValueError, match=r"memory_limit must be above the 0\.000 MiB"):
-        search_limits(session, MemoryBudget(device, options, POLICY), Ranks(0, 1))
+        limits_of(session, budget_of(device, memory_limit=200))
 
 
 def test_free_host_memory_limits_the_size(fake_device):
@@ -51,7 +57,7 @@ def test_free_host_memory_limits_the_size(fake_device):
     def largest(ranks_on_host):
         host = fake_device(1000 * KIB, base_bytes=400 * KIB)
         budget = budget_of(device, ranks_on_host=ranks_on_host, host_memory=lambda: host)
-        limits = search_limits(session, budget, Ranks(0, 1))
+        limits = limits_of(session, budget)
         return limits.max_batch_size, limits.max_reason
 
     assert largest(1) == (UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size")
@@ -70,7 +76,7 @@ def test_all_ranks_use_the_least_limits_and_the_longest_sample(fake_device):
     device = fake_device(budget_bytes=1000 * KIB)
     device.as_host()
     session = FakeSession(device, lambda size: size, largest=100)
-    limits = search_limits(session, budget_of(device), ranks)
+    limits = limits_of(session, budget_of(device), ranks)
     assert (limits.limit_bytes, limits.max_batch_size) == (700 * KIB, 50)
     assert (limits.max_reason, limits.ranks, limits.overrun_kills) == ("dataset", 2, True)
     assert limits.avoided_sizes == {7}

@@ -194,17 +194,38 @@ class Watched(Lawful):
         return super().training_step(batch, batch_idx)
 
 
-def test_rehearsals_and_training_start_from_the_state_before_the_search(search, device):
+def test_trials_and_training_start_from_the_state_before_the_search(search, device):
     module = Watched(device)
     start = (module.layer.bias.item(), True, 0, False, 0)
-    search(module)
+    plan = search(module)
     seen = module.seen()
     # Training starts from this state, without a hook on the optimizer.
     assert seen["training"] == (*start, 0)
-    # Rehearsals and the first probe start from this state, with the same random numbers.
-    assert seen[REHEARSED] == seen[FOUND] == seen[2] == (*start, seen[2][-1])
-    # The second probe continues from the state after the first one.
-    assert all(one != other for one, other in zip(seen[SECOND], seen[2], strict=True))
+    # Every trial starts from this state, with the same random numbers.
+    sizes = {trial.batch_size for trial in plan.trials}
+    assert len(sizes) > 3
+    assert {seen[size] for size in sizes} == {(*start, seen[2][-1])}
+
+
+class Remembering(Lawful):
+    """Keeps a state with one row for each sample from step to step, as truncated BPTT does."""
+
+    def __init__(self, device_memory):
+        super().__init__(device_memory, law)
+        self.memory = None
+
+    def training_step(self, batch, batch_idx):
+        self.memory = batch[0] if self.memory is None else self.memory + batch[0]
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self):
+        data = super().train_dataloader().dataset
+        return DataLoader(data, self.batch_size, drop_last=True)
+
+
+def test_a_state_with_one_row_for_each_sample_starts_anew_at_each_size(search, device):
+    """A probe that continued from a smaller one would end in a RuntimeError."""
+    assert search(Remembering(device)).batch_size == FOUND
 
 
 def test_a_probe_after_one_that_failed_starts_from_the_state_before_the_search(search, device):

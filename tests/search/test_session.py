@@ -30,10 +30,10 @@ def device(device):
 def searched(session, policy=POLICY, earlier_plan=None, **options):
     options = SearchOptions(**{"multiple_of": 1, **options})
     device = session.device_memory
-    budget = MemoryBudget(device, options, policy)
+    budget = MemoryBudget(device, options.memory_limit, policy.limit_share)
     progress = SearchProgress(enabled=False)
-    ranks = Ranks(0, 1)
-    return BatchSizeSearch(session, budget, ranks, progress).run(earlier_plan)
+    search = BatchSizeSearch(session, budget, options, policy, Ranks(0, 1), progress)
+    return search.run(earlier_plan)
 
 
 def plan_of(result):
@@ -56,9 +56,12 @@ def test_the_line_of_progress_counts_trials_and_their_steps(device):
             super().begin_step()
             texts.append(self.tasks[0].description)
 
-    budget = MemoryBudget(device, SearchOptions(multiple_of=1), POLICY)
+    budget = MemoryBudget(device, None, POLICY.limit_share)
+    options = SearchOptions(multiple_of=1)
+    session = FakeSession(device, law)
     with Shown(enabled=False) as progress:
-        result = BatchSizeSearch(FakeSession(device, law), budget, Ranks(0, 1), progress).run()
+        search = BatchSizeSearch(session, budget, options, POLICY, Ranks(0, 1), progress)
+        result = search.run()
     full_steps = [trial.full_steps for trial in result.trials]
     probe_steps = [text for text in texts if text.startswith("trial 1, probe of size 2")]
     assert len(probe_steps) == full_steps[0]
@@ -78,7 +81,7 @@ def test_a_search_needs_no_lightning(device):
     ]  # fmt: skip
     assert (plan.batch_size, plan.limited_by, plan.verified) == (347, "memory", True)
     assert plan.measured_peak_bytes == plan.predicted_peak_bytes == law(347)
-    assert session.restarts == [328, 347]
+    assert session.restarts == [2, 8, 32, 328, 347]
     assert session.batch_size == 347
     assert plan.notes == ("a note of the samples",)
     assert device.num_ooms == 0

@@ -1,0 +1,38 @@
+"""Everything that limits a search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_batchmem.plan.options import SearchOptions
+from lightning_batchmem.plan.records import SizeLimit
+
+
+@dataclass(frozen=True)
+class SearchLimits:
+    """Everything that limits a search, the same on all ranks; sizes in samples.
+
+    Args:
+        limit_bytes: the most that this process may hold.
+        min_batch_size: the smallest size that is allowed.
+        max_batch_size: the largest size that is allowed.
+        max_reason: the argument, setting or data that limits the largest size.
+        options: the arguments of the user, without those that do not apply to the stage.
+        accumulate_grad_batches: batches to an optimizer step where there is no target.
+        ranks: processes that train together.
+        overrun_kills: whether exceeding the limit ends the process, as on the host.
+        steps_are_collective: whether ranks take every step together.
+        avoided_sizes: sizes that are used only where no other is allowed: the last batch of their
+            epochs has one sample, which is an error to BatchNorm.
+    """
+
+    limit_bytes: int
+    min_batch_size: int
+    max_batch_size: int
+    max_reason: SizeLimit
+    options: SearchOptions = SearchOptions()  # noqa: RUF009
+    accumulate_grad_batches: int = 1
+    ranks: int = 1
+    overrun_kills: bool = False
+    steps_are_collective: bool = False
+    avoided_sizes: frozenset[int] = frozenset()

@@ -1,0 +1,209 @@
+"""The meter of one trial: reads live bytes, held bytes and times of its steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from lightning_batchmem.devices.base import DeviceMemory, PeakCounter
+from lightning_batchmem.devices.peaks import LiveStorages, RequestedBytes, StepPeaks
+from lightning_batchmem.devices.tensors import bytes_of, tensors_in
+from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.search.compiled import compiled_frames
+from lightning_batchmem.search.session import Session, Steps
+
+
+class OverLimitError(Exception):
+    """A step held more bytes than the steps of its trial may hold."""
+
+
+class StartBytes(NamedTuple):
+    """What the process held at the start of a search, which no trial is charged for.
+
+    Attributes:
+        evictable_bytes: held bytes that the kernel drops before it ends a process.
+        other_bytes: held bytes besides the tensors of the module and the samples.
+    """
+
+    evictable_bytes: int
+    other_bytes: int
+
+
+def read_start_bytes(session: Session, device: DeviceMemory) -> StartBytes:
+    if device.counts_live_bytes:
+        return StartBytes(device.evictable_bytes(), 0)
+    device.release_cached()
+    module_bytes = _module_counter(session, 0).current().allocated_bytes
+    other_bytes = device.current().allocated_bytes - _sample_bytes(session, device) - module_bytes
+    return StartBytes(device.evictable_bytes(), max(0, other_bytes))
+
+
+class TrialMeter:
+    """Reads live bytes, held bytes and times of the steps of one trial.
+
+    It is made after the restart of the session, so that it knows nothing of other trials.
+
+    Live bytes are what lines are fitted to. Where the device cannot count them, as on the host, a
+    dispatch mode counts them in steps of their own, because counting uses memory itself. Where that
+    is not possible either, ``live`` is ``None`` and the held bytes stand in for them.
+
+    Args:
+        session: the session whose steps are run.
+        device: the memory that is read.
+        policy: the numbers that steer the search.
+        start: what the process held at the start of the search.
+        before_step: this function is called before each full step.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        device: DeviceMemory,
+        policy: SearchPolicy,
+        start: StartBytes,
+        before_step: Callable[[], object] = lambda: None,
+    ) -> None:
+        primary = session.training or session.evaluation
+        if primary is None:
+            raise ValueError("session must have steps of training or of an evaluation, got neither")
+        # Times and full steps are those of the primary steps.
+        self.primary: Steps = primary
+        self.session = session
+        self.device = device
+        self.policy = policy
+        self.before_step = before_step
+        self._start = start
+        self._frames_before = compiled_frames()
+        self.live = self._live_counter()
+        self.start_bytes = self.live_bytes()
+        # A step that holds more ends the trial.
+        self.most_held_bytes = math.inf
+        # Live bytes of each call whose peaks count.
+        self.step_peaks: list[StepPeaks] = []
+        # Held bytes of each call, warm-up included.
+        self.held_bytes_of_calls: list[int] = []
+        # Held bytes of each steady full step with the longest samples.
+        self.steady_held_bytes: list[int] = []
+        # The largest tensor of the primary steps, besides those that last, that may lie in the
+        # heap.
+        self.heap_block_bytes = 0
+        # Seconds of each timed call in which an optimizer stepped, and of the other timed calls.
+        self.stepping_seconds: list[float] = []
+        self.other_seconds: list[float] = []
+        self.full_steps = 0
+        self.samples = 0
+        self.has_idle_optimizer = False
+        # Live bytes that last from one step to the next, without gradients.
+        self.fixed_bytes = 0
+        # Bytes to keep free for what a few steps cannot measure.
+        self.reserve_bytes = 0
+        # Retries of the allocator in steps of a kind and size that came before.
+        self.allocator_retries = 0
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a step of this trial was compiled by ``torch.compile``."""
+        return compiled_frames() > self._frames_before
+
+    @property
+    def seconds(self) -> list[float]:
+        """Seconds of each timed call."""
+        return self.stepping_seconds + self.other_seconds
+
+    @property
+    def phase_peak_bytes(self) -> dict[str, int]:
+        """The highest live bytes of each phase."""
+        highest: dict[str, int] = {}
+        for step in self.step_peaks:
+            for phase, peak_bytes in step.phase_peak_bytes.items():
+                highest[phase] = max(highest.get(phase, 0), peak_bytes)
+        return highest
+
+    @property
+    def step_counter(self) -> PeakCounter:
+        """Counts the peaks of steps that are not run to count live bytes."""
+        return self.live if isinstance(self.live, RequestedBytes) else self.device
+
+    def optimizer_step_seconds(self, accumulate_grad_batches: int) -> float | None:
+        """The shortest time of a full step of so many calls; None if no call was timed."""
+        if not self.seconds:
+            return None
+        shortest = min(self.other_seconds or self.stepping_seconds)
+        optimizer_seconds = 0.0
+        if self.stepping_seconds:
+            # An optimizer steps in the last of the calls only.
+            optimizer_seconds = max(0.0, min(self.stepping_seconds) - shortest)
+        return accumulate_grad_batches * shortest + optimizer_seconds
+
+    def live_bytes(self) -> int:
+        """Live bytes at this moment; held bytes where live bytes cannot be counted."""
+        return (self.live or self.device).current().allocated_bytes
+
+    def held_bytes(self) -> int:
+        """Bytes that this process holds at this moment."""
+        stats = self.device.current()
+        held_bytes = stats.allocated_bytes if stats.reserved_bytes is None else stats.reserved_bytes
+        return held_bytes - self._uncounted_bytes()
+
+    def gradient_bytes(self) -> int:
+        gradients = (parameter.grad for parameter in self.session.module.parameters())
+        return bytes_of(gradient for gradient in gradients if gradient is not None)
+
+    def optimizer_state_bytes(self) -> int:
+        """Bytes of the optimizer states in host memory."""
+        states = [optimizer.state for optimizer in self.session.optimizers]
+        return bytes_of(tensors_in(states), torch.device("cpu"))
+
+    def checkpoint_bytes(self) -> int | None:
+        """Host memory that saving a checkpoint copies; ``None`` where the training saves none."""
+        states = self.session.checkpoint_states()
+        return None if states is None else bytes_of(tensors_in(states), torch.device("cpu"))
+
+    def note_held_bytes(self, peaks: StepPeaks) -> None:
+        """Note the bytes that this process held at the peak of a step.
+
+        Raises:
+            OverLimitError: if a step of this trial may not hold so many.
+        """
+        held_bytes = (peaks.peak_reserved_bytes or peaks.peak_bytes) - self._uncounted_bytes()
+        self.held_bytes_of_calls.append(held_bytes)
+        if held_bytes > self.most_held_bytes:
+            raise OverLimitError
+
+    def track_lasting(self, counter: LiveStorages) -> None:
+        """Count optimizer states and gradients, which earlier steps made, without keeping them."""
+        counter.track(tensors_in([optimizer.state for optimizer in self.session.optimizers]))
+        counter.track(tensors_in([p.grad for p in self.session.module.parameters()]))
+
+    def _uncounted_bytes(self) -> int:
+        """Bytes of the search's samples, and of files that were mapped since its start.
+
+        The kernel drops pages of files before it ends a process.
+        """
+        new_bytes = self.device.evictable_bytes() - self._start.evictable_bytes
+        return _sample_bytes(self.session, self.device) + max(0, new_bytes)
+
+    def _live_counter(self) -> RequestedBytes | LiveStorages | None:
+        if self.device.counts_live_bytes:
+            return RequestedBytes(self.device)
+        if self.session.steps_are_collective or not LiveStorages.is_possible():
+            return None
+        return _module_counter(self.session, self._start.other_bytes)
+
+
+def _module_counter(session: Session, other_bytes: int) -> LiveStorages:
+    """A counter that begins with the tensors of the module, and with so many other bytes."""
+    counter = LiveStorages(other_bytes)
+    counter.track([*session.module.parameters(), *session.module.buffers()])
+    return counter
+
+
+def _sample_bytes(session: Session, device: DeviceMemory) -> int:
+    """Bytes of the samples that the search keeps in the resident set."""
+    if not device.held_is_resident_set:
+        return 0
+    steps = (session.training, session.evaluation)
+    return sum(one.sample_bytes for one in steps if one is not None)
