@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import lightning_batchmem.batch_finder
 import lightning_batchmem.memory_profiler
-import lightning_batchmem.profile.recorded_run
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
 from lightning_batchmem.devices.breakdown import MemoryBreakdown
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.profile.device_reader import DeviceReader
-from lightning_batchmem.profile.stage_timer import StageTimer
+from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
+from lightning_batchmem.profile.step_clock import StepClock
 from lightning_batchmem.profile.summary import Summary
 from tests.helpers.lawful import Lawful, law
 from tests.helpers.profiled import (
@@ -81,7 +81,7 @@ def clock(monkeypatch):
     """A clock that stands still between calls of ``sleep``."""
     clock = SimpleNamespace(now=100.0)
     clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
-    monkeypatch.setattr(StageTimer, "now", lambda timer: clock.now)
+    monkeypatch.setattr(StepClock, "now", lambda step_clock: clock.now)
     return clock
 
 
@@ -294,7 +294,18 @@ def test_the_wait_for_data_is_part_of_the_step_and_known_separately(tmp_path, de
     assert (profiler.summary.step_seconds, profiler.summary.data_wait_share) == (6, 0.5)
 
 
-def test_evaluation_checkpoints_and_the_ends_of_epochs_are_left_out(tmp_path, device_memory, clock):
+@pytest.mark.parametrize("saves", [True, False])
+def test_what_is_between_steps_and_the_breakdown_are_left_out(
+    tmp_path, device_memory, clock, monkeypatch, saves
+):
+    take = SteadyBreakdown.take
+
+    def take_slowly(self, *arguments):
+        clock.sleep(30)
+        take(self, *arguments)
+
+    monkeypatch.setattr(SteadyBreakdown, "take", take_slowly)
+
     def work(step, where):
         clock.sleep(30 if where == "validation" else 1)
 
@@ -312,38 +323,12 @@ def test_evaluation_checkpoints_and_the_ends_of_epochs_are_left_out(tmp_path, de
         "num_sanity_val_steps": 1,
         "val": data(samples=4),
     }
-    _, recorder = profiled(
-        tmp_path, Validated(work), slow, SlowCheckpoint(tmp_path / "checkpoints"), **options
-    )
+    checkpoints = [SlowCheckpoint(tmp_path / "checkpoints")] if saves else []
+    _, recorder = profiled(tmp_path, Validated(work), slow, *checkpoints, **options)
     assert [metrics["throughput/step_ms"] for _, metrics in recorder.ours] == [3000] * 12
-    # The wait is unknown after an evaluation, and after a checkpoint.
+    # The wait is unknown after an evaluation or a checkpoint.
     known = [True, True, False, True, False, True]
     assert ["throughput/data_wait_pct" in metrics for _, metrics in recorder.ours] == known * 2
-
-
-def test_the_time_of_the_device_arrives_a_step_later(tmp_path, device_memory, monkeypatch):
-    class FakeTimer:
-        """A device on which a step takes 2 s, one step behind the process."""
-
-        marks = 0
-
-        def mark(self):
-            self.marks += 1
-            return self.marks
-
-        def seconds_between(self, earlier, later):
-            return 2.0 * (later - earlier) if later < self.marks else None
-
-    monkeypatch.setattr(
-        lightning_batchmem.profile.recorded_run, "timer_for", lambda device: FakeTimer()
-    )
-    profiler, recorder = profiled(tmp_path, Net())
-    found = [(row["step"], row["step_ms"]) for row in csv_rows(tmp_path)]
-    assert found[:-1] == [(str(step), "2000.000") for step in range(5)]
-    # The device never finished the last step, and so its row has the wall time.
-    assert float(found[-1][1]) < 1000
-    assert [metrics["throughput/step_ms"] for _, metrics in recorder.ours[1:]] == [2000.0] * 5
-    assert profiler.summary.step_seconds == 2.0
 
 
 # --- evaluation
