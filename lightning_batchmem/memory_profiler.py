@@ -39,11 +39,12 @@ class MemoryProfiler(Callback):
     BatchFinder's plan, an evaluation above training, allocator retries, a device that mostly waits
     for data. If memory runs out, the error gets a note with the step and its memory breakdown.
 
-    The device is never synchronized: on a GPU the time of a step is read from events some steps
-    later. A step lasts from the end of the previous one, without evaluation and the time between
-    epochs; the first step after a checkpoint begins when its batch arrives. The wait for data ends
-    on the host when the batch has arrived: the transfer to the device and other callbacks between
-    two steps are part of it. Throughput is the samples of this rank times the number of ranks; the
+    Times are wall time. A step lasts from the end of the previous one, without evaluation and the
+    time between epochs; the first step after an evaluation or a checkpoint begins when its batch
+    arrives. The device is never synchronized, and a GPU works while the host goes on: there each
+    step has the mean time of the steps between two logs. The wait for data ends on the host when
+    the batch has arrived: the transfer to the device and other callbacks between two steps are part
+    of it. Throughput is the samples of this rank times the number of ranks; the
     peaks and throughputs of all ranks are exchanged after each epoch.
 
     On MPS memory is left out, with a warning.

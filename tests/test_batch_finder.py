@@ -241,7 +241,7 @@ class RatedEvaluated(Evaluated):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
-@pytest.mark.parametrize("stages", [["fit"], ["validate", "fit"], ["fit", "test", "fit"]])
+@pytest.mark.parametrize("stages", [["validate", "fit"], ["fit", "test", "fit"]])
 def test_an_evaluation_before_a_training_changes_nothing_in_it(stages, reads_here, fake_device):
     # More samples fit than ten steps of an epoch leave to one of them.
     device = fake_device(budget_bytes=4000 * MIB)

@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import lightning_batchmem.batch_finder
 import lightning_batchmem.memory_profiler
-import lightning_batchmem.profile.recorded_run
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
 from lightning_batchmem.devices.breakdown import MemoryBreakdown
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.profile.device_reader import DeviceReader
-from lightning_batchmem.profile.stage_timer import StageTimer
+from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
+from lightning_batchmem.profile.step_clock import StepClock
 from lightning_batchmem.profile.summary import Summary
 from tests.helpers.lawful import Lawful, law
 from tests.helpers.profiled import (
@@ -81,7 +81,7 @@ def clock(monkeypatch):
     """A clock that stands still between calls of ``sleep``."""
     clock = SimpleNamespace(now=100.0)
     clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
-    monkeypatch.setattr(StageTimer, "now", lambda timer: clock.now)
+    monkeypatch.setattr(StepClock, "now", lambda step_clock: clock.now)
     return clock
 
 
@@ -158,8 +158,9 @@ def test_tensorboard_gets_the_documented_names_and_figures(tmp_path):
     for name in names:
         assert [event.step for event in events.Scalars(name)] == [1, 3, 5]
         assert all(math.isfinite(event.value) for event in events.Scalars(name))
-    figures = {"memory_over_steps", "memory_composition", "search"}
-    assert {f"batchmem/{name}" for name in figures} <= set(events.Tags()["images"])
+    for name in ("memory_over_steps", "memory_composition", "search"):
+        (image,) = events.Images(f"batchmem/{name}")
+        assert (image.step, image.width, image.height) == (5, 640, 480)
     assert (tmp_path / "tb" / "version_0" / "memory_per_batch.csv").exists()
 
 
@@ -294,7 +295,18 @@ def test_the_wait_for_data_is_part_of_the_step_and_known_separately(tmp_path, de
     assert (profiler.summary.step_seconds, profiler.summary.data_wait_share) == (6, 0.5)
 
 
-def test_evaluation_checkpoints_and_the_ends_of_epochs_are_left_out(tmp_path, device_memory, clock):
+@pytest.mark.parametrize("saves", [True, False])
+def test_what_is_between_steps_and_the_breakdown_are_left_out(
+    tmp_path, device_memory, clock, monkeypatch, saves
+):
+    take = SteadyBreakdown.take
+
+    def take_slowly(self, *arguments):
+        clock.sleep(30)
+        take(self, *arguments)
+
+    monkeypatch.setattr(SteadyBreakdown, "take", take_slowly)
+
     def work(step, where):
         clock.sleep(30 if where == "validation" else 1)
 
@@ -312,38 +324,12 @@ def test_evaluation_checkpoints_and_the_ends_of_epochs_are_left_out(tmp_path, de
         "num_sanity_val_steps": 1,
         "val": data(samples=4),
     }
-    _, recorder = profiled(
-        tmp_path, Validated(work), slow, SlowCheckpoint(tmp_path / "checkpoints"), **options
-    )
+    checkpoints = [SlowCheckpoint(tmp_path / "checkpoints")] if saves else []
+    _, recorder = profiled(tmp_path, Validated(work), slow, *checkpoints, **options)
     assert [metrics["throughput/step_ms"] for _, metrics in recorder.ours] == [3000] * 12
-    # The wait is unknown after an evaluation, and after a checkpoint.
+    # The wait is unknown after an evaluation or a checkpoint.
     known = [True, True, False, True, False, True]
     assert ["throughput/data_wait_pct" in metrics for _, metrics in recorder.ours] == known * 2
-
-
-def test_the_time_of_the_device_arrives_a_step_later(tmp_path, device_memory, monkeypatch):
-    class FakeTimer:
-        """A device on which a step takes 2 s, one step behind the process."""
-
-        marks = 0
-
-        def mark(self):
-            self.marks += 1
-            return self.marks
-
-        def seconds_between(self, earlier, later):
-            return 2.0 * (later - earlier) if later < self.marks else None
-
-    monkeypatch.setattr(
-        lightning_batchmem.profile.recorded_run, "timer_for", lambda device: FakeTimer()
-    )
-    profiler, recorder = profiled(tmp_path, Net())
-    found = [(row["step"], row["step_ms"]) for row in csv_rows(tmp_path)]
-    assert found[:-1] == [(str(step), "2000.000") for step in range(5)]
-    # The device never finished the last step, and so its row has the wall time.
-    assert float(found[-1][1]) < 1000
-    assert [metrics["throughput/step_ms"] for _, metrics in recorder.ours[1:]] == [2000.0] * 5
-    assert profiler.summary.step_seconds == 2.0
 
 
 # --- evaluation
@@ -462,8 +448,8 @@ def test_without_a_peak_counter_memory_is_left_out(tmp_path, capsys):
     for row in csv_rows(tmp_path):
         assert not [name for name, value in row.items() if name.endswith("_mib") and value]
         assert row["step_ms"]
-    left_out = ("memory/", "host/")
-    assert set(recorder.ours[0][1]) == {name for name in METRICS if not name.startswith(left_out)}
+    names = {name for name in METRICS if not name.startswith("memory/")}
+    assert set(recorder.ours[0][1]) == names
     summary = profiler.summary
     assert (summary.peak_bytes, summary.limit_bytes, summary.batch_size) == (None, None, 4)
     assert "MiB" not in capsys.readouterr().out
@@ -496,7 +482,6 @@ def test_the_plan_of_a_finder_is_found(tmp_path, device_memory):
 
 ALERTS = {
     "prediction": ("The peak in step 1 .*the most that BatchFinder.s plan predicts", {}),
-    "allocator retries": ("released its cache and retried 2 times", {}),
     "nearly full": (
         r"The peak, 1,000\.0 MiB, is above 95%.*Use a smaller batch, or recompute",
         {"log_every_n_steps": 0},
@@ -516,8 +501,6 @@ def test_an_alert_is_one_warning_and_in_the_summary(
         if kind == "prediction" and step > 0:
             device_memory.use(30 * MIB)
             device_memory.free()
-        elif kind == "allocator retries":
-            device_memory.num_alloc_retries = 2 * (step >= 3)
         elif kind == "nearly full":
             spike(device_memory, 2, "backward", 999)(step, where)
         elif kind == "leak" and where == "forward":
@@ -540,7 +523,7 @@ def test_the_retries_of_the_allocator_since_the_run_began_are_a_curve(
     def work(step, where):
         device_memory.num_alloc_retries = 5 + 2 * (step >= 3)
 
-    with pytest.warns(UserWarning, match="retried 2 times"):
+    with pytest.warns(UserWarning, match="released its cache and retried 2 times"):
         _, recorder = profiled(tmp_path, Net(work))
     assert [metrics["memory/alloc_retries"] for _, metrics in recorder.ours] == [0, 0, 0, 2, 2, 2]
 

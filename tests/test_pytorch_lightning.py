@@ -13,10 +13,7 @@ pl = pytest.importorskip("pytorch_lightning")
 CASES = [
     "manual_two_optimizers",
     "datamodule_hparams",
-    *(
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in ("a_combined_loader", "bf16_mixed", "budget", "guarded_against_out_of_memory")
-    ),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("a_combined_loader", "bf16_mixed")),
 ]
 
 

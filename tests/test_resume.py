@@ -109,14 +109,6 @@ def test_another_number_of_ranks_is_a_warning_and_keeps_the_target(fit, device, 
     assert (finder.plan.ranks, finder.plan.effective_batch_size) == (1, 64)
 
 
-def test_another_device_is_a_warning(fit, device, checkpoint):
-    saved = torch.load(checkpoint, weights_only=True)
-    saved["callbacks"]["BatchFinder"]["plan"]["device"] = "abacus"
-    torch.save(saved, checkpoint)
-    with pytest.warns(UserWarning, match="although it was found on abacus and this is host"):
-        resume(fit, device, checkpoint, BatchFinder())
-
-
 def test_a_search_on_request_and_without_a_plan(fit, device, checkpoint, tmp_path):
     module, _ = resume(fit, device, save(fit, device, tmp_path / "other", Sizes()), BatchFinder())
     assert module.batch_size == FOUND

@@ -6,7 +6,6 @@ import torch
 
 from lightning_batchmem.devices.accelerator import (
     AcceleratorMemory,
-    AcceleratorTimer,
     cuda_utilization,
 )
 from lightning_batchmem.devices.base import DeviceMemory, Utilization
@@ -52,8 +51,3 @@ def utilization_for(device: torch.device) -> Utilization | None:
     if device.type == "cuda":
         return cuda_utilization(device)
     return cpu_utilization() if device.type == "cpu" else None
-
-
-def timer_for(device: torch.device) -> AcceleratorTimer | None:
-    """Return the event timer of a CUDA device; ``None`` elsewhere, where wall time is used."""
-    return AcceleratorTimer(device) if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""Memory, work time and utilization of a device that has a module in torch, such as CUDA."""
+"""Memory and utilization of a device that has a module in torch, such as CUDA."""
 
 from __future__ import annotations
 
@@ -185,38 +185,6 @@ class AcceleratorMemory:
         if requested_bytes == 0 < allocated_bytes:
             requested_bytes = None
         return MemoryStats(allocated_bytes, reserved_bytes, requested_bytes)
-
-
-class AcceleratorTimer:
-    """Seconds of a device's work between two events.
-
-    They are read later, without waiting for the device. The arguments are those of
-    :class:`AcceleratorMemory`.
-
-    Source: https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__EVENT.html
-    """
-
-    def __init__(self, device: torch.device, functions: Any = None) -> None:
-        self._device = device
-        self._functions = functions or torch.get_device_module(device)
-
-    def mark(self) -> Any:
-        """Record an event after all work submitted so far to the device's current stream.
-
-        The first event starts the device.
-        """
-        event = self._functions.Event(enable_timing=True)
-        # Without a stream, the event would be recorded on the current device, which may be another
-        # one.
-        event.record(self._functions.current_stream(self._device))
-        return event
-
-    def seconds_between(self, earlier: Any, later: Any) -> float | None:
-        """Return the seconds between two events; ``None`` until the device has reached both."""
-        # On every stream, elapsed_time raises an error while one of the events is not reached.
-        if not (later.query() and earlier.query()):
-            return None
-        return float(earlier.elapsed_time(later)) / 1000
 
 
 def cuda_utilization(device: torch.device) -> Utilization | None:

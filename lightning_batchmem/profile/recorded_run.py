@@ -17,7 +17,6 @@ from lightning_batchmem._lightning.trainer_state import (
     logs_at_all,
     logs_now,
 )
-from lightning_batchmem.devices import timer_for
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
@@ -127,7 +126,6 @@ class RecordedRun(Run):
     ) -> None:
         super().__init__()
         device = trainer.strategy.root_device
-        timer = timer_for(device)
         if device_memory is None:
             rank_zero_warn(
                 f"MemoryProfiler measures no memory, because {device.type} has no peak counter."
@@ -149,7 +147,6 @@ class RecordedRun(Run):
             module,
             device_memory,
             stage,
-            timer,
             items_fn=items_fn,
             max_limit_bytes=math.inf if plan is None else plan.limit_bytes,
             has_modules=has_modules,
@@ -167,14 +164,12 @@ class RecordedRun(Run):
 
             self.enter_phase = enter_counted_phase
         self.begin_validation = self._recorder.begin_validation
-        self.forget_wait = self._recorder.run_timer.forget_wait
-        self._reporter = StepReporter(
-            trainer, device_memory, timer, plan=plan, csv=csv, flops=flops
-        )
+        self.forget_wait = self._recorder.run_clock.forget_wait
+        self._reporter = StepReporter(trainer, device_memory, plan=plan, csv=csv, flops=flops)
         # It is the last step of an epoch whose ranks have not exchanged their totals yet.
         self._epoch_end_step: int | None = None
         # The first step starts now.
-        self._recorder.restart()
+        self._recorder.clock.restart()
 
     def __reduce__(self) -> tuple[type[Run], tuple[()]]:
         # A loader that spawns workers may pickle the Trainer, and open files cannot be pickled.
@@ -193,7 +188,7 @@ class RecordedRun(Run):
         if self._epoch_end_step is not None:
             self._join_ranks()
         self._recorder.watch(trainer, module)
-        self._recorder.restart()
+        self._recorder.clock.restart()
         self._reporter.begin_epoch()
 
     def end_step(self, trainer: Trainer, module: LightningModule, batch: object) -> None:
@@ -213,14 +208,14 @@ class RecordedRun(Run):
         is_training = record.stage == "train"
         if is_training:
             record.oom_splits = oom_splits
-        is_interval = self._recorder.run_timer.steps % _UNLOGGED_INTERVAL == 0
+        is_interval = self._recorder.run_clock.steps % _UNLOGGED_INTERVAL == 0
         is_logged = is_training and (
             logs_now(trainer) or (is_interval and not logs_at_all(trainer))
         )
         self._reporter.add(record)
         if is_logged:
             self._reporter.log("train", logging_step(trainer), self._recorder.read_device())
-        self._recorder.timer.begin_wait()
+        self._recorder.clock.begin_wait()
         is_due = is_logged or record.limit_bytes is not None
         if self._has_progress_bar and is_training and is_due:
             values = self._reporter.progress_bar_values()

@@ -12,7 +12,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_batchmem.devices.accelerator import AcceleratorTimer
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.devices.tensors import samples_in
@@ -21,8 +20,8 @@ from lightning_batchmem.plan.records import mib
 from lightning_batchmem.profile.device_reader import DeviceReader
 from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.module_step import ModuleStep
-from lightning_batchmem.profile.stage_timer import StageTimer
 from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
+from lightning_batchmem.profile.step_clock import StepClock
 from lightning_batchmem.profile.step_record import DeviceReading, StepRecord
 
 
@@ -35,7 +34,6 @@ class StepRecorder:
         module: LightningModule,
         device_memory: DeviceMemory | None,
         stage: str,
-        device_timer: AcceleratorTimer | None,
         *,
         items_fn: Callable[[Any], float] | None,
         max_limit_bytes: float,
@@ -46,12 +44,11 @@ class StepRecorder:
         self.phase_peaks = PhasePeaks(device_memory)
         self._device_memory = device_memory
         self._device_reader = DeviceReader(device, device_memory, max_limit_bytes)
-        self._device_timer = device_timer
         self._items_fn = items_fn
         self._optimizers: list[Optimizer] = []
-        # The timer of the run, and that of the stage that runs now.
-        self.run_timer = StageTimer(stage)
-        self.timer = self.run_timer
+        # The clock of the run, and that of the stage that runs now.
+        self.run_clock = StepClock(stage)
+        self.clock = self.run_clock
         self._batch: object = None
         self._record: StepRecord | None = None
         self._start_bytes: int | None = None
@@ -83,12 +80,6 @@ class StepRecorder:
             forward_follows = not module.automatic_optimization
             self.phase_peaks.watch(optimizers, forward_follows=forward_follows)
 
-    def restart(self) -> None:
-        """Begin the next step now."""
-        self.timer.restart()
-        if self._device_timer is not None:
-            self._mark(self._device_timer)
-
     def drop_measurement(self) -> None:
         """Stop to measure a step that has not ended, and measure another one instead.
 
@@ -103,24 +94,19 @@ class StepRecorder:
     def begin_validation(self) -> None:
         """Begin a validation in the training."""
         self.drop_measurement()
-        self.run_timer.pause()
-        self.timer = StageTimer("validate")
-        self.restart()
+        self.clock = StepClock("validate")
 
     def end_validation(self) -> None:
-        self.timer = self.run_timer
-        self.run_timer.resume()
-        # The start of workers and other callbacks take time around an evaluation.
-        self.run_timer.forget_wait()
+        self.clock = self.run_clock
+        # This leaves out the evaluation, and the start of workers and other callbacks around it.
+        self.run_clock.forget_wait()
         # This reading excludes the evaluation from the next one.
         self._device_reader.read_utilization()
 
     def start(self, module: LightningModule, batch: object) -> None:
         """Begin a step, whose batch has arrived."""
-        timer = self.timer
-        is_wait_known = timer.start()
-        if not is_wait_known and self._device_timer is not None:
-            self._mark(self._device_timer)
+        clock = self.clock
+        clock.start()
         self._in_step = True
         self._batch = batch
         self._start_bytes = None
@@ -128,18 +114,18 @@ class StepRecorder:
         if self.phase_peaks.stepped:
             self._is_steady = True
         phase = "evaluation"
-        if timer.stage == "train":
+        if clock.stage == "train":
             phase = "forward"
-            if timer.steps >= self._next_start_reading and self._device_memory is not None:
-                self._next_start_reading = next_start_reading(timer.steps)
+            if clock.steps >= self._next_start_reading and self._device_memory is not None:
+                self._next_start_reading = next_start_reading(clock.steps)
                 self._start_bytes = self._device_memory.private_bytes()
         self.phase_peaks.start(phase)
         breakdown = self.breakdown
-        is_steady = self._is_steady and timer is self.run_timer
+        is_steady = self._is_steady and clock is self.run_clock
         if is_steady and breakdown is not None and breakdown.is_due:
-            timer.pause()
+            begin = clock.now()
             breakdown.take(module, self._optimizers, batch)
-            timer.resume()
+            clock.leave_out(clock.now() - begin)
         elif is_steady and self._to_measure and self._measured is None:
             self._measured = self._to_measure.pop()
             self._measured.begin(module, self._optimizers, batch)
@@ -148,25 +134,24 @@ class StepRecorder:
         """End the step; None if Lightning skipped it because the loader returned None."""
         if not self._in_step:
             return None
-        timer = self.timer
-        is_slowed = self._measured is not None and timer is self.run_timer
+        clock = self.clock
+        is_slowed = self._measured is not None and clock is self.run_clock
         if self._measured is not None and is_slowed:
             has_stepped = bool(self.phase_peaks.stepped)
             samples = self._samples_in(trainer, batch)
             if self._measured.end_batch(samples=samples, has_stepped=has_stepped):
                 self._measured = None
         peaks = self.phase_peaks.stop()
-        number = timer.steps
-        seconds, wait_seconds = timer.stop()
-        marks = None if self._device_timer is None else self._mark(self._device_timer)
-        if timer.stage == "train":
+        number = clock.steps
+        seconds, wait_seconds = clock.stop()
+        if clock.stage == "train":
             number = trainer.fit_loop.total_batch_idx
             if not self.phase_peaks.stepped and "optimizer_step" in peaks.phase_peak_bytes:
                 # No optimizer stepped after backward, as in a gradient accumulation.
                 after_bytes = peaks.phase_peak_bytes.pop("optimizer_step")
                 backward_bytes = peaks.phase_peak_bytes.get("backward", 0)
                 peaks.phase_peak_bytes["backward"] = max(backward_bytes, after_bytes)
-        elif timer is self.run_timer:
+        elif clock is self.run_clock:
             # An evaluation is in its steady state from the second step on.
             self._is_steady = True
         self._in_step = False
@@ -181,15 +166,14 @@ class StepRecorder:
             peaks,
             seconds,
             wait_seconds,
-            timer.stage,
+            clock.stage,
             items,
-            marks,
             self._start_bytes,
         )
         record.is_slowed = is_slowed
-        if timer is self.run_timer:
+        if clock is self.run_clock:
             record.is_steady = self.breakdown is not None and self.breakdown.num_taken > 0
-            if timer.steps == 1:
+            if clock.steps == 1:
                 record.limit_bytes = self._device_reader.limit_bytes
         self._record = record
         return record
@@ -207,10 +191,10 @@ class StepRecorder:
         """The note of an error: the step that ran out of memory, and the contents of the memory."""
         where = "between two steps"
         if self._in_step:
-            number = self.timer.steps
-            if self.timer.stage == "train":
+            number = self.clock.steps
+            if self.clock.stage == "train":
                 number = trainer.fit_loop.total_batch_idx
-            where = f"in {self.timer.stage} step {number}"
+            where = f"in {self.clock.stage} step {number}"
             if (samples := samples_in(self._batch)) is not None:
                 where += f" with a batch of {samples:,} samples"
         if trainer.world_size > 1:
@@ -231,12 +215,6 @@ class StepRecorder:
         if self._measured is not None:
             self._measured.close()
 
-    def _mark(self, device_timer: AcceleratorTimer) -> tuple[object, object]:
-        """Mark this moment on the device; return the previous mark and this one."""
-        previous = self.timer.mark
-        self.timer.mark = device_timer.mark()
-        return previous, self.timer.mark
-
     def _samples_in(self, trainer: Trainer, batch: object) -> int | None:
         """Return the samples of a batch, or the batch size of the training loader.
 
@@ -245,7 +223,7 @@ class StepRecorder:
         samples = samples_in(batch)
         if samples is not None:
             return samples
-        if self.timer.stage == "train":
+        if self.clock.stage == "train":
             # Several loaders, and loaders that make their own batches, have no batch size.
             size = getattr(trainer.train_dataloader, "batch_size", None)
             if size is not None:
@@ -254,7 +232,7 @@ class StepRecorder:
         if not self._warned_of_size:
             self._warned_of_size = True
             rank_zero_warn(
-                f"MemoryProfiler cannot count the samples of a {self.timer.stage} batch: its"
+                f"MemoryProfiler cannot count the samples of a {self.clock.stage} batch: its"
                 " tensors differ in their first dimension, or it has none. Such steps are left out"
                 " of batch/size and throughput/samples_per_s."
             )

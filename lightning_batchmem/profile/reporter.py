@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.trainer_state import logs_at_all
-from lightning_batchmem.devices.accelerator import AcceleratorTimer
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB
@@ -26,17 +25,16 @@ from lightning_batchmem.profile.totals import Ratio, StageTotals, gather_ranks, 
 class StepReporter:
     """Reports the records of one run.
 
-    Each record is queued until it is logged and its time on the device is known. Counting many
-    records at once is cheaper than counting each of them between two steps.
+    The records since the last log are kept, because counting many at once is cheaper than counting
+    each of them between two steps. On a device only their mean time is known.
     """
 
-    max_queued = 256
+    max_kept = 256
 
     def __init__(
         self,
         trainer: Trainer,
         device_memory: DeviceMemory | None,
-        device_timer: AcceleratorTimer | None = None,
         *,
         plan: Plan | None = None,
         csv: StepCsv | None = None,
@@ -49,6 +47,8 @@ class StepReporter:
         self._strategy = trainer.strategy
         self._world_size = trainer.world_size
         self._device_name = trainer.strategy.root_device.type
+        # A device works while the host goes on.
+        self._has_exact_times = self._device_name == "cpu"
         self._alerts = Alerts(_warn, plan=plan)
         self._total_bytes: int | None = None
         self._alloc_retries: int | None = None
@@ -64,10 +64,7 @@ class StepReporter:
             )
         self._has_plan = plan is not None
         self._csv = csv
-        self._device_timer = device_timer
-        self._queue: list[StepRecord] = []
-        # This many records at the start of the queue are counted already.
-        self._num_counted = 0
+        self._records: list[StepRecord] = []
         self._totals: defaultdict[str, StageTotals] = defaultdict(StageTotals)
         # Per cent of each interval are weighted with its seconds.
         self._busy_percent: defaultdict[str, Ratio] = defaultdict(Ratio)
@@ -75,48 +72,32 @@ class StepReporter:
         self._steady_peak_bytes = 0
 
     def add(self, record: StepRecord) -> None:
-        self._queue.append(record)
-        if len(self._queue) >= self.max_queued:
+        self._records.append(record)
+        if record.limit_bytes is not None:
+            self.limit_bytes = record.limit_bytes
+        if len(self._records) >= self.max_kept:
             self._process()
 
     def close(self) -> None:
         """Write all records, and close the CSV."""
-        self._process(is_last=True)
+        self._process()
         if self._csv is not None:
             self._csv.close()
 
-    def _process(self, *, is_last: bool = False) -> None:
-        """Count the records that are new, and write those whose time is known.
-
-        The last call writes all.
-        """
-        queue = self._queue
-        for record in queue[self._num_counted :]:
+    def _process(self) -> None:
+        """Count the records since the last call, and write them."""
+        records = self._records
+        self._records = []
+        for record in records:
             self._count(record)
-        num_timed = len(queue)
-        if self._device_timer is not None:
-            num_timed = self._read_device_seconds(self._device_timer, is_last)
-        if num_timed and self._csv is not None:
-            self._csv.write(queue[:num_timed], world_size=self._world_size)
-        del queue[:num_timed]
-        self._num_counted = len(queue)
-
-    def _read_device_seconds(self, timer: AcceleratorTimer, is_last: bool) -> int:
-        """Read the device's time of the queued steps in order; return how many can be written."""
-        for index, record in enumerate(self._queue):
-            if record.marks is not None:
-                record.device_seconds = timer.seconds_between(*record.marks)
-                if record.device_seconds is not None:
-                    self._totals[record.stage].add_device_seconds(record.device_seconds)
-                elif not is_last:
-                    return index
-        return len(self._queue)
+        if not self._has_exact_times:
+            set_mean_seconds(records)
+        if records and self._csv is not None:
+            self._csv.write(records, world_size=self._world_size)
 
     def _count(self, record: StepRecord) -> None:
         self._totals[record.stage].add(record)
         peak_bytes = record.peaks.peak_bytes
-        if record.limit_bytes is not None:
-            self.limit_bytes = record.limit_bytes
         if peak_bytes > self._epoch_peak_bytes:
             self._epoch_peak_bytes = peak_bytes
         if record.is_steady and peak_bytes > self._steady_peak_bytes:
@@ -126,15 +107,16 @@ class StepReporter:
 
     @property
     def epoch_peak_bytes(self) -> int | None:
-        self._process()
-        return self._epoch_peak_bytes or None
+        return max(self._epoch_peak_bytes, self._kept_peak_bytes()) or None
 
     @property
     def run_peak_bytes(self) -> int | None:
-        self._process()
-        return (
-            max((totals.run.peak_bytes or 0 for totals in self._totals.values()), default=0) or None
-        )
+        counted = (totals.run.peak_bytes or 0 for totals in self._totals.values())
+        return max(self._kept_peak_bytes(), max(counted, default=0)) or None
+
+    def _kept_peak_bytes(self) -> int:
+        """The highest peak of the records that are not counted yet."""
+        return max((record.peaks.peak_bytes for record in self._records), default=0)
 
     def begin_epoch(self) -> None:
         self._process()
@@ -248,6 +230,22 @@ class StepReporter:
             busy_percent=self._busy_percent[stage].value(),
             oom_splits=total.oom_splits,
         )
+
+
+def set_mean_seconds(records: Iterable[StepRecord]) -> None:
+    """Give each record the mean wall time of its stage over all records.
+
+    The host may begin the next step before a device has ended this one, and waits for the device
+    at some steps only. So the time of one step on the host says nothing about the device. Steps
+    that the profiler made slower are apart.
+    """
+    alike: defaultdict[tuple[str, bool], list[StepRecord]] = defaultdict(list)
+    for record in records:
+        alike[record.stage, record.is_slowed].append(record)
+    for steps in alike.values():
+        mean_seconds = sum(step.seconds for step in steps) / len(steps)
+        for step in steps:
+            step.mean_seconds = mean_seconds
 
 
 def _warn(sentence: str) -> None:

@@ -111,7 +111,7 @@ class StepCsv:
 
 def _row(step: StepRecord, world_size: int) -> dict[str, object]:
     """Return the cells that are known."""
-    seconds = step.seconds if step.device_seconds is None else step.device_seconds
+    seconds = step.seconds if step.mean_seconds is None else step.mean_seconds
     phases = step.peaks.phase_peak_bytes
     row: dict[str, object] = {
         "step": step.number,

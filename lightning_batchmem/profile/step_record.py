@@ -21,22 +21,22 @@ class StepRecord:
     batch_size: int | None
     # The peaks have no phases if the device has no peak counter.
     peaks: StepPeaks
-    # The wall time begins at the end of the previous step and excludes evaluation.
+    # The wall time begins at the end of the previous step and excludes evaluation. A device may
+    # work while the host goes on, so that on it only the sum over an interval is a time of steps.
     seconds: float
     # This part of the wall time passed before the batch arrived.
     wait_seconds: float | None
     stage: str = "train"
     items: float | None = None
-    # The device set these marks at the step's start and end. They are None if wall time is exact.
-    marks: tuple[object, object] | None = None
     # This process held so many bytes at the start of the step.
     start_bytes: int | None = None
     # This is true if the memory breakdown describes the step.
     is_steady: bool = False
     # This is true if a measurement of the profiler made the step slower, as that of the modules.
     is_slowed: bool = False
-    # The device took this time between the marks. It is None until it is known.
-    device_seconds: float | None = None
+    # On a device the steps of an interval have their mean time here. It is None on the host, where
+    # the time of each step is exact.
+    mean_seconds: float | None = None
     limit_bytes: int | None = None
     # The pair is the name of the metric, and per cent since the previous reading.
     utilization: tuple[str, float] | None = None

@@ -46,8 +46,6 @@ class StepTotals:
     items: Ratio = field(default_factory=Ratio)
     # Seconds before the batch arrived are divided by wall seconds: the quotient is 0 to 1.
     data_wait: Ratio = field(default_factory=Ratio)
-    # Seconds of the device are divided by steps.
-    device_seconds: Ratio = field(default_factory=Ratio)
     # So many batches ran in parts; None without an OomGuard.
     oom_splits: int | None = None
 
@@ -80,9 +78,8 @@ class StepTotals:
 
     @property
     def step_seconds(self) -> float:
-        """Mean time of a step: the device's if known, else wall time."""
-        device_seconds = self.device_seconds.value()
-        return self.seconds / self.steps if device_seconds is None else device_seconds
+        """Mean wall time of a step."""
+        return self.seconds / self.steps
 
     def metrics(
         self, *, limit_bytes: int | None, world_size: int, total_bytes: int | None = None
@@ -127,10 +124,6 @@ class StageTotals:
     def add(self, step: StepRecord) -> None:
         self.run.add(step)
         self.interval.add(step)
-
-    def add_device_seconds(self, seconds: float) -> None:
-        self.run.device_seconds.add(seconds, 1)
-        self.interval.device_seconds.add(seconds, 1)
 
     def end_interval(self) -> StepTotals:
         """Return the totals since the last call."""

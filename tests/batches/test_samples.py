@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import resource
-import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -227,11 +226,10 @@ class HoldingBatches(BatchSampler):
         super().__init__(Holding(length, value), batch_size=2, drop_last=False)
 
 
-@pytest.fixture(params=["lock", "generator", "file"])
-def uncopied(request):
+@pytest.fixture
+def uncopied():
     generator = (index for index in range(3))
-    with open(os.devnull) as file:
-        yield {"lock": threading.Lock(), "generator": generator, "file": file}[request.param]
+    yield generator
     # The search has not read from it.
     assert next(generator) == 0
 

@@ -8,7 +8,6 @@ import torch
 
 from lightning_batchmem.devices.accelerator import (
     AcceleratorMemory,
-    AcceleratorTimer,
     cuda_utilization,
 )
 from lightning_batchmem.devices.base import MemoryStats
@@ -163,16 +162,3 @@ def test_utilization_is_that_of_the_driver_and_missing_where_it_cannot_be_read(m
     assert utilization.percent() is None
     with pytest.warns(UserWarning, match="GPU utilization cannot be read"):
         assert cuda_utilization(DEVICE) is None
-
-
-@pytest.mark.parametrize("are_reached", [(False, False), (True, False), (False, True)])
-def test_seconds_are_unknown_until_the_device_has_reached_both_events(are_reached):
-    """Events of another stream may be reached in the other order."""
-    timer = AcceleratorTimer(DEVICE)
-    events = [SimpleNamespace(query=lambda value=value: value) for value in are_reached]
-    assert timer.seconds_between(*events) is None
-
-
-def test_seconds_between_two_events_that_the_device_has_reached():
-    event = SimpleNamespace(query=lambda: True, elapsed_time=lambda end: 10.0)
-    assert AcceleratorTimer(DEVICE).seconds_between(event, event) == 0.01

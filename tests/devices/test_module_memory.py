@@ -121,17 +121,14 @@ def program(request):
     return Program(request.param)
 
 
-def test_the_modules_add_up_to_the_live_bytes_of_the_step(program):
+def test_the_sum_is_that_of_two_other_counters(program):
+    peak = program.measured()
     live = LiveStorages()
     with live:
         program.step()
         live.reset_peak()
         program.step()
-    assert program.measured().peak_bytes == live.peak().allocated_bytes
-
-
-def test_the_sum_is_that_of_the_memory_tracker_of_torch(program):
-    peak = program.measured()
+    assert peak.peak_bytes == live.peak().allocated_bytes
     tracker = MemTracker()
     tracker.track_external(program.module, *program.optimizers, program.batch)
     with tracker:

@@ -3,8 +3,8 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_batchmem.devices import device_memory_for, device_name, timer_for, utilization_for
-from lightning_batchmem.devices.accelerator import AcceleratorMemory, AcceleratorTimer
+from lightning_batchmem.devices import device_memory_for, device_name, utilization_for
+from lightning_batchmem.devices.accelerator import AcceleratorMemory
 from lightning_batchmem.devices.host import HostMemory
 
 CUDA = torch.device("cuda", 1)
@@ -21,9 +21,7 @@ def test_the_host_has_a_reader_if_its_peak_can_be_reset(monkeypatch, tmp_path):
 
 def test_readers_of_each_device(monkeypatch):
     assert isinstance(device_memory_for(CUDA), AcceleratorMemory)
-    assert isinstance(timer_for(CUDA), AcceleratorTimer)
     assert device_memory_for(MPS) is utilization_for(MPS) is None
-    assert timer_for(MPS) is timer_for(CPU) is None
     for name in ("meta", "xpu"):
         with pytest.raises(ValueError, match=f"must be a cuda, cpu or mps device, got {name}"):
             device_memory_for(torch.device(name))
@@ -34,7 +32,6 @@ def test_readers_of_each_device(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="another test may have started CUDA")
 def test_creating_and_reading_the_readers_starts_no_cuda_context():
     device_memory = device_memory_for(CUDA)
-    timer_for(CUDA)
     device_memory.reset_peak()
     assert device_memory.peak() == (0, 0, 0)
     assert device_memory.counters() == {}

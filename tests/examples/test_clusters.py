@@ -1,4 +1,4 @@
-"""The examples for torchrun and SLURM, each on two processes of this machine."""
+"""The example for SLURM, on two processes of this machine."""
 
 import os
 import re
@@ -30,16 +30,6 @@ def run(command, folder, **variables):
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
-
-
-def test_torchrun_starts_two_processes_that_train_with_one_size(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    output = run([*torchrun, "-m", "tests.helpers.short_example", "ddp"], tmp_path)
-    sizes = dict(re.findall(r"rank (\d) trained with the batch size (\d+)", output))
-    assert set(sizes) == {"0", "1"}
-    assert sizes["0"] == sizes["1"]
-    assert f"samples per optimizer step over 2 ranks: {2 * int(sizes['0'])}\n" in output
-    assert output.count("BatchFinder: batch size") == 1
 
 
 @pytest.fixture

@@ -1,11 +1,8 @@
-"""The examples on two processes.
+"""The examples on two processes, which torchrun starts."""
 
-tests/measure/test_ranks.py starts processes by torchrun and by Lightning.
-"""
-
-import importlib
+import os
 import re
-import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,22 +11,11 @@ import torch
 import torch.distributed.fsdp
 
 from tests.helpers.profiled import rows
-from tests.helpers.rank_processes import run_ranks
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+REPOSITORY = Path(__file__).parents[2]
 SHARDS_HERE = hasattr(torch.distributed.fsdp, "fully_shard") or torch.cuda.device_count() >= 2
 NAMES = ("ddp", "fsdp2", "fabric_loop")
-
-
-def run_examples(rank, directory):
-    sys.path.insert(0, str(EXAMPLES))
-    # Fewer channels make the example quicker.
-    importlib.import_module("quickstart").Classifier.__init__.__defaults__ = (4, 3e-3)
-    for name in NAMES:
-        # The line separates the outputs of the examples.
-        print(f"example {name}", flush=True)  # noqa: T201
-        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-        sys.stdout.flush()
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +26,20 @@ def directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def outputs(directory):
     """The output of both ranks for each example."""
-    codes, outputs = run_ranks(run_examples, directory)
-    assert codes == [0, 0], outputs
+    # The output of each rank becomes a file.
+    redirected = ["--redirects=3", f"--log-dir={directory / 'ranks'}"]
+    done = subprocess.run(
+        [*TORCHRUN, *redirected, "-m", "tests.helpers.short_example", *NAMES],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    texts = [path.read_text() for path in sorted(directory.glob("ranks/*/attempt_0/*/stdout.log"))]
+    assert done.returncode == 0, (done.stderr, texts)
     pieces = [
-        re.split(rf"^example (?:{'|'.join(NAMES)})\n", output, flags=re.MULTILINE)
-        for output in outputs
+        re.split(rf"^example (?:{'|'.join(NAMES)})\n", text, flags=re.MULTILINE) for text in texts
     ]
     return dict(zip(("before", *NAMES), zip(*pieces, strict=True), strict=True))
 

@@ -1,5 +1,7 @@
 """Times of steps, and of waiting, on a device that works while the host goes on."""
 
+import statistics
+
 import pytest
 
 from tests.helpers.cuda_stub import needs_stub, on_stub, require
@@ -35,3 +37,13 @@ def test_waiting_for_the_device_is_not_waiting_for_data():
     require(found["logged_pct"] < 30, found)
     # Lightning reads the loss for the progress bar in each step, and so waits for the device.
     assert found["on_progress_bar_pct"] < 30, found
+
+
+def test_the_times_of_an_interval_are_those_of_the_device_without_evaluation():
+    found = on_stub("cuda_times", "profiled", **DEVICE)
+    trained_ms = found["trained_ms"]["logged"]
+    # The host waits for the device once in an interval, so that the first one may be short.
+    assert 0.6 < statistics.mean(trained_ms) / found["exact_ms"] < 1.6, found
+    assert found["trained_ms"]["rows"] == [one for one in trained_ms for _ in range(8)]
+    # An evaluation takes longer than all steps. It also waits for the steps before it.
+    assert statistics.mean(found["evaluated_ms"]["logged"]) / found["exact_ms"] < 1.6, found

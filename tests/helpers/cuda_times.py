@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -12,10 +14,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder, MemoryProfiler
 from tests.helpers.cuda_stub import gpu_trainer, print_case
-from tests.helpers.profiled import Recorder
+from tests.helpers.profiled import Recorder, csv_rows
 
 LARGEST_SIZE = 32
 NUM_BATCHES = 40
+LOG_STEPS = 8
+PROFILED_SIZE = 8
 COLLATE_SECONDS = 0.01
 """What a sample takes on the host, where workers would make batches ahead."""
 
@@ -119,7 +123,46 @@ def waiting() -> dict[str, Any]:
     }
 
 
-CASES = {"throughput": throughput, "waiting": waiting}
+class Evaluated(Tokens):
+    """Its evaluation ends when the device has ended it, because its result is logged."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("evaluated", self.layers(batch.expand(-1, 512, 1024)).mean())
+
+
+def profiled_ms(module: Tokens, **options: Any) -> dict[str, Any]:
+    """The times of training steps in the metrics and the rows of a training."""
+    recorder = Recorder()
+    with TemporaryDirectory() as directory:
+        trainer = gpu_trainer(
+            MemoryProfiler(),
+            logger=recorder,
+            default_root_dir=directory,
+            max_epochs=1,
+            log_every_n_steps=LOG_STEPS,
+            num_sanity_val_steps=0,
+            **options,
+        )
+        trainer.fit(module, ready_batches(PROFILED_SIZE), ready_batches(LARGEST_SIZE))
+        rows = csv_rows(Path(directory))
+    return {
+        "logged": [round(metrics["throughput/step_ms"], 3) for _, metrics in recorder.ours],
+        "rows": [float(row["step_ms"]) for row in rows if row["stage"] == "train"],
+    }
+
+
+def profiled() -> dict[str, Any]:
+    """The times of steps without and with evaluations between two logs, and the exact one."""
+    interval = LOG_STEPS + LOG_STEPS // 2
+    return {
+        "exact_ms": 1000 * trained_seconds(PROFILED_SIZE),
+        "trained_ms": profiled_ms(Tokens(PROFILED_SIZE)),
+        "evaluated_ms": profiled_ms(Evaluated(PROFILED_SIZE), val_check_interval=interval),
+    }
+
+
+CASES = {"profiled": profiled, "throughput": throughput, "waiting": waiting}
+
 
 if __name__ == "__main__":
     print_case(CASES)

@@ -1,4 +1,4 @@
-"""Run an example with a smaller network: ``python -m tests.helpers.short_example ddp``."""
+"""Run examples with a smaller network: ``python -m tests.helpers.short_example ddp fsdp2``."""
 
 import runpy
 import sys
@@ -14,4 +14,7 @@ if __name__ == "__main__":
     from quickstart import Classifier
 
     Classifier.__init__.__defaults__ = (4, 3e-3)
-    runpy.run_path(str(EXAMPLES / f"{sys.argv[1]}.py"), run_name="__main__")
+    for name in sys.argv[1:]:
+        # The line separates the outputs of the examples.
+        print(f"example {name}", flush=True)  # noqa: T201
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")

@@ -79,7 +79,7 @@ def test_smaller_batches_are_multiples_too(lawful):
 def without_times(text):
     """The lines of a plan without times, and without notes about the project's own size."""
     others = (
-        r"  (sizes|time|probe|rehearsal|run)|.* trials? "
+        r"  (sizes|probe|rehearsal|run)|.* trials? "
         r"|  note +(samples per|Values|\d+ samples train)"
     )
     # Lightning 2.5 prints an empty line.

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import matplotlib
 import pytest
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from matplotlib import pyplot
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_batchmem.devices.breakdown import MemoryBreakdown
 from lightning_batchmem.plan.records import MIB, Trial
@@ -149,18 +148,6 @@ def test_loggers_get_figures(logger, name, other):
     log_figures([CSVLogger("unused"), logger], None, None, SUMMARY, 7)
     ((logged_name, figure, logged_other),) = logger.client.logged
     assert (logged_name, logged_other, len(figure.axes)) == (name, other, 1)
-
-
-def test_tensorboard_gets_images(tmp_path):
-    logger = TensorBoardLogger(tmp_path)
-    path = tmp_path / "memory_per_batch.csv"
-    path.write_text("step,stage,peak_allocated_mib\n0,train,100\n1,train,110\n")
-    log_figures([logger], path, None, SUMMARY, 7)
-    logger.finalize("success")
-    events = EventAccumulator(logger.log_dir).Reload()
-    for name in ("memory_over_steps", "memory_composition"):
-        (event,) = events.Images(f"batchmem/{name}")
-        assert (event.step, event.width, event.height) == (7, 640, 480)
 
 
 def test_nothing_is_drawn_for_loggers_without_figures(tmp_path, monkeypatch, caplog):

@@ -1,7 +1,5 @@
 """MemoryProfiler(modules=True) in real trainings."""
 
-import json
-
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -68,27 +66,23 @@ def test_the_table_has_the_modules_and_the_training_is_the_same(tmp_path, capsys
     profiler = MemoryProfiler(modules=True)
     measured = train(tmp_path, Recorder(), profiler)
     assert measured.measured_steps == [2]
-    plain = train(tmp_path, Recorder(), MemoryProfiler())
+    text = (tmp_path / "memory_summary.json").read_text()
+    assert Summary.from_json(text) == profiler.summary
+    without = MemoryProfiler()
+    plain = train(tmp_path, Recorder(), without)
     assert plain.measured_steps == []
+    assert (without.summary.modules, without.summary.no_modules_reason) == (None, "")
     for weight, expected in zip(measured.parameters(), plain.parameters(), strict=True):
         assert torch.equal(weight, expected)
     modules = profiler.summary.modules
     by_name = {module.name: module for module in modules.modules}
+    assert list(by_name)[:3] == ["", "blocks", "blocks.0"]
     assert by_name["blocks.1.0"].parameters_bytes == (16 * 64 + 64) * 4
     assert modules.batch_size == 8
     output = capsys.readouterr().out
     assert "Live memory by module at the peak" in output
     assert "blocks.1.0 (Linear)" in output
     assert "Recorder: the step outside" in output
-
-
-def test_the_summary_keeps_the_whole_tree(tmp_path):
-    profiler = MemoryProfiler(modules=True)
-    train(tmp_path, Blocks(), profiler)
-    text = (tmp_path / "memory_summary.json").read_text()
-    assert Summary.from_json(text) == profiler.summary
-    names = [module["name"] for module in json.loads(text)["modules"]["modules"]]
-    assert names[:3] == ["", "blocks", "blocks.0"]
 
 
 def test_an_accumulated_step_ends_with_the_step_of_the_optimizer(tmp_path):
@@ -140,13 +134,6 @@ def test_a_step_that_is_skipped_is_not_measured_until_the_next_one(tmp_path):
     module = train(tmp_path, EndsEpochEarly(), profiler)
     assert module.is_measured_after_epoch == [False, False]
     assert profiler.summary.modules.batch_size == 8
-
-
-def test_without_the_argument_nothing_is_measured(tmp_path):
-    profiler = MemoryProfiler()
-    train(tmp_path, Blocks(), profiler)
-    assert profiler.summary.modules is None
-    assert profiler.summary.no_modules_reason == ""
 
 
 def test_a_compiled_step_gets_a_sentence(tmp_path, capsys, monkeypatch):

