@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import compare
@@ -49,11 +50,15 @@ class Classifier(LightningModule):
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.Sequential(*(Block() for _ in range(6)))
         self.head = nn.Linear(WIDTH, 2)
+        self.checkpoints_blocks = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Compute the loss."""
         words, labels = batch
-        scores: Tensor = self.head(self.blocks(self.embedding(words)).mean(1))
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints_blocks else block(x)
+        scores: Tensor = self.head(x.mean(1))
         return nn.functional.cross_entropy(scores, labels)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -67,6 +72,18 @@ def make() -> tuple[LightningModule, DataLoader[Any]]:
     return Classifier(), DataLoader(data, batch_size=8)
 
 
+def checkpoint_blocks(model: Classifier) -> None:
+    """Keep only the input of each block, and compute the block again in backward."""
+    model.checkpoints_blocks = True
+
+
+variants: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpointing": {"transform": checkpoint_blocks},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "both": {"precision": "bf16-mixed", "transform": checkpoint_blocks},
+}
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -75,4 +92,4 @@ if __name__ == "__main__":
     parser.add_argument("--cpu", action="store_true", help="do not use a GPU")
     options = parser.parse_args()
     base = {"accelerator": "cpu"} if options.cpu else {}
-    print(compare(make, base=base, memory_limit=options.limit).to_markdown())
+    print(compare(make, variants, base=base, memory_limit=options.limit).to_markdown())

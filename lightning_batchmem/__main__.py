@@ -26,18 +26,16 @@ from lightning_batchmem.check.command import (
     check_reference,
     run_check,
 )
-from lightning_batchmem.comparison import check_variants, compare
+from lightning_batchmem.comparison import check_variants, compare, make_trainer
 from lightning_batchmem.factory import parse_options, parse_value
+from lightning_batchmem.find import find_batch_size
 from lightning_batchmem.plan.json_fields import finite_json
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.profile.figures import draw, save
 from lightning_batchmem.profile.step_csv import NAME, PLAN_NAME, Row, read_rows
 from lightning_batchmem.profile.summary import SUMMARY_NAME, Summary
-from lightning_batchmem.variant import make_and_find
 
 _COMMANDS = ("find", "compare", "check", "draw")
-# These settings of compare's variants are no arguments of the Trainer.
-_VARIANT_SETTINGS = ("checkpoint", "compile", "fit", "transform")
 _EXAMPLES = """\
 examples:
   python -m lightning_batchmem find my_module:make --limit 20GiB
@@ -230,10 +228,9 @@ def _argument_texts(documented: type) -> dict[str, str]:
 
 def _find(parser: ArgumentParser, options: Namespace) -> int:
     base, search = _checked_arguments(parser, options)
-    plan, checkpointed = make_and_find(_make(parser, options.make), base, search)
+    trainer, model, data = make_trainer(_make(parser, options.make), base)
+    plan = find_batch_size(trainer, model, train_dataloaders=data, **search)
     sys.stdout.write(f"{plan}\n")
-    if checkpointed:
-        sys.stdout.write(f"checkpointed: {checkpointed}\n")
     if options.out is not None:
         options.out.write_text(f"{plan.to_json()}\n", encoding="utf-8")
     return 0
@@ -289,7 +286,7 @@ def _trainer_arguments(parser: ArgumentParser, options: Namespace) -> dict[str, 
         base = parse_options(options.trainer)
     except ValueError as error:
         parser.error(str(error))
-    known_names = [*inspect.signature(Trainer).parameters, *_VARIANT_SETTINGS]
+    known_names = [*inspect.signature(Trainer).parameters, "compile"]
     for name in base:
         if name not in known_names:
             parser.error(f"--trainer must be an argument of the Trainer, got {name!r}")

@@ -5,30 +5,31 @@ The file is not called ``compare.py``, because a function has that name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from lightning.pytorch import LightningModule, Trainer
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
+from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem.batch_finder import BatchFinder
-from lightning_batchmem.new_process import (
-    NotImportableError,
-    call_in_new_process,
-    end_repeated_script,
-)
+from lightning_batchmem.find import find_batch_size
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, Line
-from lightning_batchmem.variant import Make, check_one_device, make_and_find
+from lightning_batchmem.state.recorded_objects import record_random_states
 
-_VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "plain": {},
-    "bf16-mixed": {"precision": "bf16-mixed"},
-    "checkpointing": {"checkpoint": True},
-    "both": {"precision": "bf16-mixed", "checkpoint": True},
-}
+Make = Callable[[], tuple[Any, Any]]
+
+_VARIANTS = {"plain": {}, "bf16-mixed": {"precision": "bf16-mixed"}}
+_TRAINER = {"devices": 1, "max_epochs": 1, "logger": False}
 # In columns. It is wider than any table, because rich would break the lines of a wider one.
 _TABLE_WIDTH = 10_000
 
@@ -41,19 +42,11 @@ class Variant:
         name: its name.
         plan: the plan of its search; ``None`` when it failed.
         error: why it failed; empty otherwise.
-        checkpointed: the blocks that were chosen for activation checkpointing, for example ``"4 of
-            6 Block"``; empty if none were chosen.
     """
 
     name: str
     plan: Plan | None
     error: str = ""
-    checkpointed: str = ""
-
-    @property
-    def label(self) -> str:
-        """The name, and the blocks that were chosen."""
-        return f"{self.name} ({self.checkpointed})" if self.checkpointed else self.name
 
     @property
     def memory_line(self) -> Line | None:
@@ -84,11 +77,9 @@ class Comparison:
 
     Args:
         variants: one result for each variant.
-        notes: what else a person should know, a sentence each.
     """
 
     variants: tuple[Variant, ...]
-    notes: tuple[str, ...] = ()
 
     @property
     def fastest(self) -> Variant | None:
@@ -123,7 +114,7 @@ class Comparison:
         table.add_column("limited by")
         lines = [variant.memory_line for variant in self.variants]
         columns = [
-            [variant.label.replace("|", r"\|") for variant in self.variants],
+            [variant.name.replace("|", r"\|") for variant in self.variants],
             _with_ratios([None if line is None else line.intercept / MIB for line in lines], 1),
             _with_ratios([None if line is None else line.slope / MIB for line in lines], 3),
             _with_ratios([variant.batch_size for variant in self.variants], 0),
@@ -146,7 +137,7 @@ class Comparison:
         failed = [
             f"{variant.name} failed: {variant.error}" for variant in self.variants if variant.error
         ]
-        return [*fastest, *failed, *self.notes]
+        return [*fastest, *failed]
 
 
 def _with_ratios(numbers: Sequence[float | None], digits: int) -> list[str]:
@@ -173,19 +164,15 @@ def compare(
 ) -> Comparison:
     """Compute the batch size of one model under several settings.
 
-    Each setting runs in a new process on one device.
+    The variants are searched in this process on one device, one after another. Nothing is trained,
+    and each variant starts with the random states that the process has now.
 
     Args:
         make: a function without arguments that returns ``(model, data)``; data is a datamodule,
-            training loaders or ``None``. If a new process cannot import it, as in a notebook, the
-            variants run in this process.
-        variants: name -> arguments of the Trainer, and optionally ``checkpoint={BlockClass, ...}``
-            (activation checkpointing of every module of these classes; ``True``: of the repeated
-            blocks with the largest activations, which one step shows; ``"auto"`` with ``fit=256``:
-            of the fewest of these blocks with which 256 samples are predicted to fit, after a
-            search of at most 8 samples), ``compile=True`` and
-            ``transform``, a function of the model that changes it or returns another. ``None``:
-            plain, bf16-mixed, checkpointing, and both.
+            training loaders or ``None``. It is called for each variant.
+        variants: name -> arguments of the Trainer, and optionally ``compile=True`` and
+            ``transform``, a function of the model that changes it or returns another: one with
+            activation checkpointing, for example. ``None``: plain and bf16-mixed.
         base: arguments of the Trainer for all variants.
         **options: arguments of :class:`~lightning_batchmem.BatchFinder`.
 
@@ -200,7 +187,6 @@ def compare(
         >>> from lightning_batchmem import compare
         >>> print(compare(make, memory_limit="20GiB"))  # doctest: +SKIP
     """
-    end_repeated_script()
     # BatchFinder raises an error for wrong options.
     BatchFinder(**options)
     variants = _VARIANTS if variants is None else variants
@@ -208,27 +194,12 @@ def compare(
     settings = {name: {**(base or {}), **variant} for name, variant in variants.items()}
     for name, arguments in settings.items():
         check_one_device(name, arguments)
-    console = Console(stderr=True, highlight=False, markup=False)
     results = []
-    notes: list[str] = []
     for number, (name, arguments) in enumerate(settings.items(), start=1):
-        console.print(f"compare: variant {number} of {len(settings)}: {name}")
-        work = (name, make, arguments, options)
-        if not notes:
-            try:
-                result = call_in_new_process(_search_variant, *work)
-            except ChildProcessError as error:
-                result = Variant(name, None, str(error))
-            except NotImportableError as error:
-                notes.append(
-                    "The variants ran in this process, one after another, because a new one cannot"
-                    f" import them: {error}."
-                )
-                console.print(notes[-1])
-        if notes:
-            result = _search_variant(*work)
-        results.append(result)
-    return Comparison(tuple(results), tuple(notes))
+        sys.stderr.write(f"compare: variant {number} of {len(settings)}: {name}\n")
+        with _restored_process():
+            results.append(_search(name, make, arguments, options))
+    return Comparison(tuple(results))
 
 
 def check_variants(variants: Any) -> None:
@@ -243,12 +214,73 @@ def check_variants(variants: Any) -> None:
             )
 
 
-def _search_variant(
+def check_one_device(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise a ValueError unless these arguments of the Trainer are those of one device."""
+    devices = arguments.get("devices", 1)
+    nodes = arguments.get("num_nodes", 1)
+    is_one_device = devices in (1, "1") or (isinstance(devices, list) and len(devices) == 1)
+    if not is_one_device or nodes != 1:
+        raise ValueError(
+            f"devices must be one device, got {devices!r} on {nodes} nodes in {name!r}"
+        )
+
+
+def make_trainer(make: Make, arguments: Mapping[str, Any]) -> tuple[Trainer, LightningModule, Any]:
+    """Make the model, its Trainer and its data, and change the model as the arguments require."""
+    trainer_arguments = {**_TRAINER, **arguments}
+    is_compiled = trainer_arguments.pop("compile", None)
+    transform = trainer_arguments.pop("transform", None)
+    made = make()
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise ValueError(f"make must return (model, data), got {type(made).__name__}")
+    model, data = made
+    if transform is not None:
+        changed = transform(model)
+        model = model if changed is None else changed
+    # A compiled model wraps the module.
+    trainer_class = lightning_name(getattr(model, "_orig_mod", model), "trainer.Trainer")
+    try:
+        trainer = trainer_class(**trainer_arguments)
+    # The two packages of Lightning have their own exceptions for wrong arguments.
+    except Exception as error:
+        raise ValueError(str(error)) from error
+    if is_compiled:
+        model = torch.compile(model)
+    return trainer, model, data
+
+
+def _search(
     name: str, make: Make, arguments: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Variant:
     try:
-        found = make_and_find(make, arguments, options)
+        trainer, model, data = make_trainer(make, arguments)
+        plan = find_batch_size(trainer, model, train_dataloaders=data, **options)
     # A variant that fails is a row of the table, whatever the reason.
     except Exception as error:  # noqa: BLE001
         return Variant(name, None, f"{type(error).__name__}: {' '.join(str(error).split())}")
-    return Variant(name, found.plan, checkpointed=found.checkpointed)
+    return Variant(name, plan)
+
+
+@contextmanager
+def _restored_process() -> Iterator[None]:
+    """Restore what a Trainer changes outside itself, and free the memory of a variant."""
+    restore_random_states = record_random_states()
+    # Strategies of several devices set variables and start a process group.
+    environment = dict(os.environ)
+    had_process_group = torch.distributed.is_initialized()
+    # Arguments of the Trainer set these flags of torch.
+    is_benchmarking = torch.backends.cudnn.benchmark
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        yield
+    finally:
+        # A Trainer and its model refer to each other.
+        gc.collect()
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=only_warns)
+        torch.backends.cudnn.benchmark = is_benchmarking
+        if torch.distributed.is_initialized() and not had_process_group:
+            torch.distributed.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(environment)
+        restore_random_states()

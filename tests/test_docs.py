@@ -22,8 +22,7 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-import lightning_batchmem.comparison
-from lightning_batchmem.new_process import NotImportableError
+import lightning_batchmem
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -68,7 +67,6 @@ def test_every_block_is_tested_or_marked():
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")
 def test_blocks_run_in_order(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(lightning_batchmem.comparison, "call_in_new_process", not_importable)
     shutil.copytree(REPOSITORY / "examples", tmp_path / "examples")
     # The module is in sys.modules, so that its classes can be pickled.
     module = types.ModuleType(page.stem.replace("-", "_"))
@@ -91,10 +89,6 @@ def test_blocks_run_in_order(page, tmp_path, monkeypatch, capsys):
             for job in yaml.safe_load(block.text)["jobs"].values():
                 for step in job["steps"]:
                     check_command(shlex.split(step.get("run", "")))
-
-
-def not_importable(*_):
-    raise NotImportableError("a page is no module")
 
 
 def run(block, module):

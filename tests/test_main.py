@@ -266,7 +266,6 @@ def test_an_argument_that_the_trainer_refuses_is_one_line(project, capsys):
     assert re.match("find failed: .*banana", last_line)
 
 
-@pytest.mark.slow
 def test_compare(project, capsys):
     options = "--max-batch-size 8 --trainer accelerator=cpu --variants variants --out table.md"
     assert main(["compare", "my_project:make", *options.split()]) == 0

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_batchmem.comparison import make_trainer
+
 pl = pytest.importorskip("pytorch_lightning")
 
 CASES = [
@@ -68,6 +70,14 @@ def test_the_callbacks_are_callbacks_of_the_package():
 
     callbacks = (BatchFinder(), MemoryProfiler(), OomGuard())
     assert all(isinstance(callback, pl.Callback) for callback in callbacks)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_the_trainer_of_a_variant_is_that_of_the_package():
+    model = pl.LightningModule()
+    for changed in (model, torch.compile(model)):
+        trainer, *_ = make_trainer(lambda changed=changed: (changed, None), {"accelerator": "cpu"})
+        assert type(trainer) is pl.Trainer
 
 
 @pytest.mark.filterwarnings("ignore:OomGuard. .* ran in .*parts")

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_batchmem.check.growth import Comparison, compared
 from lightning_batchmem.check.measurement import measure
 from lightning_batchmem.check.reference import read_reference
-from lightning_batchmem.variant import Make
+from lightning_batchmem.comparison import Make
 
 SMALLER = "The reference can be lowered: --update writes it again."
 

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_batchmem.check.assertion import SMALLER, check_tolerance, compare_with_reference
 from lightning_batchmem.check.measurement import measure
 from lightning_batchmem.check.reference import read_reference
-from lightning_batchmem.variant import Make
+from lightning_batchmem.comparison import Make
 
 DESCRIPTION = """\
 Compare the memory of a training step with a reference. The step runs on the host at 2 and 8

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from lightning_batchmem.check.module_probe import storages_of_steps
 from lightning_batchmem.check.reference import PhaseMemory, StepMemory, current_versions
+from lightning_batchmem.comparison import Make, check_one_device, make_trainer
 from lightning_batchmem.devices.module_memory import ModuleStorages
 from lightning_batchmem.devices.moment_lines import moment_lines
-from lightning_batchmem.module_probe import storages_of_steps
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import PHASES
-from lightning_batchmem.variant import Make, check_one_device, make_trainer
 
 _SIZES = (2, 8)
 # The samples that are read must not depend on the speed or the free memory of the machine.
@@ -64,8 +64,8 @@ def measure(make: Make, base: Mapping[str, Any]) -> Measurement:
             " memory test"
         )
     with _seeded():
-        trainer, model, data, _ = make_trainer(make, {**_TRAINER, **base})
-        small, large = storages_of_steps(trainer, model, data, _SIZES, policy=_POLICY)
+        trainer, model, data = make_trainer(make, {**_TRAINER, **base})
+        small, large = storages_of_steps(trainer, model, data, _SIZES, _POLICY)
     phases = {phase: _fit(phase, small, large) for phase in PHASES}
     memory = StepMemory(
         {phase: memory for phase, memory in phases.items() if memory is not None},

@@ -224,17 +224,6 @@ class ModuleStorages(LiveStorages):
             bytes_of[storage.module] += storage.size_bytes
         return bytes_of
 
-    def activations_by_module(self) -> dict[str, int]:
-        """Return the bytes that each module itself kept for backward, also if they are freed.
-
-        With several backward passes in a step, it is the sum over them.
-        """
-        bytes_of = dict.fromkeys([name for name, _ in self._root.named_modules()], 0)
-        for storage, is_created in self._events:
-            if is_created and storage.part == "activations_bytes":
-                bytes_of[storage.module] += storage.size_bytes
-        return bytes_of
-
     def peak_by_module(self, batch_size: int | None) -> PeakByModule:
         """Return the memory at the highest moment of the step."""
         # Of several equal moments it is the first.

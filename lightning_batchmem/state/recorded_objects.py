@@ -49,7 +49,7 @@ class RecordedObjects:
         named: Mapping[str, object] | None = None,
         not_walked: Iterable[type] = (),
     ) -> None:
-        self._restore_random = _random_states()
+        self._restore_random = record_random_states()
         for module in modules:
             for name, parameter in module.named_parameters():
                 if is_lazy(parameter):
@@ -103,7 +103,7 @@ class RecordedObjects:
         return failed
 
 
-def _random_states() -> Callable[[], None]:
+def record_random_states() -> Callable[[], None]:
     """Record the random states of this process; returns a function that restores them."""
     restores: list[Callable[[], object]] = [
         partial(random.setstate, random.getstate()),

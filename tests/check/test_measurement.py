@@ -213,7 +213,7 @@ def test_what_cannot_be_measured(base, samples, message):
 
 def test_a_compiled_step_is_refused(monkeypatch):
     monkeypatch.setattr(
-        "lightning_batchmem.module_probe.TrialMeter.is_compiled", property(lambda _: True)
+        "lightning_batchmem.check.module_probe.TrialMeter.is_compiled", property(lambda _: True)
     )
     with pytest.raises(ValueError, match=r"cannot be counted: torch\.compile compiled a part of"):
         measure(lambda: (Network(), data()), {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,17 +26,13 @@ from lightning_batchmem.search.meter import TrialMeter, read_start_bytes
 from lightning_batchmem.search.session import Session
 from lightning_batchmem.search.steps import ConsecutiveSteps
 
-_PROBE_OPTIONS = ("batch_arg_name", "worst_case")
-
 
 def storages_of_steps(
     trainer: Trainer,
     model: LightningModule,
     data: Any,
     sizes: Sequence[int],
-    *,
-    options: Mapping[str, Any] | None = None,
-    policy: SearchPolicy | None = None,
+    policy: SearchPolicy,
 ) -> list[ModuleStorages]:
     """Measure one step at each size, after the optimizers have their state.
 
@@ -47,17 +43,14 @@ def storages_of_steps(
         model: the module to train.
         data: a datamodule, training loaders or ``None``.
         sizes: batch sizes in samples, the smallest first.
-        options: arguments of BatchFinder, of which those count that name the batch size and choose
-            the samples.
         policy: the numbers that steer the reading of samples and the warm-up.
 
     Raises:
         ValueError: if a step cannot be measured in this way.
     """
-    kept = {name: value for name, value in (options or {}).items() if name in _PROBE_OPTIONS}
-    probe = _ModuleProbe(min_steps_per_epoch=None, **{"worst_case": "longest", **kept})
+    probe = _ModuleProbe(min_steps_per_epoch=None, worst_case="longest")
     probe.sizes = sizes
-    probe.policy = policy or probe.policy
+    probe.policy = policy
     probe.search(trainer, model, None, data, None)
     if probe.storages is None:
         raise ValueError(
