@@ -22,7 +22,7 @@ from lightning_batchmem.plan.records import Bound
 
 
 @dataclass(eq=False)
-class LightningSession:
+class TrainerSession:
     """One stage of a Trainer, as :class:`.search.session.Session` describes it.
 
     Args:

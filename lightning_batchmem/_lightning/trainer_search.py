@@ -24,7 +24,7 @@ from lightning_batchmem._lightning.data_source import (
 from lightning_batchmem._lightning.hooks import configure_optimizers_again
 from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem._lightning.recorded_state import RecordedState
-from lightning_batchmem._lightning.session import LightningSession
+from lightning_batchmem._lightning.session import TrainerSession
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
 from lightning_batchmem._lightning.strategies import has_batch_norm, wrap_again
@@ -189,7 +189,7 @@ class TrainerSearch:
 
     def _training_session(
         self, clean_start: CleanStart, setting: BatchSizeSetting
-    ) -> LightningSession:
+    ) -> TrainerSession:
         """The session of the training with its validation.
 
         Raises:
@@ -213,13 +213,13 @@ class TrainerSearch:
             self.policy,
             project_size,
         )
-        session = LightningSession(clean_start, setting, training, evaluation, bounds)
+        session = TrainerSession(clean_start, setting, training, evaluation, bounds)
         session.restart(self._first_size)
         return session
 
     def _evaluation_session(
         self, clean_start: CleanStart, setting: BatchSizeSetting
-    ) -> LightningSession | None:
+    ) -> TrainerSession | None:
         try:
             loaders, batches = self._loaders_and_batches(setting, may_be_fixed=True)
             follows = loaders.follows
@@ -231,7 +231,7 @@ class TrainerSearch:
             return None
         steps = EvaluationSteps(self.trainer, stage_loop(self.trainer), loaders, batches)
         bounds = stage_bounds(self.trainer, setting.source.stage, loaders)
-        return LightningSession(clean_start, setting, None, steps, bounds)
+        return TrainerSession(clean_start, setting, None, steps, bounds)
 
     def _validation_steps(self, setting: BatchSizeSetting) -> EvaluationSteps | None:
         """The steps of validation; ``None`` where there is none, or its loaders cannot be used."""
@@ -311,7 +311,7 @@ class TrainerSearch:
         is_shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
         return SearchProgress(enabled=is_shown)
 
-    def _search_of(self, session: LightningSession, progress: SearchProgress) -> BatchSizeSearch:
+    def _search_of(self, session: TrainerSession, progress: SearchProgress) -> BatchSizeSearch:
         return BatchSizeSearch(
             session, self._budget, self.options, self.policy, self.ranks, progress
         )
