@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import json
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from csv import DictReader
 from functools import partial
 from pathlib import Path
@@ -18,22 +17,21 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 
 from lightning_batchmem import BatchFinder, MemoryProfiler, OomGuard
-from lightning_batchmem._lightning.guard import guarded_closure
+from lightning_batchmem._lightning import guarded_steps
 from lightning_batchmem.devices.peaks import LiveStorages
-from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.profile.summary import Summary
-from tests.helpers.contract_cases import Net
-from tests.helpers.guarded import FAILS, FITS, SIZES, Failing, fail, loader, trained
-from tests.helpers.lawful import MIB, OLD_PLAN, Lawful, law, quiet_trainer
-from tests.helpers.outcomes import Recorder, assert_same, left_by, trainer_of
+from tests.helpers.contract_cases import Splittable
+from tests.helpers.guarded import FAILS, FITS, SIZES, STEPS, Failing, fail, loader, trained
+from tests.helpers.lawful import MIB, Lawful, law, quiet_trainer
+from tests.helpers.outcomes import RecorderWithoutLoss, assert_same, left_by, trainer_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:OomGuard. .* ran in .*parts")
 
@@ -73,35 +71,25 @@ def both(
     trainer, split, split_steps = trained(
         partial(make, fails=fails), guard, loaders=make_loader(), **arguments
     )
+    assert guard.oom_splits == len(fails)
     assert_close_to(dict(whole.named_parameters()), dict(split.named_parameters()))
     assert_close_to(whole_steps.gradients, split_steps.gradients)
     assert_close_to(whole_steps.rates, split_steps.rates)
-    assert_close_to(
-        [one["loss"] for one in whole_steps.outputs], [one["loss"] for one in split_steps.outputs]
-    )
-    assert_close_to(
-        [one["errors"] for one in whole_steps.outputs],
-        [one["errors"] for one in split_steps.outputs],
-    )
+    assert_close_to(whole_steps.outputs, split_steps.outputs)
     assert whole.hooks == split.hooks
     assert whole_steps.hooks == split_steps.hooks
     return trainer, split, guard
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
-def test_a_step_in_parts_is_the_whole_step(reduction: Any, accumulate: int) -> None:
-    trainer, module, guard = both(
-        partial(Failing, reduction=reduction),
-        guard=OomGuard(reduction=reduction),
-        accumulate_grad_batches=accumulate,
-    )
-    assert trainer.global_step == 20
-    assert module.samples[: len(PARTS)] == PARTS
-    # In later epochs no batch runs as a whole if it did not fit.
-    assert max(module.samples[len(PARTS) :]) == FITS
-    batches = trainer.fit_loop.total_batch_idx + 1
-    assert guard.oom_splits == sum(SIZES[n % len(SIZES)] > FITS for n in range(batches))
+def test_a_step_in_parts_is_the_whole_step(reduction: Any) -> None:
+    make = partial(Failing, reduction=reduction)
+    trainer, module, guard = both(make, guard=OomGuard(reduction=reduction))
+    assert trainer.global_step == STEPS
+    assert module.samples == PARTS + list(SIZES[: STEPS - len(SIZES)])
+    # The next fit counts anew.
+    trained(Failing, guard)
+    assert guard.oom_splits == 0
 
 
 def test_clipping_and_a_scaler() -> None:
@@ -109,14 +97,8 @@ def test_clipping_and_a_scaler() -> None:
     scalers = []
     for fails, guard in (({}, None), (FAILS, OomGuard())):
         plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-        _, module, steps = trained(
-            partial(Failing, fails),
-            guard,
-            loaders=loader(),
-            plugins=[plugin],
-            gradient_clip_val=0.05,
-            accumulate_grad_batches=2,
-        )
+        options = {"plugins": [plugin], "gradient_clip_val": 0.05, "loaders": loader()}
+        _, module, steps = trained(partial(Failing, fails), guard, **options)
         scalers.append((plugin.scaler.state_dict(), dict(module.named_parameters()), steps.rates))
     assert_close_to(*scalers)
 
@@ -153,6 +135,38 @@ class WithoutGradients(torch.optim.SGD):
         loss = closure()
         super().step()
         return loss
+
+
+class WithLbfgs(Failing):
+    """Runs the closure several times in a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+def test_an_optimizer_that_calls_the_closure_several_times() -> None:
+    # The fourth batch has nine samples, so that each call of its closure fails.
+    guard = OomGuard()
+    _, _, whole = trained(WithLbfgs, None, max_steps=5)
+    _, module, split = trained(partial(WithLbfgs, {3: "forward"}), guard, max_steps=5)
+    assert module.samples.count(9) == guard.oom_splits == 3
+    assert_close_to(whole.gradients, split.gradients)
+    assert_close_to(whole.outputs, split.outputs)
+
+
+class OwnZeroGrad(Failing):
+    """Clears gradients to zeros, with which Adam changes a parameter without a gradient, too."""
+
+    def on_train_start(self) -> None:
+        self.unused.weight.grad = torch.zeros_like(self.unused.weight)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+def test_gradients_are_cleared_by_the_hook_of_the_module() -> None:
+    _, module, _ = both(OwnZeroGrad)
+    assert module.unused.weight.grad is not None
 
 
 class OwnOptimizer(Failing):
@@ -192,48 +206,17 @@ class Mean(Metric):
         return self.total / self.count
 
 
-class Largest(Metric):
-    """The largest of all values, in a list that grows with each update."""
-
-    full_state_update = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("values", [], dist_reduce_fx="cat")
-
-    def update(self, values: Tensor) -> None:
-        self.values.append(values)
-
-    def compute(self) -> Tensor:
-        return torch.cat(self.values).max()
-
-
 class Logging(Failing):
-    """Logs values of every kind; ``"middle"`` is a place between two of them."""
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self.mean = Mean()
-        self.updated = Mean()
-        self.several = MetricCollection({"of_mean": Mean(), "of_values": Largest()})
+    """Logs values in the ways in which parts can equal the whole batch."""
 
     def log_values(self, loss: Tensor, errors: Tensor) -> None:
-        self.log("step", loss)
-        self.log("both", loss, on_step=True, on_epoch=True)
-        self.mean(errors)
-        self.log("mean", self.mean, on_step=True, on_epoch=True)
-        self.arrive_at("middle")
-        self.log("also_both", 2 * loss, on_step=True, on_epoch=True)
-        self.log("largest", errors.max(), reduce_fx="max", on_step=True, on_epoch=True)
-        self.log("smallest", errors.min(), reduce_fx=torch.min, on_step=True, on_epoch=True)
-        self.log("total", errors.sum(), reduce_fx="sum", on_step=True, on_epoch=True)
-        self.log("given", loss, on_epoch=True, batch_size=len(errors))
-        self.updated.update(errors)
-        self.several(errors)
-        self.log("updated", self.updated, on_step=False, on_epoch=True)
-        self.log_dict(self.several, on_step=False, on_epoch=True)
+        mean = errors.mean()
+        self.log("step", mean)
+        self.log("both", mean, on_step=True, on_epoch=True, reduce_fx=torch.mean)
+        self.log("given", 2 * mean, on_epoch=True, batch_size=len(errors))
+        self.log_dict({"constant": 3.0, "whole_number": 4}, on_epoch=True)
         for _ in range(2):
-            self.log("twice", loss, on_step=True, on_epoch=True)
+            self.log("twice", mean, on_step=True, on_epoch=True)
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         super().on_before_zero_grad(optimizer)
@@ -250,38 +233,27 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
     return [{key: float(text) for key, text in row.items() if text} for row in rows]
 
 
-@pytest.mark.parametrize("fails", [FAILS, dict.fromkeys(FAILS, "middle")])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(("first", "epoch"), [(0, 0), (3, 0), (7, 0), (3, 1)])
 def test_values_are_logged_once_for_the_whole_batch(
-    fails: dict[int, str], first: int, epoch: int, tmp_path: Path
+    first: int, epoch: int, reduction: Any, tmp_path: Path
 ) -> None:
     # Where the first batch of an epoch fails, Lightning resets values.
     sizes = SIZES[first:]
     begin = epoch * len(sizes) - first
-    fails = {begin + number: place for number, place in fails.items()}
+    fails = {begin + number: place for number, place in FAILS.items()}
     rows = []
-    for name, made, guard in (("whole", {}, None), ("parts", fails, OomGuard())):
+    guard = OomGuard(reduction=reduction)
+    for name, made, guards in (("whole", {}, None), ("parts", fails, guard)):
         logger = CSVLogger(tmp_path / name)
         options = {"logger": logger, "log_every_n_steps": 1, "max_steps": 2 * len(sizes)}
-        trained(partial(Logging, made), guard, loaders=loader(sizes=sizes), **options)
+        trained(partial(Logging, made, reduction), guards, loaders=loader(sizes=sizes), **options)
         rows.append(rows_of(tmp_path / name))
     assert_close_to(*rows)
-    assert {"both_step", "both_epoch", "largest_epoch", "mean_step", "of_values"} <= {
+    assert guard.oom_splits
+    assert {"both_step", "both_epoch", "given_step", "of_a_hook_epoch"} <= {
         key for row in rows[0] for key in row
     }
-
-
-def test_the_values_of_a_step() -> None:
-    _, _, whole = trained(Failing, None)
-    _, _, split = trained(partial(Failing, FAILS), OomGuard())
-    # What a part returns keeps no graph alive.
-    assert whole.outputs[3]["errors"].requires_grad
-    assert not split.outputs[3]["errors"].requires_grad
-    # A tensor without dimensions is averaged, weighted by samples.
-    largest = [split.outputs[3]["errors"][begin:end].max() for begin, end in BOUNDS_OF_NINE]
-    expected = sum(2 * value for value in largest[:3]) / 9 + 3 * largest[3] / 9
-    assert_close_to(split.outputs[3]["largest"], expected)
-    assert split.outputs[4]["largest"] == pytest.approx(float(whole.outputs[4]["largest"]))
 
 
 class Measured(Failing):
@@ -312,8 +284,7 @@ class EndBytes(Callback):
         self.bytes.append(self.live.current().allocated_bytes)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_nothing_that_a_failed_attempt_held_is_alive(accumulate: int) -> None:
+def test_nothing_that_a_failed_attempt_held_is_alive() -> None:
     readings = []
     for fails, guard in (({}, None), (FAILS, OomGuard())):
         live = LiveStorages()
@@ -321,8 +292,7 @@ def test_nothing_that_a_failed_attempt_held_is_alive(accumulate: int) -> None:
         gc.disable()
         try:
             with live:
-                options = {"accumulate_grad_batches": accumulate}
-                _, module, _ = trained(partial(Measured, live, fails), guard, ends, **options)
+                _, module, _ = trained(partial(Measured, live, fails), guard, ends)
         finally:
             gc.enable()
         readings.append((ends.bytes, module.bytes))
@@ -336,10 +306,6 @@ def test_nothing_that_a_failed_attempt_held_is_alive(accumulate: int) -> None:
             assert parts[0] == failed
 
 
-# The bounds of four parts of nine samples.
-BOUNDS_OF_NINE = ((0, 2), (2, 4), (4, 6), (6, 9))
-
-
 class Stubborn(Failing):
     """Fails with any number of samples."""
 
@@ -348,64 +314,24 @@ class Stubborn(Failing):
             fail()
 
 
-@pytest.mark.parametrize(
-    ("max_parts", "tried"), [(2, [9, 4]), (4, [9, 4, 2]), (16, [9, 4, 2, 1, 1])]
-)
-def test_a_batch_that_never_fits_is_the_error(max_parts: int, tried: list[int]) -> None:
+def notes_of(error: BaseException) -> list[str]:
+    """The notes of the guard."""
+    return getattr(error, "__notes__", [])
+
+
+def note(reason: str) -> list[str]:
+    return [f"OomGuard: the batch cannot run in parts, because {reason}. Use a smaller batch size."]
+
+
+def test_a_batch_that_never_fits_is_the_error() -> None:
     module = Stubborn({3: "forward"})
-    guard = OomGuard(max_parts=max_parts)
+    guard = OomGuard()
     with pytest.raises(torch.OutOfMemoryError) as raised:
         trained(lambda: module, guard)
-    parts = min(max_parts, 9)
-    assert raised.value.__notes__ == [
-        f"OomGuard: a batch of 9 samples did not fit in {parts} parts either, and is not split"
-        " further. Use a smaller batch size."
-    ]
-    assert module.samples[3:] == tried
+    assert notes_of(raised.value) == note("one sample does not fit")
+    assert module.samples[3:] == [9, 4, 2, 1, 1]
     assert guard.oom_splits == 0
     assert "_make_closure" not in vars(module.trainer.fit_loop.epoch_loop.automatic_optimization)
-
-
-def test_batch_norm_keeps_two_samples_in_each_part() -> None:
-    module = Stubborn({3: "forward"}, norm=nn.BatchNorm1d)
-    with (
-        pytest.warns(UserWarning, match="OomGuard: BatchNorm normalizes each part"),
-        pytest.raises(torch.OutOfMemoryError) as raised,
-    ):
-        trained(lambda: module, OomGuard())
-    assert "did not fit in 4 parts" in raised.value.__notes__[0]
-
-
-class AddsTwice(LightningModule):
-    """Two checkpoints of one layer; reentrant ones each add to its gradient."""
-
-    def __init__(self, is_reentrant: bool) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6).double()
-        self.is_reentrant = is_reentrant
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        hidden = checkpoint(self.layer, batch[0].requires_grad_(), use_reentrant=self.is_reentrant)
-        if batch_idx == 3 and len(hidden) > FITS:
-            hidden.register_hook(lambda _: fail())
-        hidden = checkpoint(self.layer, hidden, use_reentrant=self.is_reentrant)
-        return hidden.square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_a_gradient_that_may_be_partial_is_the_error() -> None:
-    guard = OomGuard()
-    trainer = quiet_trainer(guard, max_steps=3, accumulate_grad_batches=2)
-    with pytest.raises(torch.OutOfMemoryError) as raised:
-        trainer.fit(AddsTwice(is_reentrant=True), loader())
-    assert "adds to a gradient several times" in raised.value.__notes__[0]
-    # The gradients of other checkpoints are added once.
-    guard = OomGuard()
-    trainer = quiet_trainer(guard, max_steps=3, accumulate_grad_batches=2)
-    trainer.fit(AddsTwice(is_reentrant=False), loader())
-    assert guard.oom_splits == 1
 
 
 class ScalesInPlace(Failing):
@@ -419,11 +345,50 @@ class TakesOut(Failing):
         return batch[0], batch.pop()
 
 
-@pytest.mark.parametrize("kind", [ScalesInPlace, TakesOut])
-def test_a_batch_that_training_step_changed_is_the_error(kind: type[Failing]) -> None:
-    with pytest.raises(torch.OutOfMemoryError) as raised:
-        trained(partial(kind, FAILS), OomGuard())
-    assert "training_step changed the batch before memory ran out" in raised.value.__notes__[0]
+class CountsInBuffer(Failing):
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.layers[1].register_buffer("seen", torch.tensor(0))
+
+    def read(self, batch: Any) -> tuple[Tensor, Tensor]:
+        self.layers[1].seen += 1
+        return batch[0], batch[1]
+
+
+class ReplacesBuffer(CountsInBuffer):
+    def read(self, batch: Any) -> tuple[Tensor, Tensor]:
+        self.layers[1].seen = self.layers[1].seen + 1
+        return batch[0], batch[1]
+
+
+class UpdatesMetric(Failing):
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.score = Mean()
+
+    def read(self, batch: Any) -> tuple[Tensor, Tensor]:
+        self.score.update(batch[1])
+        return batch[0], batch[1]
+
+
+class Returns(Failing):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "samples": len(batch[0])}
+
+
+class LogsMaximum(Failing):
+    def log_values(self, loss: Tensor, errors: Tensor) -> None:
+        self.log("largest", errors.max(), reduce_fx="max")
+
+
+class LogsMetric(UpdatesMetric):
+    """Logs a metric that the step does not update."""
+
+    def read(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return batch[0], batch[1]
+
+    def log_values(self, loss: Tensor, errors: Tensor) -> None:
+        self.log("score", self.score)
 
 
 class Unequal(Failing):
@@ -431,14 +396,103 @@ class Unequal(Failing):
         return batch[0]
 
 
-def test_a_batch_without_a_common_first_dimension_is_the_error() -> None:
-    loaders = [loader(1), loader(2, sizes=[1 + size for size in SIZES])]
-    with pytest.raises(torch.OutOfMemoryError) as raised:
-        trained(partial(Unequal, FAILS), OomGuard(), loaders=CombinedLoader(loaders))
-    assert raised.value.__notes__ == [
-        "OomGuard: the batch has no common first dimension along which to split it. Use a smaller"
-        " batch size."
+def no_mean(name: str) -> str:
+    return f"self.log({name!r}) logs a metric, or has another reduce_fx than the mean"
+
+
+SEEN_IN_A_STEP = [
+    (ScalesInPlace, "training_step changes its batch"),
+    (TakesOut, "training_step changes its batch"),
+    (CountsInBuffer, "training_step changes the state of layers.1"),
+    (ReplacesBuffer, "training_step changes the state of layers.1"),
+    (UpdatesMetric, "training_step changes the state of score"),
+    (Returns, "training_step returns more than its loss"),
+    (LogsMaximum, no_mean("largest")),
+    (LogsMetric, no_mean("score")),
+    (Unequal, "the tensors of the batch have no common first dimension"),
+]
+
+
+def loader_for(kind: type[Failing], sizes: Sequence[int]) -> Any:
+    if kind is not Unequal:
+        return loader(sizes=sizes)
+    return CombinedLoader([loader(1, sizes), loader(2, [1 + size for size in sizes])])
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric Mean was called before")
+@pytest.mark.parametrize(("kind", "reason"), SEEN_IN_A_STEP)
+def test_a_step_that_parts_could_not_equal_is_a_warning(kind: type[Failing], reason: str) -> None:
+    guard = OomGuard()
+    module = kind({3: "forward"})
+    with (
+        pytest.warns(UserWarning, match="OomGuard does nothing") as caught,
+        pytest.raises(torch.OutOfMemoryError) as raised,
+    ):
+        trained(lambda: module, guard, loaders=loader_for(kind, SIZES))
+    assert [str(one.message) for one in caught if "OomGuard" in str(one.message)] == [
+        f"OomGuard does nothing, because {reason}; use a batch size that always fits."
     ]
+    assert guard.oom_splits is None
+    assert module.samples == [4, 3, 4, 9]
+    assert notes_of(raised.value) == []
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize(("kind", "reason"), SEEN_IN_A_STEP)
+def test_a_first_step_that_parts_could_not_equal_is_the_error(
+    kind: type[Failing], reason: str, place: str
+) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        trained(partial(kind, {0: place}), OomGuard(), loaders=loader_for(kind, [7, 4]))
+    assert notes_of(raised.value) == note(reason)
+
+
+class LogsWithConstant(Failing):
+    def log_values(self, loss: Tensor, errors: Tensor) -> None:
+        self.log("value", loss, on_epoch=True, batch_size=9)
+
+
+class LogsInSomeParts(Failing):
+    def log_values(self, loss: Tensor, errors: Tensor) -> None:
+        if self.samples[-1] != 3:
+            self.log("value", loss)
+
+
+class Skips(Failing):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if self.samples[-2:] == [9, 4] else loss
+
+
+class HooksLate(Failing):
+    """Adds a hook on a gradient after training has started."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.layers[0].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (LogsWithConstant, "self.log('value') gets a batch_size that is not its number of samples"),
+        (LogsInSomeParts, "its parts log different values"),
+        (Skips, "training_step returns no loss for a part of it"),
+        (HooksLate, "layers.0.weight has a hook on its gradient"),
+    ],
+)
+def test_parts_that_do_not_equal_the_whole_are_the_error(make: Any, reason: str) -> None:
+    module = make({3: "forward"})
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        trained(lambda: module, OomGuard())
+    assert notes_of(raised.value) == note(reason)
+    assert module.samples[:4] == [4, 3, 4, 9]
+
+
+def test_an_error_after_values_were_logged_is_raised() -> None:
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        trained(partial(Logging, {3: "logged"}), OomGuard())
+    assert notes_of(raised.value) == note("training_step had logged values before memory ran out")
 
 
 class Broken(Failing):
@@ -455,21 +509,11 @@ class Broken(Failing):
 
 
 def test_every_other_error_is_raised() -> None:
-    with pytest.raises(ValueError, match="of the user") as other:
+    with pytest.raises(ValueError, match="of the user"):
         trained(partial(Broken, FAILS), OomGuard())
-    assert "after OutOfMemoryError: " in other.value.__notes__[0]
     with pytest.raises(torch.OutOfMemoryError) as raised:
         trained(partial(Broken, {5: "hook"}), OomGuard())
     assert not hasattr(raised.value, "__notes__")
-
-
-class WithPartial(Failing):
-    def __init__(self) -> None:
-        super().__init__()
-        self.training_step = partial(self.fail_in_step, 1)
-
-    def fail_in_step(self, number: int, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx)
 
 
 class Manual(Failing):
@@ -481,15 +525,50 @@ class Manual(Failing):
         fail()
 
 
-class WithLbfgs(Failing):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
-
-
 class Fetching(Failing):
     def training_step(self, dataloader_iter: Any) -> Any:
         batch, batch_idx, _ = next(dataloader_iter)
         return super().training_step(batch, batch_idx)
+
+
+class OwnBackward(Failing):
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+class ReadsLoss(Failing):
+    def on_before_backward(self, loss: Tensor) -> None:
+        pass
+
+
+class Normalized(Failing):
+    def __init__(self) -> None:
+        super().__init__(norm=partial(nn.BatchNorm1d, track_running_stats=False))
+
+
+class HookOnModule(Failing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3].register_full_backward_hook(lambda *_: None)
+
+
+class HookOnParameter(Failing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[4].bias.register_hook(lambda gradient: gradient.clamp(-1, 1))
+
+
+class StepsInBackward(Failing):
+    def configure_optimizers(self) -> Any:
+        bias = self.layers[4].bias
+        own = torch.optim.SGD([bias], lr=0.1)
+        bias.register_post_accumulate_grad_hook(lambda _: own.step())
+        return super().configure_optimizers()
+
+
+class LossReader(Callback):
+    def on_before_backward(self, *_: Any) -> None:
+        pass
 
 
 @pytest.mark.filterwarnings(
@@ -497,27 +576,86 @@ class Fetching(Failing):
     "ignore:Found `dataloader_iter` argument",
 )
 @pytest.mark.parametrize(
-    ("kind", "reason"),
+    ("kind", "options", "reason"),
     [
-        (Manual, "under manual optimization, where training_step itself steps the optimizers"),
-        (WithPartial, "for a training_step that is no plain function or method"),
-        (WithLbfgs, "with LBFGS, which runs each batch several times in one step"),
-        (Fetching, "for a training_step that takes dataloader_iter, because it fetches its"),
+        (Manual, {}, "training_step steps the optimizers itself"),
+        (
+            Failing,
+            {"accumulate_grad_batches": 2},
+            "a backward pass that fails has changed the gradients of earlier batches",
+        ),
+        (Fetching, {}, "training_step fetches its batches from dataloader_iter"),
+        (OwnBackward, {}, "OwnBackward has its own backward"),
+        (ReadsLoss, {}, "on_before_backward of ReadsLoss gets the loss of the whole batch"),
+        (
+            Failing,
+            {"callback": LossReader()},
+            "on_before_backward of LossReader gets the loss of the whole batch",
+        ),
+        (Normalized, {}, r"BatchNorm \(layers.1\) would normalize each part by itself"),
+        (HookOnModule, {}, "layers.3 has a hook on gradients"),
+        (HookOnParameter, {}, "layers.4.bias has a hook on its gradient"),
+        (StepsInBackward, {}, "layers.4.bias has a hook on its gradient"),
     ],
 )
-def test_what_it_cannot_guard_is_a_warning(kind: Any, reason: str) -> None:
+def test_what_it_cannot_guard_is_a_warning(kind: Any, options: Any, reason: str) -> None:
     def make() -> Failing:
         module: Failing = kind()
         module.fails = FAILS
         return module
 
     guard = OomGuard()
-    with (
-        pytest.warns(UserWarning, match=f"OomGuard does nothing {reason}"),
-        pytest.raises(torch.OutOfMemoryError),
-    ):
-        trained(make, guard)
+    options = dict(options)
+    callbacks = [options.pop("callback")] if "callback" in options else []
+    expected = f"OomGuard does nothing, because {reason}; use a batch size that always fits."
+    with pytest.warns(UserWarning, match=expected), pytest.raises(torch.OutOfMemoryError) as raised:
+        trained(make, guard, *callbacks, **options)
     assert guard.oom_splits is None
+    assert notes_of(raised.value) == []
+
+
+def test_several_ranks_are_a_warning() -> None:
+    guard = OomGuard()
+    strategy = DDPStrategy(process_group_backend="gloo", find_unused_parameters=True)
+    options = {"strategy": strategy, "use_distributed_sampler": False, "max_steps": 2}
+    try:
+        texts = warnings_of(guard, {}, **options)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert texts == [
+        "OomGuard does nothing, because with DDPStrategy ranks wait for each other in every step;"
+        " use a batch size that always fits."
+    ]
+    assert guard.oom_splits is None
+
+
+class Frozen(Failing):
+    """BatchNorm uses its running statistics, which a step does not change."""
+
+    def __init__(self, fails: Any = None) -> None:
+        super().__init__(fails, norm=nn.BatchNorm1d)
+        self.layers[1].eval()
+
+
+class OfScript(Failing):
+    def __init__(self, fails: Any = None) -> None:
+        super().__init__(fails)
+        self.layers[2] = torch.jit.script(nn.Tanh())
+
+
+class WithPartial(Failing):
+    def __init__(self, fails: Any = None) -> None:
+        super().__init__(fails)
+        self.training_step = partial(self.named_step, "of the user")
+
+    def named_step(self, name: str, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:Found 1 module.s. in eval mode")
+@pytest.mark.parametrize("kind", [Frozen, OfScript, WithPartial])
+def test_more_kinds_of_modules(kind: type[Failing]) -> None:
+    both(kind)
 
 
 def warnings_of(
@@ -530,75 +668,31 @@ def warnings_of(
     return [text for text in texts if text.startswith("OomGuard")]
 
 
-FIRST = (
-    "OomGuard: memory ran out in training batch 3, whose 9 samples then ran in 4 parts. A loss over"
-    " pairs of samples lacks the pairs between two parts."
-)
-
-
-def test_the_first_batch_in_parts_is_a_warning_and_frequent_ones_are_another() -> None:
-    guard = OomGuard()
-    once = {"max_steps": 12}
-    assert warnings_of(guard, {3: "forward"}, **once) == [FIRST]
-    assert guard.oom_splits == 1
-    first, second = warnings_of(guard, FAILS)
-    assert first == FIRST
-    assert second == (
-        "OomGuard: 2 training batches ran in parts, which takes longer than a batch size that fits."
-        " Lower the batch size, or let BatchFinder compute it."
+def test_the_first_batch_in_parts_is_a_warning() -> None:
+    expected = (
+        "OomGuard: memory ran out in training batch 3, whose 9 samples then ran in 4 parts. Use a"
+        " smaller batch size if this happens often, because parts take longer."
     )
+    assert warnings_of(OomGuard(), FAILS) == [expected]
 
 
-class Planned(Callback):
-    """Has a plan, as a BatchFinder has."""
-
-    def __init__(self) -> None:
-        self.plan = Plan.from_json(json.dumps(OLD_PLAN))
-
-
-def test_the_advice_names_what_the_project_uses() -> None:
-    _, second = warnings_of(OomGuard(), FAILS, Planned())
-    assert second.endswith("than a batch size that fits. Lower memory_limit of BatchFinder.")
-
-
-def test_batches_that_are_more_than_100_apart_are_no_reason_to_advise() -> None:
-    sizes = [4] * 250
-    fails = {20: "forward", 120: "forward", 219: "forward"}
-    for number, size in zip(fails, (9, 8, 7), strict=True):
-        sizes[number] = size
-    for until, count in ((121, 1), (220, 2)):
-        options = {"max_steps": until, "loaders": loader(sizes=sizes)}
-        assert len(warnings_of(OomGuard(), fails, **options)) == count
-
-
-def test_later_batches_of_at_least_as_many_bytes_run_in_as_many_parts_at_once() -> None:
-    sizes = [4, 7, 8, 6, 7, 16, 4]
+def test_memory_is_released_once_for_each_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    releases: list[int] = []
+    release = guarded_steps.garbage_collection_cuda
+    monkeypatch.setattr(
+        guarded_steps, "garbage_collection_cuda", lambda: releases.append(1) or release()
+    )
     guard = OomGuard()
-    make = partial(Failing, {1: "forward", 5: "start"})
-    _, module, _ = trained(make, guard, loaders=loader(sizes=sizes), max_steps=7)
-    # Six samples were not tried, 16 do not fit in two parts, and four parts of those fit.
-    assert module.samples == [4, 7, 3, 4, 4, 4, 6, 3, 4, 8, 4, 4, 4, 4, 4]
-    assert guard.oom_splits == 4
-    # Another fit begins anew.
-    _, module, _ = trained(Failing, guard, loaders=loader(sizes=sizes), max_steps=7)
-    assert (module.samples, guard.oom_splits) == (sizes, 0)
+    options = {"loaders": loader(sizes=[4, 7, 9, 4]), "max_steps": 4}
+    trained(partial(Failing, {1: "forward", 2: "backward"}), guard, **options)
+    # Nine samples do not fit in two parts either.
+    assert (guard.oom_splits, len(releases)) == (2, 3)
 
 
-def test_the_cache_is_released_once_for_each_error(fake_device: Any, monkeypatch: Any) -> None:
-    device = fake_device(budget_bytes=MIB)
-    monkeypatch.setattr(guarded_closure, "device_memory_for", lambda _: device)
-    guard = OomGuard()
-    options = {"loaders": loader(sizes=[4, 7, 7, 4]), "max_steps": 4}
-    trained(partial(Failing, {1: "forward"}), guard, **options)
-    # The second batch of seven samples runs in parts at once.
-    assert (guard.oom_splits, device.num_releases) == (2, 1)
-
-
-@pytest.mark.parametrize("argument", [{"reduction": "none"}, {"max_parts": 1}, {"max_parts": 2.0}])
-def test_invalid_arguments(argument: Any) -> None:
-    name = next(iter(argument))
-    with pytest.raises(ValueError, match=f"{name} must be .*, got {argument[name]!r}"):
-        OomGuard(**argument)
+@pytest.mark.parametrize("reduction", ["none", None])
+def test_an_invalid_reduction(reduction: Any) -> None:
+    with pytest.raises(ValueError, match=f"reduction must be .*, got {reduction!r}"):
+        OomGuard(reduction=reduction)
 
 
 class Bounded(Lawful):
@@ -692,15 +786,14 @@ def test_a_batch_in_parts_is_not_the_one_whose_operations_are_counted(
     assert flops[0] == flops[1]
 
 
-@pytest.mark.filterwarnings("ignore:OomGuard. BatchNorm")
 def test_a_training_without_errors_is_the_same_bit_for_bit(tmp_path: Path) -> None:
     outcomes = []
     for guards in ([], [OomGuard()]):
         folder = tmp_path / str(len(guards))
-        recorder = Recorder()
-        options = {"max_epochs": 2, "accumulate_grad_batches": 3}
-        trainer = trainer_of(folder, recorder, *guards, **options)
-        module = Net(8)
+        recorder = RecorderWithoutLoss()
+        trainer = trainer_of(folder, recorder, *guards, max_epochs=2)
+        module = Splittable(8)
         trainer.fit(module)
         outcomes.append(left_by(trainer, module, recorder, folder))
+        assert all(guard.oom_splits == 0 for guard in guards)
     assert_same(*outcomes, "guarded")

@@ -58,12 +58,8 @@ def has_batch_norm(module: Module) -> bool:
     return any(isinstance(part, kinds) for part in module.modules())
 
 
-def steps_may_differ(trainer: Trainer) -> bool:
-    """Whether a rank may run its batch in parts while the others do not."""
-    is_known = _is_strategy(trainer, "SingleDeviceStrategy", "DDPStrategy")
-    # DeepSpeedStrategy is a subclass of DDPStrategy.
-    is_sharded = _is_strategy(trainer, "DeepSpeedStrategy")
-    return is_known and not is_sharded and not steps_are_collective(trainer)
+def is_single_device(trainer: Trainer) -> bool:
+    return _is_strategy(trainer, "SingleDeviceStrategy")
 
 
 def is_synchronized(trainer: Trainer) -> bool:

@@ -1,9 +1,9 @@
-"""Split a batch along its first dimension, and join what its parts return."""
+"""Split a batch along its first dimension."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -80,36 +80,3 @@ def _columns_in(data: object, samples: int, seen: set[int]) -> Iterator[Any]:
         return
     for item in items_of(data):
         yield from _columns_in(item, samples, seen)
-
-
-def joined(values: Sequence[Any], samples: Sequence[int]) -> Any:
-    """Join what each part of a batch returned to what the whole batch would have returned.
-
-    Tensors with one row for each sample are concatenated, and numbers are averaged, weighted by
-    samples. Of everything else the value of the last part is taken.
-    """
-    last = values[-1]
-    if isinstance(last, Tensor):
-        if not last.shape and last.is_floating_point():
-            return mean(values, samples)
-        if [value.shape[:1] for value in values] == [(count,) for count in samples]:
-            return torch.cat(list(values))
-    elif isinstance(last, Mapping):
-        keys = [key for key in last if all(key in value for value in values)]
-        return {key: joined([value[key] for value in values], samples) for key in keys}
-    elif isinstance(last, list | tuple):
-        lengths = [len(value) for value in values]
-        if lengths == list(samples):
-            return [item for value in values for item in value]
-        if len(set(lengths)) == 1:
-            return [joined(items, samples) for items in zip(*values, strict=True)]
-    return last
-
-
-def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the weighted mean of tensors of one shape."""
-    stacked = torch.stack(list(values))
-    shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
-    shape = (-1,) + (1,) * (stacked.ndim - 1)
-    kind = stacked.dtype if stacked.is_floating_point() else torch.get_default_dtype()
-    return (stacked * shares.to(stacked.device, kind).reshape(shape)).sum(0)

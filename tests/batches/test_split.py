@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_batchmem.batches.split import joined, mean, split, splittable_samples
+from lightning_batchmem.batches.split import split, splittable_samples
 
 
 @dataclass(frozen=True)
@@ -106,26 +106,3 @@ def test_a_batch_that_refers_to_itself():
 )
 def test_what_has_no_common_first_dimension(batch):
     assert splittable_samples(batch) is None
-
-
-def test_results_of_parts_are_joined():
-    one = {"x": torch.zeros(2, 3), "texts": ["a", "b"], "number": torch.tensor(1.0), "of": 1}
-    other = {"x": torch.ones(1, 3), "texts": ["c"], "number": torch.tensor(4.0), "of": 2}
-    result = joined([one, other], [2, 1])
-    assert result["x"].tolist() == [[0] * 3, [0] * 3, [1] * 3]
-    assert (result["texts"], result["of"]) == (["a", "b", "c"], 2)
-    assert result["number"] == 2
-    # A value of one part only, a tensor without samples, and a pair.
-    assert joined([{}, {"x": 1}], [2, 1]) == {}
-    assert joined([torch.zeros(3), torch.ones(3)], [2, 1]).tolist() == [1, 1, 1]
-    pair = joined([(torch.tensor(3.0), [1, 2, 3, 4]), (torch.tensor(0.0), [5, 6, 7, 8])], [2, 1])
-    assert [pair[0].item(), pair[1]] == [2, [5, 6, 7, 8]]
-    assert joined([[1], [1, 2, 3]], [2, 1]) == [1, 2, 3]
-
-
-def test_mean_of_numbers_and_of_whole_numbers():
-    numbers = [torch.tensor(1.0, dtype=torch.float64), torch.tensor(4.0, dtype=torch.float64)]
-    assert mean(numbers, [2, 1]) == 2
-    assert mean(numbers, [2, 1]).dtype == torch.float64
-    assert mean([torch.tensor(1), torch.tensor(2)], [1, 1]) == 1.5
-    assert mean([torch.zeros(2), torch.ones(2)], [1, 3]).tolist() == [0.75, 0.75]

@@ -107,11 +107,10 @@ def test_overhead_is_relative_to_memory_profiler(run):
     assert all(row["MemoryProfiler us"].endswith(" (1.00)") for row in rows)
 
 
-def test_overhead_of_the_guard_has_a_row_with_and_one_without_accumulation(run, monkeypatch):
+def test_overhead_of_the_guard(run, monkeypatch):
     monkeypatch.setattr(overhead, "GUARDED_BATCHES", 40)
-    rows = rows_of(run("overhead --guard"))
-    assert [row["accumulate_grad_batches"] for row in rows] == ["1", "4"]
-    assert all(float(row["batch, us"].replace(",", "")) > 0 for row in rows)
+    (row,) = rows_of(run("overhead --guard"))
+    assert float(row["batch, us"].replace(",", "")) > 0
 
 
 @pytest.mark.parametrize("start", [1, 100])

@@ -130,12 +130,18 @@ class Net(LightningModule):
         return DataLoader(Noisy(), batch_size=self.batch_size)
 
 
-class Layered(Net):
-    """LayerNorm instead of BatchNorm, of which an OomGuard warns."""
+class Splittable(Net):
+    """Only what parts of a batch can equal: no BatchNorm, metric or buffer that steps change."""
 
     def __init__(self, batch_size: int) -> None:
         super().__init__(batch_size)
         self.layers[1] = nn.LayerNorm(16)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.layers(x), y)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
 
 
 class Adversarial(Net):
@@ -558,6 +564,8 @@ class Case:
     # The hard-coded run makes its module with this function, or with `module` where it is None.
     hard_coded: Callable[[int], LightningModule] | None = None
     limited_by: str = "max_batch_size"
+    # Whether a callback reads the loss before backward.
+    loss_is_read: bool = True
 
 
 def given(make: Callable[[int], Any]) -> Callable[[int], dict[str, Any]]:
@@ -770,7 +778,9 @@ CASES = {
     "validation_within_epoch": Case(
         Net, trainer={"val_check_interval": 0.5, "num_sanity_val_steps": 0}
     ),
-    "guarded_against_out_of_memory": Case(Layered, callbacks=lambda: [OomGuard()]),
+    "guarded_against_out_of_memory": Case(
+        Splittable, callbacks=lambda: [OomGuard()], loss_is_read=False
+    ),
     "limited_batches": Case(Net, trainer={"limit_train_batches": 3, "limit_val_batches": 2}),
 }
 # The callback exists since lightning 2.6.

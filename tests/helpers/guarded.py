@@ -21,8 +21,7 @@ STEPS = 20
 SIZES = (4, 3, 4, 9, 4, 4, 3, 8, 7, 6, 4, 5, 4, 4)
 FITS = 4
 
-# The places of the errors in the batches that do not fit. Under accumulation of two, the batches
-# with odd numbers add to earlier gradients.
+# The places of the errors in the batches that do not fit.
 FAILS = {3: "forward", 7: "backward", 8: "backward", 9: "start", 11: "backward"}
 
 
@@ -36,7 +35,8 @@ class Failing(LightningModule):
 
     Args:
         fails: the number of a batch -> the place of the error in it and its parts: ``"start"``,
-            ``"forward"`` (after ``self.log``), ``"backward"`` (when half of the gradients exist).
+            ``"forward"``, ``"logged"`` (after ``self.log``), ``"backward"`` (when half of the
+            gradients exist).
         reduction: that of the loss.
     """
 
@@ -72,9 +72,10 @@ class Failing(LightningModule):
         hidden.register_hook(lambda _: self.arrive_at("backward"))
         errors = (self.layers[3:](hidden) - y).square().squeeze(1)
         loss = errors.mean() if self.reduction == "mean" else errors.sum()
-        self.log_values(loss, errors.detach())
         self.arrive_at("forward")
-        return {"loss": loss, "errors": errors, "largest": errors.detach().max()}
+        self.log_values(loss, errors.detach())
+        self.arrive_at("logged")
+        return loss
 
     def arrive_at(self, place: str) -> None:
         if place == self.place:
@@ -94,9 +95,6 @@ class Failing(LightningModule):
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.hooks.append("zero_grad")
 
-    def on_before_backward(self, loss: Tensor) -> None:
-        self.hooks.append("before")
-
     def on_after_backward(self) -> None:
         self.hooks.append("after")
 
@@ -112,9 +110,6 @@ class Steps(Callback):
 
     def on_before_zero_grad(self, *_: Any) -> None:
         self.hooks.append("zero_grad")
-
-    def on_before_backward(self, *_: Any) -> None:
-        self.hooks.append("before")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.hooks.append("after")

@@ -1,1 +1,0 @@
-"""Steps of automatic optimization come in; steps that run in parts where memory runs out go out."""
