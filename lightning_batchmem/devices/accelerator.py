@@ -122,11 +122,11 @@ class AcceleratorMemory:
         """Collect garbage, and return the allocator's free segments to the driver.
 
         The workspaces of cuBLAS, which lie in some of these segments, are freed too. A CUDA graph
-        would still use the one of its recording, so they stay where there is a graph.
+        would still use the one of its recording, so they stay where there may be a graph.
         """
         gc.collect()
         self._functions.empty_cache()
-        if self.name == "cuda" and self._functions.is_initialized() and not self._has_graphs():
+        if self.name == "cuda" and self._functions.is_initialized() and not self._may_have_graphs():
             # The function is private in torch 2.5.1 to 2.14, and only CUDA builds have it. The next
             # matrix product makes a new workspace.
             torch._C._cuda_clearCublasWorkspaces()
@@ -140,8 +140,11 @@ class AcceleratorMemory:
         stats = self._functions.memory_stats_as_nested_dict(self._device)
         return {name: int(stats[name]) for name in _COUNTERS if name in stats}
 
-    def _has_graphs(self) -> bool:
-        """Whether a CUDA graph holds memory, which lies in a pool of its own."""
+    def _may_have_graphs(self) -> bool:
+        """Whether a CUDA graph may hold memory, which lies in a pool of its own."""
+        # Other allocators have no snapshot, so whether there is a graph is not known.
+        if self._functions.get_allocator_backend() != "native":
+            return True
         segments = self._functions.memory._snapshot()["segments"]
         return any(tuple(segment["segment_pool_id"]) != (0, 0) for segment in segments)
 

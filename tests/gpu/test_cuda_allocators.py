@@ -28,6 +28,13 @@ def test_the_finder_refuses_a_pluggable_allocator_with_a_sentence(pluggable):
     assert "BatchFinder" in pluggable["finder"], pluggable
 
 
+def test_a_search_with_the_allocator_of_the_driver():
+    """It has no snapshot, so a search cannot read whether there are CUDA graphs."""
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+    found = on_stub("cuda_allocators", "of_driver", **settings)
+    assert found == {"backend": "cudaMallocAsync", "error": ""}
+
+
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 46")
 def test_the_finder_refuses_an_allocator_without_a_cache():
     found = on_stub("cuda_allocators", "no_cache", PYTORCH_NO_CUDA_MEMORY_CACHING="1")

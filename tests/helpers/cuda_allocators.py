@@ -57,6 +57,14 @@ def pluggable() -> dict[str, Any]:
     }
 
 
+def of_driver() -> dict[str, Any]:
+    """A search with the allocator of the driver."""
+    return {
+        "backend": torch.cuda.get_allocator_backend(),
+        "error": error_of_training(BatchFinder(max_batch_size=16)),
+    }
+
+
 def no_cache() -> dict[str, Any]:
     """A search where the allocator keeps nothing, and so counts nothing."""
     finder = BatchFinder(max_batch_size=16)
@@ -105,6 +113,7 @@ def snapshot() -> dict[str, Any]:
 
 CASES = {
     "pluggable": pluggable,
+    "of_driver": of_driver,
     "no_cache": no_cache,
     "expandable": expandable,
     "snapshot": snapshot,
