@@ -6,7 +6,7 @@ The private names used here are those of lightning 2.5.0 and 2.6.6.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -88,8 +88,6 @@ def _isolate(owner: Any, undo: ExitStack) -> None:
 class CleanStart:
     """A trainer whose other callbacks and loggers are muted, in the state in which a stage starts.
 
-    ``prepare`` is called whenever the state is entered again.
-
     Args:
         trainer: the trainer, in ``on_fit_start`` or before the loaders of another stage are built.
         device_memory: its caches are released before each attempt.
@@ -102,7 +100,6 @@ class CleanStart:
         self.phases = PhasePeaks(device_memory)
         self.callbacks = callbacks_of(trainer)
         self.saves_checkpoints = bool(trainer.checkpoint_callbacks)
-        self.prepare: Callable[[], None] = lambda: None
         self._trainer = trainer
         self._device_memory = device_memory
         self._recorded = recorded
@@ -129,7 +126,6 @@ class CleanStart:
         self._trainer.lightning_module.zero_grad(set_to_none=True)
         self._device_memory.release_cached()
         self._enter()
-        self.prepare()
 
     def _enter(self) -> None:
         trainer = self._trainer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,7 @@ class TrainerSession:
         training: the training steps.
         evaluation: the evaluation steps.
         bounds_of_stage: the largest sizes that data and settings allow.
+        begin_stage: runs what comes before the first step at a batch size, which hooks may read.
     """
 
     clean_start: CleanStart
@@ -38,6 +39,7 @@ class TrainerSession:
     training: TrainingSteps | None
     evaluation: EvaluationSteps | None
     bounds_of_stage: list[Bound]
+    begin_stage: Callable[[int], None]
 
     def __post_init__(self) -> None:
         trainer = self.setting.trainer
@@ -120,6 +122,7 @@ class TrainerSession:
     def restart(self, batch_size: int) -> None:
         self.clean_start.again()
         self.setting.write(batch_size)
+        self.begin_stage(batch_size)
 
     def without_synchronization(self) -> AbstractContextManager[None]:
         return without_synchronization(self.trainer)

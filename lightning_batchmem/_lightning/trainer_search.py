@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,6 @@ class TrainerSearch:
             evaluation = None
         training = TrainingSteps(trainer, trainer.fit_loop.epoch_loop, loaders, batches)
         validation_loaders = None if evaluation is None else evaluation.loaders
-        clean_start.prepare = lambda: self._begin_training(loaders, validation_loaders)
         bounds = training_bounds(
             trainer,
             loaders,
@@ -213,7 +213,8 @@ class TrainerSearch:
             self.policy,
             project_size,
         )
-        session = TrainerSession(clean_start, setting, training, evaluation, bounds)
+        begin_stage = partial(self._begin_training, loaders, validation_loaders)
+        session = TrainerSession(clean_start, setting, training, evaluation, bounds, begin_stage)
         session.restart(self._first_size)
         return session
 
@@ -231,7 +232,8 @@ class TrainerSearch:
             return None
         steps = EvaluationSteps(self.trainer, stage_loop(self.trainer), loaders, batches)
         bounds = stage_bounds(self.trainer, setting.source.stage, loaders)
-        return TrainerSession(clean_start, setting, None, steps, bounds)
+        # An evaluation begins with its steps.
+        return TrainerSession(clean_start, setting, None, steps, bounds, lambda _: None)
 
     def _validation_steps(self, setting: BatchSizeSetting) -> EvaluationSteps | None:
         """The steps of validation; ``None`` where there is none, or its loaders cannot be used."""
@@ -292,10 +294,12 @@ class TrainerSearch:
             items_function=self.options.items_fn,
         )
 
-    def _begin_training(self, training: StageLoaders, validation: StageLoaders | None) -> None:
+    def _begin_training(
+        self, training: StageLoaders, validation: StageLoaders | None, batch_size: int
+    ) -> None:
         """Attach the loaders, configure optimizers, and call the hooks before the first step."""
         trainer = self.trainer
-        attach_loaders(trainer, training, validation, self._first_size)
+        attach_loaders(trainer, training, validation, batch_size)
         if self.options.target_batch_size is not None:
             # With two micro batches, gradients are alive in backward too.
             trainer.accumulate_grad_batches = 2

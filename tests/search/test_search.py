@@ -223,9 +223,17 @@ class Remembering(Lawful):
         return DataLoader(data, self.batch_size, drop_last=True)
 
 
-def test_a_state_with_one_row_for_each_sample_starts_anew_at_each_size(search, device):
-    """A probe that continued from a smaller one would end in a RuntimeError."""
-    assert search(Remembering(device)).batch_size == FOUND
+class RememberingFromStart(Remembering):
+    """Makes this state before the first step, from its batch size."""
+
+    def on_train_start(self):
+        self.memory = torch.zeros(self.batch_size, 1)
+
+
+@pytest.mark.parametrize("kind", [Remembering, RememberingFromStart])
+def test_a_state_with_one_row_for_each_sample_starts_anew_at_each_size(search, device, kind):
+    """A state of another size would end in a RuntimeError."""
+    assert search(kind(device)).batch_size == FOUND
 
 
 def test_a_probe_after_one_that_failed_starts_from_the_state_before_the_search(search, device):
