@@ -77,6 +77,12 @@ class _StageSteps:
         except StopIteration as error:
             raise RuntimeError(_STOPPED.format("collate function")) from error
 
+    def end(self) -> None:
+        """Drop the batch that a failed step leaves, which would count as other memory."""
+        # A prediction has no results.
+        if self.loop._results is not None:
+            self.loop._results.batch = None
+
 
 class TrainingSteps(_StageSteps):
     """The user's training step; under gradient accumulation, each step is a micro batch."""
@@ -100,9 +106,6 @@ class TrainingSteps(_StageSteps):
 
     def complete(self) -> None:
         """Nothing follows the last step."""
-
-    def end(self) -> None:
-        """There is nothing to leave."""
 
     def run(self) -> None:
         """Run one step.
@@ -186,6 +189,8 @@ class EvaluationSteps(_StageSteps):
             )
 
     def end(self) -> None:
+        """Leave the evaluation."""
+        super().end()
         getattr(self.loop, f"_on_{self._kind}_model_train")()
         if self.trainer.state.fn == TrainerFn.FITTING:
             self.trainer.training = True

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from lightning_batchmem import BatchFinder
+from lightning_batchmem.devices.breakdown import measure_breakdown
 from tests.helpers.lawful import MIB, SAMPLES, Evaluated, Lawful, found_size, law, loader
 
 BUDGET = 500 * MIB
@@ -245,6 +246,30 @@ def test_a_probe_after_one_that_failed_starts_from_the_state_before_the_search(s
     seen = module.seen()
     assert seen[4] == seen[2]
     assert seen[4][:-1] == (bias, True, 0, False, 0)
+
+
+@pytest.mark.parametrize("step", ["training_step", "validation_step"])
+def test_the_memory_of_a_failure_is_read_without_the_batch_that_failed(
+    search, device, monkeypatch, step
+):
+    """It would be listed as other memory of the process, which the user cannot free."""
+    references = []
+    is_alive = []
+
+    def run_out_of_memory(batch, batch_idx):
+        references.append(weakref.ref(batch[0]))
+        raise MemoryError
+
+    def measure(*arguments, **keywords):
+        is_alive.append(references[-1]() is not None)
+        return measure_breakdown(*arguments, **keywords)
+
+    monkeypatch.setattr("lightning_batchmem.search.search.measure_breakdown", measure)
+    module = Evaluated(device)
+    setattr(module, step, run_out_of_memory)
+    with pytest.raises(RuntimeError, match=r"^Nothing fits"):
+        search(module)
+    assert is_alive == [False]
 
 
 @pytest.mark.parametrize("fails_at", [SECOND, REHEARSED])
