@@ -141,6 +141,8 @@ class ConsecutiveSteps:
             phases.start(steps.first_phase)
             # Loader workers make the batches of a training while the device computes.
             steps.make_batch(self._batch_size, index, other_lengths=other_lengths)
+            # A loop may make its batch on the device, which works on it while the host goes on.
+            meter.device.synchronize()
             begin = time.perf_counter()
             steps.run()
             meter.device.synchronize()
