@@ -88,6 +88,8 @@ class TrialRunner:
             if steps is None or detector.found:
                 continue
             meter = self._restarted(batch_size)
+            # The progress shows the steps of trials only.
+            meter.before_step = lambda: None
             try:
                 alone = self._session.without_synchronization()
                 with alone, detector, ConsecutiveSteps(meter, steps, batch_size) as consecutive:

@@ -10,6 +10,9 @@ from torch.utils.data import DataLoader
 
 from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.search.ranks import Ranks
+from lightning_batchmem.search.trial import TrialRunner
+from tests.helpers.fake_session import FakeSession
 from tests.helpers.lawful import MIB, Lawful, law
 
 
@@ -96,6 +99,14 @@ def test_what_trials_record(search, device):
     # A step of the training has this size too.
     assert 475 * MIB in budgets[347]
     assert budgets[328] == {475 * MIB}
+
+
+def test_a_step_that_looks_for_collectives_is_no_step_of_a_trial(device):
+    begun = []
+    session = FakeSession(device, law)
+    runner = TrialRunner(session, device, Ranks(0, 1), SearchPolicy(), lambda: begun.append(1))
+    assert not runner.calls_collectives(2)
+    assert (session.sizes, begun) == ([2], [])
 
 
 def test_a_step_that_runs_out_of_memory_is_an_outcome(search, device):
