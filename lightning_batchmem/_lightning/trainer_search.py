@@ -134,7 +134,7 @@ class TrainerSearch:
         at_size = [trial for trial in result.trials if trial.batch_size == chosen.batch_size]
         if self.device_memory.counts_live_bytes and at_size:
             self.start_bytes = at_size[-1].start_bytes
-        largest_bytes = max((trial.largest_batch_bytes for trial in at_size), default=0)
+        largest_bytes = at_size[-1].largest_batch_bytes if at_size else 0
         # Average samples are smaller than many batches of the training.
         if largest_bytes > 0 and self.options.worst_case != "typical":
             self.batch_watch = BatchWatch(

@@ -54,7 +54,14 @@ class TrialRunner:
         An error of the user is raised, and out of memory is an outcome.
         """
         is_collective = limits.steps_are_collective
-        meter = self._restarted(batch_size)
+        try:
+            meter = self._restarted(batch_size)
+        # The user's hooks may take memory that grows with the size.
+        except Exception as error:
+            if not is_out_of_memory(error) or is_collective:
+                raise
+            text = self._ranks.named(release_traceback(error))
+            return Trial(batch_size, "out_of_memory", {}, kind, error=text)
         run = self._steps_of(kind, meter, batch_size, limits)
         limit: AbstractContextManager[object] = nullcontext()
         if not is_collective:

@@ -291,6 +291,21 @@ def test_everything_is_restored_after_an_error(search, device, fails_at):
     assert (module.batch_size, module.sizes, device.budget) == (3, [], BUDGET)
 
 
+class TakesMemoryEarly(Lawful):
+    """Takes memory in a hook before the first step: 100 MiB for each of its samples above 300."""
+
+    def on_train_start(self):
+        self.use((self.batch_size - 300) * 100 if self.batch_size > 300 else 0)
+
+
+def test_a_hook_before_the_first_step_that_runs_out_of_memory_is_an_outcome(search, device):
+    plan = search(TakesMemoryEarly(device, law))
+    failed = [trial for trial in plan.trials if trial.outcome != "ok"]
+    assert {trial.outcome for trial in failed} == {"out_of_memory"}
+    assert 250 < plan.batch_size < 310
+    assert failed[0].error.startswith("OutOfMemoryError: CUDA out of memory")
+
+
 def test_no_tensor_of_a_step_that_failed_is_left(search, device):
     made = []
     alive = set()
