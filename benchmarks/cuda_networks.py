@@ -169,6 +169,96 @@ class Gan(nn.Module):
         )
 
 
+# These three were written after the rules of version 0.4 were final.
+
+
+class WaveNet(nn.Module):
+    """Gated dilated convolutions over a signal, whose skip connections are summed at the end."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.stem = nn.Conv1d(1, width, 1)
+        self.gates = nn.ModuleList(
+            nn.Conv1d(width, 2 * width, 3, padding=2**power, dilation=2**power)
+            for power in range(10)
+        )
+        self.head = nn.Linear(width, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.stem(x)
+        skipped = torch.zeros_like(hidden)
+        for gate in self.gates:
+            value, open_share = gate(hidden).chunk(2, 1)
+            out = torch.tanh(value) * torch.sigmoid(open_share)
+            skipped = skipped + out
+            hidden = hidden + out
+        scores: Tensor = self.head(skipped.relu().mean(2))
+        return scores
+
+
+class Mixer(nn.Module):
+    """An MLP-Mixer: layers over the patches of an image, and layers over its channels."""
+
+    def __init__(self, width: int = 160, patches: int = 196) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 8, 8)
+        self.over_patches = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(patches), nn.Linear(patches, 384), nn.GELU())
+            for _ in range(6)
+        )
+        self.back = nn.ModuleList(nn.Linear(384, patches) for _ in range(6))
+        self.over_channels = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width), nn.Linear(width, 640), nn.GELU(), nn.Linear(640, width)
+            )
+            for _ in range(6)
+        )
+        self.head = nn.Linear(width, 50)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.patches(x).flatten(2)
+        for mixes, back, channels in zip(
+            self.over_patches, self.back, self.over_channels, strict=True
+        ):
+            hidden = hidden + back(mixes(hidden))
+            hidden = hidden + channels(hidden.transpose(1, 2)).transpose(1, 2)
+        scores: Tensor = self.head(hidden.mean(2))
+        return scores
+
+
+class Autoencoder(nn.Module):
+    """Convolutions down to a code with random noise, and transposed convolutions back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        down = ((1, 24), (24, 48), (48, 96))
+        self.encoder = nn.Sequential(
+            *(
+                layer
+                for inputs, outputs in down
+                for layer in (
+                    nn.Conv2d(inputs, outputs, 4, 2, 1),
+                    nn.GroupNorm(8, outputs),
+                    nn.SiLU(),
+                )
+            )
+        )
+        up = ((48, 48), (48, 24), (24, 1))
+        self.decoder = nn.Sequential(
+            *(
+                layer
+                for inputs, outputs in up
+                for layer in (nn.SiLU(), nn.ConvTranspose2d(inputs, outputs, 4, 2, 1))
+            )
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, log_deviation = self.encoder(x).chunk(2, 1)
+        code = mean + torch.randn_like(mean) * log_deviation.exp()
+        image: Tensor = self.decoder(code)
+        return image
+
+
 def tokens_loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits, target.flatten())
 
@@ -215,6 +305,27 @@ NETWORKS = {
     "resnet": Network(resnet, SGD, (((3, 32, 32), torch.float32), _LABEL), F.cross_entropy, _SIZES),
     "tables": Network(
         Tables, torch.optim.Adam, (((8,), torch.int64), _LABEL), F.cross_entropy, (2.0, 2.5, 4.0)
+    ),
+    "wavenet": Network(
+        lambda _: WaveNet(),
+        torch.optim.NAdam,
+        (((1, 2048), torch.float32), _LABEL),
+        F.cross_entropy,
+        _SIZES,
+    ),
+    "mixer": Network(
+        lambda _: Mixer(),
+        torch.optim.RMSprop,
+        (((3, 112, 112), torch.float32), _LABEL),
+        F.cross_entropy,
+        _SIZES,
+    ),
+    "autoencoder": Network(
+        lambda _: Autoencoder(),
+        torch.optim.AdamW,
+        (((1, 96, 96), torch.float32), ((1, 96, 96), torch.float32)),
+        F.mse_loss,
+        _SIZES,
     ),
     "gan": Network(
         lambda _: Gan(), torch.optim.Adam, (((3072,), torch.float32),), F.mse_loss, _SIZES
