@@ -56,7 +56,7 @@ SEARCHED = ("ResNet-18 SGD", "GPT 12x768 AdamW bf16", "U-Net 256 AdamW", "MLP 8x
 COMPILED = "MLP 8x1024 Adam"
 COMPILED_LIMIT_GB = 1
 
-SEARCH_STEPS = 70
+SEARCH_STEPS = 20
 """Mean cost of a search in steps of the size found, which ``benchmarks.cuda_search`` prints."""
 
 TRAINED_STEPS = 40

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,7 +60,8 @@ class BatchFinder(Callback):
             one within 5 % of the best samples per second that were measured.
         memory_limit: the most memory that this process may hold: bytes (``2e9`` too), a text such
             as ``"20GiB"``, or a fraction in (0, 1] of what the device can provide to this process.
-            ``None``, and at most: 0.95 of it; on the host 0.95 of the part that is still free.
+            ``None``, and at most: 0.95 of it; on the host 0.95 of the part that is still free. On
+            CUDA a limit that is given is enforced until the training ends.
         max_batch_size: the largest size to consider, in samples.
         min_batch_size: the smallest size to consider, in samples; ``None``: 2 (one sample is an
             error to BatchNorm).
@@ -170,6 +172,8 @@ class BatchFinder(Callback):
         self._batch_watch: BatchWatch | None = None
         # These are the processes that search together.
         self._ranks = Ranks(0, 1)
+        # It holds the limit of the user from the search until the end of the training.
+        self._enforced_limit = ExitStack()
 
     def device_memory(self, device: torch.device) -> DeviceMemory | None:
         """Return the memory that a search uses; override it to search on another kind of device."""
@@ -249,6 +253,10 @@ class BatchFinder(Callback):
             apply_to_training(setting, plan)
         self.plan = plan
         self._plan_of_fit = plan
+        if options.memory_limit is not None:
+            # Otherwise the allocator would grow where it released its cache in the rehearsal.
+            limit = search.device_memory.limit_enforced(plan.limit_bytes)
+            self._enforced_limit.enter_context(limit)
         if saved_plan is None:
             self._report(trainer, plan)
 
@@ -270,7 +278,8 @@ class BatchFinder(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Undo what ``setup`` or the search of an evaluation left, when a run ends early."""
+        """Undo what ``setup`` or a search has left, when a run ends early."""
+        self._enforced_limit.close()
         if self._cancel is not None:
             self._cancel()
             self._cancel = None
@@ -280,7 +289,8 @@ class BatchFinder(Callback):
             self._ranks.report(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restore the size of the project after an evaluation: the next ``fit`` starts from it."""
+        """Undo the limit, and the size of an evaluation: the next ``fit`` starts without them."""
+        self._enforced_limit.close()
         if self._cancel is not None:
             self._cancel()
             self._cancel = None

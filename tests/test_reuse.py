@@ -125,7 +125,7 @@ LIMITED = {"limited_by": "dataset", "batch_size": 100}
             "it was found on another GPU and this is host.",
         ),
         ({}, 600, Lawful, {}, "the limit was 475.0 MiB and is 570.0 MiB."),
-        ({}, 450, Lawful, {}, "it held 446.0 MiB and the limit is 427.5 MiB."),
+        ({}, 450, Lawful, {}, f"it held {law(FOUND) / MIB} MiB and the limit is 427.5 MiB."),
         (
             {},
             500,

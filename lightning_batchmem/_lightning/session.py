@@ -9,11 +9,11 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_batchmem._lightning.bounds import limited_batches
 from lightning_batchmem._lightning.clean_start import CleanStart
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
 from lightning_batchmem._lightning.strategies import (
+    has_batch_norm,
     is_synchronized,
     steps_are_collective,
     without_synchronization,
@@ -83,16 +83,8 @@ class TrainerSession:
     def bounds(self) -> list[Bound]:
         return self.bounds_of_stage
 
-    def smaller_batch_size(self, batch_size: int) -> int:
-        in_epoch = self.batches_in_epoch(batch_size)
-        if not any(info.may_end_smaller(batch_size, in_epoch) for info in self.loaders.sized):
-            return batch_size
-        # A batch of one sample needs next to no memory, so half of the size takes its place.
-        last_size = self.loaders.last_batch_size(batch_size)
-        return last_size if last_size > 1 else min(batch_size, max(2, batch_size // 2))
-
     def avoided_sizes(self) -> set[int]:
-        if self.training is None:
+        if self.training is None or not has_batch_norm(self.module):
             return set()
         return {
             size
@@ -102,8 +94,7 @@ class TrainerSession:
         }
 
     def batches_in_epoch(self, batch_size: int) -> float:
-        limit = getattr(self.trainer, f"limit_{self.setting.source.stage}_batches")
-        return limited_batches(self.loaders.batches(batch_size), limit)
+        return self.all_steps[0].batches_in_epoch(batch_size)
 
     def worker_bytes(self, batch_size: int) -> int:
         return sum(batches.worker_bytes(batch_size) for batches in self.batches)

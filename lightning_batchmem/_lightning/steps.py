@@ -69,6 +69,20 @@ class _StageSteps:
     def items(self, batch_size: int) -> float:
         return self.batches.items(batch_size)
 
+    def batches_in_epoch(self, batch_size: int) -> float:
+        """Batches of an epoch on this rank, as far as the Trainer's limits allow."""
+        stage = self.loaders.hook.removesuffix("_dataloader")
+        limit = getattr(self.trainer, f"limit_{stage}_batches")
+        return limited_batches(self.loaders.batches(batch_size), limit)
+
+    def last_batch_size(self, batch_size: int) -> int:
+        in_epoch = self.batches_in_epoch(batch_size)
+        if not any(info.may_end_smaller(batch_size, in_epoch) for info in self.loaders.sized):
+            return batch_size
+        # A batch of one sample needs next to no memory, so half of the size takes its place.
+        last_size = self.loaders.last_batch_size(batch_size)
+        return last_size if last_size > 1 else min(batch_size, max(2, batch_size // 2))
+
     def make_batch(self, batch_size: int, index: int, *, other_lengths: bool = False) -> None:
         make = self.batches.other_lengths if other_lengths else self.batches.batch
         self._make_again = partial(make, batch_size, index)
@@ -96,9 +110,7 @@ class TrainingSteps(_StageSteps):
         # The results are new, because values may now be reduced in another way: on this rank only,
         # or over all ranks.
         self.loop._results = type(self.loop._results)(training=True)
-        trainer.fit_loop.max_batches = limited_batches(
-            self.loaders.batches(batch_size), trainer.limit_train_batches
-        )
+        trainer.fit_loop.max_batches = self.batches_in_epoch(batch_size)
         # The first micro batch clears the gradients, and the last one makes the optimizer step.
         # Those between them take no more memory than the last.
         trainer.accumulate_grad_batches = min(2, trainer.accumulate_grad_batches)
@@ -154,6 +166,12 @@ class EvaluationSteps(_StageSteps):
         self.batches.prepare(batch_size)
         if self.trainer.training:
             self.trainer.validating = True
+            # Lightning drops the gradients before a validation, except between the batches of an
+            # accumulation.
+            if not self.trainer.fit_loop._should_accumulate():
+                # _call_lightning_module_hook is private in lightning 2.5.0 to 2.6.6.
+                call_hook = lightning_name(self.trainer, "trainer.call._call_lightning_module_hook")
+                call_hook(self.trainer, "on_validation_model_zero_grad")
         counts = [self.loaders.batches(batch_size)] * len(self.loaders.sized)
         # Where a name belongs to the other kind of loop only, this one does not read it.
         vars(self.loop).update(

@@ -116,7 +116,7 @@ class TrainerSearch:
         setup = record_training_setup(setting, self.options)
         conditions = search_conditions(self.trainer, self.options)
         clean_start = CleanStart(self.trainer, self.device_memory, recorded)
-        with self._progress() as progress, each_size_static(), clean_start.entered():
+        with self._progress() as progress, clean_start.entered(), each_size_static():
             session = self._training_session(clean_start, setting)
             of_ranks = self.ranks.exchange(session.longest_bytes)
             conditions["sample_bytes"] = [max(sizes) for sizes in zip(*of_ranks, strict=True)]
@@ -158,7 +158,7 @@ class TrainerSearch:
             RuntimeError: if no size fits.
         """
         clean_start = CleanStart(self.trainer, self.device_memory, recorded)
-        with self._progress() as progress, each_size_static(), clean_start.entered():
+        with self._progress() as progress, clean_start.entered(), each_size_static():
             session = self._evaluation_session(clean_start, setting)
             if session is None:
                 return None

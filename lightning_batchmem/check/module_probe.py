@@ -87,7 +87,7 @@ class _ProbedTrainer(TrainerSearch):
         """Measure the steps, and end ``fit`` without a plan."""
         sizes = self.probe.sizes
         clean_start = CleanStart(self.trainer, self.device_memory, recorded)
-        with each_size_static(), clean_start.entered():
+        with clean_start.entered(), each_size_static():
             session = self._training_session(clean_start, setting)
             largest, reason = min(session.bounds())
             if largest < sizes[-1]:
@@ -113,7 +113,7 @@ def _storages_at(
     session.phases.watch(session.optimizers, forward_follows=True)
     try:
         with ConsecutiveSteps(meter, meter.primary, batch_size) as consecutive:
-            consecutive.warm_up()
+            consecutive.warm_up(policy.warmup_steps)
             reason = why_not_possible(session.module, is_compiled=meter.is_compiled)
             if reason:
                 raise ValueError(f"the memory of a step cannot be counted: {reason}")

@@ -77,8 +77,8 @@ def _searched(
     device = device_name(loop.device)
     with (
         SearchProgress(enabled=ranks.rank == 0) as progress,
-        each_size_static(),
         session.entered(),
+        each_size_static(),
     ):
         earlier_plan, notes = find_earlier_plan(
             given_plan,

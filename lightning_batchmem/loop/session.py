@@ -48,7 +48,7 @@ class LoopSession:
         self.steps_are_collective = loop.steps_are_collective
         self.training = LoopSteps(self, loop)
         self._device_memory = device_memory
-        self._multiple_of = multiple_of
+        self.multiple_of = multiple_of
         self._is_first_rank = loop.ranks.rank == 0
         self._recorded = _recorded(loop)
         functions = (loop.step, loop.make_batch)
@@ -80,11 +80,6 @@ class LoopSession:
 
     def bounds(self) -> list[Bound]:
         return []
-
-    def smaller_batch_size(self, batch_size: int) -> int:
-        # The end of an epoch is not known.
-        half = batch_size // 2 // self._multiple_of * self._multiple_of
-        return min(batch_size, max(2, self._multiple_of, half))
 
     def avoided_sizes(self) -> set[int]:
         return set()
@@ -172,6 +167,12 @@ class LoopSteps:
 
     def items(self, batch_size: int) -> float:
         return batch_size
+
+    def last_batch_size(self, batch_size: int) -> int:
+        # The end of an epoch is not known.
+        unit = self.session.multiple_of
+        half = batch_size // 2 // unit * unit
+        return min(batch_size, max(2, unit, half))
 
     def begin(self, batch_size: int) -> int:
         session = self.session

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from lightning_batchmem.plan import sentences
@@ -16,6 +15,7 @@ from lightning_batchmem.plan.records import (
     SearchFailed,
     Trial,
 )
+from lightning_batchmem.plan.rules import decide_on_device
 from lightning_batchmem.plan.scaling import rounded
 from lightning_batchmem.plan.search_state import SearchState
 from lightning_batchmem.plan.throughput import (
@@ -54,9 +54,12 @@ def decide(
         ...     peak_bytes = 100 + 10 * step.batch_size
         ...     trials.append(Trial(step.batch_size, "ok", {"forward": peak_bytes}, step.kind))
         >>> step.batch_size, step.limited_by, [trial.batch_size for trial in trials]
-        (50, 'dataset', [2, 8, 32, 50])
+        (50, 'dataset', [2, 8, 40, 50])
     """
-    state = SearchState(tuple(trials), limits, policy or SearchPolicy())
+    policy = policy or SearchPolicy()
+    if not limits.overrun_kills:
+        return decide_on_device(trials, limits, policy)
+    state = SearchState(tuple(trials), limits, policy)
     if state.lowest > state.highest:
         return SearchFailed(sentences.empty_range(limits))
     if not trials:
@@ -111,8 +114,7 @@ def _second_size(state: SearchState) -> NextSize | LimitedBy:
     if following > highest:
         return _MEMORY if state.passed else NextSize(size, "rehearsal")
     largest = state.policy.ladder_growth * size
-    if state.guaranteed_size() >= following or not state.is_error_caught:
-        largest = min(largest, state.guaranteed_size())
+    largest = min(largest, state.guaranteed_size())
     second = state.rounded(int(min(largest, highest)))
     if state.failed:
         second = min(second, state.between_fit_and_failure())
@@ -121,7 +123,7 @@ def _second_size(state: SearchState) -> NextSize | LimitedBy:
     if not state.passed:
         # The next size may not fit.
         return NextSize(size, "rehearsal")
-    return _MEMORY if state.limits.overrun_kills else NextSize(following, "rehearsal")
+    return _MEMORY
 
 
 def _next_rung(state: SearchState) -> int | None:
@@ -138,24 +140,16 @@ def _next_rung(state: SearchState) -> int | None:
     size = state.largest.batch_size
     candidate = state.candidate()
     largest = state.guaranteed_size()
-    if state.is_error_caught:
-        share = state.policy.ladder_limit_share
-        largest = max(largest, state.largest_predicted_size(share))
     rung = state.rounded(state.policy.ladder_growth * size)
-    if state.limits.overrun_kills and not is_timed:
+    if not is_timed:
         # The first rehearsal measures how many bytes are held, and no probe goes beyond it.
         largest = min(largest, state.first_rehearsal_size())
     if is_timed:
         # The last size is closer, because throughput may still rise.
-        if state.limits.overrun_kills:
-            # A rehearsal keeps more room free than a probe needs.
-            largest = min(largest, int(state.policy.climb[-1] * candidate))
+        # A rehearsal keeps more room free than a probe needs.
+        largest = min(largest, int(state.policy.climb[-1] * candidate))
         rung = min(rung, state.rounded(min(candidate, largest)))
         return rung if rung >= state.policy.least_gap * size else None
-    if rung > largest and state.is_bent and state.is_error_caught:
-        # A line through the last two sizes is too low beyond them, so another one is between.
-        rung = state.rounded(math.isqrt(size * candidate))
-        return rung if rung > size and candidate >= state.policy.least_gap * size else None
     return rung if size < rung < min(candidate, largest + 1) else None
 
 
@@ -164,60 +158,14 @@ def _next_rung(state: SearchState) -> int | None:
 
 def _next_size_for_memory(state: SearchState) -> NextSize | LimitedBy:
     """The next size, or what limits the size if no other one is worth a try."""
-    kills = state.limits.overrun_kills
     if state.passed and state.passed[-1].batch_size >= state.highest:
         return state.limits.max_reason
     if state.memory is None:
         return _second_size(state)
-    has_failed_probe = bool(state.failed) and state.failed[-1].kind == "probe"
-    if has_failed_probe and state.sizes_left > state.policy.between_probes_sizes and not kills:
-        # Between a size that fits and one that does not.
-        between = state.between_fit_and_failure()
-        if between >= 2 * state.largest.batch_size:
-            return NextSize(between, "probe")
     rung = _next_rung(state)
     if rung is not None:
         return NextSize(rung, "probe")
-    candidate = state.candidate()
-    if kills:
-        return _climb(state, candidate)
-    if not state.passed:
-        return NextSize(candidate, "rehearsal")
-    if state.failed and _may_try_between(state):
-        between = state.between_fit_and_failure()
-        if between in state.tried:
-            # It was rounded down over sizes that are not allowed.
-            between = rounded(state.passed[-1].batch_size + 1, state.limits, up=True)
-        if between < state.failed_size:
-            return NextSize(between, "rehearsal")
-    # For throughput, the last per cent of the memory are not worth a rehearsal.
-    may_step_up = not (state.is_for_throughput or state.limits.steps_are_collective)
-    if state.failed or len(state.passed) > 1 or not may_step_up:
-        return _MEMORY
-    higher = state.largest_predicted_size(state.step_up_share)
-    enough = (1 + state.policy.min_gain) * state.passed[-1].batch_size
-    is_worth_it = higher == state.highest or higher >= enough
-    return NextSize(higher, "rehearsal") if is_worth_it else _MEMORY
-
-
-def _may_try_between(state: SearchState) -> bool:
-    """Whether a size between the one that has just passed and the one that failed is worth a try.
-
-    It is tried once, and not after many errors.
-    """
-    best = state.passed[-1].batch_size
-    num_out_of_memory = sum(trial.outcome == "out_of_memory" for trial in state.trials)
-    smallest_failure = min(state.failed, key=lambda trial: trial.batch_size)
-    may_fail = (
-        num_out_of_memory < state.policy.max_errors or smallest_failure.outcome != "out_of_memory"
-    )
-    return (
-        state.is_error_caught
-        and state.trials[-1].batch_size == best
-        and len(state.passed) == 1
-        and may_fail
-        and state.failed_size > (1 + state.policy.between_share) * best
-    )
+    return _climb(state, state.candidate())
 
 
 def _climb(state: SearchState, candidate: int) -> NextSize | LimitedBy:
@@ -315,9 +263,6 @@ def _choose(state: SearchState, limited_by: LimitedBy) -> Chosen:
     notes = [
         sentences.dropped_from_fit(dropped, state.limits) for dropped in dropped_sizes(state.ran)
     ]
-    is_fragmented = trial.held_bytes > state.policy.fragmented_ratio * trial.peak_bytes
-    if limited_by == "memory" and is_fragmented and not state.limits.overrun_kills:
-        notes.append(sentences.fragmented(trial))
     near_best = fastest(state.speeds, state.policy)
     notes += _slower_note(state, size)
     return Chosen(

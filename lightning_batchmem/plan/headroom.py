@@ -1,4 +1,4 @@
-"""Which sizes are predicted to fit, and which fit for certain: one function per kind of device."""
+"""Which sizes are predicted to fit on the host, and which fit for certain."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ def needed_bytes_on_host(
     blocks seldom fit exactly into what another phase has freed. It may be negative, because bytes
     that are never written are not held. Probes are too small to show it, so it is bounded below
     and above. It differs between rehearsals, as between processes that train at one size, by the
-    order of the blocks in the heap. So the largest of all rehearsals counts. On an accelerator the
-    prediction is :meth:`.MemoryModel.predict_bytes` itself.
+    order of the blocks in the heap. So the largest of all rehearsals counts.
 
     Args:
         batch_size: the size in samples.
@@ -71,24 +70,19 @@ def _held_overhead(trial: Trial, first: Trial, memory: MemoryModel) -> float:
     return overhead_bytes / max(1.0, memory.grown_bytes(first.batch_size, trial.batch_size))
 
 
-def guaranteed_size_on_accelerator(trial: Trial, limit_bytes: int) -> int:
+def guaranteed_size_on_host(trial: Trial, limit_bytes: int, policy: SearchPolicy) -> int:
     """The largest size that fits if everything that does not last grows with the batch.
+
+    It may be larger, because only a part of the held bytes grows with the batch. An old process
+    holds free blocks of earlier work, and an optimizer step needs room for the parameters. What it
+    holds besides is left from the forward and the backward pass.
 
     Source: the peak is a maximum of ``a + b * size`` with ``a >= fixed``, and for each of these
     ``a + b * k * size <= fixed + k * (a - fixed + b * size)``.
     """
     fixed_bytes = min(trial.fixed_bytes, trial.needed_bytes)
     growing_bytes = max(1, trial.needed_bytes - fixed_bytes)
-    return (limit_bytes - fixed_bytes) * trial.batch_size // growing_bytes
-
-
-def guaranteed_size_on_host(trial: Trial, limit_bytes: int, policy: SearchPolicy) -> int:
-    """The same, or a larger size, because only a part of the held bytes grows with the batch.
-
-    An old process holds free blocks of earlier work, and an optimizer step needs room for the
-    parameters. What it holds besides is left from the forward and the backward pass.
-    """
-    size = guaranteed_size_on_accelerator(trial, limit_bytes)
+    size = (limit_bytes - fixed_bytes) * trial.batch_size // growing_bytes
     if not trial.is_exact:
         return size
     peaks = trial.phase_peak_bytes

@@ -30,9 +30,6 @@ class SearchPolicy:
     ladder_growth: int = 4
     """Small sizes are measured on a ladder: each size is this multiple of the one before. Source:
     All of them together take a third more steps than the largest alone."""
-    ladder_limit_share: float = 0.45
-    """Where running out of memory is an error that can be caught, a size on the ladder runs if it
-    is predicted to need at most this share of the limit. Source: Half of `candidate_share`."""
     ladder_sizes_compiled: int = 2
     """Sizes on the ladder of a module that `torch.compile` compiled, unless the objective is
     throughput. Source: Each size is compiled for itself, which takes seconds to minutes."""
@@ -41,47 +38,19 @@ class SearchPolicy:
     search."""
     max_sizes_compiled: int = 2
     """The same for a module that `torch.compile` compiled. Source: As above."""
-    between_probes_sizes: int = 3
-    """A size between two probes of which one failed runs only if more sizes than this are left.
-    Source: A candidate and two steps down need three sizes."""
     candidate_share: float = 0.9
-    """The first size that is rehearsed is predicted to need this share of the limit. Source:
-    Rounding and fragmentation take the rest. Chosen on a model of CUDA's allocator that version
-    0.3.0 had; `python -m benchmarks.cuda_search` shows what it gives on PyTorch's own."""
-    fixed_share: float = 0.45
-    """Where the fixed part takes more than this share of the limit, these shares are those of the
-    room beyond it. Source: The ladder ends at `ladder_limit_share`, so it would have no size."""
-    fragmented_probe_share: float = 0.1
-    """Probes that need at least this share of the limit show how the allocator fragments. Source: A
-    smaller one is mostly the allocator's rounding to segments of 20 MiB."""
-    step_up_share: float = 0.94
-    """The same for the larger size that is tried after a pass. Source: Chosen on a model of CUDA's
-    allocator that version 0.3.0 had; `python -m benchmarks.cuda_search` shows what it gives on
-    PyTorch's own."""
-    collective_share: float = 0.85
-    """The same where ranks take steps together, so that no limit can be enforced. Source: Chosen on
-    a model of CUDA's allocator that version 0.3.0 had; `python -m benchmarks.cuda_search` shows
-    what it gives on PyTorch's own."""
+    """On the host, a size is certain to fit if it needs at most this share of the room that is
+    left. Source: Rounding takes the rest."""
     step_down: tuple[float, ...] = (0.052, 0.12, 0.25, 0.5)
-    """A size shrinks by these shares after each failure. Source: Chosen on a model of CUDA's
-    allocator that version 0.3.0 had; `python -m benchmarks.cuda_search` shows what it gives on
-    PyTorch's own."""
-    between_share: float = 0.08
-    """Between a size that passed and a size that failed, once another size is rehearsed if they
-    differ by more than this share. Source: The steps down are coarser than the allocator."""
-    max_errors: int = 2
-    """After this many out-of-memory errors that is not done. Source: A search on a
-    device should have at most two."""
+    """On the host, a size shrinks by these shares after each failure. Source: Chosen on a model of
+    CUDA's allocator that version 0.3.0 had."""
     climb: tuple[float, ...] = (0.5, 0.8)
     """These shares of the size that fits are rehearsed first where an overrun kills. No probe is
     above the first, and none for throughput above the last. Source: trainings in memory control
     groups: `python -m benchmarks.search`."""
-    min_gain: float = 0.02
-    """A smaller gain is not worth another size. Source: A rehearsal costs about 14 steps on the
-    host, and 45 on a device."""
     min_gain_when_killed: float = 0.1
-    """The same where an overrun kills the process. Source: trainings in memory control groups:
-    `python -m benchmarks.search`."""
+    """Where an overrun kills the process, a smaller gain is not worth another size. Source:
+    trainings in memory control groups: `python -m benchmarks.search`."""
     near_best_share: float = 0.95
     """The smallest size with this share of the best throughput counts as the fastest. Source:
     Beyond it, more memory gains next to no speed."""
@@ -145,11 +114,41 @@ class SearchPolicy:
     """Training that starts with more in use than the search, by this share of the limit, warns.
     Source: Less is no difference between two starts of one training."""
 
+    # The sizes that are run where an error can be caught.
+
+    probe_share: float = 0.45
+    """The third probe is at this share of the size that fills the limit. Source: Half of
+    `rehearsal_share`; 0.25 found smaller sizes in `python -m benchmarks.cuda_search`."""
+    least_growth: float = 1.5
+    """A probe is at least this multiple of the one before. Source: Closer sizes show no more of the
+    lines."""
+    rehearsal_share: float = 0.9
+    """The first rehearsal is at this share of the size that fills the limit. Source: Rounding and
+    fragmentation take the rest; with 0.88 and 0.92 `python -m benchmarks.cuda_search` finds about
+    as much."""
+    most_share: float = 0.97
+    """No rehearsal is above this share. Source: As above."""
+    collective_share: float = 0.85
+    """Where ranks take steps together, so that no limit can be enforced, one size is rehearsed, at
+    this share. Source: An error there ends all ranks."""
+    between_share: float = 0.6
+    """Between a size that ran and one that failed, the next size is at this share of the way.
+    Source: A rehearsal that fails ends early, so it costs less than one that passes."""
+    gap_share: float = 0.06
+    """The search ends when a size that passed and one that failed differ by at most this share.
+    Source: Below the difference of `rehearsal_share` and `most_share`."""
+    max_errors: int = 3
+    """After so many out-of-memory errors, the search ends with a size that passed. Source: It
+    bounds the time of a search."""
+
     # The steps of one size.
 
     warmup_steps: int = 1
-    """Warm-up steps of a trial, at least. Source: Optimizers get their state in a step, and
+    """Warm-up steps of a probe, at least. Source: Optimizers get their state in a step, and
     libraries allocate memory in the first."""
+    rehearsal_warmup_steps: int = 2
+    """The same of a rehearsal where an error can be caught; a retry of the allocator in them does
+    not count. Source: The second step places its blocks beside the optimizer states."""
     graph_warmup_steps: int = 3
     """The same for a compiled module. Source: CUDA graphs warm up, record and replay."""
     max_warmup_steps: int = 20
@@ -166,15 +165,11 @@ class SearchPolicy:
     timed_seconds: float = 0.25
     """Between these two numbers, steps are timed until they have taken this time. Source: Other
     work on a shared machine often slows down all steps of a tenth of a second."""
-    steady_steps: int = 5
-    """Steps of a rehearsal after the warm-up. Source: With fewer, trainings ran out of memory in
-    later steps. Chosen on a model of CUDA's allocator that version 0.3.0 had; `python -m
-    benchmarks.cuda_search` shows what it gives on PyTorch's own."""
-    settling_steps: int = 2
-    """In the first of these steps a retry of the allocator does not count. Source: The first step
-    with optimizer state places its blocks anew, once in a training. Chosen on a model of CUDA's
-    allocator that version 0.3.0 had; `python -m benchmarks.cuda_search` shows what it gives on
-    PyTorch's own."""
+    steady_steps: int = 3
+    """Steps of a rehearsal after the warm-up. Source: `python -m benchmarks.cuda_search`; more of
+    them find trainings that run out of memory in later steps, and cost as much as probes."""
+    host_steady_steps: int = 5
+    """The same on the host. Source: With fewer, trainings ran out of memory in later steps."""
     more_steady_steps: int = 15
     """More of them where peaks differ. Source: Random depth or image size."""
     more_steady_steps_slow: int = 5
@@ -182,11 +177,6 @@ class SearchPolicy:
     differing_share: float = 0.1
     """Peaks differ from this share of the highest on; on the host, of what the steps themselves
     hold. Source: Less is noise of the allocator."""
-    smaller_batch_shares: tuple[float, ...] = (0.75, 0.4, 0.9, 0.2, 0.6, 0.3, 0.5, 0.85)
-    """A rehearsal on a device also has batches of these shares of the size, only the first if steps
-    are slow. Source: Their gradients lie between those of full batches and cannot be released.
-    Chosen on a model of CUDA's allocator that version 0.3.0 had; `python -m benchmarks.cuda_search`
-    shows what it gives on PyTorch's own."""
     slow_step_seconds: float = 1.0
     """Slower steps are repeated less often. Source: It bounds the time of a search."""
 

@@ -5,6 +5,7 @@ All of it is plain data in bytes, seconds and samples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -211,6 +212,13 @@ class MemoryModel:
         It is a lower bound beyond the sizes that were run, because the peak may bend upward there.
         """
         return max(line.at(batch_size) for line in self.lines.values())
+
+    def size_at(self, limit_bytes: float) -> float:
+        """The size at which the first line reaches so many bytes; ``inf`` if none grows."""
+        growing = [line for line in self.lines.values() if line.slope > 0]
+        return min(
+            ((limit_bytes - line.intercept) / line.slope for line in growing), default=math.inf
+        )
 
     def grown_bytes(self, smaller_size: float, larger_size: float) -> float:
         """Growth from one size to another, of the phase that grows most."""

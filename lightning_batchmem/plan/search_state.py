@@ -8,7 +8,6 @@ from functools import cached_property
 
 from lightning_batchmem.plan.fit import fit_memory, ran_through
 from lightning_batchmem.plan.headroom import (
-    guaranteed_size_on_accelerator,
     guaranteed_size_on_host,
     needed_bytes_on_host,
 )
@@ -125,30 +124,11 @@ class SearchState:
         has_timed_again = any(trial.kind == "timing" for trial in self.trials)
         return has_timed_again or num_refinements(self.trials) > 0
 
-    @property
-    def is_error_caught(self) -> bool:
-        """Whether a size that does not fit is an error that ends no process."""
-        return not (self.limits.overrun_kills or self.limits.steps_are_collective)
-
-    @property
-    def is_bent(self) -> bool:
-        """Whether the last size lies above the line of the sizes before it."""
-        if self.memory is None or len(self.ran) < 3:
-            return False
-        lines = self.memory.lines
-        line = lines[self.memory.phase_at(self.highest)]
-        return line.first_batch_size == self.ran[-2].batch_size
-
     def candidate(self) -> int:
         """The largest size that is predicted to fit, less a step for each failure."""
         policy = self.policy
-        if self.limits.steps_are_collective:
-            share = min(policy.collective_share, self.candidate_share)
-        elif self.limits.overrun_kills:
-            # The needed bytes include a reserve.
-            share = 1.0
-        else:
-            share = self.candidate_share
+        # The needed bytes include a reserve.
+        share = policy.collective_share if self.limits.steps_are_collective else 1.0
         size = self.largest_predicted_size(share)
         if self.failed:
             num_steps = len(self.failed) + self._skipped_steps_down()
@@ -161,37 +141,10 @@ class SearchState:
                 size = min(size, self.between_fit_and_failure())
         return max(size, self.lowest)
 
-    @cached_property
-    def candidate_share(self) -> float:
-        """The share of the limit that the first rehearsal may be predicted to need.
-
-        An allocator that reserved ``r`` times the live bytes of a probe can use between none and
-        all of the rest in a larger step, so the live bytes may take between ``1 / r`` and 1 of the
-        limit. The middle is taken where it is lower than the usual share.
-        """
-        least_bytes = self.policy.fragmented_probe_share * self.limits.limit_bytes
-        probes = [t for t in self.trials if t.kind == "probe" and t.outcome == "ok"]
-        largest = max(probes, key=lambda trial: trial.batch_size, default=None)
-        share = self.policy.candidate_share
-        if largest is None or largest.peak_bytes < least_bytes:
-            return share
-        return min(share, (1 + largest.peak_bytes / largest.held_bytes) / 2)
-
-    @property
-    def step_up_share(self) -> float:
-        """The share for the larger size after a pass: as far on the way to the limit as usual."""
-        policy = self.policy
-        way = (policy.step_up_share - policy.candidate_share) / (1 - policy.candidate_share)
-        return self.candidate_share + way * (1 - self.candidate_share)
-
     def guaranteed_size(self) -> int:
         """The largest size that fits for certain, after the largest that fitted."""
-        share = self.policy.candidate_share
-        limit_bytes = self.limits.limit_bytes
-        if self.limits.overrun_kills:
-            usable_bytes = self._usable_bytes_on_host(share)
-            return guaranteed_size_on_host(self.largest, int(usable_bytes), self.policy)
-        return guaranteed_size_on_accelerator(self.largest, int(share * limit_bytes))
+        usable_bytes = self._usable_bytes_on_host(self.policy.candidate_share)
+        return guaranteed_size_on_host(self.largest, int(usable_bytes), self.policy)
 
     def first_rehearsal_size(self) -> int:
         """The size that is rehearsed first where an overrun kills, before it is rounded."""
@@ -214,9 +167,7 @@ class SearchState:
         return self.highest if size >= self.highest else rounded(size, self.limits)
 
     def _skipped_steps_down(self) -> int:
-        """Steps down to skip: the last size should fit, and memory should run out only once."""
-        if self.sizes_left == 1 and not self.limits.overrun_kills:
-            return 2
+        """Steps down to skip: memory should run out only once."""
         return 1 if any(trial.outcome == "out_of_memory" for trial in self.failed) else 0
 
     def _usable_bytes_on_host(self, share: float) -> float:
@@ -225,21 +176,8 @@ class SearchState:
         return needed_bytes + share * (self.limits.limit_bytes - needed_bytes)
 
     def _is_predicted_to_fit(self, size: int, share: float) -> bool:
-        """Whether a size is predicted to need at most a share of the limit.
-
-        Where the fixed part is large, and an error can be caught, it is a share of the rest.
-        """
+        """Whether a size is predicted to need at most a share of the limit."""
         if self.memory is None:
             return False
-        limit_bytes = self.limits.limit_bytes
-        if self.limits.overrun_kills:
-            needed_bytes = needed_bytes_on_host(
-                size, self.memory, self.ran, self.failed, self.policy
-            )
-            return needed_bytes <= self._usable_bytes_on_host(share)
-        usable_bytes = share * limit_bytes
-        fixed_bytes = min(self.memory.predict_bytes(0), limit_bytes)
-        if self.is_error_caught and fixed_bytes > self.policy.fixed_share * limit_bytes:
-            # Only the rest is allocated anew in every step, so only the rest is fragmented.
-            usable_bytes = fixed_bytes + share * (limit_bytes - fixed_bytes)
-        return self.memory.predict_bytes(size) <= usable_bytes
+        needed_bytes = needed_bytes_on_host(size, self.memory, self.ran, self.failed, self.policy)
+        return needed_bytes <= self._usable_bytes_on_host(share)

@@ -100,8 +100,11 @@ class TrialMeter:
         self.fixed_bytes = 0
         # Bytes to keep free for what a few steps cannot measure.
         self.reserve_bytes = 0
-        # Retries of the allocator in steps of a kind and size that came before.
+        # Whether every optimizer has its state.
+        self.is_warm = False
+        # Retries of the allocator in warm steps of a kind and size that came before.
         self.allocator_retries = 0
+        self._kinds_and_sizes: set[tuple[str, int]] = set()
 
     @property
     def is_compiled(self) -> bool:
@@ -172,6 +175,21 @@ class TrialMeter:
         self.held_bytes_of_calls.append(held_bytes)
         if held_bytes > self.most_held_bytes:
             raise OverLimitError
+
+    def num_retries(self) -> int:
+        """How often the allocator has released its cache to make room, since CUDA started."""
+        return self.device.counters().get("num_alloc_retries", 0)
+
+    def note_retries(self, first_phase: str, batch_size: int, count: int) -> None:
+        """Count the retries of a step, unless it is the first of its kind and size.
+
+        Where sizes change, a training may retry once an epoch, which costs next to nothing. A retry
+        in equal steps comes again, and costs a synchronization each time.
+        """
+        kind_and_size = (first_phase, batch_size)
+        if self.is_warm and kind_and_size in self._kinds_and_sizes:
+            self.allocator_retries += count
+        self._kinds_and_sizes.add(kind_and_size)
 
     def track_lasting(self, counter: LiveStorages) -> None:
         """Count optimizer states and gradients, which earlier steps made, without keeping them."""

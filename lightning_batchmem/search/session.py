@@ -49,6 +49,13 @@ class Steps(Protocol):
     def items(self, batch_size: int) -> float:
         """What the throughput counts in one call of ``run``: samples, or items in a budget."""
 
+    def last_batch_size(self, batch_size: int) -> int:
+        """Samples in the last batch of an epoch; ``batch_size`` if all batches are full.
+
+        Where it is unknown, it is half of the size. One sample is an error to BatchNorm, and is
+        never the size of the last batch.
+        """
+
     def begin(self, batch_size: int) -> int:
         """Make the next step the first of an epoch; returns the calls of ``run`` to a full step."""
 
@@ -122,13 +129,6 @@ class Session(Protocol):
 
     def bounds(self) -> list[Bound]:
         """The largest sizes that data and settings allow."""
-
-    def smaller_batch_size(self, batch_size: int) -> int:
-        """Samples in the last batch of an epoch; ``batch_size`` if all batches are full.
-
-        Where it is unknown, it is half of the size. One sample is an error to BatchNorm, and is
-        never the smaller size.
-        """
 
     def avoided_sizes(self) -> set[int]:
         """Sizes at which the last batch of an epoch has one sample."""

@@ -45,20 +45,27 @@ class ConsecutiveSteps:
         finally:
             self._steps.end()
 
-    def warm_up(self) -> None:
-        """Run until every optimizer has stepped, so that its state exists; no peak counts."""
+    def warm_up(self, steps: int) -> None:
+        """Run at least so many steps, until every optimizer has its state; no time counts.
+
+        Their peaks count on a device. Only these steps show what a CUDA graph needs, because a
+        replay allocates nothing, and what a library tries before it chooses an algorithm.
+        """
         meter = self._meter
         policy = meter.policy
         waiting: set[int] = set()
         if self._steps.first_phase == "forward":
             waiting = {id(optimizer) for optimizer in meter.session.optimizers}
-        for step in range(policy.max_warmup_steps):
-            at_least = policy.graph_warmup_steps if meter.is_compiled else policy.warmup_steps
-            if step >= at_least and not waiting:
+        for number in range(policy.max_warmup_steps):
+            at_least = policy.graph_warmup_steps if meter.is_compiled else steps
+            if number >= at_least and not waiting:
                 break
-            self._full_step(0, meter.step_counter)
+            calls = self._full_step(0, meter.step_counter)
+            if meter.device.counts_live_bytes:
+                self._add_peaks(calls)
             waiting -= meter.session.phases.stepped
         meter.has_idle_optimizer |= bool(waiting)
+        meter.is_warm = True
         if not meter.device.counts_live_bytes and meter.is_compiled:
             # A compiled module allocates without operators that a dispatch mode could count.
             meter.live = None
@@ -73,6 +80,12 @@ class ConsecutiveSteps:
         for number in range(self._steps.num_other_batches):
             calls = self._full_step(number, self._meter.step_counter, other_lengths=True)
             self._add_peaks(calls)
+
+    def run_once(self) -> None:
+        """Run a step whose peaks and times count."""
+        calls = self._full_step(0, self._meter.step_counter)
+        self._add_peaks(calls)
+        self._add_times(calls)
 
     def run_timed(self, *, equally_many: bool) -> None:
         """Run steps whose peaks and times count: fewer slow steps, and more quick ones.
@@ -135,6 +148,7 @@ class ConsecutiveSteps:
         phases = meter.session.phases
         phases.read_from(counter)
         meter.before_step()
+        retries_before = meter.num_retries()
         readings = []
         for call in range(self._calls):
             index = number * self._calls + call
@@ -152,6 +166,8 @@ class ConsecutiveSteps:
             if not isinstance(counter, LiveStorages):
                 meter.note_held_bytes(peaks)
             meter.samples += self._batch_size
+        num_retries = meter.num_retries() - retries_before
+        meter.note_retries(steps.first_phase, self._batch_size, num_retries)
         if steps is meter.primary:
             meter.full_steps += 1
         return readings

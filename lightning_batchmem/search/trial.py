@@ -15,9 +15,10 @@ from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Outcome, Trial, TrialKind
 from lightning_batchmem.plan.scaling import accumulated_batches
 from lightning_batchmem.search.compiled import forget_compiled
+from lightning_batchmem.search.host_rehearsal import HostRehearsal
 from lightning_batchmem.search.meter import OverLimitError, TrialMeter, read_start_bytes
 from lightning_batchmem.search.ranks import CollectiveDetector, Ranks
-from lightning_batchmem.search.rehearsal import Rehearsal
+from lightning_batchmem.search.rehearsal import rehearse
 from lightning_batchmem.search.session import Session
 from lightning_batchmem.search.steps import ConsecutiveSteps
 
@@ -131,20 +132,29 @@ class TrialRunner:
     def _steps_of(
         self, kind: TrialKind, meter: TrialMeter, batch_size: int, limits: SearchLimits
     ) -> Callable[[], None]:
+        if kind == "rehearsal" and self._device.overrun_kills:
+            return HostRehearsal(meter, batch_size, limits, self._ranks).run
         if kind == "rehearsal":
-            return Rehearsal(meter, batch_size, limits, self._ranks).run
-        runs = {"probe": self._probe, "timing": self._time, "exchange": self._exchange}
+            return partial(rehearse, meter, batch_size)
+        if kind == "probe":
+            # The time of a step decides nothing where the largest size is wanted.
+            is_quick = limits.options.objective == "memory" and not self._device.overrun_kills
+            return partial(self._probe, meter, batch_size, is_quick=is_quick)
+        runs = {"timing": self._time, "exchange": self._exchange}
         return partial(runs[kind], meter, batch_size)
 
-    def _probe(self, meter: TrialMeter, batch_size: int) -> None:
+    def _probe(self, meter: TrialMeter, batch_size: int, *, is_quick: bool) -> None:
         """Run a few steps and measure the peak of each phase."""
         for steps in (self._session.training, self._session.evaluation):
             if steps is None:
                 continue
             with ConsecutiveSteps(meter, steps, batch_size) as consecutive:
-                consecutive.warm_up()
-                # The user's steps may exchange data between ranks, in later steps only.
-                consecutive.run_timed(equally_many=self._ranks.size > 1)
+                consecutive.warm_up(self._policy.warmup_steps)
+                if is_quick:
+                    consecutive.run_once()
+                else:
+                    # The user's steps may exchange data between ranks, in later steps only.
+                    consecutive.run_timed(equally_many=self._ranks.size > 1)
                 consecutive.run_others()
                 consecutive.count_live_bytes()
             if steps is self._session.training:
@@ -153,7 +163,7 @@ class TrialRunner:
     def _time(self, meter: TrialMeter, batch_size: int) -> None:
         """Time the steps of a size that was run before."""
         with ConsecutiveSteps(meter, meter.primary, batch_size) as consecutive:
-            consecutive.warm_up()
+            consecutive.warm_up(self._policy.warmup_steps)
             consecutive.run_timed(equally_many=self._ranks.size > 1)
 
     def _exchange(self, meter: TrialMeter, batch_size: int) -> None:
@@ -182,7 +192,7 @@ class TrialRunner:
         if self._device.holds_loader_workers:
             reserve_bytes += worker_bytes
         needed_bytes = held_bytes or max(phase_peak_bytes.values(), default=0)
-        if outcome == "ok" and meter.allocator_retries > 0:
+        if outcome == "ok" and kind == "rehearsal" and meter.allocator_retries > 0:
             outcome = "allocator_retry"
         elif outcome == "ok" and needed_bytes + reserve_bytes > limits.limit_bytes:
             outcome = "over_limit"

@@ -8,8 +8,8 @@ from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationSch
 from lightning_batchmem import BatchFinder
 from tests.helpers.lawful import MIB, Lawful, Sizes, found_size, law
 
-BUDGET = 559 * MIB
-SMALLER_BUDGET = 335 * MIB
+BUDGET = 552 * MIB
+SMALLER_BUDGET = 328 * MIB
 assert found_size(BUDGET, multiple_of=1) == 400
 assert found_size(SMALLER_BUDGET, multiple_of=1) == 200
 

@@ -11,12 +11,9 @@ pytestmark = needs_stub
 GIB = "0.75"
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 42")
 def test_a_size_of_a_tenth_more_does_not_train():
     found = on_stub("cuda_graphs", "search", CUDA_STUB_GIB=GIB)
     larger = math.ceil(found["size"] / 0.9)
-    # Live bytes do not rise with the size, since blocks of a graph's private pool count as free.
-    # So the search rehearses sizes that are far too large, and then falls back to its last probe.
     trained = on_stub("cuda_graphs", "train", str(larger), CUDA_STUB_GIB=GIB)
     assert trained["error"], f"{larger} samples train, and the search ended so: {found}"
 
@@ -31,7 +28,6 @@ def test_the_profile_does_not_miss_the_pools_of_graphs():
         assert allocated == "" or float(allocated) >= 0.8 * eager_mib, found
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 42")
 def test_the_pool_of_the_last_trial_does_not_stay_in_the_cache():
     found = on_stub("cuda_graphs", "pool", CUDA_STUB_GIB=GIB)
     require(found["size"] == 2048, found)

@@ -1,13 +1,10 @@
 """Sizes of searches beside the largest that train, for networks that fragment memory."""
 
-import pytest
-
 from tests.helpers.cuda_stub import needs_stub, on_stub
 
 pytestmark = needs_stub
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 42")
 def test_an_mlp_on_a_small_device():
     # With this variable torch looks for devices without starting CUDA, so that copies of the
     # process can start it.

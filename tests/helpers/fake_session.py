@@ -17,6 +17,9 @@ class FakeSteps:
     def __init__(self, session):
         self.session = session
 
+    def last_batch_size(self, batch_size):
+        return max(1, batch_size // 2)
+
     def begin(self, batch_size):
         return 1
 
@@ -74,9 +77,6 @@ class FakeSession:
 
     def bounds(self):
         return [(self.largest, "dataset")]
-
-    def smaller_batch_size(self, batch_size):
-        return max(1, batch_size // 2)
 
     def avoided_sizes(self):
         return set()

@@ -23,7 +23,6 @@ FAST = SearchPolicy(
     timed_seconds=0.0,
     measured_steps=1,
     steady_steps=2,
-    smaller_batch_shares=(0.75,),
     equal_sizes_quick=64,
 )
 
@@ -35,14 +34,19 @@ def law(size):
 def found_size(budget_bytes, *, memory_limit=None, multiple_of=None):
     """The size that a search finds for :func:`law`.
 
-    It is the largest within the highest share of the limit, rounded down to a multiple.
+    The first rehearsal passes, and so does one between it and the highest share of the size that
+    fills the limit. Both are rounded down to a multiple.
     """
+    policy = SearchPolicy()
+
+    def rounded(size):
+        step = multiple_of or (2 ** max(0, (int(size) // 64).bit_length() - 1))
+        return int(size) // step * step
+
     limit_bytes = min(memory_limit or budget_bytes, int(0.95 * budget_bytes))
-    size = int(SearchPolicy.step_up_share * limit_bytes - law(0)) // MIB
-    step = multiple_of or max(
-        step for step in (1, 2, 4, 8, 16, 32, 64) if step <= max(1, size // 64)
-    )
-    return size // step * step
+    filling = (limit_bytes - law(0)) / MIB
+    first = rounded(policy.rehearsal_share * filling)
+    return rounded(first + policy.between_share * (policy.most_share * filling - first))
 
 
 def loader(size, samples=SAMPLES, **arguments):

@@ -48,4 +48,4 @@ def test_steps_leave_nothing(leave, loop, make_session):
 )
 def test_a_smaller_batch_is_about_a_half(multiple_of, sizes, make_session):
     session = make_session(multiple_of)
-    assert {size: session.smaller_batch_size(size) for size in sizes} == sizes
+    assert {size: session.training.last_batch_size(size) for size in sizes} == sizes

@@ -1,9 +1,11 @@
+import math
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_batchmem.plan.records import PHASES, Trial, mib
+from lightning_batchmem.plan.records import PHASES, Line, MemoryModel, Trial, mib
 
 TRIALS = st.builds(
     Trial,
@@ -89,3 +91,29 @@ def test_worst_of_is_at_least_every_trial_and_does_not_depend_on_the_order(trial
 
 def test_mebibytes_have_three_decimals_below_one():
     assert (mib(1536 * 2**20), mib(2**19)) == ("1,536.0 MiB", "0.500 MiB")
+
+
+def test_the_first_line_that_reaches_the_bytes_counts():
+    steep = Line(-3000.0, 60.0, 2, 8)
+    shallow = Line(1000.0, 5.0, 2, 8)
+    flat = Line(9000.0, 0.0, 2, 8)
+    model = MemoryModel({"forward": shallow, "backward": steep, "optimizer_step": flat})
+    assert model.size_at(9000) == 200
+    # The lines cross at 4000 / 55 samples.
+    assert model.size_at(1000) == 0
+    assert model.size_at(1100) == 20
+    assert model.size_at(0) < 0
+    assert MemoryModel({"forward": flat}).size_at(10_000) == math.inf
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.tuples(st.floats(0, 1e9), st.floats(1.0, 1e7)), min_size=1, max_size=4),
+    st.floats(1e9, 1e11),
+)
+def test_the_size_at_which_lines_reach_some_bytes_is_predicted_to_need_them(lines, limit_bytes):
+    model = MemoryModel(
+        {phase: Line(*line, 2, 8) for phase, line in zip(PHASES, lines, strict=False)}
+    )
+    size = model.size_at(limit_bytes)
+    assert model.predict_bytes(size) == pytest.approx(limit_bytes)

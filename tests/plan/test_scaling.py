@@ -164,3 +164,10 @@ def test_sizes_that_are_avoided():
     multiples = replace(limits, options=SearchOptions(multiple_of=10))
     assert size_range(multiples) == (10, 30)
     assert rounded(19, multiples) == 10
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(63, 63), (127, 127), (129, 128), (999, 992), (5000, 4992)]
+)
+def test_sizes_are_rounded_to_the_largest_power_of_two_up_to_a_64th(size, expected):
+    assert rounded(size, SearchLimits(1000, 1, 10**7, "dataset")) == expected

@@ -66,13 +66,13 @@ def test_each_size_is_static_and_training_is_compiled_as_if_hard_coded(fit, fake
 
     finder = BatchFinder()
     in_search, searched = run(3, finder)
-    before, hard_coded = run(344)
-    assert [trial.batch_size for trial in finder.plan.trials] == [2, 8, 328, 344]
-    # Each rehearsal also runs the last batch of an epoch, which is short.
-    assert in_search == [2, 8, 328, 80, 344, 184]
+    before, hard_coded = run(352)
+    assert [trial.batch_size for trial in finder.plan.trials] == [2, 8, 168, 336, 352]
+    # A rehearsal also runs the last batch of an epoch, which is short.
+    assert in_search == [2, 8, 168, 336, 296, 352, 72]
     assert before == []
     # The last batch of an epoch is short, and it is compiled for any size.
-    assert searched == hard_coded == [344, "any"]
+    assert searched == hard_coded == [352, "any"]
 
 
 def test_the_users_setting_is_restored():

@@ -67,7 +67,7 @@ def test_the_line_of_progress_counts_trials_and_their_steps(device):
     assert len(probe_steps) == full_steps[0]
     assert texts[0] == "trial 1, probe of size 2, step 1"
     assert probe_steps[-1] == f"trial 1, probe of size 2, step {full_steps[0]}"
-    assert texts[-1].startswith(f"trial {len(full_steps)}, rehearsal of size 347")
+    assert texts[-1].startswith(f"trial {len(full_steps)}, rehearsal of size 354")
     assert progress.tasks[0].description == f"{len(full_steps)} trials"
 
 
@@ -75,14 +75,14 @@ def test_a_search_needs_no_lightning(device):
     session = FakeSession(device, law)
     result = searched(session)
     plan = plan_of(result)
-    # The limit is 475 MiB: 0.9 of it are 328 samples, 0.94 are 347.
+    # 376 samples fill the limit of 475 MiB. After 0.9 of them, 0.6 of the way to 0.97 is rehearsed.
     assert [(trial.batch_size, trial.kind) for trial in result.trials] == [
-        (2, "probe"), (8, "probe"), (32, "probe"), (328, "rehearsal"), (347, "rehearsal")
+        (2, "probe"), (8, "probe"), (169, "probe"), (338, "rehearsal"), (354, "rehearsal")
     ]  # fmt: skip
-    assert (plan.batch_size, plan.limited_by, plan.verified) == (347, "memory", True)
-    assert plan.measured_peak_bytes == plan.predicted_peak_bytes == law(347)
-    assert session.restarts == [2, 8, 32, 328, 347]
-    assert session.batch_size == 347
+    assert (plan.batch_size, plan.limited_by, plan.verified) == (354, "memory", True)
+    assert plan.measured_peak_bytes == plan.predicted_peak_bytes == law(354)
+    assert session.restarts == [2, 8, 169, 338, 354]
+    assert session.batch_size == 354
     assert plan.notes == ("a note of the samples",)
     assert device.num_ooms == 0
 
@@ -91,18 +91,17 @@ def test_the_size_of_an_earlier_plan_is_only_rehearsed(device):
     plan = plan_of(searched(FakeSession(device, law)))
     session = FakeSession(device, law)
     result = searched(session, earlier_plan=plan)
-    smaller_sizes = {int(share * 347) for share in SearchPolicy().smaller_batch_shares}
-    assert set(session.sizes) <= {347, 347 // 2} | smaller_sizes
-    assert [trial.batch_size for trial in result.trials] == [2, 8, 32, 328, 347]
+    assert set(session.sizes) == {354, 354 // 2}
+    assert [trial.batch_size for trial in result.trials] == [2, 8, 169, 338, 354]
     assert result.chosen.reason.endswith("which passed a rehearsal again.")
     heavier = FakeSession(device, lambda size: law(2 * size))
     result = searched(heavier, earlier_plan=plan)
-    assert result.chosen.batch_size == 173
-    assert "The earlier plan was not used: 347 samples ran out of memory" in result.notes[0]
+    assert result.chosen.batch_size == 177
+    assert "The earlier plan was not used: 354 samples ran out of memory" in result.notes[0]
     smaller = FakeSession(device, law, largest=50)
     result = searched(smaller, earlier_plan=plan)
     assert result.notes[0].startswith(
-        "The earlier plan was not used: it has 347 samples, and sizes"
+        "The earlier plan was not used: it has 354 samples, and sizes"
     )
 
 
@@ -142,11 +141,11 @@ def test_loader_workers_count_on_the_host(device):
 
 
 def test_a_policy_steers_the_search(device):
-    policy = SearchPolicy(first_size=3, candidate_share=0.5, step_up_share=0.6)
+    policy = SearchPolicy(first_size=3, probe_share=0.25, rehearsal_share=0.5, most_share=0.6)
     result = searched(FakeSession(device, law), policy)
-    # 0.5 of 475 MiB are 138 samples, 0.6 are 186.
+    # Of 376 samples, 0.25 are 94, 0.5 are 188, and 0.6 are 225.
     sizes = [trial.batch_size for trial in result.trials]
-    assert sizes == [3, 6, 24, 96, 138, 186]
+    assert sizes == [3, 12, 94, 188, 210, 219]
     assert isinstance(result.chosen, Chosen)
 
 

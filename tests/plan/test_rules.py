@@ -1,0 +1,382 @@
+"""The search on a device, where a step that does not fit is an error that can be caught."""
+
+from dataclasses import replace as with_changes
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_batchmem.plan.decide import decide
+from lightning_batchmem.plan.records import Chosen, SearchFailed, Trial
+from tests.helpers.simulated_search import (
+    LAWS,
+    LIMIT,
+    POLICY,
+    STRAIGHT,
+    device,
+    drive,
+    failing,
+    launching,
+    limits,
+    passing,
+    saturating,
+    sizes_of,
+)
+
+# The law bends at 73 samples.
+BENT = device([[(1000, 5), (-3000, 60)]])
+COLLECTIVE = {"steps_are_collective": True}
+BOTH = ("probe", "rehearsal")
+
+# The sizes are computed by hand. The straight law fills the limit at 300 samples. The third probe
+# is at 0.45 of it, the first rehearsal at 0.9, and none above 0.97. The next one is at 0.6 of the
+# way between a size that ran and one that failed.
+CASES = [
+    (device(STRAIGHT), {}, "2p 8p 135p 270r 282r", 282),
+    (device(STRAIGHT, 10_010), {"limit": 10_010, "multiple_of": None}, "2p 8p 134p 268r 280r", 280),
+    # The allocator needs 1.3 times the live bytes.
+    (device(STRAIGHT, held_share=0.3), {}, "2p 8p 135p 270r! 216r 248r! 235r!", 216),
+    # The first rehearsal fails, or the one after it.
+    (passing(270), {}, "2p 8p 135p 270r 282r!", 270),
+    (passing(250), {}, "2p 8p 135p 270r! 216r 248r 261r!", 248),
+    (passing(200), {}, "2p 8p 135p 270r! 216r! 183r 202r! 194r", 194),
+    # Three out-of-memory errors are enough once a size passed.
+    (failing(150, "rehearsal"), {}, "2p 8p 135p 270r! 216r! 183r! 163r! 151r! 144r", 144),
+    # A size that was probed fails its rehearsal, so a smaller one is searched.
+    (
+        passing(130),
+        {},
+        "2p 8p 135p 270r! 216r! 183r! 163r! 151r! 144r! 140r! 135r! 32r 65r 107r 123r 130r",
+        130,
+    ),
+    # The jump fails, and sizes between follow.
+    (BENT, {}, "2p 8p 810p! 80p 385p! 175p 195r 204r", 204),
+    (failing(130, *BOTH), {}, "2p 8p 135p! 32p 65p 107r 123r 130r", 130),
+    (failing(20, *BOTH), {}, "2p 8p 135p! 32p! 22r! 16r", 16),
+    (failing(5, *BOTH), {}, "2p 8p! 5r 6r!", 5),
+    # The first size fails.
+    (device([[(9000, 600)]]), {}, "2p! 1p 1r", 1),
+    (failing(1, *BOTH), {}, "2p! 1p 1r", 1),
+    # The second size is the next one, or one below four times the first that is certain to fit.
+    (device([[(9000, 300)]]), {}, "2p 3p 3r", 3),
+    (device([[(9000, 450)]]), {}, "2p 3p! 2r", 2),
+    (device([[(1000, 1000)]]), {}, "2p 6p 8r", 8),
+    (device([[(0, 100), (-8000, 4000)]]), {}, "2p 8p! 5r! 3r 4r", 4),
+    # The fixed part takes nine tenths of the limit, and the shares are those of the size.
+    (device([[(9000, 1)]]), {}, "2p 3p 450p 900r 942r", 942),
+    # The data set allows no larger size.
+    (device(STRAIGHT), {"cap": 2}, "2p 2r", 2),
+    (device(STRAIGHT), {"cap": 3}, "2p 3r", 3),
+    (device(STRAIGHT), {"cap": 50}, "2p 8p 50r", 50),
+    (device(STRAIGHT), {"cap": 275}, "2p 8p 135p 270r", 270),
+    (device(STRAIGHT), {"low": 40, "cap": 40}, "40p 40r", 40),
+    # A large smallest size, as that of a budget.
+    (device(STRAIGHT), {"low": 100}, "100p 250p 270r 282r", 282),
+    (
+        device([[(1000, 1)]], 10**6),
+        {"limit": 10**6, "low": 4096},
+        "4096p 16384p 449550p 899100r 941058r",
+        941_058,
+    ),
+    # Other sizes are not allowed.
+    (device(STRAIGHT), {"target_batch_size": 512, "multiple_of": None}, "2p 8p 128p 256r", 256),
+    (device(STRAIGHT), {"target_batch_size": 480, "multiple_of": 10}, "10p 40p 120p 240r", 240),
+    (device(STRAIGHT), {"multiple_of": 24}, "24p 96p 264r 288r", 288),
+    (
+        device(STRAIGHT),
+        {"avoided_sizes": frozenset({2, 8, 12, 135, 270, 282})},
+        "3p 11p 134p 269r 281r",
+        281,
+    ),
+    # Ranks take steps together: one rehearsal at 0.85.
+    (device(STRAIGHT), COLLECTIVE, "2p 8p 135p 255r", 255),
+    (passing(200), COLLECTIVE, "2p 8p 135p 255r! 207r! 178r", 178),
+]
+
+
+@pytest.mark.parametrize(("run", "changes", "expected", "size"), CASES)
+def test_sizes_in_order(run, changes, expected, size):
+    driven = drive(run, limits(**changes))
+    assert (driven.text, driven.plan.batch_size) == (expected, size)
+
+
+def test_the_plan_states_what_it_was_computed_from():
+    plan = drive(device(STRAIGHT), limits()).plan
+    assert (plan.limited_by, plan.limit_bytes) == ("memory", LIMIT)
+    peak_bytes = 1000 + 30 * 282
+    assert plan.predicted_peak_bytes == plan.measured_peak_bytes == peak_bytes
+    assert plan.held_peak_bytes == peak_bytes
+    assert plan.memory.lines["forward"].slope == pytest.approx(30)
+    assert plan.reason == "282 samples: the largest size that is predicted to fit."
+    lower = drive(passing(250), limits()).plan
+    reason = "248 samples: 261 samples fit only if the allocator releases its cache in every step."
+    assert lower.reason == reason
+    assert drive(device(STRAIGHT), limits(cap=50)).plan.limited_by == "dataset"
+    accumulated = drive(device(STRAIGHT), limits(target_batch_size=512, multiple_of=None)).plan
+    assert accumulated.limited_by == "memory"
+
+
+def test_a_fragmented_size_is_noted():
+    fragmented = drive(device(STRAIGHT, held_share=0.3), limits()).plan
+    assert len(fragmented.notes) == 1
+    assert "expandable_segments:True may let a larger size fit" in fragmented.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("run", "bounds", "start", "end"),
+    [
+        (
+            passing(0),
+            {},
+            "Nothing fits: 1 samples, the smallest size allowed, fit only if the allocator",
+            "",
+        ),
+        (
+            device([[(9000, 600)]]),
+            {"low": 2},
+            "Nothing fits: 2 samples, the smallest size allowed, ran out of memory under a limit",
+            "min_batch_size=1 tries a single sample.",
+        ),
+        (
+            device(STRAIGHT),
+            {"low": 20, "cap": 10},
+            "No multiple of 1 lies between min_batch_size=20 and the largest size: the data set",
+            "",
+        ),
+        (
+            device(STRAIGHT),
+            {"low": 9, "cap": 15, "multiple_of": 8},
+            "No multiple of 8 lies between",
+            "",
+        ),
+        (
+            device(STRAIGHT),
+            {"low": 9, "multiple_of": None, "target_batch_size": 8},
+            "No size lies between",
+            "",
+        ),
+    ],
+)
+def test_no_plan(run, bounds, start, end):
+    step = drive(run, limits(**bounds)).step
+    assert isinstance(step, SearchFailed)
+    assert step.reason.startswith(start)
+    assert step.reason.endswith(end)
+
+
+def test_a_data_set_of_one_sample_needs_no_step():
+    step = decide([], limits(cap=1))
+    assert isinstance(step, Chosen)
+    assert (step.batch_size, step.limited_by) == (1, "dataset")
+    assert not step.is_verified
+
+
+def rising(size):
+    return 1.0 * size
+
+
+def falling(size):
+    return 1000.0 - size / 100
+
+
+DOUBLED = "2p 4p 8p 16p 32p 64p 128p 256p 512p 1024p"
+
+# The limit fills at 1633 samples.
+SPEED_CASES = [
+    # Sizes double until two in a row gain less than 5 %.
+    (lambda size: 1000.0, {}, {}, "2p 4p 8p 2r", 2, "throughput"),
+    (falling, {}, {}, "2p 4p 8p 2r", 2, "throughput"),
+    (lambda size: 10.0 * min(size, 60), {}, {}, "2p 4p 8p 16p 32p 64p 128p 256p 64r", 64, None),
+    # 512 samples are as fast as 1024.
+    (saturating, {}, {}, f"{DOUBLED} 512r", 512, "throughput"),
+    # Throughput rises up to the largest size that may be rehearsed.
+    (launching, {}, {}, f"{DOUBLED} 1024r", 1024, "memory"),
+    (rising, {}, {"cap": 100}, "2p 4p 8p 16p 32p 64p 100p 100r", 100, "dataset"),
+    (rising, {}, {"multiple_of": 24}, "24p 48p 96p 192p 384p 768p 1464p 1464r", 1464, "memory"),
+    # Nothing is timed.
+    (lambda size: None, {}, {}, f"{DOUBLED} 1024r", 1024, "memory"),
+    (lambda size: None, {"largest_passed": 300}, {}, f"{DOUBLED} 1024r! 512r! 256r", 256, "memory"),
+    # A failure leads to a smaller size that was timed.
+    (saturating, {"largest_passed": 200}, {}, f"{DOUBLED} 512r! 256r! 128r", 128, "memory"),
+    (falling, {"largest_passed": 1}, {}, "2p 4p 8p 2r! 1p 1r", 1, "memory"),
+]
+
+
+@pytest.mark.parametrize(
+    ("speed_at", "law", "changes", "expected", "size", "limited_by"), SPEED_CASES
+)
+def test_the_fastest_size_is_measured(speed_at, law, changes, expected, size, limited_by):
+    bounds = limits(50_000, objective="throughput", **changes)
+    driven = drive(device(STRAIGHT, 50_000, speed_at=speed_at, **law), bounds)
+    assert (driven.text, driven.plan.batch_size) == (expected, size)
+    assert driven.plan.limited_by == (limited_by or "throughput")
+
+
+def probes_failing_from(smallest, speed_at):
+    """A device with room for 1633 samples, on which probes of this size run out of memory."""
+    measure = device(STRAIGHT, 50_000, speed_at=speed_at)
+
+    def run(step):
+        if step.kind == "probe" and step.batch_size >= smallest:
+            return Trial(step.batch_size, "out_of_memory", {}, step.kind)
+        return measure(step)
+
+    return run
+
+
+def test_the_largest_of_the_sizes_before_a_failed_probe_is_rehearsed_if_it_is_the_fastest():
+    driven = drive(probes_failing_from(128, rising), limits(50_000, objective="throughput"))
+    assert driven.text == "2p 4p 8p 16p 32p 64p 128p! 64r"
+    assert driven.plan.limited_by == "memory"
+
+
+# Samples per second of an LSTM at some sizes.
+LSTM = {2: 251, 4: 450, 8: 629, 16: 880, 32: 1040, 64: 1334, 128: 825}
+
+
+def of_lstm(size):
+    return float(LSTM.get(size, 866))
+
+
+def test_both_objectives_state_the_fastest_and_the_largest_size():
+    run = device(STRAIGHT, 50_000, speed_at=of_lstm)
+    fast = drive(run, limits(50_000, objective="throughput")).plan
+    assert (fast.batch_size, fast.fastest_batch_size, fast.largest_batch_size) == (64, 64, 1470)
+    large = drive(device(STRAIGHT, 50_000, speed_at=falling), limits(50_000)).plan
+    assert (large.batch_size, large.largest_batch_size) == (1538, 1538)
+    assert large.fastest_batch_size == 2
+    slow = drive(
+        device(STRAIGHT, 50_000, speed_at=lambda size: 1000.0 - size / 10), limits(50_000)
+    ).plan
+    assert slow.notes == (
+        f"{slow.batch_size} samples train 15% slower than 2 (846 and 1,000 samples/s)."
+        ' objective="throughput" chooses the fastest size.',
+    )
+    # It is slower by less than a tenth.
+    assert drive(device(STRAIGHT, speed_at=falling), limits()).plan.notes == ()
+
+
+BOUNDS = {
+    "low": st.integers(1, 40),
+    "cap": st.integers(1, 40) | st.integers(1, 10**6),
+    "multiple_of": st.none() | st.integers(1, 64),
+    "target_batch_size": st.none() | st.integers(1, 4096),
+    "objective": st.sampled_from(["memory", "throughput"]),
+    "steps_are_collective": st.booleans(),
+    "avoided_sizes": st.frozensets(st.integers(1, 30)),
+}
+SPEEDS = st.sampled_from([launching, saturating, rising, falling, lambda size: None])
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    law=LAWS,
+    share=st.floats(0.05, 1),
+    data=st.data(),
+    held=st.floats(0, 0.3),
+    passed=st.floats(0.3, 1.1),
+    speed_at=SPEEDS,
+)
+def test_a_search_ends_within_its_limits(law, share, data, held, passed, speed_at):
+    """``drive`` checks the properties of every search."""
+    limit = 8 * 10**9
+    drawn = {name: data.draw(strategy) for name, strategy in BOUNDS.items()}
+    bounds = limits(int(share * limit), **drawn)
+    largest = passed * limit / max(b for lines in law for _, b in lines)
+    run = device(law, limit, held_share=held, largest_passed=largest, speed_at=speed_at)
+    driven = drive(run, bounds)
+    rehearsed = sizes_of(driven.trials, "rehearsal")
+    if bounds.steps_are_collective:
+        assert len(rehearsed) <= 1
+    if isinstance(driven.step, Chosen) and rehearsed:
+        assert driven.step.batch_size == max(rehearsed)
+        assert driven.step.largest_batch_size >= driven.step.batch_size
+
+
+@settings(deadline=None, max_examples=300)
+@given(law=LAWS, cap=st.integers(2, 10**6), share=st.floats(0.05, 1))
+def test_few_trials_are_needed_where_only_live_bytes_count(law, cap, share):
+    limit = int(share * 8 * 10**9)
+    driven = drive(device(law, limit), limits(limit, cap=cap))
+    assert len(driven.trials) <= 16
+    if len(law) == 1 and len(law[0]) == 1 and isinstance(driven.step, Chosen):
+        # A straight line is predicted exactly, so a size near the limit passes at once.
+        assert len(driven.trials) <= 7
+        intercept, slope = law[0][0]
+        most = min(cap, POLICY.most_share * (limit - intercept) / slope)
+        assert driven.step.batch_size >= most / (1 + POLICY.gap_share) - 2
+
+
+# Corner cases.
+
+
+@pytest.mark.parametrize("objective", ["memory", "throughput"])
+def test_a_size_may_be_unlimited(objective):
+    """Memory that does not grow fills no limit."""
+    driven = drive(device([[(1000, 0)]]), limits(cap=500, objective=objective))
+    assert driven.plan.batch_size == 500
+    assert driven.plan.limited_by == "dataset"
+
+
+def test_ranks_rehearse_no_size_above_the_prediction():
+    """An error there ends all ranks."""
+    # The limit fills at 9 samples, and 8 were probed.
+    run = device([[(1000, 1000)]], fixed_bytes=1000)
+    assert drive(run, limits(**COLLECTIVE)).text == "2p 8p 8r"
+    # The limit fills at 112 samples, so 128 are not even probed.
+    run = device([[(1000, 80)]], fixed_bytes=1000)
+    assert drive(run, limits(multiple_of=64, **COLLECTIVE)).text == "64p 64r"
+    # It fills at 150 samples, so 128 are certain to fit.
+    run = device([[(1000, 60)]], fixed_bytes=1000)
+    assert drive(run, limits(multiple_of=64, **COLLECTIVE)).text == "64p 128p 128r"
+
+
+def test_ranks_time_no_size_above_their_share():
+    bounds = limits(35_000, objective="throughput", **COLLECTIVE)
+    driven = drive(device(STRAIGHT, 35_000, speed_at=rising), bounds)
+    # The limit fills at 1133 samples, of which 0.85 are 963.
+    assert driven.text == "2p 4p 8p 16p 32p 64p 128p 256p 512p 963p 963r"
+
+
+def test_the_reason_is_the_throughput_if_larger_sizes_ran_below_a_failed_probe():
+    run = probes_failing_from(128, lambda size: 10.0 * min(size, 30))
+    plan = drive(run, limits(50_000, objective="throughput")).plan
+    assert (plan.batch_size, plan.largest_batch_size) == (32, 64)
+    assert plan.limited_by == "throughput"
+    assert plan.reason.startswith("32 samples: the smallest size with at least 95% of the best")
+
+
+def test_a_peak_above_that_of_a_larger_size_is_left_out():
+    """cuDNN may take a larger workspace at a smaller size."""
+
+    def run(step):
+        trial = device(STRAIGHT)(step)
+        if step.batch_size == 2:
+            return with_changes(trial, phase_peak_bytes={"forward": 5000}, peak_held_bytes=5000)
+        return trial
+
+    driven = drive(run, limits())
+    # After 2 samples 4 are certain to fit, and after 4 samples 35 are.
+    assert driven.text == "2p 4p 16p 135p 270r 282r"
+    assert driven.plan.notes == (
+        "The peak at 2 samples is above that of a larger size and was left out of the fit.",
+    )
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data(), speed_at=SPEEDS)
+def test_a_search_ends_whatever_happens(data, speed_at):
+    """Outcomes and peaks follow no law, and ``drive`` bounds the number of trials."""
+    bounds = limits(10**9, **{name: data.draw(strategy) for name, strategy in BOUNDS.items()})
+    outcomes = st.sampled_from(["ok", "out_of_memory", "over_limit", "allocator_retry"])
+    peak_bytes = st.sampled_from([10**8, 10**9]) | st.integers(1, 2 * 10**9)
+
+    def run(step):
+        outcome = data.draw(outcomes)
+        phases = {}
+        if outcome != "out_of_memory":
+            phases = {"forward": data.draw(peak_bytes)}
+        speed = speed_at(step.batch_size) if outcome == "ok" else None
+        return Trial(step.batch_size, outcome, phases, step.kind, samples_per_second=speed)
+
+    drive(run, bounds)
