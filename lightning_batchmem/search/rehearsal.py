@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lightning_batchmem.search.meter import TrialMeter
 from lightning_batchmem.search.session import Steps
 from lightning_batchmem.search.steps import ConsecutiveSteps
 
 
-def rehearse(meter: TrialMeter, batch_size: int) -> None:
+def rehearse(
+    meter: TrialMeter, batch_size: int, on_any_rank: Callable[[bool], bool] = bool
+) -> None:
     """Run the kinds of steps that a training runs, in their order, on the batches that it gets.
 
     These are the sanity check, full steps, the last batch of the epoch, the validation, and a full
     step of the next epoch. In an evaluation there are full steps and the last batch.
+
+    Args:
+        meter: reads the steps of the session, which has just been restarted.
+        batch_size: samples in each full batch.
+        on_any_rank: whether something is true on one of the ranks that take the steps together;
+            by default on this one.
     """
     policy = meter.policy
     session = meter.session
@@ -24,7 +34,8 @@ def rehearse(meter: TrialMeter, batch_size: int) -> None:
         first = len(meter.step_peaks)
         consecutive.run_steady(policy.steady_steps)
         peaks = [step.peak_bytes for step in meter.step_peaks[first:]]
-        if max(peaks) - min(peaks) > policy.differing_share * max(peaks):
+        # If only some of the ranks that step together ran more steps, they would wait forever.
+        if on_any_rank(max(peaks) - min(peaks) > policy.differing_share * max(peaks)):
             # Depth or size of the images may be random, or the samples differ in length.
             consecutive.run_steady(policy.more_steady_steps)
         consecutive.run_others()

@@ -109,6 +109,9 @@ class TrialRunner:
                 release_traceback(error)
         return detector.found
 
+    def _is_on_any_rank(self, value: bool) -> bool:
+        return any(self._ranks.exchange(value))
+
     def _restarted(self, batch_size: int) -> TrialMeter:
         """Go back to the state in which the stage starts."""
         forget_compiled()
@@ -134,6 +137,8 @@ class TrialRunner:
     ) -> Callable[[], None]:
         if kind == "rehearsal" and self._device.overrun_kills:
             return HostRehearsal(meter, batch_size, limits, self._ranks).run
+        if kind == "rehearsal" and limits.steps_are_collective:
+            return partial(rehearse, meter, batch_size, self._is_on_any_rank)
         if kind == "rehearsal":
             return partial(rehearse, meter, batch_size)
         if kind == "probe":
