@@ -138,8 +138,8 @@ class SearchPolicy:
     """The search ends when a size that passed and one that failed differ by at most this share.
     Source: Below the difference of `rehearsal_share` and `most_share`."""
     max_errors: int = 3
-    """After so many out-of-memory errors, the search ends with a size that passed. Source: It
-    bounds the time of a search."""
+    """After so many rehearsals that ran out of memory, the search ends with a size that passed.
+    Source: It bounds the time of a search."""
 
     # The steps of one size.
 

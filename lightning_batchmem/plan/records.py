@@ -62,7 +62,8 @@ class Trial:
         is_exact: whether the peaks count live bytes. ``False`` where only the resident set could be
             measured.
         is_compiled: whether ``torch.compile`` compiled a step.
-        start_bytes: live bytes before the first step.
+        start_bytes: live bytes before the first step; in a rehearsal on a device, before the first
+            training step.
         peak_held_bytes: highest bytes that this process held. CUDA: reserved by the allocator.
             Host: the resident set without files that were mapped since. ``None`` where
             it is not known.

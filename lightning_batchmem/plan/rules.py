@@ -64,8 +64,10 @@ class TrialsSoFar:
 
     @property
     def num_errors(self) -> int:
-        """How many trials ran out of memory."""
-        return sum(trial.outcome == "out_of_memory" for trial in self.trials)
+        """How many rehearsals ran out of memory."""
+        return sum(
+            trial.outcome == "out_of_memory" and trial.kind == "rehearsal" for trial in self.trials
+        )
 
     @property
     def has_rehearsed(self) -> bool:

@@ -29,6 +29,8 @@ def rehearse(
     evaluation = session.evaluation if session.training is not None else None
     if evaluation is not None and session.evaluates_first:
         _run(meter, evaluation, batch_size, policy.measured_steps)
+        # The sanity check leaves workspaces of libraries, in a training too.
+        meter.start_bytes = meter.live_bytes()
     with ConsecutiveSteps(meter, primary, batch_size) as consecutive:
         consecutive.warm_up(policy.rehearsal_warmup_steps)
         first = len(meter.step_peaks)

@@ -52,7 +52,7 @@ CASES = [
     # The jump fails, and sizes between follow.
     (BENT, {}, "2p 8p 810p! 80p 385p! 175p 195r 204r", 204),
     (failing(130, *BOTH), {}, "2p 8p 135p! 32p 65p 107r 123r 130r", 130),
-    (failing(20, *BOTH), {}, "2p 8p 135p! 32p! 22r! 16r", 16),
+    (failing(20, *BOTH), {}, "2p 8p 135p! 32p! 22r! 16r 19r 20r 21r!", 20),
     (failing(5, *BOTH), {}, "2p 8p! 5r 6r!", 5),
     # The first size fails.
     (device([[(9000, 600)]]), {}, "2p! 1p 1r", 1),
