@@ -244,9 +244,12 @@ class BatchFinder(Callback):
                     saved_plan = None
             if saved_plan is not None:
                 plan = saved_plan.continued(trainer, options)
+                # The plan may be of another device, or of another memory_limit.
+                limit_bytes = saved_plan.limit_bytes
                 recorded.restore()
             else:
                 plan = search.training(setting, recorded, self._given_plan)
+                limit_bytes = search.training_limit_bytes(plan)
                 self._batch_watch = search.batch_watch
                 if search.start_bytes > 0:
                     self._search = search
@@ -255,7 +258,7 @@ class BatchFinder(Callback):
         self._plan_of_fit = plan
         if options.memory_limit is not None:
             # Otherwise the allocator would grow where it released its cache in the rehearsal.
-            limit = search.device_memory.limit_enforced(plan.limit_bytes)
+            limit = search.device_memory.limit_enforced(limit_bytes)
             self._enforced_limit.enter_context(limit)
         if saved_plan is None:
             self._report(trainer, plan)

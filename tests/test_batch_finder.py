@@ -502,6 +502,24 @@ def test_gradients_are_dropped_before_a_validation_as_in_training(
     assert begins == {*after_batches, ("validation", "drop", "validation")}
 
 
+def test_an_error_in_training_ends_the_enforced_limit(search, device):
+    device.enforces_limits = True
+    budgets = []
+
+    def fail(*_):
+        budgets.append(device.budget)
+        raise ValueError("in a batch")
+
+    with pytest.raises(ValueError, match="in a batch"):
+        search(
+            Lawful(device, law),
+            LambdaCallback(on_train_batch_start=fail),
+            options={"memory_limit": 300 * MIB},
+        )
+    assert budgets == [300 * MIB]
+    assert device.budget == BUDGET
+
+
 class Normed(Lawful):
     def __init__(self, device_memory, law):
         super().__init__(device_memory, law)
