@@ -219,6 +219,13 @@ def test_steps_that_differ_at_random_are_repeated(search, device):
     assert {trial.full_steps for trial in passed} == {22}
 
 
+def test_steps_whose_micro_batches_differ_are_equal_steps(search, device):
+    # The gradients of the first micro batch are alive in the second.
+    module = InTurn(device, [150, 200])
+    plan = search(module, options={"max_batch_size": 4}, accumulate_grad_batches=2)
+    assert [trial.full_steps for trial in rehearsed(plan)] == [7]
+
+
 @pytest.mark.parametrize(("higher_mib", "full_steps"), [(12, 11), (30, 26)])
 def test_steps_on_the_host_are_compared_without_what_was_held_before(
     higher_mib, full_steps, search, device
