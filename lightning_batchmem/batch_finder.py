@@ -61,7 +61,8 @@ class BatchFinder(Callback):
         memory_limit: the most memory that this process may hold: bytes (``2e9`` too), a text such
             as ``"20GiB"``, or a fraction in (0, 1] of what the device can provide to this process.
             ``None``, and at most: 0.95 of it; on the host 0.95 of the part that is still free. On
-            CUDA a limit that is given is enforced until the training ends.
+            CUDA a limit that is given is enforced until the training ends, where PyTorch's
+            allocator can be limited (not with expandable segments).
         max_batch_size: the largest size to consider, in samples.
         min_batch_size: the smallest size to consider, in samples; ``None``: 2 (one sample is an
             error to BatchNorm).
