@@ -108,6 +108,8 @@ def test_more_memory_in_use_than_in_the_search_is_one_warning(
     messages = [str(one.message) for one in recwarn if "Training begins with" in str(one.message)]
     assert len(messages) == warnings
     assert all("with 20.0 MiB more in use than the search did" in text for text in messages)
+    # On CUDA a lower memory_limit would be enforced in training too.
+    assert all(text.endswith("set a smaller max_batch_size.") for text in messages)
 
 
 @pytest.mark.parametrize(("longest", "count"), [(4, 1), (1, 0)])

@@ -188,8 +188,8 @@ class TrainerSearch:
         if more_bytes > self.policy.more_in_use_share * plan.limit_bytes:
             rank_zero_warn(
                 f"Training begins with {mib(more_bytes)} more in use than the search did, for"
-                " example because of another callback. If it runs out of memory, lower"
-                " memory_limit by as much."
+                " example because of another callback. If it runs out of memory, set a smaller"
+                " max_batch_size."
             )
 
     def _training_session(
