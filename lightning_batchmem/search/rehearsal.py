@@ -42,7 +42,9 @@ def rehearse(
     if evaluation is not None:
         _run(meter, evaluation, batch_size, policy.measured_steps)
         _run(meter, evaluation, evaluation.last_batch_size(batch_size), 1)
-    _run(meter, primary, batch_size, 1)
+    if session.training is not None:
+        # No epoch follows that of an evaluation.
+        _run(meter, primary, batch_size, 1)
 
 
 def _run(meter: TrialMeter, steps: Steps, batch_size: int, count: int) -> None:
