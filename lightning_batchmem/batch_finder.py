@@ -61,7 +61,8 @@ class BatchFinder(Callback):
         memory_limit: the most memory that this process may hold: bytes (``2e9`` too), a text such
             as ``"20GiB"``, or a fraction in (0, 1] of what the device can provide to this process.
             ``None``, and at most: 0.95 of it; on the host 0.95 of the part that is still free. On
-            CUDA a limit that is given is enforced until the training ends.
+            CUDA a limit that is given is enforced until the training ends, where PyTorch's
+            allocator can be limited (not with expandable segments).
         max_batch_size: the largest size to consider, in samples.
         min_batch_size: the smallest size to consider, in samples; ``None``: 2 (one sample is an
             error to BatchNorm).
@@ -244,9 +245,12 @@ class BatchFinder(Callback):
                     saved_plan = None
             if saved_plan is not None:
                 plan = saved_plan.continued(trainer, options)
+                # The plan may be of another device, or of another memory_limit.
+                limit_bytes = saved_plan.limit_bytes
                 recorded.restore()
             else:
                 plan = search.training(setting, recorded, self._given_plan)
+                limit_bytes = search.training_limit_bytes(plan)
                 self._batch_watch = search.batch_watch
                 if search.start_bytes > 0:
                     self._search = search
@@ -255,7 +259,7 @@ class BatchFinder(Callback):
         self._plan_of_fit = plan
         if options.memory_limit is not None:
             # Otherwise the allocator would grow where it released its cache in the rehearsal.
-            limit = search.device_memory.limit_enforced(plan.limit_bytes)
+            limit = search.device_memory.limit_enforced(limit_bytes)
             self._enforced_limit.enter_context(limit)
         if saved_plan is None:
             self._report(trainer, plan)

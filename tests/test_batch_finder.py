@@ -108,6 +108,8 @@ def test_more_memory_in_use_than_in_the_search_is_one_warning(
     messages = [str(one.message) for one in recwarn if "Training begins with" in str(one.message)]
     assert len(messages) == warnings
     assert all("with 20.0 MiB more in use than the search did" in text for text in messages)
+    # On CUDA a lower memory_limit would be enforced in training too.
+    assert all(text.endswith("set a smaller max_batch_size.") for text in messages)
 
 
 @pytest.mark.parametrize(("longest", "count"), [(4, 1), (1, 0)])
@@ -500,6 +502,24 @@ def test_gradients_are_dropped_before_a_validation_as_in_training(
     begins = {m for m in moments if m[1] in (0, 1, 2, "drop") and "validation" in str(m[2])}
     # A rehearsal runs the last batch of the validation after the full ones, as another validation.
     assert begins == {*after_batches, ("validation", "drop", "validation")}
+
+
+def test_an_error_in_training_ends_the_enforced_limit(search, device):
+    device.enforces_limits = True
+    budgets = []
+
+    def fail(*_):
+        budgets.append(device.budget)
+        raise ValueError("in a batch")
+
+    with pytest.raises(ValueError, match="in a batch"):
+        search(
+            Lawful(device, law),
+            LambdaCallback(on_train_batch_start=fail),
+            options={"memory_limit": 300 * MIB},
+        )
+    assert budgets == [300 * MIB]
+    assert device.budget == BUDGET
 
 
 class Normed(Lawful):

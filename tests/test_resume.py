@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.plan.options import SearchOptions
@@ -91,6 +91,32 @@ def test_changed_conditions_are_a_warning(
         module, run = resume(fit, device, checkpoint, BatchFinder(**arguments), **trainer)
     assert module.batch_size == FOUND
     assert run.accumulate_grad_batches == trainer.get("accumulate_grad_batches", 1)
+
+
+@pytest.mark.parametrize(
+    ("memory_limit", "enforced_mib"), [(None, 1000), (0.9, 900), (600 * MIB, 600)]
+)
+def test_the_limit_of_the_resumed_run_is_enforced(
+    fit, device, checkpoint, memory_limit, enforced_mib
+):
+    """The plan in the checkpoint has a limit of 475 MiB."""
+    device.enforces_limits = True
+    device.budget = 1000 * MIB
+    budgets = []
+    note = LambdaCallback(on_train_batch_start=lambda *_: budgets.append(device.budget))
+    finder = BatchFinder(memory_limit=memory_limit)
+    with pytest.warns(UserWarning, match="the limit was 475.0 MiB"):
+        fit(
+            Lawful(device, law),
+            finder,
+            device,
+            note,
+            ckpt_path=checkpoint,
+            max_epochs=2,
+            max_steps=-1,
+        )
+    assert {budget / MIB for budget in budgets} == {enforced_mib}
+    assert device.budget == 1000 * MIB
 
 
 def test_another_number_of_ranks_is_a_warning_and_keeps_the_target(fit, device, tmp_path):

@@ -174,6 +174,10 @@ class TrainerSearch:
         )
         return CheckpointPlan(state, devices[0], min(limits), self.policy)
 
+    def training_limit_bytes(self, plan: Plan) -> int:
+        """The limit of a training with a plan of this search, with what only the training takes."""
+        return plan.limit_bytes + self._budget.later_bytes
+
     def check_start(self, batch: object, plan: Plan) -> None:
         """Warn if training begins with more memory in use than the search did."""
         # A resumed run has restored the optimizer state, which the rehearsal made itself.
@@ -184,8 +188,8 @@ class TrainerSearch:
         if more_bytes > self.policy.more_in_use_share * plan.limit_bytes:
             rank_zero_warn(
                 f"Training begins with {mib(more_bytes)} more in use than the search did, for"
-                " example because of another callback. If it runs out of memory, lower"
-                " memory_limit by as much."
+                " example because of another callback. If it runs out of memory, set a smaller"
+                " max_batch_size."
             )
 
     def _training_session(

@@ -31,11 +31,12 @@ class SearchPolicy:
     """Small sizes are measured on a ladder: each size is this multiple of the one before. Source:
     All of them together take a third more steps than the largest alone."""
     ladder_sizes_compiled: int = 2
-    """Sizes on the ladder of a module that `torch.compile` compiled, unless the objective is
-    throughput. Source: Each size is compiled for itself, which takes seconds to minutes."""
+    """On the host, sizes on the ladder of a module that `torch.compile` compiled, unless the
+    objective is throughput. Source: Each size is compiled for itself, which takes seconds to
+    minutes."""
     max_sizes: int = 5
-    """Besides the ladder, a search runs at most this many sizes. Source: It bounds the time of a
-    search."""
+    """On the host, a search runs at most this many sizes besides the ladder. Source: It bounds the
+    time of a search."""
     max_sizes_compiled: int = 2
     """The same for a module that `torch.compile` compiled. Source: As above."""
     candidate_share: float = 0.9
@@ -61,20 +62,21 @@ class SearchPolicy:
     """After this many sizes without a rise, no larger size is timed. Source: One size may be slow
     by itself, where a library changes its algorithm."""
     refinements: int = 2
-    """Sizes between two sizes of the ladder that are timed in addition. Source: The ladder is
-    coarse; each of them halves the gap."""
+    """On the host, sizes between two sizes of the ladder that are timed in addition. Source: The
+    ladder is coarse; each of them halves the gap."""
     refined_gap: float = 3.0
     """Only between sizes that are this ratio apart another size is timed. Source: Throughput is
     flat near its best size, and large sizes are expensive."""
     least_gap: float = 1.5
-    """The last size of the ladder is at least this multiple of the one before. Source: As above."""
+    """On the host, the last size of the ladder is at least this multiple of the one before. Source:
+    As above."""
     next_gap: float = 1.1
-    """While throughput rises, a size above the ladder is rehearsed if it is this multiple of the
-    largest that was timed. Source: A smaller one is less than 10 % faster."""
+    """On the host, while throughput rises, a size above the ladder is rehearsed if it is this
+    multiple of the largest that was timed. Source: A smaller one is less than 10 % faster."""
     rival_share: float = 0.15
-    """Smaller sizes within this share of the best throughput are timed a second time where that may
-    change which is the fastest. Source: On a shared machine the fastest step of one visit varied by
-    5 %, and of two by 3 %."""
+    """On the host, smaller sizes within this share of the best are timed a second time where that
+    may change which is the fastest. Source: On a shared machine the fastest step of one visit
+    varied by 5 %, and of two by 3 %."""
     slower_share: float = 0.1
     """A note is printed if a much smaller size was faster by this share. Source: Less is not worth
     another search."""
@@ -155,8 +157,8 @@ class SearchPolicy:
     """Warm-up ends here even if an optimizer has not stepped. Source: fp16 skips the first steps
     while it looks for its loss scale."""
     measured_steps: int = 2
-    """Steps of an evaluation, and last steps of a rehearsal, whose peaks are measured. Source: The
-    second shows a difference."""
+    """Steps of an evaluation, and on the host last steps of a rehearsal, whose peaks count. Source:
+    The second shows a difference."""
     timed_steps: int = 3
     """Timed steps of a probe, at least. Source: The fastest of three is free of most
     disturbances."""
@@ -173,7 +175,7 @@ class SearchPolicy:
     more_steady_steps: int = 15
     """More of them where peaks differ. Source: Random depth or image size."""
     more_steady_steps_slow: int = 5
-    """The same where steps are slow. Source: It bounds the time of a search."""
+    """On the host, the same where steps are slow. Source: It bounds the time of a search."""
     differing_share: float = 0.1
     """Peaks differ from this share of the highest on; on the host, of what the steps themselves
     hold. Source: Less is noise of the allocator."""

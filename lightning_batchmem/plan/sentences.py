@@ -154,7 +154,7 @@ def slower(chosen: Speed, smaller: Speed, limits: SearchLimits) -> str:
 def idle_optimizer(steps: int) -> str:
     return (
         f"An optimizer did not step in the first {steps} steps, so its state is not part of the"
-        " measured memory. Lower memory_limit to leave room for it."
+        " measured memory. Set a smaller max_batch_size to leave room for it."
     )
 
 

@@ -37,7 +37,7 @@ _SENTENCES = {
         "The peak in step {number} ({batch_size} samples), {peak}, is above {allowed}, the most"
         " that BatchFinder's plan predicts. Look for memory that the search could not measure"
         " (longer samples: worst_case; work in every N-th step; layers unfrozen later), or search"
-        " again with a lower memory_limit."
+        " again with a smaller max_batch_size."
     ),
     "data": (
         "{share:.0%} of the last {seconds:.0f} s ({steps} steps) passed before the next batch"

@@ -33,11 +33,10 @@ def rehearse(
         meter.start_bytes = meter.live_bytes()
     with ConsecutiveSteps(meter, primary, batch_size) as consecutive:
         consecutive.warm_up(policy.rehearsal_warmup_steps)
-        first = len(meter.step_peaks)
-        consecutive.run_steady(policy.steady_steps)
-        peaks = [step.peak_bytes for step in meter.step_peaks[first:]]
+        peaks_bytes = consecutive.run_steady(policy.steady_steps)
+        difference_bytes = max(peaks_bytes) - min(peaks_bytes)
         # If only some of the ranks that step together ran more steps, they would wait forever.
-        if on_any_rank(max(peaks) - min(peaks) > policy.differing_share * max(peaks)):
+        if on_any_rank(difference_bytes > policy.differing_share * max(peaks_bytes)):
             # Depth or size of the images may be random, or the samples differ in length.
             consecutive.run_steady(policy.more_steady_steps)
         consecutive.run_others()
@@ -45,7 +44,9 @@ def rehearse(
     if evaluation is not None:
         _run(meter, evaluation, batch_size, policy.measured_steps)
         _run(meter, evaluation, evaluation.last_batch_size(batch_size), 1)
-    _run(meter, primary, batch_size, 1)
+    if session.training is not None:
+        # No epoch follows that of an evaluation.
+        _run(meter, primary, batch_size, 1)
 
 
 def _run(meter: TrialMeter, steps: Steps, batch_size: int, count: int) -> None:

@@ -108,18 +108,20 @@ class ConsecutiveSteps:
                 break
 
     def run_steady(self, count: int) -> list[int]:
-        """Run steps, every other one with batches of other lengths; returns the held bytes."""
+        """Run steps, every other one with batches of other lengths; returns the peak of each."""
         meter = self._meter
         held_bytes = meter.held_bytes_of_calls
-        first = len(held_bytes)
+        peaks_bytes = []
         for number in range(count):
             has_other_lengths = number % 2 == 1
             calls = self._full_step(number, meter.step_counter, other_lengths=has_other_lengths)
             self._add_peaks(calls)
+            # The micro batches of a step differ in any case: only the later ones have gradients.
+            peaks_bytes.append(max(call.peaks.peak_bytes for call in calls))
             if not has_other_lengths:
                 self._add_times(calls)
                 meter.steady_held_bytes.append(max(held_bytes[-len(calls) :]))
-        return held_bytes[first:]
+        return peaks_bytes
 
     def count_live_bytes(self) -> None:
         """Count live bytes with a dispatch mode, unless the device counts them itself."""

@@ -130,6 +130,17 @@ def test_an_average_of_the_weights_takes_a_copy_of_the_parameters(search, device
     assert search(Lawful(device, law), elsewhere, max_epochs=3).limit_bytes == LIMIT
 
 
+def test_an_average_of_the_weights_fits_into_the_limit_of_the_training(search, device):
+    device.enforces_limits = True
+    budgets = []
+    note = LambdaCallback(on_train_batch_start=lambda *_: budgets.append(device.budget))
+    average = StochasticWeightAveraging(0.01)
+    options = {"memory_limit": 300 * MIB}
+    plan = search(Lawful(device, law), average, note, max_epochs=1, options=options)
+    assert plan.limit_bytes == 300 * MIB - 8
+    assert budgets == [300 * MIB]
+
+
 def test_loader_workers_make_batches_ahead(search, device):
     plan = search(Lawful(device, law), train_dataloaders=loader(3, num_workers=1))
     # The workers hold three batches, and each sample takes 4 bytes.

@@ -13,7 +13,7 @@ from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.trial import TrialRunner
 from tests.helpers.fake_session import FakeSession
-from tests.helpers.lawful import MIB, SAMPLES, Lawful, law
+from tests.helpers.lawful import MIB, SAMPLES, Evaluated, Lawful, law
 
 
 class Stepping(Lawful):
@@ -217,6 +217,19 @@ def test_steps_that_differ_at_random_are_repeated(search, device):
 
     passed = [t for t in rehearsed(search(Different(device))) if t.outcome == "ok"]
     assert {trial.full_steps for trial in passed} == {22}
+
+
+def test_an_evaluation_ends_with_its_last_batch(search, device):
+    plan = search(Evaluated(device), stage="validate", options={"max_batch_size": 4})
+    # There are two warm-up steps, three steady ones and the last batch, and no next epoch.
+    assert [trial.full_steps for trial in rehearsed(plan)] == [6]
+
+
+def test_steps_whose_micro_batches_differ_are_equal_steps(search, device):
+    # The gradients of the first micro batch are alive in the second.
+    module = InTurn(device, [150, 200])
+    plan = search(module, options={"max_batch_size": 4}, accumulate_grad_batches=2)
+    assert [trial.full_steps for trial in rehearsed(plan)] == [7]
 
 
 @pytest.mark.parametrize(("higher_mib", "full_steps"), [(12, 11), (30, 26)])
