@@ -61,8 +61,8 @@ class BatchFinder(Callback):
         memory_limit: the most memory that this process may hold: bytes (``2e9`` too), a text such
             as ``"20GiB"``, or a fraction in (0, 1] of what the device can provide to this process.
             ``None``, and at most: 0.95 of it; on the host 0.95 of the part that is still free. On
-            CUDA a limit that is given is enforced until the training ends, where PyTorch's
-            allocator can be limited (not with expandable segments).
+            one CUDA device a limit that is given is enforced until the training ends, where
+            PyTorch's allocator can be limited (not with expandable segments).
         max_batch_size: the largest size to consider, in samples.
         min_batch_size: the smallest size to consider, in samples; ``None``: 2 (one sample is an
             error to BatchNorm).
@@ -257,7 +257,8 @@ class BatchFinder(Callback):
             apply_to_training(setting, plan)
         self.plan = plan
         self._plan_of_fit = plan
-        if options.memory_limit is not None:
+        # The buffers with which ranks exchange gradients come on top of what was rehearsed.
+        if options.memory_limit is not None and self._ranks.size == 1:
             # Otherwise the allocator would grow where it released its cache in the rehearsal.
             limit = search.device_memory.limit_enforced(limit_bytes)
             self._enforced_limit.enter_context(limit)

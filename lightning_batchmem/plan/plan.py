@@ -50,7 +50,7 @@ class Plan:
         held_peak_bytes: bytes that this process held in the rehearsal: reserved (CUDA) or the
             resident set without files that were mapped since (host); ``None`` when it is not known.
         fastest_batch_size: the smallest size with at least 95 % of the best throughput that was
-            measured; ``None`` if nothing was timed.
+            measured; ``None`` if nothing was timed, and for ``objective="memory"`` on a device.
         largest_batch_size: the largest size that passed a rehearsal, or for
             ``objective="throughput"`` the largest that is predicted to fit; ``None`` for a plan of
             an earlier version.

@@ -254,8 +254,10 @@ def _choose(known: TrialsSoFar) -> Chosen:
     limited_by: LimitedBy = "memory"
     if known.passed == highest:
         limited_by = limits.max_reason
-    near_best = fastest(known.speeds, policy)
+    fastest_size = None
     if limits.options.objective == "throughput":
+        near_best = fastest(known.speeds, policy)
+        fastest_size = None if near_best is None else near_best.batch_size
         largest_size = known.largest_ran
         if not known.failed:
             most = min(known.first_rehearsal_share * known.filling, highest)
@@ -276,26 +278,12 @@ def _choose(known: TrialsSoFar) -> Chosen:
     is_fragmented = trial.held_bytes > policy.fragmented_ratio * trial.peak_bytes
     if limited_by == "memory" and is_fragmented:
         notes.append(sentences.fragmented(trial))
-    notes += _slower_note(known)
     return Chosen(
         known.passed,
         limited_by,
         reason,
         tuple(notes),
-        fastest_batch_size=None if near_best is None else near_best.batch_size,
+        # For the largest size single steps were timed, whose times vary too much.
+        fastest_batch_size=fastest_size,
         largest_batch_size=largest_size,
     )
-
-
-def _slower_note(known: TrialsSoFar) -> list[str]:
-    """A note if a much smaller size is much faster than the chosen one."""
-    policy = known.policy
-    chosen = next((s for s in known.speeds if s.batch_size == known.passed), None)
-    smaller = [s for s in known.speeds if policy.least_growth * s.batch_size <= known.passed]
-    near_best = fastest(smaller, policy)
-    if chosen is None or near_best is None:
-        return []
-    best = max(speed.samples_per_second for speed in smaller)
-    if chosen.samples_per_second >= (1 - policy.slower_share) * best:
-        return []
-    return [sentences.slower(chosen, near_best, known.limits)]

@@ -238,22 +238,14 @@ def of_lstm(size):
     return float(LSTM.get(size, 866))
 
 
-def test_both_objectives_state_the_fastest_and_the_largest_size():
+def test_the_largest_size_is_stated_and_for_throughput_the_fastest():
     run = device(STRAIGHT, 50_000, speed_at=of_lstm)
     fast = drive(run, limits(50_000, objective="throughput")).plan
     assert (fast.batch_size, fast.fastest_batch_size, fast.largest_batch_size) == (64, 64, 1470)
     large = drive(device(STRAIGHT, 50_000, speed_at=falling), limits(50_000)).plan
     assert (large.batch_size, large.largest_batch_size) == (1538, 1538)
-    assert large.fastest_batch_size == 2
-    slow = drive(
-        device(STRAIGHT, 50_000, speed_at=lambda size: 1000.0 - size / 10), limits(50_000)
-    ).plan
-    assert slow.notes == (
-        f"{slow.batch_size} samples train 15% slower than 2 (846 and 1,000 samples/s)."
-        ' objective="throughput" chooses the fastest size.',
-    )
-    # It is slower by less than a tenth.
-    assert drive(device(STRAIGHT, speed_at=falling), limits()).plan.notes == ()
+    # Single steps were timed, which is too few to compare sizes.
+    assert (large.fastest_batch_size, large.notes) == (None, ())
 
 
 BOUNDS = {
