@@ -34,10 +34,10 @@ def decide(
 ) -> NextSize | Chosen | SearchFailed:
     """Choose the next batch size to run, or the size to train with.
 
-    Probes a ladder of small sizes, predicts the largest size that fits, and rehearses it. After a
-    failure the size steps down. For throughput, the sizes on the ladder are compared instead, and
-    the fastest is rehearsed. The chosen size has passed a rehearsal, unless the data set leaves no
-    choice.
+    Probes a ladder of small sizes, predicts the largest size that fits, and rehearses sizes on the
+    way to it. For throughput, the sizes on the ladder are compared instead, and the fastest is
+    rehearsed. The chosen size has passed a rehearsal, unless the data set leaves no choice. The
+    rules of a device, where an error can be caught, are those of :func:`.decide_on_device`.
 
     Args:
         trials: everything that was run, in the order in which it was run.
@@ -113,8 +113,7 @@ def _second_size(state: SearchState) -> NextSize | LimitedBy:
     following = rounded(size + 1, state.limits, up=True)
     if following > highest:
         return _MEMORY if state.passed else NextSize(size, "rehearsal")
-    largest = state.policy.ladder_growth * size
-    largest = min(largest, state.guaranteed_size())
+    largest = min(state.policy.ladder_growth * size, state.guaranteed_size())
     second = state.rounded(int(min(largest, highest)))
     if state.failed:
         second = min(second, state.between_fit_and_failure())
@@ -127,10 +126,7 @@ def _second_size(state: SearchState) -> NextSize | LimitedBy:
 
 
 def _next_rung(state: SearchState) -> int | None:
-    """The next size of the ladder: below the candidate, and sure or likely to fit.
-
-    It is sure to fit where a size that does not fit ends the process or all ranks.
-    """
+    """The next size of the ladder: below the candidate, and sure to fit."""
     if state.passed or state.failed:
         return None
     is_timed = state.is_for_throughput
@@ -141,15 +137,14 @@ def _next_rung(state: SearchState) -> int | None:
     candidate = state.candidate()
     largest = state.guaranteed_size()
     rung = state.rounded(state.policy.ladder_growth * size)
-    if not is_timed:
-        # The first rehearsal measures how many bytes are held, and no probe goes beyond it.
-        largest = min(largest, state.first_rehearsal_size())
     if is_timed:
         # The last size is closer, because throughput may still rise.
         # A rehearsal keeps more room free than a probe needs.
         largest = min(largest, int(state.policy.climb[-1] * candidate))
         rung = min(rung, state.rounded(min(candidate, largest)))
         return rung if rung >= state.policy.least_gap * size else None
+    # The first rehearsal measures how many bytes are held, and no probe goes beyond it.
+    largest = min(largest, state.first_rehearsal_size())
     return rung if size < rung < min(candidate, largest + 1) else None
 
 

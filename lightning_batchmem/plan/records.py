@@ -71,7 +71,7 @@ class Trial:
         fixed_bytes: live bytes that last from one step to the next, without gradients; 0 where it
             is not known.
         allocator_retries: how often the allocator released its cache in steps of a kind and size
-            that came before (rehearsals only).
+            that came before, once every optimizer has its state.
         largest_batch_bytes: bytes of the largest training batch, as the module gets it; 0 where it
             is not known.
         step_seconds: median time of a timed step (of a micro-batch under gradient accumulation)

@@ -236,7 +236,7 @@ def set_mean_seconds(records: Iterable[StepRecord]) -> None:
     """Give each record the mean wall time of its stage over all records.
 
     The host may begin the next step before a device has ended this one, and waits for the device
-    at some steps only. So the time of one step on the host says nothing about the device. Steps
+    at some steps only. So the time of one step on the host does not show that of the device. Steps
     that the profiler made slower are apart.
     """
     alike: defaultdict[tuple[str, bool], list[StepRecord]] = defaultdict(list)

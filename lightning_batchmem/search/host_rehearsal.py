@@ -29,7 +29,6 @@ class HostRehearsal:
     ranks: Ranks
 
     def __post_init__(self) -> None:
-        self._device = self.meter.device
         self._policy = self.meter.policy
         self._reserve_share = self._policy.reserve_share
         if self.meter.live is None:

@@ -183,8 +183,8 @@ class TrialMeter:
     def note_retries(self, first_phase: str, batch_size: int, count: int) -> None:
         """Count the retries of a step, unless it is the first of its kind and size.
 
-        Where sizes change, a training may retry once an epoch, which costs next to nothing. A retry
-        in equal steps comes again, and costs a synchronization each time.
+        At the first step of another size a training may retry once an epoch, which costs next to
+        nothing. A retry in steps that repeat comes again, and costs a synchronization each time.
         """
         kind_and_size = (first_phase, batch_size)
         if self.is_warm and kind_and_size in self._kinds_and_sizes:
