@@ -8,7 +8,7 @@ The table has the size found, the largest that survives, and how many trainings 
     python -m benchmarks.search --only LSTM --ways BatchFinder --quick
     # with the largest size that survives
     python -m benchmarks.search --only LSTM --ways BatchFinder --repeats 5
-    # eight networks of other kinds
+    # thirteen networks of other kinds
     python -m benchmarks.search --held-out --ways BatchFinder --repeats 5
     # only trainings at these sizes
     python -m benchmarks.search --only LSTM --sizes 48 60
@@ -239,7 +239,7 @@ def main() -> None:
         action="store_const",
         dest="only",
         const=list(HELD_OUT_WORKLOADS),
-        help="eight networks of other kinds",
+        help="thirteen networks of other kinds",
     )
     parser.add_argument(
         "--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="these ways to search"

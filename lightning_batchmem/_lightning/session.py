@@ -118,9 +118,9 @@ class TrainerSession:
     def without_synchronization(self) -> AbstractContextManager[None]:
         return without_synchronization(self.trainer)
 
-    def checkpoint_states(self) -> list[object] | None:
+    def checkpoint_states(self) -> list[object]:
         if self.training is None or not self.clean_start.saves_checkpoints:
-            return None
+            return []
         return [
             self.module.state_dict(),
             *(optimizer.state for optimizer in self.optimizers),

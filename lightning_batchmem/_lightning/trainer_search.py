@@ -74,7 +74,7 @@ class TrainerSearch:
         device_memory = self.device_memory
         options = self.options
         # On the host the copy of the weights is part of the resident set from the start.
-        later_bytes = 0 if device_memory.held_is_resident_set else weight_average_bytes(trainer)
+        later_bytes = 0 if device_memory.is_host else weight_average_bytes(trainer)
         # A Trainer in a worker of Ray has one device, however many workers this machine has.
         ranks_on_host = self.ranks.on_this_host()
         self._budget = MemoryBudget(

@@ -22,7 +22,7 @@ from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.search.compiled import each_size_static
-from lightning_batchmem.search.meter import TrialMeter, read_start_bytes
+from lightning_batchmem.search.meter import TrialMeter, other_bytes_at_start
 from lightning_batchmem.search.session import Session
 from lightning_batchmem.search.steps import ConsecutiveSteps
 
@@ -108,8 +108,8 @@ def _storages_at(
 ) -> ModuleStorages:
     """Run steps until the optimizers have their state, and then one that is measured."""
     session.restart(batch_size)
-    start = read_start_bytes(session, device_memory)
-    meter = TrialMeter(session, device_memory, policy, start)
+    other_bytes = other_bytes_at_start(session, device_memory)
+    meter = TrialMeter(session, device_memory, policy, other_bytes)
     session.phases.watch(session.optimizers, forward_follows=True)
     try:
         with ConsecutiveSteps(meter, meter.primary, batch_size) as consecutive:

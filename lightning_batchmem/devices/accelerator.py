@@ -33,11 +33,8 @@ class AcceleratorMemory:
     Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
     """
 
-    overrun_kills = False
+    is_host = False
     counts_live_bytes = True
-    held_is_resident_set = False
-    shared_by_ranks = False
-    holds_loader_workers = False
     # A block for more than 1 MiB may keep up to 1 MiB unsplit, so the same need may count less at a
     # larger batch.
     # Source: kSmallSize in c10/core/AllocatorConfig.h, should_split in
@@ -62,10 +59,6 @@ class AcceleratorMemory:
 
     def private_bytes(self) -> int:
         return self.current().allocated_bytes
-
-    def evictable_bytes(self) -> int:
-        """Return 0: the driver drops nothing."""
-        return 0
 
     def budget_bytes(self) -> int:
         """Return the free memory of the driver plus the reserved memory of this process.

@@ -67,28 +67,20 @@ class DeviceMemory(PeakCounter, Protocol):
     Attributes:
         name: ``"host"``, or ``"cuda"`` for CUDA and ROCm, as torch names both.
         granularity_bytes: peaks of equal steps may differ by this much.
-        overrun_kills: whether a process that exceeds its memory is ended without an error.
+        is_host: whether this is the memory of the host. There the held bytes are the resident set
+            of the process, with its interpreter and libraries. All ranks and loader workers of the
+            machine share it, and a process that exceeds it is ended without an error.
         counts_live_bytes: whether ``requested_bytes`` are known. If not, a dispatch mode has to
             count live bytes.
-        held_is_resident_set: whether the held bytes are the resident set of the process, with its
-            interpreter and libraries, rather than the segments of an allocator.
-        shared_by_ranks: whether all ranks on one machine share this memory.
-        holds_loader_workers: whether loader workers take their memory from this device.
     """
 
     name: str
     granularity_bytes: int
-    overrun_kills: bool
+    is_host: bool
     counts_live_bytes: bool
-    held_is_resident_set: bool
-    shared_by_ranks: bool
-    holds_loader_workers: bool
 
     def private_bytes(self) -> int:
         """Return the bytes in use at this moment that no other process shares."""
-
-    def evictable_bytes(self) -> int:
-        """Return the held bytes that the kernel drops before it ends a process."""
 
     def budget_bytes(self) -> int:
         """Return the most that this process may hold at this moment, with what it holds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import os
@@ -16,7 +17,6 @@ import psutil
 
 from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.devices.cgroup import memory_headroom_bytes
-from lightning_batchmem.devices.heap import return_free_blocks, set_holes_aside
 
 if sys.platform != "win32":
     import resource
@@ -58,11 +58,8 @@ class HostMemory:
     """
 
     name = "host"
-    overrun_kills = True
+    is_host = True
     counts_live_bytes = False
-    held_is_resident_set = True
-    shared_by_ranks = True
-    holds_loader_workers = True
     # Some heap pages are left after a trim.
     # Source: measured; the peaks of a linear layer of a few KiB differed by less than 0.3 MiB.
     granularity_bytes = 2**20
@@ -109,10 +106,6 @@ class HostMemory:
         resident, shared = os.pread(self._statm, 256, 0).split()[1:3]
         return (int(resident) - int(shared)) * resource.getpagesize()
 
-    def evictable_bytes(self) -> int:
-        """Return the resident pages of files, such as libraries."""
-        return _status_bytes(self._status, "RssFile") or 0
-
     def budget_bytes(self) -> int:
         """Return the resident set plus the bytes by which it can still grow.
 
@@ -138,15 +131,14 @@ class HostMemory:
         return nullcontext(False)
 
     def release_cached(self) -> None:
-        """Collect garbage, and return free heap blocks to the kernel.
+        """Collect garbage, and return free blocks of the heap to the kernel.
 
-        Where possible, the heap is then like that of a new process.
+        Source: malloc_trim(3), which only glibc has.
         """
         gc.collect()
-        return_free_blocks()
-        # Setting holes aside may take new addresses, which count under these limits.
-        if not _resource_limit_rooms(self._process.memory_info()):
-            set_holes_aside()
+        library: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+        if hasattr(library, "malloc_trim"):
+            library.malloc_trim(0)
 
     def synchronize(self) -> None:
         """Return at once: the host has no pending work."""

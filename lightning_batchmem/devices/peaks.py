@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.hooks import RemovableHandle
 
 from lightning_batchmem.devices.base import DeviceMemory, MemoryStats, PeakCounter
-from lightning_batchmem.devices.heap import may_lie_in_heap
 from lightning_batchmem.devices.tensors import plain_tensors
 
 
@@ -34,8 +33,6 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, weakref.ref[Any]] = {}
         self._bytes = other_bytes
         self._peak_bytes = other_bytes
-        # The largest storage that was counted and may lie in the heap; it can be set back to 0.
-        self.largest_heap_block_bytes = 0
 
     @staticmethod
     def is_possible() -> bool:
@@ -87,8 +84,6 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live[key] = weakref.ref(storage, freed)
         self._bytes += size_bytes
         self._peak_bytes = max(self._peak_bytes, self._bytes)
-        if size_bytes > self.largest_heap_block_bytes and may_lie_in_heap(size_bytes):
-            self.largest_heap_block_bytes = size_bytes
 
     def _forget(self, key: int, size_bytes: int) -> None:
         del self._live[key]

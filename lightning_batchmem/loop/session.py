@@ -108,8 +108,8 @@ class LoopSession:
     def without_synchronization(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def checkpoint_states(self) -> list[object] | None:
-        return None
+    def checkpoint_states(self) -> list[object]:
+        return []
 
     def _is_recorded(self, value: object) -> bool:
         # A compiled model wraps the module.

@@ -13,13 +13,10 @@ from lightning_batchmem.plan.records import PHASES, Line, MemoryModel, Trial
 def ran_through(trials: Iterable[Trial]) -> list[Trial]:
     """One trial for each size whose steps ran to their end, smallest size first.
 
-    Repetitions of a size are combined into the worst of them. A trial that only timed its steps is
-    left out.
+    Repetitions of a size are combined into the worst of them.
     """
     by_size: dict[int, list[Trial]] = {}
     for trial in trials:
-        if trial.kind == "timing":
-            continue
         if trial.outcome != "out_of_memory" and trial.phase_peak_bytes:
             by_size.setdefault(trial.batch_size, []).append(trial)
     worst = {size: t[0] if len(t) == 1 else Trial.worst_of(t) for size, t in by_size.items()}
@@ -57,8 +54,8 @@ def fit_memory(trials: Iterable[Trial], policy: SearchPolicy | None = None) -> M
     if len(ran) < 2:
         return None
     if _is_flat(ran, policy):
-        held_bytes = {trial.batch_size: trial.held_bytes for trial in ran}
-        return MemoryModel({"forward": _line(held_bytes, policy.on_one_line_share)})
+        needed_bytes = {trial.batch_size: trial.needed_bytes for trial in ran}
+        return MemoryModel({"forward": _line(needed_bytes, policy.on_one_line_share)})
     # The resident set is no exact count of live bytes, so a bend of it is noise.
     is_exact = all(trial.is_exact for trial in ran)
     largest_residual_share = policy.on_one_line_share if is_exact else math.inf
@@ -75,7 +72,7 @@ def fit_memory(trials: Iterable[Trial], policy: SearchPolicy | None = None) -> M
 
 
 def _is_flat(ran: Sequence[Trial], policy: SearchPolicy) -> bool:
-    """Whether live bytes stay flat in every phase while held bytes grow, as under CUDA graphs.
+    """Whether live bytes stay flat in every phase while needed bytes grow, as under CUDA graphs.
 
     Where an optimizer step has the highest peak, the phases below it may grow all the same.
     """
@@ -84,9 +81,9 @@ def _is_flat(ran: Sequence[Trial], policy: SearchPolicy) -> bool:
         peak_bytes - smallest_peaks.get(phase, 0)
         for phase, peak_bytes in ran[-1].phase_peak_bytes.items()
     )
-    grown_held_bytes = ran[-1].held_bytes - ran[0].held_bytes
-    is_growing = grown_held_bytes > policy.flat_bytes
-    return is_growing and grown_bytes < policy.flat_share * grown_held_bytes
+    grown_needed_bytes = ran[-1].needed_bytes - ran[0].needed_bytes
+    is_growing = grown_needed_bytes > policy.flat_bytes
+    return is_growing and grown_bytes < policy.flat_share * grown_needed_bytes
 
 
 def _line(points: Mapping[int, int], largest_residual_share: float) -> Line:

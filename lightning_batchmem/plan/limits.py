@@ -20,7 +20,7 @@ class SearchLimits:
         options: the arguments of the user, without those that do not apply to the stage.
         accumulate_grad_batches: batches to an optimizer step where there is no target.
         ranks: processes that train together.
-        overrun_kills: whether exceeding the limit ends the process, as on the host.
+        is_host: whether exceeding the limit ends the process without an error.
         steps_are_collective: whether ranks take every step together.
         avoided_sizes: sizes that are used only where no other is allowed: the last batch of their
             epochs has one sample, which is an error to BatchNorm.
@@ -33,6 +33,11 @@ class SearchLimits:
     options: SearchOptions = SearchOptions()  # noqa: RUF009
     accumulate_grad_batches: int = 1
     ranks: int = 1
-    overrun_kills: bool = False
+    is_host: bool = False
     steps_are_collective: bool = False
     avoided_sizes: frozenset[int] = frozenset()
+
+    @property
+    def catches_errors(self) -> bool:
+        """Whether a step that does not fit is an error on this rank alone, which can be caught."""
+        return not (self.is_host or self.steps_are_collective)

@@ -30,28 +30,6 @@ class SearchPolicy:
     ladder_growth: int = 4
     """Small sizes are measured on a ladder: each size is this multiple of the one before. Source:
     All of them together take a third more steps than the largest alone."""
-    ladder_sizes_compiled: int = 2
-    """On the host, sizes on the ladder of a module that `torch.compile` compiled, unless the
-    objective is throughput. Source: Each size is compiled for itself, which takes seconds to
-    minutes."""
-    max_sizes: int = 5
-    """On the host, a search runs at most this many sizes besides the ladder. Source: It bounds the
-    time of a search."""
-    max_sizes_compiled: int = 2
-    """The same for a module that `torch.compile` compiled. Source: As above."""
-    candidate_share: float = 0.9
-    """On the host, a size is certain to fit if it needs at most this share of the room that is
-    left. Source: Rounding takes the rest."""
-    step_down: tuple[float, ...] = (0.052, 0.12, 0.25, 0.5)
-    """On the host, a size shrinks by these shares after each failure. Source: Chosen on a model of
-    CUDA's allocator that version 0.3.0 had."""
-    climb: tuple[float, ...] = (0.5, 0.8)
-    """These shares of the size that fits are rehearsed first where an overrun kills. No probe is
-    above the first, and none for throughput above the last. Source: trainings in memory control
-    groups: `python -m benchmarks.search`."""
-    min_gain_when_killed: float = 0.1
-    """Where an overrun kills the process, a smaller gain is not worth another size. Source:
-    trainings in memory control groups: `python -m benchmarks.search`."""
     near_best_share: float = 0.95
     """The smallest size with this share of the best throughput counts as the fastest. Source:
     Beyond it, more memory gains next to no speed."""
@@ -61,25 +39,6 @@ class SearchPolicy:
     flat_sizes: int = 2
     """After this many sizes without a rise, no larger size is timed. Source: One size may be slow
     by itself, where a library changes its algorithm."""
-    refinements: int = 2
-    """On the host, sizes between two sizes of the ladder that are timed in addition. Source: The
-    ladder is coarse; each of them halves the gap."""
-    refined_gap: float = 3.0
-    """Only between sizes that are this ratio apart another size is timed. Source: Throughput is
-    flat near its best size, and large sizes are expensive."""
-    least_gap: float = 1.5
-    """On the host, the last size of the ladder is at least this multiple of the one before. Source:
-    As above."""
-    next_gap: float = 1.1
-    """On the host, while throughput rises, a size above the ladder is rehearsed if it is this
-    multiple of the largest that was timed. Source: A smaller one is less than 10 % faster."""
-    rival_share: float = 0.15
-    """On the host, smaller sizes within this share of the best are timed a second time where that
-    may change which is the fastest. Source: On a shared machine the fastest step of one visit
-    varied by 5 %, and of two by 3 %."""
-    slower_share: float = 0.1
-    """A note is printed if a much smaller size was faster by this share. Source: Less is not worth
-    another search."""
 
     # The limit and the reserves.
 
@@ -88,23 +47,6 @@ class SearchPolicy:
     is still free. Source: Libraries, fragmentation and other processes take the rest. Chosen on a
     model of CUDA's allocator that version 0.3.0 had; `python -m benchmarks.cuda_search` shows what
     it gives on PyTorch's own."""
-    most_held_ratio: float = 2.5
-    """Probes on the host show at most this many held bytes for each live byte. Source:
-    trainings in memory control groups: `python -m benchmarks.search`."""
-    least_held_ratio: float = 0.75
-    """Above a rehearsal, at least this many held bytes are expected for each live byte. Source:
-    trainings in memory control groups: `python -m benchmarks.search`."""
-    reserve_share: float = 0.12
-    """At least this share of the growth of the resident set, without the optimizer states, is kept
-    free on the host. Source: 60 steps exceeded the first eight by up to 7 %; trainings in memory
-    control groups: `python -m benchmarks.search`."""
-    reserve_deviations: float = 4.0
-    """On the host, room is kept for a step that holds so many standard deviations more than the
-    mean of the steady steps. Source: The largest of 10,000 normal numbers lies about 4 of them
-    above the mean, and a steady rise counts as deviation too."""
-    reserve_share_inexact: float = 0.4
-    """The same where live bytes cannot be counted. Source: trainings in memory control groups:
-    `python -m benchmarks.search`."""
     fragmented_ratio: float = 1.15
     """From this ratio of reserved to requested bytes on, a note advises expandable segments.
     Source: Chosen on a model of CUDA's allocator that version 0.3.0 had; `python -m
@@ -116,11 +58,9 @@ class SearchPolicy:
     """Training that starts with more in use than the search, by this share of the limit, warns.
     Source: Less is no difference between two starts of one training."""
 
-    # The sizes that are run where an error can be caught.
-
-    probe_share: float = 0.45
-    """The third probe is at this share of the size that fills the limit. Source: Half of
-    `rehearsal_share`; 0.25 found smaller sizes in `python -m benchmarks.cuda_search`."""
+    probe_share: float = 0.5
+    """The third probe is at this share of the first rehearsal. Source: 0.28 found smaller sizes in
+    `python -m benchmarks.cuda_search`."""
     least_growth: float = 1.5
     """A probe is at least this multiple of the one before. Source: Closer sizes show no more of the
     lines."""
@@ -130,6 +70,9 @@ class SearchPolicy:
     as much."""
     most_share: float = 0.97
     """No rehearsal is above this share. Source: As above."""
+    host_share: float = 0.3
+    """On the host one size is rehearsed, at this share. Source: An overrun there ends the process.
+    Fifteen networks held up to 2.65 bytes for each live byte, and 1 / 2.65 is 0.38."""
     collective_share: float = 0.85
     """Where ranks take steps together, so that no limit can be enforced, one size is rehearsed, at
     this share. Source: An error there ends all ranks."""
@@ -149,16 +92,15 @@ class SearchPolicy:
     """Warm-up steps of a probe, at least. Source: Optimizers get their state in a step, and
     libraries allocate memory in the first."""
     rehearsal_warmup_steps: int = 2
-    """The same of a rehearsal where an error can be caught; a retry of the allocator in them does
-    not count. Source: The second step places its blocks beside the optimizer states."""
+    """The same of a rehearsal; a retry of the allocator in them does not count. Source: The second
+    step places its blocks beside the optimizer states."""
     graph_warmup_steps: int = 3
     """The same for a compiled module. Source: CUDA graphs warm up, record and replay."""
     max_warmup_steps: int = 20
     """Warm-up ends here even if an optimizer has not stepped. Source: fp16 skips the first steps
     while it looks for its loss scale."""
     measured_steps: int = 2
-    """Steps of an evaluation, and on the host last steps of a rehearsal, whose peaks count. Source:
-    The second shows a difference."""
+    """Steps of an evaluation whose peaks count. Source: The second shows a difference."""
     timed_steps: int = 3
     """Timed steps of a probe, at least. Source: The fastest of three is free of most
     disturbances."""
@@ -170,15 +112,10 @@ class SearchPolicy:
     steady_steps: int = 3
     """Steps of a rehearsal after the warm-up. Source: `python -m benchmarks.cuda_search`; more of
     them find trainings that run out of memory in later steps, and cost as much as probes."""
-    host_steady_steps: int = 5
-    """The same on the host. Source: With fewer, trainings ran out of memory in later steps."""
     more_steady_steps: int = 15
     """More of them where peaks differ. Source: Random depth or image size."""
-    more_steady_steps_slow: int = 5
-    """On the host, the same where steps are slow. Source: It bounds the time of a search."""
     differing_share: float = 0.1
-    """Peaks differ from this share of the highest on; on the host, of what the steps themselves
-    hold. Source: Less is noise of the allocator."""
+    """Peaks differ from this share of the highest on. Source: Less is noise of the allocator."""
     slow_step_seconds: float = 1.0
     """Slower steps are repeated less often. Source: It bounds the time of a search."""
 
@@ -188,10 +125,10 @@ class SearchPolicy:
     """Sizes lie on one line if no residual is above this share of the growth. Source: Live bytes
     are exact, so only rounding is left."""
     flat_share: float = 0.05
-    """Held bytes are fitted where live bytes grow by less than this share of their growth. Source:
+    """Needed bytes are fitted where live bytes grow by less than this share of it. Source:
     Under CUDA graphs a replay allocates nothing."""
     flat_bytes: int = 64 * 2**20
-    """The same, where held bytes grow by more than this. Source: A few segments of the allocator.
+    """The same, where needed bytes grow by more than this. Source: A few segments of the allocator.
     """
 
     # The samples.

@@ -17,7 +17,7 @@ PHASES = ("forward", "backward", "optimizer_step", "evaluation")
 """The parts of a step whose peaks are measured and fitted apart, in the order in which they run."""
 
 Outcome = Literal["ok", "out_of_memory", "over_limit", "allocator_retry"]
-TrialKind = Literal["probe", "timing", "rehearsal", "exchange"]
+TrialKind = Literal["probe", "rehearsal", "exchange"]
 _ShareLimit = Literal[
     "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"
 ]
@@ -51,23 +51,25 @@ class Trial:
     Args:
         batch_size: samples in each step, on this rank.
         outcome: ``"ok"``; ``"out_of_memory"`` (the peaks are then incomplete); ``"over_limit"``
-            when more was held than the limit (no peaks where this ended the steps);
+            when more was needed than the limit;
             ``"allocator_retry"`` when the allocator had to release its cache in a steady step.
         phase_peak_bytes: highest live bytes in each phase that ran (keys from :data:`PHASES`).
             CUDA: bytes requested from the allocator. Host: bytes of live tensors, plus what the
             process held before its first step.
-        kind: ``"probe"`` for a few steps that are only measured, ``"timing"`` for steps that are
-            timed a second time, ``"rehearsal"`` for steps as in a training, ``"exchange"`` for
-            steps in which ranks exchange gradients (they are in no plan).
+        kind: ``"probe"`` for a few steps that are only measured, ``"rehearsal"`` for steps as in a
+            training, ``"exchange"`` for steps in which ranks exchange gradients (they are in no
+            plan).
         is_exact: whether the peaks count live bytes. ``False`` where only the resident set could be
             measured.
         is_compiled: whether ``torch.compile`` compiled a step.
         start_bytes: live bytes before the first step; in a rehearsal on a device, before the first
             training step.
         peak_held_bytes: highest bytes that this process held. CUDA: reserved by the allocator.
-            Host: the resident set without files that were mapped since. ``None`` where
-            it is not known.
-        reserve_bytes: bytes to keep free on top, for what a few steps cannot measure (host only).
+            Host: the resident set. ``None`` where it is not known.
+        needed_bytes: what was compared with the limit: on a device the held bytes, on the host the
+            live bytes.
+        reserve_bytes: host memory that the training takes besides its steps, by arithmetic: a
+            checkpoint, and the batches that loader workers make ahead; 0 on a device.
         fixed_bytes: live bytes that last from one step to the next, without gradients; 0 where it
             is not known.
         allocator_retries: how often the allocator released its cache in steps of a kind and size
@@ -81,7 +83,6 @@ class Trial:
             accumulation that of a whole optimizer step. ``None`` likewise.
         full_steps: full steps that ran at this size, warm-up included.
         samples_run: samples that went through these steps.
-        worker_bytes: what loader workers hold at this size, by arithmetic.
         notes: sentences about what could not be measured.
         error: first line of the out-of-memory error; empty otherwise.
     """
@@ -94,6 +95,7 @@ class Trial:
     is_compiled: bool = False
     start_bytes: int = 0
     peak_held_bytes: int | None = None
+    needed_bytes: int = 0
     reserve_bytes: int = 0
     fixed_bytes: int = 0
     allocator_retries: int = 0
@@ -103,7 +105,6 @@ class Trial:
     samples_per_second: float | None = None
     full_steps: int = 0
     samples_run: int = 0
-    worker_bytes: int = 0
     notes: tuple[str, ...] = ()
     error: str = ""
 
@@ -118,9 +119,15 @@ class Trial:
         return self.peak_bytes if self.peak_held_bytes is None else self.peak_held_bytes
 
     @property
-    def needed_bytes(self) -> int:
-        """Bytes that a training at this size may take."""
-        return self.held_bytes + self.reserve_bytes
+    def growing_bytes(self) -> int:
+        """The most that may grow with the size; at least 1. An optimizer step does not grow."""
+        peaks = [peak for phase, peak in self.phase_peak_bytes.items() if phase != "optimizer_step"]
+        return max(1, max(peaks, default=self.peak_bytes) - self.fixed_bytes)
+
+    def with_reserve(self) -> Trial:
+        """The same trial, with the reserved bytes in its peaks."""
+        peaks = {phase: peak + self.reserve_bytes for phase, peak in self.phase_peak_bytes.items()}
+        return replace(self, phase_peak_bytes=peaks)
 
     @classmethod
     def worst_of(cls, trials: Iterable[Trial]) -> Trial:
@@ -147,6 +154,7 @@ class Trial:
             is_compiled=any(trial.is_compiled for trial in trials),
             start_bytes=max(trial.start_bytes for trial in trials),
             peak_held_bytes=max(trial.held_bytes for trial in trials) if is_held_known else None,
+            needed_bytes=max(trial.needed_bytes for trial in trials),
             reserve_bytes=max(trial.reserve_bytes for trial in trials),
             fixed_bytes=min(trial.fixed_bytes for trial in trials),
             allocator_retries=max(trial.allocator_retries for trial in trials),
@@ -159,7 +167,6 @@ class Trial:
             ),
             full_steps=min(trial.full_steps for trial in trials),
             samples_run=max(trial.samples_run for trial in trials),
-            worker_bytes=max(trial.worker_bytes for trial in trials),
             notes=tuple(sorted({note for trial in trials for note in trial.notes})),
         )
 

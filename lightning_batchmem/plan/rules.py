@@ -1,8 +1,9 @@
-"""The rules of a search where a step that does not fit is an error that can be caught.
+"""The rules of a search: from everything that was run to the next size, or to the chosen one.
 
 The search has two parts. A *ladder* of probes runs small sizes, whose lines predict the size that
 fills the limit. Then *rehearsals* bisect between the largest size that ran and the smallest one
-that failed. All that a search knows is the list of its trials.
+that failed. Where an overrun is no error that can be caught, one size is rehearsed, further away
+from the limit. All that a search knows is the list of its trials.
 """
 
 from __future__ import annotations
@@ -84,14 +85,14 @@ class TrialsSoFar:
         Source: the peak is a maximum of ``a + b * size`` with ``a >= fixed``, and for each of these
         ``a + b * k * size <= fixed + k * (a - fixed + b * size)``.
         """
-        memory = fit_memory([t for t in self.trials if t.kind == "probe"], self.policy)
-        limit_bytes = self.limits.limit_bytes
+        probes = [trial for trial in self.trials if trial.kind == "probe"]
+        memory = fit_memory([trial.with_reserve() for trial in probes], self.policy)
         if memory is not None:
-            return memory.size_at(limit_bytes)
+            return memory.size_at(self.limits.limit_bytes)
         return max(
             trial.batch_size
-            * (limit_bytes - trial.fixed_bytes)
-            / max(1, trial.needed_bytes - trial.fixed_bytes)
+            * (self.limits.limit_bytes - trial.reserve_bytes - trial.fixed_bytes)
+            / trial.growing_bytes
             for trial in self.ran
             if trial.kind == "probe"
         )
@@ -99,6 +100,8 @@ class TrialsSoFar:
     @property
     def first_rehearsal_share(self) -> float:
         """The share of the size that fills the limit at which the first rehearsal is."""
+        if self.limits.is_host:
+            return self.policy.host_share
         if self.limits.steps_are_collective:
             return self.policy.collective_share
         return self.policy.rehearsal_share
@@ -109,8 +112,8 @@ class TrialsSoFar:
         return measured_speeds(self.ran)
 
 
-def decide_on_device(
-    trials: Sequence[Trial], limits: SearchLimits, policy: SearchPolicy
+def decide(
+    trials: Sequence[Trial], limits: SearchLimits, policy: SearchPolicy | None = None
 ) -> NextSize | Chosen | SearchFailed:
     """Choose the next batch size to run, or the size to train with.
 
@@ -120,7 +123,20 @@ def decide_on_device(
         trials: everything that was run, in the order in which it was run.
         limits: limit in bytes, range of sizes in samples, and the user's options.
         policy: the numbers that steer the search.
+
+    Returns:
+        The next size, the size to train with, or the reason why there is none.
+
+    Example:
+        >>> limits = SearchLimits(1000, min_batch_size=1, max_batch_size=50, max_reason="dataset")
+        >>> trials = []
+        >>> while isinstance(step := decide(trials, limits), NextSize):
+        ...     peak_bytes = 100 + 10 * step.batch_size
+        ...     trials.append(Trial(step.batch_size, "ok", {"forward": peak_bytes}, step.kind))
+        >>> step.batch_size, step.limited_by, [trial.batch_size for trial in trials]
+        (50, 'dataset', [2, 8, 40, 50])
     """
+    policy = policy or SearchPolicy()
     lowest, highest = size_range(limits)
     if lowest > highest:
         return SearchFailed(sentences.empty_range(limits))
@@ -162,21 +178,28 @@ def _next_rung(known: TrialsSoFar) -> int | None:
     """The next small size to probe; ``None`` if the lines of the probes are known.
 
     The second size is four times the first if that is certain to fit. The third one is a jump to
-    nearly half of the size that fills the limit. If it fails, sizes between follow, until a size
-    that ran and one that failed are as close as the first two.
+    half of the size of the first rehearsal, by steps of four times the size where no error can be
+    caught. If it fails, sizes between follow, until a size that ran and one that failed are as
+    close as the first two.
     """
     policy = known.policy
     last = known.largest_ran
     growth = policy.ladder_growth
     highest = size_range(known.limits)[1]
+    share = known.first_rehearsal_share
     size = growth * last
     if len(known.ran) == 1:
+        most = known.filling if known.limits.catches_errors else share * known.filling
         # Where an error is caught, the next size is tried even if it is not certain to fit.
-        is_caught = not known.limits.steps_are_collective
-        following = rounded(last + 1, known.limits, up=True) if is_caught else 0
-        size = int(min(size, max(following, known.filling)))
+        following = rounded(last + 1, known.limits, up=True)
+        if known.limits.catches_errors or following <= known.filling:
+            most = max(most, following)
+        size = int(min(size, most))
     else:
-        size = int(min(policy.probe_share * known.filling, highest))
+        size = int(min(policy.probe_share * share * known.filling, highest))
+        if not known.limits.catches_errors:
+            # Small sizes may hide what grows behind a larger part that does not.
+            size = min(size, growth * last)
         if size < policy.least_growth * last:
             size = 0
     if size >= known.smallest_failed:
@@ -210,12 +233,12 @@ def _next_rehearsal(known: TrialsSoFar) -> int | None:
     low = known.largest_ran
     first = min(known.first_rehearsal_share * known.filling, highest)
     size = highest if first == highest else int(first)
-    most = size + 1 if limits.steps_are_collective else policy.most_share * known.filling
+    most = policy.most_share * known.filling if limits.catches_errors else size + 1
     high = min(most, known.smallest_failed, highest + 1)
     is_narrow = high <= (1 + policy.gap_share) * low
     if known.passed:
         is_enough = is_narrow or known.num_errors >= policy.max_errors
-        if is_enough or limits.steps_are_collective:
+        if is_enough or not limits.catches_errors:
             return None
     if known.has_rehearsed or not low < size < high:
         size = low if is_narrow else _size_between(low, high, policy)
@@ -268,7 +291,7 @@ def _choose(known: TrialsSoFar) -> Chosen:
     if limited_by == "throughput":
         reason = sentences.near_best_throughput(known.passed, limits, policy.near_best_share)
     elif limited_by == "memory":
-        reason = sentences.limited_by_memory(known.passed, known.failed, limits)
+        reason = sentences.limited_by_memory(known.passed, known.failed, limits, policy.host_share)
     else:
         reason = sentences.limited_by_size(known.passed, limits)
     notes = [
@@ -276,7 +299,7 @@ def _choose(known: TrialsSoFar) -> Chosen:
         for size in dropped_sizes(ran_through(known.trials))
     ]
     is_fragmented = trial.held_bytes > policy.fragmented_ratio * trial.peak_bytes
-    if limited_by == "memory" and is_fragmented:
+    if limited_by == "memory" and is_fragmented and not limits.is_host:
         notes.append(sentences.fragmented(trial))
     return Chosen(
         known.passed,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_batchmem.plan.limits import SearchLimits
-from lightning_batchmem.plan.records import Speed, Trial, mib
+from lightning_batchmem.plan.records import Trial, mib
 
 _SMALLER_STEP = "Use a smaller model, smaller samples, lower precision or activation checkpointing."
 _MORE_ROOM = (
@@ -33,7 +33,7 @@ _OUTCOMES: Mapping[str, str] = {
 }
 
 LIVE_BYTES_NOT_COUNTED = (
-    "Live tensors could not be counted, so the resident set was measured and more room left free."
+    "Live tensors could not be counted, so the resident set was measured instead."
 )
 
 
@@ -82,13 +82,13 @@ def breakdown_of(
     batch_size: int,
     limits: SearchLimits,
     breakdown: str,
-    worker_bytes: int,
+    reserve_bytes: int,
     *,
     is_mostly_other: bool,
 ) -> str:
     text = f"At {size_text(batch_size, limits)} the memory held {breakdown}"
-    if worker_bytes:
-        text += f"; DataLoader workers hold {mib(worker_bytes)} more"
+    if reserve_bytes:
+        text += f"; DataLoader workers and a checkpoint take {mib(reserve_bytes)} more"
     return f"{text}. {_MORE_ROOM if is_mostly_other else _SMALLER_STEP}"
 
 
@@ -99,8 +99,15 @@ def too_small_to_run(batch_size: int, limits: SearchLimits) -> str:
     return f"{size_text(batch_size, limits)}: {size_limit(limits)}. Nothing was run."
 
 
-def limited_by_memory(batch_size: int, failed: Iterable[Trial], limits: SearchLimits) -> str:
+def limited_by_memory(
+    batch_size: int, failed: Iterable[Trial], limits: SearchLimits, host_share: float
+) -> str:
     size = size_text(batch_size, limits)
+    if limits.is_host:
+        return (
+            f"{size}: tensors take at most {host_share:.0%} of the free memory on the host, where"
+            " more would end the process without an error. A higher memory_limit raises the size."
+        )
     above = [trial for trial in failed if trial.batch_size > batch_size]
     if not above:
         return f"{size}: the largest size that is predicted to fit."
@@ -137,17 +144,6 @@ def fragmented(trial: Trial) -> str:
     return (
         f"The allocator reserved {mib(trial.held_bytes)} for {mib(trial.peak_bytes)} of tensors."
         " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may let a larger size fit."
-    )
-
-
-def slower(chosen: Speed, smaller: Speed, limits: SearchLimits) -> str:
-    share = 1 - chosen.samples_per_second / smaller.samples_per_second
-    counted = "samples" if limits.options.budget_name is None else "items"
-    return (
-        f"{size_text(chosen.batch_size, limits)} train {share:.0%} slower than"
-        f" {smaller.batch_size:,} ({chosen.samples_per_second:,.0f} and"
-        f" {smaller.samples_per_second:,.0f} {counted}/s). "
-        'objective="throughput" chooses the fastest size.'
     )
 
 

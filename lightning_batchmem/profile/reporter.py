@@ -59,7 +59,7 @@ class StepReporter:
             self._alerts = Alerts(
                 _warn,
                 granularity_bytes=device_memory.granularity_bytes,
-                held_is_resident_set=device_memory.held_is_resident_set,
+                held_is_resident_set=device_memory.is_host,
                 plan=plan,
             )
         self._has_plan = plan is not None

@@ -37,7 +37,7 @@ class SteadyBreakdown:
         # The resident set includes memory that earlier steps freed, which belongs to the
         # activations. An allocator counts freed memory separately.
         self._other_bytes: int | None = None
-        if device_memory.held_is_resident_set:
+        if device_memory.is_host:
             device_memory.release_cached()
             now_bytes = device_memory.current().allocated_bytes
             breakdown = measure_breakdown(module, optimizers, None, device, start_bytes=now_bytes)

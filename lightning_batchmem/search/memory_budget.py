@@ -39,7 +39,7 @@ class MemoryBudget:
     def provided_bytes(self) -> int:
         """The most that this rank may hold; ranks that share memory divide what is left equally."""
         budget_bytes = self.device.budget_bytes()
-        if self.ranks_on_host == 1 or not self.device.shared_by_ranks:
+        if self.ranks_on_host == 1 or not self.device.is_host:
             return budget_bytes
         held_bytes = self.device.current().allocated_bytes
         return held_bytes + (budget_bytes - held_bytes) // self.ranks_on_host
@@ -61,12 +61,15 @@ class MemoryBudget:
         """The limit of this rank: ``memory_limit``, and at most a share of what is provided."""
         provided_bytes = self.provided_bytes()
         wanted_bytes = parse_memory_limit(self.memory_limit, provided_bytes)
+        if self.device.is_host and self.memory_limit is not None:
+            # The size stays far from this limit, so it may be above the free memory.
+            return wanted_bytes
         return min(wanted_bytes, self._share_of(provided_bytes))
 
     def _share_of(self, provided_bytes: int) -> int:
         # On the host the interpreter and the libraries are part of the held bytes.
         held_bytes = 0
-        if self.device.held_is_resident_set:
+        if self.device.is_host:
             held_bytes = self.device.current().allocated_bytes
         return held_bytes + int(self.limit_share * (provided_bytes - held_bytes))
 
@@ -99,7 +102,7 @@ def search_limits(
     ]
     if target is not None:
         bounds.append((target, "target_batch_size"))
-    if not budget.device.holds_loader_workers:
+    if not budget.device.is_host:
         bounds.append((_largest_in_host_memory(session, budget, options), "host memory"))
     bound = min(bounds, key=lambda bound: bound[0])
     own = (limit_bytes - budget.later_bytes, bound, session.avoided_sizes(), session.sample_sizes())
@@ -114,7 +117,7 @@ def search_limits(
         options=options,
         accumulate_grad_batches=session.accumulate_grad_batches,
         ranks=ranks.size,
-        overrun_kills=budget.device.overrun_kills,
+        is_host=budget.device.is_host,
         steps_are_collective=session.steps_are_collective,
         avoided_sizes=frozenset().union(*avoided),
     )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
@@ -16,29 +14,18 @@ from lightning_batchmem.search.compiled import compiled_frames
 from lightning_batchmem.search.session import Session, Steps
 
 
-class OverLimitError(Exception):
-    """A step held more bytes than the steps of its trial may hold."""
+def other_bytes_at_start(session: Session, device: DeviceMemory) -> int:
+    """Bytes of the resident set besides the tensors of the module and the samples.
 
-
-class StartBytes(NamedTuple):
-    """What the process held at the start of a search, which no trial is charged for.
-
-    Attributes:
-        evictable_bytes: held bytes that the kernel drops before it ends a process.
-        other_bytes: held bytes besides the tensors of the module and the samples.
+    They count as live bytes of every trial, so that live bytes can be compared with the limit.
+    Where the device counts live bytes itself there are none.
     """
-
-    evictable_bytes: int
-    other_bytes: int
-
-
-def read_start_bytes(session: Session, device: DeviceMemory) -> StartBytes:
     if device.counts_live_bytes:
-        return StartBytes(device.evictable_bytes(), 0)
+        return 0
     device.release_cached()
     module_bytes = _module_counter(session, 0).current().allocated_bytes
     other_bytes = device.current().allocated_bytes - _sample_bytes(session, device) - module_bytes
-    return StartBytes(device.evictable_bytes(), max(0, other_bytes))
+    return max(0, other_bytes)
 
 
 class TrialMeter:
@@ -54,7 +41,7 @@ class TrialMeter:
         session: the session whose steps are run.
         device: the memory that is read.
         policy: the numbers that steer the search.
-        start: what the process held at the start of the search.
+        other_bytes: live bytes at the start of the search that are not tensors of the module.
         before_step: this function is called before each full step.
     """
 
@@ -63,7 +50,7 @@ class TrialMeter:
         session: Session,
         device: DeviceMemory,
         policy: SearchPolicy,
-        start: StartBytes,
+        other_bytes: int,
         before_step: Callable[[], object] = lambda: None,
     ) -> None:
         primary = session.training or session.evaluation
@@ -75,21 +62,14 @@ class TrialMeter:
         self.device = device
         self.policy = policy
         self.before_step = before_step
-        self._start = start
+        self._other_bytes = other_bytes
         self._frames_before = compiled_frames()
         self.live = self._live_counter()
         self.start_bytes = self.live_bytes()
-        # A step that holds more ends the trial.
-        self.most_held_bytes = math.inf
         # Live bytes of each call whose peaks count.
         self.step_peaks: list[StepPeaks] = []
         # Held bytes of each call, warm-up included.
         self.held_bytes_of_calls: list[int] = []
-        # Held bytes of each steady full step with the longest samples.
-        self.steady_held_bytes: list[int] = []
-        # The largest tensor of the primary steps, besides those that last, that may lie in the
-        # heap.
-        self.heap_block_bytes = 0
         # Seconds of each timed call in which an optimizer stepped, and of the other timed calls.
         self.stepping_seconds: list[float] = []
         self.other_seconds: list[float] = []
@@ -98,8 +78,6 @@ class TrialMeter:
         self.has_idle_optimizer = False
         # Live bytes that last from one step to the next, without gradients.
         self.fixed_bytes = 0
-        # Bytes to keep free for what a few steps cannot measure.
-        self.reserve_bytes = 0
         # Whether every optimizer has its state.
         self.is_warm = False
         # Retries of the allocator in warm steps of a kind and size that came before.
@@ -145,36 +123,18 @@ class TrialMeter:
         """Live bytes at this moment; held bytes where live bytes cannot be counted."""
         return (self.live or self.device).current().allocated_bytes
 
-    def held_bytes(self) -> int:
-        """Bytes that this process holds at this moment."""
-        stats = self.device.current()
-        held_bytes = stats.allocated_bytes if stats.reserved_bytes is None else stats.reserved_bytes
-        return held_bytes - self._uncounted_bytes()
-
     def gradient_bytes(self) -> int:
         gradients = (parameter.grad for parameter in self.session.module.parameters())
         return bytes_of(gradient for gradient in gradients if gradient is not None)
 
-    def optimizer_state_bytes(self) -> int:
-        """Bytes of the optimizer states in host memory."""
-        states = [optimizer.state for optimizer in self.session.optimizers]
-        return bytes_of(tensors_in(states), torch.device("cpu"))
-
-    def checkpoint_bytes(self) -> int | None:
-        """Host memory that saving a checkpoint copies; ``None`` where the training saves none."""
-        states = self.session.checkpoint_states()
-        return None if states is None else bytes_of(tensors_in(states), torch.device("cpu"))
+    def checkpoint_bytes(self) -> int:
+        """Host memory that saving a checkpoint copies; 0 where the training saves none."""
+        return bytes_of(tensors_in(self.session.checkpoint_states()), torch.device("cpu"))
 
     def note_held_bytes(self, peaks: StepPeaks) -> None:
-        """Note the bytes that this process held at the peak of a step.
-
-        Raises:
-            OverLimitError: if a step of this trial may not hold so many.
-        """
-        held_bytes = (peaks.peak_reserved_bytes or peaks.peak_bytes) - self._uncounted_bytes()
-        self.held_bytes_of_calls.append(held_bytes)
-        if held_bytes > self.most_held_bytes:
-            raise OverLimitError
+        """Note the bytes that this process held at the peak of a step."""
+        held_bytes = peaks.peak_reserved_bytes or peaks.peak_bytes
+        self.held_bytes_of_calls.append(held_bytes - _sample_bytes(self.session, self.device))
 
     def num_retries(self) -> int:
         """How often the allocator has released its cache to make room, since CUDA started."""
@@ -196,20 +156,12 @@ class TrialMeter:
         counter.track(tensors_in([optimizer.state for optimizer in self.session.optimizers]))
         counter.track(tensors_in([p.grad for p in self.session.module.parameters()]))
 
-    def _uncounted_bytes(self) -> int:
-        """Bytes of the search's samples, and of files that were mapped since its start.
-
-        The kernel drops pages of files before it ends a process.
-        """
-        new_bytes = self.device.evictable_bytes() - self._start.evictable_bytes
-        return _sample_bytes(self.session, self.device) + max(0, new_bytes)
-
     def _live_counter(self) -> RequestedBytes | LiveStorages | None:
         if self.device.counts_live_bytes:
             return RequestedBytes(self.device)
         if self.session.steps_are_collective or not LiveStorages.is_possible():
             return None
-        return _module_counter(self.session, self._start.other_bytes)
+        return _module_counter(self.session, self._other_bytes)
 
 
 def _module_counter(session: Session, other_bytes: int) -> LiveStorages:
@@ -221,7 +173,7 @@ def _module_counter(session: Session, other_bytes: int) -> LiveStorages:
 
 def _sample_bytes(session: Session, device: DeviceMemory) -> int:
     """Bytes of the samples that the search keeps in the resident set."""
-    if not device.held_is_resident_set:
+    if not device.is_host:
         return 0
     steps = (session.training, session.evaluation)
     return sum(one.sample_bytes for one in steps if one is not None)

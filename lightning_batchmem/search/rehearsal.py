@@ -40,9 +40,12 @@ def rehearse(
             # Depth or size of the images may be random, or the samples differ in length.
             consecutive.run_steady(policy.more_steady_steps)
         consecutive.run_others()
+        consecutive.count_live_bytes()
     _run(meter, primary, primary.last_batch_size(batch_size), 1)
     if evaluation is not None:
-        _run(meter, evaluation, batch_size, policy.measured_steps)
+        with ConsecutiveSteps(meter, evaluation, batch_size) as consecutive:
+            consecutive.run(policy.measured_steps)
+            consecutive.count_live_bytes()
         _run(meter, evaluation, evaluation.last_batch_size(batch_size), 1)
     if session.training is not None:
         # No epoch follows that of an evaluation.

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from lightning_batchmem.devices.breakdown import measure_breakdown
 from lightning_batchmem.plan import sentences
-from lightning_batchmem.plan.decide import decide
 from lightning_batchmem.plan.fit import ran_through
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.options import SearchOptions
@@ -15,6 +14,7 @@ from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, Trial
 from lightning_batchmem.plan.reuse import reused, why_not_allowed
+from lightning_batchmem.plan.rules import decide
 from lightning_batchmem.search.memory_budget import MemoryBudget, search_limits
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
@@ -85,7 +85,8 @@ class BatchSizeSearch:
                 notes.append(sentences.earlier_plan_not_used(why_not))
         if result is None:
             result = self._search([], limits)
-        if isinstance(result.chosen, Chosen) and result.trials and session.exchanges_gradients:
+        is_chosen = isinstance(result.chosen, Chosen)
+        if is_chosen and result.trials and session.exchanges_gradients and not limits.is_host:
             result = self._with_room_for_exchanges(result)
         if isinstance(result.chosen, SearchFailed):
             failure = self._explained(result.chosen, result.trials, result.limits)
@@ -160,6 +161,9 @@ class BatchSizeSearch:
 
     def _read_again(self, limits: SearchLimits) -> SearchLimits:
         """The limits after a trial: other processes may have filled the device meanwhile."""
+        if limits.is_host:
+            # The size stays far from the limit, so that small changes do not matter.
+            return limits
         usable_bytes = self._ranks.exchange(self._budget.usable_bytes())
         return replace(limits, limit_bytes=min(limits.limit_bytes, *usable_bytes))
 
@@ -181,14 +185,13 @@ class BatchSizeSearch:
             # Nothing was measured where memory ran out in the first step.
             peak_bytes=trial.peak_bytes or trial.held_bytes or None,
         )
-        worker_bytes = trial.worker_bytes if self._budget.device.holds_loader_workers else 0
         # A size that ran out of memory needed more than was measured.
         needed_bytes = max(breakdown.peak_bytes, limits.limit_bytes)
         text = sentences.breakdown_of(
             trial.batch_size,
             limits,
             str(breakdown),
-            worker_bytes,
+            trial.reserve_bytes,
             is_mostly_other=2 * breakdown.other_bytes > needed_bytes,
         )
         return SearchFailed(f"{failure.reason} {text}")

@@ -154,5 +154,5 @@ class Session(Protocol):
     def without_synchronization(self) -> AbstractContextManager[None]:
         """Run steps on this rank alone, without collectives of the training program."""
 
-    def checkpoint_states(self) -> list[object] | None:
-        """Everything that a checkpoint copies; ``None`` where the training saves none."""
+    def checkpoint_states(self) -> list[object]:
+        """Everything that a checkpoint copies; empty where the training saves none."""

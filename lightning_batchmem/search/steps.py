@@ -110,7 +110,6 @@ class ConsecutiveSteps:
     def run_steady(self, count: int) -> list[int]:
         """Run steps, every other one with batches of other lengths; returns the peak of each."""
         meter = self._meter
-        held_bytes = meter.held_bytes_of_calls
         peaks_bytes = []
         for number in range(count):
             has_other_lengths = number % 2 == 1
@@ -120,7 +119,6 @@ class ConsecutiveSteps:
             peaks_bytes.append(max(call.peaks.peak_bytes for call in calls))
             if not has_other_lengths:
                 self._add_times(calls)
-                meter.steady_held_bytes.append(max(held_bytes[-len(calls) :]))
         return peaks_bytes
 
     def count_live_bytes(self) -> None:
@@ -133,12 +131,9 @@ class ConsecutiveSteps:
         with counter:
             # The first step only finds everything else that the module holds.
             self._full_step(0, counter)
-            counter.largest_heap_block_bytes = 0
             calls = self._full_step(0, counter)
             for number in range(self._steps.num_other_batches):
                 calls += self._full_step(number, counter, other_lengths=True)
-        if self._steps is meter.primary:
-            meter.heap_block_bytes = counter.largest_heap_block_bytes
         meter.step_peaks += [call.peaks for call in calls]
 
     def _full_step(

@@ -15,8 +15,7 @@ from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Outcome, Trial, TrialKind
 from lightning_batchmem.plan.scaling import accumulated_batches
 from lightning_batchmem.search.compiled import forget_compiled
-from lightning_batchmem.search.host_rehearsal import HostRehearsal
-from lightning_batchmem.search.meter import OverLimitError, TrialMeter, read_start_bytes
+from lightning_batchmem.search.meter import TrialMeter, other_bytes_at_start
 from lightning_batchmem.search.ranks import CollectiveDetector, Ranks
 from lightning_batchmem.search.rehearsal import rehearse
 from lightning_batchmem.search.session import Session
@@ -47,7 +46,7 @@ class TrialRunner:
         self._ranks = ranks
         self._policy = policy
         self._before_step = before_step
-        self._start = read_start_bytes(session, device)
+        self._other_bytes = other_bytes_at_start(session, device)
 
     def isolated(self, kind: TrialKind, batch_size: int, limits: SearchLimits) -> Trial:
         """Run a trial from the state in which training starts, under the limit.
@@ -67,17 +66,11 @@ class TrialRunner:
         limit: AbstractContextManager[object] = nullcontext()
         if not is_collective:
             limit = self._device.limit_enforced(limits.limit_bytes)
-            if self._device.overrun_kills:
-                meter.most_held_bytes = limits.limit_bytes
         outcome: Outcome = "ok"
         error_text = ""
         try:
             with self._watched_steps(batch_size, is_collective), limit:
                 run()
-        except OverLimitError:
-            # The next step might exceed the limit, which would end the process.
-            meter.step_peaks.clear()
-            outcome = "over_limit"
         # Out of memory has many types. Every other error is raised again.
         except Exception as error:
             if not is_out_of_memory(error) or is_collective:
@@ -116,7 +109,9 @@ class TrialRunner:
         """Go back to the state in which the stage starts."""
         forget_compiled()
         self._session.restart(batch_size)
-        return TrialMeter(self._session, self._device, self._policy, self._start, self._before_step)
+        return TrialMeter(
+            self._session, self._device, self._policy, self._other_bytes, self._before_step
+        )
 
     @contextmanager
     def _watched_steps(self, batch_size: int, is_collective: bool) -> Iterator[None]:
@@ -135,18 +130,15 @@ class TrialRunner:
     def _steps_of(
         self, kind: TrialKind, meter: TrialMeter, batch_size: int, limits: SearchLimits
     ) -> Callable[[], None]:
-        if kind == "rehearsal" and self._device.overrun_kills:
-            return HostRehearsal(meter, batch_size, limits, self._ranks).run
         if kind == "rehearsal" and limits.steps_are_collective:
             return partial(rehearse, meter, batch_size, self._is_on_any_rank)
         if kind == "rehearsal":
             return partial(rehearse, meter, batch_size)
         if kind == "probe":
             # The time of a step decides nothing where the largest size is wanted.
-            is_quick = limits.options.objective == "memory" and not self._device.overrun_kills
+            is_quick = limits.options.objective == "memory"
             return partial(self._probe, meter, batch_size, is_quick=is_quick)
-        runs = {"timing": self._time, "exchange": self._exchange}
-        return partial(runs[kind], meter, batch_size)
+        return partial(self._exchange, meter, batch_size)
 
     def _probe(self, meter: TrialMeter, batch_size: int, *, is_quick: bool) -> None:
         """Run a few steps and measure the peak of each phase."""
@@ -164,12 +156,6 @@ class TrialRunner:
                 consecutive.count_live_bytes()
             if steps is self._session.training:
                 meter.fixed_bytes = max(0, meter.live_bytes() - meter.gradient_bytes())
-
-    def _time(self, meter: TrialMeter, batch_size: int) -> None:
-        """Time the steps of a size that was run before."""
-        with ConsecutiveSteps(meter, meter.primary, batch_size) as consecutive:
-            consecutive.warm_up(self._policy.warmup_steps)
-            consecutive.run_timed(equally_many=self._ranks.size > 1)
 
     def _exchange(self, meter: TrialMeter, batch_size: int) -> None:
         """Run steps in which ranks exchange gradients."""
@@ -192,14 +178,15 @@ class TrialRunner:
             samples_per_second = accumulate * meter.primary.items(batch_size) / step_seconds
         phase_peak_bytes = meter.phase_peak_bytes
         held_bytes = max(meter.held_bytes_of_calls, default=None)
-        worker_bytes = self._session.worker_bytes(batch_size)
-        reserve_bytes = meter.reserve_bytes
-        if self._device.holds_loader_workers:
-            reserve_bytes += worker_bytes
-        needed_bytes = held_bytes or max(phase_peak_bytes.values(), default=0)
+        needed_bytes = max(phase_peak_bytes.values(), default=0)
+        reserve_bytes = 0
+        if limits.is_host:
+            reserve_bytes = meter.checkpoint_bytes() + self._session.worker_bytes(batch_size)
+        else:
+            needed_bytes = held_bytes or needed_bytes
         if outcome == "ok" and kind == "rehearsal" and meter.allocator_retries > 0:
             outcome = "allocator_retry"
-        elif outcome == "ok" and needed_bytes + reserve_bytes > limits.limit_bytes:
+        elif outcome == "ok" and needed_bytes > limits.limit_bytes:
             outcome = "over_limit"
         notes = []
         if meter.has_idle_optimizer:
@@ -215,6 +202,7 @@ class TrialRunner:
             is_compiled=meter.is_compiled,
             start_bytes=meter.start_bytes,
             peak_held_bytes=held_bytes,
+            needed_bytes=needed_bytes,
             reserve_bytes=reserve_bytes,
             fixed_bytes=meter.fixed_bytes,
             allocator_retries=meter.allocator_retries,
@@ -224,7 +212,6 @@ class TrialRunner:
             samples_per_second=samples_per_second,
             full_steps=meter.full_steps,
             samples_run=meter.samples,
-            worker_bytes=worker_bytes,
             notes=tuple(notes),
             error=self._ranks.named(error_text),
         )

@@ -24,11 +24,8 @@ class FakeDevice:
 
     name = "cuda"
     granularity_bytes = 0
-    overrun_kills = False
+    is_host = False
     counts_live_bytes = True
-    held_is_resident_set = False
-    shared_by_ranks = False
-    holds_loader_workers = False
 
     def __init__(self, budget_bytes: int, base_bytes: int = 0) -> None:
         self.budget = budget_bytes
@@ -45,11 +42,8 @@ class FakeDevice:
     def as_host(self) -> None:
         """Behave as the memory of the host."""
         self.name = "host"
-        self.overrun_kills = True
+        self.is_host = True
         self.counts_live_bytes = False
-        self.held_is_resident_set = True
-        self.shared_by_ranks = True
-        self.holds_loader_workers = True
         self.enforces_limits = False
 
     def use(self, size_bytes: int) -> None:
@@ -78,9 +72,6 @@ class FakeDevice:
 
     def private_bytes(self) -> int:
         return self._current_bytes
-
-    def evictable_bytes(self) -> int:
-        return 0
 
     def budget_bytes(self) -> int:
         return self.budget

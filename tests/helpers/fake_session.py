@@ -68,7 +68,7 @@ class FakeSession:
         self.sizes = []
         self.batch_size = None
         self.restarts = []
-        self.saved = None
+        self.saved = []
         self.bytes_per_waiting_sample = 0
         self.configure()
 

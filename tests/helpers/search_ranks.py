@@ -166,7 +166,7 @@ def run_case(case, directory, ranks):
     _devices.clear()
     if budgets := case.get("budgets", [400] * ranks):
         _devices.append(FakeDevice(budget_bytes=budgets[rank] * MIB))
-        _devices[0].shared_by_ranks = case.get("is_shared", False)
+        _devices[0].is_host = case.get("is_shared", False)
     seed_everything(7, verbose=False)
     options = {"min_steps_per_epoch": None, **case.get("finder", {})}
     # Only the first rank can read the file of the plan.

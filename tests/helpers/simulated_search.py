@@ -12,12 +12,12 @@ from dataclasses import replace as with_changes
 
 from hypothesis import strategies as st
 
-from lightning_batchmem.plan.decide import decide
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan, make_plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import PHASES, Chosen, NextSize, SearchFailed, Trial
+from lightning_batchmem.plan.rules import decide
 from lightning_batchmem.plan.scaling import OptimizerStep, size_range
 
 LIMIT = 10_000
@@ -69,14 +69,12 @@ def device(
     *,
     held_share: float = 0.0,
     fixed_bytes: int = 0,
-    kills: bool = False,
     largest_passed: float = float("inf"),
     speed_at: Callable[[int], float | None] | None = None,
 ) -> Run:
     """Measure ``law`` on a device of ``limit`` bytes.
 
-    With ``kills``, a step may hold more than the limit, and the trial is then over the limit
-    instead of out of memory. Held bytes exceed live bytes by a share of the growth of live bytes.
+    Held bytes exceed live bytes by a share of the growth of live bytes.
     """
 
     def run(step: NextSize) -> Trial:
@@ -85,7 +83,7 @@ def device(
         held_bytes = live_bytes + int(held_share * (live_bytes - max(peaks(law, 0))))
         outcome = "ok"
         if max(live_bytes, held_bytes) > limit:
-            outcome = "over_limit" if kills else "out_of_memory"
+            outcome = "out_of_memory"
         elif step.kind == "rehearsal" and size > largest_passed:
             outcome = "allocator_retry"
         phases = {}
@@ -98,6 +96,7 @@ def device(
             phases,
             step.kind,
             peak_held_bytes=held_bytes,
+            needed_bytes=held_bytes,
             fixed_bytes=fixed_bytes,
             samples_per_second=speed,
         )

@@ -40,12 +40,12 @@ def test_a_phase_that_ran_at_one_size_may_grow_in_proportion():
 def test_reserved_bytes_are_fitted_where_live_bytes_stay_flat(live_growth, expected):
     """Under CUDA graphs a replay allocates nothing, so the live bytes stay flat.
 
-    A growth of at most 5 % of the growth of the held bytes counts as flat.
+    A growth of at most 5 % of the growth of the needed bytes counts as flat.
     """
     trials = []
     for size in (100, 200):
         peaks = {"forward": (100 + live_growth * size // 100) * MIB}
-        trials.append(Trial(size, "ok", peaks, peak_held_bytes=(100 + 10 * size) * MIB))
+        trials.append(Trial(size, "ok", peaks, needed_bytes=(100 + 10 * size) * MIB))
     assert fit_memory(trials).predict_bytes(400) == pytest.approx(expected * MIB)
 
 
@@ -56,7 +56,7 @@ def test_live_bytes_are_not_flat_if_a_phase_below_the_highest_grows():
             size,
             "ok",
             {"forward": (100 + size) * MIB, "optimizer_step": 500 * MIB},
-            peak_held_bytes=(510 + size) * MIB,
+            needed_bytes=(510 + size) * MIB,
         )
         for size in (100, 200)
     ]

@@ -14,19 +14,25 @@ TRIALS = st.builds(
     phase_peak_bytes=st.dictionaries(st.sampled_from(PHASES), st.integers(0, 2**50)),
     is_exact=st.booleans(),
     peak_held_bytes=st.none() | st.integers(0, 2**50),
+    needed_bytes=st.integers(0, 2**50),
     reserve_bytes=st.integers(0, 2**50),
     step_seconds=st.none() | st.floats(0, 1e6),
 )
 
 
-def test_peaks_and_what_is_held_and_needed():
-    trial = Trial(4, "ok", {"forward": 100, "backward": 140})
-    assert (trial.peak_bytes, trial.held_bytes, trial.needed_bytes) == (140, 140, 140)
-    trial = replace(trial, peak_held_bytes=200, reserve_bytes=30)
-    assert (trial.held_bytes, trial.needed_bytes) == (200, 230)
+def test_peaks_and_what_is_held_and_grows():
+    trial = Trial(4, "ok", {"forward": 100, "backward": 140, "optimizer_step": 170})
+    assert (trial.peak_bytes, trial.held_bytes, trial.growing_bytes) == (170, 170, 140)
+    trial = replace(trial, peak_held_bytes=200, reserve_bytes=30, fixed_bytes=60)
+    assert (trial.held_bytes, trial.growing_bytes) == (200, 80)
+    assert trial.with_reserve().phase_peak_bytes == {
+        "forward": 130,
+        "backward": 170,
+        "optimizer_step": 200,
+    }
     # Storages that were never written take no memory, so fewer bytes may be held than are live.
     assert replace(trial, peak_held_bytes=90).held_bytes == 90
-    assert Trial(4, "out_of_memory", {}).needed_bytes == 0
+    assert Trial(4, "out_of_memory", {}).growing_bytes == 1
 
 
 def test_worst_of_takes_the_worst_of_each_field():
@@ -60,7 +66,7 @@ def test_worst_of_takes_the_worst_of_each_field():
         step_seconds=0.3,
         full_steps=12,
         samples_run=48,
-        worker_bytes=3,
+        needed_bytes=300,
         notes=("b", "c"),
         error="e",
     )

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_batchmem.plan.decide import decide
 from lightning_batchmem.plan.records import Chosen, SearchFailed, Trial
+from lightning_batchmem.plan.rules import decide
 from tests.helpers.simulated_search import (
     LAWS,
     LIMIT,
@@ -89,8 +89,8 @@ CASES = [
         281,
     ),
     # Ranks take steps together: one rehearsal at 0.85.
-    (device(STRAIGHT), COLLECTIVE, "2p 8p 135p 255r", 255),
-    (passing(200), COLLECTIVE, "2p 8p 135p 255r! 207r! 178r", 178),
+    (device(STRAIGHT), COLLECTIVE, "2p 8p 32p 127p 255r", 255),
+    (passing(200), COLLECTIVE, "2p 8p 32p 127p 255r! 203r! 172r", 172),
 ]
 
 
@@ -312,15 +312,65 @@ def test_a_size_may_be_unlimited(objective):
 
 def test_ranks_rehearse_no_size_above_the_prediction():
     """An error there ends all ranks."""
-    # The limit fills at 9 samples, and 8 were probed.
+    # The limit fills at 9 samples, of which 0.85 are 7.
     run = device([[(1000, 1000)]], fixed_bytes=1000)
-    assert drive(run, limits(**COLLECTIVE)).text == "2p 8p 8r"
+    assert drive(run, limits(**COLLECTIVE)).text == "2p 7p 7r"
     # The limit fills at 112 samples, so 128 are not even probed.
     run = device([[(1000, 80)]], fixed_bytes=1000)
     assert drive(run, limits(multiple_of=64, **COLLECTIVE)).text == "64p 64r"
-    # It fills at 150 samples, so 128 are certain to fit.
+    # It fills at 150 samples, so 128, the next size, is certain to fit.
     run = device([[(1000, 60)]], fixed_bytes=1000)
     assert drive(run, limits(multiple_of=64, **COLLECTIVE)).text == "64p 128p 128r"
+
+
+# On the host the straight law is rehearsed at 0.3 of 300 samples. The last probe is at half of that.
+# No probe is more than four times the one before.
+HOST_CASES = [
+    (device(STRAIGHT), {}, "2p 5p 20p 45p 90r", 90),
+    (device(STRAIGHT), {"cap": 50}, "2p 5p 20p 45p 50r", 50),
+    (device(STRAIGHT), {"cap": 500, "low": 64}, "64p 65p 90r", 90),
+    # The second size is certain to take at most this share, or is the next one.
+    (device([[(1000, 300)]]), {}, "2p 3p 9r", 9),
+    (device([[(1000, 1000)]]), {}, "2p 3p 3r", 3),
+    # No larger size takes so little, but the smallest one fits.
+    (device([[(1000, 3500)]]), {}, "2p 2r", 2),
+    # The fixed part takes nine tenths of the limit.
+    (device([[(9000, 1)]], fixed_bytes=9000), {}, "2p 8p 32p 128p 300r", 300),
+    # A part that does not grow hides the samples of small sizes.
+    (device([[(1000, 30), (4000, 0)]], fixed_bytes=1000), {}, "2p 3p 12p 48p 192p 192r", 192),
+]
+
+
+@pytest.mark.parametrize(("run", "changes", "expected", "size"), HOST_CASES)
+def test_one_size_is_rehearsed_on_the_host(run, changes, expected, size):
+    driven = drive(run, limits(is_host=True, **changes))
+    assert (driven.text, driven.plan.batch_size) == (expected, size)
+
+
+def test_the_plan_states_why_the_size_stays_far_from_the_limit_of_the_host():
+    chosen = drive(device(STRAIGHT), limits(is_host=True)).step
+    assert chosen.reason == (
+        "90 samples: tensors take at most 30% of the free memory on the host, where more would end"
+        " the process without an error. A higher memory_limit raises the size."
+    )
+
+
+def test_a_checkpoint_and_waiting_batches_take_room_on_the_host():
+    def run(step):
+        trial = device(STRAIGHT)(step)
+        return with_changes(trial, reserve_bytes=3000 + 10 * step.batch_size)
+
+    # 1000 + 3000 + (30 + 10) * 150 bytes fill the limit.
+    assert drive(run, limits(is_host=True)).text == "2p 3p 12p 22p 45r"
+
+
+def test_a_size_above_the_limit_of_the_host_is_refused():
+    def run(step):
+        return Trial(step.batch_size, "over_limit", {"forward": 11_000}, needed_bytes=11_000)
+
+    driven = drive(run, limits(is_host=True))
+    assert driven.text == "2p! 1p!"
+    assert driven.step.reason.startswith("Nothing fits: 1 samples, the smallest size allowed, need")
 
 
 def test_ranks_time_no_size_above_their_share():

@@ -26,7 +26,8 @@ def limits_of(session, budget, ranks=ALONE):
 @pytest.mark.parametrize(("shared", "ranks", "provided"), [(1, 1, 900), (1, 4, 300), (0, 4, 900)])
 def test_ranks_share_the_memory_of_the_host(fake_device, shared, ranks, provided):
     device = fake_device(900, base_bytes=100)
-    device.shared_by_ranks = bool(shared)
+    if shared:
+        device.as_host()
     assert budget_of(device, ranks_on_host=ranks).provided_bytes() == provided
 
 
@@ -41,6 +42,8 @@ def test_a_share_of_the_device_stays_free(fake_device):
     device.as_host()
     assert budget_of(device).limit_bytes() == 200 + 0.95 * 800
     assert budget_of(device).free_bytes() == 800
+    # The size stays far from a limit on the host, so that it may be above the free memory.
+    assert budget_of(device, memory_limit=2000).limit_bytes() == 2000
 
 
 def test_a_limit_below_the_held_bytes_is_refused(fake_device):
@@ -78,6 +81,6 @@ def test_all_ranks_use_the_least_limits_and_the_longest_sample(fake_device):
     session = FakeSession(device, lambda size: size, largest=100)
     limits = limits_of(session, budget_of(device), ranks)
     assert (limits.limit_bytes, limits.max_batch_size) == (700 * KIB, 50)
-    assert (limits.max_reason, limits.ranks, limits.overrun_kills) == ("dataset", 2, True)
+    assert (limits.max_reason, limits.ranks, limits.is_host) == ("dataset", 2, True)
     assert limits.avoided_sizes == {7}
     assert session.longest_sample == 9

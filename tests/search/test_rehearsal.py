@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.search.meter import TrialMeter, read_start_bytes
+from lightning_batchmem.search.meter import TrialMeter, other_bytes_at_start
 from lightning_batchmem.search.rehearsal import rehearse
 from tests.helpers.fake_session import FakeSession
 
@@ -13,7 +13,7 @@ def test_all_ranks_run_more_steps_if_the_peaks_of_one_differ(differs, full_steps
     """The peaks of this rank are equal."""
     session = FakeSession(device, lambda size: size)
     session.restart(8)
-    meter = TrialMeter(session, device, SearchPolicy(), read_start_bytes(session, device))
+    meter = TrialMeter(session, device, SearchPolicy(), other_bytes_at_start(session, device))
     values = []
 
     def on_any_rank(value):
