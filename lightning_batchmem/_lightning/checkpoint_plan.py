@@ -12,7 +12,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.reuse import changes_since
 
 
@@ -24,13 +23,11 @@ class CheckpointPlan:
         state: the state, from the checkpoint.
         device: the name of the device now.
         limit_bytes: the limit now, of the rank with the least.
-        policy: how much the limit may differ.
     """
 
     state: dict[str, Any]
     device: str
     limit_bytes: int
-    policy: SearchPolicy
 
     def changes_of_device(self) -> list[str]:
         """How device and limit differ from those of the plan."""
@@ -81,5 +78,4 @@ class CheckpointPlan:
             conditions,
             device=self.device,
             limit_bytes=self.limit_bytes,
-            policy=self.policy,
         )

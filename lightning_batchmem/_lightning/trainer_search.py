@@ -50,6 +50,9 @@ from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.search import BatchSizeSearch, SearchResult
 from lightning_batchmem.state.recorded_objects import freeze
 
+MORE_IN_USE_SHARE = 0.01
+"""Training that begins with more in use than the search, by this share of the limit, warns."""
+
 
 @dataclass(eq=False)
 class TrainerSearch:
@@ -125,7 +128,6 @@ class TrainerSearch:
                 conditions,
                 device=self._device,
                 limit_bytes=self._budget.limit_bytes(),
-                policy=self.policy,
                 ranks=self.ranks,
             )
             result = self._search_of(session, progress).run(earlier_plan)
@@ -137,9 +139,7 @@ class TrainerSearch:
         largest_bytes = at_size[-1].largest_batch_bytes if at_size else 0
         # Average samples are smaller than many batches of the training.
         if largest_bytes > 0 and self.options.worst_case != "typical":
-            self.batch_watch = BatchWatch(
-                chosen.batch_size, largest_bytes, self.policy.larger_batch_share
-            )
+            self.batch_watch = BatchWatch(chosen.batch_size, largest_bytes)
         step = optimizer_step(
             setup,
             chosen.batch_size,
@@ -172,7 +172,7 @@ class TrainerSearch:
         devices, limits = zip(
             *self.ranks.exchange((self._device, self._budget.limit_bytes())), strict=True
         )
-        return CheckpointPlan(state, devices[0], min(limits), self.policy)
+        return CheckpointPlan(state, devices[0], min(limits))
 
     def training_limit_bytes(self, plan: Plan) -> int:
         """The limit of a training with a plan of this search, with what only the training takes."""
@@ -185,7 +185,7 @@ class TrainerSearch:
         made_bytes = bytes_of(tensors_in([batch, *states]), self.trainer.strategy.root_device)
         current_bytes = RequestedBytes(self.device_memory).current().allocated_bytes
         more_bytes = current_bytes - made_bytes - self.start_bytes
-        if more_bytes > self.policy.more_in_use_share * plan.limit_bytes:
+        if more_bytes > MORE_IN_USE_SHARE * plan.limit_bytes:
             rank_zero_warn(
                 f"Training begins with {mib(more_bytes)} more in use than the search did, for"
                 " example because of another callback. If it runs out of memory, set a smaller"
@@ -292,7 +292,7 @@ class TrainerSearch:
         return ProbeBatches(
             loaders,
             self.options.worst_case,
-            policy=self.policy,
+            policy=self.policy.reading,
             room_bytes=self._budget.free_bytes(),
             restored=[self.trainer.lightning_module, *datamodules_of(self.trainer)],
             items_function=self.options.items_fn,
@@ -336,7 +336,6 @@ class TrainerSearch:
             chosen,
             result.trials,
             result.limits,
-            self.policy,
             device=self._device,
             notes=[*result.notes, *notes],
             step=step,

@@ -8,8 +8,11 @@ from lightning_batchmem.batches.budget_loader import BudgetLoader
 from lightning_batchmem.batches.read_batches import BatchReader, BatchReading, read_worst_batches
 from lightning_batchmem.devices.tensors import copied
 from lightning_batchmem.plan.options import ItemsFunction
-from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.policy import ReadingPolicy
 from lightning_batchmem.plan.sentences import worst_of_budget
+
+BUDGET_FACTOR = 4
+"""The next smaller budget that is tried is the last one divided by this."""
 
 
 class BudgetBatches:
@@ -25,7 +28,7 @@ class BudgetBatches:
     def __init__(
         self,
         info: BudgetLoader,
-        policy: SearchPolicy,
+        policy: ReadingPolicy,
         share_bytes: float,
         items_function: ItemsFunction,
     ) -> None:
@@ -74,7 +77,7 @@ class BudgetBatches:
             needs_two_samples: whether a batch of one sample is an error.
         """
         reading = self._read(budget)
-        while (smaller := budget // self._policy.ladder_growth) > 0:
+        while (smaller := budget // BUDGET_FACTOR) > 0:
             try:
                 smaller_reading = self._read(smaller)
             # A sampler may raise any exception if a sample is larger than the budget.
@@ -87,14 +90,14 @@ class BudgetBatches:
                 break
             budget, reading = smaller, smaller_reading
         if not self._has_changed():
-            self._read(self._policy.ladder_growth * budget)
+            self._read(BUDGET_FACTOR * budget)
             self.info.follows = self._has_changed()
         self.longest_bytes = reading.largest_bytes
         return budget
 
     def has_constant_length(self, budget: int) -> bool:
         """Whether the loader follows the budget, but has as many batches with any of them."""
-        larger_budget = self._policy.ladder_growth * budget
+        larger_budget = BUDGET_FACTOR * budget
         return self.info.follows and self.info.has_constant_length(budget, larger_budget)
 
     def _has_changed(self) -> bool:

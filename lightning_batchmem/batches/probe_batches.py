@@ -27,7 +27,7 @@ from lightning_batchmem.batches.samples import (
 )
 from lightning_batchmem.devices.tensors import copied
 from lightning_batchmem.plan.options import ItemsFunction, WorstCase
-from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.policy import ReadingPolicy
 from lightning_batchmem.plan.sentences import ragged_samples, scan_ended
 
 
@@ -45,12 +45,12 @@ class ProbeBatches:
         loaders: StageLoaders,
         worst_case: WorstCase = None,
         *,
-        policy: SearchPolicy | None = None,
+        policy: ReadingPolicy | None = None,
         room_bytes: int | None = None,
         restored: Sequence[object] = (),
         items_function: ItemsFunction = None,
     ) -> None:
-        policy = policy or SearchPolicy()
+        policy = policy or ReadingPolicy()
         room = math.inf if room_bytes is None else room_bytes
         share_bytes = room * policy.samples_share / len(loaders.sized)
         self._loaders = loaders
@@ -180,7 +180,7 @@ class _LoaderBatches:
         self,
         info: LoaderInfo,
         worst_case: WorstCase,
-        policy: SearchPolicy,
+        policy: ReadingPolicy,
         share_bytes: float,
         restored: Sequence[object],
     ) -> None:

@@ -27,7 +27,7 @@ from lightning_batchmem.batches.samples import (
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.devices.tensors import samples_in, tensors_in
 from lightning_batchmem.plan.options import ItemsFunction, number_from
-from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.policy import ReadingPolicy
 
 
 class BatchReading(NamedTuple):
@@ -75,7 +75,7 @@ class BatchReader(IterableDataset[bytes]):
 
     loader: DataLoader[Any]
     items_function: ItemsFunction
-    policy: SearchPolicy
+    policy: ReadingPolicy
     room_bytes: float
 
     def __iter__(self) -> Iterator[bytes]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.policy import ReadingPolicy
 
 
 @dataclass
@@ -76,7 +76,7 @@ class LargestSum(TypicalSamples):
     The size of such a batch is the sum of the sizes of its samples.
     """
 
-    def __init__(self, sizes: SampleSizes, policy: SearchPolicy) -> None:
+    def __init__(self, sizes: SampleSizes, policy: ReadingPolicy) -> None:
         super().__init__(sizes)
         self._policy = policy
         self._by_bytes = sizes.by_bytes

@@ -32,7 +32,7 @@ from lightning_batchmem.batches.sample_sizes import SampleSizes
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.devices.tensors import copied, plain_tensors, tensors_in
 from lightning_batchmem.plan.options import WorstCase, number_from
-from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.policy import ReadingPolicy
 
 # Errors with these texts are raised again: a worker ended, or a spawned worker runs the user's
 # script again.
@@ -61,7 +61,7 @@ class SampleMeasure:
 
     collate: Callable[[list[Any]], Any]
     worst_case: WorstCase
-    policy: SearchPolicy
+    policy: ReadingPolicy
     # The samples may hold these bytes in the process of the search.
     room_bytes: float
     spread_count: int = 0

@@ -6,7 +6,6 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +16,13 @@ from lightning_batchmem.check.reference import PhaseMemory, StepMemory, current_
 from lightning_batchmem.comparison import Make, check_one_device, make_trainer
 from lightning_batchmem.devices.module_memory import ModuleStorages
 from lightning_batchmem.devices.moment_lines import moment_lines
-from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.policy import ReadingPolicy, SearchPolicy
 from lightning_batchmem.plan.records import PHASES
 
 _SIZES = (2, 8)
 # The samples that are read must not depend on the speed or the free memory of the machine.
-_POLICY = replace(SearchPolicy(), max_samples=1, max_sample_sizes=64, scan_seconds=math.inf)
+_READING = ReadingPolicy(max_samples=1, max_sample_sizes=64, scan_seconds=math.inf)
+_POLICY = SearchPolicy(reading=_READING)
 _TRAINER = {
     "accelerator": "cpu",
     "enable_checkpointing": False,

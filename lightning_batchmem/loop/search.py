@@ -85,7 +85,6 @@ def _searched(
             conditions,
             device=device,
             limit_bytes=budget.limit_bytes(),
-            policy=policy,
             ranks=ranks,
         )
         search = BatchSizeSearch(session, budget, options, policy, ranks, progress)
@@ -96,7 +95,6 @@ def _searched(
         result.chosen,
         result.trials,
         result.limits,
-        policy,
         device=device,
         notes=[*result.notes, *notes],
         step=OptimizerStep(),

@@ -6,8 +6,21 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import PHASES, Line, MemoryModel, Trial
+from lightning_batchmem.plan.records import MIB, PHASES, Line, MemoryModel, Trial
+
+ON_ONE_LINE_SHARE = 0.005
+"""Sizes lie on one line if no residual is above this share of the growth.
+
+Live bytes are exact, so only rounding is left.
+"""
+
+FLAT_SHARE = 0.05
+FLAT_BYTES = 64 * MIB
+"""Live bytes are flat if they grow by less than this share of the growth of needed bytes.
+
+The needed bytes have to grow by several segments of the allocator. Under CUDA graphs a replay
+allocates nothing.
+"""
 
 
 def ran_through(trials: Iterable[Trial]) -> list[Trial]:
@@ -36,7 +49,7 @@ def dropped_sizes(trials: Iterable[Trial]) -> list[int]:
     ]
 
 
-def fit_memory(trials: Iterable[Trial], policy: SearchPolicy | None = None) -> MemoryModel | None:
+def fit_memory(trials: Iterable[Trial]) -> MemoryModel | None:
     """Fit one line of peak bytes over samples to each phase; ``None`` with fewer than two sizes.
 
     At any moment of a step the live bytes are ``a + b * batch_size``, so the peak of a phase is a
@@ -47,18 +60,17 @@ def fit_memory(trials: Iterable[Trial], policy: SearchPolicy | None = None) -> M
 
     Source: least squares as in :func:`statistics.linear_regression`.
     """
-    policy = policy or SearchPolicy()
     ran = ran_through(trials)
     left_out = dropped_sizes(ran)
     ran = [trial for trial in ran if trial.batch_size not in left_out]
     if len(ran) < 2:
         return None
-    if _is_flat(ran, policy):
+    if _is_flat(ran):
         needed_bytes = {trial.batch_size: trial.needed_bytes for trial in ran}
-        return MemoryModel({"forward": _line(needed_bytes, policy.on_one_line_share)})
+        return MemoryModel({"forward": _line(needed_bytes, ON_ONE_LINE_SHARE)})
     # The resident set is no exact count of live bytes, so a bend of it is noise.
     is_exact = all(trial.is_exact for trial in ran)
-    largest_residual_share = policy.on_one_line_share if is_exact else math.inf
+    largest_residual_share = ON_ONE_LINE_SHARE if is_exact else math.inf
     lines = {}
     for phase in PHASES:
         peaks = {
@@ -71,7 +83,7 @@ def fit_memory(trials: Iterable[Trial], policy: SearchPolicy | None = None) -> M
     return MemoryModel(lines)
 
 
-def _is_flat(ran: Sequence[Trial], policy: SearchPolicy) -> bool:
+def _is_flat(ran: Sequence[Trial]) -> bool:
     """Whether live bytes stay flat in every phase while needed bytes grow, as under CUDA graphs.
 
     Where an optimizer step has the highest peak, the phases below it may grow all the same.
@@ -82,8 +94,8 @@ def _is_flat(ran: Sequence[Trial], policy: SearchPolicy) -> bool:
         for phase, peak_bytes in ran[-1].phase_peak_bytes.items()
     )
     grown_needed_bytes = ran[-1].needed_bytes - ran[0].needed_bytes
-    is_growing = grown_needed_bytes > policy.flat_bytes
-    return is_growing and grown_bytes < policy.flat_share * grown_needed_bytes
+    is_growing = grown_needed_bytes > FLAT_BYTES
+    return is_growing and grown_bytes < FLAT_SHARE * grown_needed_bytes
 
 
 def _line(points: Mapping[int, int], largest_residual_share: float) -> Line:

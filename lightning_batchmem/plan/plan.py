@@ -10,7 +10,6 @@ from typing import Any
 from lightning_batchmem.plan.fit import fit_memory, ran_through
 from lightning_batchmem.plan.json_fields import from_json
 from lightning_batchmem.plan.limits import SearchLimits
-from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import (
     Chosen,
     LimitedBy,
@@ -118,7 +117,6 @@ def make_plan(
     chosen: Chosen,
     trials: Sequence[Trial],
     limits: SearchLimits,
-    policy: SearchPolicy,
     *,
     device: str,
     notes: Sequence[str],
@@ -131,7 +129,6 @@ def make_plan(
         chosen: the size.
         trials: every size that was run, in the order in which it was run.
         limits: the limits at the end of the search.
-        policy: the numbers that steered the search.
         device: the name of the device.
         notes: remarks on the search and the training, a sentence each.
         step: the optimizer steps of a training; ``OptimizerStep()`` for an evaluation.
@@ -140,7 +137,7 @@ def make_plan(
     size = chosen.batch_size
     passed = ran_through(trial for trial in trials if trial.outcome == "ok")
     rehearsal = next((trial for trial in passed if trial.batch_size == size), None)
-    smaller = fit_memory([trial for trial in trials if trial.batch_size < size], policy)
+    smaller = fit_memory([trial for trial in trials if trial.batch_size < size])
     # The learning rate comes first, because the console shows only one note.
     all_notes = (step.learning_rate_note, *notes, *step.notes)
     return Plan(
@@ -152,7 +149,7 @@ def make_plan(
         measured_peak_bytes=None if rehearsal is None else rehearsal.peak_bytes,
         held_peak_bytes=None if rehearsal is None else rehearsal.peak_held_bytes,
         trials=tuple(trials),
-        memory=fit_memory(trials, policy),
+        memory=fit_memory(trials),
         reason=chosen.reason,
         device=device,
         accumulate_grad_batches=step.accumulate_grad_batches,

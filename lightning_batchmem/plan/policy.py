@@ -1,6 +1,6 @@
 """Every number that steers a search, with its meaning and its source.
 
-``python -m lightning_batchmem.plan.policy`` prints them as the table of ``docs/search-policy.md``.
+``python -m lightning_batchmem.plan.policy`` prints them as the tables of ``docs/search-policy.md``.
 """
 
 from __future__ import annotations
@@ -8,6 +8,49 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ReadingPolicy:
+    """Numbers that bound the reading of samples, and of batches that a loader forms itself."""
+
+    max_samples: int = 32
+    """Samples that are kept to make batches of. Source: Several lengths, and quick to read."""
+    max_sample_sizes: int = 10_000
+    """Samples whose size is measured, at most. Source: It bounds the time of a search."""
+    equal_sizes: int = 64
+    """So many samples of one size count as a data set of one size. Source: One long sample in 64 is
+    missed in a third of the cases."""
+    equal_sizes_quick: int = 512
+    """The same while samples are read quickly. Source: As above, with fewer misses."""
+    equal_sizes_seconds: float = 2.0
+    """Reading is quick until then. Source: It bounds the time of a search."""
+    scan_seconds: float = 20.0
+    """Reading samples ends after this time. Source: It bounds the time of a search."""
+    sample_seconds: float = 60.0
+    """Reading one sample fails after this time. Source: A worker that waits for a thread of its
+    parent process waits forever."""
+    max_batches_read: int = 256
+    """Batches that are read at each budget, where the loader forms them. Source: It bounds the time
+    of a search, as `scan_seconds` does."""
+    first_batches_kept: int = 2
+    """So many of the first of these batches are run besides the worst ones. Source: Changing shapes
+    fragment memory."""
+    shrinking_share: float = 0.3
+    """A search over a budget begins at that of the project, divided by 4 as long as this leaves at
+    most this share of the largest batch. Source: A quarter is expected, and more is left where
+    single samples fill the budget."""
+    differing_share: float = 0.1
+    """A loader follows a budget if the largest batches at two budgets differ by more than this
+    share. Source: Less may be chance."""
+    samples_share: float = 0.25
+    """The samples, or the batches that are kept, take at most this share of the free memory.
+    Source: The steps need the rest."""
+    max_draws: int = 1_000
+    """Random batches of which the largest is used where batches concatenate samples. Source: A
+    training of 1,000 steps has about as many."""
+    max_drawn_sizes: int = 1_000_000
+    """Samples in all of these batches, at most. Source: Sums of large batches hardly differ."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +74,9 @@ class SearchPolicy:
     """Small sizes are measured on a ladder: each size is this multiple of the one before. Source:
     All of them together take a third more steps than the largest alone."""
     near_best_share: float = 0.95
-    """The smallest size with this share of the best throughput counts as the fastest. Source:
-    Beyond it, more memory gains next to no speed."""
-    least_rise: float = 0.05
-    """Throughput that rises by less than this share from size to size counts as flat. Source: Less
-    is not worth four times the memory."""
+    """The smallest size with this share of the best throughput counts as the fastest. A size that
+    does not exceed the smaller ones by as much counts as flat. Source: Beyond it, more memory gains
+    next to no speed."""
     flat_sizes: int = 2
     """After this many sizes without a rise, no larger size is timed. Source: One size may be slow
     by itself, where a library changes its algorithm."""
@@ -47,16 +88,6 @@ class SearchPolicy:
     is still free. Source: Libraries, fragmentation and other processes take the rest. Chosen on a
     model of CUDA's allocator that version 0.3.0 had; `python -m benchmarks.cuda_search` shows what
     it gives on PyTorch's own."""
-    fragmented_ratio: float = 1.15
-    """From this ratio of reserved to requested bytes on, a note advises expandable segments.
-    Source: Chosen on a model of CUDA's allocator that version 0.3.0 had; `python -m
-    benchmarks.cuda_search` shows what it gives on PyTorch's own."""
-    limit_tolerance: float = 0.1
-    """An earlier plan is used again if the limit differs by at most this share. Source: The free
-    memory of a host always differs a little."""
-    more_in_use_share: float = 0.01
-    """Training that starts with more in use than the search, by this share of the limit, warns.
-    Source: Less is no difference between two starts of one training."""
 
     probe_share: float = 0.5
     """The third probe is at this share of the first rehearsal. Source: 0.28 found smaller sizes in
@@ -94,94 +125,31 @@ class SearchPolicy:
     rehearsal_warmup_steps: int = 2
     """The same of a rehearsal; a retry of the allocator in them does not count. Source: The second
     step places its blocks beside the optimizer states."""
-    graph_warmup_steps: int = 3
-    """The same for a compiled module. Source: CUDA graphs warm up, record and replay."""
-    max_warmup_steps: int = 20
-    """Warm-up ends here even if an optimizer has not stepped. Source: fp16 skips the first steps
-    while it looks for its loss scale."""
-    measured_steps: int = 2
-    """Steps of an evaluation whose peaks count. Source: The second shows a difference."""
     timed_steps: int = 3
     """Timed steps of a probe, at least. Source: The fastest of three is free of most
     disturbances."""
-    max_timed_steps: int = 10
-    """Timed steps of a probe, at most. Source: More of them hardly change the fastest."""
     timed_seconds: float = 0.25
-    """Between these two numbers, steps are timed until they have taken this time. Source: Other
+    """More steps are timed until all of them have taken this time. Source: Other
     work on a shared machine often slows down all steps of a tenth of a second."""
     steady_steps: int = 3
     """Steps of a rehearsal after the warm-up. Source: `python -m benchmarks.cuda_search`; more of
     them find trainings that run out of memory in later steps, and cost as much as probes."""
     more_steady_steps: int = 15
     """More of them where peaks differ. Source: Random depth or image size."""
-    differing_share: float = 0.1
-    """Peaks differ from this share of the highest on. Source: Less is noise of the allocator."""
-    slow_step_seconds: float = 1.0
-    """Slower steps are repeated less often. Source: It bounds the time of a search."""
 
-    # The lines.
-
-    on_one_line_share: float = 0.005
-    """Sizes lie on one line if no residual is above this share of the growth. Source: Live bytes
-    are exact, so only rounding is left."""
-    flat_share: float = 0.05
-    """Needed bytes are fitted where live bytes grow by less than this share of it. Source:
-    Under CUDA graphs a replay allocates nothing."""
-    flat_bytes: int = 64 * 2**20
-    """The same, where needed bytes grow by more than this. Source: A few segments of the allocator.
-    """
-
-    # The samples.
-
-    max_samples: int = 32
-    """Samples that are kept to make batches of. Source: Several lengths, and quick to read."""
-    max_sample_sizes: int = 10_000
-    """Samples whose size is measured, at most. Source: It bounds the time of a search."""
-    equal_sizes: int = 64
-    """So many samples of one size count as a data set of one size. Source: One long sample in 64 is
-    missed in a third of the cases."""
-    equal_sizes_quick: int = 512
-    """The same while samples are read quickly. Source: As above, with fewer misses."""
-    equal_sizes_seconds: float = 2.0
-    """Reading is quick until then. Source: It bounds the time of a search."""
-    scan_seconds: float = 20.0
-    """Reading samples ends after this time. Source: It bounds the time of a search."""
-    sample_seconds: float = 60.0
-    """Reading one sample fails after this time. Source: A worker that waits for a thread of its
-    parent process waits forever."""
-    max_batches_read: int = 256
-    """Batches that are read at each budget, where the loader forms them. Source: It bounds the time
-    of a search, as `scan_seconds` does."""
-    first_batches_kept: int = 2
-    """So many of the first of these batches are run besides the worst ones. Source: Changing shapes
-    fragment memory."""
-    shrinking_share: float = 0.3
-    """A search over a budget begins at that of the project, divided by `ladder_growth` as long as
-    this leaves at most this share of the largest batch. Source: A quarter is expected, and more is
-    left where single samples fill the budget."""
-    samples_share: float = 0.25
-    """The samples, or the batches that are kept, take at most this share of the free memory.
-    Source: The steps need the rest."""
-    larger_batch_share: float = 0.05
-    """A training batch that exceeds all measured ones by this share of their bytes is a warning.
-    Source: The reserves hold a few per cent."""
-    max_draws: int = 1_000
-    """Random batches of which the largest is used where batches concatenate samples. Source: A
-    training of 1,000 steps has about as many."""
-    max_drawn_sizes: int = 1_000_000
-    """Samples in all of these batches, at most. Source: Sums of large batches hardly differ."""
+    reading: ReadingPolicy = ReadingPolicy()
 
 
-def policy_table() -> str:
+def policy_table(policy: type[SearchPolicy] | type[ReadingPolicy] = SearchPolicy) -> str:
     """Return the numbers as a table in Markdown."""
     rows = ["| number | value | meaning | source |", "|---|---:|---|---|"]
-    source = inspect.getsource(SearchPolicy)
+    source = inspect.getsource(policy)
     for name, text in re.findall(r'^    (\w+): [^\n]+\n    """(.+?)"""', source, re.M | re.S):
         meaning, _, reason = " ".join(text.split()).partition(" Source: ")
-        value = str(getattr(SearchPolicy, name)).strip("()")
+        value = str(getattr(policy, name)).strip("()")
         rows.append(f"| `{name}` | {value} | {meaning} | {reason} |")
     return "\n".join(rows)
 
 
 if __name__ == "__main__":
-    print(policy_table())  # noqa: T201
+    print(policy_table(), policy_table(ReadingPolicy), sep="\n\n")  # noqa: T201

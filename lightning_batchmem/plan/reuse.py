@@ -11,9 +11,11 @@ from typing import Any
 from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Chosen, Trial
 from lightning_batchmem.plan.scaling import rounded, size_range
+
+LIMIT_TOLERANCE = 0.1
+"""A plan is used again if the limit differs by at most this share: free memory always varies."""
 
 
 def load_plan(plan: Plan | str | Path) -> Plan:
@@ -47,7 +49,6 @@ def changes_since(
     *,
     device: str,
     limit_bytes: int,
-    policy: SearchPolicy,
 ) -> list[str]:
     """One clause for each difference that may make the size of ``plan`` wrong."""
     changes = []
@@ -57,7 +58,7 @@ def changes_since(
     difference_bytes = abs(limit_bytes - plan.limit_bytes)
     if held_bytes > limit_bytes:
         changes.append(sentences.held_too_much(held_bytes, limit_bytes))
-    elif difference_bytes > policy.limit_tolerance * plan.limit_bytes:
+    elif difference_bytes > LIMIT_TOLERANCE * plan.limit_bytes:
         changes.append(sentences.other_limit(plan.limit_bytes, limit_bytes))
     changed = [
         name

@@ -21,6 +21,9 @@ from lightning_batchmem.plan.records import Chosen, LimitedBy, NextSize, SearchF
 from lightning_batchmem.plan.scaling import rounded, size_range
 from lightning_batchmem.plan.throughput import fastest, measured_speeds, num_flat_sizes
 
+FRAGMENTED_RATIO = 1.15
+"""From this ratio of reserved to requested bytes on, a note advises expandable segments."""
+
 
 @dataclass(frozen=True)
 class TrialsSoFar:
@@ -86,7 +89,7 @@ class TrialsSoFar:
         ``a + b * k * size <= fixed + k * (a - fixed + b * size)``.
         """
         probes = [trial for trial in self.trials if trial.kind == "probe"]
-        memory = fit_memory([trial.with_reserve() for trial in probes], self.policy)
+        memory = fit_memory([trial.with_reserve() for trial in probes])
         if memory is not None:
             return memory.size_at(self.limits.limit_bytes)
         return max(
@@ -298,7 +301,7 @@ def _choose(known: TrialsSoFar) -> Chosen:
         sentences.dropped_from_fit(size, limits)
         for size in dropped_sizes(ran_through(known.trials))
     ]
-    is_fragmented = trial.held_bytes > policy.fragmented_ratio * trial.peak_bytes
+    is_fragmented = trial.held_bytes > FRAGMENTED_RATIO * trial.peak_bytes
     if limited_by == "memory" and is_fragmented and not limits.is_host:
         notes.append(sentences.fragmented(trial))
     return Chosen(

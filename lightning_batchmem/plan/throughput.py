@@ -35,7 +35,7 @@ def num_flat_sizes(speeds: Sequence[Speed], policy: SearchPolicy) -> int:
     flat_sizes = 0
     for speed in speeds:
         flat_sizes += 1
-        if speed.samples_per_second >= (1 + policy.least_rise) * best:
+        if policy.near_best_share * speed.samples_per_second >= best:
             flat_sizes = 0
         best = max(best, speed.samples_per_second)
     return flat_sizes

@@ -11,7 +11,6 @@ from torch.nn import Module
 
 from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.reuse import changes_since, load_plan
 from lightning_batchmem.search.ranks import Ranks
 
@@ -22,7 +21,6 @@ def find_earlier_plan(
     *,
     device: str,
     limit_bytes: int,
-    policy: SearchPolicy,
     ranks: Ranks,
 ) -> tuple[Plan | None, list[str]]:
     """The plan to use again, or ``None`` and a note why not; the first rank decides for all.
@@ -32,7 +30,6 @@ def find_earlier_plan(
         conditions: what has to match, in plain JSON types.
         device: the name of the device.
         limit_bytes: the limit of this rank.
-        policy: how much the limit may differ.
         ranks: the processes that search together.
     """
     if given is None:
@@ -51,7 +48,6 @@ def find_earlier_plan(
             conditions,
             device=device,
             limit_bytes=limit_bytes,
-            policy=policy,
         )
         if plan.conditions is None or not plan.verified:
             changes.append(sentences.not_verified())

@@ -8,6 +8,12 @@ from lightning_batchmem.search.meter import TrialMeter
 from lightning_batchmem.search.session import Steps
 from lightning_batchmem.search.steps import ConsecutiveSteps
 
+EVALUATION_STEPS = 2
+"""Steps of an evaluation. The second shows a difference."""
+
+DIFFERING_SHARE = 0.1
+"""Peaks differ from this share of the highest on. Less is noise of the allocator."""
+
 
 def rehearse(
     meter: TrialMeter, batch_size: int, on_any_rank: Callable[[bool], bool] = bool
@@ -28,7 +34,7 @@ def rehearse(
     primary = meter.primary
     evaluation = session.evaluation if session.training is not None else None
     if evaluation is not None and session.evaluates_first:
-        _run(meter, evaluation, batch_size, policy.measured_steps)
+        _run(meter, evaluation, batch_size, EVALUATION_STEPS)
         # The sanity check leaves workspaces of libraries, in a training too.
         meter.start_bytes = meter.live_bytes()
     with ConsecutiveSteps(meter, primary, batch_size) as consecutive:
@@ -36,7 +42,7 @@ def rehearse(
         peaks_bytes = consecutive.run_steady(policy.steady_steps)
         difference_bytes = max(peaks_bytes) - min(peaks_bytes)
         # If only some of the ranks that step together ran more steps, they would wait forever.
-        if on_any_rank(difference_bytes > policy.differing_share * max(peaks_bytes)):
+        if on_any_rank(difference_bytes > DIFFERING_SHARE * max(peaks_bytes)):
             # Depth or size of the images may be random, or the samples differ in length.
             consecutive.run_steady(policy.more_steady_steps)
         consecutive.run_others()
@@ -44,7 +50,7 @@ def rehearse(
     _run(meter, primary, primary.last_batch_size(batch_size), 1)
     if evaluation is not None:
         with ConsecutiveSteps(meter, evaluation, batch_size) as consecutive:
-            consecutive.run(policy.measured_steps)
+            consecutive.run(EVALUATION_STEPS)
             consecutive.count_live_bytes()
         _run(meter, evaluation, evaluation.last_batch_size(batch_size), 1)
     if session.training is not None:

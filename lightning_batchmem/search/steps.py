@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from types import TracebackType
 from typing import NamedTuple
@@ -10,6 +11,15 @@ from lightning_batchmem.devices.base import PeakCounter
 from lightning_batchmem.devices.peaks import LiveStorages, StepPeaks
 from lightning_batchmem.search.meter import TrialMeter
 from lightning_batchmem.search.session import Steps
+
+GRAPH_WARMUP_STEPS = 3
+"""The least warm-up steps of a compiled module: CUDA graphs warm up, record and replay."""
+
+MAX_WARMUP_STEPS = 20
+"""Warm-up ends here even if an optimizer has not stepped.
+
+fp16 skips the first steps while it looks for its loss scale.
+"""
 
 
 class CallReading(NamedTuple):
@@ -52,12 +62,11 @@ class ConsecutiveSteps:
         replay allocates nothing, and what a library tries before it chooses an algorithm.
         """
         meter = self._meter
-        policy = meter.policy
         waiting: set[int] = set()
         if self._steps.first_phase == "forward":
             waiting = {id(optimizer) for optimizer in meter.session.optimizers}
-        for number in range(policy.max_warmup_steps):
-            at_least = policy.graph_warmup_steps if meter.is_compiled else steps
+        for number in range(MAX_WARMUP_STEPS):
+            at_least = GRAPH_WARMUP_STEPS if meter.is_compiled else steps
             if number >= at_least and not waiting:
                 break
             calls = self._full_step(0, meter.step_counter)
@@ -88,24 +97,21 @@ class ConsecutiveSteps:
         self._add_times(calls)
 
     def run_timed(self, *, equally_many: bool) -> None:
-        """Run steps whose peaks and times count: fewer slow steps, and more quick ones.
+        """Run steps whose peaks and times count, more of them where they are quick.
 
         Args:
             equally_many: whether their number must not depend on their time.
         """
         policy = self._meter.policy
         total_seconds = 0.0
-        for number in range(policy.max_timed_steps):
+        for number in itertools.count():
             is_enough = equally_many or total_seconds >= policy.timed_seconds
             if number >= policy.timed_steps and is_enough:
                 break
             calls = self._full_step(number, self._meter.step_counter)
             self._add_peaks(calls)
             self._add_times(calls)
-            step_seconds = sum(call.seconds for call in calls)
-            total_seconds += step_seconds
-            if step_seconds > policy.slow_step_seconds and not equally_many:
-                break
+            total_seconds += sum(call.seconds for call in calls)
 
     def run_steady(self, count: int) -> list[int]:
         """Run steps, every other one with batches of other lengths; returns the peak of each."""

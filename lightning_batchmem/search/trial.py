@@ -19,7 +19,10 @@ from lightning_batchmem.search.meter import TrialMeter, other_bytes_at_start
 from lightning_batchmem.search.ranks import CollectiveDetector, Ranks
 from lightning_batchmem.search.rehearsal import rehearse
 from lightning_batchmem.search.session import Session
-from lightning_batchmem.search.steps import ConsecutiveSteps
+from lightning_batchmem.search.steps import MAX_WARMUP_STEPS, ConsecutiveSteps
+
+EXCHANGE_STEPS = 2
+"""Steps in which ranks exchange gradients. Buckets are made anew after the first."""
 
 
 class TrialRunner:
@@ -160,7 +163,7 @@ class TrialRunner:
     def _exchange(self, meter: TrialMeter, batch_size: int) -> None:
         """Run steps in which ranks exchange gradients."""
         with ConsecutiveSteps(meter, meter.primary, batch_size) as consecutive:
-            consecutive.run(self._policy.measured_steps)
+            consecutive.run(EXCHANGE_STEPS)
 
     def _trial(
         self,
@@ -190,7 +193,7 @@ class TrialRunner:
             outcome = "over_limit"
         notes = []
         if meter.has_idle_optimizer:
-            notes.append(sentences.idle_optimizer(self._policy.max_warmup_steps))
+            notes.append(sentences.idle_optimizer(MAX_WARMUP_STEPS))
         if meter.live is None:
             notes.append(sentences.LIVE_BYTES_NOT_COUNTED)
         return Trial(

@@ -5,7 +5,7 @@ import torch
 
 from lightning_batchmem.batches.budget_batches import BudgetBatches
 from lightning_batchmem.batches.budget_loader import BudgetLoader
-from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.policy import ReadingPolicy
 from tests.helpers.budgets import MAKERS, within_budget
 
 # 512 texts of 8 tokens, and one of 100.
@@ -24,7 +24,7 @@ def batches(make=within_budget, items_fn=None, share_bytes=10**9, *, at=None, **
         yield make(LENGTHS, budget, **arguments)
 
     info = BudgetLoader(make(LENGTHS, 4096, **arguments), at_budget)
-    return BudgetBatches(info, SearchPolicy(), share_bytes, items_fn)
+    return BudgetBatches(info, ReadingPolicy(), share_bytes, items_fn)
 
 
 def smallest(probe, budget, *, needs_two_samples=False):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_batchmem._lightning.data_source import stage_loaders
 from lightning_batchmem.batches.loaders import LoaderInfo
 from lightning_batchmem.batches.probe_batches import ProbeBatches
-from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.policy import ReadingPolicy
 from tests.helpers.samples import Numbers, batches, changed, info, pad
 
 KIB = 1024
@@ -176,7 +176,7 @@ def test_typical_batches_without_room_have_the_first_sample_only():
 def test_large_samples_hold_at_most_their_share_of_the_room():
     dataset = Numbers(length=8, elements=MIB // 8)
     for room_mib, share, count in ((17, 0.25, 4), (9, 0.5, 4), (1, 0.25, 1), (0, 0.25, 1)):
-        policy = SearchPolicy(samples_share=share)
+        policy = ReadingPolicy(samples_share=share)
         probe = batches(dataset, room_bytes=room_mib * MIB, policy=policy)
         assert probe.held_bytes == pytest.approx(count * MIB, rel=1e-3)
         assert len({sample[0].item() for sample in probe.batch(50)[0]}) == count

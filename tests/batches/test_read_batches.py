@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_batchmem.batches.read_batches import BatchReader, padded_items, read_worst_batches
-from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.policy import ReadingPolicy
 from tests.helpers.budgets import MAKERS, Tokens, within_budget
 from tests.helpers.samples import pad
 
@@ -14,7 +14,7 @@ LENGTHS = [1, 1, 1, 1, 2, 2, 3, 12]
 
 
 def reader(loader, *, items_fn=None, room_bytes=10**9, **numbers):
-    return BatchReader(loader, items_fn, SearchPolicy(**numbers), room_bytes)
+    return BatchReader(loader, items_fn, ReadingPolicy(**numbers), room_bytes)
 
 
 def shapes(worst):

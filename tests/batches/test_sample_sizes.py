@@ -8,7 +8,7 @@ from lightning_batchmem.batches.sample_sizes import (
     SampleSizes,
     TypicalSamples,
 )
-from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.policy import ReadingPolicy
 
 
 def sizes_of(sample_bytes, *, is_complete=False):
@@ -51,7 +51,7 @@ def test_batches_of_the_longest_sample_repeat_it_and_others_repeat_another():
 def test_a_largest_sum_is_reached_and_no_other_batch_is_larger(
     sample_bytes, count, index, is_complete
 ):
-    choice = LargestSum(sizes_of(sample_bytes, is_complete=is_complete), SearchPolicy(max_draws=5))
+    choice = LargestSum(sizes_of(sample_bytes, is_complete=is_complete), ReadingPolicy(max_draws=5))
     largest_sum = choice.batch_bytes(count, max(sample_bytes))
     positions = choice.positions(count)
     total = sum(sample_bytes[position] for position in positions)
@@ -64,10 +64,10 @@ def test_a_largest_sum_is_reached_and_no_other_batch_is_larger(
 
 def test_a_complete_data_set_has_each_sample_once():
     sample_bytes = [1] * 99 + [100]
-    complete = LargestSum(sizes_of(sample_bytes, is_complete=True), SearchPolicy())
+    complete = LargestSum(sizes_of(sample_bytes, is_complete=True), ReadingPolicy())
     assert complete.batch_bytes(100, 100) == 199
     # There may be more large samples among those that were not measured.
-    assert LargestSum(sizes_of(sample_bytes), SearchPolicy()).batch_bytes(100, 100) > 199
+    assert LargestSum(sizes_of(sample_bytes), ReadingPolicy()).batch_bytes(100, 100) > 199
 
 
 @pytest.mark.parametrize(
@@ -75,5 +75,5 @@ def test_a_complete_data_set_has_each_sample_once():
 )
 def test_the_policy_limits_the_random_batches(policy, largest):
     sizes = sizes_of([1] * 99 + [100])
-    assert LargestSum(sizes, SearchPolicy()).batch_bytes(1, 100) == 100
-    assert LargestSum(sizes, SearchPolicy(**policy)).batch_bytes(1, 100) == largest
+    assert LargestSum(sizes, ReadingPolicy()).batch_bytes(1, 100) == 100
+    assert LargestSum(sizes, ReadingPolicy(**policy)).batch_bytes(1, 100) == largest

@@ -15,13 +15,13 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
 
 from lightning_batchmem.batches.loaders import set_loader_batch_size
 from lightning_batchmem.batches.samples import SampleMeasure, read_samples, without_views
-from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.policy import ReadingPolicy
 from tests.helpers.samples import Numbers, Stream, batches, changed, pad
 
 
 def read(dataset, worst_case=None, **policy):
     loader = DataLoader(dataset, batch_size=2, collate_fn=pad)
-    measure = SampleMeasure(pad, worst_case, SearchPolicy(**policy), float("inf"))
+    measure = SampleMeasure(pad, worst_case, ReadingPolicy(**policy), float("inf"))
     return read_samples(loader, measure)
 
 
@@ -96,7 +96,7 @@ def test_a_sample_that_ends_its_worker_is_not_read_again():
 
 def test_slow_samples_are_used_as_far_as_they_were_read():
     dataset = changed(lambda index: (time.sleep(0.05), torch.zeros(1))[1])
-    quick = SearchPolicy(scan_seconds=0.1)
+    quick = ReadingPolicy(scan_seconds=0.1)
     samples, sizes = read(dataset, scan_seconds=0.1)
     assert 1 <= len(samples) <= 3
     assert len(sizes.measured) == len(samples)
@@ -146,7 +146,7 @@ def test_no_file_descriptor_is_kept():
 def test_few_file_descriptors_are_enough(caplog):
     dataset = changed(lambda index: tuple(torch.zeros(index + 1) for _ in range(30)))
     loader = DataLoader(dataset, batch_size=2)
-    measure = SampleMeasure(list, None, SearchPolicy(sample_seconds=5.0), float("inf"))
+    measure = SampleMeasure(list, None, ReadingPolicy(sample_seconds=5.0), float("inf"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     with ExitStack() as undo:
@@ -199,7 +199,7 @@ def test_the_time_of_a_scan_counts_missing_samples(monkeypatch):
     made = batches(
         changed(missing),
         collate_fn=lambda samples: torch.zeros(len(samples), 4),
-        policy=SearchPolicy(scan_seconds=0.05),
+        policy=ReadingPolicy(scan_seconds=0.05),
     )
     assert made.batch(8)[0].shape == (8, 4)
     assert len(read_indices) < 50
@@ -236,7 +236,7 @@ def uncopied():
 
 def test_a_sampler_that_cannot_be_copied_is_left_alone(uncopied):
     loader = DataLoader(Numbers(100), batch_size=2, sampler=Holding(100, uncopied))
-    measure = SampleMeasure(loader.collate_fn, None, SearchPolicy(), float("inf"))
+    measure = SampleMeasure(loader.collate_fn, None, ReadingPolicy(), float("inf"))
     samples, sizes = read_samples(loader, measure)
     assert (len(samples), len(sizes.measured)) == (32, 100)
 
@@ -245,7 +245,7 @@ def test_a_batch_sampler_that_cannot_be_copied_gets_its_size(uncopied):
     loader = DataLoader(Numbers(100), batch_sampler=HoldingBatches(100, uncopied))
     set_loader_batch_size(loader, 5)
     assert [len(batch) for batch in loader] == [5] * 20
-    measure = SampleMeasure(loader.collate_fn, None, SearchPolicy(), float("inf"))
+    measure = SampleMeasure(loader.collate_fn, None, ReadingPolicy(), float("inf"))
     samples, sizes = read_samples(loader, measure)
     assert (len(samples), len(sizes.measured)) == (32, 100)
 
@@ -285,7 +285,7 @@ def test_no_period_of_the_data_hides_its_longest_samples():
     """Of 20,000 samples, every 64th one at an odd place is longer; 10,000 are read."""
     dataset = Numbers(20_000, lengths=dict.fromkeys(range(33, 20000, 64), 16))
     _, sizes = read(dataset)
-    assert len(sizes.measured) == SearchPolicy.max_sample_sizes
+    assert len(sizes.measured) == ReadingPolicy.max_sample_sizes
     assert max(sizes.measured) == 16 * 8
 
 

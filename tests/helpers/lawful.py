@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.policy import ReadingPolicy, SearchPolicy
 
 SAMPLES = 5000
 MIB = 2**20
@@ -21,9 +21,8 @@ MIB = 2**20
 FAST = SearchPolicy(
     timed_steps=1,
     timed_seconds=0.0,
-    measured_steps=1,
     steady_steps=2,
-    equal_sizes_quick=64,
+    reading=ReadingPolicy(equal_sizes_quick=64),
 )
 
 

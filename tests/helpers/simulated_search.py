@@ -145,7 +145,6 @@ class Driven:
             self.step,
             self.trials,
             self.bounds,
-            POLICY,
             device="abacus",
             notes=self.step.notes,
             step=OptimizerStep(),

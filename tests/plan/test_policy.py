@@ -1,14 +1,18 @@
 from dataclasses import fields
 from pathlib import Path
 
-from lightning_batchmem.plan.policy import SearchPolicy, policy_table
+import pytest
+
+from lightning_batchmem.plan.policy import ReadingPolicy, SearchPolicy, policy_table
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_each_number_has_a_meaning_and_a_source():
-    rows = [row.split(" | ") for row in policy_table().splitlines()[2:]]
-    assert [row[0].strip("| `") for row in rows] == [number.name for number in fields(SearchPolicy)]
+@pytest.mark.parametrize("policy", [SearchPolicy, ReadingPolicy])
+def test_each_number_has_a_meaning_and_a_source(policy):
+    rows = [row.split(" | ") for row in policy_table(policy).splitlines()[2:]]
+    names = [number.name for number in fields(policy) if number.name != "reading"]
+    assert [row[0].strip("| `") for row in rows] == names
     for _, value, meaning, source in rows:
         assert value
         assert meaning.endswith(".")
@@ -16,4 +20,10 @@ def test_each_number_has_a_meaning_and_a_source():
 
 
 def test_the_table_in_the_documentation_is_the_printed_one():
-    assert policy_table() in (ROOT / "docs" / "search-policy.md").read_text()
+    text = (ROOT / "docs" / "search-policy.md").read_text()
+    assert policy_table(SearchPolicy) in text
+    assert policy_table(ReadingPolicy) in text
+
+
+def test_a_search_has_few_numbers():
+    assert len(fields(SearchPolicy)) - 1 <= 20

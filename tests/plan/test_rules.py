@@ -323,8 +323,8 @@ def test_ranks_rehearse_no_size_above_the_prediction():
     assert drive(run, limits(multiple_of=64, **COLLECTIVE)).text == "64p 128p 128r"
 
 
-# On the host the straight law is rehearsed at 0.3 of 300 samples. The last probe is at half of that.
-# No probe is more than four times the one before.
+# On the host the straight law is rehearsed at 0.3 of 300 samples, and the last probe is at half of
+# that. No probe is more than four times as large as the one before.
 HOST_CASES = [
     (device(STRAIGHT), {}, "2p 5p 20p 45p 90r", 90),
     (device(STRAIGHT), {"cap": 50}, "2p 5p 20p 45p 50r", 50),

@@ -41,7 +41,6 @@ def plan_of(result):
         result.chosen,
         result.trials,
         result.limits,
-        POLICY,
         device="abacus",
         notes=result.notes,
         step=OptimizerStep(),
