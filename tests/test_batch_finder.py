@@ -686,24 +686,6 @@ def test_on_the_host(tmp_path):
     assert 7 <= finder.plan.batch_size <= 35
 
 
-def test_pages_of_files_are_not_memory_held_on_the_host(tmp_path):
-    path = tmp_path / "data"
-    path.write_bytes(bytes(256 * MIB))
-    # A data set on disk may be mapped into memory like this file.
-    mapped = torch.from_file(str(path), size=256 * MIB, dtype=torch.uint8)
-
-    class Mapped(Deep):
-        def training_step(self, batch, batch_idx):
-            mapped.max()
-            return super().training_step(batch, batch_idx)
-
-    finder = BatchFinder(max_batch_size=3)
-    quiet_trainer(finder, max_steps=1, default_root_dir=tmp_path).fit(Mapped())
-    assert finder.plan is not None
-    assert finder.plan.held_peak_bytes is not None
-    assert finder.plan.held_peak_bytes < HostMemory().current().allocated_bytes - 64 * MIB
-
-
 # --- settings of the trainer that a size may break
 
 

@@ -56,16 +56,6 @@ def test_storages_count_once_and_until_they_are_freed():
     assert counter.peak() == MemoryStats(1040)
 
 
-def test_the_largest_block_is_that_which_may_lie_in_the_heap():
-    counter = LiveStorages()
-    with counter:
-        torch.empty(1000)
-        torch.empty(500)
-        # The C library maps this one.
-        torch.empty(2**25, dtype=torch.uint8)
-    assert counter.largest_heap_block_bytes == 4000
-
-
 def test_another_dispatch_mode_makes_counting_impossible():
     assert LiveStorages.is_possible()
     with TorchDispatchMode():
