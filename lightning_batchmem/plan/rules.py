@@ -143,6 +143,8 @@ def decide(
     lowest, highest = size_range(limits)
     if lowest > highest:
         return SearchFailed(sentences.empty_range(limits))
+    if limits.fixed_bytes > limits.limit_bytes:
+        return SearchFailed(sentences.fixed_part_does_not_fit(limits))
     if not trials:
         return _first_size(limits, policy, lowest, highest)
     known = TrialsSoFar(trials, limits, policy)

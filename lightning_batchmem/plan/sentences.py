@@ -70,6 +70,14 @@ def empty_range(limits: SearchLimits) -> str:
     )
 
 
+def fixed_part_does_not_fit(limits: SearchLimits) -> str:
+    return (
+        f"Nothing fits: this process with the gradients of the module takes"
+        f" {mib(limits.fixed_bytes)} without a batch, under a limit of {mib(limits.limit_bytes)}."
+        " No step was run. Use a smaller model, or a higher memory_limit."
+    )
+
+
 def nothing_fits(trial: Trial, limits: SearchLimits, *, could_be_one: bool) -> str:
     hint = " min_batch_size=1 tries a single sample." if could_be_one else ""
     return (

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.host import HostMemory
+from lightning_batchmem.devices.tensors import bytes_of
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.options import SearchOptions, parse_memory_limit
 from lightning_batchmem.plan.policy import SearchPolicy
@@ -105,8 +106,20 @@ def search_limits(
     if not budget.device.is_host:
         bounds.append((_largest_in_host_memory(session, budget, options), "host memory"))
     bound = min(bounds, key=lambda bound: bound[0])
-    own = (limit_bytes - budget.later_bytes, bound, session.avoided_sizes(), session.sample_sizes())
-    limits, bounds_of_ranks, avoided, sample_sizes = zip(*ranks.exchange(own), strict=True)
+    fixed_bytes = 0
+    if budget.device.is_host and session.training is not None:
+        parameters = session.module.parameters()
+        waiting = [p for p in parameters if p.requires_grad and p.grad is None]
+        fixed_bytes = held_bytes + bytes_of(waiting)
+    own = (
+        limit_bytes - budget.later_bytes,
+        fixed_bytes,
+        bound,
+        session.avoided_sizes(),
+        session.sample_sizes(),
+    )
+    of_ranks = zip(*ranks.exchange(own), strict=True)
+    limits, fixed_of_ranks, bounds_of_ranks, avoided, sample_sizes = of_ranks
     largest, reason = min(bounds_of_ranks, key=lambda bound: bound[0])
     session.use_sample_sizes(sample_sizes)
     return SearchLimits(
@@ -117,6 +130,7 @@ def search_limits(
         options=options,
         accumulate_grad_batches=session.accumulate_grad_batches,
         ranks=ranks.size,
+        fixed_bytes=max(fixed_of_ranks),
         is_host=budget.device.is_host,
         steps_are_collective=session.steps_are_collective,
         avoided_sizes=frozenset().union(*avoided),

@@ -364,6 +364,16 @@ def test_a_checkpoint_and_waiting_batches_take_room_on_the_host():
     assert drive(run, limits(is_host=True)).text == "2p 3p 12p 22p 45r"
 
 
+def test_a_fixed_part_above_the_limit_is_refused_before_a_step():
+    driven = drive(device(STRAIGHT), limits(is_host=True, fixed_bytes=LIMIT + 1))
+    assert driven.trials == []
+    assert driven.step.reason == (
+        "Nothing fits: this process with the gradients of the module takes 0.010 MiB without a"
+        " batch, under a limit of 0.010 MiB. No step was run. Use a smaller model, or a higher"
+        " memory_limit."
+    )
+
+
 def test_a_size_above_the_limit_of_the_host_is_refused():
     def run(step):
         return Trial(step.batch_size, "over_limit", {"forward": 11_000}, needed_bytes=11_000)

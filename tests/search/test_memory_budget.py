@@ -73,8 +73,21 @@ def test_free_host_memory_limits_the_size(fake_device):
     assert largest(1) == (UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size")
 
 
+def test_gradients_are_part_of_what_the_host_must_hold(fake_device):
+    device = fake_device(budget_bytes=1000 * KIB, base_bytes=10 * KIB)
+    session = FakeSession(device, lambda size: size)
+    assert limits_of(session, budget_of(device)).fixed_bytes == 0
+    device.as_host()
+    # The weight and the bias of the layer have four bytes each.
+    assert limits_of(session, budget_of(device)).fixed_bytes == 10 * KIB + 8
+    session.module.bias.requires_grad_(False)
+    assert limits_of(session, budget_of(device)).fixed_bytes == 10 * KIB + 4
+    session.training = None
+    assert limits_of(session, budget_of(device)).fixed_bytes == 0
+
+
 def test_all_ranks_use_the_least_limits_and_the_longest_sample(fake_device):
-    other = (700 * KIB, (50, "dataset"), {7}, 9)
+    other = (700 * KIB, 30 * KIB, (50, "dataset"), {7}, 9)
     ranks = SimpleNamespace(size=2, exchange=lambda value: [value, other])
     device = fake_device(budget_bytes=1000 * KIB)
     device.as_host()
@@ -82,5 +95,6 @@ def test_all_ranks_use_the_least_limits_and_the_longest_sample(fake_device):
     limits = limits_of(session, budget_of(device), ranks)
     assert (limits.limit_bytes, limits.max_batch_size) == (700 * KIB, 50)
     assert (limits.max_reason, limits.ranks, limits.is_host) == ("dataset", 2, True)
+    assert limits.fixed_bytes == 30 * KIB
     assert limits.avoided_sizes == {7}
     assert session.longest_sample == 9
