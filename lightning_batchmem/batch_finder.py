@@ -62,7 +62,7 @@ class BatchFinder(Callback):
             as ``"20GiB"``, or a fraction in (0, 1] of what the device can provide to this process.
             ``None``, and at most: 0.95 of it; on the host 0.95 of the part that is still free. On
             one CUDA device a limit that is given is enforced until the training ends, where
-            PyTorch's allocator can be limited (not with expandable segments).
+            PyTorch's allocator can be limited.
         max_batch_size: the largest size to consider, in samples.
         min_batch_size: the smallest size to consider, in samples; ``None``: 2 (one sample is an
             error to BatchNorm).

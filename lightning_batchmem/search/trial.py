@@ -176,6 +176,15 @@ class TrialRunner:
         with ConsecutiveSteps(meter, meter.primary, batch_size) as consecutive:
             consecutive.run(self._policy.measured_steps)
 
+    def _would_retry(self, meter: TrialMeter, limits: SearchLimits) -> bool:
+        """Whether the allocator would release its cache again and again in the training."""
+        if meter.allocator_retries == 0:
+            return False
+        # Only the limit of the user is enforced in the training too, and none is where ranks take
+        # steps together.
+        is_of_trial = limits.options.memory_limit is None and not limits.steps_are_collective
+        return not (is_of_trial and self._device.limit_causes_retries())
+
     def _trial(
         self,
         kind: TrialKind,
@@ -197,7 +206,7 @@ class TrialRunner:
         if self._device.holds_loader_workers:
             reserve_bytes += worker_bytes
         needed_bytes = held_bytes or max(phase_peak_bytes.values(), default=0)
-        if outcome == "ok" and kind == "rehearsal" and meter.allocator_retries > 0:
+        if outcome == "ok" and kind == "rehearsal" and self._would_retry(meter, limits):
             outcome = "allocator_retry"
         elif outcome == "ok" and needed_bytes + reserve_bytes > limits.limit_bytes:
             outcome = "over_limit"

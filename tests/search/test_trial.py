@@ -164,6 +164,13 @@ def test_a_retry_of_the_allocator_fails_a_rehearsal_once_optimizers_have_state(s
     for number in (1, 2):
         settling = search(Stepping(device, retry_in_step(338, number)))
         assert [trial.outcome for trial in rehearsed(settling)] == ["ok", "ok"]
+    # The limit alone makes expandable segments retry, and only that of the user is enforced later.
+    device.has_expandable_segments = True
+    expandable = search(Stepping(device, retry_in_step(338, 3)))
+    assert [trial.outcome for trial in rehearsed(expandable)] == ["ok", "ok"]
+    limited = search(Stepping(device, retry_in_step(338, 3)), options={"memory_limit": 475 * MIB})
+    assert rehearsed(limited)[0].outcome == "allocator_retry"
+    device.has_expandable_segments = False
     # A change of the size may lead to a retry, which comes once an epoch.
     last = SAMPLES % 338
     changing = search(Stepping(device, retry_in_step(last, 1)))
