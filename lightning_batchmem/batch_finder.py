@@ -40,6 +40,16 @@ from lightning_batchmem.plan.records import LearningRateScaling, Objective
 from lightning_batchmem.search.ranks import Ranks
 
 
+class EnforcedLimit(ExitStack):
+    """The limit of the user, from the search until the end of the training.
+
+    A copy of the finder holds no limit, as the training is that of the original.
+    """
+
+    def __reduce__(self) -> tuple[type[EnforcedLimit], tuple[()]]:
+        return EnforcedLimit, ()
+
+
 def check_plan(plan: object) -> None:
     """Raise a ValueError unless ``plan`` can be an earlier plan."""
     if not isinstance(plan, Plan | str | Path | None):
@@ -173,8 +183,7 @@ class BatchFinder(Callback):
         self._batch_watch: BatchWatch | None = None
         # These are the processes that search together.
         self._ranks = Ranks(0, 1)
-        # It holds the limit of the user from the search until the end of the training.
-        self._enforced_limit = ExitStack()
+        self._enforced_limit = EnforcedLimit()
 
     def device_memory(self, device: torch.device) -> DeviceMemory | None:
         """Return the memory that a search uses; override it to search on another kind of device."""

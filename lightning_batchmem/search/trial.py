@@ -178,6 +178,8 @@ class TrialRunner:
 
     def _would_retry(self, meter: TrialMeter, limits: SearchLimits) -> bool:
         """Whether the allocator would release its cache again and again in the training."""
+        if meter.caught_errors > 0:
+            return True
         if meter.allocator_retries == 0:
             return False
         # Only the limit of the user is enforced in the training too, and none is where ranks take
