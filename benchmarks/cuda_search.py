@@ -8,17 +8,18 @@ Columns: ``true`` is the largest size that trains so in a process of its own. ``
 largest that does so within 0.95 of the free memory, without a retry of the allocator after the
 first step. For each finder: the size, its share of ``quiet``, the end of its training, the training
 steps of its search, their samples in units of the chosen size (cost), and out-of-memory errors of
-the search. Tried: ``p`` probe, ``r`` rehearsal, ``!`` out of memory, ``~`` allocator retries.
+the search. Tried: ``p`` probe, ``r`` rehearsal, ``!`` out of memory, ``~`` allocator retries. A
+search that ends with an error is right where ``quiet`` is 0.
 
     # the whole table; some thirty minutes on two cores
     python -m benchmarks.cuda_search
     # some of its rows
     python -m benchmarks.cuda_search --only mlp "checkpointed gpt"
-    # another precision; Hopper's workspaces; expandable segments
+    # the variants: another precision; Hopper's workspaces; expandable segments
     python -m benchmarks.cuda_search --precision bf16-mixed
     CUDA_STUB_CAPABILITY=9.0 python -m benchmarks.cuda_search
     PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python -m benchmarks.cuda_search
-    # also to benchmarks/results
+    # also to benchmarks/results; each variant has a file of its own
     python -m benchmarks.cuda_search --write
 """
 
@@ -55,6 +56,8 @@ QUIET_SHARE = 0.95
 
 NEAR_SHARE = 0.93
 """A search is good if it finds this share of ``quiet``, or a size of at most one sample less."""
+
+DEFAULT_PRECISION = "32-true"
 
 MOST_SAMPLES = 10**9
 """The largest size that Lightning's finder may try; its default is 8,192."""
@@ -229,8 +232,13 @@ def measure(name: str, gibibytes: float, precision: str, ways: list[str]) -> dic
 
 
 def is_good(row: dict[str, Any], way: str) -> bool:
-    """Whether the search found nearly the largest quiet size, and its training survived."""
+    """Whether the search found nearly the largest quiet size, and its training survived.
+
+    Where no size is quiet, a search that ends without one is right.
+    """
     result = row["found"][way]
+    if row["quiet"] == 0 and result["size"] == 0:
+        return True
     is_near = result["size"] >= min(NEAR_SHARE * row["quiet"], row["quiet"] - 1)
     return bool(is_near and result["training"] == "ok")
 
@@ -241,6 +249,8 @@ def columns(row: dict[str, Any]) -> dict[str, Any]:
     for way, result in row["found"].items():
         share = result["size"] / max(1, row["quiet"])
         cells[way] = f"{result['size']} ({share:.2f}), {result['training']}"
+        if result["size"] == 0:
+            cells[way] = f"none: {result['training']:.80}"
         if "steps" in result:
             cells[f"{way}: steps, cost, errors"] = (
                 f"{result['steps']}, {result['cost']:.0f}, {result['errors']}"
@@ -255,20 +265,32 @@ def summary(rows: list[dict[str, Any]], way: str) -> str:
     results = [row["found"][way] for row in rows]
     searched = [result for result in results if "steps" in result]
     good = sum(is_good(row, way) for row in rows)
-    died = sum(result["training"] != "ok" for result in results)
-    lowest = min(
-        result["size"] / max(1, row["quiet"]) for row, result in zip(rows, results, strict=True)
-    )
+    died = sum(result["size"] > 0 and result["training"] != "ok" for result in results)
+    shares = [row["found"][way]["size"] / row["quiet"] for row in rows if row["quiet"] > 0]
+    lowest = min(shares, default=1)
     means = {
         key: statistics.fmean(result[key] for result in searched) if searched else float("nan")
         for key in ("steps", "cost", "errors")
     }
     return (
         f"{way}: {good} of {len(rows)} at {NEAR_SHARE} of quiet or one sample below, with a"
-        f" training that survives; {died} trainings end with an error; lowest share of quiet"
+        f" training that survives, or without a size where none is quiet; {died} trainings end with"
+        f" an error; lowest share of quiet"
         f" {lowest:.2f}; means: {means['steps']:.0f} steps, cost {means['cost']:.0f},"
         f" {means['errors']:.1f} out-of-memory errors"
     )
+
+
+def variant(precision: str) -> str:
+    """What differs from the default of the stub, for the name of a file; empty if nothing does."""
+    capability = os.environ.get("CUDA_STUB_CAPABILITY", "8.0")
+    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    settings = [
+        precision if precision != DEFAULT_PRECISION else "",
+        f"capability_{capability}" if float(capability) != 8 else "",
+        allocator.replace(":", "_").replace(",", "_"),
+    ]
+    return "".join(f"_{setting}" for setting in settings if setting)
 
 
 def start_on_stub() -> None:
@@ -287,7 +309,7 @@ def start_on_stub() -> None:
 def main() -> None:
     parser = command_line(__doc__, NETWORKS, writes=True)
     parser.add_argument(
-        "--precision", default="32-true", help="of the Trainer; default: %(default)s"
+        "--precision", default=DEFAULT_PRECISION, help="of the Trainer; default: %(default)s"
     )
     parser.add_argument(
         "--processes", type=int, default=os.cpu_count(), help="rows at a time; default: %(default)s"
@@ -318,7 +340,8 @@ def main() -> None:
         futures = [pool.submit(measure, *cell, chosen.precision, chosen.ways) for cell in cells]
         rows = [future.result() for future in futures]
     notes = [summary(rows, way) for way in chosen.ways]
-    report("cuda_search", markdown([columns(row) for row in rows], notes), rows, write=chosen.write)
+    table = markdown([columns(row) for row in rows], notes)
+    report(f"cuda_search{variant(chosen.precision)}", table, rows, write=chosen.write)
 
 
 if __name__ == "__main__":

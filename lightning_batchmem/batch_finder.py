@@ -40,6 +40,16 @@ from lightning_batchmem.plan.records import LearningRateScaling, Objective
 from lightning_batchmem.search.ranks import Ranks
 
 
+class EnforcedLimit(ExitStack):
+    """The limit of the user, from the search until the end of the training.
+
+    A copy of the finder holds no limit, as the training is that of the original.
+    """
+
+    def __reduce__(self) -> tuple[type[EnforcedLimit], tuple[()]]:
+        return EnforcedLimit, ()
+
+
 def check_plan(plan: object) -> None:
     """Raise a ValueError unless ``plan`` can be an earlier plan."""
     if not isinstance(plan, Plan | str | Path | None):
@@ -62,7 +72,7 @@ class BatchFinder(Callback):
             as ``"20GiB"``, or a fraction in (0, 1] of what the device can provide to this process.
             ``None``, and at most: 0.95 of it; on the host 0.95 of the part that is still free. On
             one CUDA device a limit that is given is enforced until the training ends, where
-            PyTorch's allocator can be limited (not with expandable segments).
+            PyTorch's allocator can be limited.
         max_batch_size: the largest size to consider, in samples.
         min_batch_size: the smallest size to consider, in samples; ``None``: 2 (one sample is an
             error to BatchNorm).
@@ -173,8 +183,7 @@ class BatchFinder(Callback):
         self._batch_watch: BatchWatch | None = None
         # These are the processes that search together.
         self._ranks = Ranks(0, 1)
-        # It holds the limit of the user from the search until the end of the training.
-        self._enforced_limit = ExitStack()
+        self._enforced_limit = EnforcedLimit()
 
     def device_memory(self, device: torch.device) -> DeviceMemory | None:
         """Return the memory that a search uses; override it to search on another kind of device."""

@@ -15,7 +15,10 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, SyncBatchNorm
+from torch.nn import Module, SyncBatchNorm
+
+# The base class of all kinds of BatchNorm is private in torch 2.5.1 to 2.14.
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_batchmem._lightning.packages import lightning_name
@@ -54,8 +57,7 @@ def steps_are_collective(trainer: Trainer) -> bool:
 
 def has_batch_norm(module: Module) -> bool:
     """Whether a batch of one sample is an error in training."""
-    kinds = (BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm)
-    return any(isinstance(part, kinds) for part in module.modules())
+    return any(isinstance(part, _BatchNorm) for part in module.modules())
 
 
 def is_single_device(trainer: Trainer) -> bool:

@@ -123,10 +123,9 @@ class BudgetBatches:
 
     def batch_bytes(self, budget: int, longest_bytes: int) -> int:
         """Bytes of the largest batch, in proportion to the nearest budget that was read."""
-        if not self.info.follows:
-            return self._reading.largest_bytes
         nearest = min(self._readings, key=lambda read: max(read / budget, budget / read))
-        return self._readings[nearest].largest_bytes * budget // nearest
+        largest_bytes = self._readings[nearest].largest_bytes
+        return largest_bytes * budget // nearest if self.info.follows else largest_bytes
 
     @property
     def _reading(self) -> BatchReading:

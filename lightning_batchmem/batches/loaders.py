@@ -140,9 +140,18 @@ class StageLoaders:
 
         Where the last batch is full or unknown, half of ``batch_size`` is returned.
         """
-        infos = (loader for loader in self.sized if isinstance(loader, LoaderInfo))
-        samples = next((loader.samples for loader in infos if loader.follows), None)
-        return (samples % batch_size if samples else 0) or max(1, batch_size // 2)
+        half = max(1, batch_size // 2)
+        infos = [loader for loader in self.sized if isinstance(loader, LoaderInfo)]
+        infos = [info for info in infos if info.follows and info.samples]
+        if not infos:
+            return half
+        ends_epoch = infos[-1]
+        if self.mode != "sequential":
+            choose = min if self.mode == "min_size" else max
+            ends_epoch = choose(infos, key=lambda info: info.batches(batch_size))
+        size = ends_epoch.size_at(batch_size)
+        remaining = (ends_epoch.samples or 0) % size
+        return remaining * batch_size // size or half
 
 
 def state_of(loaders: Sequence[DataLoader[Any]]) -> SimpleNamespace:

@@ -111,6 +111,17 @@ class AcceleratorMemory:
         finally:
             self._functions.set_per_process_memory_fraction(previous, self._device)
 
+    def limit_causes_retries(self) -> bool:
+        """Return whether segments are expandable.
+
+        To expand a segment, the allocator compares the limit with all bytes of the new block,
+        although some of its pages exist already. If that is above the limit, it releases its cache
+        and tries again, with success if there is room.
+
+        Source: `alloc_block` in c10/cuda/CUDACachingAllocator.cpp, torch 2.13
+        """
+        return bool(self._settings().get("expandable_segments", False))
+
     def release_cached(self) -> None:
         """Collect garbage, and return the allocator's free segments to the driver.
 
@@ -159,14 +170,16 @@ class AcceleratorMemory:
         get_backend = getattr(self._functions, "get_allocator_backend", None)
         if get_backend is None or get_backend() != "native":
             return False
-        # The snapshot has the settings in force, including changes at run time. Expandable segments
-        # are stopped too early by a limit. A threshold for garbage collection is ignored until a
-        # limit is set, and would apply to the whole training afterwards.
-        # Source: torch/csrc/cuda/Module.cpp; `set_fraction` in c10/cuda/CUDACachingAllocator.cpp,
-        # torch 2.13
-        settings = self._functions.memory._snapshot().get("allocator_settings", {})
-        is_expandable = settings.get("expandable_segments", True)
-        return not is_expandable and not settings.get("garbage_collection_threshold", 0)
+        # A threshold for garbage collection is ignored until a limit is set, and would apply to the
+        # whole training afterwards. Without settings it is not known whether there is one.
+        # Source: `set_fraction` in c10/cuda/CUDACachingAllocator.cpp, torch 2.13
+        settings = self._settings()
+        return bool(settings) and not settings.get("garbage_collection_threshold", 0)
+
+    def _settings(self) -> dict[str, Any]:
+        """The settings of the allocator in force, including changes at run time."""
+        # Source: torch/csrc/cuda/Module.cpp, torch 2.13
+        return dict(self._functions.memory._snapshot().get("allocator_settings", {}))
 
     def _read(self, when: str) -> MemoryStats:
         # The nested form is faster, because torch.cuda.memory_stats and max_memory_allocated

@@ -94,6 +94,9 @@ class DeviceMemory(PeakCounter, Protocol):
     def limit_enforced(self, limit_bytes: int) -> AbstractContextManager[bool]:
         """Make allocations above ``limit_bytes`` fail; yields whether the device can do so."""
 
+    def limit_causes_retries(self) -> bool:
+        """Return whether under an enforced limit the cache is released although there is room."""
+
     def release_cached(self) -> None:
         """Collect garbage, and return memory that is not in use."""
 

@@ -130,6 +130,10 @@ class HostMemory:
         """Enforce nothing: the kernel would kill the process."""
         return nullcontext(False)
 
+    def limit_causes_retries(self) -> bool:
+        """Return ``False``: nothing is enforced."""
+        return False
+
     def release_cached(self) -> None:
         """Collect garbage, and return free blocks of the heap to the kernel.
 

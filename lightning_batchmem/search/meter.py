@@ -82,6 +82,8 @@ class TrialMeter:
         self.is_warm = False
         # Retries of the allocator in warm steps of a kind and size that came before.
         self.allocator_retries = 0
+        # In the same steps, failed allocations that the step itself caught.
+        self.caught_errors = 0
         self._kinds_and_sizes: set[tuple[str, int]] = set()
 
     @property
@@ -136,19 +138,23 @@ class TrialMeter:
         held_bytes = peaks.peak_reserved_bytes or peaks.peak_bytes
         self.held_bytes_of_calls.append(held_bytes - _sample_bytes(self.session, self.device))
 
-    def num_retries(self) -> int:
-        """How often the allocator has released its cache to make room, since CUDA started."""
-        return self.device.counters().get("num_alloc_retries", 0)
-
-    def note_retries(self, first_phase: str, batch_size: int, count: int) -> None:
+    def note_retries(self, first_phase: str, batch_size: int, before: dict[str, int]) -> None:
         """Count the retries of a step, unless it is the first of its kind and size.
 
         At the first step of another size a training may retry once an epoch, which costs next to
         nothing. A retry in steps that repeat comes again, and costs a synchronization each time.
+        cuDNN catches some errors itself and takes a slower algorithm, which it then keeps.
+
+        Args:
+            first_phase: the kind of the step.
+            batch_size: samples in its batches.
+            before: the counters of the device before the step.
         """
         kind_and_size = (first_phase, batch_size)
         if self.is_warm and kind_and_size in self._kinds_and_sizes:
-            self.allocator_retries += count
+            after = self.device.counters()
+            self.allocator_retries += _increase("num_alloc_retries", before, after)
+            self.caught_errors += _increase("num_ooms", before, after)
         self._kinds_and_sizes.add(kind_and_size)
 
     def track_lasting(self, counter: LiveStorages) -> None:
@@ -162,6 +168,10 @@ class TrialMeter:
         if self.session.steps_are_collective or not LiveStorages.is_possible():
             return None
         return _module_counter(self.session, self._other_bytes)
+
+
+def _increase(name: str, before: dict[str, int], after: dict[str, int]) -> int:
+    return after.get(name, 0) - before.get(name, 0)
 
 
 def _module_counter(session: Session, other_bytes: int) -> LiveStorages:

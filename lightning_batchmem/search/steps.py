@@ -151,7 +151,7 @@ class ConsecutiveSteps:
         phases = meter.session.phases
         phases.read_from(counter)
         meter.before_step()
-        retries_before = meter.num_retries()
+        counters_before = meter.device.counters()
         readings = []
         for call in range(self._calls):
             index = number * self._calls + call
@@ -169,8 +169,7 @@ class ConsecutiveSteps:
             if not isinstance(counter, LiveStorages):
                 meter.note_held_bytes(peaks)
             meter.samples += self._batch_size
-        num_retries = meter.num_retries() - retries_before
-        meter.note_retries(steps.first_phase, self._batch_size, num_retries)
+        meter.note_retries(steps.first_phase, self._batch_size, counters_before)
         if steps is meter.primary:
             meter.full_steps += 1
         return readings

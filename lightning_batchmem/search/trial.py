@@ -165,6 +165,17 @@ class TrialRunner:
         with ConsecutiveSteps(meter, meter.primary, batch_size) as consecutive:
             consecutive.run(EXCHANGE_STEPS)
 
+    def _would_retry(self, meter: TrialMeter, limits: SearchLimits) -> bool:
+        """Whether the allocator would release its cache again and again in the training."""
+        if meter.caught_errors > 0:
+            return True
+        if meter.allocator_retries == 0:
+            return False
+        # Only the limit of the user is enforced in the training too, and none is where ranks take
+        # steps together.
+        is_of_trial = limits.options.memory_limit is None and not limits.steps_are_collective
+        return not (is_of_trial and self._device.limit_causes_retries())
+
     def _trial(
         self,
         kind: TrialKind,
@@ -187,7 +198,7 @@ class TrialRunner:
             reserve_bytes = meter.checkpoint_bytes() + self._session.worker_bytes(batch_size)
         else:
             needed_bytes = held_bytes or needed_bytes
-        if outcome == "ok" and kind == "rehearsal" and meter.allocator_retries > 0:
+        if outcome == "ok" and kind == "rehearsal" and self._would_retry(meter, limits):
             outcome = "allocator_retry"
         elif outcome == "ok" and needed_bytes > limits.limit_bytes:
             outcome = "over_limit"

@@ -8,9 +8,14 @@ from lightning.pytorch.strategies import (
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
-from torch.nn import BatchNorm1d, SyncBatchNorm
+from torch.nn import BatchNorm1d, LayerNorm, LazyBatchNorm2d, Sequential, SyncBatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_batchmem._lightning.strategies import check_strategy, steps_are_collective
+from lightning_batchmem._lightning.strategies import (
+    check_strategy,
+    has_batch_norm,
+    steps_are_collective,
+)
 
 
 def trainer_on(kind):
@@ -51,3 +56,22 @@ def test_sharding_and_synchronized_batch_norm_make_steps_collective(kind, layer,
         strategy=object.__new__(kind), lightning_module=layer, world_size=ranks
     )
     assert steps_are_collective(trainer) is expected
+
+
+class OwnNorm(_BatchNorm):
+    def _check_input_dim(self, x):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (BatchNorm1d(2), True),
+        (SyncBatchNorm(2), True),
+        (LazyBatchNorm2d(), True),
+        (OwnNorm(2), True),
+        (LayerNorm(2), False),
+    ],
+)
+def test_batch_norm_is_found_in_any_kind(layer, expected):
+    assert has_batch_norm(Sequential(layer)) is expected

@@ -42,6 +42,22 @@ def test_batches_are_read_once_for_each_budget_in_turn():
     assert probe.info.counts == {200: 22, 400: 12}
 
 
+def test_the_bytes_of_a_batch_are_known_after_a_reading_failed():
+    def make(lengths, budget):
+        if budget == 300:
+            raise ValueError("no such budget")
+        return within_budget(lengths, budget)
+
+    probe = batches(make)
+    probe.prepare(200)
+    read_bytes = probe.batch_bytes(200, 0)
+    assert probe.batch_bytes(400, 0) == 2 * read_bytes
+    with pytest.raises(ValueError, match="no such budget"):
+        probe.prepare(300)
+    probe.info.follows = False
+    assert probe.batch_bytes(400, 0) == read_bytes
+
+
 def test_each_batch_is_a_copy():
     probe = batches()
     probe.batch(200).zero_()

@@ -46,6 +46,25 @@ def stage_of(*infos, mode="min_size"):
     return stage_loaders(combined, infos, "train_dataloader")
 
 
+@pytest.mark.parametrize(
+    ("mode", "last"), [("min_size", 3), ("max_size", 8), ("max_size_cycle", 8), ("sequential", 3)]
+)
+@pytest.mark.parametrize("factor", [1, 2])
+def test_the_last_batch_is_that_of_the_loader_that_ends_the_epoch(mode, last, factor):
+    def of(samples):
+        dataset = TensorDataset(torch.zeros(samples * factor, 1))
+        # The size of the loader is the batch size of the project, times the factor.
+        return LoaderInfo(DataLoader(dataset, batch_size=4 * factor), 4 * factor, 4)
+
+    # Beside it is a loader whose size is fixed.
+    fixed = LoaderInfo(DataLoader(TensorDataset(torch.zeros(77, 1)), batch_size=5), 5, None)
+    loaders = stage_of(fixed, of(58), of(33), mode=mode)
+    assert loaders.last_batch_size(10) == last
+    # All batches are full.
+    assert loaders.last_batch_size(1) == 1
+    assert stage_of(fixed).last_batch_size(10) == 5
+
+
 def test_count_samples():
     dataset = TensorDataset(torch.zeros(10, 1))
     assert count_samples(DataLoader(dataset, batch_size=3)) == 10

@@ -127,7 +127,6 @@ def test_the_limit_is_enforced_and_the_previous_one_restored(previous, limit_gib
 @pytest.mark.parametrize(
     "changes",
     [
-        {"settings": {"expandable_segments": True}},
         {"settings": {"expandable_segments": False, "garbage_collection_threshold": 0.8}},
         {"settings": {}},
         {"backend": "cudaMallocAsync"},
@@ -138,6 +137,16 @@ def test_the_limit_is_not_enforced_where_it_would_be_wrong(changes):
     with AcceleratorMemory(DEVICE, module).limit_enforced(8 * GIB) as is_enforced:
         assert not is_enforced
         assert module.fraction == 1.0
+
+
+@pytest.mark.parametrize("is_expandable", [True, False])
+def test_the_limit_is_enforced_on_expandable_segments_and_makes_them_retry(is_expandable):
+    module = Module(settings={"expandable_segments": is_expandable})
+    device_memory = AcceleratorMemory(DEVICE, module)
+    with device_memory.limit_enforced(8 * GIB) as is_enforced:
+        assert is_enforced
+        assert module.fraction == 0.1
+    assert device_memory.limit_causes_retries() == is_expandable
 
 
 @pytest.mark.parametrize("name", ["get_allocator_backend", "get_per_process_memory_fraction"])

@@ -7,8 +7,10 @@ from tests.helpers.cuda_stub import needs_stub, on_stub, require
 pytestmark = needs_stub
 
 
-def test_training_stays_within_the_memory_limit():
-    found = on_stub("cuda_limits", "memory_limit", CUDA_STUB_GIB="4")
+@pytest.mark.parametrize("expandable", ["True", "False"])
+def test_training_stays_within_the_memory_limit(expandable):
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
+    found = on_stub("cuda_limits", "memory_limit", CUDA_STUB_GIB="4", **settings)
     require(found["rehearsed_mib"] <= found["limit_mib"], found)
     assert found["trained_mib"] <= found["limit_mib"], found
 

@@ -30,6 +30,7 @@ class FakeDevice:
     def __init__(self, budget_bytes: int, base_bytes: int = 0) -> None:
         self.budget = budget_bytes
         self.enforces_limits = False
+        self.has_expandable_segments = False
         # If set, reserved bytes are this multiple of allocated bytes.
         self.reserved_ratio: float | None = None
         self.num_ooms = 0
@@ -93,6 +94,9 @@ class FakeDevice:
             yield True
         finally:
             self.budget = previous
+
+    def limit_causes_retries(self) -> bool:
+        return self.has_expandable_segments
 
     def release_cached(self) -> None:
         self.num_releases += 1

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -163,10 +164,39 @@ def test_a_retry_of_the_allocator_fails_a_rehearsal_once_optimizers_have_state(s
     for number in (1, 2):
         settling = search(Stepping(device, retry_in_step(338, number)))
         assert [trial.outcome for trial in rehearsed(settling)] == ["ok", "ok"]
+    # The limit alone makes expandable segments retry, and only that of the user is enforced later.
+    device.has_expandable_segments = True
+    expandable = search(Stepping(device, retry_in_step(338, 3)))
+    assert [trial.outcome for trial in rehearsed(expandable)] == ["ok", "ok"]
+    limited = search(Stepping(device, retry_in_step(338, 3)), options={"memory_limit": 475 * MIB})
+    assert rehearsed(limited)[0].outcome == "allocator_retry"
+    device.has_expandable_segments = False
     # A change of the size may lead to a retry, which comes once an epoch.
     last = SAMPLES % 338
     changing = search(Stepping(device, retry_in_step(last, 1)))
     assert [trial.outcome for trial in rehearsed(changing)] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize("is_expandable", [True, False])
+def test_an_error_that_a_steady_step_catches_itself_counts_as_a_retry(
+    search, device, is_expandable
+):
+    """So does cuDNN, which then takes a slower algorithm."""
+    device.has_expandable_segments = is_expandable
+
+    def catch(wanted):
+        def during(size, number):
+            if size == 338 and number == wanted:
+                with suppress(torch.cuda.OutOfMemoryError):
+                    device.use(10**12)
+
+        return during
+
+    steady = search(Stepping(device, catch(3)))
+    assert rehearsed(steady)[0].outcome == "allocator_retry"
+    # At the first step of a shape, libraries try their algorithms.
+    first = search(Stepping(device, catch(1)))
+    assert rehearsed(first)[0].outcome == "ok"
 
 
 def test_skipped_optimizer_steps_prolong_the_warm_up(search, device):
