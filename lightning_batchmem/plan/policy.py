@@ -81,11 +81,10 @@ class SearchPolicy:
     """After this many sizes without a rise, no larger size is timed. Source: One size may be slow
     by itself, where a library changes its algorithm."""
 
-    # The limit and the reserves.
+    # The limit.
 
     limit_share: float = 0.95
-    """The limit is at most this share of what the device can provide; on the host, of the part that
-    is still free. Source: Libraries, fragmentation and other processes take the rest. Chosen on a
+    """The limit is at most this share of what a device can provide, except for the host. Source: Libraries, fragmentation and other processes take the rest. Chosen on a
     model of CUDA's allocator that version 0.3.0 had; `python -m benchmarks.cuda_search` shows what
     it gives on PyTorch's own."""
 

@@ -24,7 +24,7 @@ class MemoryBudget:
     Args:
         device: the device.
         memory_limit: the limit of the user, as in :class:`.BatchFinder`.
-        limit_share: the most of what the device provides that may be used.
+        limit_share: the most of what a device provides that may be used, except for the host.
         ranks_on_host: processes that train on this machine.
         later_bytes: bytes that the training takes later, and no step of the search does.
         host_memory: makes the memory of the host, which loader workers fill.
@@ -50,8 +50,8 @@ class MemoryBudget:
         return max(0, self.provided_bytes() - self.device.current().allocated_bytes)
 
     def usable_bytes(self) -> int:
-        """The most that a training on this rank may hold now, without ``memory_limit``."""
-        return self._share_of(self.provided_bytes()) - self.later_bytes
+        """The most of a device that a training may hold now, without ``memory_limit``."""
+        return int(self.limit_share * self.provided_bytes()) - self.later_bytes
 
     def is_exceeded_by_option(self) -> bool:
         """Whether ``memory_limit`` is more than the device can provide."""
@@ -59,20 +59,13 @@ class MemoryBudget:
         return parse_memory_limit(self.memory_limit, provided_bytes) > provided_bytes
 
     def limit_bytes(self) -> int:
-        """The limit of this rank: ``memory_limit``, and at most a share of what is provided."""
+        """The limit of this rank: ``memory_limit``, and on a device at most a share of it."""
         provided_bytes = self.provided_bytes()
         wanted_bytes = parse_memory_limit(self.memory_limit, provided_bytes)
-        if self.device.is_host and self.memory_limit is not None:
+        if self.device.is_host:
             # The size stays far from this limit, so it may be above the free memory.
             return wanted_bytes
-        return min(wanted_bytes, self._share_of(provided_bytes))
-
-    def _share_of(self, provided_bytes: int) -> int:
-        # On the host the interpreter and the libraries are part of the held bytes.
-        held_bytes = 0
-        if self.device.is_host:
-            held_bytes = self.device.current().allocated_bytes
-        return held_bytes + int(self.limit_share * (provided_bytes - held_bytes))
+        return min(wanted_bytes, int(self.limit_share * provided_bytes))
 
 
 def search_limits(

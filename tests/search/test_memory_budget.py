@@ -40,7 +40,7 @@ def test_a_share_of_the_device_stays_free(fake_device):
     assert not budget_of(device, memory_limit=1000).is_exceeded_by_option()
     assert budget_of(device, memory_limit=1001).is_exceeded_by_option()
     device.as_host()
-    assert budget_of(device).limit_bytes() == 200 + 0.95 * 800
+    assert budget_of(device).limit_bytes() == 1000
     assert budget_of(device).free_bytes() == 800
     # The size stays far from a limit on the host, so that it may be above the free memory.
     assert budget_of(device, memory_limit=2000).limit_bytes() == 2000
