@@ -84,9 +84,9 @@ class SearchPolicy:
     # The limit.
 
     limit_share: float = 0.95
-    """The limit is at most this share of what a device can provide, except for the host. Source: Libraries, fragmentation and other processes take the rest. Chosen on a
-    model of CUDA's allocator that version 0.3.0 had; `python -m benchmarks.cuda_search` shows what
-    it gives on PyTorch's own."""
+    """The limit is at most this share of what a device can provide, except for the host. Source:
+    Libraries, fragmentation and other processes take the rest; `python -m benchmarks.cuda_search`.
+    """
 
     probe_share: float = 0.5
     """The third probe is at this share of the first rehearsal. Source: 0.28 found smaller sizes in
