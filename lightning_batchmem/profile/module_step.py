@@ -44,6 +44,9 @@ class ModuleStep:
         self._storages = ModuleStorages(module, optimizers, batch, self._device_type)
         self._storages.__enter__()
 
+    def enter_phase(self, phase: str) -> None:
+        """Do nothing: the whole step is measured."""
+
     def end_batch(self, *, samples: int | None, has_stepped: bool) -> bool:
         """End a batch; return whether all is measured, as after the step of an optimizer."""
         storages = self._storages

@@ -136,7 +136,7 @@ def test_the_rate_is_that_of_one_rank():
     flops = FlopStep(torch.device("cpu"), "32-true", 1e12)
     flops.flops_per_sample = 2e9
     summary = Summary("host", 5, None, 0, 8, {}, None, None, None, 600.0, 0.1, None)
-    joined = with_flops(summary, flops, world_size=2)
+    joined = with_flops(summary, flops, 300.0)
     assert joined.samples_per_second == 600.0
     assert joined.tflops_per_device == pytest.approx(0.6)
     assert joined.mfu_pct == pytest.approx(60.0)
