@@ -64,7 +64,9 @@ class Alerts:
             if step.start_bytes is not None:
                 self._check_start(step, step.start_bytes, limit_bytes)
         totals = interval.totals
-        peak_bytes = totals.peak_bytes or 0
+        # The live peak of steps with CUDA graphs is not known.
+        peak_bytes = totals.peak_reserved_bytes if totals.graph_steps else totals.peak_bytes
+        peak_bytes = peak_bytes or 0
         if limit_bytes and is_nearly_full(peak_bytes, limit_bytes, self._planned_bytes):
             self._issue("nearly full", peak=mib(peak_bytes), limit=mib(limit_bytes))
         # A device may work while its process waits, so a wait counts only with the utilization.

@@ -168,14 +168,13 @@ class RecordedRun(Run):
 
     def end_step(self, trainer: Trainer, module: LightningModule, batch: object) -> None:
         """End a step, except its time."""
-        step = self._recorder.stop(trainer, batch)
-        if step is None:
+        peak_bytes = self._recorder.stop(trainer, batch)
+        if peak_bytes is None:
             return
-        peak_bytes = step.peak_bytes or 0
         if peak_bytes > self._epoch_peak_bytes:
             self._epoch_peak_bytes = peak_bytes
             self._run_peak_bytes = max(self._run_peak_bytes, peak_bytes)
-        if step.stage != "train":
+        if self._recorder.clock.stage != "train":
             return
         self._logging_step = logging_step(trainer)
         num_steps = self._recorder.run_clock.steps
@@ -308,6 +307,7 @@ class RecordedRun(Run):
             data_wait_share=totals.data_wait.value(),
             busy_percent=totals.busy.value(),
             oom_splits=totals.oom_splits,
+            graph_steps=totals.graph_steps,
             alerts=tuple(self._alerts.issued.values()),
         )
         if stage != self._stage:

@@ -6,6 +6,7 @@ A run is one ``fit``, ``validate``, ``test`` or ``predict``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.graphs import replays_graphs
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.devices.tensors import samples_in
 from lightning_batchmem.plan.options import number_from
@@ -41,6 +43,7 @@ class StepRecorder:
     ) -> None:
         device = trainer.strategy.root_device
         self.phase_peaks = PhasePeaks(device_memory)
+        self._device = device
         self._device_memory = device_memory
         self._items_fn = items_fn
         self._optimizers: list[Optimizer] = []
@@ -49,9 +52,10 @@ class StepRecorder:
         self.validation_clock = StepClock("validate")
         self.clock = self.run_clock
         self._batch: object = None
-        # Its time is not known yet.
-        self._ended: Step | None = None
+        # It makes the record of the step that has ended, whose time is not known yet.
+        self._ended: Callable[..., Step] | None = None
         self._start_bytes: int | None = None
+        self._has_graphs = False
         self._is_detailed = True
         self._next_detailed = 1
         self._is_steady = False
@@ -126,6 +130,7 @@ class StepRecorder:
                 self._next_detailed = next_detailed(clock.steps)
                 if self._device_memory is not None:
                     self._start_bytes = self._device_memory.private_bytes()
+        self._has_graphs = replays_graphs(self._device)
         self.phase_peaks.start(phase)
         breakdown = self.breakdown
         if clock is not self.run_clock or not self._is_steady:
@@ -145,8 +150,11 @@ class StepRecorder:
         if self._measured is not None:
             self._measured.enter_phase(phase)
 
-    def stop(self, trainer: Trainer, batch: object) -> Step | None:
-        """End the step, except its time; None if Lightning skipped it, as for a batch of None."""
+    def stop(self, trainer: Trainer, batch: object) -> int | None:
+        """End the step, except its time, and return its peak bytes, 0 if they are unknown.
+
+        The result is None if Lightning skipped the step, as for a batch of None.
+        """
         clock = self.clock
         if not clock.in_step:
             return None
@@ -176,16 +184,19 @@ class StepRecorder:
         elif is_own:
             # An evaluation is in its steady state from the second step on.
             self._is_steady = True
+        if self._has_graphs:
+            # The allocator counts the memory of the graphs as free.
+            peak_bytes = None
+            phases = {}
         self._batch = None
         items = None
         if self._items_fn is not None:
             items = number_from("items_fn", self._items_fn(batch), nan=True)
-        self._ended = Step(
+        self._ended = partial(
+            Step,
             number=number,
             stage=clock.stage,
             batch_size=samples,
-            seconds=0.0,
-            wait_seconds=None,
             peak_bytes=peak_bytes,
             peak_reserved_bytes=reserved_bytes,
             phase_peak_bytes=phases,
@@ -194,15 +205,16 @@ class StepRecorder:
             is_steady=is_own and self.breakdown is not None and self.breakdown.num_taken > 0,
             is_slowed=is_slowed,
             oom_splits=oom_splits,
+            has_graphs=self._has_graphs,
         )
-        return self._ended
+        return peak_bytes or 0
 
     def complete(self) -> Step | None:
         """Return the step that has ended, with its time; None without such a step."""
         if self._ended is None:
             return None
         seconds, wait_seconds = self.clock.seconds()
-        step = self._ended._replace(seconds=seconds, wait_seconds=wait_seconds)
+        step = self._ended(seconds=seconds, wait_seconds=wait_seconds)
         self._ended = None
         return step
 

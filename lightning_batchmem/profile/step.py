@@ -33,6 +33,8 @@ class Step(NamedTuple):
     is_slowed: bool = False
     # This is 1 if an OomGuard ran the batch in parts and 0 if not. It is None without an OomGuard.
     oom_splits: int | None = None
+    # This is true if the step replays CUDA graphs, where only the reserved peak is known.
+    has_graphs: bool = False
 
 
 class DeviceReading(NamedTuple):

@@ -156,7 +156,7 @@ def _cells(step: Step, seconds: float, world_size: int, reading: DeviceReading) 
         data_wait_pct,
         f"{busy_percent:.2f}" if busy_name == "gpu_pct" else "",
         f"{busy_percent:.2f}" if busy_name == "cpu_pct" else "",
-        *[_mib(phase_bytes.get(phase)) for phase in PHASES],
+        *(_mib(phase_bytes.get(phase)) for phase in PHASES),
         step.oom_splits,
     ]
 

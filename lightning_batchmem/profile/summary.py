@@ -82,6 +82,8 @@ class Summary:
         no_flops_reason: why one of these three is not known; empty if they are, or were not asked
             for.
         oom_splits: training batches that an OomGuard ran in parts on this rank; None without one.
+        graph_steps: steps that replayed CUDA graphs. Their live peak is not known, so
+            ``peak_bytes`` is that of the other steps.
     """
 
     device: str
@@ -111,6 +113,7 @@ class Summary:
     mfu_pct: float | None = None
     no_flops_reason: str = ""
     oom_splits: int | None = None
+    graph_steps: int = 0
 
     def __repr__(self) -> str:
         peak = "" if self.peak_bytes is None else f"peak {mib(self.peak_bytes)}, "
@@ -237,7 +240,12 @@ def _caption(summary: Summary) -> list[str]:
     start = "the second step"
     if summary.stage == "train":
         start = "the first step after an optimizer step"
-    if summary.breakdown is None and summary.peak_bytes is not None:
+    if summary.graph_steps:
+        lines.append(
+            f"{summary.graph_steps:,} steps replayed CUDA graphs, whose memory counts as free in"
+            " the allocator. Only the reserved memory has it."
+        )
+    elif summary.breakdown is None and summary.peak_bytes is not None:
         lines.append(f"No breakdown: the run ended before {start}.")
     elif summary.breakdown is not None and summary.breakdown.peak_bytes < (summary.peak_bytes or 0):
         lines.append(

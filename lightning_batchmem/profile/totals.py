@@ -47,6 +47,8 @@ class StepTotals:
     busy: Ratio = field(default_factory=Ratio)
     # So many batches ran in parts; None without an OomGuard.
     oom_splits: int | None = None
+    # So many steps replayed CUDA graphs; only their reserved peak is known.
+    graph_steps: int = 0
 
     def add(self, interval: Interval) -> None:
         seconds_before = self.seconds
@@ -61,6 +63,7 @@ class StepTotals:
         seconds = step.seconds
         self.steps += 1
         self.seconds += seconds
+        self.graph_steps += step.has_graphs
         peak_bytes = step.peak_bytes
         if peak_bytes is not None:
             if self.peak_bytes is None or peak_bytes > self.peak_bytes:
