@@ -61,9 +61,9 @@ class MemoryProfiler(Callback):
             and host memory.
         progress_bar: whether the progress bar shows the run's peak and the limit, in GiB (they are
             then in ``trainer.callback_metrics`` too).
-        modules: whether to divide the live bytes at the peak of one steady training step among the
-            modules. That step takes up to 2.5 times its time, and more if it takes only a few ms.
-            The training is the same bit for bit.
+        modules: whether to divide the peak of one steady training step among the modules, by what
+            they own and what autograd saves for them. That step takes somewhat longer. The training
+            is the same bit for bit. A step that calls ``torch.func.grad`` cannot be measured.
         flops: whether to count the floating-point operations of one steady training batch, for
             ``throughput/tflops_per_device`` and ``throughput/mfu_pct`` (per cent of the device's
             peak). They are scaled with the samples of the other batches, which is exact where all

@@ -71,7 +71,7 @@ class StepRecorder:
         self._measured: ModuleStep | FlopStep | None = None
         self.modules: ModuleStep | None = None
         if has_modules and stage == "train":
-            self.modules = ModuleStep(device, trainer.accumulate_grad_batches)
+            self.modules = ModuleStep(device)
             self._to_measure.append(self.modules)
         self.breakdown: SteadyBreakdown | None = None
         if device_memory is not None:
@@ -91,8 +91,7 @@ class StepRecorder:
     def drop_measurement(self) -> None:
         """Stop to measure a step that has not ended, and measure another one instead.
 
-        Under gradient accumulation a validation may come between two batches of it, and Lightning
-        ends an epoch early where ``on_train_batch_start`` returns -1.
+        Lightning ends an epoch early where ``on_train_batch_start`` returns -1.
         """
         if self._measured is not None:
             self._measured.close()
@@ -106,7 +105,6 @@ class StepRecorder:
 
     def begin_validation(self) -> None:
         """Begin a validation in the training."""
-        self.drop_measurement()
         self.clock = self.validation_clock
         self.clock.steps = 0
 
@@ -166,12 +164,11 @@ class StepRecorder:
         samples = self._samples_in(trainer, batch)
         is_own = clock is self.run_clock
         is_slowed = self._measured is not None and is_own
-        if self._measured is not None and is_own:
-            has_stepped = bool(self.phase_peaks.stepped)
-            if self._measured.end_batch(samples=samples, has_stepped=has_stepped):
-                self._measured = None
         phases, reserved_bytes = self.phase_peaks.stop()
         peak_bytes = max(phases.values(), default=None)
+        if self._measured is not None and is_own:
+            self._measured.end_batch(samples=samples, peak_bytes=peak_bytes)
+            self._measured = None
         number = clock.steps - 1
         if clock.stage == "train":
             number = trainer.fit_loop.total_batch_idx

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_batchmem.devices.breakdown import PARTS, MemoryBreakdown
-from lightning_batchmem.devices.module_memory import PeakByModule
 from lightning_batchmem.plan.json_fields import from_json
 from lightning_batchmem.plan.records import mib
 from lightning_batchmem.profile.conclusion import conclusion
+from lightning_batchmem.profile.module_memory import PeakByModule
 from lightning_batchmem.profile.module_table import module_table
 
 SUMMARY_NAME = "memory_summary.json"
@@ -69,7 +69,7 @@ class Summary:
         alerts: the alerts of the run, in their order.
         rank_peaks_bytes: highest peak of each rank, in rank order; empty for one rank.
         validation: the validation inside this ``fit``; None if there was none.
-        modules: the live bytes of each module at the peak of one steady step, with
+        modules: the bytes of each module at the peak of one steady step, with
             ``MemoryProfiler(modules=True)``; None without it, or if they could not be measured.
         no_modules_reason: why they could not be measured; empty if they were, or were not asked
             for.
