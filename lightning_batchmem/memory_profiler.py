@@ -19,7 +19,8 @@ from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.profile.flop_step import FlopStep
-from lightning_batchmem.profile.recorded_run import RecordedRun, Run
+from lightning_batchmem.profile.recorded_run import RecordedRun
+from lightning_batchmem.profile.run import Run
 from lightning_batchmem.profile.step_csv import NAME, StepCsv, make_log_dir
 from lightning_batchmem.profile.summary import Summary
 
@@ -35,17 +36,16 @@ class MemoryProfiler(Callback):
     memory breakdown, loggers that take images get figures (with the extra ``plot``), and
     :attr:`summary` contains the same as data.
 
-    Each of these raises one warning: a leak, a limit that is near, steps above the prediction of a
-    BatchFinder's plan, an evaluation above training, allocator retries, a device that mostly waits
-    for data. If memory runs out, the error gets a note with the step and its memory breakdown.
+    Each of these raises one warning: a leak, a limit that is near, a device that mostly waits for
+    data. If memory runs out, the error gets a note with the step and its memory breakdown.
 
-    Times are wall time. A step lasts from the end of the previous one, without evaluation and the
-    time between epochs; the first step after an evaluation or a checkpoint begins when its batch
-    arrives. The device is never synchronized, and a GPU works while the host goes on: there each
-    step has the mean time of the steps between two logs. The wait for data ends on the host when
-    the batch has arrived: the transfer to the device and other callbacks between two steps are part
-    of it. Throughput is the samples of this rank times the number of ranks; the
-    peaks and throughputs of all ranks are exchanged after each epoch.
+    Times are wall time. A step lasts from the request of its batch to that of the next one, without
+    evaluation, checkpoints and the time between epochs. The device is never synchronized, and a GPU
+    works while the host goes on: there each step has the mean time of the steps between two logs.
+    The wait for data begins when the loader is asked for a batch, and ends on the host when the
+    batch has arrived: the transfer to the device is part of it. Throughput is the samples of this
+    rank times the number of ranks; the peaks and throughputs of all ranks are exchanged after each
+    epoch.
 
     On MPS memory is left out, with a warning.
 
@@ -61,9 +61,9 @@ class MemoryProfiler(Callback):
             and host memory.
         progress_bar: whether the progress bar shows the run's peak and the limit, in GiB (they are
             then in ``trainer.callback_metrics`` too).
-        modules: whether to divide the live bytes at the peak of one steady training step among the
-            modules. That step takes up to 2.5 times its time, and more if it takes only a few ms.
-            The training is the same bit for bit.
+        modules: whether to divide the peak of one steady training step among the modules, by what
+            they own and what autograd saves for them. That step takes somewhat longer. The training
+            is the same bit for bit. A step that calls ``torch.func.grad`` cannot be measured.
         flops: whether to count the floating-point operations of one steady training batch, for
             ``throughput/tflops_per_device`` and ``throughput/mfu_pct`` (per cent of the device's
             peak). They are scaled with the samples of the other batches, which is exact where all
@@ -243,8 +243,8 @@ class MemoryProfiler(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Exclude the writing of a checkpoint, whose end no hook marks, from the wait for data."""
-        self._run.forget_wait()
+        """End the time of a step, so that the writing of a checkpoint is no part of it."""
+        self._run.end_time()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -273,7 +273,14 @@ class MemoryProfiler(Callback):
         device_memory = self.device_memory(device)
         csv = None
         if self._has_csv and self._log_dir is not None and trainer.is_global_zero:
-            csv = StepCsv(self._log_dir, resume=trainer.global_step > 0, own_path=self._csv_path)
+            csv = StepCsv(
+                self._log_dir,
+                resume=trainer.global_step > 0,
+                own_path=self._csv_path,
+                world_size=trainer.world_size,
+                # A device works while the host goes on.
+                has_exact_times=device.type == "cpu",
+            )
             self._csv_path = csv.path
         flops = None
         if self._has_flops and stage == "train":

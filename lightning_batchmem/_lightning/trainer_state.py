@@ -51,12 +51,15 @@ def logging_step(trainer: Trainer) -> int:
 def logs_now(trainer: Trainer) -> bool:
     """Whether values of ``self.log`` reach the loggers after the current batch.
 
-    The rule is that of ``update_train_step_metrics`` in Lightning's ``_LoggerConnector``.
+    The rule is that of ``update_train_step_metrics`` and ``should_update_logs`` in Lightning's
+    ``_LoggerConnector``. It is written out because it is asked for in every step.
     """
-    accumulates = trainer.fit_loop._should_accumulate()
-    if accumulates and trainer.lightning_module.automatic_optimization:
+    # mypy does not see attributes that Lightning sets outside the class Trainer.
+    interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    if not interval or ((logging_step(trainer) + 1) % interval and not trainer.should_stop):
         return False
-    return trainer._logger_connector.should_update_logs
+    is_manual = not trainer.lightning_module.automatic_optimization
+    return is_manual or not trainer.fit_loop._should_accumulate()
 
 
 def logs_at_all(trainer: Trainer) -> bool:

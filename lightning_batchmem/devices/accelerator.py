@@ -43,7 +43,8 @@ class AcceleratorMemory:
 
     def __init__(self, device: torch.device, functions: Any = None) -> None:
         self.name = device.type
-        self._device = device
+        # torch looks up the index of a device in each call, which takes some microseconds.
+        self._device = device if device.index is None else device.index
         self._functions = functions or torch.get_device_module(device)
 
     def reset_peak(self) -> None:

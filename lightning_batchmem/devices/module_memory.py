@@ -1,12 +1,11 @@
-"""Which module holds the memory of a step, at its peak and at other moments, exact in bytes."""
+"""Which module holds the memory at each moment of a step, exact in bytes."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,78 +17,6 @@ from lightning_batchmem.devices.breakdown import state_tensors
 from lightning_batchmem.devices.peaks import LiveStorages, PhasePeaks
 from lightning_batchmem.devices.running_modules import RunningModules
 from lightning_batchmem.devices.tensors import plain_tensors, tensors_in
-
-_Part = Literal[
-    "parameters_bytes",
-    "gradients_bytes",
-    "optimizer_state_bytes",
-    "activations_bytes",
-    "temporary_bytes",
-    "other_bytes",
-]
-
-
-@dataclass(frozen=True)
-class ModuleMemory:
-    """Live bytes of one module at the peak of a step, without those of its submodules.
-
-    Args:
-        name: the name of the module in ``named_modules()``; empty for the LightningModule itself,
-            which has everything that is in no other module: the loss, and the optimizer step.
-        class_name: the name of its class.
-        parameters_bytes: its parameters and buffers.
-        gradients_bytes: gradients of its parameters.
-        optimizer_state_bytes: optimizer state of its parameters.
-        activations_bytes: tensors of its forward pass that were alive when backward began.
-        temporary_bytes: all other tensors that it created: those of the forward and backward pass
-            and of the optimizer step that nothing keeps.
-        other_bytes: the batch, and tensors that were created before the step.
-    """
-
-    name: str
-    class_name: str
-    parameters_bytes: int = 0
-    gradients_bytes: int = 0
-    optimizer_state_bytes: int = 0
-    activations_bytes: int = 0
-    temporary_bytes: int = 0
-    other_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        """Sum of the parts."""
-        return (
-            self.parameters_bytes
-            + self.gradients_bytes
-            + self.optimizer_state_bytes
-            + self.activations_bytes
-            + self.temporary_bytes
-            + self.other_bytes
-        )
-
-
-@dataclass(frozen=True)
-class PeakByModule:
-    """The live bytes at the peak of a step, by module.
-
-    Args:
-        modules: every module that holds memory, itself or in its submodules, in the order of
-            ``named_modules()``. The sum over all of them is :attr:`peak_bytes`.
-        operator: the operator that allocated at the peak, for example ``"aten.addmm.default"``;
-            empty if the peak was before the first one.
-        operator_module: the name of the module that called it.
-        batch_size: samples of the step; ``None`` if its batch does not show them.
-    """
-
-    modules: tuple[ModuleMemory, ...]
-    operator: str
-    operator_module: str
-    batch_size: int | None = None
-
-    @property
-    def peak_bytes(self) -> int:
-        """Highest live bytes of the step."""
-        return sum(module.total_bytes for module in self.modules)
 
 
 class Moment(NamedTuple):
@@ -115,7 +42,8 @@ class Moment(NamedTuple):
 class _Storage:
     size_bytes: int
     module: str
-    part: _Part
+    # Parameters, gradients and optimizer states belong to the module of their parameter.
+    is_owned: bool = False
 
 
 class ModuleStorages(LiveStorages):
@@ -176,7 +104,7 @@ class ModuleStorages(LiveStorages):
         self._running.unwatch()
         for hook in self._hooks:
             hook.remove()
-        self._mark(state_tensors(self._optimizers), "optimizer_state_bytes")
+        self._mark(state_tensors(self._optimizers))
 
     def __torch_dispatch__(
         self,
@@ -189,10 +117,6 @@ class ModuleStorages(LiveStorages):
         is_backward = torch._C._current_graph_task_id() != -1
         if self._is_backward and not is_backward:
             self._running.end_backward()
-        elif is_backward and not self._is_backward:
-            for storage in self._by_key.values():
-                if storage.part == "temporary_bytes":
-                    storage.part = "activations_bytes"
         self._is_backward = is_backward
         kwargs = kwargs or {}
         self.track(args)
@@ -224,30 +148,6 @@ class ModuleStorages(LiveStorages):
             bytes_of[storage.module] += storage.size_bytes
         return bytes_of
 
-    def peak_by_module(self, batch_size: int | None) -> PeakByModule:
-        """Return the memory at the highest moment of the step."""
-        # Of several equal moments it is the first.
-        peak = max(self.moments(), key=lambda moment: moment.live_bytes)
-        bytes_of: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
-        for storage in self._alive_at(peak):
-            bytes_of[storage.module][storage.part] += storage.size_bytes
-        holders = {""}
-        for name in bytes_of:
-            while name not in holders:
-                holders.add(name)
-                name = name.rpartition(".")[0]
-        modules = [
-            ModuleMemory(name, type(module).__name__, **bytes_of[name])
-            for name, module in self._root.named_modules()
-            if name in holders
-        ]
-        return PeakByModule(
-            tuple(modules),
-            operator="" if peak.operator is None else str(peak.operator),
-            operator_module=peak.module,
-            batch_size=batch_size,
-        )
-
     def _alive_at(self, moment: Moment) -> Iterable[_Storage]:
         alive = dict.fromkeys(self._at_start)
         for storage, is_created in self._events[: moment.num_events]:
@@ -263,7 +163,7 @@ class ModuleStorages(LiveStorages):
         for name, module in self._root.named_modules():
             own_weights = list(module.parameters(recurse=False))
             weights += own_weights
-            self._mark([*own_weights, *module.buffers(recurse=False)], "parameters_bytes", name)
+            self._mark([*own_weights, *module.buffers(recurse=False)], name)
             for weight in own_weights:
                 self._owners.setdefault(id(weight), name)
         for weight in weights:
@@ -273,33 +173,31 @@ class ModuleStorages(LiveStorages):
         for optimizer in self._optimizers:
             for weight, state in optimizer.state.items():
                 owner = self._owners.get(id(weight), "")
-                self._mark(tensors_in(state), "optimizer_state_bytes", owner)
-        self._mark(state_tensors(self._optimizers), "optimizer_state_bytes")
-        self._mark(tensors_in(batch), "other_bytes")
+                self._mark(tensors_in(state), owner)
+        self._mark(state_tensors(self._optimizers))
+        self.track(tensors_in(batch))
 
     def _mark_gradient(self, weight: Tensor) -> None:
         if weight.grad is not None:
-            self._mark([weight.grad], "gradients_bytes", self._owners.get(id(weight), ""))
+            self._mark([weight.grad], self._owners.get(id(weight), ""))
 
-    def _mark(self, tensors: Iterable[Tensor], part: _Part, module: str = "") -> None:
-        """Set the part and the module of storages that have no part that lasts."""
+    def _mark(self, tensors: Iterable[Tensor], module: str = "") -> None:
+        """Set the module of storages that no module owns."""
         tensors = list(tensors)
         self.track(tensors)
         for tensor in tensors:
             for plain in plain_tensors(tensor):
                 storage = self._by_key.get(plain.untyped_storage()._cdata)
-                lasting = ("parameters_bytes", "gradients_bytes", "optimizer_state_bytes")
-                if storage is not None and storage.part not in lasting:
-                    storage.part = part
+                if storage is not None and not storage.is_owned:
+                    storage.is_owned = True
                     storage.module = module
 
     def _count(self, key: int, storage: Any, size_bytes: int) -> None:
         super()._count(key, storage, size_bytes)
-        record = _Storage(size_bytes, "", "other_bytes")
+        record = _Storage(size_bytes, "")
         self._by_key[key] = record
         if self._is_created:
             record.module = self._running.innermost
-            record.part = "temporary_bytes"
             self._events.append((record, True))
         else:
             self._at_start.append(record)
@@ -315,9 +213,14 @@ def why_not_possible(module: Module, *, is_compiled: bool) -> str:
         return "torch.compile compiled a part of the step"
     if not LiveStorages.is_possible():
         return "another dispatch mode is active"
-    if any(_has_own_dispatch(weight) for weight in module.parameters()):
+    if has_own_tensors(module):
         return "some parameters are of a type of their own, as under FSDP2"
     return ""
+
+
+def has_own_tensors(module: Module) -> bool:
+    """Whether some parameters are of a type of their own, such as DTensor."""
+    return any(_has_own_dispatch(weight) for weight in module.parameters())
 
 
 def _has_own_dispatch(tensor: Tensor) -> bool:

@@ -65,9 +65,13 @@ def samples_in(batch: object) -> int | None:
     guesses if they differ, and a caller cannot recognize the guess (2.6.6).
     """
     # A flat batch of tensors is not walked through, since that is slow and this runs in every step.
-    if type(batch) in (list, tuple) and all(type(item) is Tensor for item in items_of(batch)):
-        # mypy does not see that the batch is a list or tuple of tensors.
-        return common_size(batch)  # type: ignore[arg-type]
+    # A batch of a subclass may have a number of graphs.
+    if (
+        isinstance(batch, (list, tuple))
+        and type(batch) in (list, tuple)
+        and all(type(item) is Tensor for item in batch)
+    ):
+        return common_size(batch)
     for part in (batch, *items_of(batch)):
         # The batches of PyTorch Geometric have this attribute.
         if isinstance(graphs := getattr(part, "num_graphs", None), int):

@@ -1,4 +1,4 @@
-"""Alerts raised during a run, each at most once: numbers in, sentences out."""
+"""Alerts raised during a run, each at most once: steps in, sentences out."""
 
 from __future__ import annotations
 
@@ -8,36 +8,20 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import MIB, MemoryModel, mib
-from lightning_batchmem.profile.step_record import DeviceReading, StepRecord
-from lightning_batchmem.profile.totals import Ratio, StepTotals
+from lightning_batchmem.plan.records import MIB, mib
+from lightning_batchmem.profile.step import Step
+from lightning_batchmem.profile.totals import Interval, Ratio, StepTotals
 
 # Each has what happened, and what to do.
 _SENTENCES = {
-    "allocator retries": (
-        "The allocator released its cache and retried {retries} times, because it found no free"
-        " block. Use a smaller batch, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        " against fragmentation."
-    ),
     "leak": (
         "The memory in use at the start of a training step grows by {pace} and would reach the"
         " limit of {limit} at about step {end}. Keep loss.item() or loss.detach() instead of the"
         " loss, and no outputs, list states of metrics or caches that grow."
     ),
-    "validation": (
-        "The peak of evaluation ({stage}), {peak}, is above the {train_peak} of training. Keep less"
-        " from batch to batch, or use a smaller batch size in the {stage} DataLoader."
-    ),
     "nearly full": (
         "The peak, {peak}, is above 95% of the {limit} that this process may hold. Use a smaller"
         " batch, or recompute activations (torch.utils.checkpoint)."
-    ),
-    "prediction": (
-        "The peak in step {number} ({batch_size} samples), {peak}, is above {allowed}, the most"
-        " that BatchFinder's plan predicts. Look for memory that the search could not measure"
-        " (longer samples: worst_case; work in every N-th step; layers unfrozen later), or search"
-        " again with a smaller max_batch_size."
     ),
     "data": (
         "{share:.0%} of the last {seconds:.0f} s ({steps} steps) passed before the next batch"
@@ -54,8 +38,7 @@ class Alerts:
     Args:
         warn: takes each sentence once.
         granularity_bytes: peaks of equal steps may differ by this much.
-        held_is_resident_set: whether the peaks are those of the resident set of the process.
-        plan: the plan of a BatchFinder in the same run.
+        planned_bytes: a plan fills the memory up to this limit on purpose.
     """
 
     def __init__(
@@ -63,78 +46,47 @@ class Alerts:
         warn: Callable[[str], object],
         *,
         granularity_bytes: int = 0,
-        held_is_resident_set: bool = False,
-        plan: Plan | None = None,
+        planned_bytes: int = 0,
     ) -> None:
         # The keys are the kinds of alerts, and the values are their sentences.
         self.issued: dict[str, str] = {}
         self._warn = warn
-        self._granularity_bytes = granularity_bytes
-        self._prediction = None
-        if plan is not None:
-            self._prediction = Prediction(
-                plan, granularity_bytes, held_is_resident_set=held_is_resident_set
-            )
-        # A plan fills the memory up to its limit on purpose.
-        self._planned_bytes = 0 if plan is None else plan.limit_bytes
+        self._planned_bytes = planned_bytes
         self._leaks = LeakDetector(granularity_bytes)
-        self._retries: int | None = None
         self._data_wait = DataWait()
 
-    def predicted_bytes(self, batch_size: int | None) -> int | None:
-        """The plan's peak of a training step; None without a plan, or beyond its sizes."""
-        return None if self._prediction is None else self._prediction.peak_bytes(batch_size)
-
-    def step(self, step: StepRecord, limit_bytes: int | None) -> None:
-        """Compare a training step with the plan and with the steps before it."""
-        peak_bytes = step.peaks.peak_bytes
-        if self._prediction is not None and "prediction" not in self.issued:
-            allowed_bytes = self._prediction.exceeded_bytes(step.batch_size, peak_bytes)
-            if allowed_bytes is not None:
-                self._issue(
-                    "prediction",
-                    number=step.number,
-                    batch_size=step.batch_size,
-                    peak=mib(peak_bytes),
-                    allowed=mib(allowed_bytes),
-                )
-        if step.start_bytes is not None:
-            pace_bytes = self._leaks.add(step.number, step.start_bytes)
-            if pace_bytes is not None:
-                limit_bytes = limit_bytes or 0
-                free_bytes = max(0, limit_bytes - max(step.start_bytes, peak_bytes))
-                pace = f"{mib(pace_bytes)} a step"
-                if pace_bytes < MIB / 100:
-                    pace = f"{mib(1000 * pace_bytes)} in 1,000 steps"
-                end = round(step.number + free_bytes / pace_bytes)
-                self._issue("leak", pace=pace, end=end, limit=mib(limit_bytes))
-
-    def evaluation(self, stage: str, peak_bytes: int | None, train_peak_bytes: int | None) -> None:
-        """Compare an evaluation with the training around it."""
-        if (
-            peak_bytes is not None
-            and train_peak_bytes is not None
-            and is_above_training(peak_bytes, train_peak_bytes, self._granularity_bytes)
-        ):
-            peak = mib(peak_bytes)
-            self._issue("validation", stage=stage, peak=peak, train_peak=mib(train_peak_bytes))
-
-    def interval(self, totals: StepTotals, reading: DeviceReading, limit_bytes: int | None) -> None:
+    def take(self, interval: Interval) -> None:
         """Check the training steps since the last call."""
-        if reading.alloc_retries is not None:
-            # Retries before the first reading do not count, because the first steps place their
-            # blocks once in a training.
-            if self._retries is not None and reading.alloc_retries > self._retries:
-                self._issue("allocator retries", retries=reading.alloc_retries - self._retries)
-            self._retries = reading.alloc_retries
-        peak_bytes = totals.peak_bytes or 0
-        if limit_bytes is not None and is_nearly_full(peak_bytes, limit_bytes, self._planned_bytes):
+        if interval.stage != "train":
+            return
+        limit_bytes = interval.reading.limit_bytes or 0
+        for step in interval.steps:
+            if step.start_bytes is not None:
+                self._check_start(step, step.start_bytes, limit_bytes)
+        totals = interval.totals
+        # The live peak of steps with CUDA graphs is not known.
+        peak_bytes = totals.peak_reserved_bytes if totals.graph_steps else totals.peak_bytes
+        peak_bytes = peak_bytes or 0
+        if limit_bytes and is_nearly_full(peak_bytes, limit_bytes, self._planned_bytes):
             self._issue("nearly full", peak=mib(peak_bytes), limit=mib(limit_bytes))
         # A device may work while its process waits, so a wait counts only with the utilization.
-        if reading.utilization is not None:
-            waited = self._data_wait.add(totals, reading.utilization[1])
+        utilization = interval.reading.utilization
+        if utilization is not None:
+            waited = self._data_wait.add(totals, utilization[1])
             if waited is not None:
                 self._issue("data", **waited._asdict())
+
+    def _check_start(self, step: Step, start_bytes: int, limit_bytes: int) -> None:
+        """Compare the memory in use at the start of a step with that of the steps before it."""
+        pace_bytes = self._leaks.add(step.number, start_bytes)
+        if pace_bytes is None:
+            return
+        free_bytes = max(0, limit_bytes - max(start_bytes, step.peak_bytes or 0))
+        pace = f"{mib(pace_bytes)} a step"
+        if pace_bytes < MIB / 100:
+            pace = f"{mib(1000 * pace_bytes)} in 1,000 steps"
+        end = round(step.number + free_bytes / pace_bytes)
+        self._issue("leak", pace=pace, end=end, limit=mib(limit_bytes))
 
     def _issue(self, kind: str, **values: object) -> None:
         if kind not in self.issued:
@@ -147,13 +99,6 @@ def is_nearly_full(
 ) -> bool:
     """Whether a peak is above a share of the limit, and above what a plan fills on purpose."""
     return peak_bytes > max(share * limit_bytes, planned_bytes)
-
-
-def is_above_training(
-    peak_bytes: int, train_peak_bytes: int, granularity_bytes: int, *, share: float = 0.02
-) -> bool:
-    """Whether the peak of an evaluation is above that of training, by more than readings vary."""
-    return peak_bytes - train_peak_bytes > max(granularity_bytes, share * train_peak_bytes)
 
 
 class WaitedTime(NamedTuple):
@@ -204,93 +149,6 @@ class DataWait:
         if waited.share <= self.max_wait_share or waited.busy >= self.min_busy_percent:
             return None
         return waited
-
-
-class Prediction:
-    """The peak of a training step according to a BatchFinder's plan.
-
-    Args:
-        plan: the plan.
-        granularity_bytes: peaks of equal steps may differ by this much.
-        held_is_resident_set: whether the peaks to compare are those of the resident set. The lines
-            of the plan are live bytes, and the resident set is larger.
-        max_extrapolation: predictions end at this multiple of the largest size that was measured.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        granularity_bytes: int,
-        *,
-        held_is_resident_set: bool,
-        max_extrapolation: float = 1.5,
-    ) -> None:
-        lines = {} if plan.memory is None else plan.memory.lines
-        training = {phase: line for phase, line in lines.items() if phase != "evaluation"}
-        completed = [trial for trial in plan.trials if trial.outcome == "ok"]
-        sizes = [trial.batch_size for trial in completed] if training else []
-        self._smallest = min(sizes, default=0)
-        # Without lines no size is compared, not even an empty batch.
-        self._largest = max_extrapolation * max(sizes, default=-1)
-        self._model = MemoryModel(training)
-        # An allocator takes the same bytes for the same step.
-        self._bound = self._model
-        self._beyond_bytes = 0
-        self._tolerance_share = 0.05
-        self._min_tolerance_bytes = granularity_bytes
-        self._keeps_largest = held_is_resident_set
-        self._held_bytes: dict[int, int] | None = None
-        self._allowed_bytes: dict[int, float] = {}
-        if held_is_resident_set:
-            self._held_bytes = {trial.batch_size: trial.held_bytes for trial in completed}
-            # The heap keeps memory of evaluation.
-            self._bound = MemoryModel(lines)
-            beyond = (trial.needed_bytes - trial.peak_bytes for trial in completed)
-            self._beyond_bytes = max(beyond, default=0)
-            # The resident set varies by up to 30 % of its growth, and at least by the libraries
-            # that are loaded, and what loggers allocate, during training.
-            self._tolerance_share = 0.30
-            self._min_tolerance_bytes = 64 * MIB
-
-    def peak_bytes(self, batch_size: int | None) -> int | None:
-        """The peak that the plan expects; None if the plan does not reach this size.
-
-        A resident set is compared with the bytes that the search held at this size.
-        """
-        if self._held_bytes is not None:
-            return None if batch_size is None else self._held_bytes.get(batch_size)
-        if batch_size is None or batch_size > self._largest:
-            return None
-        return round(self._model.predict_bytes(batch_size))
-
-    def allowed_bytes(self, batch_size: int) -> float:
-        """The highest peak that agrees with the plan.
-
-        It is the prediction plus a share of its growth from size 0.
-        """
-        # Below the measured sizes the line may be too low.
-        line_bytes = self._bound.predict_bytes(max(self._smallest, batch_size))
-        peak_bytes = line_bytes + self._beyond_bytes
-        growth_bytes = peak_bytes - self._bound.predict_bytes(0)
-        return peak_bytes + max(self._min_tolerance_bytes, self._tolerance_share * growth_bytes)
-
-    def exceeded_bytes(self, batch_size: int | None, peak_bytes: int) -> float | None:
-        """Return the bytes that the plan allows in a step, if its peak is above them.
-
-        The first step of a size is not compared, because libraries allocate memory once in it.
-        Source: pytorch/pytorch#15872
-        """
-        if batch_size is None or batch_size > self._largest:
-            return None
-        if batch_size in self._allowed_bytes:
-            allowed_bytes = self._allowed_bytes[batch_size]
-            return allowed_bytes if peak_bytes > allowed_bytes else None
-        self._allowed_bytes[batch_size] = self.allowed_bytes(batch_size)
-        if self._keeps_largest:
-            # The heap keeps the memory of the largest batch so far.
-            largest_bytes = max(self._allowed_bytes.values())
-            self._allowed_bytes = dict.fromkeys(self._allowed_bytes, largest_bytes)
-        return None
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 
 from lightning_batchmem.devices import utilization_for
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.profile.step_record import DeviceReading
+from lightning_batchmem.profile.step import DeviceReading
 
 _RETRIES = "num_alloc_retries"
 
@@ -20,47 +20,50 @@ class DeviceReader:
         device: the device.
         device_memory: its memory; ``None`` if it cannot be measured.
         max_limit_bytes: the limit of a plan, which may be below that of the device.
-
-    Attributes:
-        limit_bytes: what this process may hold, at the last reading.
     """
 
-    # The limit and the retries change slowly, and reading them takes system calls.
-    memory_interval_seconds = 1.0
+    # All of this changes slowly, and reading it takes system calls.
+    interval_seconds = 1.0
 
     def __init__(
         self, device: torch.device, device_memory: DeviceMemory | None, max_limit_bytes: float
     ) -> None:
-        self.limit_bytes: int | None = None
-        # Those of a search before the run do not count.
-        self._retries_before = 0
         self._device_memory = device_memory
         self._max_limit_bytes = max_limit_bytes
         self._utilization = utilization_for(device)
-        if device_memory is not None:
-            self._read_limit(device_memory)
-            self._retries_before = device_memory.counters().get(_RETRIES, 0)
+        # The retries of a search before the run do not count.
+        self._retries_before = 0
+        self._retries_before = self._retries() or 0
+        # The utilization is that since the reading before, so that the first one has none.
+        self.last = DeviceReading(limit_bytes=self._limit_bytes())
+        self._next_reading = time.monotonic()
 
     def read(self) -> DeviceReading:
-        """Read the device. The memory is left out if it was read a short time ago."""
-        device_memory = self._device_memory
-        utilization = self.read_utilization()
-        if device_memory is None or time.monotonic() < self._next_reading:
-            return DeviceReading(utilization=utilization)
-        limit_bytes = self._read_limit(device_memory)
-        retries = device_memory.counters().get(_RETRIES)
-        if retries is not None:
-            retries -= self._retries_before
-        return DeviceReading(limit_bytes, utilization, retries)
+        """Read the device, or return the last reading if it is younger than a second."""
+        if time.monotonic() >= self._next_reading:
+            self._next_reading = time.monotonic() + self.interval_seconds
+            self.last = DeviceReading(
+                self._limit_bytes(),
+                self._utilization_now() or self.last.utilization,
+                self._retries(),
+            )
+        return self.last
 
-    def read_utilization(self) -> tuple[str, float] | None:
-        """Return the metric's name, and per cent since the last call."""
+    def leave_out(self) -> None:
+        """Leave out the time until now from the utilization."""
+        self._utilization_now()
+
+    def _utilization_now(self) -> tuple[str, float] | None:
         percent = None if self._utilization is None else self._utilization.percent()
         if self._utilization is None or percent is None:
             return None
         return self._utilization.key, percent
 
-    def _read_limit(self, device_memory: DeviceMemory) -> int:
-        self._next_reading = time.monotonic() + self.memory_interval_seconds
-        self.limit_bytes = int(min(device_memory.budget_bytes(), self._max_limit_bytes))
-        return self.limit_bytes
+    def _limit_bytes(self) -> int | None:
+        if self._device_memory is None:
+            return None
+        return int(min(self._device_memory.budget_bytes(), self._max_limit_bytes))
+
+    def _retries(self) -> int | None:
+        counters = {} if self._device_memory is None else self._device_memory.counters()
+        return counters[_RETRIES] - self._retries_before if _RETRIES in counters else None

@@ -71,11 +71,11 @@ class FlopStep:
         else:
             self._counter.continue_step()
 
-    def end_batch(self, *, samples: int | None, has_stepped: bool) -> bool:
-        """End the batch; return whether all is measured."""
+    def end_batch(self, *, samples: int | None, peak_bytes: int | None) -> None:
+        """End the batch."""
         counter = self._counter
         if counter is None:
-            return True
+            return
         self.close()
         reason = counter.why_wrong
         if compiled_frames() > 0:
@@ -86,7 +86,6 @@ class FlopStep:
         if not reason and samples:
             self.flops_per_sample = counter.flops / samples
             self._find_peak(has_convolutions=counter.has_convolutions)
-        return True
 
     def close(self) -> None:
         """Stop to count, also in the middle of a step."""

@@ -8,56 +8,63 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_batchmem.devices.module_memory import (
-    ModuleStorages,
-    PeakByModule,
-    why_not_possible,
-)
+from lightning_batchmem.devices.module_memory import has_own_tensors
+from lightning_batchmem.profile.module_memory import ModuleBytes, PeakByModule
 from lightning_batchmem.search.compiled import compiled_frames
+
+_COMPILED = "torch.compile compiled a part of the step"
 
 
 class ModuleStep:
-    """Measures the modules in the first steady step, up to the next step of an optimizer.
+    """Measures the modules in the first steady step.
 
     Args:
         device: the device of the step.
-        num_batches: so many batches are measured at most. Under gradient accumulation they make an
-            optimizer step.
     """
 
-    def __init__(self, device: torch.device, num_batches: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.peak: PeakByModule | None = None
         # This sentence stands in for the table; it is empty until the step has come.
         self.why_not = ""
-        self._device_type = device.type
-        self._num_batches = num_batches
-        self._batches_left = num_batches
-        self._storages: ModuleStorages | None = None
+        self._device = device
+        self._optimizers: Sequence[Optimizer] = ()
+        self._bytes: ModuleBytes | None = None
 
     def begin(self, module: Module, optimizers: Sequence[Optimizer], batch: object) -> None:
         """Begin to measure with this step, if that is possible."""
-        reason = why_not_possible(module, is_compiled=compiled_frames() > 0)
+        reason = ""
+        if compiled_frames() > 0:
+            reason = _COMPILED
+        elif has_own_tensors(module):
+            reason = "some parameters are of a type of their own, as under FSDP2"
         if reason:
-            self.why_not = f"No table of the modules: {reason}."
+            self._refuse(reason)
             return
-        self._batches_left = self._num_batches
-        self._storages = ModuleStorages(module, optimizers, batch, self._device_type)
-        self._storages.__enter__()
+        self._optimizers = optimizers
+        self._bytes = ModuleBytes(module, self._device, batch)
+        self._bytes.begin()
 
-    def end_batch(self, *, samples: int | None, has_stepped: bool) -> bool:
-        """End a batch; return whether all is measured, as after the step of an optimizer."""
-        storages = self._storages
-        if storages is None:
-            return True
-        self._batches_left -= 1
-        if not has_stepped and self._batches_left > 0:
-            return False
+    def enter_phase(self, phase: str) -> None:
+        """End the forward pass where backward begins."""
+        if self._bytes is not None:
+            self._bytes.end_forward()
+
+    def end_batch(self, *, samples: int | None, peak_bytes: int | None) -> None:
+        """End the step."""
+        measured = self._bytes
+        if measured is None:
+            return
         self.close()
-        self.peak = storages.peak_by_module(samples)
-        return True
+        if compiled_frames() > 0:
+            self._refuse(_COMPILED)
+        else:
+            self.peak = measured.peak(self._optimizers, peak_bytes, samples)
 
     def close(self) -> None:
         """Stop to measure, also in the middle of a step."""
-        if self._storages is not None:
-            self._storages.__exit__(None, None, None)
-            self._storages = None
+        if self._bytes is not None:
+            self._bytes.end_forward()
+            self._bytes = None
+
+    def _refuse(self, reason: str) -> None:
+        self.why_not = f"No table of the modules: {reason}."

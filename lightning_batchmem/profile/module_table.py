@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from lightning_batchmem.devices.module_memory import ModuleMemory, PeakByModule
 from lightning_batchmem.plan.records import mib
+from lightning_batchmem.profile.module_memory import ModuleMemory, PeakByModule
 
 _MAX_ROWS = 10
 
@@ -70,16 +70,14 @@ def module_table(peak: PeakByModule) -> Table:
 
     The last column has the activations of one sample, in one of the blocks of a row.
     """
-    where = "" if not peak.operator_module else f" in {peak.operator_module}"
-    table = Table(
-        title=f"Live memory by module at the peak ({peak.operator}{where})", title_justify="left"
-    )
+    table = Table(title="Memory by module at the peak of a step", title_justify="left")
     # A name is the only way to find a module, so it is never cut off.
     table.add_column("module", overflow="fold")
     for heading in ("memory", "peak", "activations", "a sample"):
         table.add_column(heading, justify="right")
     rows = module_rows(peak)
-    peak_bytes = max(1, peak.peak_bytes)
+    rows_bytes = sum(row.total_bytes for row in rows)
+    peak_bytes = max(1, rows_bytes if peak.peak_bytes is None else peak.peak_bytes)
     all_activations_bytes = max(1, sum(row.activations_bytes for row in rows))
     for row in rows[:_MAX_ROWS]:
         each = ""
@@ -103,8 +101,11 @@ def module_table(peak: PeakByModule) -> Table:
             f"{activations_bytes / all_activations_bytes:.1%}",
             "",
         )
+    if peak.other_bytes is not None:
+        share = f"{peak.other_bytes / peak_bytes:.1%}"
+        table.add_row("everything else", mib(peak.other_bytes), share, "", "")
     table.add_section()
-    table.add_row("all modules, live", mib(peak.peak_bytes), "100.0%", "", "")
+    table.add_row("all", mib(peak_bytes), "100.0%", "", "")
     return table
 
 

@@ -6,23 +6,25 @@ A run is one ``fit``, ``validate``, ``test`` or ``predict``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.graphs import replays_graphs
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.devices.tensors import samples_in
 from lightning_batchmem.plan.options import number_from
 from lightning_batchmem.plan.records import mib
-from lightning_batchmem.profile.device_reader import DeviceReader
 from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.module_step import ModuleStep
 from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
+from lightning_batchmem.profile.step import Step
 from lightning_batchmem.profile.step_clock import StepClock
-from lightning_batchmem.profile.step_record import DeviceReading, StepRecord
 
 
 class StepRecorder:
@@ -36,26 +38,32 @@ class StepRecorder:
         stage: str,
         *,
         items_fn: Callable[[Any], float] | None,
-        max_limit_bytes: float,
         has_modules: bool,
         flops: FlopStep | None,
     ) -> None:
         device = trainer.strategy.root_device
         self.phase_peaks = PhasePeaks(device_memory)
+        self._device = device
         self._device_memory = device_memory
-        self._device_reader = DeviceReader(device, device_memory, max_limit_bytes)
         self._items_fn = items_fn
         self._optimizers: list[Optimizer] = []
         # The clock of the run, and that of the stage that runs now.
         self.run_clock = StepClock(stage)
+        self.validation_clock = StepClock("validate")
         self.clock = self.run_clock
         self._batch: object = None
-        self._record: StepRecord | None = None
+        # It makes the record of the step that has ended, whose time is not known yet.
+        self._ended: Callable[..., Step] | None = None
         self._start_bytes: int | None = None
-        self._next_start_reading = 0
-        self._in_step = False
+        self._has_graphs = False
+        self._is_detailed = True
+        self._next_detailed = 1
         self._is_steady = False
         self._warned_of_size = False
+        # An OomGuard counts in this attribute.
+        guards = (one for one in callbacks_of(trainer) if "oom_splits" in vars(one))
+        self._guard: Any = next(guards, None)
+        self._oom_splits = 0
         if stage == "train":
             self.watch(trainer, module)
         # Each of these measures a steady step of its own, since both slow a step down.
@@ -63,7 +71,7 @@ class StepRecorder:
         self._measured: ModuleStep | FlopStep | None = None
         self.modules: ModuleStep | None = None
         if has_modules and stage == "train":
-            self.modules = ModuleStep(device, trainer.accumulate_grad_batches)
+            self.modules = ModuleStep(device)
             self._to_measure.append(self.modules)
         self.breakdown: SteadyBreakdown | None = None
         if device_memory is not None:
@@ -83,31 +91,30 @@ class StepRecorder:
     def drop_measurement(self) -> None:
         """Stop to measure a step that has not ended, and measure another one instead.
 
-        Under gradient accumulation a validation may come between two batches of it, and Lightning
-        ends an epoch early where ``on_train_batch_start`` returns -1.
+        Lightning ends an epoch early where ``on_train_batch_start`` returns -1.
         """
         if self._measured is not None:
             self._measured.close()
             self._to_measure.append(self._measured)
             self._measured = None
 
+    def skip(self) -> None:
+        """Forget a step that Lightning has ended early, and the wait for its batch."""
+        self.drop_measurement()
+        self.clock.forget()
+
     def begin_validation(self) -> None:
         """Begin a validation in the training."""
-        self.drop_measurement()
-        self.clock = StepClock("validate")
+        self.clock = self.validation_clock
+        self.clock.steps = 0
 
     def end_validation(self) -> None:
         self.clock = self.run_clock
-        # This leaves out the evaluation, and the start of workers and other callbacks around it.
-        self.run_clock.forget_wait()
-        # This reading excludes the evaluation from the next one.
-        self._device_reader.read_utilization()
 
-    def start(self, module: LightningModule, batch: object) -> None:
-        """Begin a step, whose batch has arrived."""
+    def start(self, module: LightningModule, batch: object, arrived: float) -> None:
+        """Begin a step, whose batch has arrived at this time."""
         clock = self.clock
-        clock.start()
-        self._in_step = True
+        clock.start(arrived)
         self._batch = batch
         self._start_bytes = None
         # The steady state begins with the first step after an optimizer step.
@@ -116,82 +123,105 @@ class StepRecorder:
         phase = "evaluation"
         if clock.stage == "train":
             phase = "forward"
-            if clock.steps >= self._next_start_reading and self._device_memory is not None:
-                self._next_start_reading = next_start_reading(clock.steps)
-                self._start_bytes = self._device_memory.private_bytes()
+            self._is_detailed = clock.steps >= self._next_detailed
+            if self._is_detailed:
+                self._next_detailed = next_detailed(clock.steps)
+                if self._device_memory is not None:
+                    self._start_bytes = self._device_memory.private_bytes()
+        self._has_graphs = replays_graphs(self._device)
         self.phase_peaks.start(phase)
         breakdown = self.breakdown
-        is_steady = self._is_steady and clock is self.run_clock
-        if is_steady and breakdown is not None and breakdown.is_due:
+        if clock is not self.run_clock or not self._is_steady:
+            return
+        if breakdown is not None and breakdown.is_due:
             begin = clock.now()
             breakdown.take(module, self._optimizers, batch)
             clock.leave_out(clock.now() - begin)
-        elif is_steady and self._to_measure and self._measured is None:
+        elif self._to_measure and self._measured is None:
             self._measured = self._to_measure.pop()
             self._measured.begin(module, self._optimizers, batch)
 
-    def stop(self, trainer: Trainer, batch: object) -> StepRecord | None:
-        """End the step; None if Lightning skipped it because the loader returned None."""
-        if not self._in_step:
-            return None
+    def enter_phase(self, phase: str) -> None:
+        """End a phase of the step and begin another one, where phases are measured."""
+        if self._is_detailed:
+            self.phase_peaks.enter(phase)
+        if self._measured is not None:
+            self._measured.enter_phase(phase)
+
+    def stop(self, trainer: Trainer, batch: object) -> int | None:
+        """End the step, except its time, and return its peak bytes, 0 if they are unknown.
+
+        The result is None if Lightning skipped the step, as for a batch of None.
+        """
         clock = self.clock
-        is_slowed = self._measured is not None and clock is self.run_clock
-        if self._measured is not None and is_slowed:
-            has_stepped = bool(self.phase_peaks.stepped)
-            samples = self._samples_in(trainer, batch)
-            if self._measured.end_batch(samples=samples, has_stepped=has_stepped):
-                self._measured = None
-        peaks = self.phase_peaks.stop()
-        number = clock.steps
-        seconds, wait_seconds = clock.stop()
+        if not clock.in_step:
+            return None
+        clock.in_step = False
+        oom_splits = self._new_splits() if clock.stage == "train" else None
+        if oom_splits:
+            # It would count the failed attempt too.
+            self.drop_measurement()
+        samples = self._samples_in(trainer, batch)
+        is_own = clock is self.run_clock
+        is_slowed = self._measured is not None and is_own
+        phases, reserved_bytes = self.phase_peaks.stop()
+        peak_bytes = max(phases.values(), default=None)
+        if self._measured is not None and is_own:
+            self._measured.end_batch(samples=samples, peak_bytes=peak_bytes)
+            self._measured = None
+        number = clock.steps - 1
         if clock.stage == "train":
             number = trainer.fit_loop.total_batch_idx
-            if not self.phase_peaks.stepped and "optimizer_step" in peaks.phase_peak_bytes:
+            if not self._is_detailed:
+                phases = {}
+            elif not self.phase_peaks.stepped and "optimizer_step" in phases:
                 # No optimizer stepped after backward, as in a gradient accumulation.
-                after_bytes = peaks.phase_peak_bytes.pop("optimizer_step")
-                backward_bytes = peaks.phase_peak_bytes.get("backward", 0)
-                peaks.phase_peak_bytes["backward"] = max(backward_bytes, after_bytes)
-        elif clock is self.run_clock:
+                after_bytes = phases.pop("optimizer_step")
+                phases["backward"] = max(phases.get("backward", 0), after_bytes)
+        elif is_own:
             # An evaluation is in its steady state from the second step on.
             self._is_steady = True
-        self._in_step = False
+        if self._has_graphs:
+            # The allocator counts the memory of the graphs as free.
+            peak_bytes = None
+            phases = {}
         self._batch = None
-        samples = self._samples_in(trainer, batch)
         items = None
         if self._items_fn is not None:
             items = number_from("items_fn", self._items_fn(batch), nan=True)
-        record = StepRecord(
-            number,
-            samples,
-            peaks,
-            seconds,
-            wait_seconds,
-            clock.stage,
-            items,
-            self._start_bytes,
+        self._ended = partial(
+            Step,
+            number=number,
+            stage=clock.stage,
+            batch_size=samples,
+            peak_bytes=peak_bytes,
+            peak_reserved_bytes=reserved_bytes,
+            phase_peak_bytes=phases,
+            items=items,
+            start_bytes=self._start_bytes,
+            is_steady=is_own and self.breakdown is not None and self.breakdown.num_taken > 0,
+            is_slowed=is_slowed,
+            oom_splits=oom_splits,
+            has_graphs=self._has_graphs,
         )
-        record.is_slowed = is_slowed
-        if clock is self.run_clock:
-            record.is_steady = self.breakdown is not None and self.breakdown.num_taken > 0
-            if clock.steps == 1:
-                record.limit_bytes = self._device_reader.limit_bytes
-        self._record = record
-        return record
+        return peak_bytes or 0
 
-    def read_device(self) -> DeviceReading:
-        """Read the device; the limit and the utilization become part of the last record."""
-        reading = self._device_reader.read()
-        if self._record is not None:
-            self._record.limit_bytes = reading.limit_bytes or self._record.limit_bytes
-            self._record.utilization = reading.utilization
-            self._record = None
-        return reading
+    def complete(self) -> Step | None:
+        """Return the step that has ended, with its time; None without such a step."""
+        if self._ended is None:
+            return None
+        seconds, wait_seconds = self.clock.seconds()
+        step = self._ended(seconds=seconds, wait_seconds=wait_seconds)
+        self._ended = None
+        return step
 
-    def explain_out_of_memory(self, trainer: Trainer, module: LightningModule) -> str:
+    def explain_out_of_memory(
+        self, trainer: Trainer, module: LightningModule, limit_bytes: int | None
+    ) -> str:
         """The note of an error: the step that ran out of memory, and the contents of the memory."""
         where = "between two steps"
-        if self._in_step:
-            number = self.clock.steps
+        if self.clock.in_step:
+            number = self.clock.steps - 1
             if self.clock.stage == "train":
                 number = trainer.fit_loop.total_batch_idx
             where = f"in {self.clock.stage} step {number}"
@@ -201,7 +231,6 @@ class StepRecorder:
             where += f" on rank {trainer.global_rank}"
         text = f"memory ran out {where}."
         peak_bytes = self.phase_peaks.stop().peak_bytes
-        limit_bytes = self._device_reader.limit_bytes
         if self.breakdown is not None and limit_bytes is not None:
             breakdown = self.breakdown.at_failure(module, self._optimizers, self._batch, peak_bytes)
             text += (
@@ -214,6 +243,16 @@ class StepRecorder:
         self.phase_peaks.unwatch()
         if self._measured is not None:
             self._measured.close()
+
+    def _new_splits(self) -> int | None:
+        """Return how often an OomGuard has split a batch since the last step; None without one."""
+        # The guard counts nothing where it does nothing.
+        total_splits = None if self._guard is None else self._guard.oom_splits
+        if total_splits is None:
+            return None
+        splits = total_splits - self._oom_splits
+        self._oom_splits = total_splits
+        return int(splits)
 
     def _samples_in(self, trainer: Trainer, batch: object) -> int | None:
         """Return the samples of a batch, or the batch size of the training loader.
@@ -239,8 +278,8 @@ class StepRecorder:
         return None
 
 
-def next_start_reading(step: int) -> int:
-    """Return the step after ``step`` at whose start the memory in use is read for the leak alert.
+def next_detailed(step: int) -> int:
+    """Return the step after ``step`` whose phases and whose memory at the start are read.
 
     The gap is a 48th of the steps so far. It is one step until step 96, so a leak is found early.
     Later it grows, so each doubling of the steps has 48 * ln(2) = 33 readings, and no work with a

@@ -6,9 +6,10 @@ import time
 
 
 class StepClock:
-    """Wall time of each step of a stage, from the end of the previous step to its own end.
+    """Wall time of each step, from the request of its batch to that of the next batch.
 
-    The wait until the batch arrives is a part of it.
+    Lightning waits for the device after a step, to show and to log its metrics. This is a part of
+    the step, and no wait for data.
     """
 
     # A test may set another clock.
@@ -16,40 +17,50 @@ class StepClock:
 
     def __init__(self, stage: str) -> None:
         self.stage = stage
+        # The steps that have begun.
         self.steps = 0
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin the next step now."""
-        self._since = self.now()
-        self._wait_since: float | None = self._since
+        self.in_step = False
+        self._begin = 0.0
+        self._end = 0.0
+        # The end of the time, which is after the end of the step.
+        self._has_end = True
+        self._requested: float | None = None
         self._wait_seconds: float | None = None
 
-    def begin_wait(self) -> None:
-        """Start the wait for the next batch: the callback's own work has ended."""
-        self._wait_since = self.now()
+    def request(self) -> None:
+        """Note that the loader is asked for a batch, which ends the step before."""
+        # A training step that asks for its batches itself does so within the step.
+        if not self.in_step:
+            self._requested = self.now()
+            self.end()
 
-    def forget_wait(self) -> None:
-        """Begin the next step when its batch arrives; the wait for it is unknown."""
-        self._wait_since = None
+    def forget(self) -> None:
+        """Forget a step that has begun without an end, and the request for its batch."""
+        if self.in_step:
+            self.steps -= 1
+        self.in_step = False
+        self._requested = None
 
-    def start(self) -> None:
-        """Note that the batch arrived."""
-        now = self.now()
-        if self._wait_since is None:
-            self._wait_seconds = None
-            self._since = now
-        else:
-            self._wait_seconds = now - self._wait_since
+    def end(self) -> None:
+        """End the time of the step, unless it has ended."""
+        if not self._has_end:
+            self._end = self.now()
+            self._has_end = True
+
+    def seconds(self) -> tuple[float, float | None]:
+        """Return the seconds of the last step, and those before its batch arrived."""
+        self.end()
+        return self._end - self._begin, self._wait_seconds
+
+    def start(self, arrived: float) -> None:
+        """Begin a step, whose batch has arrived at this time."""
+        self.steps += 1
+        self.in_step = True
+        self._begin = arrived if self._requested is None else self._requested
+        self._wait_seconds = None if self._requested is None else arrived - self._requested
+        self._requested = None
+        self._has_end = False
 
     def leave_out(self, seconds: float) -> None:
         """Leave out a part of the step that has begun."""
-        self._since += seconds
-
-    def stop(self) -> tuple[float, float | None]:
-        """End the step; return its seconds, and the seconds of them before the batch arrived."""
-        now = self.now()
-        seconds = now - self._since
-        self._since = now
-        self.steps += 1
-        return seconds, self._wait_seconds
+        self._begin += seconds

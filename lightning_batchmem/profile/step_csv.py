@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from itertools import count, takewhile
@@ -15,11 +15,11 @@ from typing import Any, TextIO
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem.plan.records import MIB, PHASES
-from lightning_batchmem.profile.step_record import StepRecord
+from lightning_batchmem.profile.step import DeviceReading, Step
+from lightning_batchmem.profile.totals import Interval
 
 NAME = "memory_per_batch.csv"
 PLAN_NAME = "batch_plan.json"
-_PHASE_COLUMNS = {phase: f"{phase}_peak_mib" for phase in PHASES}
 COLUMNS = (
     "step",
     "stage",
@@ -33,7 +33,7 @@ COLUMNS = (
     "data_wait_pct",
     "gpu_pct",
     "cpu_pct",
-    *_PHASE_COLUMNS.values(),
+    *[f"{phase}_peak_mib" for phase in PHASES],
     "oom_splits",
 )
 _HEADER = ",".join(COLUMNS) + "\r\n"
@@ -56,11 +56,27 @@ class StepCsv:
     """Writes ``memory_per_batch.csv``, or the next free ``memory_per_batch_1.csv``.
 
     A resumed run appends to its file.
+
+    Args:
+        directory: the directory of the file.
+        resume: whether the run is resumed.
+        own_path: the file of an earlier run of the same profiler.
+        world_size: the number of ranks.
+        has_exact_times: whether the time of each step is known. On a device only the mean time of
+            the steps of an interval is.
     """
 
     def __init__(
-        self, directory: Path, *, resume: bool = False, own_path: Path | None = None
+        self,
+        directory: Path,
+        *,
+        resume: bool = False,
+        own_path: Path | None = None,
+        world_size: int = 1,
+        has_exact_times: bool = True,
     ) -> None:
+        self._world_size = world_size
+        self._has_exact_times = has_exact_times
         opened = None
         if resume:
             paths = [*takewhile(Path.exists, _paths(directory))]
@@ -68,15 +84,21 @@ class StepCsv:
                 paths.append(own_path)
             opened = _appended(paths[-1]) if paths else None
         self.path, self._file = opened or _created(directory)
-        # A utilization may have no column.
-        self._rows = csv.DictWriter(self._file, COLUMNS, extrasaction="ignore")
+        self._rows = csv.writer(self._file)
 
-    def write(self, steps: Iterable[StepRecord], *, world_size: int = 1) -> None:
+    def take(self, interval: Interval) -> None:
         """Add a row for each step; it is in the file at once."""
         if self._file.closed:
             return
+        mean_seconds = {} if self._has_exact_times else interval.mean_seconds()
+        # The device was read at the end of the last step.
+        readings = [*[DeviceReading()] * (len(interval.steps) - 1), interval.reading]
+        rows = [
+            _cells(step, mean_seconds.get(step.is_slowed, step.seconds), self._world_size, reading)
+            for step, reading in zip(interval.steps, readings, strict=True)
+        ]
         try:
-            self._rows.writerows(_row(step, world_size) for step in steps)
+            self._rows.writerows(rows)
             # The file is flushed once for many rows.
             self._file.flush()
         except OSError as error:
@@ -109,35 +131,34 @@ class StepCsv:
             rank_zero_warn(f"{path} could not be written: {error}")
 
 
-def _row(step: StepRecord, world_size: int) -> dict[str, object]:
-    """Return the cells that are known."""
-    seconds = step.seconds if step.mean_seconds is None else step.mean_seconds
-    phases = step.peaks.phase_peak_bytes
-    row: dict[str, object] = {
-        "step": step.number,
-        "stage": step.stage,
-        "batch_size": step.batch_size,
-        "peak_reserved_mib": _mib(step.peaks.peak_reserved_bytes),
-        "limit_mib": _mib(step.limit_bytes),
-        "step_ms": f"{1e3 * seconds:.3f}",
-    }
-    if phases:
-        row["peak_allocated_mib"] = _mib(max(phases.values()))
-    for phase, peak_bytes in phases.items():
-        row[_PHASE_COLUMNS[phase]] = _mib(peak_bytes)
+def _cells(step: Step, seconds: float, world_size: int, reading: DeviceReading) -> list[object]:
+    """Return the cells of a row, in the order of the columns; those that are unknown are empty."""
+    samples_per_second = items_per_second = data_wait_pct = ""
     if seconds > 0:
         if step.batch_size is not None:
-            row["samples_per_s"] = f"{step.batch_size * world_size / seconds:.3f}"
+            samples_per_second = f"{step.batch_size * world_size / seconds:.3f}"
         if step.items is not None:
-            row["items_per_s"] = f"{step.items * world_size / seconds:.3f}"
+            items_per_second = f"{step.items * world_size / seconds:.3f}"
     if step.wait_seconds is not None and step.seconds > 0:
-        row["data_wait_pct"] = f"{100.0 * step.wait_seconds / step.seconds:.2f}"
-    if step.utilization is not None:
-        name, percent = step.utilization
-        row[name] = f"{percent:.2f}"
-    if step.oom_splits is not None:
-        row["oom_splits"] = step.oom_splits
-    return row
+        data_wait_pct = f"{100.0 * step.wait_seconds / step.seconds:.2f}"
+    busy_name, busy_percent = reading.utilization or ("", 0.0)
+    phase_bytes = step.phase_peak_bytes
+    return [
+        step.number,
+        step.stage,
+        step.batch_size,
+        _mib(step.peak_bytes),
+        _mib(step.peak_reserved_bytes),
+        _mib(reading.limit_bytes),
+        samples_per_second,
+        items_per_second,
+        f"{1e3 * seconds:.3f}",
+        data_wait_pct,
+        f"{busy_percent:.2f}" if busy_name == "gpu_pct" else "",
+        f"{busy_percent:.2f}" if busy_name == "cpu_pct" else "",
+        *(_mib(phase_bytes.get(phase)) for phase in PHASES),
+        step.oom_splits,
+    ]
 
 
 # The texts are cached, because phases and steps often have the same peak.

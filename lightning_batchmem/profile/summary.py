@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_batchmem.devices.breakdown import PARTS, MemoryBreakdown
-from lightning_batchmem.devices.module_memory import PeakByModule
 from lightning_batchmem.plan.json_fields import from_json
 from lightning_batchmem.plan.records import mib
 from lightning_batchmem.profile.conclusion import conclusion
+from lightning_batchmem.profile.module_memory import PeakByModule
 from lightning_batchmem.profile.module_table import module_table
 
 SUMMARY_NAME = "memory_summary.json"
@@ -69,7 +69,7 @@ class Summary:
         alerts: the alerts of the run, in their order.
         rank_peaks_bytes: highest peak of each rank, in rank order; empty for one rank.
         validation: the validation inside this ``fit``; None if there was none.
-        modules: the live bytes of each module at the peak of one steady step, with
+        modules: the bytes of each module at the peak of one steady step, with
             ``MemoryProfiler(modules=True)``; None without it, or if they could not be measured.
         no_modules_reason: why they could not be measured; empty if they were, or were not asked
             for.
@@ -82,6 +82,8 @@ class Summary:
         no_flops_reason: why one of these three is not known; empty if they are, or were not asked
             for.
         oom_splits: training batches that an OomGuard ran in parts on this rank; None without one.
+        graph_steps: steps that replayed CUDA graphs. Their live peak is not known, so
+            ``peak_bytes`` is that of the other steps.
     """
 
     device: str
@@ -111,6 +113,7 @@ class Summary:
     mfu_pct: float | None = None
     no_flops_reason: str = ""
     oom_splits: int | None = None
+    graph_steps: int = 0
 
     def __repr__(self) -> str:
         peak = "" if self.peak_bytes is None else f"peak {mib(self.peak_bytes)}, "
@@ -237,7 +240,12 @@ def _caption(summary: Summary) -> list[str]:
     start = "the second step"
     if summary.stage == "train":
         start = "the first step after an optimizer step"
-    if summary.breakdown is None and summary.peak_bytes is not None:
+    if summary.graph_steps:
+        lines.append(
+            f"{summary.graph_steps:,} steps replayed CUDA graphs, whose memory counts as free in"
+            " the allocator. Only the reserved memory has it."
+        )
+    elif summary.breakdown is None and summary.peak_bytes is not None:
         lines.append(f"No breakdown: the run ended before {start}.")
     elif summary.breakdown is not None and summary.breakdown.peak_bytes < (summary.peak_bytes or 0):
         lines.append(

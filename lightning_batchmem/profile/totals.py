@@ -1,15 +1,11 @@
-"""Totals over steps, and the metrics of these; totals of all ranks."""
+"""The steps between two logs, and totals over steps."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
+from functools import cached_property
 
-import torch
-from lightning.pytorch.strategies import Strategy
-
-from lightning_batchmem.plan.records import MIB
-from lightning_batchmem.profile.step_record import StepRecord
+from lightning_batchmem.profile.step import DeviceReading, Step
 
 
 @dataclass(slots=True)
@@ -39,6 +35,7 @@ class StepTotals:
     peak_bytes: int | None = None
     peak_step: int = 0
     peak_batch_size: int | None = None
+    steady_peak_bytes: int = 0
     phase_peak_bytes: dict[str, int] = field(default_factory=dict)
     peak_reserved_bytes: int | None = None
     # Samples and items of this rank are divided by wall seconds.
@@ -46,21 +43,39 @@ class StepTotals:
     items: Ratio = field(default_factory=Ratio)
     # Seconds before the batch arrived are divided by wall seconds: the quotient is 0 to 1.
     data_wait: Ratio = field(default_factory=Ratio)
+    # Per cent in which the device was busy are weighted with the seconds of their interval.
+    busy: Ratio = field(default_factory=Ratio)
     # So many batches ran in parts; None without an OomGuard.
     oom_splits: int | None = None
+    # So many steps replayed CUDA graphs; only their reserved peak is known.
+    graph_steps: int = 0
 
-    def add(self, step: StepRecord) -> None:
+    def add(self, interval: Interval) -> None:
+        seconds_before = self.seconds
+        for step in interval.steps:
+            self._add_step(step)
+        utilization = interval.reading.utilization
+        if utilization is not None:
+            seconds = self.seconds - seconds_before
+            self.busy.add(utilization[1] * seconds, seconds)
+
+    def _add_step(self, step: Step) -> None:
         seconds = step.seconds
         self.steps += 1
         self.seconds += seconds
-        for phase, peak_bytes in step.peaks.phase_peak_bytes.items():
-            if peak_bytes > self.phase_peak_bytes.get(phase, -1):
-                self.phase_peak_bytes[phase] = peak_bytes
-                if self.peak_bytes is None or peak_bytes > self.peak_bytes:
-                    self.peak_bytes = peak_bytes
-                    self.peak_step = step.number
-                    self.peak_batch_size = step.batch_size
-        reserved_bytes = step.peaks.peak_reserved_bytes
+        self.graph_steps += step.has_graphs
+        peak_bytes = step.peak_bytes
+        if peak_bytes is not None:
+            if self.peak_bytes is None or peak_bytes > self.peak_bytes:
+                self.peak_bytes = peak_bytes
+                self.peak_step = step.number
+                self.peak_batch_size = step.batch_size
+            if step.is_steady and peak_bytes > self.steady_peak_bytes:
+                self.steady_peak_bytes = peak_bytes
+        for phase, phase_bytes in step.phase_peak_bytes.items():
+            if phase_bytes > self.phase_peak_bytes.get(phase, -1):
+                self.phase_peak_bytes[phase] = phase_bytes
+        reserved_bytes = step.peak_reserved_bytes
         if reserved_bytes is not None:
             self.peak_reserved_bytes = max(self.peak_reserved_bytes or 0, reserved_bytes)
         if step.batch_size is not None:
@@ -81,82 +96,35 @@ class StepTotals:
         """Mean wall time of a step."""
         return self.seconds / self.steps
 
-    def metrics(
-        self, *, limit_bytes: int | None, world_size: int, total_bytes: int | None = None
-    ) -> dict[str, float]:
-        """Return the metrics of these steps in MiB, ms and per cent, without the unknown ones.
 
-        The throughput is that of all ranks, if they have batches of this rank's size.
+@dataclass(frozen=True)
+class Interval:
+    """The steps of one stage since the last log, and the reading of the device at their end.
 
-        Args:
-            limit_bytes: what this process may hold.
-            world_size: number of ranks.
-            total_bytes: memory of the whole device; None where no allocator reserves a part of it.
-        """
-        reserved_share = None
-        if self.peak_reserved_bytes is not None and total_bytes:
-            reserved_share = self.peak_reserved_bytes / total_bytes
-        metrics: dict[str, float | None] = {
-            "memory/peak_allocated_mib": _mib(self.peak_bytes),
-            "memory/peak_reserved_mib": _mib(self.peak_reserved_bytes),
-            "memory/reserved_pct": None if reserved_share is None else 100.0 * reserved_share,
-            "memory/limit_mib": _mib(limit_bytes),
-            "throughput/samples_per_s": self.samples.value(world_size),
-            "throughput/items_per_s": self.items.value(world_size),
-            "throughput/step_ms": 1e3 * self.step_seconds,
-            "throughput/data_wait_pct": self.data_wait.value(100.0),
-            "batch/size": self.batch_size,
-        }
-        return {key: float(value) for key, value in metrics.items() if value is not None}
-
-
-def _mib(count_bytes: int | None) -> float | None:
-    return None if count_bytes is None else count_bytes / MIB
-
-
-class StageTotals:
-    """Totals of a stage: over all steps, and over those since the last log."""
-
-    def __init__(self) -> None:
-        self.run = StepTotals()
-        self.interval = StepTotals()
-
-    def add(self, step: StepRecord) -> None:
-        self.run.add(step)
-        self.interval.add(step)
-
-    def end_interval(self) -> StepTotals:
-        """Return the totals since the last call."""
-        interval = self.interval
-        self.interval = StepTotals()
-        return interval
-
-
-def gather_ranks(totals: StepTotals, strategy: Strategy) -> tuple[list[float], list[float]]:
-    """Exchange peak bytes and throughput of all ranks; every rank must do so. NaN is unknown."""
-    readings = [
-        math.nan if value is None else value
-        for value in (totals.peak_bytes, totals.samples.value())
-    ]
-    # The type float32 would round bytes above 16 MiB.
-    tensor = torch.tensor(readings, dtype=torch.float64, device=strategy.root_device)
-    peaks, speeds = strategy.all_gather(tensor).reshape(-1, 2).T.tolist()
-    return peaks, speeds
-
-
-def rank_metrics(peaks: list[float], speeds: list[float]) -> dict[str, float]:
-    """Return the highest and lowest peak in MiB, the highest one's rank, and summed throughput.
-
-    A value that is unknown on one rank is left out.
+    This is what a sink takes.
     """
-    metrics = {}
-    # The sum is NaN if one of its terms is.
-    if not math.isnan(sum(peaks)):
-        metrics = {
-            "ranks/highest_peak_allocated_mib": max(peaks) / MIB,
-            "ranks/lowest_peak_allocated_mib": min(peaks) / MIB,
-            "ranks/highest_rank": float(peaks.index(max(peaks))),
-        }
-    if not math.isnan(sum(speeds)):
-        metrics["ranks/samples_per_s"] = sum(speeds)
-    return metrics
+
+    stage: str
+    steps: list[Step]
+    reading: DeviceReading
+    # The loggers get the metrics under this number.
+    logging_step: int
+
+    @cached_property
+    def totals(self) -> StepTotals:
+        """The totals of these steps."""
+        totals = StepTotals()
+        totals.add(self)
+        return totals
+
+    def mean_seconds(self) -> dict[bool, float]:
+        """Return the mean seconds of the steps that a measurement slowed down, and of the others.
+
+        The host may begin the next step before a device has ended this one, and waits for the
+        device at some steps only. So the time of one step on the host does not show that of the
+        device.
+        """
+        seconds: dict[bool, list[float]] = {}
+        for step in self.steps:
+            seconds.setdefault(step.is_slowed, []).append(step.seconds)
+        return {is_slowed: sum(some) / len(some) for is_slowed, some in seconds.items()}

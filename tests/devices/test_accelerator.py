@@ -44,19 +44,19 @@ class Module:
         return self.stats != {}
 
     def memory_stats_as_nested_dict(self, device):
-        assert device == DEVICE
+        assert device == DEVICE.index
         return self.stats
 
     def mem_get_info(self, device):
-        assert device == DEVICE
+        assert device == DEVICE.index
         return self.free_bytes, 80 * GIB
 
     def get_device_properties(self, device):
-        assert device == DEVICE
+        assert device == DEVICE.index
         return self.properties
 
     def set_per_process_memory_fraction(self, fraction, device):
-        assert device == DEVICE
+        assert device == DEVICE.index
         assert 0 <= fraction <= 1
         self.fraction = fraction
 

@@ -2,8 +2,6 @@
 
 import math
 
-import pytest
-
 from tests.helpers.cuda_stub import needs_stub, on_stub, require
 
 pytestmark = needs_stub
@@ -18,14 +16,15 @@ def test_a_size_of_a_tenth_more_does_not_train():
     assert trained["error"], f"{larger} samples train, and the search ended so: {found}"
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 44")
 def test_the_profile_does_not_miss_the_pools_of_graphs():
     found = on_stub("cuda_graphs", "profile", CUDA_STUB_GIB=GIB)
     eager_mib = max(float(allocated) for allocated, _ in found["eager"])
     require(len(found["graphs"]) == 6, found)
-    # Graphs need about as much as the same steps without them. A peak may also be left out.
-    for allocated, _ in found["graphs"]:
-        assert allocated == "" or float(allocated) >= 0.8 * eager_mib, found
+    # Graphs need about as much as the same steps without them. Where a peak is left out, the
+    # reserved memory has it.
+    for allocated, reserved in found["graphs"]:
+        assert float(allocated or reserved) >= 0.8 * eager_mib, found
+    assert found["graphs"][-1][0] == "", found
 
 
 def test_the_pool_of_the_last_trial_does_not_stay_in_the_cache():

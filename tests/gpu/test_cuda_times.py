@@ -31,7 +31,6 @@ def test_the_fastest_size_is_fast_in_training(searched):
     assert rates[searched["size"]] >= 0.9 * max(rates.values()), searched
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 44")
 def test_waiting_for_the_device_is_not_waiting_for_data():
     found = on_stub("cuda_times", "waiting", **DEVICE)
     require(found["logged_pct"] < 30, found)

@@ -4,24 +4,25 @@ import io
 
 from rich.console import Console
 
-from lightning_batchmem.devices.module_memory import ModuleMemory, PeakByModule
 from lightning_batchmem.plan.records import MIB
+from lightning_batchmem.profile.module_memory import ModuleMemory, PeakByModule
 from lightning_batchmem.profile.module_table import module_rows, module_table
 
 
-def peak_of(*modules):
-    return PeakByModule(tuple(modules), "aten.mm.default", "head", 4)
+def peak_of(*modules, other_bytes=0):
+    peak_bytes = sum(module.total_bytes for module in modules) + other_bytes
+    return PeakByModule(tuple(modules), peak_bytes, 4)
 
 
 ENCODER = peak_of(
-    ModuleMemory("", "Net", other_bytes=MIB),
+    ModuleMemory("", "Net", optimizer_state_bytes=MIB),
     ModuleMemory("encoder", "Encoder"),
     ModuleMemory("encoder.0", "Layer", activations_bytes=2 * MIB),
     ModuleMemory("encoder.0.mlp", "MLP", activations_bytes=6 * MIB),
     ModuleMemory("encoder.0.mlp.up", "Linear", parameters_bytes=MIB),
     ModuleMemory("encoder.1", "Layer", activations_bytes=2 * MIB),
     ModuleMemory("encoder.1.mlp", "MLP", activations_bytes=6 * MIB),
-    ModuleMemory("head", "Linear", temporary_bytes=3 * MIB),
+    ModuleMemory("head", "Linear", gradients_bytes=3 * MIB),
 )
 
 
@@ -74,3 +75,22 @@ def test_the_table_has_the_activations_of_a_sample_in_each_block():
         "100.0%",
         "2.0 MiB",
     ]
+
+
+def test_one_row_has_everything_else():
+    console = Console(file=io.StringIO(), width=100)
+    console.print(module_table(peak_of(ModuleMemory("m", "Linear", 3 * MIB), other_bytes=MIB)))
+    rows = [line.split("│")[1:4] for line in console.file.getvalue().splitlines() if "│" in line]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["m (Linear)", "3.0 MiB", "75.0%"],
+        ["everything else", "1.0 MiB", "25.0%"],
+        ["all", "4.0 MiB", "100.0%"],
+    ]
+
+
+def test_without_a_peak_the_shares_are_those_of_the_modules():
+    peak = PeakByModule((ModuleMemory("m", "Linear", 3 * MIB),), None)
+    console = Console(file=io.StringIO(), width=100)
+    console.print(module_table(peak))
+    assert "everything else" not in console.file.getvalue()
+    assert "100.0%" in console.file.getvalue()

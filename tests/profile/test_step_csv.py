@@ -1,12 +1,11 @@
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lightning_batchmem.devices.peaks import StepPeaks
+from lightning_batchmem.profile.step import DeviceReading, Step
 from lightning_batchmem.profile.step_csv import COLUMNS, StepCsv, make_log_dir, read_rows
-from lightning_batchmem.profile.step_record import StepRecord
+from lightning_batchmem.profile.totals import Interval
 from tests.helpers.profiled import MIB, rows
 
 HEADER = (
@@ -14,30 +13,36 @@ HEADER = (
     "samples_per_s,items_per_s,step_ms,data_wait_pct,gpu_pct,cpu_pct,"
     "forward_peak_mib,backward_peak_mib,optimizer_step_peak_mib,evaluation_peak_mib,oom_splits"
 )
-PEAKS = StepPeaks(
-    {"forward": 3 * MIB, "backward": 2 * MIB + MIB // 2, "optimizer_step": MIB}, 4 * MIB
-)
-STEP = StepRecord(7, 8, PEAKS, 0.5, 0.125)
+PHASES = {"forward": 3 * MIB, "backward": 2 * MIB + MIB // 2, "optimizer_step": MIB}
+STEP = Step(7, "train", 8, 0.5, 0.125, 3 * MIB, 4 * MIB, PHASES)
 
 
-def written(directory, *steps, **options):
+UNREAD = DeviceReading()
+
+
+def interval(*steps, reading=UNREAD):
+    return Interval("train", list(steps), reading, 0)
+
+
+def written(directory, *steps, reading=UNREAD, **options):
     make_log_dir(directory)
     file = StepCsv(directory, **options)
-    file.write(steps)
+    file.take(interval(*steps, reading=reading))
     file.close()
     return file.path
 
 
 def test_units_and_columns(tmp_path):
     make_log_dir(tmp_path / "made" / "on the way")
-    file = StepCsv(tmp_path / "made" / "on the way")
-    step = replace(
-        STEP, items=100, limit_bytes=16 * MIB, utilization=("gpu_pct", 81.5), oom_splits=1
-    )
-    file.write([step], world_size=2)
+    file = StepCsv(tmp_path / "made" / "on the way", world_size=2)
+    step = STEP._replace(items=100, oom_splits=1)
+    reading = DeviceReading(16 * MIB, ("gpu_pct", 81.5))
+    file.take(interval(STEP, step, reading=reading))
     file.close()
     assert file.path.read_text().splitlines()[0] == HEADER == ",".join(COLUMNS)
-    row = rows(file.path)[0]
+    first, row = rows(file.path)
+    # The device is read at the end of the last step.
+    assert (first["limit_mib"], first["gpu_pct"]) == ("", "")
     present = {name: value for name, value in row.items() if value}
     values = [float(value) if name != "stage" else value for name, value in present.items()]
     assert values == [7, "train", 8, 3, 4, 16, 32, 400, 500, 25, 81.5, 3, 2.5, 1, 1]
@@ -45,7 +50,7 @@ def test_units_and_columns(tmp_path):
 
 
 def test_unknown_values_are_empty_and_never_0(tmp_path):
-    row = rows(written(tmp_path, StepRecord(0, None, StepPeaks({"forward": 0}), 0.5, None)))[0]
+    row = rows(written(tmp_path, Step(0, "train", None, 0.5, None, 0, None, {"forward": 0})))[0]
     present = {name: value for name, value in row.items() if value}
     assert present == {
         "step": "0",
@@ -54,7 +59,7 @@ def test_unknown_values_are_empty_and_never_0(tmp_path):
         "step_ms": "500.000",
         "forward_peak_mib": "0.0",
     }
-    without_peaks = StepRecord(0, 1, StepPeaks({}), 0.0, 0.0)
+    without_peaks = Step(0, "train", 1, 0.0, 0.0, None)
     row = rows(written(tmp_path / "2", without_peaks))[0]
     assert row["peak_allocated_mib"] == ""
 
@@ -89,7 +94,7 @@ def test_a_resumed_run_leaves_a_foreign_file_alone(tmp_path, content):
 
 
 def test_rows_are_read_back(tmp_path):
-    (row,) = read_rows(written(tmp_path, replace(STEP, limit_bytes=16 * MIB)))
+    (row,) = read_rows(written(tmp_path, STEP, reading=DeviceReading(16 * MIB)))
     peaks = {
         "forward_peak_mib": 3,
         "backward_peak_mib": 2.5,
@@ -108,7 +113,7 @@ def test_rows_are_read_back(tmp_path):
 def test_rows_are_in_the_file_at_once(tmp_path, resume):
     written(tmp_path, STEP)
     file = StepCsv(tmp_path, resume=resume)
-    file.write([STEP])
+    file.take(interval(STEP))
     assert len(rows(file.path)) == 1 + resume
     file.close()
     file.close()
@@ -116,15 +121,15 @@ def test_rows_are_in_the_file_at_once(tmp_path, resume):
 
 def test_a_full_disk_is_one_warning_and_ends_the_file(tmp_path):
     file = StepCsv(tmp_path)
-    file.write([STEP])
+    file.take(interval(STEP))
     with open("/dev/full", "w") as full:
         for descriptor in Path("/proc/self/fd").iterdir():
             if descriptor.exists() and descriptor.samefile(file.path):
                 os.dup2(full.fileno(), int(descriptor.name))
     with pytest.warns(UserWarning, match="no more rows.*No space left"):
-        file.write([STEP])
+        file.take(interval(STEP))
     # Without another warning, which would be an error.
-    file.write([STEP])
+    file.take(interval(STEP))
     file.close()
     assert len(rows(file.path)) == 1
 
@@ -153,3 +158,9 @@ def test_a_link_with_the_name_of_a_file_is_not_followed(tmp_path):
     file.close()
     assert private.read_text() == "private"
     assert (link.is_symlink(), link.read_text()) == (False, "{}")
+
+
+def test_on_a_device_each_row_has_the_mean_time(tmp_path):
+    steps = (STEP._replace(seconds=0.1), STEP._replace(seconds=0.3))
+    found = rows(written(tmp_path, *steps, has_exact_times=False))
+    assert [row["step_ms"] for row in found] == ["200.000", "200.000"]

@@ -1,0 +1,87 @@
+"""The metrics of the steps between two logs, and the loggers that get them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_batchmem.plan.records import MIB
+from lightning_batchmem.profile.flop_step import FlopStep
+from lightning_batchmem.profile.plan_prediction import PlanPrediction
+from lightning_batchmem.profile.totals import Interval
+
+
+@dataclass
+class LoggerMetrics:
+    """Sends the metrics of each interval to the loggers of a Trainer.
+
+    Args:
+        loggers: the loggers; one that raises an error gets no more metrics.
+        world_size: the number of ranks, which have batches of this rank's size.
+        total_bytes: memory of the whole device; None where no allocator reserves a part of it.
+        prediction: predicts the peak of a training step by a plan.
+        flops: the counted operations of a step; None if they are not counted.
+    """
+
+    loggers: list[Logger]
+    world_size: int
+    total_bytes: int | None
+    prediction: PlanPrediction
+    flops: FlopStep | None
+
+    def take(self, interval: Interval) -> None:
+        self.log(self.metrics(interval), interval.logging_step)
+
+    def metrics(self, interval: Interval) -> dict[str, float]:
+        """Return the metrics in MiB, ms and per cent, without the unknown ones."""
+        totals = interval.totals
+        reading = interval.reading
+        reserved_pct = None
+        if totals.peak_reserved_bytes is not None and self.total_bytes:
+            reserved_pct = 100.0 * totals.peak_reserved_bytes / self.total_bytes
+        known: dict[str, float | None] = {
+            "memory/peak_allocated_mib": _mib(totals.peak_bytes),
+            "memory/peak_reserved_mib": _mib(totals.peak_reserved_bytes),
+            "memory/reserved_pct": reserved_pct,
+            "memory/limit_mib": _mib(reading.limit_bytes),
+            "throughput/samples_per_s": totals.samples.value(self.world_size),
+            "throughput/items_per_s": totals.items.value(self.world_size),
+            "throughput/step_ms": 1e3 * totals.step_seconds,
+            "throughput/data_wait_pct": totals.data_wait.value(100.0),
+            "batch/size": totals.batch_size,
+        }
+        if reading.utilization is not None:
+            name, percent = reading.utilization
+            known[f"utilization/{name}"] = percent
+        stage = interval.stage
+        if stage != "train":
+            # The stage replaces the first part of a name, as in validate/peak_allocated_mib.
+            names = {name: f"{stage}/{name.partition('/')[2]}" for name in known}
+            names["batch/size"] = f"{stage}/batch_size"
+            known = {names[name]: value for name, value in known.items()}
+        else:
+            known["memory/alloc_retries"] = reading.alloc_retries
+            known["memory/predicted_mib"] = _mib(self.prediction.bytes_at(totals.peak_batch_size))
+            if self.flops is not None:
+                known |= self.flops.metrics(totals.samples.value())
+        return {name: float(value) for name, value in known.items() if value is not None}
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for logger in list(self.loggers):
+            try:
+                logger.log_metrics(dict(metrics), step=step)
+            # A logger may raise anything, and must not end a training.
+            except Exception as error:  # noqa: BLE001
+                self.loggers.remove(logger)
+                name = type(logger).__name__
+                rank_zero_warn(
+                    f"{name} gets no more metrics of MemoryProfiler:"
+                    f" {type(error).__name__}: {error}"
+                )
+
+
+def _mib(count_bytes: int | None) -> float | None:
+    return None if count_bytes is None else count_bytes / MIB

@@ -1,0 +1,47 @@
+"""The records that everything about a run is made from: a step, and a reading of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Step(NamedTuple):
+    """One step on this rank, complete at its end. What was not read is None."""
+
+    # The batch has this number, from 0: in the training over all epochs, or in one evaluation over
+    # all its loaders.
+    number: int
+    stage: str
+    batch_size: int | None
+    # The wall time begins when the loader is asked for the batch, and ends when it is asked for the
+    # next one, or when an evaluation or a checkpoint begins. A device may work while the host goes
+    # on, so that on it only the sum over an interval is a time of steps.
+    seconds: float
+    # This part of the wall time passed before the batch arrived.
+    wait_seconds: float | None
+    peak_bytes: int | None
+    peak_reserved_bytes: int | None = None
+    # The peaks of the phases are read in some steps only.
+    phase_peak_bytes: Mapping[str, int] = {}
+    items: float | None = None
+    # This process held so many bytes at the start of the step. It is read where phases are.
+    start_bytes: int | None = None
+    # This is true if the memory breakdown describes the step.
+    is_steady: bool = False
+    # This is true if a measurement of the profiler made the step slower, as that of the modules.
+    is_slowed: bool = False
+    # This is 1 if an OomGuard ran the batch in parts and 0 if not. It is None without an OomGuard.
+    oom_splits: int | None = None
+    # This is true if the step replays CUDA graphs, where only the reserved peak is known.
+    has_graphs: bool = False
+
+
+class DeviceReading(NamedTuple):
+    """A reading of the device between two steps; what was not read is None."""
+
+    limit_bytes: int | None = None
+    # The pair is the name of the metric, and per cent since the previous reading.
+    utilization: tuple[str, float] | None = None
+    # These are the retries of the allocator since the run began.
+    alloc_retries: int | None = None
