@@ -79,6 +79,8 @@ class TrialMeter:
         self._frames_before = compiled_frames()
         self.live = self._live_counter()
         self.start_bytes = self.live_bytes()
+        # Whether an allocation above the limit fails.
+        self.is_limit_enforced = False
         # A step that holds more ends the trial.
         self.most_held_bytes = math.inf
         # Live bytes of each call whose peaks count.

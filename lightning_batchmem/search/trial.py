@@ -72,7 +72,8 @@ class TrialRunner:
         outcome: Outcome = "ok"
         error_text = ""
         try:
-            with self._watched_steps(batch_size, is_collective), limit:
+            with self._watched_steps(batch_size, is_collective), limit as is_enforced:
+                meter.is_limit_enforced = bool(is_enforced)
                 run()
         except OverLimitError:
             # The next step might exceed the limit, which would end the process.
@@ -210,7 +211,12 @@ class TrialRunner:
         needed_bytes = held_bytes or max(phase_peak_bytes.values(), default=0)
         if outcome == "ok" and kind == "rehearsal" and self._would_retry(meter, limits):
             outcome = "allocator_retry"
-        elif outcome == "ok" and needed_bytes + reserve_bytes > limits.limit_bytes:
+        # The allocator expands a segment by whole pages, so that it exceeds the limit by up to one.
+        elif (
+            outcome == "ok"
+            and needed_bytes + reserve_bytes > limits.limit_bytes
+            and not (meter.is_limit_enforced and self._device.limit_causes_retries())
+        ):
             outcome = "over_limit"
         notes = []
         if meter.has_idle_optimizer:
