@@ -21,6 +21,8 @@ search that ends with an error is right where ``quiet`` is 0.
     PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python -m benchmarks.cuda_search
     # also to benchmarks/results; each variant has a file of its own
     python -m benchmarks.cuda_search --write
+    # only the rows that this file lacks
+    python -m benchmarks.cuda_search --write --missing
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import contextlib
 import ctypes
 import functools
 import io
+import json
 import multiprocessing
 import os
 import statistics
@@ -36,6 +39,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +47,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.tuner import batch_size_scaling
 
-from benchmarks.common import ROOT, command_line, markdown, one_line, report, silence, trainer_for
+from benchmarks.common import (
+    ROOT,
+    command_line,
+    markdown,
+    one_line,
+    report,
+    results_file,
+    silence,
+    trainer_for,
+)
 from benchmarks.cuda_networks import BATCHES_RUN, EPOCH_BATCHES, NETWORKS, Project, project
 from benchmarks.search import largest_that
 from lightning_batchmem import BatchFinder
@@ -293,6 +306,12 @@ def variant(precision: str) -> str:
     return "".join(f"_{setting}" for setting in settings if setting)
 
 
+def written_rows(path: Path, ways: list[str]) -> dict[tuple[str, float], dict[str, Any]]:
+    """The rows of earlier results that have all of these finders, by network and memory."""
+    rows = json.loads(path.read_text()) if path.exists() else []
+    return {(row["network"], row["GiB"]): row for row in rows if set(ways) <= set(row["found"])}
+
+
 def start_on_stub() -> None:
     """Replace this process by the same command on the stub, unless it runs there."""
     # With this variable torch looks for devices without starting CUDA, so that copies of this
@@ -323,6 +342,9 @@ def main() -> None:
         type=float,
         help="memory of the device; default: three sizes for each network",
     )
+    parser.add_argument(
+        "--missing", action="store_true", help="keep the rows of benchmarks/results"
+    )
     chosen = parser.parse_args()
     start_on_stub()
     # Lightning 2.6.6 does not pass ``max_val`` to all calls of this function, so that its search
@@ -336,12 +358,26 @@ def main() -> None:
         for name in chosen.only
         for gibibytes in chosen.gibibytes or NETWORKS[name].gibibytes
     ]
+    name = f"cuda_search{variant(chosen.precision)}"
+    kept = {}
+    if chosen.missing:
+        # The name of the device is in the path, and a copy of this process reads it.
+        kept = written_rows(in_fork(results_file, name), chosen.ways)
     with ProcessPoolExecutor(chosen.processes, mp_context=FORK) as pool:
-        futures = [pool.submit(measure, *cell, chosen.precision, chosen.ways) for cell in cells]
-        rows = [future.result() for future in futures]
+        futures = {
+            cell: pool.submit(measure, *cell, chosen.precision, chosen.ways)
+            for cell in cells
+            if cell not in kept
+        }
+        measured = {cell: future.result() for cell, future in futures.items()}
+    by_cell = {**kept, **measured}
+    # The rows are in the order of the networks.
+    order = {network: position for position, network in enumerate(NETWORKS)}
+    rows = [by_cell[cell] for cell in sorted(by_cell, key=lambda cell: (order[cell[0]], cell[1]))]
     notes = [summary(rows, way) for way in chosen.ways]
-    table = markdown([columns(row) for row in rows], notes)
-    report(f"cuda_search{variant(chosen.precision)}", table, rows, write=chosen.write)
+    if kept:
+        notes.append(f"{len(kept)} of the rows are of an earlier run")
+    report(name, markdown([columns(row) for row in rows], notes), rows, write=chosen.write)
 
 
 if __name__ == "__main__":

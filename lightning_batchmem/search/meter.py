@@ -66,6 +66,8 @@ class TrialMeter:
         self._frames_before = compiled_frames()
         self.live = self._live_counter()
         self.start_bytes = self.live_bytes()
+        # Whether an allocation above the limit fails.
+        self.is_limit_enforced = False
         # Live bytes of each call whose peaks count.
         self.step_peaks: list[StepPeaks] = []
         # Held bytes of each call, warm-up included.

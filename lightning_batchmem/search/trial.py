@@ -72,7 +72,8 @@ class TrialRunner:
         outcome: Outcome = "ok"
         error_text = ""
         try:
-            with self._watched_steps(batch_size, is_collective), limit:
+            with self._watched_steps(batch_size, is_collective), limit as is_enforced:
+                meter.is_limit_enforced = bool(is_enforced)
                 run()
         # Out of memory has many types. Every other error is raised again.
         except Exception as error:
@@ -200,7 +201,8 @@ class TrialRunner:
             needed_bytes = held_bytes or needed_bytes
         if outcome == "ok" and kind == "rehearsal" and self._would_retry(meter, limits):
             outcome = "allocator_retry"
-        elif outcome == "ok" and needed_bytes > limits.limit_bytes:
+        # The last page of an expandable segment may exceed an enforced limit.
+        elif outcome == "ok" and needed_bytes > limits.limit_bytes and not meter.is_limit_enforced:
             outcome = "over_limit"
         notes = []
         if meter.has_idle_optimizer:
