@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -66,6 +67,9 @@ class StepCsv:
             the steps of an interval is.
     """
 
+    # A write to the file takes as long as everything else about a row.
+    flush_seconds = 1.0
+
     def __init__(
         self,
         directory: Path,
@@ -75,6 +79,7 @@ class StepCsv:
         world_size: int = 1,
         has_exact_times: bool = True,
     ) -> None:
+        self._next_flush = 0.0
         self._world_size = world_size
         self._has_exact_times = has_exact_times
         opened = None
@@ -87,7 +92,7 @@ class StepCsv:
         self._rows = csv.writer(self._file)
 
     def take(self, interval: Interval) -> None:
-        """Add a row for each step; it is in the file at once."""
+        """Add a row for each step, which is in the file within a second of steps, or at the end."""
         if self._file.closed:
             return
         mean_seconds = {} if self._has_exact_times else interval.mean_seconds()
@@ -99,8 +104,10 @@ class StepCsv:
         ]
         try:
             self._rows.writerows(rows)
-            # The file is flushed once for many rows.
-            self._file.flush()
+            now = time.monotonic()
+            if now >= self._next_flush:
+                self._next_flush = now + self.flush_seconds
+                self._file.flush()
         except OSError as error:
             # Closing the file flushes it again, which may fail too.
             with suppress(OSError):

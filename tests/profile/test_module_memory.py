@@ -98,3 +98,16 @@ def test_nothing_stays_behind(ends):
     loss = module(torch.ones(2, 64))
     assert counted.peak([], None, None).modules[-1].activations_bytes == 0
     loss.backward()
+
+
+def test_a_gradient_may_take_the_place_of_an_activation():
+    module = nn.Linear(4, 4, bias=False)
+    counted = ModuleBytes(module, HOST, None)
+    counted.begin()
+    saved = torch.ones(4, 4, requires_grad=True)
+    saved.square()
+    counted.end_forward()
+    # An allocator reuses the addresses of activations that backward has freed.
+    module.weight.grad = saved.detach()
+    (found,) = counted.peak([], None, None).modules
+    assert (found.activations_bytes, found.gradients_bytes) == (64, 64)

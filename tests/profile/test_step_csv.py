@@ -1,4 +1,5 @@
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -110,16 +111,22 @@ def test_rows_are_read_back(tmp_path):
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_rows_are_in_the_file_at_once(tmp_path, resume):
+def test_rows_are_in_the_file_within_a_second(tmp_path, resume, monkeypatch):
     written(tmp_path, STEP)
     file = StepCsv(tmp_path, resume=resume)
-    file.take(interval(STEP))
-    assert len(rows(file.path)) == 1 + resume
+    times = [100.0, 100.5, 101.0, 101.5]
+    monkeypatch.setattr(time, "monotonic", lambda: times.pop(0))
+    found = []
+    for _ in range(4):
+        file.take(interval(STEP))
+        found.append(len(rows(file.path)) - resume)
     file.close()
     file.close()
+    assert [*found, len(rows(file.path)) - resume] == [1, 1, 3, 3, 4]
 
 
-def test_a_full_disk_is_one_warning_and_ends_the_file(tmp_path):
+def test_a_full_disk_is_one_warning_and_ends_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(StepCsv, "flush_seconds", 0.0)
     file = StepCsv(tmp_path)
     file.take(interval(STEP))
     with open("/dev/full", "w") as full:
