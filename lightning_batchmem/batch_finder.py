@@ -71,9 +71,9 @@ class BatchFinder(Callback):
         memory_limit: the most memory that this process may hold: bytes (``2e9`` too), a text such
             as ``"20GiB"``, or a fraction in (0, 1] of what the device can provide to this process.
             ``None``, and at most: 0.95 of it. On one CUDA device a limit that is given is enforced
-            until the training ends, where PyTorch's allocator can be limited. On the host the limit
-            is all of it by default; tensors take 0.30 of the part that is free, and a limit above
-            it raises the size.
+            until the training ends, where PyTorch's allocator can be limited. On the host the
+            default is all of it, and tensors get 0.25 of the room below the limit; a higher limit,
+            even above the free memory, raises the size.
         max_batch_size: the largest size to consider, in samples.
         min_batch_size: the smallest size to consider, in samples; ``None``: 2 (one sample is an
             error to BatchNorm).

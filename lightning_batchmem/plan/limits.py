@@ -20,8 +20,8 @@ class SearchLimits:
         options: the arguments of the user, without those that do not apply to the stage.
         accumulate_grad_batches: batches to an optimizer step where there is no target.
         ranks: processes that train together.
-        fixed_bytes: what a training holds at any size, as far as it is known before the first step:
-            on the host what the process holds, and the gradients; 0 on a device.
+        missing_bytes: by how much the process and the gradients exceed the limit of the host before
+            the first batch; 0 on a device.
         is_host: whether exceeding the limit ends the process without an error.
         steps_are_collective: whether ranks take every step together.
         avoided_sizes: sizes that are used only where no other is allowed: the last batch of their
@@ -35,7 +35,7 @@ class SearchLimits:
     options: SearchOptions = SearchOptions()  # noqa: RUF009
     accumulate_grad_batches: int = 1
     ranks: int = 1
-    fixed_bytes: int = 0
+    missing_bytes: int = 0
     is_host: bool = False
     steps_are_collective: bool = False
     avoided_sizes: frozenset[int] = frozenset()

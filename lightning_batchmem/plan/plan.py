@@ -47,9 +47,9 @@ class Plan:
         ranks: how many processes searched together; peaks are the highest of them, times the
             slowest's.
         held_peak_bytes: bytes that this process held in the rehearsal: reserved (CUDA) or the
-            resident set without files that were mapped since (host); ``None`` when it is not known.
+            resident set (host); ``None`` when it is not known.
         fastest_batch_size: the smallest size with at least 95 % of the best throughput that was
-            measured; ``None`` if nothing was timed, and for ``objective="memory"`` on a device.
+            measured; ``None`` for ``objective="memory"``.
         largest_batch_size: the largest size that passed a rehearsal, or for
             ``objective="throughput"`` the largest that is predicted to fit; ``None`` for a plan of
             an earlier version.

@@ -71,8 +71,9 @@ class SearchPolicy:
     """The first size, unless `min_batch_size` is given. Source: One sample is an error to BatchNorm
     and takes other code paths."""
     ladder_growth: int = 4
-    """Small sizes are measured on a ladder: each size is this multiple of the one before. Source:
-    All of them together take a third more steps than the largest alone."""
+    """The second size is this multiple of the first, as far as it is certain to fit, and where no
+    error can be caught each further one of the one before. Source: All of them together take a
+    third more steps than the largest alone."""
     near_best_share: float = 0.95
     """The smallest size with this share of the best throughput counts as the fastest. A size that
     does not exceed the smaller ones by as much counts as flat. Source: Beyond it, more memory gains
@@ -89,7 +90,7 @@ class SearchPolicy:
     """
 
     probe_share: float = 0.5
-    """The third probe is at this share of the first rehearsal. Source: 0.28 found smaller sizes in
+    """The last probe is at this share of the first rehearsal. Source: 0.28 found smaller sizes in
     `python -m benchmarks.cuda_search`."""
     least_growth: float = 1.5
     """A probe is at least this multiple of the one before. Source: Closer sizes show no more of the
@@ -100,9 +101,10 @@ class SearchPolicy:
     as much."""
     most_share: float = 0.97
     """No rehearsal is above this share. Source: As above."""
-    host_share: float = 0.3
+    host_share: float = 0.25
     """On the host one size is rehearsed, at this share. Source: An overrun there ends the process.
-    Fifteen networks held up to 2.65 bytes for each live byte, and 1 / 2.65 is 0.38."""
+    A network of 3-D convolutions held 3.2 bytes for each live byte, and 19 others less: `python -m
+    benchmarks.search`."""
     collective_share: float = 0.85
     """Where ranks take steps together, so that no limit can be enforced, one size is rehearsed, at
     this share. Source: An error there ends all ranks."""

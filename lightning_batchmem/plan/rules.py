@@ -143,7 +143,7 @@ def decide(
     lowest, highest = size_range(limits)
     if lowest > highest:
         return SearchFailed(sentences.empty_range(limits))
-    if limits.fixed_bytes > limits.limit_bytes:
+    if limits.missing_bytes > 0:
         return SearchFailed(sentences.fixed_part_does_not_fit(limits))
     if not trials:
         return _first_size(limits, policy, lowest, highest)
@@ -191,17 +191,11 @@ def _next_rung(known: TrialsSoFar) -> int | None:
     last = known.largest_ran
     growth = policy.ladder_growth
     highest = size_range(known.limits)[1]
-    share = known.first_rehearsal_share
-    size = growth * last
     if len(known.ran) == 1:
-        most = known.filling if known.limits.catches_errors else share * known.filling
-        # Where an error is caught, the next size is tried even if it is not certain to fit.
-        following = rounded(last + 1, known.limits, up=True)
-        if known.limits.catches_errors or following <= known.filling:
-            most = max(most, following)
-        size = int(min(size, most))
+        size = int(min(growth * last, _largest_second_size(known)))
     else:
-        size = int(min(policy.probe_share * share * known.filling, highest))
+        share = policy.probe_share * known.first_rehearsal_share
+        size = int(min(share * known.filling, highest))
         if not known.limits.catches_errors:
             # Small sizes may hide what grows behind a larger part that does not.
             size = min(size, growth * last)
@@ -216,14 +210,28 @@ def _next_rung(known: TrialsSoFar) -> int | None:
     return size if last < size < min(highest, known.smallest_failed) else None
 
 
+def _largest_second_size(known: TrialsSoFar) -> float:
+    """The largest size to run after the first one, when there is no line yet."""
+    following = rounded(known.largest_ran + 1, known.limits, up=True)
+    # Where an error is caught, the next size is tried even if it is not certain to fit.
+    if known.limits.catches_errors:
+        return max(known.filling, following)
+    certain = known.first_rehearsal_share * known.filling
+    # Gradients may be most of what seems to grow, so the next size is often much smaller.
+    is_next_safe = following <= known.policy.probe_share * known.filling
+    return max(certain, following) if is_next_safe else certain
+
+
 def _next_doubling(known: TrialsSoFar) -> int | None:
     """The next size to time: twice the last one, until throughput no longer rises."""
     policy = known.policy
     last = known.largest_ran
     if known.failed or num_flat_sizes(known.speeds, policy) >= policy.flat_sizes:
         return None
-    most = min(2 * last, known.first_rehearsal_share * known.filling)
-    size = min(rounded(int(most), known.limits), size_range(known.limits)[1])
+    most = known.first_rehearsal_share * known.filling
+    if len(known.ran) == 1:
+        most = _largest_second_size(known)
+    size = min(rounded(int(min(2 * last, most)), known.limits), size_range(known.limits)[1])
     return size if size >= policy.least_growth * last else None
 
 
@@ -234,10 +242,13 @@ def _next_rehearsal(known: TrialsSoFar) -> int | None:
     """The next size to rehearse on the way to the largest; ``None`` if the last pass is enough."""
     policy = known.policy
     limits = known.limits
-    highest = size_range(limits)[1]
+    lowest, highest = size_range(limits)
     low = known.largest_ran
     first = min(known.first_rehearsal_share * known.filling, highest)
     size = highest if first == highest else int(first)
+    if not (limits.catches_errors or known.has_rehearsed):
+        # A larger size that was probed is too near to the limit for a training.
+        return size if size == highest else max(lowest, rounded(size, limits))
     most = policy.most_share * known.filling if limits.catches_errors else size + 1
     high = min(most, known.smallest_failed, highest + 1)
     is_narrow = high <= (1 + policy.gap_share) * low

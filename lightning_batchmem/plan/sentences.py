@@ -72,9 +72,9 @@ def empty_range(limits: SearchLimits) -> str:
 
 def fixed_part_does_not_fit(limits: SearchLimits) -> str:
     return (
-        f"Nothing fits: this process with the gradients of the module takes"
-        f" {mib(limits.fixed_bytes)} without a batch, under a limit of {mib(limits.limit_bytes)}."
-        " No step was run. Use a smaller model, or a higher memory_limit."
+        "Nothing fits, and no step was run: before the first batch the process and the gradients"
+        f" need {mib(limits.missing_bytes)} more than the limit of {mib(limits.limit_bytes)}. Use a"
+        " smaller model or a higher memory_limit."
     )
 
 
@@ -113,8 +113,9 @@ def limited_by_memory(
     size = size_text(batch_size, limits)
     if limits.is_host:
         return (
-            f"{size}: tensors take at most {host_share:.0%} of the free memory on the host, where"
-            " more would end the process without an error. A higher memory_limit raises the size."
+            f"{size}: on the host tensors get {host_share:.0%} of the room below the limit, because"
+            " the system ends a process that runs out of memory. A higher memory_limit raises the"
+            " size."
         )
     above = [trial for trial in failed if trial.batch_size > batch_size]
     if not above:

@@ -6,7 +6,7 @@ from __future__ import annotations
 _BUSY_PERCENT = 90.0
 # Beyond half of the time nothing else matters as much. The alert about waiting has the same share.
 _MOSTLY_WAITING_SHARE = 0.5
-# A limit of BatchFinder is 0.95 of what the device can provide, and its reserve is below that.
+# A limit of BatchFinder is 0.95 of what a device can provide, and its first rehearsal is below that.
 _MOSTLY_FULL_SHARE = 0.9
 
 

@@ -54,7 +54,10 @@ class MemoryBudget:
         return int(self.limit_share * self.provided_bytes()) - self.later_bytes
 
     def is_exceeded_by_option(self) -> bool:
-        """Whether ``memory_limit`` is more than the device can provide."""
+        """Whether ``memory_limit`` is more than a device can provide."""
+        if self.device.is_host:
+            # A higher limit is the way to a larger size there.
+            return False
         provided_bytes = self.provided_bytes()
         return parse_memory_limit(self.memory_limit, provided_bytes) > provided_bytes
 
@@ -99,20 +102,20 @@ def search_limits(
     if not budget.device.is_host:
         bounds.append((_largest_in_host_memory(session, budget, options), "host memory"))
     bound = min(bounds, key=lambda bound: bound[0])
-    fixed_bytes = 0
+    missing_bytes = 0
     if budget.device.is_host and session.training is not None:
         parameters = session.module.parameters()
-        waiting = [p for p in parameters if p.requires_grad and p.grad is None]
-        fixed_bytes = held_bytes + bytes_of(waiting)
+        without_gradient = [p for p in parameters if p.requires_grad and p.grad is None]
+        missing_bytes = held_bytes + bytes_of(without_gradient) - limit_bytes
     own = (
         limit_bytes - budget.later_bytes,
-        fixed_bytes,
+        missing_bytes,
         bound,
         session.avoided_sizes(),
         session.sample_sizes(),
     )
     of_ranks = zip(*ranks.exchange(own), strict=True)
-    limits, fixed_of_ranks, bounds_of_ranks, avoided, sample_sizes = of_ranks
+    limits, missing_of_ranks, bounds_of_ranks, avoided, sample_sizes = of_ranks
     largest, reason = min(bounds_of_ranks, key=lambda bound: bound[0])
     session.use_sample_sizes(sample_sizes)
     return SearchLimits(
@@ -123,7 +126,7 @@ def search_limits(
         options=options,
         accumulate_grad_batches=session.accumulate_grad_batches,
         ranks=ranks.size,
-        fixed_bytes=max(fixed_of_ranks),
+        missing_bytes=max(0, *missing_of_ranks),
         is_host=budget.device.is_host,
         steps_are_collective=session.steps_are_collective,
         avoided_sizes=frozenset().union(*avoided),

@@ -42,7 +42,10 @@ def rehearse(
         peaks_bytes = consecutive.run_steady(policy.steady_steps)
         difference_bytes = max(peaks_bytes) - min(peaks_bytes)
         # If only some of the ranks that step together ran more steps, they would wait forever.
-        if on_any_rank(difference_bytes > DIFFERING_SHARE * max(peaks_bytes)):
+        # On the host these peaks are those of the resident set, which do not count.
+        if meter.device.counts_live_bytes and on_any_rank(
+            difference_bytes > DIFFERING_SHARE * max(peaks_bytes)
+        ):
             # Depth or size of the images may be random, or the samples differ in length.
             consecutive.run_steady(policy.more_steady_steps)
         consecutive.run_others()

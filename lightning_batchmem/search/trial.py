@@ -158,7 +158,7 @@ class TrialRunner:
                     consecutive.run_timed(equally_many=self._ranks.size > 1)
                 consecutive.run_others()
                 consecutive.count_live_bytes()
-            if steps is self._session.training:
+            if steps is meter.primary:
                 meter.fixed_bytes = max(0, meter.live_bytes() - meter.gradient_bytes())
 
     def _exchange(self, meter: TrialMeter, batch_size: int) -> None:
@@ -197,6 +197,12 @@ class TrialRunner:
         reserve_bytes = 0
         if limits.is_host:
             reserve_bytes = meter.checkpoint_bytes() + self._session.worker_bytes(batch_size)
+            if self._session.exchanges_gradients:
+                # The buckets of DDP hold a copy of the gradients.
+                reserve_bytes += meter.gradient_bytes()
+            # A checkpoint is saved between two steps.
+            lasting_bytes = meter.fixed_bytes + meter.gradient_bytes() + reserve_bytes
+            needed_bytes = max(needed_bytes, lasting_bytes)
         else:
             needed_bytes = held_bytes or needed_bytes
         if outcome == "ok" and kind == "rehearsal" and self._would_retry(meter, limits):

@@ -76,14 +76,15 @@ def test_free_host_memory_limits_the_size(fake_device):
 def test_gradients_are_part_of_what_the_host_must_hold(fake_device):
     device = fake_device(budget_bytes=1000 * KIB, base_bytes=10 * KIB)
     session = FakeSession(device, lambda size: size)
-    assert limits_of(session, budget_of(device)).fixed_bytes == 0
+    budget = budget_of(device, memory_limit=10 * KIB + 1)
+    assert limits_of(session, budget).missing_bytes == 0
     device.as_host()
     # The weight and the bias of the layer have four bytes each.
-    assert limits_of(session, budget_of(device)).fixed_bytes == 10 * KIB + 8
+    assert limits_of(session, budget).missing_bytes == 7
     session.module.bias.requires_grad_(False)
-    assert limits_of(session, budget_of(device)).fixed_bytes == 10 * KIB + 4
+    assert limits_of(session, budget).missing_bytes == 3
     session.training = None
-    assert limits_of(session, budget_of(device)).fixed_bytes == 0
+    assert limits_of(session, budget).missing_bytes == 0
 
 
 def test_all_ranks_use_the_least_limits_and_the_longest_sample(fake_device):
@@ -95,6 +96,6 @@ def test_all_ranks_use_the_least_limits_and_the_longest_sample(fake_device):
     limits = limits_of(session, budget_of(device), ranks)
     assert (limits.limit_bytes, limits.max_batch_size) == (700 * KIB, 50)
     assert (limits.max_reason, limits.ranks, limits.is_host) == ("dataset", 2, True)
-    assert limits.fixed_bytes == 30 * KIB
+    assert limits.missing_bytes == 30 * KIB
     assert limits.avoided_sizes == {7}
     assert session.longest_sample == 9

@@ -136,9 +136,9 @@ def test_loader_workers_count_on_the_host(device):
     chosen = result.trials[-1]
     size = result.chosen.batch_size
     assert chosen.reserve_bytes == size * MIB
-    # Without the workers 0.3 of the size that fills the limit are 120 samples.
+    # Without the workers 0.25 of the size that fills the limit are 100 samples.
     most = next(size for size in range(10**6) if law(size) + size * MIB > 500 * MIB)
-    assert size == int(0.3 * most) < 120
+    assert size == int(0.25 * most) < 100
     assert chosen.needed_bytes == law(size)
     assert any("Live tensors could not be counted" in note for note in result.notes)
 
