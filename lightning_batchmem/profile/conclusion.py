@@ -6,7 +6,7 @@ from __future__ import annotations
 _BUSY_PERCENT = 90.0
 # Beyond half of the time nothing else matters as much. The alert about waiting has the same share.
 _MOSTLY_WAITING_SHARE = 0.5
-# A limit of BatchFinder is 0.95 of what a device can provide, and its first rehearsal is below that.
+# A search stays below 0.95 of what a device can provide.
 _MOSTLY_FULL_SHARE = 0.9
 
 
