@@ -190,7 +190,7 @@ def table(by_name: dict[str, Any]) -> str:
 
     A cell has the size found (median and range), its share of the largest size that survives, how
     many processes did not survive (a search with its training, or a training in a fresh process),
-    and the time of a search.
+    the time of a search, and the highest use for each live byte of :func:`_used_to_live`.
     """
     rows = list[dict[str, str]]()
     notes = list[str]()
@@ -213,12 +213,24 @@ def table(by_name: dict[str, Any]) -> str:
             cell += [f"failed {len(failed)} of {len(runs) + len(trained)}"]
             seconds = [run["search_seconds"] for run in runs if run.get("batch_size")]
             cell += [_summary(seconds, "{:.0f}") + " s"] if seconds else []
+            ratios = [_used_to_live(run) for run in runs if run.get("plan")]
+            cell += [f"used {max(ratios):.1f} bytes for each live byte"] if ratios else []
             row[way] = ", ".join(cell)
             notes += [
                 f"{name}, {way}: {error}" for error in dict.fromkeys(failed) if error != "killed"
             ]
         rows.append(row)
     return markdown(rows, notes)
+
+
+def _used_to_live(run: dict[str, Any]) -> float:
+    """What a search and its training used, for each live byte of the step at the size found.
+
+    Both are beyond what the process held before the first step.
+    """
+    plan = run["plan"]
+    live_bytes = plan["measured_peak_bytes"] - plan["trials"][0]["start_bytes"]
+    return float(run["used_bytes"] / live_bytes)
 
 
 def _sizes(runs: Sequence[dict[str, Any]]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The moments at which Lightning asks a loader for a batch.
+"""The moments at which Lightning requests a batch from a loader.
 
 The private names used here are those of lightning 2.5.0 and 2.6.6.
 """
@@ -25,7 +25,7 @@ class _Fetch:
 
 
 class WatchedFetches:
-    """Calls functions before Lightning asks the loaders of a Trainer for a batch.
+    """Calls functions before Lightning requests a batch from the loaders of a Trainer.
 
     Args:
         trainer: the Trainer.

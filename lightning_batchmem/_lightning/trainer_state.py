@@ -52,7 +52,7 @@ def logs_now(trainer: Trainer) -> bool:
     """Whether values of ``self.log`` reach the loggers after the current batch.
 
     The rule is that of ``update_train_step_metrics`` and ``should_update_logs`` in Lightning's
-    ``_LoggerConnector``. It is written out because it is asked for in every step.
+    ``_LoggerConnector``. It is written out because it is needed in every step.
     """
     # mypy does not see attributes that Lightning sets outside the class Trainer.
     interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]

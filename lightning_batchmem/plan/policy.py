@@ -103,7 +103,7 @@ class SearchPolicy:
     """No rehearsal is above this share. Source: As above."""
     host_share: float = 0.25
     """On the host one size is rehearsed, at this share. Source: An overrun there ends the process.
-    A network of 3-D convolutions held 3.2 bytes for each live byte, and 19 others less: `python -m
+    Twenty networks used up to 3 bytes for each live byte, and 1 / 3 is 0.33: `python -m
     benchmarks.search`."""
     collective_share: float = 0.85
     """Where ranks take steps together, so that no limit can be enforced, one size is rehearsed, at

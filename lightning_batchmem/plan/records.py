@@ -61,7 +61,6 @@ class Trial:
             plan).
         is_exact: whether the peaks count live bytes. ``False`` where only the resident set could be
             measured.
-        is_compiled: whether ``torch.compile`` compiled a step.
         start_bytes: live bytes before the first step; in a rehearsal on a device, before the first
             training step.
         peak_held_bytes: highest bytes that this process held. CUDA: reserved by the allocator.
@@ -92,7 +91,6 @@ class Trial:
     phase_peak_bytes: Mapping[str, int]
     kind: TrialKind = "probe"
     is_exact: bool = True
-    is_compiled: bool = False
     start_bytes: int = 0
     peak_held_bytes: int | None = None
     needed_bytes: int = 0
@@ -151,7 +149,6 @@ class Trial:
                 for phase in phases
             },
             is_exact=all(trial.is_exact for trial in trials),
-            is_compiled=any(trial.is_compiled for trial in trials),
             start_bytes=max(trial.start_bytes for trial in trials),
             peak_held_bytes=max(trial.held_bytes for trial in trials) if is_held_known else None,
             needed_bytes=max(trial.needed_bytes for trial in trials),

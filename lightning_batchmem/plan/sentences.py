@@ -111,13 +111,13 @@ def limited_by_memory(
     batch_size: int, failed: Iterable[Trial], limits: SearchLimits, host_share: float
 ) -> str:
     size = size_text(batch_size, limits)
-    if limits.is_host:
+    above = [trial for trial in failed if trial.batch_size > batch_size]
+    if limits.is_host and not above:
         return (
             f"{size}: on the host tensors get {host_share:.0%} of the room below the limit, because"
             " the system ends a process that runs out of memory. A higher memory_limit raises the"
             " size."
         )
-    above = [trial for trial in failed if trial.batch_size > batch_size]
     if not above:
         return f"{size}: the largest size that is predicted to fit."
     smallest = min(above, key=lambda trial: trial.batch_size)

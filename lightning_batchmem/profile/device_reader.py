@@ -32,8 +32,7 @@ class DeviceReader:
         self._max_limit_bytes = max_limit_bytes
         self._utilization = utilization_for(device)
         # The retries of a search before the run do not count.
-        self._retries_before = 0
-        self._retries_before = self._retries() or 0
+        self._retries_before = self._counters().get(_RETRIES, 0)
         # The utilization is that since the reading before, so that the first one has none.
         self.last = DeviceReading(limit_bytes=self._limit_bytes())
         self._next_reading = time.monotonic()
@@ -65,5 +64,8 @@ class DeviceReader:
         return int(min(self._device_memory.budget_bytes(), self._max_limit_bytes))
 
     def _retries(self) -> int | None:
-        counters = {} if self._device_memory is None else self._device_memory.counters()
+        counters = self._counters()
         return counters[_RETRIES] - self._retries_before if _RETRIES in counters else None
+
+    def _counters(self) -> dict[str, int]:
+        return {} if self._device_memory is None else self._device_memory.counters()

@@ -14,9 +14,9 @@ class Step(NamedTuple):
     number: int
     stage: str
     batch_size: int | None
-    # The wall time begins when the loader is asked for the batch, and ends when it is asked for the
-    # next one, or when an evaluation or a checkpoint begins. A device may work while the host goes
-    # on, so that on it only the sum over an interval is a time of steps.
+    # The wall time begins with the request of the batch. It ends with that of the next one, or when
+    # an evaluation or a checkpoint begins. A device may work while the host goes on, so that on it
+    # only the sum over an interval is a time of steps.
     seconds: float
     # This part of the wall time passed before the batch arrived.
     wait_seconds: float | None

@@ -28,8 +28,8 @@ class StepClock:
         self._wait_seconds: float | None = None
 
     def request(self) -> None:
-        """Note that the loader is asked for a batch, which ends the step before."""
-        # A training step that asks for its batches itself does so within the step.
+        """Note the request of a batch, which ends the step before."""
+        # A training step that fetches its batches itself does so within the step.
         if not self.in_step:
             self._requested = self.now()
             self.end()

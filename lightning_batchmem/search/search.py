@@ -162,7 +162,7 @@ class BatchSizeSearch:
     def _read_again(self, limits: SearchLimits) -> SearchLimits:
         """The limits after a trial: other processes may have filled the device meanwhile."""
         if limits.is_host:
-            # The size stays far from the limit, so that small changes do not matter.
+            # The size stays far from the limit, and equal searches find equal sizes.
             return limits
         usable_bytes = self._ranks.exchange(self._budget.usable_bytes())
         return replace(limits, limit_bytes=min(limits.limit_bytes, *usable_bytes))

@@ -193,7 +193,8 @@ class TrialRunner:
             samples_per_second = accumulate * meter.primary.items(batch_size) / step_seconds
         phase_peak_bytes = meter.phase_peak_bytes
         held_bytes = max(meter.held_bytes_of_calls, default=None)
-        needed_bytes = max(phase_peak_bytes.values(), default=0)
+        live_bytes = max(phase_peak_bytes.values(), default=0)
+        needed_bytes = held_bytes or live_bytes
         reserve_bytes = 0
         if limits.is_host:
             reserve_bytes = meter.checkpoint_bytes() + self._session.worker_bytes(batch_size)
@@ -202,9 +203,7 @@ class TrialRunner:
                 reserve_bytes += meter.gradient_bytes()
             # A checkpoint is saved between two steps.
             lasting_bytes = meter.fixed_bytes + meter.gradient_bytes() + reserve_bytes
-            needed_bytes = max(needed_bytes, lasting_bytes)
-        else:
-            needed_bytes = held_bytes or needed_bytes
+            needed_bytes = max(live_bytes, lasting_bytes)
         if outcome == "ok" and kind == "rehearsal" and self._would_retry(meter, limits):
             outcome = "allocator_retry"
         # The last page of an expandable segment may exceed an enforced limit.
@@ -221,7 +220,6 @@ class TrialRunner:
             kind=kind,
             phase_peak_bytes=phase_peak_bytes,
             is_exact=meter.live is not None,
-            is_compiled=meter.is_compiled,
             start_bytes=meter.start_bytes,
             peak_held_bytes=held_bytes,
             needed_bytes=needed_bytes,

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from lightning_batchmem.devices.module_memory import ModuleStorages, why_not_possible
 from lightning_batchmem.devices.peaks import LiveStorages, PhasePeaks
+from tests.helpers.measured_modules import Checkpointed, Twice
 
 VOCABULARY = 50
 
@@ -29,30 +29,6 @@ class Tied(nn.Module):
     def forward(self, batch):
         scores = self.head(self.encoder(self.embedding(batch)))
         return functional.cross_entropy(scores.flatten(0, 1), batch.flatten())
-
-
-class Twice(nn.Module):
-    """One module runs twice in a step."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(64, 64), nn.GELU())
-
-    def forward(self, batch):
-        return self.body(self.body(batch)).square().mean()
-
-
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)
-        )
-
-    def forward(self, batch):
-        for block in self.blocks:
-            batch = checkpoint(block, batch, use_reentrant=False)
-        return batch.square().mean()
 
 
 class Recurrent(nn.Module):

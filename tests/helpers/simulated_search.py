@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from dataclasses import replace as with_changes
 
 from hypothesis import strategies as st
 
@@ -34,13 +33,6 @@ LAWS = st.lists(
 )
 
 
-@dataclass(frozen=True)
-class Bounds(SearchLimits):
-    """The limits of a search, whose trials may be those of a compiled module."""
-
-    is_compiled: bool = False
-
-
 def limits(
     limit: int = LIMIT,
     low: int = 1,
@@ -50,12 +42,12 @@ def limits(
     target_batch_size: int | None = None,
     objective: str = "memory",
     **more: object,
-) -> Bounds:
+) -> SearchLimits:
     """Limits with the sizes from ``low`` to ``cap``, of which the data set has no more."""
     options = SearchOptions(
         multiple_of=multiple_of, target_batch_size=target_batch_size, objective=objective
     )
-    return Bounds(limit, low, cap, "dataset", options, **more)
+    return SearchLimits(limit, low, cap, "dataset", options, **more)
 
 
 def peaks(law: Law, size: int) -> list[int]:
@@ -172,7 +164,7 @@ def most_trials(lowest: int, highest: int) -> float:
     return 32 + 2 * math.log2(max(1, highest / lowest))
 
 
-def drive(run: Run, bounds: Bounds) -> Driven:
+def drive(run: Run, bounds: SearchLimits) -> Driven:
     """Search as the finder does, and check the properties of every search."""
     trials: list[Trial] = []
     lowest, highest = size_range(bounds)
@@ -181,7 +173,7 @@ def drive(run: Run, bounds: Bounds) -> Driven:
         assert (size, step.kind) not in {(trial.batch_size, trial.kind) for trial in trials}
         assert lowest <= size <= highest
         assert size == highest or size % (bounds.options.multiple_of or 1) == 0
-        trials.append(with_changes(run(step), is_compiled=bounds.is_compiled))
+        trials.append(run(step))
         assert len(trials) <= most_trials(lowest, highest)
     driven = Driven(step, trials, bounds)
     passed = sizes_of(trials, "rehearsal")

@@ -57,7 +57,6 @@ def test_worst_of_takes_the_worst_of_each_field():
         phase_peak_bytes={"forward": 145, "evaluation": 7},
         kind="rehearsal",
         is_exact=False,
-        is_compiled=True,
         start_bytes=20,
         reserve_bytes=9,
         fixed_bytes=50,

@@ -3,35 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_batchmem.profile.module_memory import ModuleBytes
+from tests.helpers.measured_modules import Checkpointed, Twice
 
 HOST = torch.device("cpu")
-
-
-class Twice(nn.Module):
-    """One module runs twice in a step."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(64, 64), nn.GELU())
-
-    def forward(self, batch):
-        return self.body(self.body(batch)).square().mean()
-
-
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)
-        )
-
-    def forward(self, batch):
-        for block in self.blocks:
-            batch = checkpoint(block, batch, use_reentrant=False)
-        return batch.square().mean()
 
 
 class Tied(nn.Module):
@@ -77,7 +53,7 @@ def test_activations_belong_to_the_module_that_saves_them():
 
 
 def test_a_checkpointed_block_keeps_only_its_input():
-    _, by_name = measured(Checkpointed(), torch.ones(2048, 64))
+    _, by_name = measured(Checkpointed(blocks=3), torch.ones(2048, 64))
     assert all(module.activations_bytes == 0 for name, module in by_name.items() if name)
 
 

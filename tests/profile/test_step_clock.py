@@ -28,7 +28,7 @@ def run_step(at, requested, arrived, ended):
 
 def test_a_step_lasts_until_the_next_request(timed):
     run_step(timed, 1.0, 3.0, 5.0)
-    # Lightning waits for the device before it asks for a batch.
+    # Lightning waits for the device before it requests a batch.
     timed(9.0).request()
     assert timed(20.0).seconds() == (8.0, 2.0)
 
