@@ -33,7 +33,6 @@ from lightning_batchmem.plan.json_fields import finite_json
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.profile.figures import draw, save
 from lightning_batchmem.profile.step_csv import NAME, PLAN_NAME, Row, read_rows
-from lightning_batchmem.profile.summary import SUMMARY_NAME, Summary
 
 _COMMANDS = ("find", "compare", "check", "draw")
 _EXAMPLES = """\
@@ -49,17 +48,15 @@ _DRAW = f"""\
 Draw the figures of a run, finished or not, from the files in LOG_DIR and below:
 
   {NAME}  of MemoryProfiler: memory over the steps
-  {SUMMARY_NAME}   of MemoryProfiler, at its end: what fills the memory
   {PLAN_NAME}       of both callbacks: memory and throughput by batch size
                         (finder.plan.to_json() has the same content)
 
 Files of several runs in one directory are numbered, and so are their figures:
 memory_over_steps_1 belongs to memory_per_batch_1.csv."""
 
-_READERS: dict[str, Callable[[Path], list[Row] | Plan | Summary]] = {
+_READERS: dict[str, Callable[[Path], list[Row] | Plan]] = {
     NAME: read_rows,
     PLAN_NAME: lambda path: Plan.from_json(finite_json(path)),
-    SUMMARY_NAME: lambda path: Summary.from_json(finite_json(path)),
 }
 
 

@@ -144,3 +144,9 @@ def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 def is_on(place: torch.device, device: torch.device) -> bool:
     """Whether ``place`` is ``device``; a device without an index is any of its type."""
     return place.type == device.type and device.index in (None, place.index)
+
+
+def has_own_tensors(module: Module) -> bool:
+    """Whether some parameters are of a type of their own, such as DTensor."""
+    plain = (Tensor.__torch_dispatch__, torch.nn.Parameter.__torch_dispatch__)
+    return any(type(weight).__torch_dispatch__ not in plain for weight in module.parameters())

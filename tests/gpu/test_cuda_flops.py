@@ -64,7 +64,7 @@ def test_the_count_is_exact_and_the_training_is_the_same(tmp_path):
 def test_cudnn_has_no_formula_for_an_lstm(tmp_path):
     profiler = MemoryProfiler(flops=True, peak_flops=1e15)
     train(tmp_path, lambda: nn.LSTM(64, 32), profiler)
-    reason = "No FLOPs: torch has no formula for what layers (LSTM) computes."
+    reason = "No FLOPs: torch has no formula for the operator aten._cudnn_rnn."
     assert profiler.summary.no_flops_reason == reason
 
 
