@@ -66,12 +66,15 @@ def samples_in(batch: object) -> int | None:
     """
     # A flat batch of tensors is not walked through, since that is slow and this runs in every step.
     # A batch of a subclass may have a number of graphs.
-    if (
-        isinstance(batch, (list, tuple))
-        and type(batch) in (list, tuple)
-        and all(type(item) is Tensor for item in batch)
-    ):
-        return common_size(batch)
+    if type(batch) is list or type(batch) is tuple:
+        sizes = set()
+        for item in batch:
+            if type(item) is not Tensor:
+                break
+            if shape := item.shape:
+                sizes.add(shape[0])
+        else:
+            return sizes.pop() if len(sizes) == 1 else None
     for part in (batch, *items_of(batch)):
         # The batches of PyTorch Geometric have this attribute.
         if isinstance(graphs := getattr(part, "num_graphs", None), int):

@@ -77,6 +77,8 @@ class StepRecorder:
         self._to_measure = measurements
         self._measured: ModuleStep | FlopStep | None = None
         if stage == "train":
+            # A run that resumes goes on counting.
+            self.run_clock.first_number = trainer.fit_loop.total_batch_idx + 1
             optimizers = trainer.optimizers
             self._optimizers = [one for one in optimizers if isinstance(one, Optimizer)]
             # Under manual optimization, another forward pass may follow an optimizer's step.
@@ -111,16 +113,17 @@ class StepRecorder:
         # The steady state begins with the first step after an optimizer step.
         if self.phase_peaks.stepped:
             self._is_steady = True
-        phase = "evaluation"
-        if clock.stage == "train":
-            phase = "forward"
-            self._is_detailed = clock.steps >= self._next_detailed
-            if self._is_detailed:
-                self._next_detailed = next_detailed(clock.steps)
-                if self._device_memory is not None:
-                    self._start_bytes = self._device_memory.private_bytes()
         self._has_graphs = replays_graphs(self._device)
-        self.phase_peaks.start(phase)
+        self._is_detailed = clock.stage != "train" or clock.steps >= self._next_detailed
+        if clock.stage != "train":
+            self.phase_peaks.start("evaluation")
+        elif self._is_detailed:
+            self._next_detailed = next_detailed(clock.steps)
+            if self._device_memory is not None:
+                self._start_bytes = self._device_memory.private_bytes()
+            self.phase_peaks.start("forward")
+        elif self._device_memory is not None:
+            self._device_memory.reset_peak()
         if clock is self.run_clock and self._is_steady:
             self._begin_measurement(module, batch)
 
@@ -159,9 +162,10 @@ class StepRecorder:
         if oom_splits:
             # It would count the failed attempt too.
             self._drop_measurement()
-        samples = self._samples_in(trainer, batch)
-        phases, reserved_bytes = self.phase_peaks.stop()
-        peak_bytes = max(phases.values(), default=None)
+        samples = samples_in(batch)
+        if samples is None:
+            samples = self._loader_size(trainer)
+        phases, peak_bytes, reserved_bytes = self._peaks()
         measured = self._measured
         if measured is not None:
             self._measured = None
@@ -174,13 +178,10 @@ class StepRecorder:
             # The allocator counts the memory of the graphs as free.
             peak_bytes = None
             phases = {}
-        if is_training:
-            if not self._is_detailed:
-                phases = {}
-            elif not self.phase_peaks.stepped and "optimizer_step" in phases:
-                # No optimizer stepped after backward, as in a gradient accumulation.
-                after_bytes = phases.pop("optimizer_step")
-                phases["backward"] = max(phases.get("backward", 0), after_bytes)
+        if "optimizer_step" in phases and not self.phase_peaks.stepped:
+            # No optimizer stepped after backward, as in a gradient accumulation.
+            after_bytes = phases.pop("optimizer_step")
+            phases["backward"] = max(phases.get("backward", 0), after_bytes)
         if clock is self.run_clock:
             if not is_training:
                 # An evaluation is in its steady state from the second step on.
@@ -191,7 +192,7 @@ class StepRecorder:
         items = None
         if self._items_fn is not None:
             items = number_from("items_fn", self._items_fn(batch), nan=True)
-        number = self._number(trainer)
+        number = clock.first_number + clock.steps - 1
 
         def ended(seconds: float, wait_seconds: float | None) -> Step:
             return Step(
@@ -227,13 +228,14 @@ class StepRecorder:
         """The note of an error: the step that ran out of memory, and the contents of the memory."""
         where = "between two steps"
         if self.clock.in_step:
-            where = f"in {self.clock.stage} step {self._number(trainer)}"
+            number = self.clock.first_number + self.clock.steps - 1
+            where = f"in {self.clock.stage} step {number}"
             if (samples := samples_in(self._batch)) is not None:
                 where += f" with a batch of {samples:,} samples"
         if trainer.world_size > 1:
             where += f" on rank {trainer.global_rank}"
         text = f"memory ran out {where}."
-        peak_bytes = self.phase_peaks.stop().peak_bytes
+        peak_bytes = self._peaks()[1] or 0
         if self.breakdown is not None and limit_bytes is not None:
             breakdown = self.breakdown.at_failure(module, self._optimizers, self._batch, peak_bytes)
             text += (
@@ -253,11 +255,15 @@ class StepRecorder:
             self._to_measure.append(self._measured)
             self._measured = None
 
-    def _number(self, trainer: Trainer) -> int:
-        """Return the number of the step that has begun."""
-        if self.clock.stage == "train":
-            return trainer.fit_loop.total_batch_idx
-        return self.clock.steps - 1
+    def _peaks(self) -> tuple[dict[str, int], int | None, int | None]:
+        """Return the peaks of the phases, where they are measured, of the step, and reserved."""
+        if self._is_detailed:
+            phases, reserved_bytes = self.phase_peaks.stop()
+            return phases, max(phases.values(), default=None), reserved_bytes
+        if self._device_memory is None:
+            return {}, None, None
+        stats = self._device_memory.peak()
+        return {}, stats.allocated_bytes, stats.reserved_bytes
 
     def _new_splits(self) -> int | None:
         """Return how often an OomGuard has split a batch since the last step; None without one."""
@@ -269,14 +275,8 @@ class StepRecorder:
         self._oom_splits = total_splits
         return int(splits)
 
-    def _samples_in(self, trainer: Trainer, batch: object) -> int | None:
-        """Return the samples of a batch, or the batch size of the training loader.
-
-        Warn once if neither is known.
-        """
-        samples = samples_in(batch)
-        if samples is not None:
-            return samples
+    def _loader_size(self, trainer: Trainer) -> int | None:
+        """Return the batch size of the training loader; warn once if it is not known either."""
         if self.clock.stage == "train":
             # Several loaders, and loaders that make their own batches, have no batch size.
             size = getattr(trainer.train_dataloader, "batch_size", None)

@@ -174,7 +174,7 @@ class Run:
         if self._recorder.clock.stage != "train":
             return
         self._logging_step = logging_step(trainer)
-        self._is_due = logs_now(trainer)
+        self._is_due = logs_now(trainer, self._logging_step)
         if self._has_progress_bar and (self._is_due or self._recorder.run_clock.steps == 1):
             limit_bytes = self._reader.last.limit_bytes or 0
             values = {"peak_gib": self.run_peak_bytes, "limit_gib": limit_bytes}

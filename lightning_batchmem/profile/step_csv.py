@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem.plan.records import MIB, PHASES
-from lightning_batchmem.profile.step import DeviceReading, Step
+from lightning_batchmem.profile.step import DeviceReading
 from lightning_batchmem.profile.totals import Interval
 
 NAME = "memory_per_batch.csv"
@@ -61,13 +61,14 @@ class StepCsv:
             the steps of an interval is.
     """
 
-    # A write to the file takes as long as everything else about a row.
-    flush_seconds = 1.0
+    # Rows that are made together take less time.
+    write_seconds = 1.0
 
     def __init__(
         self, directory: Path, *, world_size: int = 1, has_exact_times: bool = True
     ) -> None:
-        self._next_flush = 0.0
+        self._next_write = 0.0
+        self._taken: list[Interval] = []
         self._world_size = world_size
         self._has_exact_times = has_exact_times
         self.path, self._file = _created(directory)
@@ -75,33 +76,61 @@ class StepCsv:
         self._rows.writerow(COLUMNS)
 
     def take(self, interval: Interval) -> None:
-        """Add a row for each step, which is in the file within a second of steps, or at the end."""
+        """Keep the steps, which are in the file within a second of steps, or at the end."""
+        self._taken.append(interval)
+        now = time.monotonic()
+        if now >= self._next_write:
+            self._next_write = now + self.write_seconds
+            self._write()
+
+    def close(self) -> None:
+        self._write()
+        try:
+            self._file.close()
+        except OSError as error:
+            rank_zero_warn(f"{self.path} lacks its last rows: {error}")
+
+    def _write(self) -> None:
+        taken = self._taken
+        self._taken = []
         if self._file.closed:
             return
-        mean_seconds = None if self._has_exact_times else interval.totals.step_seconds
-        # The device was read at the end of the last step.
-        readings = [*[DeviceReading()] * (len(interval.steps) - 1), interval.reading]
-        rows = [
-            _cells(step, mean_seconds or step.seconds, self._world_size, reading)
-            for step, reading in zip(interval.steps, readings, strict=True)
-        ]
         try:
-            self._rows.writerows(rows)
-            now = time.monotonic()
-            if now >= self._next_flush:
-                self._next_flush = now + self.flush_seconds
-                self._file.flush()
+            for interval in taken:
+                self._rows.writerows(self._cells(interval))
+            self._file.flush()
         except OSError as error:
             # Closing the file flushes it again, which may fail too.
             with suppress(OSError):
                 self._file.close()
             rank_zero_warn(f"{self.path} gets no more rows: {error}")
 
-    def close(self) -> None:
-        try:
-            self._file.close()
-        except OSError as error:
-            rank_zero_warn(f"{self.path} lacks its last rows: {error}")
+    def _cells(self, interval: Interval) -> Iterator[list[object]]:
+        """Yield the cells of each row, in the order of the columns; unknown ones are empty."""
+        mean_seconds = None if self._has_exact_times else interval.totals.step_seconds
+        # The device was read at the end of the last step.
+        readings = [*[DeviceReading()] * (len(interval.steps) - 1), interval.reading]
+        for step, reading in zip(interval.steps, readings, strict=True):
+            seconds = mean_seconds or step.seconds
+            ranks_per_second = self._world_size / seconds if seconds > 0 else None
+            wait_percent = 100.0 / step.seconds if step.seconds > 0 else None
+            percents = {} if reading.utilization is None else dict([reading.utilization])
+            yield [
+                step.number,
+                step.stage,
+                step.batch_size,
+                _product(step.peak_bytes, _MIB),
+                _product(step.peak_reserved_bytes, _MIB),
+                _product(reading.limit_bytes, _MIB),
+                _product(step.batch_size, ranks_per_second),
+                _product(step.items, ranks_per_second),
+                _product(seconds, 1e3),
+                _product(step.wait_seconds, wait_percent),
+                _product(percents.get("gpu_pct"), 1),
+                _product(percents.get("cpu_pct"), 1),
+                *[_product(step.phase_peak_bytes.get(phase), _MIB) for phase in PHASES],
+                step.oom_splits,
+            ]
 
     def write_text(self, name: str, text: str) -> None:
         """Write another file of this run, and warn if this fails.
@@ -115,29 +144,6 @@ class StepCsv:
             path.write_text(text, encoding="utf-8")
         except OSError as error:
             rank_zero_warn(f"{path} could not be written: {error}")
-
-
-def _cells(step: Step, seconds: float, world_size: int, reading: DeviceReading) -> list[object]:
-    """Return the cells of a row, in the order of the columns; those that are unknown are empty."""
-    ranks_per_second = world_size / seconds if seconds > 0 else None
-    wait_percent = 100.0 / step.seconds if step.seconds > 0 else None
-    percents = {} if reading.utilization is None else dict([reading.utilization])
-    return [
-        step.number,
-        step.stage,
-        step.batch_size,
-        _product(step.peak_bytes, _MIB),
-        _product(step.peak_reserved_bytes, _MIB),
-        _product(reading.limit_bytes, _MIB),
-        _product(step.batch_size, ranks_per_second),
-        _product(step.items, ranks_per_second),
-        _product(seconds, 1e3),
-        _product(step.wait_seconds, wait_percent),
-        _product(percents.get("gpu_pct"), 1),
-        _product(percents.get("cpu_pct"), 1),
-        *[_product(step.phase_peak_bytes.get(phase), _MIB) for phase in PHASES],
-        step.oom_splits,
-    ]
 
 
 def _product(value: float | None, factor: float | None) -> str:

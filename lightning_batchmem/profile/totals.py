@@ -39,7 +39,8 @@ class Totals:
     def add_step(self, step: Step) -> None:
         seconds = step.seconds
         self.count("steps", 1, seconds)
-        self.count("graph_steps", step.has_graphs, seconds)
+        if step.has_graphs:
+            self.count("graph_steps", 1, seconds)
         self.count("oom_splits", step.oom_splits, seconds)
         self.count("wait_seconds", step.wait_seconds, seconds)
         if not step.is_slowed:

@@ -106,7 +106,7 @@ def test_rows_are_in_the_file_within_a_second(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_one_warning_and_ends_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(StepCsv, "flush_seconds", 0.0)
+    monkeypatch.setattr(StepCsv, "write_seconds", 0.0)
     file = StepCsv(tmp_path)
     file.take(interval(STEP))
     with open("/dev/full", "w") as full:
