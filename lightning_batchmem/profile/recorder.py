@@ -22,7 +22,6 @@ from lightning_batchmem.plan.records import mib
 from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.module_memory import ModuleStep
 from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
-from lightning_batchmem.profile.step import Step
 from lightning_batchmem.profile.step_clock import StepClock
 from lightning_batchmem.search.compiled import compiled_frames
 
@@ -62,8 +61,8 @@ class StepRecorder:
         self.validation_clock = StepClock("validate")
         self.clock = self.run_clock
         self._batch: object = None
-        # It makes the record of the step that has ended, whose time is not known yet.
-        self._ended: Callable[[float, float | None], Step] | None = None
+        # The fields of the step that has ended, whose time is not known yet.
+        self._ended: dict[str, Any] | None = None
         self._start_bytes: int | None = None
         self._has_graphs = False
         self._is_detailed = True
@@ -113,7 +112,7 @@ class StepRecorder:
         # The steady state begins with the first step after an optimizer step.
         if self.phase_peaks.stepped:
             self._is_steady = True
-        self._has_graphs = replays_graphs(self._device)
+        self._has_graphs = self._device.type == "cuda" and replays_graphs(self._device)
         self._is_detailed = clock.stage != "train" or clock.steps >= self._next_detailed
         if clock.stage != "train":
             self.phase_peaks.start("evaluation")
@@ -192,35 +191,31 @@ class StepRecorder:
         items = None
         if self._items_fn is not None:
             items = number_from("items_fn", self._items_fn(batch), nan=True)
-        number = clock.first_number + clock.steps - 1
-
-        def ended(seconds: float, wait_seconds: float | None) -> Step:
-            return Step(
-                number=number,
-                stage=clock.stage,
-                batch_size=samples,
-                seconds=seconds,
-                wait_seconds=wait_seconds,
-                peak_bytes=peak_bytes,
-                peak_reserved_bytes=reserved_bytes,
-                phase_peak_bytes=phases,
-                items=items,
-                start_bytes=self._start_bytes,
-                is_slowed=measured is not None,
-                oom_splits=oom_splits,
-                has_graphs=self._has_graphs,
-            )
-
-        self._ended = ended
+        self._ended = {
+            "number": clock.first_number + clock.steps - 1,
+            "stage": clock.stage,
+            "batch_size": samples,
+            "peak_bytes": peak_bytes,
+            "peak_reserved_bytes": reserved_bytes,
+            "phase_peak_bytes": phases,
+            "items": items,
+            "start_bytes": self._start_bytes,
+            "is_slowed": measured is not None,
+            "oom_splits": oom_splits,
+            "has_graphs": self._has_graphs,
+        }
         return peak_bytes or 0
 
-    def complete(self) -> Step | None:
-        """Return the step that has ended, with its time; None without such a step."""
-        if self._ended is None:
-            return None
-        step = self._ended(*self.clock.seconds())
-        self._ended = None
-        return step
+    def complete(self) -> dict[str, Any] | None:
+        """Return the fields of the step that has ended, with its time; None without such a step.
+
+        Many of them are made into records at a time, because this takes less time.
+        """
+        ended = self._ended
+        if ended is not None:
+            ended["seconds"], ended["wait_seconds"] = self.clock.seconds()
+            self._ended = None
+        return ended
 
     def explain_out_of_memory(
         self, trainer: Trainer, module: LightningModule, limit_bytes: int | None

@@ -134,7 +134,8 @@ class Run:
         if csv is not None:
             self._sinks.append(csv)
         self._totals: defaultdict[str, Totals] = defaultdict(Totals)
-        self._steps: list[Step] = []
+        # The fields of each step.
+        self._steps: list[dict[str, Any]] = []
         self._is_due = False
         self._logging_step = 0
         self._group = HostGroup() if stage == "train" else None
@@ -250,19 +251,20 @@ class Run:
 
     def _complete(self) -> None:
         """Add the time to the step that has ended, and report the steps if that is due."""
-        step = self._recorder.complete()
-        if step is not None:
-            self._steps.append(step)
+        ended = self._recorder.complete()
+        if ended is not None:
+            self._steps.append(ended)
             if self._is_due or len(self._steps) >= _MAX_STEPS:
-                self._report(step.stage, self._logging_step)
+                self._report(ended["stage"], self._logging_step)
 
     def _report(self, stage: str, step: int) -> None:
         """Hand the steps since the last report to all sinks."""
         self._is_due = False
         if not self._steps:
             return
-        interval = Interval(stage, self._steps, self._reader.read(), step)
+        steps = [Step(**fields) for fields in self._steps]
         self._steps = []
+        interval = Interval(stage, steps, self._reader.read(), step)
         self._totals[stage].add(interval.totals)
         for sink in self._sinks:
             sink.take(interval)
