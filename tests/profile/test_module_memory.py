@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import lightning_batchmem.profile.recorder
@@ -60,6 +61,23 @@ def test_a_checkpointed_block_keeps_only_its_input():
     _, by_name = measured(Checkpointed(blocks=3), torch.ones(2048, 64))
     assert by_name[""].activations_bytes > 0
     assert all(module.activations_bytes == 0 for name, module in by_name.items() if name)
+
+
+class Reentrant(nn.Module):
+    """Backward computes the block again."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+
+    def forward(self, batch):
+        return checkpoint(self.block, batch, use_reentrant=True).square().mean()
+
+
+def test_what_backward_computes_again_is_no_activation():
+    _, by_name = measured(Reentrant(), torch.ones(512, 64, requires_grad=True))
+    assert by_name["block.0"].activations_bytes == 0
+    assert "block.1" not in by_name
 
 
 def test_a_weight_of_two_modules_counts_once():
