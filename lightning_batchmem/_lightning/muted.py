@@ -26,7 +26,10 @@ def muted_callback(callback: Callback) -> Any:
     """A callback that reads like ``callback``, and whose hooks do nothing."""
     hooks = [name for name in dir(Callback) if name.startswith(("on_", "setup", "teardown"))]
     # A progress bar has the last three.
-    return Muted(callback, [*hooks, "load_state_dict", "print", "enable", "disable"])
+    muted = Muted(callback, [*hooks, "load_state_dict", "print", "enable", "disable"])
+    # Lightning reads it at every hook, and a step should not take longer than in training.
+    vars(muted)["state_key"] = callback.state_key
+    return muted
 
 
 def muted_logger(logger: Logger) -> Any:
