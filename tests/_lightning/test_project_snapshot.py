@@ -1,11 +1,13 @@
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_batchmem._lightning.clean_start import ProjectSnapshot
+from lightning_batchmem._lightning.clean_start import ProjectSnapshot, project_snapshot
+from tests.helpers.lawful import Lawful, law, quiet_trainer
 
 
 @pytest.mark.parametrize("size", [0, 2, 9])
@@ -102,3 +104,16 @@ def test_a_lazy_parameter_is_refused():
 
     with pytest.raises(ValueError, match=r"lazy parameter 'layer\.weight'"):
         ProjectSnapshot(Lazy())
+
+
+def test_the_state_of_a_configured_optimizer_is_not_copied(device):
+    module = Lawful(device, law)
+    copied = []
+
+    def count(trainer, _):
+        assert len(trainer.optimizers[0].state) == 2
+        copied.append(set(map(id, project_snapshot(trainer).attributes.tensors)))
+
+    with pytest.warns(UserWarning, match="training loader was built before"):
+        quiet_trainer(LambdaCallback(on_train_end=count), max_steps=1).fit(module)
+    assert copied == [set(map(id, module.parameters()))]
