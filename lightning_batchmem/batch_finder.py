@@ -59,10 +59,10 @@ class BatchFinder(Callback):
     """Compute the batch size before training starts, from a few real steps at small sizes.
 
     In ``on_fit_start`` it measures the user's training step at small sizes, fits a line to the live
-    bytes of each phase, predicts the size, rehearses the training at it, and restores everything
-    else. Under ``trainer.validate``, ``test`` and ``predict`` it searches with forward passes,
-    before their loaders are built. A run that resumes from a checkpoint continues with the size in
-    the checkpoint.
+    bytes of each phase, predicts the size, rehearses the training at it, and restores weights,
+    attributes of module and datamodule, and random states. Under ``trainer.validate``, ``test`` and
+    ``predict`` it searches with forward passes, before their loaders are built. A run that resumes
+    from a checkpoint continues with the size in the checkpoint.
 
     Args:
         objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest

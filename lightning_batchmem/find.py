@@ -59,13 +59,14 @@ def find_batch_size(
 
 
 def find_batch_size(*arguments: Any, **keywords: Any) -> Plan:
-    """Compute the batch size without a training, and without a change of anything else.
+    """Compute the batch size without a training.
 
     **With a Trainer**, ``find_batch_size(trainer, model, ...)``, the search is that of
     :class:`~lightning_batchmem.BatchFinder` in ``trainer.fit``. The hooks ``prepare_data``,
     ``setup`` and ``teardown`` run; callbacks and loggers of the trainer do not. The plan is not
-    printed; a line shows the progress if the trainer has a progress bar. Afterwards the model, the
-    data, the trainer and all random states are as before, so set the size yourself.
+    printed; a line shows the progress if the trainer has a progress bar. Afterwards attributes of
+    the model and the datamodule, the trainer and all random states are as before, so set the size
+    yourself.
 
     **With a loop of your own**, ``find_batch_size(step, make_batch, model=..., optimizer=...)``,
     the search runs ``step(make_batch(n))`` at several sizes, and prints the plan as BatchFinder
