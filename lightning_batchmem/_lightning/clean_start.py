@@ -15,14 +15,23 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader
 
-from lightning_batchmem._lightning.data_source import stage_source, validation_source
+from lightning_batchmem._lightning.data_source import (
+    has_train_loader,
+    stage_source,
+    validation_source,
+)
 from lightning_batchmem._lightning.hooks import (
     SearchCallback,
     replace_callbacks_and_loggers,
 )
 from lightning_batchmem._lightning.muted import muted_callback
 from lightning_batchmem._lightning.packages import in_every_package
-from lightning_batchmem._lightning.trainer_state import callbacks_of, datamodules_of
+from lightning_batchmem._lightning.trainer_state import (
+    callbacks_of,
+    datamodules_of,
+    logger_connector,
+    renew_results,
+)
 from lightning_batchmem.batches.loaders import generators_of, keep_sizes
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.peaks import PhasePeaks
@@ -66,7 +75,7 @@ def project_snapshot(trainer: Trainer) -> ProjectSnapshot:
     sources = [stage_source(trainer)]
     if trainer.training:
         sources.append(validation_source(trainer))
-        if trainer.fit_loop._combined_loader is not None:
+        if has_train_loader(trainer):
             rank_zero_warn(
                 "The training loader was built before configure_optimizers (by"
                 " estimated_stepping_batches in a setup hook, for example), so values derived from"
@@ -86,7 +95,7 @@ def isolated(
         # This restores the batch size too, where it is in an attribute.
         undo.callback(snapshot.restore_or_warn)
         undo.callback(keep_sizes(snapshot.loaders))
-        connector = trainer._logger_connector
+        connector = logger_connector(trainer)
         schedulers = snapshot.attributes.schedulers
         for owner in (trainer, trainer.state, trainer.precision_plugin, connector, *schedulers):
             _isolate(owner, undo)
@@ -111,9 +120,7 @@ def _isolate(owner: Any, undo: ExitStack) -> None:
         # These change in place, so the search changes copies.
         elif isinstance(value, (*progress, GradScaler)):
             attributes[name] = copy.deepcopy(value)
-        # A prediction loop has None as its results.
-        elif name == "_results" and value is not None:
-            attributes[name] = type(value)(training=value.training)
+    renew_results(owner)
 
 
 class CleanStart:

@@ -23,12 +23,15 @@ from lightning_batchmem._lightning.data_source import (
     validation_source,
 )
 from lightning_batchmem._lightning.hooks import configure_optimizers_again
-from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem._lightning.session import TrainerSession
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
 from lightning_batchmem._lightning.strategies import has_batch_norm, wrap_again
-from lightning_batchmem._lightning.trainer_state import datamodules_of, weight_average_bytes
+from lightning_batchmem._lightning.trainer_state import (
+    call_module_hook,
+    datamodules_of,
+    weight_average_bytes,
+)
 from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.devices import device_name
@@ -307,10 +310,8 @@ class TrainerSearch:
             trainer.accumulate_grad_batches = 2
         configure_optimizers_again(trainer)
         freeze(config.scheduler for config in trainer.strategy.lr_scheduler_configs)
-        # _call_lightning_module_hook is private in lightning 2.5.0 to 2.6.6.
-        call_hook = lightning_name(trainer, "trainer.call._call_lightning_module_hook")
         for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
-            call_hook(trainer, hook)
+            call_module_hook(trainer, hook)
 
     def _progress(self) -> SearchProgress:
         trainer = self.trainer
