@@ -15,7 +15,7 @@ from lightning_batchmem._lightning.apply import record_training_setup, search_co
 from lightning_batchmem._lightning.batch_watch import BatchWatch
 from lightning_batchmem._lightning.bounds import stage_bounds, training_bounds
 from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan
-from lightning_batchmem._lightning.clean_start import CleanStart
+from lightning_batchmem._lightning.clean_start import CleanStart, ProjectSnapshot
 from lightning_batchmem._lightning.data_source import (
     attach_loaders,
     stage_loop,
@@ -23,13 +23,15 @@ from lightning_batchmem._lightning.data_source import (
     validation_source,
 )
 from lightning_batchmem._lightning.hooks import configure_optimizers_again
-from lightning_batchmem._lightning.packages import lightning_name
-from lightning_batchmem._lightning.recorded_state import RecordedState
 from lightning_batchmem._lightning.session import TrainerSession
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
 from lightning_batchmem._lightning.strategies import has_batch_norm, wrap_again
-from lightning_batchmem._lightning.trainer_state import datamodules_of, weight_average_bytes
+from lightning_batchmem._lightning.trainer_state import (
+    call_module_hook,
+    datamodules_of,
+    weight_average_bytes,
+)
 from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.devices import device_name
@@ -48,7 +50,7 @@ from lightning_batchmem.search.memory_budget import MemoryBudget
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.search import BatchSizeSearch, SearchResult
-from lightning_batchmem.state.recorded_objects import freeze
+from lightning_batchmem.state.snapshot import freeze
 
 MORE_IN_USE_SHARE = 0.01
 """Training that begins with more in use than the search, by this share of the limit, warns."""
@@ -102,14 +104,14 @@ class TrainerSearch:
     def training(
         self,
         setting: BatchSizeSetting,
-        recorded: RecordedState,
+        snapshot: ProjectSnapshot,
         given_plan: Plan | str | Path | None,
     ) -> Plan:
         """Search with training steps, of which validation is a phase.
 
         Args:
             setting: the places of the batch size.
-            recorded: the state before the optimizers were configured.
+            snapshot: the state before the optimizers were configured.
             given_plan: an earlier plan to use again.
 
         Raises:
@@ -118,7 +120,7 @@ class TrainerSearch:
         """
         setup = record_training_setup(setting, self.options)
         conditions = search_conditions(self.trainer, self.options)
-        clean_start = CleanStart(self.trainer, self.device_memory, recorded)
+        clean_start = CleanStart(self.trainer, self.device_memory, snapshot)
         with self._progress() as progress, clean_start.entered(), each_size_static():
             session = self._training_session(clean_start, setting)
             of_ranks = self.ranks.exchange(session.longest_bytes)
@@ -151,13 +153,13 @@ class TrainerSearch:
         notes = [*_old_values(setting, chosen), *notes]
         return self._plan(chosen, result, step, notes, conditions)
 
-    def evaluation(self, setting: BatchSizeSetting, recorded: RecordedState) -> Plan | None:
+    def evaluation(self, setting: BatchSizeSetting, snapshot: ProjectSnapshot) -> Plan | None:
         """Search with forward passes; ``None`` if no loader of the stage follows the batch size.
 
         Raises:
             RuntimeError: if no size fits.
         """
-        clean_start = CleanStart(self.trainer, self.device_memory, recorded)
+        clean_start = CleanStart(self.trainer, self.device_memory, snapshot)
         with self._progress() as progress, clean_start.entered(), each_size_static():
             session = self._evaluation_session(clean_start, setting)
             if session is None:
@@ -308,10 +310,8 @@ class TrainerSearch:
             trainer.accumulate_grad_batches = 2
         configure_optimizers_again(trainer)
         freeze(config.scheduler for config in trainer.strategy.lr_scheduler_configs)
-        # _call_lightning_module_hook is private in lightning 2.5.0 to 2.6.6.
-        call_hook = lightning_name(trainer, "trainer.call._call_lightning_module_hook")
         for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
-            call_hook(trainer, hook)
+            call_module_hook(trainer, hook)
 
     def _progress(self) -> SearchProgress:
         trainer = self.trainer
