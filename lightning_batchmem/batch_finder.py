@@ -65,6 +65,10 @@ class BatchFinder(Callback):
     before their loaders are built. A run that resumes from a checkpoint continues with the size in
     the checkpoint.
 
+    Attributes:
+        plan: the :class:`~lightning_batchmem.Plan` of the last search; ``None`` before.
+        policy: the numbers that steer a search; assign another one before ``fit``.
+
     Args:
         objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest
             one within 5 % of the best samples per second that were measured.
@@ -98,9 +102,9 @@ class BatchFinder(Callback):
         search_on_resume: search again where a checkpoint holds a plan; ``"if_changed"``: only if
             the device or its limit is another one.
         plan: a plan of an earlier ``fit`` to use again: a ``Plan``, its JSON file, or a log
-            directory. If device, limit, ranks, precision, parameters and options are the same, and
-            no sample is longer, only a rehearsal at its size is run. Otherwise, or if the rehearsal
-            fails, the search runs, and a note of the new plan has the reason.
+            directory. If device, limit and number of parameters are the same, and its size is
+            allowed, only a rehearsal at its size is run. Otherwise, or if the rehearsal fails, the
+            search runs, and a note of the new plan has the reason.
         verbose: print the whole plan, with all reasons and every size that was run, instead of six
             lines.
         budget: the attribute that ``batch_arg_name`` names is no number of samples, but a budget
@@ -109,10 +113,6 @@ class BatchFinder(Callback):
             samplers, samplers or data sets.
         items_fn: counts the items of a batch for the throughput, with ``budget=True``. ``None``:
             the elements of its largest integer tensor, with padding.
-
-    Attributes:
-        plan: the :class:`~lightning_batchmem.Plan` of the last search; ``None`` before.
-        policy: the numbers that steer a search; assign another one before ``fit``.
 
     Raises:
         ValueError: for an argument out of range, and at ``fit`` for a project whose batch size
@@ -248,13 +248,13 @@ class BatchFinder(Callback):
             search = self._search_in(trainer)
             if self._checkpoint and self._search_on_resume is not True:
                 saved_plan = search.plan_in(self._checkpoint)
-            if saved_plan is not None and self._search_on_resume == "if_changed":
-                changes = saved_plan.changes_of_device()
-                if changes:
-                    rank_zero_info(f"BatchFinder searches again: {', and '.join(changes)}")
-                    saved_plan = None
+            is_optional = self._search_on_resume == "if_changed"
+            if saved_plan is not None and is_optional and saved_plan.changes:
+                changes = ", and ".join(saved_plan.changes)
+                rank_zero_info(f"BatchFinder searches again: {changes}")
+                saved_plan = None
             if saved_plan is not None:
-                plan = saved_plan.continued(trainer, options)
+                plan = saved_plan.continued(trainer, options.target_batch_size)
                 # The plan may be of another device, or of another memory_limit.
                 limit_bytes = saved_plan.limit_bytes
                 recorded.restore()
@@ -311,10 +311,10 @@ class BatchFinder(Callback):
             self._cancel = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The plan and the options for a checkpoint, as plain JSON types."""
+        """The plan for a checkpoint, as plain JSON types."""
         if self._plan_of_fit is None:
             return {}
-        return {"plan": json.loads(self._plan_of_fit.to_json()), "options": self._options.as_json()}
+        return {"plan": json.loads(self._plan_of_fit.to_json())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Read the plan of a checkpoint, with which a resumed ``fit`` continues."""
