@@ -48,7 +48,8 @@ def finished(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def levels_are_restored():
     """The program sets the levels of these loggers."""
-    loggers = [logging.getLogger(f"lightning.{name}") for name in ("pytorch", "fabric")]
+    names = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning")
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     yield
     for logger, level in zip(loggers, levels, strict=True):

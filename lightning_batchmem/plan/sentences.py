@@ -230,8 +230,8 @@ def failed_again(trial: Trial, limits: SearchLimits) -> str:
 
 
 def other_sizes_allowed(batch_size: int, lowest: int, highest: int, limits: SearchLimits) -> str:
-    unit = limits.options.multiple_of
-    sizes = f"multiples of {unit}" if unit else "sizes"
+    unit = limits.options.multiple_of or 1
+    sizes = f"multiples of {unit}" if unit > 1 else "sizes"
     return (
         f"it has {size_text(batch_size, limits)}, and {sizes} from {lowest} to {highest} are"
         f" allowed: {size_limit(limits)}"
