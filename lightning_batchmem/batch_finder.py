@@ -33,7 +33,7 @@ from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.plan.options import ItemsFunction, SearchOptions, WorstCase
+from lightning_batchmem.plan.options import SearchOptions, WorstCase
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import LearningRateScaling, Objective
@@ -71,48 +71,53 @@ class BatchFinder(Callback):
 
     Args:
         objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest
-            one within 5 % of the best samples per second that were measured.
+            one within 5 % of the best samples per second that were measured. For who wants the
+            shortest epoch, and not the largest batch.
         memory_limit: the most memory that this process may hold: bytes (``2e9`` too), a text such
             as ``"20GiB"``, or a fraction in (0, 1] of what the device can provide to this process.
-            ``None``, and at most: 0.95 of it. On one CUDA device a limit that is given is enforced
-            until the training ends, where PyTorch's allocator can be limited. On the host the
-            default is all of it, and tensors get 0.25 of the room below the limit; a higher limit,
-            even above the free memory, raises the size.
-        max_batch_size: the largest size to consider, in samples.
+            For a device that others use too, and for a larger size on the host. ``None``, and at
+            most: 0.95 of it. On one CUDA device a limit that is given is enforced until the
+            training ends, where PyTorch's allocator can be limited. On the host the default is all
+            of it, and tensors get 0.25 of the room below the limit; a higher limit, even above the
+            free memory, raises the size.
+        max_batch_size: the largest size to consider, in samples. For who knows that larger batches
+            do not help.
         min_batch_size: the smallest size to consider, in samples; ``None``: 2 (one sample is an
-            error to BatchNorm).
+            error to BatchNorm). For a loss that needs more samples.
         multiple_of: sizes are rounded down to a multiple of it; ``None``: to the largest power of
-            two that is at most a 64th of the size.
+            two that is at most a 64th of the size. For layers that are fast at certain sizes.
         min_steps_per_epoch: an epoch keeps at least this many optimizer steps: the size is at most
             samples / (steps x accumulation x ranks), but not below the size of the project or
-            ``min_batch_size``. ``None``, and where ``max_batch_size`` or ``target_batch_size`` is
-            given: no limit.
+            ``min_batch_size``. For small data sets. ``None``, and where ``max_batch_size`` or
+            ``target_batch_size`` is given: no limit.
         batch_arg_name: the attribute of the module, the datamodule or their hparams that holds the
             size, or a path to it through attributes and dicts, such as ``"kwargs.batch_size"``.
+            For projects that name it otherwise.
         worst_case: which samples the search uses: ``"typical"`` spreads them over the data set,
-            ``"longest"`` takes the largest one (of up to 10,000), a callable returns the size of a
-            sample. ``None``: if samples differ in size, the largest one where the collate function
-            pads, and samples as in the largest of 1,000 random batches where it concatenates.
+            ``"longest"`` takes the largest one (of up to 10,000). For samples of different sizes.
+            ``None``: if they differ, the largest one where the collate function pads, and samples
+            as in the largest of 1,000 random batches where it concatenates.
         target_batch_size: samples per optimizer step over all ranks: sets
-            ``accumulate_grad_batches``, and a batch size that divides it. ``None``: accumulation
-            stays as the Trainer has it.
+            ``accumulate_grad_batches``, and a batch size that divides it. For who must keep the
+            batch of a recipe on a smaller device. ``None``: accumulation stays as the Trainer has
+            it.
         lr_scaling: ``"linear"`` or ``"sqrt"``: multiply the ``lr`` or ``learning_rate`` of the
             module by the ratio of samples per optimizer step after and before the search, or its
-            square root, before the optimizers are configured. ``None``: no change.
+            square root, before the optimizers are configured. For a learning rate that was found
+            for the size of the project. ``None``: no change.
         search_on_resume: search again where a checkpoint holds a plan; ``"if_changed"``: only if
-            the device or its limit is another one.
+            the device or its limit is another one. For runs that resume on another machine.
         plan: a plan of an earlier ``fit`` to use again: a ``Plan``, its JSON file, or a log
-            directory. If device, limit and number of parameters are the same, and its size is
-            allowed, only a rehearsal at its size is run. Otherwise, or if the rehearsal fails, the
-            search runs, and a note of the new plan has the reason.
+            directory. For sweeps, which need one search only. If device, limit and number of
+            parameters are the same, and its size is allowed, only a rehearsal at its size is run.
+            Otherwise, or if the rehearsal fails, the search runs, and a note of the new plan has
+            the reason.
         verbose: print the whole plan, with all reasons and every size that was run, instead of six
             lines.
         budget: the attribute that ``batch_arg_name`` names is no number of samples, but a budget
             within which the loaders form their own batches, such as ``"max_tokens"``. Sizes are in
             units of it. Where loaders are passed to ``fit``, it is an attribute of their batch
-            samplers, samplers or data sets.
-        items_fn: counts the items of a batch for the throughput, with ``budget=True``. ``None``:
-            the elements of its largest integer tensor, with padding.
+            samplers, samplers or data sets. For loaders that form batches by tokens or lengths.
 
     Raises:
         ValueError: for an argument out of range, and at ``fit`` for a project whose batch size
@@ -136,14 +141,13 @@ class BatchFinder(Callback):
         multiple_of: int | None = None,
         min_steps_per_epoch: int | None = 10,
         batch_arg_name: str = "batch_size",
-        worst_case: WorstCase = None,
+        worst_case: WorstCase | None = None,
         target_batch_size: int | None = None,
         lr_scaling: LearningRateScaling | None = None,
         search_on_resume: bool | Literal["if_changed"] = False,
         plan: Plan | str | Path | None = None,
         verbose: bool = False,
         budget: bool = False,
-        items_fn: ItemsFunction = None,
     ) -> None:
         super().__init__()
         self.plan: Plan | None = None
@@ -160,7 +164,6 @@ class BatchFinder(Callback):
             target_batch_size=target_batch_size,
             lr_scaling=lr_scaling,
             budget=budget,
-            items_fn=items_fn,
         )
         if not isinstance(search_on_resume, bool) and search_on_resume != "if_changed":
             raise ValueError(

@@ -449,6 +449,6 @@ def test_help_describes_every_option(capsys, command):
     text = " ".join(capsys.readouterr().out.split())
     for name in inspect.signature(BatchFinder).parameters:
         assert re.search(rf"--{name} \S+ \S*\w+", text), name
-    assert "the largest size to consider, in samples. (type: " in text
-    assert "within 5 % of the best samples per second that were measured. (type: " in text
+    assert "--max_batch_size MAX_BATCH_SIZE the largest size to consider, in samples. " in text
+    assert "within 5 % of the best samples per second that were measured. " in text
     assert "--plan PLAN a plan of an earlier ``fit`` to use again" in text

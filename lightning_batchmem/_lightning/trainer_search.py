@@ -300,7 +300,6 @@ class TrainerSearch:
             policy=self.policy.reading,
             room_bytes=self._budget.free_bytes(),
             restored=[self.trainer.lightning_module, *datamodules_of(self.trainer)],
-            items_function=self.options.items_fn,
         )
 
     def _begin_training(

@@ -697,9 +697,7 @@ CASES = {
         finder={"lr_scaling": "linear"},
         hard_coded=partial(onecycle, lr=2e-2),
     ),
-    "worst_case_of_the_user": Case(
-        Net, finder={"worst_case": lambda sample: float(sample[0].sum())}
-    ),
+    "worst_case": Case(Net, finder={"worst_case": "longest"}),
     "accumulation_and_clipping": Case(
         Net, trainer={"accumulate_grad_batches": 4, "gradient_clip_val": 0.1}
     ),

@@ -87,11 +87,11 @@ def test_sizes_are_positive_whole_numbers(name, value):
         ),
         (
             {"worst_case": 3},
-            'worst_case must be one of None, "typical", "longest" or a callable, got 3',
+            'worst_case must be one of None, "typical", "longest", got 3',
         ),
         (
             {"worst_case": np.zeros(1)},
-            'worst_case must be one of None, "typical", "longest" or a callable, got array',
+            'worst_case must be one of None, "typical", "longest", got array',
         ),
         (
             {"min_batch_size": 8, "max_batch_size": 4},
@@ -122,11 +122,6 @@ def test_wrong_arguments(arguments, message):
 )
 def test_the_first_size_is_a_multiple(arguments, size):
     assert SearchOptions(**arguments).first_size(SearchPolicy()) == size
-
-
-@pytest.mark.parametrize("worst_case", [None, "typical", "longest", len, dict])
-def test_worst_case(worst_case):
-    assert SearchOptions(worst_case=worst_case).worst_case is worst_case
 
 
 def test_numbers_of_numpy_become_plain():
