@@ -179,10 +179,10 @@ def measure(make: Make, base: Mapping[str, Any]) -> StepMemory:
         seed_everything(0, verbose=False)
         trainer, model, data = make_trainer(make, arguments)
         plan = finder.search(trainer, model, None, data, None)
-    if plan.memory is None:
-        raise ValueError(f"a line needs steps at two sizes, got one: {plan.reason}")
     if not all(trial.is_exact for trial in plan.trials):
         raise ValueError("the memory of a compiled step cannot be counted")
+    if plan.memory is None:
+        raise ValueError(f"a line needs steps at two sizes, got one: {plan.reason}")
     phases = {
         phase: PhaseMemory(round(line.intercept), round(line.slope))
         for phase, line in plan.memory.lines.items()
