@@ -64,6 +64,10 @@ class BatchFinder(Callback):
     ``predict`` it searches with forward passes, before their loaders are built. A run that resumes
     from a checkpoint continues with the size in the checkpoint.
 
+    Attributes:
+        plan: the :class:`~lightning_batchmem.Plan` of the last search; ``None`` before.
+        policy: the numbers that steer a search; assign another one before ``fit``.
+
     Args:
         objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest
             one within 5 % of the best samples per second that were measured. For who wants the
@@ -103,20 +107,16 @@ class BatchFinder(Callback):
         search_on_resume: search again where a checkpoint holds a plan; ``"if_changed"``: only if
             the device or its limit is another one. For runs that resume on another machine.
         plan: a plan of an earlier ``fit`` to use again: a ``Plan``, its JSON file, or a log
-            directory. For sweeps, which need one search only. If device, limit, ranks, precision,
-            parameters and options are the same, and no sample is longer, only a rehearsal at its
-            size is run. Otherwise, or if the rehearsal fails, the search runs, and a note of the
-            new plan has the reason.
+            directory. For sweeps, which need one search only. If device, limit and number of
+            parameters are the same, and its size is allowed, only a rehearsal at its size is run.
+            Otherwise, or if the rehearsal fails, the search runs, and a note of the new plan has
+            the reason.
         verbose: print the whole plan, with all reasons and every size that was run, instead of six
             lines.
         budget: the attribute that ``batch_arg_name`` names is no number of samples, but a budget
             within which the loaders form their own batches, such as ``"max_tokens"``. Sizes are in
             units of it. Where loaders are passed to ``fit``, it is an attribute of their batch
             samplers, samplers or data sets. For loaders that form batches by tokens or lengths.
-
-    Attributes:
-        plan: the :class:`~lightning_batchmem.Plan` of the last search; ``None`` before.
-        policy: the numbers that steer a search; assign another one before ``fit``.
 
     Raises:
         ValueError: for an argument out of range, and at ``fit`` for a project whose batch size
@@ -250,13 +250,13 @@ class BatchFinder(Callback):
             search = self._search_in(trainer)
             if self._checkpoint and self._search_on_resume is not True:
                 saved_plan = search.plan_in(self._checkpoint)
-            if saved_plan is not None and self._search_on_resume == "if_changed":
-                changes = saved_plan.changes_of_device()
-                if changes:
-                    rank_zero_info(f"BatchFinder searches again: {', and '.join(changes)}")
-                    saved_plan = None
+            is_optional = self._search_on_resume == "if_changed"
+            if saved_plan is not None and is_optional and saved_plan.changes:
+                changes = ", and ".join(saved_plan.changes)
+                rank_zero_info(f"BatchFinder searches again: {changes}")
+                saved_plan = None
             if saved_plan is not None:
-                plan = saved_plan.continued(trainer, options)
+                plan = saved_plan.continued(trainer, options.target_batch_size)
                 # The plan may be of another device, or of another memory_limit.
                 limit_bytes = saved_plan.limit_bytes
                 snapshot.restore_or_warn()
@@ -313,10 +313,10 @@ class BatchFinder(Callback):
             self._cancel = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The plan and the options for a checkpoint, as plain JSON types."""
+        """The plan for a checkpoint, as plain JSON types."""
         if self._plan_of_fit is None:
             return {}
-        return {"plan": json.loads(self._plan_of_fit.to_json()), "options": self._options.as_json()}
+        return {"plan": json.loads(self._plan_of_fit.to_json())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Read the plan of a checkpoint, with which a resumed ``fit`` continues."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, overload
 
@@ -145,15 +146,7 @@ def _find_with_trainer(
     **options: Any,
 ) -> Plan:
     finder = SearchOnly(**options)
-    # A plan that is made in another process does not come back.
-    if not trains_in_other_processes(trainer):
-        finder.search(trainer, model, datamodule, train_dataloaders, val_dataloaders)
-    if finder.plan is None:
-        raise ValueError(
-            "trainer must be one that trains in this process for find_batch_size, got fast_dev_run,"
-            " no batches or epochs, or a strategy that starts other processes"
-        )
-    return finder.plan
+    return finder.search(trainer, model, datamodule, train_dataloaders, val_dataloaders)
 
 
 def _find_for_loop(
@@ -200,10 +193,28 @@ class SearchOnly(BatchFinder):
         datamodule: LightningDataModule | None,
         train_dataloaders: Any,
         val_dataloaders: Any,
-    ) -> None:
-        """Call ``fit`` up to the end of the search, and restore everything."""
+    ) -> Plan:
+        """Call ``fit`` up to the end of the search, and restore everything.
+
+        Raises:
+            ValueError: for a trainer that would not train, or not in this process.
+        """
+        # A plan that is made in another process does not come back.
+        if not trains_in_other_processes(trainer):
+            data = [datamodule, *_flat(train_dataloaders), *_flat(val_dataloaders)]
+            with self._alone(trainer, model, data):
+                trainer.fit(model, train_dataloaders, val_dataloaders, datamodule)
+        if self.plan is None:
+            raise ValueError(
+                "trainer must be one that trains in this process for find_batch_size, got"
+                " fast_dev_run, no batches or epochs, or a strategy that starts other processes"
+            )
+        return self.plan
+
+    @contextmanager
+    def _alone(self, trainer: Trainer, model: LightningModule, data: list[Any]) -> Iterator[None]:
+        """Let the trainer have no other callback, and restore everything at the end."""
         self.callbacks = callbacks_of(trainer)
-        data = [datamodule, *_flat(train_dataloaders), *_flat(val_dataloaders)]
         loaders = [item for item in data if isinstance(item, DataLoader)]
         kinds = in_every_package("core.LightningDataModule")
         # A compiled model wraps the module.
@@ -218,7 +229,7 @@ class SearchOnly(BatchFinder):
                 strategy, "setup_environment", lambda: self.mute_callbacks_of_model(trainer)
             )
             try:
-                trainer.fit(model, train_dataloaders, val_dataloaders, datamodule)
+                yield
             finally:
                 cancel()
                 strategy.optimizers = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem._lightning.apply import record_training_setup, search_conditions
+from lightning_batchmem._lightning.apply import record_training_setup
 from lightning_batchmem._lightning.batch_watch import BatchWatch
 from lightning_batchmem._lightning.bounds import stage_bounds, training_bounds
 from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan
@@ -45,7 +46,11 @@ from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Chosen, mib
 from lightning_batchmem.plan.scaling import OptimizerStep, optimizer_step
 from lightning_batchmem.search.compiled import each_size_static
-from lightning_batchmem.search.earlier_plan import find_earlier_plan
+from lightning_batchmem.search.earlier_plan import (
+    changes_since,
+    find_earlier_plan,
+    parameters_text,
+)
 from lightning_batchmem.search.memory_budget import MemoryBudget
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
@@ -119,15 +124,13 @@ class TrainerSearch:
             ValueError: if the batch size of the project cannot be set.
         """
         setup = record_training_setup(setting, self.options)
-        conditions = search_conditions(self.trainer, self.options)
+        parameters = parameters_text(self.trainer.lightning_module)
         clean_start = CleanStart(self.trainer, self.device_memory, snapshot)
         with self._progress() as progress, clean_start.entered(), each_size_static():
             session = self._training_session(clean_start, setting)
-            of_ranks = self.ranks.exchange(session.longest_bytes)
-            conditions["sample_bytes"] = [max(sizes) for sizes in zip(*of_ranks, strict=True)]
             earlier_plan, notes = find_earlier_plan(
                 given_plan,
-                conditions,
+                parameters,
                 device=self._device,
                 limit_bytes=self._budget.limit_bytes(),
                 ranks=self.ranks,
@@ -151,7 +154,7 @@ class TrainerSearch:
             lr_scaling=self.options.lr_scaling,
         )
         notes = [*_old_values(setting, chosen), *notes]
-        return self._plan(chosen, result, step, notes, conditions)
+        return self._plan(chosen, result, step, notes, parameters)
 
     def evaluation(self, setting: BatchSizeSetting, snapshot: ProjectSnapshot) -> Plan | None:
         """Search with forward passes; ``None`` if no loader of the stage follows the batch size.
@@ -170,11 +173,13 @@ class TrainerSearch:
 
     def plan_in(self, state: dict[str, Any]) -> CheckpointPlan:
         """The plan in the state of a BatchFinder in a checkpoint."""
+        plan = Plan.from_json(json.dumps(state["plan"]))
         # One rank may differ, and the limit in a plan is that of the rank with the least.
         devices, limits = zip(
             *self.ranks.exchange((self._device, self._budget.limit_bytes())), strict=True
         )
-        return CheckpointPlan(state, devices[0], min(limits))
+        limit_bytes = min(limits)
+        return CheckpointPlan(plan, limit_bytes, changes_since(plan, devices[0], limit_bytes))
 
     def training_limit_bytes(self, plan: Plan) -> int:
         """The limit of a training with a plan of this search, with what only the training takes."""
@@ -329,7 +334,7 @@ class TrainerSearch:
         result: SearchResult,
         step: OptimizerStep,
         notes: Sequence[str] = (),
-        conditions: Mapping[str, Any] | None = None,
+        parameters: str = "",
     ) -> Plan:
         return make_plan(
             chosen,
@@ -338,7 +343,7 @@ class TrainerSearch:
             device=self._device,
             notes=[*result.notes, *notes],
             step=step,
-            conditions=conditions,
+            parameters=parameters,
         )
 
 

@@ -54,7 +54,8 @@ def logger_connector(trainer: Trainer) -> Any:
 
 def results_of(loop: Any) -> Any:
     """The values of ``self.log`` that a loop collects; ``None`` where it collects none."""
-    return getattr(loop, "_results", None)
+    # The loop of an epoch collects the results. The loop around it only shows them.
+    return vars(loop).get("_results")
 
 
 def renew_results(loop: Any) -> None:

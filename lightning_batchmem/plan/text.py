@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from lightning_batchmem.plan.records import Trial, mib
 from lightning_batchmem.plan.sentences import NOT_RESTORED
+from lightning_batchmem.plan.table import table_text
 from lightning_batchmem.plan.throughput import measured_speeds
 
 if TYPE_CHECKING:
     from lightning_batchmem.plan.plan import Plan
 
 _HEADINGS = ("run", "result", "size", "live MiB", "line MiB", "held MiB", "ms")
-_ROW = "  {:<9} {:<10} {:>6} {:>9} {:>9} {:>9} {:>9} {:>9}"
 _OUTCOMES = {
     "ok": "ok",
     "out_of_memory": "no memory",
@@ -27,8 +27,7 @@ def full_text(plan: Plan) -> str:
     lines += [f"  {name:<10}{value}" for name, value in _rows(plan)]
     if plan.trials:
         headings = (*_HEADINGS, f"{_items(plan)}/s")
-        table = [headings, *(_cells(plan, trial) for trial in plan.trials)]
-        lines += [_ROW.format(*cells).rstrip() for cells in table]
+        lines.append(table_text(headings, [_cells(plan, t) for t in plan.trials], left=2))
     return "\n".join(lines)
 
 
