@@ -103,7 +103,7 @@ def test_a_device_without_an_index_is_any_of_its_type():
     assert not is_on(torch.device("cpu"), torch.device("cuda"))
 
 
-class OwnTensor(torch.Tensor):
+class OwnTensor(torch.nn.Parameter):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return NotImplemented
@@ -112,6 +112,5 @@ class OwnTensor(torch.Tensor):
 def test_parameters_of_a_type_of_their_own_are_noticed():
     module = torch.nn.Linear(2, 2)
     assert not has_own_tensors(module)
-    own = torch.Tensor._make_subclass(OwnTensor, torch.ones(2), True)
-    module.bias = torch.nn.Parameter(own)
+    module.bias = torch.Tensor._make_subclass(OwnTensor, torch.ones(2), True)
     assert has_own_tensors(module)
