@@ -360,8 +360,8 @@ class BatchFinder(Callback):
         device_memory = self.device_memory(device)
         if device_memory is None:
             raise ValueError(
-                f"the device must have a peak memory counter for BatchFinder, got {device.type}."
-                " Set the batch size by hand."
+                f"BatchFinder needs a peak memory counter, and {device.type} or its allocator has"
+                " none. Set the batch size by hand."
             )
         return TrainerSearch(trainer, device_memory, self._options, self.policy, self._ranks)
 
