@@ -267,8 +267,7 @@ class BatchFinder(Callback):
             apply_to_training(setting, plan)
         self.plan = plan
         self._plan_of_fit = plan
-        # The buffers with which ranks exchange gradients come on top of what was rehearsed.
-        if options.memory_limit is not None and self._ranks.size == 1:
+        if options.memory_limit is not None:
             # Otherwise the allocator would grow where it released its cache in the rehearsal.
             limit = search.device_memory.limit_enforced(limit_bytes)
             self._enforced_limit.enter_context(limit)

@@ -50,6 +50,15 @@ def test_other_ways_to_train(tmp_path):
         assert found["steps"] in (5, 10), way
 
 
+@pytest.mark.parametrize("network", ["mlp", "gpt"])
+def test_training_stays_within_the_memory_limit(network, tmp_path):
+    for found in found_on(tmp_path / "ranks", "4", "memory_limit", network, "1400"):
+        assert found["steps"] == 60
+        assert found["rehearsed_mib"] > 0.8 * found["limit_mib"]
+        assert found["trained_mib"] <= found["limit_mib"]
+        assert found["fraction"] == pytest.approx(found["limit_mib"] / 4096, abs=1e-3)
+
+
 def test_a_rank_without_memory_ends_the_other_that_waits_for_its_gradients(tmp_path):
     result = run_on(tmp_path / "ranks", "0.75", "out_of_memory")
     assert result["codes"] == [1, 1], result["outputs"]

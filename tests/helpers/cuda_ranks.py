@@ -30,15 +30,14 @@ FAILING_RANK = 1
 
 
 class PeakOfTraining(Callback):
-    """Keeps the reserved peak of the training, and the retries of the allocator in it."""
+    """Keeps the reserved peak of the training, and the share of the device that it may take."""
 
     def on_train_start(self, *_: Any) -> None:
         torch.cuda.reset_peak_memory_stats()
-        self.retries = torch.cuda.memory_stats()["num_alloc_retries"]
 
     def on_train_end(self, *_: Any) -> None:
         self.peak_bytes = torch.cuda.max_memory_reserved()
-        self.retries = torch.cuda.memory_stats()["num_alloc_retries"] - self.retries
+        self.fraction = torch.cuda.get_per_process_memory_fraction()
 
 
 def train(
@@ -80,7 +79,7 @@ def train(
         "limit_mib": mib(plan.limit_bytes),
         "rehearsed_mib": mib(rehearsal.held_bytes),
         "trained_mib": mib(peak.peak_bytes),
-        "retries": peak.retries,
+        "fraction": peak.fraction,
     }
 
 
