@@ -60,12 +60,12 @@ class MemoryGroup:
             self._peak.write_text("0")
 
     def used_bytes(self) -> int:
-        """Bytes in use without page cache that the kernel would drop first."""
+        """Bytes in use without page cache, which the kernel drops before it kills a process."""
         statistics = (self.path / "memory.stat").read_text()
-        found = re.search(r"^total_inactive_file (\d+)$", statistics, re.M) or re.search(
-            r"^inactive_file (\d+)$", statistics, re.M
-        )
-        return int(self._usage.read_text()) - (int(found[1]) if found else 0)
+        # Version 1 counts its subgroups in lines of their own.
+        prefix = "total_" if "\ntotal_" in statistics else ""
+        file_pages = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", statistics, re.M)
+        return int(self._usage.read_text()) - sum(map(int, file_pages))
 
     def sample(self) -> None:
         """Read the memory in use once it is limited."""

@@ -17,7 +17,7 @@ from rich.console import Console
 from lightning_batchmem._lightning.apply import apply_to_training, check_step, check_training
 from lightning_batchmem._lightning.batch_watch import BatchWatch
 from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan
-from lightning_batchmem._lightning.clean_start import record
+from lightning_batchmem._lightning.clean_start import ProjectSnapshot, project_snapshot
 from lightning_batchmem._lightning.data_source import (
     discard_train_loader,
     stage_loop,
@@ -25,7 +25,6 @@ from lightning_batchmem._lightning.data_source import (
     train_source,
 )
 from lightning_batchmem._lightning.hooks import call_before
-from lightning_batchmem._lightning.recorded_state import RecordedState
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.strategies import check_strategy
 from lightning_batchmem._lightning.tested_versions import warn_of_untested_torch
@@ -33,7 +32,7 @@ from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.plan.options import ItemsFunction, SearchOptions, WorstCase
+from lightning_batchmem.plan.options import SearchOptions, WorstCase
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import LearningRateScaling, Objective
@@ -60,55 +59,60 @@ class BatchFinder(Callback):
     """Compute the batch size before training starts, from a few real steps at small sizes.
 
     In ``on_fit_start`` it measures the user's training step at small sizes, fits a line to the live
-    bytes of each phase, predicts the size, rehearses the training at it, and restores everything
-    else. Under ``trainer.validate``, ``test`` and ``predict`` it searches with forward passes,
-    before their loaders are built. A run that resumes from a checkpoint continues with the size in
-    the checkpoint.
+    bytes of each phase, predicts the size, rehearses the training at it, and restores weights,
+    attributes of module and datamodule, and random states. Under ``trainer.validate``, ``test`` and
+    ``predict`` it searches with forward passes, before their loaders are built. A run that resumes
+    from a checkpoint continues with the size in the checkpoint.
 
     Args:
         objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest
-            one within 5 % of the best samples per second that were measured.
+            one within 5 % of the best samples per second that were measured. For who wants the
+            shortest epoch, and not the largest batch.
         memory_limit: the most memory that this process may hold: bytes (``2e9`` too), a text such
             as ``"20GiB"``, or a fraction in (0, 1] of what the device can provide to this process.
-            ``None``, and at most: 0.95 of it. On one CUDA device a limit that is given is enforced
-            until the training ends, where PyTorch's allocator can be limited. On the host the
-            default is all of it, and tensors get 0.25 of the room below the limit; a higher limit,
-            even above the free memory, raises the size.
-        max_batch_size: the largest size to consider, in samples.
+            For a device that others use too, and for a larger size on the host. ``None``, and at
+            most: 0.95 of it. On one CUDA device a limit that is given is enforced until the
+            training ends, where PyTorch's allocator can be limited. On the host the default is all
+            of it, and tensors get 0.25 of the room below the limit; a higher limit, even above the
+            free memory, raises the size.
+        max_batch_size: the largest size to consider, in samples. For who knows that larger batches
+            do not help.
         min_batch_size: the smallest size to consider, in samples; ``None``: 2 (one sample is an
-            error to BatchNorm).
+            error to BatchNorm). For a loss that needs more samples.
         multiple_of: sizes are rounded down to a multiple of it; ``None``: to the largest power of
-            two that is at most a 64th of the size.
+            two that is at most a 64th of the size. For layers that are fast at certain sizes.
         min_steps_per_epoch: an epoch keeps at least this many optimizer steps: the size is at most
             samples / (steps x accumulation x ranks), but not below the size of the project or
-            ``min_batch_size``. ``None``, and where ``max_batch_size`` or ``target_batch_size`` is
-            given: no limit.
+            ``min_batch_size``. For small data sets. ``None``, and where ``max_batch_size`` or
+            ``target_batch_size`` is given: no limit.
         batch_arg_name: the attribute of the module, the datamodule or their hparams that holds the
             size, or a path to it through attributes and dicts, such as ``"kwargs.batch_size"``.
+            For projects that name it otherwise.
         worst_case: which samples the search uses: ``"typical"`` spreads them over the data set,
-            ``"longest"`` takes the largest one (of up to 10,000), a callable returns the size of a
-            sample. ``None``: if samples differ in size, the largest one where the collate function
-            pads, and samples as in the largest of 1,000 random batches where it concatenates.
+            ``"longest"`` takes the largest one (of up to 10,000). For samples of different sizes.
+            ``None``: if they differ, the largest one where the collate function pads, and samples
+            as in the largest of 1,000 random batches where it concatenates.
         target_batch_size: samples per optimizer step over all ranks: sets
-            ``accumulate_grad_batches``, and a batch size that divides it. ``None``: accumulation
-            stays as the Trainer has it.
+            ``accumulate_grad_batches``, and a batch size that divides it. For who must keep the
+            batch of a recipe on a smaller device. ``None``: accumulation stays as the Trainer has
+            it.
         lr_scaling: ``"linear"`` or ``"sqrt"``: multiply the ``lr`` or ``learning_rate`` of the
             module by the ratio of samples per optimizer step after and before the search, or its
-            square root, before the optimizers are configured. ``None``: no change.
+            square root, before the optimizers are configured. For a learning rate that was found
+            for the size of the project. ``None``: no change.
         search_on_resume: search again where a checkpoint holds a plan; ``"if_changed"``: only if
-            the device or its limit is another one.
+            the device or its limit is another one. For runs that resume on another machine.
         plan: a plan of an earlier ``fit`` to use again: a ``Plan``, its JSON file, or a log
-            directory. If device, limit, ranks, precision, parameters and options are the same, and
-            no sample is longer, only a rehearsal at its size is run. Otherwise, or if the rehearsal
-            fails, the search runs, and a note of the new plan has the reason.
+            directory. For sweeps, which need one search only. If device, limit, ranks, precision,
+            parameters and options are the same, and no sample is longer, only a rehearsal at its
+            size is run. Otherwise, or if the rehearsal fails, the search runs, and a note of the
+            new plan has the reason.
         verbose: print the whole plan, with all reasons and every size that was run, instead of six
             lines.
         budget: the attribute that ``batch_arg_name`` names is no number of samples, but a budget
             within which the loaders form their own batches, such as ``"max_tokens"``. Sizes are in
             units of it. Where loaders are passed to ``fit``, it is an attribute of their batch
-            samplers, samplers or data sets.
-        items_fn: counts the items of a batch for the throughput, with ``budget=True``. ``None``:
-            the elements of its largest integer tensor, with padding.
+            samplers, samplers or data sets. For loaders that form batches by tokens or lengths.
 
     Attributes:
         plan: the :class:`~lightning_batchmem.Plan` of the last search; ``None`` before.
@@ -136,14 +140,13 @@ class BatchFinder(Callback):
         multiple_of: int | None = None,
         min_steps_per_epoch: int | None = 10,
         batch_arg_name: str = "batch_size",
-        worst_case: WorstCase = None,
+        worst_case: WorstCase | None = None,
         target_batch_size: int | None = None,
         lr_scaling: LearningRateScaling | None = None,
         search_on_resume: bool | Literal["if_changed"] = False,
         plan: Plan | str | Path | None = None,
         verbose: bool = False,
         budget: bool = False,
-        items_fn: ItemsFunction = None,
     ) -> None:
         super().__init__()
         self.plan: Plan | None = None
@@ -160,7 +163,6 @@ class BatchFinder(Callback):
             target_batch_size=target_batch_size,
             lr_scaling=lr_scaling,
             budget=budget,
-            items_fn=items_fn,
         )
         if not isinstance(search_on_resume, bool) and search_on_resume != "if_changed":
             raise ValueError(
@@ -177,7 +179,7 @@ class BatchFinder(Callback):
         # its end.
         self._cancel: Callable[[], object] | None = None
         # This is the state before configure_optimizers.
-        self._recorded: RecordedState | None = None
+        self._snapshot: ProjectSnapshot | None = None
         # It is set from the end of the search until the first batch.
         self._search: TrainerSearch | None = None
         # It is set in the first epoch, until a batch is larger than those of the search.
@@ -211,16 +213,16 @@ class BatchFinder(Callback):
         # needs the size. mypy does not see that the trainer has this attribute.
         trainer.callbacks = sorted(callbacks_of(trainer), key=lambda callback: callback is not self)  # type: ignore[attr-defined]
 
-        def record_state() -> None:
-            self._recorded = record(trainer)
+        def take_snapshot() -> None:
+            self._snapshot = project_snapshot(trainer)
 
         # The user's configure_optimizers may draw random numbers.
-        self._cancel = call_before(trainer.strategy, "setup_optimizers", record_state)
+        self._cancel = call_before(trainer.strategy, "setup_optimizers", take_snapshot)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, apply the size, and print the plan."""
-        recorded = self._recorded
-        self._recorded = None
+        snapshot = self._snapshot
+        self._snapshot = None
         self._cancel = None
         if is_fast_dev_run(trainer):
             rank_zero_info("BatchFinder does nothing under fast_dev_run")
@@ -235,7 +237,7 @@ class BatchFinder(Callback):
         with self._ranks.fail_together():
             check_training(trainer, pl_module, options)
             # A strategy may configure its optimizers in another way than by its own method.
-            recorded = recorded or record(trainer)
+            snapshot = snapshot or project_snapshot(trainer)
             # Lightning has built the loader where configure_optimizers read
             # estimated_stepping_batches.
             discard_train_loader(trainer)
@@ -257,9 +259,9 @@ class BatchFinder(Callback):
                 plan = saved_plan.continued(trainer, options)
                 # The plan may be of another device, or of another memory_limit.
                 limit_bytes = saved_plan.limit_bytes
-                recorded.restore()
+                snapshot.restore_or_warn()
             else:
-                plan = search.training(setting, recorded, self._given_plan)
+                plan = search.training(setting, snapshot, self._given_plan)
                 limit_bytes = search.training_limit_bytes(plan)
                 self._batch_watch = search.batch_watch
                 if search.start_bytes > 0:
@@ -298,8 +300,8 @@ class BatchFinder(Callback):
             self._cancel()
             self._cancel = None
         # The other ranks may wait in a search that this one has not reached.
-        if self._recorded is not None:
-            self._recorded = None
+        if self._snapshot is not None:
+            self._snapshot = None
             self._ranks.report(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -342,7 +344,7 @@ class BatchFinder(Callback):
         plan = None
         if setting.attribute.exists or source.passed:
             with self._ranks.fail_together():
-                plan = self._search_in(trainer).evaluation(setting, record(trainer))
+                plan = self._search_in(trainer).evaluation(setting, project_snapshot(trainer))
         if plan is None:
             rank_zero_info(
                 f"BatchFinder leaves {source.hook} unchanged: no loader follows `{setting.name}`"

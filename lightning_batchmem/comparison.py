@@ -24,7 +24,7 @@ from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.find import find_batch_size
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, Line
-from lightning_batchmem.state.recorded_objects import record_random_states
+from lightning_batchmem.state.snapshot import record_random_states
 
 Make = Callable[[], tuple[Any, Any]]
 

@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from lightning_batchmem._lightning.clean_start import isolated
+from lightning_batchmem._lightning.clean_start import ProjectSnapshot, isolated
 from lightning_batchmem._lightning.hooks import call_before
 from lightning_batchmem._lightning.packages import end_of_tuning, in_every_package
-from lightning_batchmem._lightning.recorded_state import RecordedState
 from lightning_batchmem._lightning.strategies import trains_in_other_processes
 from lightning_batchmem._lightning.tested_versions import warn_of_untested_torch
 from lightning_batchmem._lightning.trainer_state import callbacks_of
@@ -60,13 +59,14 @@ def find_batch_size(
 
 
 def find_batch_size(*arguments: Any, **keywords: Any) -> Plan:
-    """Compute the batch size without a training, and without a change of anything else.
+    """Compute the batch size without a training.
 
     **With a Trainer**, ``find_batch_size(trainer, model, ...)``, the search is that of
     :class:`~lightning_batchmem.BatchFinder` in ``trainer.fit``. The hooks ``prepare_data``,
     ``setup`` and ``teardown`` run; callbacks and loggers of the trainer do not. The plan is not
-    printed; a line shows the progress if the trainer has a progress bar. Afterwards the model, the
-    data, the trainer and all random states are as before, so set the size yourself.
+    printed; a line shows the progress if the trainer has a progress bar. Afterwards attributes of
+    the model and the datamodule, the trainer and all random states are as before, so set the size
+    yourself.
 
     **With a loop of your own**, ``find_batch_size(step, make_batch, model=..., optimizer=...)``,
     the search runs ``step(make_batch(n))`` at several sizes, and prints the plan as BatchFinder
@@ -97,8 +97,7 @@ def find_batch_size(*arguments: Any, **keywords: Any) -> Plan:
     - ``model``: the module that it trains, or a list of them.
     - ``optimizer``: its optimizer, or a list of them.
     - ``state``: a list of the other objects that a step changes: schedulers, a GradScaler, averaged
-      weights, random generators. Schedulers do not step in the search. A warning names what the
-      search has changed and could not restore.
+      weights, random generators. Schedulers do not step in the search. Nothing else is restored.
     - ``fabric``: the ``lightning.fabric.Fabric`` that set up model and optimizer.
     - ``objective``, ``memory_limit``, ``max_batch_size``, ``min_batch_size``, ``multiple_of``,
       ``plan`` and ``verbose``: as in :class:`~lightning_batchmem.BatchFinder`. Without
@@ -208,13 +207,13 @@ class SearchOnly(BatchFinder):
         loaders = [item for item in data if isinstance(item, DataLoader)]
         kinds = in_every_package("core.LightningDataModule")
         # A compiled model wraps the module.
-        recorded = RecordedState(
+        snapshot = ProjectSnapshot(
             getattr(model, "_orig_mod", model),
             loaders,
             [item for item in data if isinstance(item, kinds)],
         )
         strategy = trainer.strategy
-        with isolated(trainer, recorded, [self]):
+        with isolated(trainer, snapshot, [self]):
             cancel = call_before(
                 strategy, "setup_environment", lambda: self.mute_callbacks_of_model(trainer)
             )

@@ -15,7 +15,7 @@ from lightning_batchmem._lightning.apply import record_training_setup, search_co
 from lightning_batchmem._lightning.batch_watch import BatchWatch
 from lightning_batchmem._lightning.bounds import stage_bounds, training_bounds
 from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan
-from lightning_batchmem._lightning.clean_start import CleanStart
+from lightning_batchmem._lightning.clean_start import CleanStart, ProjectSnapshot
 from lightning_batchmem._lightning.data_source import (
     attach_loaders,
     stage_loop,
@@ -24,7 +24,6 @@ from lightning_batchmem._lightning.data_source import (
 )
 from lightning_batchmem._lightning.hooks import configure_optimizers_again
 from lightning_batchmem._lightning.packages import lightning_name
-from lightning_batchmem._lightning.recorded_state import RecordedState
 from lightning_batchmem._lightning.session import TrainerSession
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
@@ -48,7 +47,7 @@ from lightning_batchmem.search.memory_budget import MemoryBudget
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.search import BatchSizeSearch, SearchResult
-from lightning_batchmem.state.recorded_objects import freeze
+from lightning_batchmem.state.snapshot import freeze
 
 MORE_IN_USE_SHARE = 0.01
 """Training that begins with more in use than the search, by this share of the limit, warns."""
@@ -102,14 +101,14 @@ class TrainerSearch:
     def training(
         self,
         setting: BatchSizeSetting,
-        recorded: RecordedState,
+        snapshot: ProjectSnapshot,
         given_plan: Plan | str | Path | None,
     ) -> Plan:
         """Search with training steps, of which validation is a phase.
 
         Args:
             setting: the places of the batch size.
-            recorded: the state before the optimizers were configured.
+            snapshot: the state before the optimizers were configured.
             given_plan: an earlier plan to use again.
 
         Raises:
@@ -118,7 +117,7 @@ class TrainerSearch:
         """
         setup = record_training_setup(setting, self.options)
         conditions = search_conditions(self.trainer, self.options)
-        clean_start = CleanStart(self.trainer, self.device_memory, recorded)
+        clean_start = CleanStart(self.trainer, self.device_memory, snapshot)
         with self._progress() as progress, clean_start.entered(), each_size_static():
             session = self._training_session(clean_start, setting)
             of_ranks = self.ranks.exchange(session.longest_bytes)
@@ -151,13 +150,13 @@ class TrainerSearch:
         notes = [*_old_values(setting, chosen), *notes]
         return self._plan(chosen, result, step, notes, conditions)
 
-    def evaluation(self, setting: BatchSizeSetting, recorded: RecordedState) -> Plan | None:
+    def evaluation(self, setting: BatchSizeSetting, snapshot: ProjectSnapshot) -> Plan | None:
         """Search with forward passes; ``None`` if no loader of the stage follows the batch size.
 
         Raises:
             RuntimeError: if no size fits.
         """
-        clean_start = CleanStart(self.trainer, self.device_memory, recorded)
+        clean_start = CleanStart(self.trainer, self.device_memory, snapshot)
         with self._progress() as progress, clean_start.entered(), each_size_static():
             session = self._evaluation_session(clean_start, setting)
             if session is None:
@@ -295,7 +294,6 @@ class TrainerSearch:
             policy=self.policy.reading,
             room_bytes=self._budget.free_bytes(),
             restored=[self.trainer.lightning_module, *datamodules_of(self.trainer)],
-            items_function=self.options.items_fn,
         )
 
     def _begin_training(

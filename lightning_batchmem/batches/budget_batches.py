@@ -7,7 +7,6 @@ from typing import Any
 from lightning_batchmem.batches.budget_loader import BudgetLoader
 from lightning_batchmem.batches.read_batches import BatchReader, BatchReading, read_worst_batches
 from lightning_batchmem.devices.tensors import copied
-from lightning_batchmem.plan.options import ItemsFunction
 from lightning_batchmem.plan.policy import ReadingPolicy
 from lightning_batchmem.plan.sentences import worst_of_budget
 
@@ -22,7 +21,6 @@ class BudgetBatches:
         info: the loader at any budget.
         policy: how many batches are read, and how long.
         share_bytes: what the batches that are kept may hold.
-        items_function: counts the items of a batch.
     """
 
     def __init__(
@@ -30,7 +28,6 @@ class BudgetBatches:
         info: BudgetLoader,
         policy: ReadingPolicy,
         share_bytes: float,
-        items_function: ItemsFunction,
     ) -> None:
         self.info = info
         self.notes = [worst_of_budget(policy.max_batches_read)]
@@ -39,7 +36,6 @@ class BudgetBatches:
         self.longest_bytes = 0
         self._policy = policy
         self._share_bytes = share_bytes
-        self._items_function = items_function
         self._readings: dict[int, BatchReading] = {}
         # The batches that are kept are those of this budget. 0: of none.
         self._budget = 0
@@ -136,4 +132,4 @@ class BudgetBatches:
         return self._reading
 
     def _reader(self, loader: Any) -> BatchReader:
-        return BatchReader(loader, self._items_function, self._policy, self._share_bytes)
+        return BatchReader(loader, self._policy, self._share_bytes)

@@ -26,7 +26,7 @@ from lightning_batchmem.batches.samples import (
     read_samples,
 )
 from lightning_batchmem.devices.tensors import copied
-from lightning_batchmem.plan.options import ItemsFunction, WorstCase
+from lightning_batchmem.plan.options import WorstCase
 from lightning_batchmem.plan.policy import ReadingPolicy
 from lightning_batchmem.plan.sentences import ragged_samples, scan_ended
 
@@ -43,12 +43,11 @@ class ProbeBatches:
     def __init__(
         self,
         loaders: StageLoaders,
-        worst_case: WorstCase = None,
+        worst_case: WorstCase | None = None,
         *,
         policy: ReadingPolicy | None = None,
         room_bytes: int | None = None,
         restored: Sequence[object] = (),
-        items_function: ItemsFunction = None,
     ) -> None:
         policy = policy or ReadingPolicy()
         room = math.inf if room_bytes is None else room_bytes
@@ -57,7 +56,7 @@ class ProbeBatches:
         self._of_loaders: list[_LoaderBatches | BudgetBatches] = []
         for info in loaders.sized:
             if isinstance(info, BudgetLoader):
-                read = BudgetBatches(info, policy, share_bytes, items_function)
+                read = BudgetBatches(info, policy, share_bytes)
                 self._of_loaders.append(read)
             else:
                 made = _LoaderBatches(info, worst_case, policy, share_bytes, restored)
@@ -179,7 +178,7 @@ class _LoaderBatches:
     def __init__(
         self,
         info: LoaderInfo,
-        worst_case: WorstCase,
+        worst_case: WorstCase | None,
         policy: ReadingPolicy,
         share_bytes: float,
         restored: Sequence[object],

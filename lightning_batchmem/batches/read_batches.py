@@ -27,7 +27,6 @@ from lightning_batchmem.batches.samples import (
 )
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.devices.tensors import samples_in, tensors_in
-from lightning_batchmem.plan.options import ItemsFunction, number_from
 from lightning_batchmem.plan.policy import ReadingPolicy
 
 
@@ -68,14 +67,12 @@ class BatchReader(IterableDataset[bytes]):
 
     Args:
         loader: the loader at the budget.
-        items_function: counts the items of a batch; ``None``: :func:`padded_items`.
         policy: how many batches are read, and how long.
         room_bytes: what the batches may hold in the process of the search; the first of them is
             kept in any case.
     """
 
     loader: DataLoader[Any]
-    items_function: ItemsFunction
     policy: ReadingPolicy
     room_bytes: float
 
@@ -104,7 +101,7 @@ class BatchReader(IterableDataset[bytes]):
                 num_batches = num_read
                 break
             batch_bytes = held_bytes(batch)
-            items = self._items(batch)
+            items = padded_items(batch)
             # Of batches with equally long samples, the one with most bytes is the worst.
             ranks: dict[str, tuple[float, ...]] = {
                 "bytes": (batch_bytes, items),
@@ -126,11 +123,6 @@ class BatchReader(IterableDataset[bytes]):
         largest_bytes, items = kept["bytes"].rank
         reading = BatchReading(num_read, num_batches, int(largest_bytes), items, has_single_samples)
         return self._within_room(reading, ordered)
-
-    def _items(self, batch: Any) -> float:
-        if self.items_function is None:
-            return padded_items(batch)
-        return number_from("items_fn", self.items_function(batch))
 
     def _within_room(self, reading: BatchReading, ordered: list[Any]) -> WorstBatches:
         room_bytes = self.room_bytes

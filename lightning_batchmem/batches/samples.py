@@ -33,7 +33,7 @@ from lightning_batchmem.batches.batch_sampler import copied_sampler
 from lightning_batchmem.batches.sample_sizes import SampleSizes
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.devices.tensors import copied, plain_tensors, tensors_in
-from lightning_batchmem.plan.options import WorstCase, number_from
+from lightning_batchmem.plan.options import WorstCase
 from lightning_batchmem.plan.policy import ReadingPolicy
 
 # Errors with these texts are raised again: a worker ended, or a spawned worker runs the user's
@@ -62,7 +62,7 @@ class SampleMeasure:
     """
 
     collate: Callable[[list[Any]], Any]
-    worst_case: WorstCase
+    worst_case: WorstCase | None
     policy: ReadingPolicy
     # The samples may hold these bytes in the process of the search.
     room_bytes: float
@@ -81,8 +81,6 @@ class SampleMeasure:
         except Exception:  # noqa: BLE001
             batch_bytes = held_bytes(sample)
         size = float(batch_bytes)
-        if callable(self.worst_case):
-            size = number_from("worst_case", self.worst_case(sample))
         is_largest = size > self.largest_size
         self.largest_size = max(size, self.largest_size)
         is_spread = self.spread_count < self.policy.max_samples and self._has_room(sample)

@@ -11,9 +11,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_batchmem._lightning.clean_start import CleanStart
+from lightning_batchmem._lightning.clean_start import CleanStart, ProjectSnapshot
 from lightning_batchmem._lightning.packages import end_of_tuning
-from lightning_batchmem._lightning.recorded_state import RecordedState
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem.devices.base import DeviceMemory
@@ -81,12 +80,12 @@ class _ProbedTrainer(TrainerSearch):
     def training(
         self,
         setting: BatchSizeSetting,
-        recorded: RecordedState,
+        snapshot: ProjectSnapshot,
         given_plan: Plan | str | Path | None,
     ) -> Plan:
         """Measure the steps, and end ``fit`` without a plan."""
         sizes = self.probe.sizes
-        clean_start = CleanStart(self.trainer, self.device_memory, recorded)
+        clean_start = CleanStart(self.trainer, self.device_memory, snapshot)
         with clean_start.entered(), each_size_static():
             session = self._training_session(clean_start, setting)
             largest, reason = min(session.bounds())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -13,10 +11,7 @@ from typing import Any, Literal, get_args
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import LearningRateScaling, Objective
 
-WorstCase = Literal["typical", "longest"] | Callable[[Any], float] | None
-
-ItemsFunction = Callable[[Any], float] | None
-"""Counts the items of a batch, for example tokens."""
+WorstCase = Literal["typical", "longest"]
 
 # This is the maximum where neither the data nor the user sets one.
 UNBOUNDED_MAX_BATCH_SIZE = 2**20
@@ -45,18 +40,15 @@ class SearchOptions:
     multiple_of: int | None = None
     min_steps_per_epoch: int | None = 10
     batch_arg_name: str = "batch_size"
-    worst_case: WorstCase = None
+    worst_case: WorstCase | None = None
     target_batch_size: int | None = None
     lr_scaling: LearningRateScaling | None = None
     budget: bool = False
-    items_fn: ItemsFunction = None
 
     def __post_init__(self) -> None:
         _check_choice("objective", self.objective, get_args(Objective))
         _check_choice("lr_scaling", self.lr_scaling, (None, *get_args(LearningRateScaling)))
-        if not callable(self.worst_case):
-            choices = (None, "typical", "longest")
-            _check_choice("worst_case", self.worst_case, choices, " or a callable")
+        _check_choice("worst_case", self.worst_case, (None, *get_args(WorstCase)))
         sizes = ("max_batch_size", "min_batch_size", "multiple_of", "target_batch_size")
         for name in (*sizes, "min_steps_per_epoch"):
             if (value := getattr(self, name)) is not None:
@@ -76,11 +68,6 @@ class SearchOptions:
             raise ValueError(
                 "worst_case must be None with budget=True, which takes the batches of the loader,"
                 f" got {self.worst_case!r:.80}"
-            )
-        if self.items_fn is not None and not (self.budget and callable(self.items_fn)):
-            raise ValueError(
-                "items_fn must be a function of a batch, with budget=True, got"
-                f" {self.items_fn!r:.80}"
             )
         _check_path("batch_arg_name", self.batch_arg_name)
         parse_memory_limit(self.memory_limit, budget_bytes=1)
@@ -106,11 +93,8 @@ class SearchOptions:
         return self.batch_arg_name.rpartition(".")[2] if self.budget else None
 
     def as_json(self) -> dict[str, Any]:
-        """The options in plain JSON types; a callable by its name."""
-        return {
-            name: getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
-            for name, value in vars(self).items()
-        }
+        """The options in plain JSON types."""
+        return dict(vars(self))
 
 
 def parse_memory_limit(memory_limit: object, budget_bytes: int) -> int:
@@ -138,11 +122,10 @@ def parse_memory_limit(memory_limit: object, budget_bytes: int) -> int:
     return int(limit_bytes)
 
 
-def number_from(argument: str, returned: Any, *, nan: bool = False) -> float:
-    """The number that a function of the user has returned; ``nan``: it may be NaN."""
+def number_from(argument: str, returned: Any) -> float:
+    """The number that a function of the user has returned."""
     with suppress(TypeError, ValueError):
-        if nan or not math.isnan(float(returned)):
-            return float(returned)
+        return float(returned)
     raise ValueError(f"{argument} must return a number, got {returned!r:.80}")
 
 
@@ -150,13 +133,11 @@ def _plain_number(number: Real) -> int | float:
     return int(number) if isinstance(number, Integral) else float(number)
 
 
-def _check_choice(
-    name: str, value: object, choices: tuple[str | None, ...], more: str = ""
-) -> None:
+def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
     # An array is not compared, because it would compare element by element.
     if not (value is None or isinstance(value, str)) or value not in choices:
         listed = ", ".join(f'"{choice}"' if choice else "None" for choice in choices)
-        raise ValueError(f"{name} must be one of {listed}{more}, got {value!r:.80}")
+        raise ValueError(f"{name} must be one of {listed}, got {value!r:.80}")
 
 
 def _check_path(name: str, value: object) -> None:

@@ -163,6 +163,12 @@ def idle_optimizer(steps: int) -> str:
     )
 
 
+NOT_RESTORED = (
+    "attributes of the objects that the search was given. If steps change attributes of classes or"
+    " functions, default arguments, variables, caches or objects behind weak references, these stay"
+    " changed."
+)
+
 # Notes about the training.
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_batchmem.plan.records import Trial, mib
+from lightning_batchmem.plan.sentences import NOT_RESTORED
 from lightning_batchmem.plan.throughput import measured_speeds
 
 if TYPE_CHECKING:
@@ -94,7 +95,10 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("step", "; ".join(changes)))
     if plan.reason:
         rows.append(("why", plan.reason))
-    return rows + [("note", note) for note in plan.notes]
+    rows += [("note", note) for note in plan.notes]
+    if plan.trials:
+        rows.append(("restored", NOT_RESTORED))
+    return rows
 
 
 def _known_sizes(plan: Plan) -> str:

@@ -188,7 +188,7 @@ class StepRecorder:
         self._batch = None
         items = None
         if self._items_fn is not None:
-            items = number_from("items_fn", self._items_fn(batch), nan=True)
+            items = number_from("items_fn", self._items_fn(batch))
         self._ended = partial(
             Step,
             number=number,

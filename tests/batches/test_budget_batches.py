@@ -14,7 +14,7 @@ LENGTHS = [8] * 512 + [100]
 pytestmark = pytest.mark.usefixtures("reads_here")
 
 
-def batches(make=within_budget, items_fn=None, share_bytes=10**9, *, at=None, **arguments):
+def batches(make=within_budget, share_bytes=10**9, *, at=None, **arguments):
     """Batches of a project with this budget attribute; ``at`` lists the budgets that were read."""
 
     @contextmanager
@@ -24,7 +24,7 @@ def batches(make=within_budget, items_fn=None, share_bytes=10**9, *, at=None, **
         yield make(LENGTHS, budget, **arguments)
 
     info = BudgetLoader(make(LENGTHS, 4096, **arguments), at_budget)
-    return BudgetBatches(info, ReadingPolicy(), share_bytes, items_fn)
+    return BudgetBatches(info, ReadingPolicy(), share_bytes)
 
 
 def smallest(probe, budget, *, needs_two_samples=False):
@@ -156,4 +156,3 @@ def test_bytes_are_in_proportion_to_the_nearest_budget():
 
 def test_items_are_those_of_the_worst_batch():
     assert batches().items(800) == 800
-    assert batches(items_fn=len).items(800) == 100

@@ -13,8 +13,8 @@ from tests.helpers.samples import pad
 LENGTHS = [1, 1, 1, 1, 2, 2, 3, 12]
 
 
-def reader(loader, *, items_fn=None, room_bytes=10**9, **numbers):
-    return BatchReader(loader, items_fn, ReadingPolicy(**numbers), room_bytes)
+def reader(loader, *, room_bytes=10**9, **numbers):
+    return BatchReader(loader, ReadingPolicy(**numbers), room_bytes)
 
 
 def shapes(worst):
@@ -56,14 +56,6 @@ def test_bytes_and_items_may_be_of_other_batches():
     worst = reader(loader, first_batches_kept=0).read()
     assert [len(batch[1]) for batch in worst.batches] == [1, 7]
     assert worst.reading.items == 1
-
-
-def test_items_of_the_user():
-    loader = given_batches((2, 5), (4, 1))
-    worst = reader(loader, items_fn=len, first_batches_kept=0).read()
-    assert (shapes(worst), worst.reading.items) == ([(2, 5), (4, 1)], 2)
-    with pytest.raises(ValueError, match="items_fn must return a number, got 'two'"):
-        reader(loader, items_fn=lambda batch: "two").read()
 
 
 def test_padded_items():

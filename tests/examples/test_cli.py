@@ -125,7 +125,7 @@ VALUES = {
     "memory_limit": ([3, 0.5, 2e9, "20GiB"], [[1]]),
     "max_batch_size": ([3, None], [1.5, "many"]),
     "batch_arg_name": (["size"], [3]),
-    "worst_case": (["typical", "longest", "builtins.len"], [3, "many"]),
+    "worst_case": (["typical", "longest"], [3, "many"]),
     "lr_scaling": (["linear", "sqrt", None], ["many"]),
     "search_on_resume": ([True, "if_changed"], ["many"]),
 }

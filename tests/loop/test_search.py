@@ -9,11 +9,9 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from lightning_batchmem import BatchFinder, find_batch_size
+from lightning_batchmem.plan.sentences import NOT_RESTORED
 from tests.helpers.lawful import MIB, Lawful, found_size, law, loader
 from tests.helpers.loops import Loop, scheduled, seeded, sgd
-
-# The fake device belongs to the step here, and what it counts is not restored.
-pytestmark = pytest.mark.filterwarnings("ignore:BatchFinder left these changed")
 
 
 def found(loop, **options):
@@ -258,6 +256,24 @@ def test_what_cannot_be_restored_is_named(lawful):
     lawful.state = [iter([1, 2]), loader(4)]
     with pytest.warns(UserWarning, match=r"state\[1\] \(DataLoader\); state\[0\] \(an iterator"):
         found(lawful, max_batch_size=4)
+
+
+def test_only_what_is_in_the_state_is_restored():
+    loop = seeded(sgd)
+    of_loop = loop.step
+    loop.state = []
+    others = []
+
+    def step(batch):
+        loop.state.append(of_loop(batch).item())
+        others.append(batch)
+
+    loop.step = step
+    plan = found(loop, max_batch_size=8)
+    # A list may be the state itself.
+    assert loop.state == []
+    assert len(others) > 10
+    assert NOT_RESTORED in str(plan)
 
 
 def test_a_scheduler_that_was_not_passed_is_named():

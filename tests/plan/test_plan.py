@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, PHASES, Line, MemoryModel, Trial
+from lightning_batchmem.plan.sentences import NOT_RESTORED
 from tests.helpers.lawful import OLD_PLAN
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -135,6 +136,7 @@ def test_the_text_of_a_plan():
             "  memory    100.0 MiB + 2.0 MiB a sample (forward)",
             "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
             "  why       32 samples: the largest size that is predicted to fit.",
+            f"  restored  {NOT_RESTORED}",
             "  run       result       size  live MiB  line MiB  held MiB        ms samples/s",
             "  probe     ok              2     104.0     104.0                12.0       167",
             "  rehearsal over limit     64     228.0     228.0     250.0",
