@@ -108,7 +108,11 @@ class AcceleratorMemory:
         https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html
         """
         previous = self._memory_fraction()
-        if previous is None or not self._can_be_limited():
+        settings = self._settings
+        # A threshold for garbage collection is ignored until a limit is set, and would apply to the
+        # whole training afterwards. Without settings it is not known whether there is one.
+        # Source: `set_fraction` in c10/cuda/CUDACachingAllocator.cpp, torch 2.13
+        if previous is None or not settings or settings.get("garbage_collection_threshold", 0):
             yield False
             return
         fraction = min(previous, limit_bytes / self.total_bytes())
@@ -157,14 +161,6 @@ class AcceleratorMemory:
         # torch.cuda of torch 2.5.1 lacks this function.
         get_fraction = getattr(self._functions, "get_per_process_memory_fraction", None)
         return None if get_fraction is None else float(get_fraction(self._device))
-
-    def _can_be_limited(self) -> bool:
-        """Whether an enforced limit has no other effect than that allocations above it fail."""
-        # A threshold for garbage collection is ignored until a limit is set, and would apply to the
-        # whole training afterwards. Without settings it is not known whether there is one.
-        # Source: `set_fraction` in c10/cuda/CUDACachingAllocator.cpp, torch 2.13
-        settings = self._settings
-        return bool(settings) and not settings.get("garbage_collection_threshold", 0)
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
