@@ -51,7 +51,7 @@ class AcceleratorMemory:
 
     @property
     def has_expandable_segments(self) -> bool:
-        return bool(self._settings.get("expandable_segments", False))
+        return bool(self._settings.get("expandable_segments"))
 
     def reset_peak(self) -> None:
         # Before CUDA starts, torch raises an error here (2.5.1 to 2.14).
@@ -112,7 +112,7 @@ class AcceleratorMemory:
         # A threshold for garbage collection is ignored until a limit is set, and would apply to the
         # whole training afterwards. Without settings it is not known whether there is one.
         # Source: `set_fraction` in c10/cuda/CUDACachingAllocator.cpp, torch 2.13
-        if previous is None or not settings or settings.get("garbage_collection_threshold", 0):
+        if previous is None or not settings or settings.get("garbage_collection_threshold"):
             yield False
             return
         fraction = min(previous, limit_bytes / self.total_bytes())
@@ -203,8 +203,9 @@ def counts_memory() -> bool:
 
     Source: https://docs.pytorch.org/docs/stable/cuda_environment_variables.html
     """
-    is_cached = "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
-    return is_cached and torch.cuda.get_allocator_backend() in ("native", "cudaMallocAsync")
+    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
+        return False
+    return torch.cuda.get_allocator_backend() in ("native", "cudaMallocAsync")
 
 
 def cuda_utilization(device: torch.device) -> Utilization | None:
