@@ -46,7 +46,7 @@ class MemoryProfiler(Callback):
     rank times the number of ranks; the peaks and throughputs of all ranks are exchanged after each
     epoch.
 
-    On MPS memory is left out, with a warning.
+    Memory is left out, with a warning, where it has no peak counter (MPS, XPU, HPU, TPU).
 
     Args:
         csv: whether to write ``memory_per_batch.csv``, ``memory_summary.json`` and the plan of a

@@ -434,7 +434,7 @@ def test_without_a_peak_counter_memory_is_left_out(tmp_path, capsys):
         "val": data(samples=4),
     }
     with pytest.warns(
-        UserWarning, match="measures no memory, because cpu has no peak counter"
+        UserWarning, match="measures no memory, because cpu or its allocator has no peak counter"
     ) as issued:
         profiler, recorder = profiled(tmp_path, Validated(), Planned(), **options)
     assert len([warning for warning in issued if "measures no memory" in str(warning.message)]) == 1

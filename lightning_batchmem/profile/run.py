@@ -84,7 +84,8 @@ class Run:
         device = trainer.strategy.root_device
         if device_memory is None:
             rank_zero_warn(
-                f"MemoryProfiler measures no memory, because {device.type} has no peak counter."
+                f"MemoryProfiler measures no memory, because {device.type} or its allocator has no"
+                " peak counter."
             )
         plans = (vars(callback).get("plan") for callback in callbacks_of(trainer))
         plan = next((plan for plan in plans if isinstance(plan, Plan)), None)
