@@ -262,7 +262,7 @@ class BatchFinder(Callback):
                 snapshot.restore_or_warn()
             else:
                 plan = search.training(setting, snapshot, self._given_plan)
-                limit_bytes = search.training_limit_bytes(plan)
+                limit_bytes = plan.limit_bytes
                 self._batch_watch = search.batch_watch
                 if search.start_bytes > 0:
                     self._search = search

@@ -14,7 +14,6 @@ from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
 from lightning_batchmem._lightning.strategies import (
     has_batch_norm,
-    is_synchronized,
     steps_are_collective,
     without_synchronization,
 )
@@ -57,7 +56,6 @@ class TrainerSession:
             self.accumulate_grad_batches = trainer.accumulate_grad_batches
         self.evaluates_first = bool(trainer.num_sanity_val_steps)
         self.steps_are_collective = steps_are_collective(trainer)
-        self.exchanges_gradients = self.training is not None and is_synchronized(trainer)
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_batchmem._lightning.packages import lightning_name
+from lightning_batchmem.devices.tensors import bytes_of
 
 
 def check_strategy(trainer: Trainer) -> None:
@@ -64,9 +65,15 @@ def is_single_device(trainer: Trainer) -> bool:
     return _is_strategy(trainer, "SingleDeviceStrategy")
 
 
-def is_synchronized(trainer: Trainer) -> bool:
-    """Whether DDP exchanges gradients at the end of backward."""
-    return isinstance(trainer.strategy.model, DistributedDataParallel)
+def bucket_bytes(trainer: Trainer) -> int:
+    """Bytes of the gradients that ranks exchange under DDP.
+
+    After the first step of a training DDP makes its buckets again, in another order, and no step of
+    a rank alone does that.
+    """
+    if trainer.world_size == 1 or not _has_ddp_wrapper(trainer):
+        return 0
+    return bytes_of(p for p in trainer.lightning_module.parameters() if p.requires_grad)
 
 
 @contextmanager
@@ -115,13 +122,17 @@ def wrap_again(trainer: Trainer) -> None:
     A synchronized step reorders the buckets of the old wrapper, which changes sums.
     """
     strategy: Any = trainer.strategy
-    if is_synchronized(trainer):
+    if _has_ddp_wrapper(trainer):
         strategy.model = trainer.lightning_module
         # This frees the old wrapper before the new one takes as much memory.
         gc.collect()
         # This is state of the wrapper in lightning 2.6. Lightning 2.5.0 does not have it.
         strategy._pl_static_graph_delay_done = False
         strategy.configure_ddp()
+
+
+def _has_ddp_wrapper(trainer: Trainer) -> bool:
+    return isinstance(trainer.strategy.model, DistributedDataParallel)
 
 
 def _is_strategy(trainer: Trainer, *names: str) -> bool:

@@ -27,7 +27,7 @@ from lightning_batchmem._lightning.hooks import configure_optimizers_again
 from lightning_batchmem._lightning.session import TrainerSession
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
-from lightning_batchmem._lightning.strategies import has_batch_norm, wrap_again
+from lightning_batchmem._lightning.strategies import bucket_bytes, has_batch_norm, wrap_again
 from lightning_batchmem._lightning.trainer_state import (
     call_module_hook,
     datamodules_of,
@@ -83,8 +83,10 @@ class TrainerSearch:
         trainer = self.trainer
         device_memory = self.device_memory
         options = self.options
+        later_bytes = bucket_bytes(trainer)
         # On the host the copy of the weights is part of the resident set from the start.
-        later_bytes = 0 if device_memory.is_host else weight_average_bytes(trainer)
+        if not device_memory.is_host:
+            later_bytes += weight_average_bytes(trainer)
         # A Trainer in a worker of Ray has one device, however many workers this machine has.
         ranks_on_host = self.ranks.on_this_host()
         self._budget = MemoryBudget(
@@ -180,10 +182,6 @@ class TrainerSearch:
         )
         limit_bytes = min(limits)
         return CheckpointPlan(plan, limit_bytes, changes_since(plan, devices[0], limit_bytes))
-
-    def training_limit_bytes(self, plan: Plan) -> int:
-        """The limit of a training with a plan of this search, with what only the training takes."""
-        return plan.limit_bytes + self._budget.later_bytes
 
     def check_start(self, batch: object, plan: Plan) -> None:
         """Warn if training begins with more memory in use than the search did."""
@@ -336,10 +334,12 @@ class TrainerSearch:
         notes: Sequence[str] = (),
         parameters: str = "",
     ) -> Plan:
+        # The limit of a plan is that of the training.
+        limit_bytes = result.limits.limit_bytes + self._budget.later_bytes
         return make_plan(
             chosen,
             result.trials,
-            result.limits,
+            replace(result.limits, limit_bytes=limit_bytes),
             device=self._device,
             notes=[*result.notes, *notes],
             step=step,

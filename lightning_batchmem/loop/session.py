@@ -32,8 +32,6 @@ class LoopSession:
 
     evaluation = None
     evaluates_first = False
-    # Every step of a loop is complete, so there is none without its exchanges.
-    exchanges_gradients = False
     accumulate_grad_batches = 1
     notes: Sequence[str] = ()
     # The module may get its batch in any way.

@@ -17,7 +17,7 @@ PHASES = ("forward", "backward", "optimizer_step", "evaluation")
 """The parts of a step whose peaks are measured and fitted apart, in the order in which they run."""
 
 Outcome = Literal["ok", "out_of_memory", "over_limit", "allocator_retry"]
-TrialKind = Literal["probe", "rehearsal", "exchange"]
+TrialKind = Literal["probe", "rehearsal"]
 _ShareLimit = Literal[
     "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"
 ]
@@ -57,8 +57,7 @@ class Trial:
             CUDA: bytes requested from the allocator. Host: bytes of live tensors, plus what the
             process held before its first step.
         kind: ``"probe"`` for a few steps that are only measured, ``"rehearsal"`` for steps as in a
-            training, ``"exchange"`` for steps in which ranks exchange gradients (they are in no
-            plan).
+            training.
         is_exact: whether the peaks count live bytes. ``False`` where only the resident set could be
             measured.
         start_bytes: live bytes before the first step; in a rehearsal on a device, before the first

@@ -248,7 +248,14 @@ def changed(name: str, old: str, new: str) -> str:
     return f"the {name} was {old} and is {new}"
 
 
-# Notes about the samples.
+# Notes about the limit and the samples.
+
+
+def later_bytes(count_bytes: int) -> str:
+    return (
+        f"The search used {mib(count_bytes)} less than the limit: the training takes them later,"
+        " for gradients that ranks exchange or for averaged weights."
+    )
 
 
 def worst_of_budget(num_batches: int) -> str:

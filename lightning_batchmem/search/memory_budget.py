@@ -102,13 +102,14 @@ def search_limits(
     if not budget.device.is_host:
         bounds.append((_largest_in_host_memory(session, budget, options), "host memory"))
     bound = min(bounds, key=lambda bound: bound[0])
+    search_bytes = limit_bytes - budget.later_bytes
     missing_bytes = 0
     if budget.device.is_host and session.training is not None:
         parameters = session.module.parameters()
         without_gradient = [p for p in parameters if p.requires_grad and p.grad is None]
-        missing_bytes = held_bytes + bytes_of(without_gradient) - limit_bytes
+        missing_bytes = held_bytes + bytes_of(without_gradient) - search_bytes
     own = (
-        limit_bytes - budget.later_bytes,
+        search_bytes,
         missing_bytes,
         bound,
         session.avoided_sizes(),

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from lightning_batchmem.devices.breakdown import measure_breakdown
 from lightning_batchmem.plan import sentences
-from lightning_batchmem.plan.fit import ran_through
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
@@ -84,13 +83,13 @@ class BatchSizeSearch:
             if why_not:
                 notes.append(sentences.earlier_plan_not_used(why_not))
         if result is None:
-            result = self._search([], limits)
-        is_chosen = isinstance(result.chosen, Chosen)
-        if is_chosen and result.trials and session.exchanges_gradients and not limits.is_host:
-            result = self._with_room_for_exchanges(result)
+            result = self._search(limits)
+        later_bytes = self._budget.later_bytes
+        of_limit = [sentences.later_bytes(later_bytes)] if later_bytes else []
         if isinstance(result.chosen, SearchFailed):
             failure = self._explained(result.chosen, result.trials, result.limits)
-            return replace(result, chosen=failure)
+            reason = " ".join([failure.reason, *of_limit])
+            return replace(result, chosen=SearchFailed(reason))
         session.check_batch_size(result.chosen.batch_size)
         of_trials = dict.fromkeys(note for trial in result.trials for note in trial.notes)
         notes = [
@@ -98,11 +97,13 @@ class BatchSizeSearch:
             *notes,
             *of_trials,
             *session.notes,
+            *of_limit,
         ]
         return replace(result, notes=tuple(notes))
 
-    def _search(self, trials: list[Trial], limits: SearchLimits) -> SearchResult:
+    def _search(self, limits: SearchLimits) -> SearchResult:
         """Run sizes until one is chosen."""
+        trials: list[Trial] = []
         while isinstance(step := decide(trials, limits, self._policy), NextSize):
             if not trials:
                 limits = self._with_collectives_found(step.batch_size, limits)
@@ -120,28 +121,6 @@ class BatchSizeSearch:
             )
         chosen, trials = reused(plan, trial, limits)
         return SearchResult(chosen, trials, self._read_again(limits))
-
-    def _with_room_for_exchanges(self, result: SearchResult) -> SearchResult:
-        """Lower the size until steps in which ranks exchange gradients fit as well."""
-        limits = result.limits
-        room = limits
-        while isinstance(chosen := result.chosen, Chosen):
-            together = replace(limits, steps_are_collective=True)
-            step = NextSize(chosen.batch_size, "exchange")
-            exchange = self._trial(step, result.trials, together)
-            if exchange.held_bytes <= limits.limit_bytes:
-                return replace(result, limits=limits)
-            passed = ran_through(trial for trial in result.trials if trial.outcome == "ok")
-            alone = next(trial for trial in passed if trial.batch_size == chosen.batch_size)
-            more_bytes = max(1, exchange.held_bytes - alone.held_bytes)
-            room = replace(room, limit_bytes=room.limit_bytes - more_bytes)
-            trials = [
-                trial
-                for trial in result.trials
-                if trial.kind != "rehearsal" or trial.needed_bytes <= room.limit_bytes
-            ]
-            result = self._search(trials, room)
-        return result
 
     def _trial(self, step: NextSize, trials: Sequence[Trial], limits: SearchLimits) -> Trial:
         """Run a trial on all ranks, of which the worst counts."""

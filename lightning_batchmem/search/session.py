@@ -112,10 +112,6 @@ class Session(Protocol):
         """Whether every step needs all ranks."""
 
     @property
-    def exchanges_gradients(self) -> bool:
-        """Whether ranks exchange gradients at the end of backward, which trials leave out."""
-
-    @property
     def accumulate_grad_batches(self) -> int:
         """Batches to an optimizer step, as the project sets them; 1 in an evaluation."""
 

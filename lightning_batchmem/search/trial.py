@@ -21,9 +21,6 @@ from lightning_batchmem.search.rehearsal import rehearse
 from lightning_batchmem.search.session import Session
 from lightning_batchmem.search.steps import MAX_WARMUP_STEPS, ConsecutiveSteps
 
-EXCHANGE_STEPS = 2
-"""Steps in which ranks exchange gradients. Buckets are made anew after the first."""
-
 
 class TrialRunner:
     """Runs trials of a session on this rank. It keeps nothing of them.
@@ -138,11 +135,9 @@ class TrialRunner:
             return partial(rehearse, meter, batch_size, self._is_on_any_rank)
         if kind == "rehearsal":
             return partial(rehearse, meter, batch_size)
-        if kind == "probe":
-            # The time of a step decides nothing where the largest size is wanted.
-            is_quick = limits.options.objective == "memory"
-            return partial(self._probe, meter, batch_size, is_quick=is_quick)
-        return partial(self._exchange, meter, batch_size)
+        # The time of a step decides nothing where the largest size is wanted.
+        is_quick = limits.options.objective == "memory"
+        return partial(self._probe, meter, batch_size, is_quick=is_quick)
 
     def _probe(self, meter: TrialMeter, batch_size: int, *, is_quick: bool) -> None:
         """Run a few steps and measure the peak of each phase."""
@@ -160,11 +155,6 @@ class TrialRunner:
                 consecutive.count_live_bytes()
             if steps is meter.primary:
                 meter.fixed_bytes = max(0, meter.live_bytes() - meter.gradient_bytes())
-
-    def _exchange(self, meter: TrialMeter, batch_size: int) -> None:
-        """Run steps in which ranks exchange gradients."""
-        with ConsecutiveSteps(meter, meter.primary, batch_size) as consecutive:
-            consecutive.run(EXCHANGE_STEPS)
 
     def _would_retry(self, meter: TrialMeter, limits: SearchLimits) -> bool:
         """Whether the allocator would release its cache again and again in the training."""
@@ -198,9 +188,6 @@ class TrialRunner:
         reserve_bytes = 0
         if limits.is_host:
             reserve_bytes = meter.checkpoint_bytes() + self._session.worker_bytes(batch_size)
-            if self._session.exchanges_gradients:
-                # The buckets of DDP hold a copy of the gradients.
-                reserve_bytes += meter.gradient_bytes()
             # A checkpoint is saved between two steps.
             lasting_bytes = meter.fixed_bytes + meter.gradient_bytes() + reserve_bytes
             needed_bytes = max(live_bytes, lasting_bytes)

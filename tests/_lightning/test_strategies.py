@@ -8,10 +8,12 @@ from lightning.pytorch.strategies import (
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
-from torch.nn import BatchNorm1d, LayerNorm, LazyBatchNorm2d, Sequential, SyncBatchNorm
+from torch.nn import BatchNorm1d, LayerNorm, LazyBatchNorm2d, Linear, Sequential, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_batchmem._lightning.strategies import (
+    bucket_bytes,
     check_strategy,
     has_batch_norm,
     steps_are_collective,
@@ -56,6 +58,23 @@ def test_sharding_and_synchronized_batch_norm_make_steps_collective(kind, layer,
         strategy=object.__new__(kind), lightning_module=layer, world_size=ranks
     )
     assert steps_are_collective(trainer) is expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "expected"),
+    [
+        (DistributedDataParallel, 2, 4),
+        # The only rank exchanges its gradients in the steps of a search too.
+        (DistributedDataParallel, 1, 0),
+        (Sequential, 2, 0),
+    ],
+)
+def test_ranks_exchange_the_gradients_of_parameters_that_are_trained(kind, ranks, expected):
+    layer = Linear(1, 1)
+    layer.bias.requires_grad_(False)
+    strategy = SimpleNamespace(model=object.__new__(kind))
+    trainer = SimpleNamespace(strategy=strategy, lightning_module=layer, world_size=ranks)
+    assert bucket_bytes(trainer) == expected
 
 
 class OwnNorm(_BatchNorm):

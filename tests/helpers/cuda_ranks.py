@@ -16,11 +16,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LearningRateFinder, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.common import silence
 from benchmarks.cuda_networks import NETWORKS, Project, project
 from lightning_batchmem import BatchFinder
+from lightning_batchmem.devices.tensors import bytes_of
 from tests.helpers.cuda_stub import mib
 from tests.helpers.lawful import MIB, quiet_trainer
 from tests.helpers.rank_processes import run_ranks
@@ -77,6 +77,7 @@ def train(
         "errors": sum(trial.outcome == "out_of_memory" for trial in plan.trials),
         "steps": trainer.global_step,
         "limit_mib": mib(plan.limit_bytes),
+        "gradient_mib": mib(bytes_of(module.parameters())),
         "rehearsed_mib": mib(rehearsal.held_bytes),
         "trained_mib": mib(peak.peak_bytes),
         "fraction": peak.fraction,
@@ -125,15 +126,16 @@ def memory_limit(name: str, limit_mib: str) -> dict[str, Any]:
 class Failing(Project):
     """A project that fails on one rank, in a step of the search."""
 
-    def __init__(self, fail: Callable[[], object], *, only_together: bool) -> None:
+    def __init__(self, fail: Callable[[], object], *, calls_collectives: bool) -> None:
         super().__init__(NETWORKS["mlp"], 0)
         self.fail = fail
-        self.only_together = only_together
+        self.calls_collectives = calls_collectives
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        if self.calls_collectives:
+            torch.distributed.all_reduce(torch.zeros(1))
         loss = super().training_step(batch, batch_idx)
-        is_together = isinstance(self.trainer.strategy.model, DistributedDataParallel)
-        is_due = is_together if self.only_together else len(batch[0]) > 2
+        is_due = len(batch[0]) > 2
         if loss is not None and is_due and self.global_rank == FAILING_RANK:
             loss.register_hook(lambda gradient: self._fail_in_backward())
         return loss
@@ -149,12 +151,12 @@ def out_of_memory() -> dict[str, Any]:
     def fail() -> None:
         torch.empty(2**40, dtype=torch.uint8, device="cuda")
 
-    return train(Failing(fail, only_together=True), finder={"max_batch_size": 64})
+    return train(Failing(fail, calls_collectives=True), finder={"max_batch_size": 64})
 
 
 def killed() -> dict[str, Any]:
     """One rank is killed in a step that each rank takes alone."""
-    return train(Failing(lambda: os.kill(os.getpid(), signal.SIGKILL), only_together=False))
+    return train(Failing(lambda: os.kill(os.getpid(), signal.SIGKILL), calls_collectives=False))
 
 
 CASES = {

@@ -53,7 +53,7 @@ class FakeSession:
     device = torch.device("cpu")
     evaluation = None
     evaluates_first = False
-    steps_are_collective = exchanges_gradients = False
+    steps_are_collective = False
     accumulate_grad_batches = 1
     notes = ("a note of the samples",)
     largest_batch_bytes = 0

@@ -57,10 +57,6 @@ class Net(LightningModule):
         fails_here = (fails.get("where"), fails.get("rank", 1)) == (where, self.global_rank)
         if not fails_here or self.size < fails["size"]:
             return
-        if fails.get("synchronized") and not isinstance(
-            self.trainer.strategy.model, nn.parallel.DistributedDataParallel
-        ):
-            return
         (Path(self.trainer.default_root_dir) / "failed_at").write_text(str(time.time()))
         if fails["error"] == "SIGKILL":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -81,6 +81,8 @@ def test_gradients_are_part_of_what_the_host_must_hold(fake_device):
     device.as_host()
     # The weight and the bias of the layer have four bytes each.
     assert limits_of(session, budget).missing_bytes == 7
+    later = budget_of(device, memory_limit=10 * KIB + 1, later_bytes=8)
+    assert limits_of(session, later).missing_bytes == 15
     session.module.bias.requires_grad_(False)
     assert limits_of(session, budget).missing_bytes == 3
     session.training = None
