@@ -151,7 +151,7 @@ def out_of_memory() -> dict[str, Any]:
     def fail() -> None:
         torch.empty(2**40, dtype=torch.uint8, device="cuda")
 
-    return train(Failing(fail, calls_collectives=True), finder={"max_batch_size": 64})
+    return train(Failing(fail, calls_collectives=True))
 
 
 def killed() -> dict[str, Any]:
