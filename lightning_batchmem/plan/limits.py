@@ -13,7 +13,7 @@ class SearchLimits:
     """Everything that limits a search, the same on all ranks; sizes in samples.
 
     Args:
-        limit_bytes: the most that this process may hold.
+        limit_bytes: the most that this process may hold in a trial.
         min_batch_size: the smallest size that is allowed.
         max_batch_size: the largest size that is allowed.
         max_reason: the argument, setting or data that limits the largest size.

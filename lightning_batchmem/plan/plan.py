@@ -27,7 +27,7 @@ class Plan:
         limited_by: what kept it from being larger.
         verified: whether a rehearsal passed at exactly this size: real steps from the state in
             which training starts.
-        limit_bytes: what this process may hold.
+        limit_bytes: what this process may hold in the training.
         predicted_peak_bytes: live bytes that the lines through the *smaller* sizes predict at
             ``batch_size``; ``None`` when fewer than two of them were run.
         measured_peak_bytes: live bytes at the peak of the rehearsal; ``None`` when no step had to
