@@ -22,7 +22,12 @@ from lightning_batchmem._lightning.hooks import replaced
 from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem._lightning.strategies import is_single_device
 from lightning_batchmem._lightning.trainer_state import callbacks_of
-from lightning_batchmem.batches.split import Part, split, splittable_samples
+from lightning_batchmem.batches.split import (
+    Part,
+    has_number_of_samples,
+    split,
+    splittable_samples,
+)
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory, release_traceback
 from lightning_batchmem.devices.tensors import tensors_in
 
@@ -247,6 +252,8 @@ class _GuardedClosure:
         """Why a step that failed cannot run in more parts; None if it can."""
         if num_parts == splittable_samples(self._batch):
             return "one sample does not fit"
+        if has_number_of_samples(self._batch):
+            return "it has its number of samples as a number, which is not that of a part"
         # An update of a logged value replaces its tensor.
         logged_ids = [id(result.value) for result in self._steps.results.values()]
         is_first_forward = place == "training_step" and num_parts == 1
