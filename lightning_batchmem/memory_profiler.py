@@ -18,6 +18,7 @@ from lightning_batchmem._lightning.trainer_state import is_fast_dev_run
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
+from lightning_batchmem.plan.options import check_switches
 from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.recorded_run import RecordedRun
 from lightning_batchmem.profile.run import Run
@@ -96,6 +97,7 @@ class MemoryProfiler(Callback):
     ) -> None:
         if snapshot not in (None, "on_oom"):
             raise ValueError(f'snapshot must be "on_oom" or None, got {snapshot!r}')
+        check_switches(csv=csv, progress_bar=progress_bar, modules=modules, flops=flops)
         if items_fn is not None and not callable(items_fn):
             raise ValueError(f"items_fn must be a function of a batch, got {items_fn!r}")
         if peak_flops is not None:
@@ -273,15 +275,19 @@ class MemoryProfiler(Callback):
         device_memory = self.device_memory(device)
         csv = None
         if self._has_csv and self._log_dir is not None and trainer.is_global_zero:
-            csv = StepCsv(
-                self._log_dir,
-                resume=trainer.global_step > 0,
-                own_path=self._csv_path,
-                world_size=trainer.world_size,
-                # A device works while the host goes on.
-                has_exact_times=device.type == "cpu",
-            )
-            self._csv_path = csv.path
+            try:
+                csv = StepCsv(
+                    self._log_dir,
+                    resume=trainer.global_step > 0,
+                    own_path=self._csv_path,
+                    world_size=trainer.world_size,
+                    # A device works while the host goes on.
+                    has_exact_times=device.type == "cpu",
+                )
+                self._csv_path = csv.path
+            # The directory could be written in setup.
+            except OSError as error:
+                rank_zero_warn(f"MemoryProfiler writes no {NAME}: {error}")
         flops = None
         if self._has_flops and stage == "train":
             flops = FlopStep(device, str(trainer.precision), self._peak_flops)
