@@ -179,12 +179,11 @@ class _GuardedClosure:
                 place = self._steps.module._current_fx_name
                 if not is_out_of_memory(error) or place not in ("training_step", "backward"):
                     raise
+                self._error = error
                 reason = self._why_not_again(place, num_parts)
                 if reason is not None:
-                    _add_note(error, reason)
-                    raise
+                    self._refuse(reason)
                 release_traceback(error)
-                self._error = error
             self._steps.module._current_fx_name = fx_name
             if place == "backward":
                 self._has_begun_backward = True
@@ -277,7 +276,9 @@ class _GuardedClosure:
         return None
 
     def _refuse(self, reason: str) -> NoReturn:
-        _add_note(self._error, reason)
+        self._error.add_note(
+            f"OomGuard: the batch cannot run in parts, because {reason}. Use a smaller batch size."
+        )
         raise self._error
 
     def _begin_backward(self, loss: Tensor) -> None:
@@ -316,12 +317,6 @@ class _GuardedClosure:
 
 def _no_mean(name: str) -> str:
     return f"self.log({name!r}) logs a metric, or has another reduce_fx than the mean"
-
-
-def _add_note(error: Exception, reason: str) -> None:
-    error.add_note(
-        f"OomGuard: the batch cannot run in parts, because {reason}. Use a smaller batch size."
-    )
 
 
 def _versions(tensors: Iterable[Tensor | None]) -> list[tuple[int, int | None]]:
