@@ -92,4 +92,4 @@ if __name__ == "__main__":
     parser.add_argument("--cpu", action="store_true", help="do not use a GPU")
     options = parser.parse_args()
     base = {"accelerator": "cpu"} if options.cpu else {}
-    print(compare(make, variants, base=base, memory_limit=options.limit).to_markdown())
+    print(compare(make, variants, base=base, memory_limit=options.limit))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_batchmem.batch_finder import BatchFinder
-    from lightning_batchmem.check.assertion import assert_memory
+    from lightning_batchmem.check import assert_memory
     from lightning_batchmem.comparison import Comparison, Variant, compare
     from lightning_batchmem.find import find_batch_size
     from lightning_batchmem.memory_profiler import MemoryProfiler
@@ -30,7 +30,7 @@ __all__ += ["assert_memory", "compare", "find_batch_size"]
 
 _NAMES = {
     "batch_finder": ("BatchFinder",),
-    "check.assertion": ("assert_memory",),
+    "check": ("assert_memory",),
     "comparison": ("Comparison", "Variant", "compare"),
     "find": ("find_batch_size",),
     "memory_profiler": ("MemoryProfiler",),

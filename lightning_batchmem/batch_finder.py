@@ -17,7 +17,7 @@ from rich.console import Console
 from lightning_batchmem._lightning.apply import apply_to_training, check_step, check_training
 from lightning_batchmem._lightning.batch_watch import BatchWatch
 from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan
-from lightning_batchmem._lightning.clean_start import record
+from lightning_batchmem._lightning.clean_start import ProjectSnapshot, project_snapshot
 from lightning_batchmem._lightning.data_source import (
     discard_train_loader,
     stage_loop,
@@ -25,7 +25,6 @@ from lightning_batchmem._lightning.data_source import (
     train_source,
 )
 from lightning_batchmem._lightning.hooks import call_before
-from lightning_batchmem._lightning.recorded_state import RecordedState
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.strategies import check_strategy
 from lightning_batchmem._lightning.tested_versions import warn_of_untested_torch
@@ -60,10 +59,14 @@ class BatchFinder(Callback):
     """Compute the batch size before training starts, from a few real steps at small sizes.
 
     In ``on_fit_start`` it measures the user's training step at small sizes, fits a line to the live
-    bytes of each phase, predicts the size, rehearses the training at it, and restores everything
-    else. Under ``trainer.validate``, ``test`` and ``predict`` it searches with forward passes,
-    before their loaders are built. A run that resumes from a checkpoint continues with the size in
-    the checkpoint.
+    bytes of each phase, predicts the size, rehearses the training at it, and restores weights,
+    attributes of module and datamodule, and random states. Under ``trainer.validate``, ``test`` and
+    ``predict`` it searches with forward passes, before their loaders are built. A run that resumes
+    from a checkpoint continues with the size in the checkpoint.
+
+    Attributes:
+        plan: the :class:`~lightning_batchmem.Plan` of the last search; ``None`` before.
+        policy: the numbers that steer a search; assign another one before ``fit``.
 
     Args:
         objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest
@@ -104,20 +107,16 @@ class BatchFinder(Callback):
         search_on_resume: search again where a checkpoint holds a plan; ``"if_changed"``: only if
             the device or its limit is another one. For runs that resume on another machine.
         plan: a plan of an earlier ``fit`` to use again: a ``Plan``, its JSON file, or a log
-            directory. For sweeps, which need one search only. If device, limit, ranks, precision,
-            parameters and options are the same, and no sample is longer, only a rehearsal at its
-            size is run. Otherwise, or if the rehearsal fails, the search runs, and a note of the
-            new plan has the reason.
+            directory. For sweeps, which need one search only. If device, limit and number of
+            parameters are the same, and its size is allowed, only a rehearsal at its size is run.
+            Otherwise, or if the rehearsal fails, the search runs, and a note of the new plan has
+            the reason.
         verbose: print the whole plan, with all reasons and every size that was run, instead of six
             lines.
         budget: the attribute that ``batch_arg_name`` names is no number of samples, but a budget
             within which the loaders form their own batches, such as ``"max_tokens"``. Sizes are in
             units of it. Where loaders are passed to ``fit``, it is an attribute of their batch
             samplers, samplers or data sets. For loaders that form batches by tokens or lengths.
-
-    Attributes:
-        plan: the :class:`~lightning_batchmem.Plan` of the last search; ``None`` before.
-        policy: the numbers that steer a search; assign another one before ``fit``.
 
     Raises:
         ValueError: for an argument out of range, and at ``fit`` for a project whose batch size
@@ -181,7 +180,7 @@ class BatchFinder(Callback):
         # its end.
         self._cancel: Callable[[], object] | None = None
         # This is the state before configure_optimizers.
-        self._recorded: RecordedState | None = None
+        self._snapshot: ProjectSnapshot | None = None
         # It is set from the end of the search until the first batch.
         self._search: TrainerSearch | None = None
         # It is set in the first epoch, until a batch is larger than those of the search.
@@ -215,16 +214,16 @@ class BatchFinder(Callback):
         # needs the size. mypy does not see that the trainer has this attribute.
         trainer.callbacks = sorted(callbacks_of(trainer), key=lambda callback: callback is not self)  # type: ignore[attr-defined]
 
-        def record_state() -> None:
-            self._recorded = record(trainer)
+        def take_snapshot() -> None:
+            self._snapshot = project_snapshot(trainer)
 
         # The user's configure_optimizers may draw random numbers.
-        self._cancel = call_before(trainer.strategy, "setup_optimizers", record_state)
+        self._cancel = call_before(trainer.strategy, "setup_optimizers", take_snapshot)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, apply the size, and print the plan."""
-        recorded = self._recorded
-        self._recorded = None
+        snapshot = self._snapshot
+        self._snapshot = None
         self._cancel = None
         if is_fast_dev_run(trainer):
             rank_zero_info("BatchFinder does nothing under fast_dev_run")
@@ -239,7 +238,7 @@ class BatchFinder(Callback):
         with self._ranks.fail_together():
             check_training(trainer, pl_module, options)
             # A strategy may configure its optimizers in another way than by its own method.
-            recorded = recorded or record(trainer)
+            snapshot = snapshot or project_snapshot(trainer)
             # Lightning has built the loader where configure_optimizers read
             # estimated_stepping_batches.
             discard_train_loader(trainer)
@@ -252,18 +251,18 @@ class BatchFinder(Callback):
             search = self._search_in(trainer)
             if self._checkpoint and self._search_on_resume is not True:
                 saved_plan = search.plan_in(self._checkpoint)
-            if saved_plan is not None and self._search_on_resume == "if_changed":
-                changes = saved_plan.changes_of_device()
-                if changes:
-                    rank_zero_info(f"BatchFinder searches again: {', and '.join(changes)}")
-                    saved_plan = None
+            is_optional = self._search_on_resume == "if_changed"
+            if saved_plan is not None and is_optional and saved_plan.changes:
+                changes = ", and ".join(saved_plan.changes)
+                rank_zero_info(f"BatchFinder searches again: {changes}")
+                saved_plan = None
             if saved_plan is not None:
-                plan = saved_plan.continued(trainer, options)
+                plan = saved_plan.continued(trainer, options.target_batch_size)
                 # The plan may be of another device, or of another memory_limit.
                 limit_bytes = saved_plan.limit_bytes
-                recorded.restore()
+                snapshot.restore_or_warn()
             else:
-                plan = search.training(setting, recorded, self._given_plan)
+                plan = search.training(setting, snapshot, self._given_plan)
                 limit_bytes = search.training_limit_bytes(plan)
                 self._batch_watch = search.batch_watch
                 if search.start_bytes > 0:
@@ -303,8 +302,8 @@ class BatchFinder(Callback):
             self._cancel()
             self._cancel = None
         # The other ranks may wait in a search that this one has not reached.
-        if self._recorded is not None:
-            self._recorded = None
+        if self._snapshot is not None:
+            self._snapshot = None
             self._ranks.report(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -315,10 +314,10 @@ class BatchFinder(Callback):
             self._cancel = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The plan and the options for a checkpoint, as plain JSON types."""
+        """The plan for a checkpoint, as plain JSON types."""
         if self._plan_of_fit is None:
             return {}
-        return {"plan": json.loads(self._plan_of_fit.to_json()), "options": self._options.as_json()}
+        return {"plan": json.loads(self._plan_of_fit.to_json())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Read the plan of a checkpoint, with which a resumed ``fit`` continues."""
@@ -347,7 +346,7 @@ class BatchFinder(Callback):
         plan = None
         if setting.attribute.exists or source.passed:
             with self._ranks.fail_together():
-                plan = self._search_in(trainer).evaluation(setting, record(trainer))
+                plan = self._search_in(trainer).evaluation(setting, project_snapshot(trainer))
         if plan is None:
             rank_zero_info(
                 f"BatchFinder leaves {source.hook} unchanged: no loader follows `{setting.name}`"

@@ -8,30 +8,30 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from rich.box import MARKDOWN
-from rich.console import Console
-from rich.table import Table
 
-from lightning_batchmem._lightning.packages import lightning_name
+from lightning_batchmem._lightning.packages import in_every_package, lightning_name
 from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.find import find_batch_size
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, Line
-from lightning_batchmem.state.recorded_objects import record_random_states
+from lightning_batchmem.plan.table import table_text
+from lightning_batchmem.state.snapshot import record_random_states
 
-Make = Callable[[], tuple[Any, Any]]
+Make = Callable[[], Any]
+"""A function that returns a module, or a module and its data."""
 
 _VARIANTS = {"plain": {}, "bf16-mixed": {"precision": "bf16-mixed"}}
 _TRAINER = {"devices": 1, "max_epochs": 1, "logger": False}
-# In columns. It is wider than any table, because rich would break the lines of a wider one.
-_TABLE_WIDTH = 10_000
+_HEADINGS = ("variant", "limited by", "fixed MiB", "MiB per sample", "largest size", "samples/s")
+# The decimals of the last four of these columns.
+_DECIMALS = (1, 3, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -95,64 +95,39 @@ class Comparison:
         return f"<Comparison: {', '.join(sizes)}>"
 
     def __str__(self) -> str:
-        return "\n".join([self._table(), *self._sentences()])
+        """A table and a list of what failed, in Markdown."""
+        rows = []
+        first: list[float | None] = [None] * len(_DECIMALS)
+        for variant in self.variants:
+            numbers = _numbers(variant)
+            cells = map(_with_ratio, numbers, first, _DECIMALS)
+            limited_by = "failed" if variant.plan is None else variant.plan.limited_by
+            rows.append([variant.name, limited_by.replace("_", " "), *cells])
+            if len(rows) == 1:
+                first = numbers
+        lines = [table_text(_HEADINGS, rows, left=2), ""]
+        if self.fastest is not None:
+            lines.append(f"- fastest under the limit: {self.fastest.name}")
+        lines += [f"- {one.name} failed: {one.error}" for one in self.variants if one.error]
+        return "\n".join(lines)
 
     def _repr_markdown_(self) -> str:
         """The table in a notebook."""
-        return self.to_markdown()
-
-    def to_markdown(self) -> str:
-        """The table in Markdown, with a list of what failed."""
-        return "\n".join([self._table(), "", *(f"- {text}" for text in self._sentences())])
-
-    def _table(self) -> str:
-        """A Markdown table, whose cells are padded so that it can be read as plain text."""
-        table = Table(box=MARKDOWN)
-        table.add_column("variant")
-        for name in ("fixed MiB", "MiB per sample", "largest size", "samples/s"):
-            table.add_column(name, justify="right")
-        table.add_column("limited by")
-        lines = [variant.memory_line for variant in self.variants]
-        columns = [
-            [variant.name.replace("|", r"\|") for variant in self.variants],
-            _with_ratios([None if line is None else line.intercept / MIB for line in lines], 1),
-            _with_ratios([None if line is None else line.slope / MIB for line in lines], 3),
-            _with_ratios([variant.batch_size for variant in self.variants], 0),
-            _with_ratios([variant.samples_per_second for variant in self.variants], 1),
-            [_limit_text(variant) for variant in self.variants],
-        ]
-        for cells in zip(*columns, strict=True):
-            table.add_row(*cells)
-        console = Console(width=_TABLE_WIDTH, color_system=None, markup=False, emoji=False)
-        with console.capture() as capture:
-            console.print(table)
-        header, rule, *rows = capture.get().strip().splitlines()
-        # rich does not write the colons that align a column of numbers at the right.
-        _, first, *numbers, last, _ = rule.split("|")
-        rule = "|".join(["", first, *(f"{dashes[:-1]}:" for dashes in numbers), last, ""])
-        return "\n".join([header, rule, *rows])
-
-    def _sentences(self) -> list[str]:
-        fastest = [] if self.fastest is None else [f"fastest under the limit: {self.fastest.name}"]
-        failed = [
-            f"{variant.name} failed: {variant.error}" for variant in self.variants if variant.error
-        ]
-        return [*fastest, *failed]
+        return str(self)
 
 
-def _with_ratios(numbers: Sequence[float | None], digits: int) -> list[str]:
-    """The numbers as text, all but the first with their ratio to the first."""
-    texts = []
-    for row, number in enumerate(numbers):
-        text = "-" if number is None else f"{number:,.{digits}f}"
-        if row > 0 and number is not None and numbers[0]:
-            text += f" ({number / numbers[0]:.2f}x)"
-        texts.append(text)
-    return texts
+def _numbers(variant: Variant) -> list[float | None]:
+    line = variant.memory_line
+    of_line = [None, None] if line is None else [line.intercept / MIB, line.slope / MIB]
+    return [*of_line, variant.batch_size, variant.samples_per_second]
 
 
-def _limit_text(variant: Variant) -> str:
-    return "failed" if variant.plan is None else variant.plan.limited_by.replace("_", " ")
+def _with_ratio(number: float | None, first: float | None, decimals: int) -> str:
+    """The number, and its ratio to that of the first variant."""
+    if number is None:
+        return "-"
+    text = f"{number:,.{decimals}f}"
+    return f"{text} ({number / first:.2f}x)" if first else text
 
 
 def compare(
@@ -168,10 +143,10 @@ def compare(
     and each variant starts with the random states that the process has now.
 
     Args:
-        make: a function without arguments that returns ``(model, data)``; data is a datamodule,
-            training loaders or ``None``. It is called for each variant.
+        make: a function without arguments that returns a module, or ``(module, data)``; data is a
+            datamodule, training loaders or ``None``. It is called for each variant.
         variants: name -> arguments of the Trainer, and optionally ``compile=True`` and
-            ``transform``, a function of the model that changes it or returns another: one with
+            ``transform``, a function of the module that changes it or returns another: one with
             activation checkpointing, for example. ``None``: plain and bf16-mixed.
         base: arguments of the Trainer for all variants.
         **options: arguments of :class:`~lightning_batchmem.BatchFinder`.
@@ -189,29 +164,29 @@ def compare(
     """
     # BatchFinder raises an error for wrong options.
     BatchFinder(**options)
-    variants = _VARIANTS if variants is None else variants
-    check_variants(variants)
-    settings = {name: {**(base or {}), **variant} for name, variant in variants.items()}
-    for name, arguments in settings.items():
-        check_one_device(name, arguments)
+    settings = _settings(_VARIANTS if variants is None else variants, base or {})
     results = []
     for number, (name, arguments) in enumerate(settings.items(), start=1):
         sys.stderr.write(f"compare: variant {number} of {len(settings)}: {name}\n")
-        with _restored_process():
+        with restored_process():
             results.append(_search(name, make, arguments, options))
     return Comparison(tuple(results))
 
 
-def check_variants(variants: Any) -> None:
-    """Raise a ValueError unless these are variants: name -> arguments of the Trainer."""
+def _settings(variants: object, base: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The arguments of the Trainer for each variant."""
     if not isinstance(variants, Mapping):
         raise ValueError(f"variants must be a dictionary, got {type(variants).__name__}")
+    settings = {}
     for name, arguments in variants.items():
         if not isinstance(name, str) or not isinstance(arguments, Mapping):
             raise ValueError(
                 "variants must have a name and a dictionary of arguments each, got"
                 f" {name!r}: {arguments!r}"
             )
+        settings[name] = {**base, **arguments}
+        check_one_device(name, settings[name])
+    return settings
 
 
 def check_one_device(name: str, arguments: Mapping[str, Any]) -> None:
@@ -226,18 +201,18 @@ def check_one_device(name: str, arguments: Mapping[str, Any]) -> None:
 
 
 def make_trainer(make: Make, arguments: Mapping[str, Any]) -> tuple[Trainer, LightningModule, Any]:
-    """Make the model, its Trainer and its data, and change the model as the arguments require."""
+    """Make the module, its Trainer and its data, and change the module as the arguments require.
+
+    Raises:
+        ValueError: for something else than a module and data, and for wrong arguments.
+    """
     trainer_arguments = {**_TRAINER, **arguments}
-    is_compiled = trainer_arguments.pop("compile", None)
+    is_compiled = trainer_arguments.pop("compile", False)
     transform = trainer_arguments.pop("transform", None)
-    made = make()
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise ValueError(f"make must return (model, data), got {type(made).__name__}")
-    model, data = made
+    model, data = _model_and_data(make())
     if transform is not None:
         changed = transform(model)
         model = model if changed is None else changed
-    # A compiled model wraps the module.
     trainer_class = lightning_name(getattr(model, "_orig_mod", model), "trainer.Trainer")
     try:
         trainer = trainer_class(**trainer_arguments)
@@ -247,6 +222,18 @@ def make_trainer(make: Make, arguments: Mapping[str, Any]) -> tuple[Trainer, Lig
     if is_compiled:
         model = torch.compile(model)
     return trainer, model, data
+
+
+def _model_and_data(made: Any) -> tuple[Any, Any]:
+    """What ``make`` has returned, with ``None`` as data if it is a module alone."""
+    parts = made if isinstance(made, tuple) and made else (made,)
+    # A compiled model wraps the module.
+    module = getattr(parts[0], "_orig_mod", parts[0]) if len(parts) in (1, 2) else None
+    is_trainer = isinstance(parts[-1], in_every_package("trainer.Trainer"))
+    if is_trainer or not isinstance(module, in_every_package("core.LightningModule")):
+        got = ", ".join(type(part).__name__ for part in parts)
+        raise ValueError(f"make must return a LightningModule, or (module, data), got {got}")
+    return parts[0], parts[1] if len(parts) == 2 else None
 
 
 def _search(
@@ -262,7 +249,7 @@ def _search(
 
 
 @contextmanager
-def _restored_process() -> Iterator[None]:
+def restored_process() -> Iterator[None]:
     """Restore what a Trainer changes outside itself, and free the memory of a variant."""
     restore_random_states = record_random_states()
     # Strategies of several devices set variables and start a process group.

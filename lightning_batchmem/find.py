@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, overload
 
@@ -14,10 +15,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from lightning_batchmem._lightning.clean_start import isolated
+from lightning_batchmem._lightning.clean_start import ProjectSnapshot, isolated
 from lightning_batchmem._lightning.hooks import call_before
 from lightning_batchmem._lightning.packages import end_of_tuning, in_every_package
-from lightning_batchmem._lightning.recorded_state import RecordedState
 from lightning_batchmem._lightning.strategies import trains_in_other_processes
 from lightning_batchmem._lightning.tested_versions import warn_of_untested_torch
 from lightning_batchmem._lightning.trainer_state import callbacks_of
@@ -60,13 +60,14 @@ def find_batch_size(
 
 
 def find_batch_size(*arguments: Any, **keywords: Any) -> Plan:
-    """Compute the batch size without a training, and without a change of anything else.
+    """Compute the batch size without a training.
 
     **With a Trainer**, ``find_batch_size(trainer, model, ...)``, the search is that of
     :class:`~lightning_batchmem.BatchFinder` in ``trainer.fit``. The hooks ``prepare_data``,
     ``setup`` and ``teardown`` run; callbacks and loggers of the trainer do not. The plan is not
-    printed; a line shows the progress if the trainer has a progress bar. Afterwards the model, the
-    data, the trainer and all random states are as before, so set the size yourself.
+    printed; a line shows the progress if the trainer has a progress bar. Afterwards attributes of
+    the model and the datamodule, the trainer and all random states are as before, so set the size
+    yourself.
 
     **With a loop of your own**, ``find_batch_size(step, make_batch, model=..., optimizer=...)``,
     the search runs ``step(make_batch(n))`` at several sizes, and prints the plan as BatchFinder
@@ -97,8 +98,7 @@ def find_batch_size(*arguments: Any, **keywords: Any) -> Plan:
     - ``model``: the module that it trains, or a list of them.
     - ``optimizer``: its optimizer, or a list of them.
     - ``state``: a list of the other objects that a step changes: schedulers, a GradScaler, averaged
-      weights, random generators. Schedulers do not step in the search. A warning names what the
-      search has changed and could not restore.
+      weights, random generators. Schedulers do not step in the search. Nothing else is restored.
     - ``fabric``: the ``lightning.fabric.Fabric`` that set up model and optimizer.
     - ``objective``, ``memory_limit``, ``max_batch_size``, ``min_batch_size``, ``multiple_of``,
       ``plan`` and ``verbose``: as in :class:`~lightning_batchmem.BatchFinder`. Without
@@ -146,15 +146,7 @@ def _find_with_trainer(
     **options: Any,
 ) -> Plan:
     finder = SearchOnly(**options)
-    # A plan that is made in another process does not come back.
-    if not trains_in_other_processes(trainer):
-        finder.search(trainer, model, datamodule, train_dataloaders, val_dataloaders)
-    if finder.plan is None:
-        raise ValueError(
-            "trainer must be one that trains in this process for find_batch_size, got fast_dev_run,"
-            " no batches or epochs, or a strategy that starts other processes"
-        )
-    return finder.plan
+    return finder.search(trainer, model, datamodule, train_dataloaders, val_dataloaders)
 
 
 def _find_for_loop(
@@ -202,25 +194,43 @@ class SearchOnly(BatchFinder):
         datamodule: LightningDataModule | None,
         train_dataloaders: Any,
         val_dataloaders: Any,
-    ) -> None:
-        """Call ``fit`` up to the end of the search, and restore everything."""
+    ) -> Plan:
+        """Call ``fit`` up to the end of the search, and restore everything.
+
+        Raises:
+            ValueError: for a trainer that would not train, or not in this process.
+        """
+        # A plan that is made in another process does not come back.
+        if not trains_in_other_processes(trainer):
+            data = [datamodule, *_flat(train_dataloaders), *_flat(val_dataloaders)]
+            with self._alone(trainer, model, data):
+                trainer.fit(model, train_dataloaders, val_dataloaders, datamodule)
+        if self.plan is None:
+            raise ValueError(
+                "trainer must be one that trains in this process for find_batch_size, got"
+                " fast_dev_run, no batches or epochs, or a strategy that starts other processes"
+            )
+        return self.plan
+
+    @contextmanager
+    def _alone(self, trainer: Trainer, model: LightningModule, data: list[Any]) -> Iterator[None]:
+        """Let the trainer have no other callback, and restore everything at the end."""
         self.callbacks = callbacks_of(trainer)
-        data = [datamodule, *_flat(train_dataloaders), *_flat(val_dataloaders)]
         loaders = [item for item in data if isinstance(item, DataLoader)]
         kinds = in_every_package("core.LightningDataModule")
         # A compiled model wraps the module.
-        recorded = RecordedState(
+        snapshot = ProjectSnapshot(
             getattr(model, "_orig_mod", model),
             loaders,
             [item for item in data if isinstance(item, kinds)],
         )
         strategy = trainer.strategy
-        with isolated(trainer, recorded, [self]):
+        with isolated(trainer, snapshot, [self]):
             cancel = call_before(
                 strategy, "setup_environment", lambda: self.mute_callbacks_of_model(trainer)
             )
             try:
-                trainer.fit(model, train_dataloaders, val_dataloaders, datamodule)
+                yield
             finally:
                 cancel()
                 strategy.optimizers = []

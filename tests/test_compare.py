@@ -47,16 +47,16 @@ RESULT = Comparison(
     )
 )
 TABLE = r"""
-| variant |       fixed MiB | MiB per sample | largest size |     samples/s | limited by     |
-|---------|----------------:|---------------:|-------------:|--------------:|----------------|
-| plain   |         1,000.0 |          4.000 |          100 |          50.0 | max batch size |
-| half    | 1,100.0 (1.10x) |  2.000 (0.50x) |  250 (2.50x) | 100.0 (2.00x) | max batch size |
-| a\|b[b] |               - |              - |            - |             - | failed         |
+| variant | limited by     |       fixed MiB | MiB per sample | largest size |     samples/s |
+|---------|----------------|-----------------|----------------|--------------|---------------|
+| plain   | max batch size |         1,000.0 |          4.000 |          100 |          50.0 |
+| half    | max batch size | 1,100.0 (1.10x) |  2.000 (0.50x) |  250 (2.50x) | 100.0 (2.00x) |
+| a\|b[b] | failed         |               - |              - |            - |             - |
 """.strip().splitlines()
 
 
 def test_a_notebook_shows_the_table_and_a_list_the_sizes():
-    assert RESULT._repr_markdown_() == RESULT.to_markdown()
+    assert RESULT._repr_markdown_() == str(RESULT)
     assert repr(RESULT) == "<Comparison: plain 100, half 250, a|b[b] failed>"
 
 
@@ -65,8 +65,7 @@ def test_the_table():
     assert [variant.samples_per_second for variant in RESULT.variants] == [50.0, 100.0, None]
     assert RESULT.fastest is RESULT.variants[1]
     sentences = ["fastest under the limit: half", "a|b[b] failed: ValueError: no"]
-    assert str(RESULT).splitlines() == TABLE + sentences
-    assert RESULT.to_markdown().splitlines() == [*TABLE, "", *(f"- {text}" for text in sentences)]
+    assert str(RESULT).splitlines() == [*TABLE, "", *(f"- {text}" for text in sentences)]
 
 
 def test_a_table_without_results():
@@ -198,10 +197,26 @@ def test_a_variant_changes_the_model(searches, settings, name, is_compiled):
     assert searches == [("32-true", name, is_compiled, {})]
 
 
-def test_make_must_return_a_pair():
-    (row,) = compare(lambda: BoringModel(), {"x": {}}).variants
+def test_make_may_return_a_module_alone(searches):
+    (row,) = compare(BoringModel, {"x": {}}, base={"accelerator": "cpu"}).variants
+    assert (row.plan is not None, row.error) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("made", "got"),
+    [
+        (None, "NoneType"),
+        ((), "tuple"),
+        ((BoringModel(), None, None), "BoringModel, NoneType, NoneType"),
+        (torch.nn.Linear(1, 1), "Linear"),
+    ],
+)
+def test_make_may_return_nothing_else(made, got):
+    (row,) = compare(lambda: made, {"x": {}}).variants
     assert row.plan is None
-    assert row.error == "ValueError: make must return (model, data), got BoringModel"
+    assert row.error == (
+        f"ValueError: make must return a LightningModule, or (module, data), got {got}"
+    )
 
 
 def test_wrong_arguments():

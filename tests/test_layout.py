@@ -89,12 +89,14 @@ def test_every_import_goes_down():
     list(TopologicalSorter(GRAPH).static_order())
 
 
-def test_plan_imports_only_the_standard_library_and_itself():
+def test_plan_imports_only_the_standard_library_rich_and_itself():
     paths = [path for module, path in MODULES.items() if room(module) == "plan"]
     assert paths
     for path in paths:
         for imported in imports_of(path):
-            assert imported.split(".")[0] in sys.stdlib_module_names or room(imported) == "plan", (
+            known = {*sys.stdlib_module_names, "rich"}
+            # _typeshed is imported for types only.
+            assert imported.split(".")[0] in known | {"_typeshed"} or room(imported) == "plan", (
                 f"{path}: {imported}"
             )
 
@@ -112,7 +114,7 @@ def count_tokens(path):
 
 def test_sizes():
     modules = [path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]
-    assert len(modules) <= 9, modules
+    assert len(modules) <= 10, modules
     assert len(list(PACKAGE.glob("*/__init__.py"))) <= 9
     assert [str(path) for path in FILES if count_statements(path) > 230] == []
     assert sum(map(count_tokens, FILES)) <= 103_000

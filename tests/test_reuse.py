@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder, Plan
 from tests.helpers import lawful
@@ -55,7 +54,7 @@ def test_only_a_rehearsal_is_run(again, device, earlier, tmp_path):
     (run / "batch_plan_1.json").write_text(earlier.to_json())
     os.utime(run / "batch_plan_1.json", (2, 2))
     # The newest file is the plan of an evaluation, which cannot be used again.
-    (run / "batch_plan_2.json").write_text(replace(earlier, conditions=None).to_json())
+    (run / "batch_plan_2.json").write_text(replace(earlier, parameters="").to_json())
     # A run was killed while it wrote its plan, and other things have such a name.
     (run / "batch_plan_3.json").write_text(earlier.to_json()[:200])
     (run / "batch_plan_4.json").mkdir()
@@ -78,7 +77,7 @@ def test_only_a_rehearsal_is_run(again, device, earlier, tmp_path):
         assert kinds(plan) == [*others, rehearsal]
         reason = f"{FOUND} samples: the size of an earlier plan, which passed a rehearsal again."
         assert plan.reason == reason
-        assert plan.conditions == earlier.conditions
+        assert plan.parameters == earlier.parameters == "2 in 2 tensors"
         assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -88,27 +87,13 @@ def changed_module(device, law):
     return module
 
 
-def frozen(device, law):
-    module = Lawful(device, law)
-    module.layer.bias.requires_grad_(False)
-    return module
-
-
-def with_longer_samples(device, law):
-    """Three times as many bytes in each sample of the training, and as much memory as before."""
-    module = Lawful(device, lambda size: law(size // 3))
-    samples = TensorDataset(torch.zeros(lawful.SAMPLES, 3))
-    module.train_dataloader = lambda: DataLoader(samples, batch_size=module.batch_size)
-    return module
-
-
-@pytest.mark.parametrize("sample_bytes", [[5], [4, 4]])
-def test_shorter_samples_are_no_reason_to_search(again, earlier, sample_bytes):
-    assert earlier.conditions["sample_bytes"] == [4]
-    plan = again(replace(earlier, conditions={**earlier.conditions, "sample_bytes": sample_bytes}))
+@pytest.mark.parametrize(
+    "arguments", [{"precision": "bf16-mixed"}, {"options": {"min_steps_per_epoch": 1}}]
+)
+def test_other_arguments_are_judged_by_the_rehearsal(again, earlier, arguments):
+    plan = again(earlier, **arguments)
     assert kinds(plan, since=-1) == [("rehearsal", FOUND)]
     assert "earlier plan" in plan.reason
-    assert plan.conditions == earlier.conditions
 
 
 LIMITED = {"limited_by": "dataset", "batch_size": 100}
@@ -122,36 +107,39 @@ LIMITED = {"limited_by": "dataset", "batch_size": 100}
             500,
             Lawful,
             {},
-            "it was found on another GPU and this is host.",
+            "the device was another GPU and is host.",
         ),
         ({}, 600, Lawful, {}, "the limit was 475.0 MiB and is 570.0 MiB."),
-        ({}, 450, Lawful, {}, f"it held {law(FOUND) / MIB} MiB and the limit is 427.5 MiB."),
+        ({}, 452, Lawful, {}, f"{FOUND} samples ran out of memory (*)."),
         (
             {},
             500,
             changed_module,
             {},
-            "parameters was '2 in 2 tensors (*)' and is '6 in 4 tensors (*)'.",
+            "the number of parameters was 2 in 2 tensors and is 6 in 4 tensors.",
         ),
-        ({}, 500, frozen, {}, "parameters was '2 in 2 tensors (*)' and is '2 in 2 tensors (*)'."),
         (
             {},
             500,
             Lawful,
-            {"precision": "bf16-mixed"},
-            "precision was '32-true' and is 'bf16-mixed'.",
+            {"options": {"multiple_of": 5}},
+            f"it has {FOUND} samples, and multiples of 5 from 5 to 5000 are allowed: (*).",
         ),
-        ({}, 500, Lawful, {"options": {"multiple_of": 5}}, "multiple_of was 1 and is 5."),
         ({"verified": False}, 500, Lawful, {}, "it was not verified by a fit of this version."),
         (
-            {"conditions": OLD_PLAN.conditions},
+            {"parameters": OLD_PLAN.parameters},
             500,
             Lawful,
             {},
             "it was not verified by a fit of this version.",
         ),
-        ({}, 500, with_longer_samples, {}, "sample_bytes was [4] and is [12]."),
-        (LIMITED, 500, Lawful, {}, "its size was limited by dataset to 100 and may now be 5000."),
+        (
+            LIMITED,
+            500,
+            Lawful,
+            {},
+            "it has 100 samples, and sizes from 2 to 5000 are allowed: (*).",
+        ),
         (
             {"batch_size": 6000},
             500,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from dataclasses import replace
 from numbers import Real
-from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
@@ -19,7 +18,6 @@ from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.scaling import TrainingSetup
-from lightning_batchmem.search.earlier_plan import parameters_text
 
 
 def check_training(trainer: Trainer, module: LightningModule, options: SearchOptions) -> None:
@@ -99,16 +97,6 @@ def record_training_setup(setting: BatchSizeSetting, options: SearchOptions) -> 
         tuple(type(optimizer).__name__ for optimizer in trainer.optimizers),
         options.budget_name or "samples",
     )
-
-
-def search_conditions(trainer: Trainer, options: SearchOptions) -> dict[str, Any]:
-    """Conditions that have to match before a plan is used again, in plain JSON types."""
-    return {
-        **options.as_json(),
-        "ranks": trainer.world_size,
-        "precision": str(trainer.precision),
-        "parameters": parameters_text(trainer.lightning_module),
-    }
 
 
 def apply_to_training(setting: BatchSizeSetting, plan: Plan) -> None:

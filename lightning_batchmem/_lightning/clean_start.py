@@ -6,57 +6,97 @@ The private names used here are those of lightning 2.5.0 and 2.6.6.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.amp import GradScaler
+from torch.utils.data import DataLoader
 
-from lightning_batchmem._lightning.data_source import stage_source, validation_source
+from lightning_batchmem._lightning.data_source import (
+    has_train_loader,
+    stage_source,
+    validation_source,
+)
 from lightning_batchmem._lightning.hooks import (
     SearchCallback,
     replace_callbacks_and_loggers,
 )
 from lightning_batchmem._lightning.muted import muted_callback
 from lightning_batchmem._lightning.packages import in_every_package
-from lightning_batchmem._lightning.recorded_state import RecordedState
-from lightning_batchmem._lightning.trainer_state import callbacks_of, datamodules_of
-from lightning_batchmem.batches.loaders import keep_sizes
+from lightning_batchmem._lightning.trainer_state import (
+    callbacks_of,
+    datamodules_of,
+    logger_connector,
+    renew_results,
+)
+from lightning_batchmem.batches.loaders import generators_of, keep_sizes
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.state.attributes import refill
-from lightning_batchmem.state.recorded_objects import freeze, unfreeze
+from lightning_batchmem.state.snapshot import Snapshot, freeze, unfreeze
 
 
-def record(trainer: Trainer) -> RecordedState:
-    """Record the state outside the trainer, before the optimizers are configured."""
+class ProjectSnapshot(Snapshot):
+    """A snapshot of everything that a search may change, except for the trainer.
+
+    Configuring the optimizers twice may change it too, so it is taken before the first time. An
+    optimizer that is configured then has no state, so none is copied.
+
+    Args:
+        module: the module.
+        loaders: loaders that the project has made already.
+        datamodules: the datamodule of the project, if it has one.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        loaders: Sequence[DataLoader[Any]] = (),
+        datamodules: Iterable[object] = (),
+    ) -> None:
+        self.loaders = loaders
+        not_walked = in_every_package(
+            "trainer.Trainer", "callbacks.Callback", "loggers.Logger", "core.LightningDataModule"
+        )
+        generators = {"loaders": generators_of(loaders)}
+        super().__init__([module], datamodules, generators, not_walked)
+
+    def restore_or_warn(self) -> None:
+        """Restore everything, and warn of what could not be restored."""
+        if failed := self.restore():
+            rank_zero_warn(f"BatchFinder could not restore: {'; '.join(failed)}")
+
+
+def project_snapshot(trainer: Trainer) -> ProjectSnapshot:
+    """A snapshot of the project of a trainer whose optimizers are not configured yet."""
     sources = [stage_source(trainer)]
     if trainer.training:
         sources.append(validation_source(trainer))
-        if trainer.fit_loop._combined_loader is not None:
+        if has_train_loader(trainer):
             rank_zero_warn(
                 "The training loader was built before configure_optimizers (by"
                 " estimated_stepping_batches in a setup hook, for example), so values derived from"
                 " it belong to the old batch size. Read it in configure_optimizers instead."
             )
     loaders = [loader for source in sources for loader in source.passed_loaders()]
-    return RecordedState(trainer.lightning_module, loaders, datamodules_of(trainer))
+    return ProjectSnapshot(trainer.lightning_module, loaders, datamodules_of(trainer))
 
 
 @contextmanager
 def isolated(
-    trainer: Trainer, recorded: RecordedState, callbacks: list[Callback]
+    trainer: Trainer, snapshot: ProjectSnapshot, callbacks: list[Callback]
 ) -> Iterator[None]:
     """Run the trainer with these callbacks and muted loggers; everything is restored at the end."""
     # The calls run in reverse order, each of them even where another one fails.
     with ExitStack() as undo:
         # This restores the batch size too, where it is in an attribute.
-        undo.callback(recorded.restore)
-        undo.callback(keep_sizes(recorded.loaders))
-        connector = trainer._logger_connector
-        schedulers = recorded.attributes.schedulers
+        undo.callback(snapshot.restore_or_warn)
+        undo.callback(keep_sizes(snapshot.loaders))
+        connector = logger_connector(trainer)
+        schedulers = snapshot.attributes.schedulers
         for owner in (trainer, trainer.state, trainer.precision_plugin, connector, *schedulers):
             _isolate(owner, undo)
         # This makes new dictionaries of metrics.
@@ -80,9 +120,7 @@ def _isolate(owner: Any, undo: ExitStack) -> None:
         # These change in place, so the search changes copies.
         elif isinstance(value, (*progress, GradScaler)):
             attributes[name] = copy.deepcopy(value)
-        # A prediction loop has None as its results.
-        elif name == "_results" and value is not None:
-            attributes[name] = type(value)(training=value.training)
+    renew_results(owner)
 
 
 class CleanStart:
@@ -91,20 +129,20 @@ class CleanStart:
     Args:
         trainer: the trainer, in ``on_fit_start`` or before the loaders of another stage are built.
         device_memory: its caches are released before each attempt.
-        recorded: the state outside the trainer.
+        snapshot: the state outside the trainer.
     """
 
     def __init__(
-        self, trainer: Trainer, device_memory: DeviceMemory, recorded: RecordedState
+        self, trainer: Trainer, device_memory: DeviceMemory, snapshot: ProjectSnapshot
     ) -> None:
         self.phases = PhasePeaks(device_memory)
         self.callbacks = callbacks_of(trainer)
         self.saves_checkpoints = bool(trainer.checkpoint_callbacks)
         self._trainer = trainer
         self._device_memory = device_memory
-        self._recorded = recorded
+        self._snapshot = snapshot
         self._undo = ExitStack()
-        not_restorable = recorded.attributes.not_restorable
+        not_restorable = snapshot.attributes.not_restorable
         if not_restorable:
             rank_zero_warn(
                 "BatchFinder cannot restore these if a training step changes them: "
@@ -132,7 +170,7 @@ class CleanStart:
         # A new one has seen no batch.
         self.search_callback = SearchCallback(self.phases)
         callbacks = [*map(muted_callback, self.callbacks), self.search_callback]
-        self._undo.enter_context(isolated(trainer, self._recorded, callbacks))
+        self._undo.enter_context(isolated(trainer, self._snapshot, callbacks))
         if trainer.training:
             self._undo.callback(self._clear_optimizers)
 

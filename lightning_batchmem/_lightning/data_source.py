@@ -1,11 +1,11 @@
-"""Request, attach and discard the dataloaders of a stage.
+"""Request, attach and discard the dataloaders of a stage, and watch requests for batches.
 
 The private names used here are those of lightning 2.5.0 and 2.6.6.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -143,6 +143,16 @@ def attach_loaders(
         val_loop.setup_data()
 
 
+def attach_to_loop(loop: Any, combined: CombinedLoader, *, fetcher: object) -> None:
+    """Give a loop its loaders, and the object that it takes for its fetcher of batches."""
+    loop._combined_loader = combined
+    loop._data_fetcher = fetcher
+
+
+def has_train_loader(trainer: Trainer) -> bool:
+    return trainer.fit_loop._combined_loader is not None
+
+
 def discard_train_loader(trainer: Trainer) -> None:
     """Discard the training loader and its workers, so that Lightning requests the loader again."""
     fit_loop = trainer.fit_loop
@@ -150,3 +160,56 @@ def discard_train_loader(trainer: Trainer) -> None:
         fit_loop._data_fetcher.teardown()
     fit_loop._data_fetcher = None
     fit_loop._combined_loader = None
+
+
+@dataclass
+class _Fetch:
+    """Calls a function, and then the method of the loop. Unlike a closure, it can be pickled."""
+
+    loop: Any
+    called: Callable[[], object]
+
+    def __call__(self) -> None:
+        self.called()
+        type(self.loop)._on_before_fetch(self.loop)
+
+
+class WatchedFetches:
+    """Calls functions before Lightning requests a batch from the loaders of a Trainer.
+
+    Args:
+        trainer: the Trainer.
+        on_own: called before the batches of the current stage.
+        on_validation: called before those of an evaluation within the training.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        on_own: Callable[[], object],
+        on_validation: Callable[[], object],
+    ) -> None:
+        loop = stage_loop(trainer)
+        self._loops = {loop: loop._data_fetcher}
+        called = {loop: on_own}
+        if trainer.training:
+            epoch_loop = loop.epoch_loop
+            val_loop = epoch_loop.val_loop
+            self._loops = {epoch_loop: loop._data_fetcher, val_loop: val_loop._data_fetcher}
+            called = {epoch_loop: on_own, val_loop: on_validation}
+        for one in self._loops:
+            # A loop hands this method to its fetcher when an epoch begins.
+            one._on_before_fetch = _Fetch(one, called[one])
+        self._hand_over()
+
+    def close(self) -> None:
+        """Call the functions no more."""
+        for loop in self._loops:
+            vars(loop).pop("_on_before_fetch", None)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Let the fetchers that exist call the methods of their loops."""
+        for loop, fetcher in self._loops.items():
+            if fetcher is not None:
+                fetcher._start_profiler = loop._on_before_fetch

@@ -21,7 +21,7 @@ from torchmetrics import Metric
 from lightning_batchmem._lightning.hooks import replaced
 from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem._lightning.strategies import is_single_device
-from lightning_batchmem._lightning.trainer_state import callbacks_of
+from lightning_batchmem._lightning.trainer_state import callbacks_of, results_of
 from lightning_batchmem.batches.split import (
     Part,
     has_number_of_samples,
@@ -95,7 +95,7 @@ class GuardedSteps:
     ) -> None:
         self.trainer = trainer
         self.module = trainer.lightning_module
-        self.results: Any = trainer.fit_loop.epoch_loop._results
+        self.results: Any = results_of(trainer.fit_loop.epoch_loop)
         self.reduction = reduction
         self.on_split = on_split
         self.on_refusal = on_refusal

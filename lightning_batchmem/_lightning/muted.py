@@ -3,87 +3,79 @@
 from __future__ import annotations
 
 import copy
-import random
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-from unittest.mock import NonCallableMock
 
 import numpy as np
-import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map
 
-from lightning_batchmem.batches.collate import is_large
+from lightning_batchmem.batches.loaders import RANDOM_GENERATORS
+from lightning_batchmem.state.attributes import LARGEST_ARRAY_BYTES
 
-_PLAIN = (str, bytes, int, float, complex, type(None), Path)
-_CONTAINERS = (list, dict, set, tuple, deque)
+# Steps may change objects of these types in place.
+_STATE = (Tensor, np.ndarray, *RANDOM_GENERATORS)
 
-# Steps may change objects of these types in place, so a muted callback has copies.
-_STATE = (
-    *_PLAIN,
-    set,
-    Tensor,
-    np.ndarray,
-    torch.Generator,
-    random.Random,
-    np.random.Generator,
-    np.random.RandomState,
-)
+_READ_FROM_EXPERIMENTS = (str, bytes, int, float, Path, list, tuple, set, dict)
 
 
-def muted_callback(callback: Callback) -> Callback:
-    """A callback with the attributes of ``callback``, whose hooks do nothing."""
+def muted_callback(callback: Callback) -> Any:
+    """A callback that reads like ``callback``, and whose hooks do nothing."""
     hooks = [name for name in dir(Callback) if name.startswith(("on_", "setup", "teardown"))]
     # A progress bar has the last three.
-    muted: Callback = _muted(callback, [*hooks, "load_state_dict", "print", "enable", "disable"])
+    muted = Muted(callback, [*hooks, "load_state_dict", "print", "enable", "disable"])
+    # Lightning reads it at every hook, and a step should not take longer than in training.
+    vars(muted)["state_key"] = callback.state_key
     return muted
 
 
-def muted_logger(logger: Logger) -> Logger:
-    """A logger with the attributes and properties of ``logger``, whose methods do nothing."""
-    kind = type(logger)
-    if hasattr(kind, "_is_muted"):
+def muted_logger(logger: Logger) -> Any:
+    """A logger that reads like ``logger``, and whose methods do nothing."""
+    if isinstance(logger, Muted):
         return logger
+    kind = type(logger)
     methods = [name for name in dir(kind) if name[0] != "_" and callable(getattr(kind, name))]
-    # The property `experiment` of a logger would make files.
-    experiment = MutedExperiment(vars(logger).get("_experiment"))
-    muted: Logger = _muted(logger, methods, experiment=property(lambda _: experiment))
+    muted = Muted(logger, methods)
+    # The property of the logger would make files.
+    vars(muted)["experiment"] = MutedExperiment(vars(logger).get("_experiment"))
     return muted
 
 
-def _muted(owner: Any, methods: Iterable[str], **replaced: Any) -> Any:
-    """An object of a subclass, without calls of its ``__init__``."""
-    if isinstance(owner, NonCallableMock):
-        # Its class has no methods, and it counts its calls.
-        return MutedExperiment(owner)
-    kind = type(owner)
-    metaclass: Any = type(kind)
-    namespace = {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__getattribute__": object.__getattribute__,
-        "__setattr__": object.__setattr__,
-        "_is_muted": True,
-        **dict.fromkeys([*methods, "__del__"], _nothing),
-        **replaced,
-    }
-    muted_kind = metaclass(kind.__name__, (_Unregistered, kind), namespace)
-    muted = object.__new__(muted_kind)
-    vars(muted).update(
-        {name: _copied(value) for name, value in vars(owner).items() if name not in namespace}
-    )
-    return muted
+class Muted:
+    """Reads like an object of the project, which does not change.
 
+    Methods run on copies of its containers, tensors and random generators.
 
-class _Unregistered:
-    """Keeps a subclass out of registries of the user, and from required arguments."""
+    Args:
+        owner: the object.
+        silent: names of methods that do nothing.
+    """
 
-    def __init_subclass__(cls, **_: Any) -> None:
-        """Call no method of other base classes."""
+    def __init__(self, owner: object, silent: Iterable[str]) -> None:
+        vars(self).update(dict.fromkeys(silent, _nothing), _muted_owner=owner)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The class of the owner, for ``isinstance``."""
+        return type(self._muted_owner)
+
+    def __getattr__(self, name: str) -> Any:
+        owner = vars(self)["_muted_owner"]
+        attributes = vars(owner)
+        if name in attributes:
+            value = vars(self)[name] = tree_map(_copied, attributes[name])
+            return value
+        kind = type(owner)
+        in_classes = [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
+        if not in_classes:
+            # The owner makes this attribute when it is read, as a mock does.
+            return _readable(getattr(owner, name))
+        value = in_classes[0]
+        # Methods and properties read and change this object instead of the owner.
+        return value.__get__(self, kind) if hasattr(value, "__get__") else value
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -91,22 +83,19 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a container, a tensor or a generator; other objects are shared."""
-    if not isinstance(value, (*_CONTAINERS, *_STATE)) or isinstance(value, _PLAIN):
+    """A copy of state, and of containers with state inside; other objects are shared."""
+    if isinstance(value, set):
+        return set(value)
+    if not isinstance(value, _STATE) or getattr(value, "nbytes", 0) > LARGEST_ARRAY_BYTES:
         return value
-    if is_large(value) or not all(isinstance(leaf, _STATE) for leaf in tree_leaves(value)):
-        return copy.copy(value) if isinstance(value, _CONTAINERS) else value
-    try:
-        return copy.deepcopy(value)
-    # A tensor with a graph cannot be copied, and items of a set may raise any error.
-    except Exception:  # noqa: BLE001
-        return value
+    # A tensor with a graph cannot be copied otherwise.
+    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 class MutedExperiment:
-    """Reads like the experiment of a logger, and accepts any chain of attributes, calls and items.
+    """Accepts any chain of attributes, calls and items, and does nothing.
 
-    Numbers, texts and containers are those of the experiment; nothing in it changes.
+    Numbers, texts and containers are those of the experiment of a logger.
     """
 
     def __init__(self, target: Any = None) -> None:
@@ -136,20 +125,6 @@ class MutedExperiment:
     def __setitem__(self, key: Any, value: object) -> None:
         pass
 
-    def __iter__(self) -> Iterator[Any]:
-        target = vars(self)["_target"]
-        return iter(list(target) if hasattr(target, "__iter__") else ())
-
-    def __len__(self) -> int:
-        target = vars(self)["_target"]
-        return len(target) if hasattr(target, "__len__") else 0
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __float__(self) -> float:
-        return 0.0
-
     def __enter__(self) -> Any:
         return self
 
@@ -158,6 +133,5 @@ class MutedExperiment:
 
 
 def _readable(value: Any) -> Any:
-    if value is not None and isinstance(value, (*_PLAIN, *_CONTAINERS)):
-        return copy.copy(value)
-    return MutedExperiment(value)
+    is_read = isinstance(value, _READ_FROM_EXPERIMENTS)
+    return copy.copy(value) if is_read else MutedExperiment(value)

@@ -75,11 +75,6 @@ class TrainerSession:
     def largest_batch_bytes(self) -> int:
         return self.clean_start.search_callback.largest_batch_bytes
 
-    @property
-    def longest_bytes(self) -> list[int]:
-        """Bytes of the longest sample of each loader."""
-        return [size for batches in self.batches for size in batches.longest_bytes]
-
     def bounds(self) -> list[Bound]:
         return self.bounds_of_stage
 

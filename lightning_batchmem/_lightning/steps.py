@@ -16,7 +16,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.bounds import limited_batches
+from lightning_batchmem._lightning.data_source import attach_to_loop
 from lightning_batchmem._lightning.packages import lightning_name
+from lightning_batchmem._lightning.trainer_state import (
+    accumulates,
+    call_module_hook,
+    count_optimizer_step,
+    logger_connector,
+    renew_results,
+    results_of,
+)
 from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
@@ -94,8 +103,8 @@ class _StageSteps:
     def end(self) -> None:
         """Drop the batch that a failed step leaves, which would count as other memory."""
         # A prediction has no results.
-        if self.loop._results is not None:
-            self.loop._results.batch = None
+        if (results := results_of(self.loop)) is not None:
+            results.batch = None
 
 
 class TrainingSteps(_StageSteps):
@@ -109,7 +118,7 @@ class TrainingSteps(_StageSteps):
         self._begin_epoch()
         # The results are new, because values may now be reduced in another way: on this rank only,
         # or over all ranks.
-        self.loop._results = type(self.loop._results)(training=True)
+        renew_results(self.loop)
         trainer.fit_loop.max_batches = self.batches_in_epoch(batch_size)
         # The first micro batch clears the gradients, and the last one makes the optimizer step.
         # Those between them take no more memory than the last.
@@ -147,9 +156,9 @@ class TrainingSteps(_StageSteps):
                 " measure a training step. Set the batch size by hand, or return -1 only after"
                 " training has begun."
             )
-        if not loop._should_accumulate():
+        if not accumulates(self.trainer):
             # Lightning counts in on_advance_end, which is not called because it also validates.
-            loop._batches_that_stepped += 1
+            count_optimizer_step(self.trainer)
 
     def _begin_epoch(self) -> None:
         """Count batches from 0 again."""
@@ -168,16 +177,13 @@ class EvaluationSteps(_StageSteps):
             self.trainer.validating = True
             # Lightning drops the gradients before a validation, except between the batches of an
             # accumulation.
-            if not self.trainer.fit_loop._should_accumulate():
-                # _call_lightning_module_hook is private in lightning 2.5.0 to 2.6.6.
-                call_hook = lightning_name(self.trainer, "trainer.call._call_lightning_module_hook")
-                call_hook(self.trainer, "on_validation_model_zero_grad")
+            if not accumulates(self.trainer):
+                call_module_hook(self.trainer, "on_validation_model_zero_grad")
         counts = [self.loaders.batches(batch_size)] * len(self.loaders.sized)
+        # The loops only require that there is a fetcher of batches.
+        attach_to_loop(self.loop, self.loaders.combined, fetcher=self)
         # Where a name belongs to the other kind of loop only, this one does not read it.
         vars(self.loop).update(
-            _combined_loader=self.loaders.combined,
-            # The loops only require that there is a fetcher of batches.
-            _data_fetcher=self,
             batch_progress=type(self.loop.batch_progress)(),
             _seen_batches_per_dataloader=defaultdict(int),
             _max_batches=counts,
@@ -215,12 +221,10 @@ class EvaluationSteps(_StageSteps):
 
     def _call_end_hooks(self, stage: str) -> None:
         trainer = self.trainer
-        connector = trainer._logger_connector
+        connector = logger_connector(trainer)
         connector.epoch_end_reached()
-        # _call_lightning_module_hook is private in lightning 2.5.0 to 2.6.6.
-        call_hook = lightning_name(trainer, "trainer.call._call_lightning_module_hook")
         for hook in (f"on_{stage}_epoch_end", f"on_{stage}_end"):
-            call_hook(trainer, hook)
+            call_module_hook(trainer, hook)
         connector.reset_results()
 
     def run(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,11 +13,11 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem._lightning.apply import record_training_setup, search_conditions
+from lightning_batchmem._lightning.apply import record_training_setup
 from lightning_batchmem._lightning.batch_watch import BatchWatch
 from lightning_batchmem._lightning.bounds import stage_bounds, training_bounds
 from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan
-from lightning_batchmem._lightning.clean_start import CleanStart
+from lightning_batchmem._lightning.clean_start import CleanStart, ProjectSnapshot
 from lightning_batchmem._lightning.data_source import (
     attach_loaders,
     stage_loop,
@@ -24,13 +25,15 @@ from lightning_batchmem._lightning.data_source import (
     validation_source,
 )
 from lightning_batchmem._lightning.hooks import configure_optimizers_again
-from lightning_batchmem._lightning.packages import lightning_name
-from lightning_batchmem._lightning.recorded_state import RecordedState
 from lightning_batchmem._lightning.session import TrainerSession
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
 from lightning_batchmem._lightning.strategies import has_batch_norm, wrap_again
-from lightning_batchmem._lightning.trainer_state import datamodules_of, weight_average_bytes
+from lightning_batchmem._lightning.trainer_state import (
+    call_module_hook,
+    datamodules_of,
+    weight_average_bytes,
+)
 from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.devices import device_name
@@ -44,12 +47,16 @@ from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Chosen, mib
 from lightning_batchmem.plan.scaling import OptimizerStep, optimizer_step
 from lightning_batchmem.search.compiled import each_size_static
-from lightning_batchmem.search.earlier_plan import find_earlier_plan
+from lightning_batchmem.search.earlier_plan import (
+    changes_since,
+    find_earlier_plan,
+    parameters_text,
+)
 from lightning_batchmem.search.memory_budget import MemoryBudget
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.search import BatchSizeSearch, SearchResult
-from lightning_batchmem.state.recorded_objects import freeze
+from lightning_batchmem.state.snapshot import freeze
 
 MORE_IN_USE_SHARE = 0.01
 """Training that begins with more in use than the search, by this share of the limit, warns."""
@@ -103,14 +110,14 @@ class TrainerSearch:
     def training(
         self,
         setting: BatchSizeSetting,
-        recorded: RecordedState,
+        snapshot: ProjectSnapshot,
         given_plan: Plan | str | Path | None,
     ) -> Plan:
         """Search with training steps, of which validation is a phase.
 
         Args:
             setting: the places of the batch size.
-            recorded: the state before the optimizers were configured.
+            snapshot: the state before the optimizers were configured.
             given_plan: an earlier plan to use again.
 
         Raises:
@@ -118,15 +125,13 @@ class TrainerSearch:
             ValueError: if the batch size of the project cannot be set.
         """
         setup = record_training_setup(setting, self.options)
-        conditions = search_conditions(self.trainer, self.options)
-        clean_start = CleanStart(self.trainer, self.device_memory, recorded)
+        parameters = parameters_text(self.trainer.lightning_module)
+        clean_start = CleanStart(self.trainer, self.device_memory, snapshot)
         with self._progress() as progress, clean_start.entered(), each_size_static():
             session = self._training_session(clean_start, setting)
-            of_ranks = self.ranks.exchange(session.longest_bytes)
-            conditions["sample_bytes"] = [max(sizes) for sizes in zip(*of_ranks, strict=True)]
             earlier_plan, notes = find_earlier_plan(
                 given_plan,
-                conditions,
+                parameters,
                 device=self._device,
                 limit_bytes=self._budget.limit_bytes(),
                 ranks=self.ranks,
@@ -151,15 +156,15 @@ class TrainerSearch:
             lr_scaling=self.options.lr_scaling,
         )
         notes = [*_old_values(setting, chosen), *notes]
-        return self._plan(chosen, result, step, notes, conditions)
+        return self._plan(chosen, result, step, notes, parameters)
 
-    def evaluation(self, setting: BatchSizeSetting, recorded: RecordedState) -> Plan | None:
+    def evaluation(self, setting: BatchSizeSetting, snapshot: ProjectSnapshot) -> Plan | None:
         """Search with forward passes; ``None`` if no loader of the stage follows the batch size.
 
         Raises:
             RuntimeError: if no size fits.
         """
-        clean_start = CleanStart(self.trainer, self.device_memory, recorded)
+        clean_start = CleanStart(self.trainer, self.device_memory, snapshot)
         with self._progress() as progress, clean_start.entered(), each_size_static():
             session = self._evaluation_session(clean_start, setting)
             if session is None:
@@ -171,11 +176,13 @@ class TrainerSearch:
 
     def plan_in(self, state: dict[str, Any]) -> CheckpointPlan:
         """The plan in the state of a BatchFinder in a checkpoint."""
+        plan = Plan.from_json(json.dumps(state["plan"]))
         # One rank may differ, and the limit in a plan is that of the rank with the least.
         devices, limits = zip(
             *self.ranks.exchange((self._device, self._budget.limit_bytes())), strict=True
         )
-        return CheckpointPlan(state, devices[0], min(limits))
+        limit_bytes = min(limits)
+        return CheckpointPlan(plan, limit_bytes, changes_since(plan, devices[0], limit_bytes))
 
     def training_limit_bytes(self, plan: Plan) -> int:
         """The limit of a training with a plan of this search, with what only the training takes."""
@@ -311,10 +318,8 @@ class TrainerSearch:
             trainer.accumulate_grad_batches = 2
         configure_optimizers_again(trainer)
         freeze(config.scheduler for config in trainer.strategy.lr_scheduler_configs)
-        # _call_lightning_module_hook is private in lightning 2.5.0 to 2.6.6.
-        call_hook = lightning_name(trainer, "trainer.call._call_lightning_module_hook")
         for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
-            call_hook(trainer, hook)
+            call_module_hook(trainer, hook)
 
     def _progress(self) -> SearchProgress:
         trainer = self.trainer
@@ -332,7 +337,7 @@ class TrainerSearch:
         result: SearchResult,
         step: OptimizerStep,
         notes: Sequence[str] = (),
-        conditions: Mapping[str, Any] | None = None,
+        parameters: str = "",
     ) -> Plan:
         return make_plan(
             chosen,
@@ -341,7 +346,7 @@ class TrainerSearch:
             device=self._device,
             notes=[*result.notes, *notes],
             step=step,
-            conditions=conditions,
+            parameters=parameters,
         )
 
 

@@ -5,10 +5,12 @@ The private names used here are those of lightning 2.5.0 and 2.6.6.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 
-from lightning_batchmem._lightning.packages import in_every_package
+from lightning_batchmem._lightning.packages import in_every_package, lightning_name
 from lightning_batchmem.devices.tensors import bytes_of
 
 
@@ -40,6 +42,39 @@ def datamodules_of(trainer: Trainer) -> list[LightningDataModule]:
     return [] if datamodule is None else [datamodule]
 
 
+def call_module_hook(trainer: Trainer, hook: str) -> None:
+    """Call a hook of the module as Lightning does: profiled, and with the name in ``self.log``."""
+    lightning_name(trainer, "trainer.call._call_lightning_module_hook")(trainer, hook)
+
+
+def logger_connector(trainer: Trainer) -> Any:
+    """The part of a Trainer that collects the values of ``self.log``."""
+    return trainer._logger_connector
+
+
+def results_of(loop: Any) -> Any:
+    """The values of ``self.log`` that a loop collects; ``None`` where it collects none."""
+    # The loop of an epoch collects the results. The loop around it only shows them.
+    return vars(loop).get("_results")
+
+
+def renew_results(loop: Any) -> None:
+    """Give a loop that collects values new results, which have seen no batch."""
+    results = results_of(loop)
+    if results is not None:
+        loop._results = type(results)(training=results.training)
+
+
+def accumulates(trainer: Trainer) -> bool:
+    """Whether the current batch only adds to the gradients, and no optimizer steps after it."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def count_optimizer_step(trainer: Trainer) -> None:
+    """Count a batch after which an optimizer stepped, as Lightning does after validating."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped += 1
+
+
 def logging_step(trainer: Trainer) -> int:
     """The step under which Lightning logs.
 
@@ -59,7 +94,7 @@ def logs_now(trainer: Trainer) -> bool:
     if not interval or ((logging_step(trainer) + 1) % interval and not trainer.should_stop):
         return False
     is_manual = not trainer.lightning_module.automatic_optimization
-    return is_manual or not trainer.fit_loop._should_accumulate()
+    return is_manual or not accumulates(trainer)
 
 
 def logs_at_all(trainer: Trainer) -> bool:

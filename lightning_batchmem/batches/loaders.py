@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -160,15 +159,21 @@ class StageLoaders:
         return remaining * batch_size // size or half
 
 
-def state_of(loaders: Sequence[DataLoader[Any]]) -> SimpleNamespace:
-    """Data sets of loaders, and random generators that are attributes of loaders and samplers."""
+RANDOM_GENERATORS = (
+    torch.Generator,
+    random.Random,
+    np.random.RandomState,
+    np.random.Generator,
+)
+
+
+def generators_of(loaders: Sequence[DataLoader[Any]]) -> list[Any]:
+    """Random generators that are attributes of loaders and of their samplers."""
     samplers = [batch_sampler_of(loader) for loader in loaders]
     holders = [*loaders, *(loader.sampler for loader in loaders), *samplers]
     holders += [getattr(sampler, "sampler", None) for sampler in samplers]
-    kinds = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
     values = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
-    generators = [value for value in values if isinstance(value, kinds)]
-    return SimpleNamespace(generators=generators, data_sets=[loader.dataset for loader in loaders])
+    return [value for value in values if isinstance(value, RANDOM_GENERATORS)]
 
 
 def keep_sizes(loaders: Iterable[DataLoader[Any]]) -> Callable[[], None]:

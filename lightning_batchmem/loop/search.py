@@ -69,11 +69,7 @@ def _searched(
             stacklevel=2,
         )
     session = LoopSession(loop, device_memory, options.multiple_of or 1)
-    conditions = {
-        **options.as_json(),
-        "ranks": ranks.size,
-        "parameters": parameters_text(session.module),
-    }
+    parameters = parameters_text(session.module)
     device = device_name(loop.device)
     with (
         SearchProgress(enabled=ranks.rank == 0) as progress,
@@ -82,7 +78,7 @@ def _searched(
     ):
         earlier_plan, notes = find_earlier_plan(
             given_plan,
-            conditions,
+            parameters,
             device=device,
             limit_bytes=budget.limit_bytes(),
             ranks=ranks,
@@ -98,5 +94,5 @@ def _searched(
         device=device,
         notes=[*result.notes, *notes],
         step=OptimizerStep(),
-        conditions=conditions,
+        parameters=parameters,
     )

@@ -17,9 +17,8 @@ from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.devices.tensors import tensors_in
 from lightning_batchmem.loop.phases import marked_phases
 from lightning_batchmem.loop.training_loop import TrainingLoop
-from lightning_batchmem.loop.variables import LoopVariables
 from lightning_batchmem.plan.records import Bound
-from lightning_batchmem.state.recorded_objects import RecordedObjects, freeze
+from lightning_batchmem.state.snapshot import Snapshot, freeze
 
 
 class LoopSession:
@@ -50,9 +49,7 @@ class LoopSession:
         self._device_memory = device_memory
         self.multiple_of = multiple_of
         self._is_first_rank = loop.ranks.rank == 0
-        self._recorded = _recorded(loop)
-        functions = (loop.step, loop.make_batch)
-        self._variables = LoopVariables(functions, self._is_recorded)
+        self._snapshot = _snapshot(loop)
         self._failed: list[str] = []
         self._has_same_batches = False
         self._warn_of_state()
@@ -61,20 +58,13 @@ class LoopSession:
     def entered(self) -> Iterator[None]:
         """Search in the body, and restore everything at the end."""
         self._device_memory.release_cached()
-        freeze(self._recorded.attributes.schedulers)
+        freeze(self._snapshot.attributes.schedulers)
         try:
             yield
         finally:
-            self._write_back()
+            self._failed += self._snapshot.restore()
             if self._failed:
                 self._warn(f"could not restore: {'; '.join(dict.fromkeys(self._failed))}")
-            changed = self._variables.changed()
-            if changed:
-                self._warn(
-                    "left these changed, because step or make_batch uses them and they were not"
-                    f" given: {'; '.join(changed[:10])}. Pass state=[...] with the objects, or make"
-                    " them again after the search."
-                )
         # With empty caches, training starts as if nothing had been allocated before.
         self._device_memory.release_cached()
 
@@ -101,8 +91,8 @@ class LoopSession:
 
     def restart(self, batch_size: int) -> None:
         """Restore everything; learning rates stay as they are."""
-        self._write_back()
-        freeze(self._recorded.attributes.schedulers)
+        self._failed += self._snapshot.restore()
+        freeze(self._snapshot.attributes.schedulers)
         self._device_memory.release_cached()
 
     def without_synchronization(self) -> AbstractContextManager[None]:
@@ -110,15 +100,6 @@ class LoopSession:
 
     def checkpoint_states(self) -> list[object]:
         return []
-
-    def _is_recorded(self, value: object) -> bool:
-        # A compiled model wraps the module.
-        module = getattr(value, "_orig_mod", value) if isinstance(value, Module) else value
-        return self._recorded.attributes.reached(module)
-
-    def _write_back(self) -> None:
-        self._failed += self._recorded.write_back()
-        self._variables.bind_again()
 
     def warn_of_same_batches(self, smaller: int, larger: int) -> None:
         """Warn once that the batches do not follow the size, so that no larger size is measured."""
@@ -131,7 +112,7 @@ class LoopSession:
             )
 
     def _warn_of_state(self) -> None:
-        attributes = self._recorded.attributes
+        attributes = self._snapshot.attributes
         if attributes.not_restorable:
             self._warn(
                 "cannot restore these if a step changes them: "
@@ -208,7 +189,7 @@ class LoopSteps:
         self._marks.close()
 
 
-def _recorded(loop: TrainingLoop) -> RecordedObjects:
+def _snapshot(loop: TrainingLoop) -> Snapshot:
     modules = [*loop.models, *(one for one in loop.state if isinstance(one, Module))]
     optimizers = [*loop.optimizers, *(one for one in loop.state if isinstance(one, Optimizer))]
     others = {
@@ -217,4 +198,4 @@ def _recorded(loop: TrainingLoop) -> RecordedObjects:
         if not isinstance(one, Module | Optimizer)
     }
     not_walked = [] if loop.fabric is None else [type(loop.fabric), type(loop.fabric.strategy)]
-    return RecordedObjects(modules, optimizers, others, not_walked)
+    return Snapshot(modules, optimizers, others, not_walked)

@@ -1,15 +1,23 @@
-"""Read a data class from JSON: the reverse of ``json.dumps(dataclasses.asdict(value))``."""
+"""Data classes as JSON: the one writer, and the one reader."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
-from pathlib import Path
+from dataclasses import asdict, fields, is_dataclass
 from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
+
+
+def to_json(value: DataclassInstance) -> str:
+    """Return a data class as JSON, of which :func:`from_json` makes an equal one."""
+    return json.dumps(asdict(value), indent=2)
 
 
 def from_json(kind: type[T], text: str) -> T:
@@ -27,19 +35,6 @@ def from_json(kind: type[T], text: str) -> T:
             f"text must be the JSON of a {kind.__name__}, got {text[:80]!r}"
         ) from error
     return value
-
-
-def finite_json(path: Path) -> str:
-    """Return the JSON in a file, whose numbers must be finite.
-
-    Raises:
-        ValueError: if it is no JSON, is nested too deeply, or has NaN or a number such as
-            ``1e999``, which Python reads as infinite.
-    """
-    try:
-        return json.dumps(json.loads(path.read_text(encoding="utf-8")), allow_nan=False)
-    except RecursionError as error:
-        raise ValueError("JSON must not be nested so deeply") from error
 
 
 def _value(annotation: Any, data: Any) -> Any:
@@ -74,7 +69,9 @@ def _value(annotation: Any, data: Any) -> Any:
         _check_type(data, str)
     elif annotation is float:
         _check_type(data, float, int)
-    elif annotation is not Any:
+        if isinstance(data, float) and not math.isfinite(data):
+            raise TypeError(f"{data!r} is not finite")
+    else:
         _check_type(data, annotation)
     return data
 

@@ -91,10 +91,6 @@ class SearchOptions:
         """The name of the budget that a size is; ``None`` where it is a number of samples."""
         return self.batch_arg_name.rpartition(".")[2] if self.budget else None
 
-    def as_json(self) -> dict[str, Any]:
-        """The options in plain JSON types."""
-        return dict(vars(self))
-
 
 def parse_memory_limit(memory_limit: object, budget_bytes: int) -> int:
     """The limit in bytes.

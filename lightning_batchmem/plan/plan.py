@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from lightning_batchmem.plan.fit import fit_memory, ran_through
-from lightning_batchmem.plan.json_fields import from_json
+from lightning_batchmem.plan.json_fields import from_json, to_json
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.records import (
     Chosen,
@@ -53,9 +51,8 @@ class Plan:
         largest_batch_size: the largest size that passed a rehearsal, or for
             ``objective="throughput"`` the largest that is predicted to fit; ``None`` for a plan of
             an earlier version.
-        conditions: what has to match before ``BatchFinder(plan=...)`` uses the plan again: its
-            options, ranks, precision and parameters; ``None`` for a plan of an evaluation, and of
-            version 0.1.0.
+        parameters: the number of parameters, which has to be the same before
+            ``BatchFinder(plan=...)`` uses the plan again; empty for a plan of an evaluation.
         budget_name: the attribute that ``batch_size`` is a value of, where it is a budget within
             which loaders form their own batches, such as ``"max_tokens"``. All sizes are budgets
             then, and throughput is in items. ``None``: sizes are in samples.
@@ -80,7 +77,7 @@ class Plan:
     held_peak_bytes: int | None = None
     fastest_batch_size: int | None = None
     largest_batch_size: int | None = None
-    conditions: Mapping[str, Any] | None = None
+    parameters: str = ""
     budget_name: str | None = None
 
     def __repr__(self) -> str:
@@ -99,7 +96,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON; :meth:`from_json` makes an equal plan of it."""
-        return json.dumps(asdict(self), indent=2)
+        return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -124,7 +121,7 @@ def make_plan(
     device: str,
     notes: Sequence[str],
     step: OptimizerStep,
-    conditions: Mapping[str, Any] | None = None,
+    parameters: str = "",
 ) -> Plan:
     """Make the plan of a search, once, at its end.
 
@@ -135,7 +132,7 @@ def make_plan(
         device: the name of the device.
         notes: remarks on the search and the training, a sentence each.
         step: the optimizer steps of a training; ``OptimizerStep()`` for an evaluation.
-        conditions: what has to match before the plan is used again.
+        parameters: the number of parameters; empty for an evaluation.
     """
     size = chosen.batch_size
     passed = ran_through(trial for trial in trials if trial.outcome == "ok")
@@ -163,6 +160,6 @@ def make_plan(
         ranks=limits.ranks,
         fastest_batch_size=chosen.fastest_batch_size,
         largest_batch_size=chosen.largest_batch_size,
-        conditions=conditions,
+        parameters=parameters,
         budget_name=limits.options.budget_name,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.records import Trial, mib
@@ -163,6 +162,12 @@ def idle_optimizer(steps: int) -> str:
     )
 
 
+NOT_RESTORED = (
+    "attributes of the objects that the search was given. If steps change attributes of classes or"
+    " functions, default arguments, variables, caches or objects behind weak references, these stay"
+    " changed."
+)
+
 # Notes about the training.
 
 
@@ -230,38 +235,17 @@ def failed_again(trial: Trial, limits: SearchLimits) -> str:
     return f"{size_text(trial.batch_size, limits)} {outcome(trial)}"
 
 
-def outside_range(batch_size: int, lowest: int, highest: int, limits: SearchLimits) -> str:
+def other_sizes_allowed(batch_size: int, lowest: int, highest: int, limits: SearchLimits) -> str:
+    unit = limits.options.multiple_of or 1
+    sizes = f"multiples of {unit}" if unit > 1 else "sizes"
     return (
-        f"it has {size_text(batch_size, limits)}, and sizes from {lowest} to {highest} are allowed:"
-        f" {size_limit(limits)}"
+        f"it has {size_text(batch_size, limits)}, and {sizes} from {lowest} to {highest} are"
+        f" allowed: {size_limit(limits)}"
     )
 
 
-def last_batch_of_one(batch_size: int) -> str:
-    return f"the last batch at its {batch_size} samples would have one sample"
-
-
-def other_size_limit(limited_by: str, batch_size: int, highest: int) -> str:
-    reason = limited_by.replace("_", " ")
-    return f"its size was limited by {reason} to {batch_size} and may now be {highest}"
-
-
-def other_device(old: str, new: str) -> str:
-    return f"it was found on {old} and this is {new}"
-
-
-def held_too_much(held_bytes: int, limit_bytes: int) -> str:
-    return f"it held {mib(held_bytes)} and the limit is {mib(limit_bytes)}"
-
-
-def other_limit(old_bytes: int, new_bytes: int) -> str:
-    return f"the limit was {mib(old_bytes)} and is {mib(new_bytes)}"
-
-
-def other_options(
-    old: Mapping[str, Any], new: Mapping[str, Any], names: Sequence[str]
-) -> list[str]:
-    return [f"{name} was {old[name]!r} and is {new[name]!r}" for name in names]
+def changed(name: str, old: str, new: str) -> str:
+    return f"the {name} was {old} and is {new}"
 
 
 # Notes about the samples.

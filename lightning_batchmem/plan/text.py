@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_batchmem.plan.records import Trial, mib
+from lightning_batchmem.plan.sentences import NOT_RESTORED
+from lightning_batchmem.plan.table import table_text
 from lightning_batchmem.plan.throughput import measured_speeds
 
 if TYPE_CHECKING:
     from lightning_batchmem.plan.plan import Plan
 
 _HEADINGS = ("run", "result", "size", "live MiB", "line MiB", "held MiB", "ms")
-_ROW = "  {:<9} {:<10} {:>6} {:>9} {:>9} {:>9} {:>9} {:>9}"
 _OUTCOMES = {
     "ok": "ok",
     "out_of_memory": "no memory",
@@ -26,8 +27,7 @@ def full_text(plan: Plan) -> str:
     lines += [f"  {name:<10}{value}" for name, value in _rows(plan)]
     if plan.trials:
         headings = (*_HEADINGS, f"{_items(plan)}/s")
-        table = [headings, *(_cells(plan, trial) for trial in plan.trials)]
-        lines += [_ROW.format(*cells).rstrip() for cells in table]
+        lines.append(table_text(headings, [_cells(plan, t) for t in plan.trials], left=2))
     return "\n".join(lines)
 
 
@@ -94,7 +94,10 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("step", "; ".join(changes)))
     if plan.reason:
         rows.append(("why", plan.reason))
-    return rows + [("note", note) for note in plan.notes]
+    rows += [("note", note) for note in plan.notes]
+    if plan.trials:
+        rows.append(("restored", NOT_RESTORED))
+    return rows
 
 
 def _known_sizes(plan: Plan) -> str:

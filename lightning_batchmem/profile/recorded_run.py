@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem._lightning.fetches import WatchedFetches
+from lightning_batchmem._lightning.data_source import WatchedFetches
 from lightning_batchmem._lightning.trainer_state import (
     callbacks_of,
     logging_step,

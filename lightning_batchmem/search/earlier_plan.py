@@ -1,66 +1,128 @@
-"""The plan of an earlier run, if all ranks may use it again."""
+"""The plan of an earlier run: its size is used again where it passes a rehearsal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from hashlib import sha256
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch.nn import Module
 
 from lightning_batchmem.plan import sentences
+from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.reuse import changes_since, load_plan
+from lightning_batchmem.plan.records import Chosen, Trial, mib
+from lightning_batchmem.plan.scaling import rounded, size_range
 from lightning_batchmem.search.ranks import Ranks
+
+LIMIT_TOLERANCE = 0.1
+"""Limits are equal if they differ by at most this share: free memory always varies."""
 
 
 def find_earlier_plan(
     given: Plan | str | Path | None,
-    conditions: Mapping[str, Any],
+    parameters: str,
     *,
     device: str,
     limit_bytes: int,
     ranks: Ranks,
 ) -> tuple[Plan | None, list[str]]:
-    """The plan to use again, or ``None`` and a note why not; the first rank decides for all.
+    """The plan to rehearse, or ``None`` and a note why not; the first rank decides for all.
 
     Args:
         given: a plan, its file, or a log directory; ``None``: there is none, and no note.
-        conditions: what has to match, in plain JSON types.
+        parameters: the number of parameters, as in a plan.
         device: the name of the device.
         limit_bytes: the limit of this rank.
         ranks: the processes that search together.
     """
     if given is None:
         return None, []
-    plan = None
     limit_bytes = min(ranks.exchange(limit_bytes))
+    plan = None
     try:
         plan = load_plan(given)
     except (OSError, ValueError) as error:
         # The first run of a sweep usually has no file, so this is no error.
         changes = [sentences.unreadable(error)]
     else:
-        changes = changes_since(
-            plan,
-            plan.conditions or {},
-            conditions,
-            device=device,
-            limit_bytes=limit_bytes,
-        )
-        if plan.conditions is None or not plan.verified:
-            changes.append(sentences.not_verified())
+        changes = changes_since(plan, device, limit_bytes)
+        if not (plan.verified and plan.parameters):
+            changes = [sentences.not_verified()]
+        elif plan.parameters != parameters:
+            changes.append(sentences.changed("number of parameters", plan.parameters, parameters))
     plan, changes = ranks.exchange((plan, changes))[0]
     if changes:
         return None, [sentences.earlier_plan_not_used(*changes)]
     return plan, []
 
 
+def load_plan(plan: Plan | str | Path) -> Plan:
+    """A plan, or the plan of a file, or the newest readable plan of a fit below a log directory.
+
+    Raises:
+        OSError: if there is no such file.
+        ValueError: if a file has no plan.
+    """
+    if isinstance(plan, Plan):
+        return plan
+    path = Path(plan)
+    if path.is_dir():
+        found = (file for file in path.rglob("batch_plan*.json") if file.is_file())
+        files = sorted(found, key=lambda file: file.stat().st_mtime)
+        for file in reversed(files):
+            # A run that was killed may leave a part of a file.
+            with suppress(OSError, ValueError):
+                earlier = Plan.from_json(file.read_text(encoding="utf-8"))
+                # The plan of an evaluation has no number of parameters, and is skipped.
+                if earlier.parameters:
+                    return earlier
+        path = files[-1] if files else path / "batch_plan.json"
+    return Plan.from_json(path.read_text(encoding="utf-8"))
+
+
+def changes_since(plan: Plan, device: str, limit_bytes: int) -> list[str]:
+    """A clause for each of device and limit that differs from that of the plan."""
+    changes = []
+    if device != plan.device:
+        changes.append(sentences.changed("device", plan.device, device))
+    if abs(limit_bytes - plan.limit_bytes) > LIMIT_TOLERANCE * plan.limit_bytes:
+        changes.append(sentences.changed("limit", mib(plan.limit_bytes), mib(limit_bytes)))
+    return changes
+
+
 def parameters_text(module: Module) -> str:
-    """The number of parameters, and a digest of their names, shapes and types."""
-    parameters = list(module.named_parameters())
-    shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in parameters]
-    total = sum(parameter.numel() for _, parameter in parameters)
-    digest = sha256(repr(shapes).encode()).hexdigest()[:12]
-    return f"{total:,} in {len(shapes)} tensors ({digest})"
+    """The number of parameters."""
+    counts = [parameter.numel() for parameter in module.parameters()]
+    return f"{sum(counts):,} in {len(counts)} tensors"
+
+
+def why_not_allowed(plan: Plan, limits: SearchLimits) -> str:
+    """Why the size of ``plan`` is not worth a rehearsal; empty if it is."""
+    size = plan.batch_size
+    lowest, highest = size_range(limits)
+    is_allowed = lowest <= size <= highest and size in (highest, rounded(size, limits))
+    # Where something else than memory limited it, this may allow a larger size now.
+    is_largest = size == highest or plan.limited_by in ("memory", "throughput")
+    if is_allowed and is_largest and plan.budget_name == limits.options.budget_name:
+        return ""
+    return sentences.other_sizes_allowed(size, lowest, highest, limits)
+
+
+def reused(plan: Plan, trial: Trial, limits: SearchLimits) -> tuple[Chosen, tuple[Trial, ...]]:
+    """The size of ``plan`` after ``trial``, a rehearsal that passed, and the trials of both."""
+    size = plan.batch_size
+    chosen = Chosen(
+        size,
+        plan.limited_by,
+        sentences.passed_again(size, limits),
+        fastest_batch_size=plan.fastest_batch_size,
+        largest_batch_size=plan.largest_batch_size,
+    )
+    earlier = [
+        # Times of another process cannot be compared with those of this one.
+        replace(t, step_seconds=None, fastest_step_seconds=None, samples_per_second=None)
+        for t in plan.trials
+        if (t.batch_size, t.kind) != (size, "rehearsal")
+    ]
+    return chosen, (*earlier, trial)

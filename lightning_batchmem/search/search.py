@@ -13,8 +13,8 @@ from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, Trial
-from lightning_batchmem.plan.reuse import reused, why_not_allowed
 from lightning_batchmem.plan.rules import decide
+from lightning_batchmem.search.earlier_plan import reused, why_not_allowed
 from lightning_batchmem.search.memory_budget import MemoryBudget, search_limits
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks

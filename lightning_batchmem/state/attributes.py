@@ -1,22 +1,21 @@
-"""Contents of the objects that a training program leads to, restored in place.
+"""Attributes of the objects that a training program leads to, restored in place.
 
-The objects themselves stay, because a hook or a closure may hold a reference to them.
+The objects themselves stay, because a hook or a closure may hold a reference to them. What is no
+attribute of an instance is not restored: ``NOT_RESTORED`` in ``plan/sentences.py`` names it.
 """
 
 from __future__ import annotations
 
-import gc
 import io
 import logging
 import math
 import random
 import socket
-import sys
 import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,8 +36,8 @@ LARGEST_ARRAY_BYTES = 64 * 2**20
 # there, after about a second.
 MOST_OBJECTS = 200_000
 
-# Objects of these types do not belong to the module, or are restored elsewhere. The caller of
-# AttributeState adds classes of Lightning for the same reason.
+# Objects of these types are data, or do not belong to the module. The caller of AttributeState
+# adds classes of Lightning for the same reason.
 _NOT_WALKED = (
     Dataset,
     DataLoader,
@@ -61,29 +60,14 @@ _LIVE_RESOURCES = (
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 
-_Cached = type(lru_cache(len))
-
-_LIBRARIES = {"torch", "lightning", "pytorch_lightning", "torchmetrics"} | sys.stdlib_module_names
-
 _CONTAINERS = (dict, list, deque, set, tuple, frozenset, bytearray)
-
-# Objects of these types have no attributes but can change. Most others without attributes, such as
-# the patterns of regular expressions, cannot.
-_STATE_OF_CLASSES = (
-    *_CONTAINERS,
-    types.MappingProxyType,
-    np.ndarray,
-    torch.Generator,
-    np.random.Generator,
-    np.random.RandomState,
-)
 
 # Paths and values of the objects to which an object leads.
 Children = Iterator[tuple[str, Any]]
 
 
 class AttributeState:
-    """Contents of every mutable object that can be reached from ``roots``.
+    """Contents of every mutable object to which attributes and items of ``roots`` lead.
 
     ``not_restorable`` names the objects that cannot be restored, and ``schedulers`` are the
     schedulers of learning rates that were reached.
@@ -137,10 +121,6 @@ class AttributeState:
                 self.not_restorable.append(f"{path} ({type(error).__name__})")
         self.schedulers = [value for value in self._seen.values() if isinstance(value, LRScheduler)]
 
-    def reached(self, value: object) -> bool:
-        """Whether this object was recorded, or named as one that cannot be restored."""
-        return id(value) in self._seen
-
     def restore(self) -> list[str]:
         """Restore all contents; returns the objects for which this failed."""
         failed = []
@@ -157,7 +137,6 @@ class AttributeState:
         # A parametrization replaces the class of a module, and the other attributes depend on it.
         self._later(path, _set_attribute, root, "__class__", type(root))
         yield from self._add_object(path, root)
-        yield from self._add_classes(root)
         if isinstance(root, Optimizer):
             self._add_state_tensors(path, list(root.state.values()))
         if isinstance(root, Module):
@@ -184,15 +163,8 @@ class AttributeState:
         elif isinstance(value, partial):
             yield f"{path}.args", value.args
             yield f"{path}.keywords", value.keywords
-        elif isinstance(value, Dataset):
-            yield from self._add_classes(value)
         elif isinstance(value, self._not_walked):
             return
-        elif isinstance(value, types.MappingProxyType):
-            # The view refers to the dict behind it, which may change.
-            yield from ((path, item) for item in gc.get_referents(value))
-        elif isinstance(value, _Cached):
-            self._add_cache(path, value)
         elif isinstance(value, np.ndarray):
             yield from self._add_array(path, value)
         elif isinstance(value, random.Random):
@@ -262,41 +234,8 @@ class AttributeState:
             self._later(f"{path}.{name}", _set_attribute, value, name, item)
         yield from ((f"{path}.{name}", item) for name, item in entries.items())
 
-    def _add_classes(self, value: object) -> Children:
-        """Attributes of the user's classes that may change: tensors, objects, caches and so on."""
-        for kind in type(value).__mro__:
-            if kind.__module__.partition(".")[0] in _LIBRARIES or id(kind) in self._seen:
-                continue
-            self._seen[id(kind)] = kind
-            contents = {name: item for name, item in vars(kind).items() if name[:2] != "__"}
-            self._later(kind.__name__, _refill_class, kind, contents)
-            for name, item in contents.items():
-                if isinstance(item, staticmethod | classmethod):
-                    item = item.__func__
-                is_descriptor = hasattr(item, "__get__") and not isinstance(item, _Cached)
-                has_state = hasattr(item, "__dict__") or isinstance(item, _STATE_OF_CLASSES)
-                if has_state and not is_descriptor:
-                    yield f"{kind.__name__}.{name}", item
-
-    def _add_cache(self, path: str, function: Any) -> None:
-        # The entries of a cache cannot be read, so only an empty one can be restored.
-        if function.cache_info().currsize:
-            self.not_restorable.append(f"{path} (the cache of a function)")
-        else:
-            self._later(path, function.cache_clear)
-
     def _later(self, path: str, restore: Callable[..., object], *arguments: Any) -> None:
         self._restores.append((path, partial(restore, *arguments)))
-
-
-def _refill_class(kind: type, contents: dict[str, Any]) -> None:
-    """Give a class these attributes again, besides those whose names begin with two underscores."""
-    for name in set(vars(kind)) - set(contents):
-        if name[:2] != "__":
-            delattr(kind, name)
-    for name, item in contents.items():
-        if vars(kind).get(name) is not item:
-            setattr(kind, name, item)
 
 
 def _key_text(key: object) -> str:

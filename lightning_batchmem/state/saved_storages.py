@@ -1,4 +1,4 @@
-"""Bytes of tensors, saved in a file and written back in place."""
+"""Bytes of tensors, saved on the host and written back in place."""
 
 from __future__ import annotations
 
@@ -10,18 +10,28 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+
+from lightning_batchmem.devices.host import HostMemory
 
 # About this many bytes are in memory, and in the page cache, at one time.
 _CHUNK_BYTES = 2**24
 
+# Copies of a device's tensors are in memory where those of all ranks take no more than this share
+# of what is free. The rest is for the loader workers of the search.
+# Source: chosen; a share of 1 would leave them nothing.
+_MEMORY_SHARE = 0.5
+
 
 class SavedStorages:
-    """Bytes of tensor storages, written back in place; a shared storage is saved once."""
+    """Bytes of tensor storages, written back in place; a shared storage is saved once.
+
+    Copies of the host's tensors are in a file, because in memory they would raise the resident set
+    that the search measures. Those of a device are there too if the host has no room for them.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        # The copy is in a file, because in memory it would raise the resident set that the search
-        # measures. The file is open as long as the search, so no `with` statement can close it.
+        # The file is open as long as the search, so no `with` statement can close it.
         self._file: Any = tempfile.TemporaryFile()  # noqa: SIM115
         # This closes the file also where a run ends before its search.
         weakref.finalize(self, self._file.close)
@@ -29,14 +39,17 @@ class SavedStorages:
             (flat.device, flat.data_ptr(), flat.numel()): flat for flat in map(_flat_bytes, tensors)
         }
         self._flats = list(storages.values())
-        self._on_host = [flat for flat in self._flats if flat.is_cpu]
-        self._on_device = [(flat, flat.cpu()) for flat in self._flats if not flat.is_cpu]
+        on_device = [flat for flat in self._flats if not flat.is_cpu]
+        has_room = has_room_for(sum(flat.numel() for flat in on_device))
+        self._in_memory = [(flat, flat.cpu()) for flat in on_device if has_room]
+        self._in_file = [flat for flat in self._flats if flat.is_cpu or not has_room]
         try:
-            for chunk in self._host_chunks():
+            for chunk in self._chunks_in_file():
+                on_host = chunk.cpu()
                 # A NumPy array is avoided, because torch cannot resize a storage that has had one.
-                self._file.write((ctypes.c_char * chunk.numel()).from_address(chunk.data_ptr()))
+                self._file.write((ctypes.c_char * chunk.numel()).from_address(on_host.data_ptr()))
         except OSError as error:
-            total_bytes = sum(flat.numel() for flat in self._on_host)
+            total_bytes = sum(flat.numel() for flat in self._in_file)
             raise OSError(
                 "BatchFinder could not write its copy of weights and optimizer state"
                 f" ({total_bytes:,} bytes) to {tempfile.gettempdir()}: {error}. Set TMPDIR to a"
@@ -48,14 +61,14 @@ class SavedStorages:
             # The size differs where a step resized a tensor in place.
             if flat.untyped_storage().nbytes() != flat.numel():
                 flat.untyped_storage().resize_(flat.numel())
-        for flat, copied in self._on_device:
+        for flat, copied in self._in_memory:
             flat.copy_(copied)
         self._file.seek(0)
-        for chunk in self._host_chunks():
-            saved = torch.empty_like(chunk)
+        for chunk in self._chunks_in_file():
+            saved = torch.empty(chunk.numel(), dtype=torch.uint8)
             self._file.readinto(saved.numpy())
             # Unchanged memory is not written: it may be mapped read-only, or shared until a write.
-            if not torch.equal(chunk, saved):
+            if not torch.equal(chunk.cpu(), saved):
                 chunk.copy_(saved)
 
     def _drop_pages(self) -> None:
@@ -66,9 +79,9 @@ class SavedStorages:
             os.fdatasync(self._file.fileno())
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def _host_chunks(self) -> Iterable[Tensor]:
+    def _chunks_in_file(self) -> Iterable[Tensor]:
         cached_bytes = 0
-        for flat in self._on_host:
+        for flat in self._in_file:
             for chunk in torch.split(flat, _CHUNK_BYTES):
                 yield chunk
                 cached_bytes += chunk.numel()
@@ -77,6 +90,18 @@ class SavedStorages:
                     self._drop_pages()
                     cached_bytes = 0
         self._drop_pages()
+
+
+def has_room_for(copied_bytes: int) -> bool:
+    """Whether the host has room for a copy of so many bytes of each rank."""
+    if copied_bytes == 0:
+        return True
+    # Every rank makes its copy at this moment. Some may be on other machines.
+    is_distributed = distributed.is_available() and distributed.is_initialized()
+    ranks = distributed.get_world_size() if is_distributed else 1
+    host = HostMemory()
+    free_bytes = host.budget_bytes() - host.current().allocated_bytes
+    return ranks * copied_bytes <= _MEMORY_SHARE * free_bytes
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:

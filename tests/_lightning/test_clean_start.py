@@ -8,8 +8,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_batchmem import BatchFinder
-from lightning_batchmem._lightning.clean_start import isolated
-from lightning_batchmem._lightning.recorded_state import RecordedState
+from lightning_batchmem._lightning.clean_start import ProjectSnapshot, isolated
 from tests.helpers.lawful import Evaluated, quiet_trainer
 
 
@@ -35,7 +34,7 @@ def test_the_trainer_is_restored_with_all_its_loops(tmp_path):
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))
     trainer = quiet_trainer(Callback(), plugins=[plugin], logger=CSVLogger(tmp_path))
     before = state_of(trainer)
-    with isolated(trainer, RecordedState(LightningModule()), [Callback()]):
+    with isolated(trainer, ProjectSnapshot(LightningModule()), [Callback()]):
         epoch_loop = trainer.fit_loop.epoch_loop
         epoch_loop.batch_progress.increment_ready()
         epoch_loop.automatic_optimization.optim_progress.optimizer.step.increment_ready()
@@ -55,9 +54,10 @@ def test_the_trainer_is_restored_with_all_its_loops(tmp_path):
 
 
 class Noted(Dataset):
-    """Notes in its class the samples that were read."""
+    """Notes the samples that were read."""
 
-    read = []  # noqa: RUF012
+    def __init__(self):
+        self.read = []
 
     def __len__(self):
         return 64
@@ -69,9 +69,9 @@ class Noted(Dataset):
 
 def test_loaders_of_validation_that_were_passed_leave_no_trace_either(fit, device):
     read = []
-    after = LambdaCallback(on_fit_start=lambda *_: read.append(list(Noted.read)))
-    loader = DataLoader(Noted(), batch_size=4)
+    noted = Noted()
+    after = LambdaCallback(on_fit_start=lambda *_: read.append(list(noted.read)))
+    loader = DataLoader(noted, batch_size=4)
     fit(Evaluated(device), BatchFinder(), device, after, val_dataloaders=loader)
     assert read == [[]]
-    assert Noted.read
-    Noted.read.clear()
+    assert noted.read

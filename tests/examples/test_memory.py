@@ -1,6 +1,7 @@
 """The memory test of the examples, as in the documentation.
 
-python -m lightning_batchmem check examples.NAME:make --reference examples/memory/NAME.json --update
+python -m lightning_batchmem check examples.NAME:make \
+    --reference examples/memory/NAME.json --update true
 """
 
 import importlib
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from lightning_batchmem import assert_memory
-from lightning_batchmem.check.reference import read_reference
+from lightning_batchmem.check import StepMemory
+from lightning_batchmem.plan.json_fields import from_json
 
 REFERENCES = sorted((Path(__file__).parents[2] / "examples" / "memory").glob("*.json"))
 
@@ -18,7 +20,8 @@ REFERENCES = sorted((Path(__file__).parents[2] / "examples" / "memory").glob("*.
 @pytest.mark.parametrize("reference", REFERENCES, ids=lambda path: path.stem)
 def test_an_example_needs_no_more_memory(reference):
     # Builds for a CPU and for CUDA have the same operators on the host.
-    measured_with, _, _ = read_reference(reference).versions["torch"].partition("+")
+    measured = from_json(StepMemory, reference.read_text())
+    measured_with, _, _ = measured.versions["torch"].partition("+")
     if measured_with != torch.__version__.partition("+")[0]:
         pytest.skip(f"the reference is that of torch {measured_with}")
     make = importlib.import_module(f"examples.{reference.stem}").make

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from types import MappingProxyType
+from functools import partial
 from typing import Any
 
 import lightning.pytorch.callbacks as lightning_callbacks
@@ -325,41 +324,6 @@ class Quantized(Net):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.quantize(self.layers[0].weight)
         super().validation_step(batch, batch_idx)
-
-
-class InClass(Net):
-    """Its class has a number, a tensor, an object, a view of a dict, and a method with a cache."""
-
-    steps = 0
-    scale = torch.ones(1)
-    stream = torch.Generator().manual_seed(9)
-    tables = MappingProxyType({"lists": ([], [])})
-
-    # A user's method may have a cache, too.
-    @lru_cache  # noqa: B019
-    def drawn(self, index: int) -> float:
-        return float(torch.rand(1, generator=self.stream))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        kind = InClass
-        kind.steps += 1
-        kind.scale.mul_(0.9)
-        kind.tables["lists"][1].append(batch_idx)
-        kind.last = batch_idx + getattr(kind, "last", 0)
-        weight = kind.steps + kind.last + len(kind.tables["lists"][1]) + self.drawn(batch_idx)
-        return super().training_step(batch, batch_idx) * weight * kind.scale.item()
-
-    @classmethod
-    def fresh(cls, batch_size: int) -> InClass:
-        """A module after a reset of its class, which another run has changed."""
-        cls.steps = 0
-        cls.scale.fill_(1)
-        cls.stream.manual_seed(9)
-        cls.tables["lists"][1].clear()
-        if hasattr(cls, "last"):
-            del cls.last
-        cls.drawn.cache_clear()
-        return cls(batch_size)
 
 
 class Extractor:
@@ -719,7 +683,6 @@ CASES = {
         ReadsCallbacks, callbacks=lambda: [Weights(), EarlyStopping("epoch_loss", patience=7)]
     ),
     "buffers_that_steps_resize": Case(Quantized),
-    "state_in_the_class": Case(InClass.fresh),
     "optimizers_of_its_own": Case(OwnOptimizers, trainer={"max_epochs": 1}),
     "schedule_kept_in_the_module": Case(KeepsSchedule),
     "scripted": Case(scripted),

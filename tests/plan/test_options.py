@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -134,10 +132,3 @@ def test_numbers_of_numpy_become_plain():
     assert values == (0.5, 64, 8)
     assert [type(value) for value in values] == [float, int, int]
     assert type(SearchOptions(memory_limit=np.int64(2**30)).memory_limit) is int
-
-
-def test_as_json():
-    written = SearchOptions(worst_case="longest", max_batch_size=64).as_json()
-    assert json.loads(json.dumps(written)) == written
-    assert (written["worst_case"], written["max_batch_size"]) == ("longest", 64)
-    assert written["objective"] == "memory"

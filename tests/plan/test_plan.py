@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, PHASES, Line, MemoryModel, Trial
+from lightning_batchmem.plan.sentences import NOT_RESTORED
 from tests.helpers.lawful import OLD_PLAN
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -37,7 +38,6 @@ PLANS = any_of(
     | st.builds(MemoryModel, st.dictionaries(st.sampled_from(PHASES), LINES, min_size=1)),
     learning_rate=st.none() | FINITE,
     learning_rate_before=st.none() | FINITE,
-    conditions=st.dictionaries(st.text(), st.integers()),
 )
 PLAN = Plan(
     batch_size=32,
@@ -122,11 +122,12 @@ def test_other_text_is_refused(text):
         (("trials", 0, "step_seconds"), "1"),
         (("memory",), []),
         (("memory", "lines", "forward", "slope"), None),
-        (("conditions",), [1]),
+        (("memory", "lines", "forward", "slope"), float("nan")),
+        (("trials", 0, "step_seconds"), float("inf")),
     ],
 )
 def test_a_wrong_type_is_refused(path, value):
-    data = json.loads(replace(PLAN, conditions={}).to_json())
+    data = json.loads(PLAN.to_json())
     part = data
     for key in path[:-1]:
         part = part[key]
@@ -161,10 +162,12 @@ def test_the_text_of_a_plan():
             "  memory    100.0 MiB + 2.0 MiB a sample (forward)",
             "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
             "  why       32 samples: the largest size that is predicted to fit.",
-            "  run       result       size  live MiB  line MiB  held MiB        ms samples/s",
-            "  probe     ok              2     104.0     104.0                12.0       167",
-            "  rehearsal over limit     64     228.0     228.0     250.0",
-            "  rehearsal ok             32     165.0     164.0     180.0      40.0       800",
+            f"  restored  {NOT_RESTORED}",
+            "| run       | result     | size | live MiB | line MiB | held MiB |   ms | samples/s |",
+            "|-----------|------------|------|----------|----------|----------|------|-----------|",
+            "| probe     | ok         |    2 |    104.0 |    104.0 |          | 12.0 |       167 |",
+            "| rehearsal | over limit |   64 |    228.0 |    228.0 |    250.0 |      |           |",
+            "| rehearsal | ok         |   32 |    165.0 |    164.0 |    180.0 | 40.0 |       800 |",
         ]
     )
 

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import gc
 import itertools
 import random
-import re
 import threading
-from abc import ABC
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -19,7 +17,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
 from torch.utils.data import Dataset
 
-from lightning_batchmem._lightning.recorded_state import RecordedState
+from lightning_batchmem._lightning.clean_start import ProjectSnapshot
 from lightning_batchmem.state.attributes import LARGEST_ARRAY_BYTES, AttributeState
 
 
@@ -122,10 +120,10 @@ def grow(value):
 def test_contents_are_restored_in_the_same_object(value, disturb, look):
     module = Module(value)
     before = look(value)
-    kept = RecordedState(module)
+    kept = ProjectSnapshot(module)
     disturb(module.value)
     assert look(value) != before
-    kept.restore()
+    kept.restore_or_warn()
     assert module.value is value
     assert look(value) == before
 
@@ -147,90 +145,41 @@ def test_unregistered_and_shared_objects_are_met_once():
     assert any(teacher.weight is tensor for tensor in kept.tensors)
 
 
-class Counting(Dataset):
-    cache: ClassVar = {"seen": []}
+class InClass(Dataset):
+    count = 0
+    seen: ClassVar = []
 
 
-class Base(LightningModule):
+class Deep(LightningModule):
     history: ClassVar = [1]
 
+    def __init__(self):
+        super().__init__()
+        self.data = InClass()
+        self.view = MappingProxyType({"rows": []})
+        self.cached = lru_cache(lambda: [1])
+        self.behind = weakref.ref(self.data)
 
-class Derived(Base):
-    names: ClassVar = {"x"}
-    buffer = bytearray(b"ab")
+    def count(self, into=[]):  # noqa: B006
+        into.append(1)
+        Deep.count.calls = len(into)
+        return into
 
 
-def test_containers_of_the_users_classes_are_restored():
-    module = Derived()
-    data = LightningDataModule()
-    data.train = Counting()
-    kept = RecordedState(module, others=[data])
-    for container in (Base.history, Counting.cache["seen"]):
+def test_what_is_no_attribute_of_an_instance_is_neither_restored_nor_named():
+    module = Deep()
+    kept = ProjectSnapshot(module)
+    InClass.count += 1
+    for container in (InClass.seen, Deep.history, module.view["rows"]):
         container.append(2)
-    Derived.names.add("y")
-    Derived.buffer[0] = 7
-    data.cache = [1]
-    kept.restore()
-    assert (Base.history, Counting.cache) == ([1], {"seen": []})
-    assert (Derived.names, Derived.buffer) == ({"x"}, b"ab")
-    assert not hasattr(data, "cache")
-    assert not kept.attributes.not_restorable
-
-
-class Stateful(LightningModule, ABC):
-    count = 0
-    table = torch.zeros(2)
-    tracker = Tracker()
-    generator = np.random.default_rng(1)
-    shown = MappingProxyType({"seen": ([],)})
-    pattern = re.compile("x")
-    lock = threading.Lock()
-    missing: ClassVar[int]
-
-    @staticmethod
-    @lru_cache
-    def cached(value):
-        return [value]
-
-    # A user's method may have a cache, too.
-    @lru_cache  # noqa: B019
-    def method(self):
-        return [1]
-
-
-def test_other_state_of_the_users_classes_is_restored():
-    module = Stateful()
-    kept = RecordedState(module)
-    before = Stateful.generator.bit_generator.state
-    shown = gc.get_referents(Stateful.shown)[0]
-    Stateful.count += 1
-    Stateful.missing = 3
-    Stateful.table += 1
-    Stateful.tracker.append_two()
-    Stateful.generator.random()
-    Stateful.shown["seen"][0].append(1)
-    shown["other"] = 2
-    Stateful.cached(1)
-    module.method()
-    Stateful.method = None
-    kept.restore()
-    assert (Stateful.count, hasattr(Stateful, "missing")) == (0, False)
-    assert (Stateful.table.tolist(), Stateful.tracker) == ([0, 0], Tracker())
-    assert Stateful.generator.bit_generator.state == before
-    assert dict(Stateful.shown) == {"seen": ([],)}
-    for cached in (Stateful.cached, Stateful.method):
-        assert cached.cache_info().currsize == 0
+    module.count()
+    module.cached()
+    module.behind().extra = 1
+    kept.restore_or_warn()
+    assert (InClass.count, InClass.seen, Deep.history) == (1, [2], [1, 2])
+    assert (module.view["rows"], module.cached.cache_info().currsize) == ([2], 1)
+    assert (module.data.extra, Deep.count.calls, module.count()) == (1, 1, [1, 1])
     assert kept.attributes.not_restorable == []
-
-
-def test_a_cache_with_entries_is_named():
-    module = Stateful()
-    Stateful.cached(1)
-    kept = RecordedState(module)
-    kept.restore()
-    assert Stateful.cached.cache_info().currsize == 1
-    assert kept.attributes.not_restorable == ["Stateful.cached (the cache of a function)"]
-    Stateful.cached.cache_clear()
 
 
 class Run:
@@ -268,10 +217,10 @@ def test_an_object_that_is_not_restored_is_named_and_the_others_are_restored(val
     module = Module({"refuses": value, "other": [1]})
     # A parameter of any size is restored.
     module.weight = nn.Parameter(torch.zeros(LARGEST_ARRAY_BYTES // 4 + 1))
-    kept = RecordedState(module)
+    kept = ProjectSnapshot(module)
     module.weight.data += 1
     module.value["other"].append(2)
-    kept.restore()
+    kept.restore_or_warn()
     assert kept.attributes.not_restorable == [f"Module.value['refuses'] ({why})"]
     assert module.value["other"] == [1]
     assert not module.weight.any()
@@ -285,12 +234,12 @@ def test_weights_and_structure_are_restored_when_the_walk_ends_early(monkeypatch
     data.rows = [[index] for index in range(1000)]
     weight = module.value.weight
     before = weight.detach().clone()
-    kept = RecordedState(module, others=[data])
+    kept = ProjectSnapshot(module, datamodules=[data])
     weight.data += 1
     module.value.weight = nn.Parameter(torch.zeros(2, 2))
     module.value.eval()
     module.late = 1
-    kept.restore()
+    kept.restore_or_warn()
     assert module.value.weight is weight
     assert torch.equal(weight, before)
     assert module.value.training
@@ -301,10 +250,10 @@ def test_weights_and_structure_are_restored_when_the_walk_ends_early(monkeypatch
 def test_a_buffer_written_with_its_graph_is_restored():
     module = Module(nn.Linear(1, 1))
     module.register_buffer("last", torch.zeros(1))
-    kept = RecordedState(module)
+    kept = ProjectSnapshot(module)
     module.last.copy_(module.value(torch.ones(1)))
     assert module.last.grad_fn is not None
-    kept.restore()
+    kept.restore_or_warn()
     assert module.last.grad_fn is None
     assert not module.last.requires_grad
     assert module.last.item() == 0
@@ -319,9 +268,9 @@ class Refuses(list):
 
 def test_an_object_that_refuses_to_be_restored_is_a_warning():
     module = Module([Refuses([1]), [1]])
-    kept = RecordedState(module)
+    kept = ProjectSnapshot(module)
     for value in module.value:
         value.append(2)
     with pytest.warns(UserWarning, match=r"could not restore: Module\.value\[0\] \(TypeError\)"):
-        kept.restore()
+        kept.restore_or_warn()
     assert module.value[1] == [1]

@@ -4,10 +4,11 @@ import ctypes
 import mmap
 import tempfile
 
+import psutil
 import pytest
 import torch
 
-from lightning_batchmem.state.saved_storages import SavedStorages
+from lightning_batchmem.state.saved_storages import SavedStorages, has_room_for
 
 
 def test_storages_are_restored_in_place():
@@ -25,7 +26,7 @@ def test_storages_are_restored_in_place():
 def test_views_and_shared_storages_are_kept_once():
     base = torch.arange(12.0)
     kept = SavedStorages(iter([base[3:7], base.view(3, 4).t(), base]))
-    assert len(kept._on_host) == 1
+    assert len(kept._in_file) == 1
     base.fill_(-1)
     kept.write_back()
     assert torch.equal(base, torch.arange(12.0))
@@ -64,6 +65,17 @@ def test_the_copy_is_neither_a_visible_file_nor_resident_memory(tmp_path, monkey
     assert not list(tmp_path.iterdir())
     kept.write_back()
     assert pages_in_cache(kept._file.fileno()) == 0
+
+
+def test_copies_of_a_device_are_in_memory_where_those_of_all_ranks_have_room(monkeypatch):
+    host = psutil.virtual_memory()._replace(available=1000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: host)
+    assert has_room_for(500)
+    assert not has_room_for(501)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    assert has_room_for(125)
+    assert not has_room_for(126)
 
 
 def pages_in_cache(descriptor):

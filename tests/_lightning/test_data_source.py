@@ -4,7 +4,7 @@ import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_batchmem._lightning.fetches import WatchedFetches
+from lightning_batchmem._lightning.data_source import WatchedFetches
 from tests.helpers.lawful import quiet_trainer
 
 

@@ -29,8 +29,8 @@ def unfreeze(schedulers: Iterable[Any]) -> None:
         vars(scheduler).pop("step", None)
 
 
-class RecordedObjects:
-    """Everything that the steps of a search may change, recorded once and written back in place.
+class Snapshot:
+    """What the steps of a search may change, recorded once and restored in place.
 
     These are the random states of the process, and parameters, buffers, gradients, flags, hooks and
     plain attributes of the objects below.
@@ -77,7 +77,7 @@ class RecordedObjects:
             plain for t in tensors if not is_lazy(t) for plain in plain_tensors(t)
         )
 
-    def write_back(self) -> list[str]:
+    def restore(self) -> list[str]:
         """Restore everything; returns the objects for which this failed."""
         try:
             failed = self.attributes.restore()

@@ -1,21 +1,23 @@
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_batchmem._lightning.recorded_state import RecordedState
+from lightning_batchmem._lightning.clean_start import ProjectSnapshot, project_snapshot
+from tests.helpers.lawful import Lawful, law, quiet_trainer
 
 
 @pytest.mark.parametrize("size", [0, 2, 9])
 def test_a_tensor_that_a_step_resizes(size):
     module = LightningModule()
     module.register_buffer("values", torch.arange(4.0))
-    state = RecordedState(module)
+    state = ProjectSnapshot(module)
     module.values.untyped_storage().resize_(4 * size)
     module.values.resize_(size).fill_(-1)
-    state.restore()
+    state.restore_or_warn()
     assert torch.equal(module.values, torch.arange(4.0))
     # The training can resize the tensor again.
     module.values.resize_(9)
@@ -82,10 +84,10 @@ def test_a_module_is_restored():
     called = []
     handle = module.layers.register_forward_pre_hook(lambda *_: called.append(1))
     before = described(module)
-    kept = RecordedState(module)
+    kept = ProjectSnapshot(module)
     disturb(module)
     assert all(old != new for old, new in zip(before, described(module), strict=True))
-    kept.restore()
+    kept.restore_or_warn()
     assert described(module) == before
     module.layers(torch.zeros(2, 3))
     # The handle works only if the table of hooks that it refers to is still that of the module.
@@ -101,4 +103,17 @@ def test_a_lazy_parameter_is_refused():
             self.layer = nn.LazyLinear(3)
 
     with pytest.raises(ValueError, match=r"lazy parameter 'layer\.weight'"):
-        RecordedState(Lazy())
+        ProjectSnapshot(Lazy())
+
+
+def test_the_state_of_a_configured_optimizer_is_not_copied(device):
+    module = Lawful(device, law)
+    copied = []
+
+    def count(trainer, _):
+        assert len(trainer.optimizers[0].state) == 2
+        copied.append(set(map(id, project_snapshot(trainer).attributes.tensors)))
+
+    with pytest.warns(UserWarning, match="training loader was built before"):
+        quiet_trainer(LambdaCallback(on_train_end=count), max_steps=1).fit(module)
+    assert copied == [set(map(id, module.parameters()))]

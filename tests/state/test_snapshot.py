@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_batchmem.state.attributes import LARGEST_ARRAY_BYTES
-from lightning_batchmem.state.recorded_objects import RecordedObjects, freeze
+from lightning_batchmem.state.snapshot import Snapshot, freeze
 
 
 def test_large_tensors_of_optimizers_and_named_objects_are_restored():
@@ -16,13 +16,13 @@ def test_large_tensors_of_optimizers_and_named_objects_are_restored():
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     optimizer.state[layer.weight]["buffer"] = torch.zeros(count)
     average = {"weights": torch.zeros(count)}
-    recorded = RecordedObjects([layer], [optimizer], {"state[0]": average})
-    assert recorded.attributes.not_restorable == []
+    snapshot = Snapshot([layer], [optimizer], {"state[0]": average})
+    assert snapshot.attributes.not_restorable == []
     tensors = optimizer.state[layer.weight]["buffer"], average["weights"]
     for tensor in tensors:
         tensor[-1] = 1
     average["weights"] = None
-    assert recorded.write_back() == []
+    assert snapshot.restore() == []
     assert average["weights"] is tensors[1]
     assert [tensor[-1] for tensor in tensors] == [0, 0]
 
@@ -30,11 +30,11 @@ def test_large_tensors_of_optimizers_and_named_objects_are_restored():
 def test_a_gradient_is_restored_again_after_a_step_changed_it():
     layer = nn.Linear(1, 1)
     layer.weight.grad = torch.ones(1, 1)
-    recorded = RecordedObjects([layer])
+    snapshot = Snapshot([layer])
     for _ in range(2):
         layer.weight.grad.fill_(5)
         layer.bias.grad = torch.ones(1)
-        recorded.write_back()
+        snapshot.restore()
         assert (layer.weight.grad, layer.bias.grad) == (torch.ones(1, 1), None)
 
 
@@ -42,9 +42,9 @@ def test_random_numbers_begin_again():
     def numbers():
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
-    recorded = RecordedObjects([])
+    snapshot = Snapshot([])
     before = numbers()
-    recorded.write_back()
+    snapshot.restore()
     assert numbers() == before
 
 
@@ -54,9 +54,9 @@ def test_the_random_state_of_mps_begins_again(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: list(state))
     monkeypatch.setattr(torch.mps, "set_rng_state", lambda saved: state.__setitem__(0, saved[0]))
-    recorded = RecordedObjects([])
+    snapshot = Snapshot([])
     state[0] = 2
-    assert recorded.write_back() == []
+    assert snapshot.restore() == []
     assert state == [1]
 
 
@@ -64,19 +64,19 @@ def test_named_objects_that_are_not_walked_are_in_the_message():
     class Trainer:
         count = 0
 
-    recorded = RecordedObjects([], [], {"state[0]": Trainer()}, [Trainer])
-    assert recorded.attributes.not_restorable == ["state[0] (Trainer)"]
+    snapshot = Snapshot([], [], {"state[0]": Trainer()}, [Trainer])
+    assert snapshot.attributes.not_restorable == ["state[0] (Trainer)"]
 
 
 def test_a_frozen_scheduler_steps_again_afterwards():
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5, total_iters=2)
-    recorded = RecordedObjects([], [optimizer], {"state[0]": scheduler})
-    freeze(recorded.attributes.schedulers)
+    snapshot = Snapshot([], [optimizer], {"state[0]": scheduler})
+    freeze(snapshot.attributes.schedulers)
     for _ in range(5):
         scheduler.step()
     assert scheduler.last_epoch == 0
-    recorded.write_back()
+    snapshot.restore()
     optimizer.step()
     scheduler.step()
     assert scheduler.last_epoch == 1

@@ -1,0 +1,239 @@
+"""The memory test: the lines of a plan on the host, compared with those in a file."""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import seed_everything
+
+from lightning_batchmem import __version__
+from lightning_batchmem.comparison import Make, check_one_device, make_trainer, restored_process
+from lightning_batchmem.devices.base import MemoryStats
+from lightning_batchmem.devices.host import HostMemory
+from lightning_batchmem.find import SearchOnly
+from lightning_batchmem.plan.json_fields import from_json, to_json
+from lightning_batchmem.plan.policy import ReadingPolicy, SearchPolicy
+from lightning_batchmem.plan.records import PHASES
+
+# A search up to 8 samples runs 2 samples too.
+_MAX_BATCH_SIZE = 8
+# The samples that are read must not depend on the speed or the free memory of the machine.
+_READING = ReadingPolicy(max_samples=1, max_sample_sizes=64, scan_seconds=math.inf)
+_TRAINER = {
+    "accelerator": "cpu",
+    "enable_checkpointing": False,
+    "enable_model_summary": False,
+    "enable_progress_bar": False,
+    "limit_val_batches": 0,
+}
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """The live bytes of one phase of a step, as a line over samples.
+
+    Args:
+        fixed_bytes: bytes at 0 samples.
+        sample_bytes: bytes that each sample adds.
+    """
+
+    fixed_bytes: int = 0
+    sample_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The memory of a training step, which a file has as JSON.
+
+    Args:
+        phases: the lines of its phases.
+        versions: the versions that it was measured with.
+    """
+
+    phases: Mapping[str, PhaseMemory]
+    versions: Mapping[str, str]
+
+
+class _TensorsOnHost(HostMemory):
+    """The host with endless memory, of which a process holds nothing but tensors of the step.
+
+    So the lines are the same in every process.
+    """
+
+    def current(self) -> MemoryStats:
+        return MemoryStats(0)
+
+    def budget_bytes(self) -> int:
+        return 2**62
+
+
+class _MemoryTest(SearchOnly):
+    def device_memory(self, device: torch.device) -> _TensorsOnHost:
+        return _TensorsOnHost()
+
+
+def assert_memory(
+    make: Make,
+    reference: str | Path,
+    tolerance: float = 0.01,
+    *,
+    base: Mapping[str, Any] | None = None,
+) -> None:
+    """Compare the memory of a training step on the host with that in a file.
+
+    A search on the CPU runs the step at 2 and 8 samples, after ``make`` was called with fixed
+    random seeds, and fits the lines of a plan to the live bytes of each phase. They are the same to
+    the byte in every process with the same versions. What a sample adds to forward, backward and
+    optimizer step, and the fixed part of each, are compared one by one. A smaller result passes.
+
+    Args:
+        make: a function without arguments that returns a module, or ``(module, data)``; data is a
+            datamodule, training loaders or ``None``.
+        reference: the file that ``python -m lightning_batchmem check`` writes with
+            ``--update true``.
+        tolerance: each part may grow by this share of the reference.
+        base: arguments of the Trainer, such as ``precision``.
+
+    Raises:
+        AssertionError: with a line for each part that grew; if there is no file, with the command
+            that writes it.
+        ValueError: for an argument out of range, a damaged file, and a step that cannot be
+            measured.
+
+    Example:
+        >>> from lightning_batchmem import assert_memory
+        >>> assert_memory(make, "memory.json", tolerance=0.01)  # doctest: +SKIP
+    """
+    path = Path(reference)
+    if not path.exists():
+        function = getattr(make, "__qualname__", "MAKE")
+        options = "".join(f" --trainer.{name}={value}" for name, value in (base or {}).items())
+        raise AssertionError(
+            f"{path} does not exist. Write it with: python -m lightning_batchmem check"
+            f" {make.__module__}:{function} --reference {path}{options} --update true"
+        )
+    grown, smaller = differences(make, path, tolerance, base or {})
+    if grown:
+        raise AssertionError("\n".join(grown))
+    if smaller:
+        sys.stdout.write("\n".join(smaller) + "\n")
+
+
+def differences(
+    make: Make, path: Path, tolerance: float, base: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Measure the memory of a step, and compare it with that in a file.
+
+    Returns:
+        A line for each part that has grown, and for each that is smaller.
+
+    Raises:
+        ValueError: for an argument out of range, a damaged file, and a step that cannot be
+            measured.
+    """
+    if not 0 <= tolerance < math.inf:
+        raise ValueError(f"tolerance must be a share such as 0.01, got {tolerance!r}")
+    try:
+        reference = from_json(StepMemory, path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} must be a reference of the memory test ({error}). Write it again with"
+            " --update true."
+        ) from error
+    return compared(reference, measure(make, base), tolerance)
+
+
+def write_reference(make: Make, path: Path, base: Mapping[str, Any]) -> None:
+    """Measure the memory of a step, and write it to a file."""
+    path.write_text(to_json(measure(make, base)) + "\n", encoding="utf-8")
+
+
+def measure(make: Make, base: Mapping[str, Any]) -> StepMemory:
+    """Make the module, and search on the host up to 8 samples.
+
+    Args:
+        make: a function without arguments that returns a module, or ``(module, data)``.
+        base: arguments of the Trainer.
+
+    Raises:
+        ValueError: if the step cannot be measured in this way.
+    """
+    arguments = {**_TRAINER, **base}
+    if arguments["accelerator"] != "cpu":
+        raise ValueError(
+            f"accelerator must be cpu for the memory test, got {arguments['accelerator']!r}"
+        )
+    check_one_device("the memory test", arguments)
+    finder = _MemoryTest(max_batch_size=_MAX_BATCH_SIZE, worst_case="longest")
+    finder.policy = SearchPolicy(reading=_READING)
+    with restored_process(), _without_collections():
+        seed_everything(0, verbose=False)
+        trainer, model, data = make_trainer(make, arguments)
+        plan = finder.search(trainer, model, None, data, None)
+    if not all(trial.is_exact for trial in plan.trials):
+        raise ValueError("the memory of a compiled step cannot be counted")
+    if plan.memory is None:
+        raise ValueError(f"a line needs steps at two sizes, got one: {plan.reason}")
+    phases = {
+        phase: PhaseMemory(round(line.intercept), round(line.slope))
+        for phase, line in plan.memory.lines.items()
+    }
+    return StepMemory(phases, {"lightning_batchmem": __version__, "torch": torch.__version__})
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Collect garbage between the trials only, and not at a moment that depends on other work."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def compared(
+    reference: StepMemory, measured: StepMemory, tolerance: float
+) -> tuple[list[str], list[str]]:
+    """A line for each part that has grown, and for each that is smaller.
+
+    A line for each version that differs follows them.
+
+    Args:
+        reference: the memory before.
+        measured: the memory now.
+        tolerance: a part may differ by this share of the reference.
+    """
+    grown: list[str] = []
+    smaller: list[str] = []
+    for phase in PHASES:
+        before = reference.phases.get(phase, PhaseMemory())
+        now = measured.phases.get(phase, PhaseMemory())
+        name = phase.replace("_", " ")
+        for part, old, new in (
+            (f"{name}, a sample", before.sample_bytes, now.sample_bytes),
+            (f"{name}, fixed part", before.fixed_bytes, now.fixed_bytes),
+        ):
+            # The text of a float is the number that a person wrote, so a part that is exactly at
+            # the limit has not grown.
+            if abs(new - old) > Fraction(str(tolerance)) * abs(old):
+                share = f" ({(new - old) / old:+.1%})" if old else ""
+                lines = grown if new > old else smaller
+                lines.append(f"{part}: {old:,} -> {new:,} bytes{share}")
+    versions = [
+        f"The reference was measured with {name} {reference.versions.get(name)}, and this with"
+        f" {name} {version}."
+        for name, version in measured.versions.items()
+        if reference.versions.get(name) != version
+    ]
+    return grown + versions * bool(grown), smaller + versions * bool(smaller)
