@@ -175,8 +175,18 @@ class TrainerSearch:
         return self._plan(chosen, result, OptimizerStep(), _old_values(setting, chosen))
 
     def plan_in(self, state: dict[str, Any]) -> CheckpointPlan:
-        """The plan in the state of a BatchFinder in a checkpoint."""
-        plan = Plan.from_json(json.dumps(state["plan"]))
+        """The plan in the state of a BatchFinder in a checkpoint.
+
+        Raises:
+            ValueError: if it is damaged.
+        """
+        try:
+            plan = Plan.from_json(json.dumps(state["plan"]))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"the plan of BatchFinder in the checkpoint cannot be read ({error})."
+                " search_on_resume=True searches again."
+            ) from error
         # One rank may differ, and the limit in a plan is that of the rank with the least.
         devices, limits = zip(
             *self.ranks.exchange((self._device, self._budget.limit_bytes())), strict=True
