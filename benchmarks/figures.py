@@ -53,7 +53,6 @@ class PixelNetwork(nn.Module):
 def draw(out: Path) -> None:
     """Search, train, and write every figure of the run as PNG."""
     finder = BatchFinder(memory_limit=MEMORY_LIMIT, min_steps_per_epoch=None)
-    profiler = MemoryProfiler()
     module = Training(Workload(PixelNetwork, WORKLOADS["ConvNet"].sample, room_mib=0))
     with tempfile.TemporaryDirectory() as directory:
         arguments = {
@@ -61,10 +60,10 @@ def draw(out: Path) -> None:
             "val_check_interval": STEPS // 3,
             "limit_val_batches": 2,
         }
-        trainer_for([profiler, finder], STEPS, **arguments).fit(module)
+        trainer_for([MemoryProfiler(), finder], STEPS, **arguments).fit(module)
         rows = read_rows(Path(directory) / NAME)
     print(f"{machine()}\nbatch size {module.batch_size}")
-    for name, figure in draw_figures(rows, finder.plan, profiler.summary).items():
+    for name, figure in draw_figures(rows, finder.plan).items():
         path = out / f"{name}.png"
         save(figure, path)
         # A palette makes the committed file four times smaller.

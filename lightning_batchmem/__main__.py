@@ -25,16 +25,14 @@ from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.profile import figures
 from lightning_batchmem.profile.step_csv import NAME, PLAN_NAME, Row, read_rows
-from lightning_batchmem.profile.summary import SUMMARY_NAME, Summary
 
 _DESCRIPTION = """Compute a batch size, compare settings, test memory, or draw figures.
 
 Exit code: 0 for a result, 1 for none (check: a part has grown), 2 for an error."""
 
-_READERS: dict[str, Callable[[Path], list[Row] | Plan | Summary]] = {
+_READERS: dict[str, Callable[[Path], list[Row] | Plan]] = {
     NAME: read_rows,
     PLAN_NAME: lambda path: Plan.from_json(path.read_text(encoding="utf-8")),
-    SUMMARY_NAME: lambda path: Summary.from_json(path.read_text(encoding="utf-8")),
 }
 
 

@@ -270,8 +270,7 @@ class BatchFinder(Callback):
             apply_to_training(setting, plan)
         self.plan = plan
         self._plan_of_fit = plan
-        # The buffers with which ranks exchange gradients come on top of what was rehearsed.
-        if options.memory_limit is not None and self._ranks.size == 1:
+        if options.memory_limit is not None:
             # Otherwise the allocator would grow where it released its cache in the rehearsal.
             limit = search.device_memory.limit_enforced(limit_bytes)
             self._enforced_limit.enter_context(limit)
@@ -363,8 +362,8 @@ class BatchFinder(Callback):
         device_memory = self.device_memory(device)
         if device_memory is None:
             raise ValueError(
-                f"the device must have a peak memory counter for BatchFinder, got {device.type}."
-                " Set the batch size by hand."
+                f"BatchFinder needs a peak memory counter, and {device.type} or its allocator has"
+                " none. Set the batch size by hand."
             )
         return TrainerSearch(trainer, device_memory, self._options, self.policy, self._ranks)
 

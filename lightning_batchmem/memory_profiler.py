@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
+from rich.console import Console
 from torch import Tensor
 
 from lightning_batchmem._lightning.trainer_state import is_fast_dev_run
@@ -19,11 +20,9 @@ from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.plan.options import check_switches
-from lightning_batchmem.profile.flop_step import FlopStep
-from lightning_batchmem.profile.recorded_run import RecordedRun
-from lightning_batchmem.profile.run import Run
+from lightning_batchmem.profile.run import Options, Run
 from lightning_batchmem.profile.step_csv import NAME, StepCsv, make_log_dir
-from lightning_batchmem.profile.summary import Summary
+from lightning_batchmem.profile.summary import Summary, show_summary
 
 
 class MemoryProfiler(Callback):
@@ -48,7 +47,7 @@ class MemoryProfiler(Callback):
     rank times the number of ranks; the peaks and throughputs of all ranks are exchanged after each
     epoch.
 
-    On MPS memory is left out, with a warning.
+    Memory is left out, with a warning, where it has no peak counter (MPS, XPU, HPU, TPU).
 
     Args:
         csv: whether to write ``memory_per_batch.csv``, ``memory_summary.json`` and the plan of a
@@ -103,15 +102,14 @@ class MemoryProfiler(Callback):
         if peak_flops is not None:
             _check_peak_flops(peak_flops, flops=flops)
         self._has_csv = csv
-        self._items_fn = items_fn
-        self._has_progress_bar = progress_bar
-        self._has_modules = modules
-        self._has_flops = flops
-        self._peak_flops = peak_flops
+        self._options = Options(items_fn, progress_bar, modules, flops, peak_flops)
         self._has_snapshot = snapshot == "on_oom"
         self._log_dir: Path | None = None
-        self._csv_path: Path | None = None
-        self._run = Run()
+        # The run that is recorded now.
+        self._run: Run | None = None
+        self._summary: Summary | None = None
+        self._run_peak_bytes: int | None = None
+        self._is_table_due = False
 
     @property
     def summary(self) -> Summary | None:
@@ -120,7 +118,7 @@ class MemoryProfiler(Callback):
         After an exception it covers the steps until then. In a process that Lightning spawned it
         stays there.
         """
-        return self._run.summary
+        return self._summary
 
     @property
     def epoch_peak_bytes(self) -> int | None:
@@ -129,12 +127,12 @@ class MemoryProfiler(Callback):
         It is ``None`` between runs. The profiler resets the device's peak counter in every step, so
         read this, or :attr:`run_peak_bytes`, instead of ``torch.cuda.max_memory_allocated()``.
         """
-        return self._run.epoch_peak_bytes
+        return None if self._run is None else self._run.epoch_peak_bytes or None
 
     @property
     def run_peak_bytes(self) -> int | None:
         """Highest allocated bytes in a step of this run so far; after its end, of the whole run."""
-        return self._run.run_peak_bytes
+        return self._run_peak_bytes if self._run is None else self._run.run_peak_bytes or None
 
     def device_memory(self, device: torch.device) -> DeviceMemory | None:
         """Return the memory that is measured; override it to measure another kind of device.
@@ -150,7 +148,9 @@ class MemoryProfiler(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Fail if the log directory cannot be written."""
-        self._run = Run()
+        self._run = None
+        self._summary = None
+        self._run_peak_bytes = None
         # Reading ``log_dir`` is a broadcast, so every rank must read it. Some loggers have a Path,
         # and a mock of a logger has a mock.
         log_dir = trainer.log_dir
@@ -174,7 +174,8 @@ class MemoryProfiler(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the totals of the ranks, and leave out the time between two epochs."""
-        self._run.begin_epoch(trainer, pl_module)
+        if self._run is not None:
+            self._run.begin_epoch()
 
     def on_train_batch_start(
         self,
@@ -185,7 +186,8 @@ class MemoryProfiler(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Begin a step."""
-        self._run.begin_step(pl_module, batch)
+        if self._run is not None:
+            self._run.begin_step(pl_module, batch)
 
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
 
@@ -193,11 +195,13 @@ class MemoryProfiler(Callback):
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
         """End forward."""
-        self._run.enter_phase("backward")
+        if self._run is not None:
+            self._run.enter_phase("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End backward; unscaling, clipping and the optimizer follow."""
-        self._run.enter_phase("optimizer_step")
+        if self._run is not None:
+            self._run.enter_phase("optimizer_step")
 
     def on_train_batch_end(
         self,
@@ -209,13 +213,15 @@ class MemoryProfiler(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """End a step, and log the training if it is due."""
-        self._run.end_step(trainer, pl_module, batch)
+        if self._run is not None:
+            self._run.end_step(trainer, pl_module, batch)
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End an epoch; the ranks exchange their totals in the next hook that all of them call."""
-        self._run.end_epoch(trainer)
+        if self._run is not None:
+            self._run.end_epoch(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report a training."""
@@ -223,10 +229,10 @@ class MemoryProfiler(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to record an evaluation, by itself or in a training."""
-        if trainer.state.fn == "fit":
-            # The sanity check is before the training, so it is not recorded.
+        if self._run is not None:
             self._run.begin_validation()
-        else:
+        # The sanity check is before the training, so it is not recorded.
+        elif trainer.state.fn != "fit":
             # The stage is "validate", "test" or "predict". mypy does not see that it is set here.
             stage: str = trainer.state.stage.value  # type: ignore[union-attr]
             self._begin(trainer, pl_module, stage)
@@ -235,10 +241,10 @@ class MemoryProfiler(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report an evaluation."""
-        if trainer.state.fn == "fit":
-            self._run.end_validation(trainer)
-        else:
+        if trainer.state.fn != "fit":
             self._finish(trainer)
+        elif self._run is not None:
+            self._run.end_validation(trainer)
 
     on_test_end = on_predict_end = on_validation_end
 
@@ -246,19 +252,21 @@ class MemoryProfiler(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """End the time of a step, so that the writing of a checkpoint is no part of it."""
-        self._run.end_time()
+        if self._run is not None:
+            self._run.end_time()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Report the steps so far, remove all hooks, and add a note to an out-of-memory error."""
         try:
-            for note in self._run.notes(exception, trainer, pl_module):
-                exception.add_note(f"MemoryProfiler: {note}")
+            if self._run is not None:
+                for note in self._run.notes(exception, trainer, pl_module):
+                    exception.add_note(f"MemoryProfiler: {note}")
             self._finish(trainer, is_complete=False)
             if isinstance(exception, KeyboardInterrupt):
                 # Lightning does not call teardown after this exception.
-                self._run.is_table_due = True
+                self._is_table_due = True
                 self.teardown(trainer, pl_module, "fit")
         # A failed device may raise any error, which must not replace the first one.
         except Exception as error:  # noqa: BLE001
@@ -268,48 +276,47 @@ class MemoryProfiler(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Print the table once the progress bar has stopped."""
-        self._run.show_table(trainer, pl_module, stage)
+        if self._is_table_due and self._summary is not None and trainer.is_global_zero:
+            bar = trainer.progress_bar_callback
+            if bar is not None:
+                # Lightning ends the progress bar last, and the bar of Rich would overwrite the
+                # table.
+                bar.teardown(trainer, pl_module, stage)
+            show_summary(self._summary, Console())
+        self._is_table_due = False
 
     def _begin(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         device = trainer.strategy.root_device
-        device_memory = self.device_memory(device)
         csv = None
         if self._has_csv and self._log_dir is not None and trainer.is_global_zero:
+            # A device works while the host goes on.
+            has_exact_times = device.type == "cpu"
             try:
                 csv = StepCsv(
-                    self._log_dir,
-                    resume=trainer.global_step > 0,
-                    own_path=self._csv_path,
-                    world_size=trainer.world_size,
-                    # A device works while the host goes on.
-                    has_exact_times=device.type == "cpu",
+                    self._log_dir, world_size=trainer.world_size, has_exact_times=has_exact_times
                 )
-                self._csv_path = csv.path
             # The directory could be written in setup.
             except OSError as error:
                 rank_zero_warn(f"MemoryProfiler writes no {NAME}: {error}")
-        flops = None
-        if self._has_flops and stage == "train":
-            flops = FlopStep(device, str(trainer.precision), self._peak_flops)
-        self._run = RecordedRun(
+        snapshot = OomSnapshot.start(self._log_dir, device) if self._has_snapshot else None
+        self._run = Run(
             trainer,
             module,
             stage,
-            device_memory=device_memory,
+            self.device_memory(device),
+            self._options,
             csv=csv,
-            items_fn=self._items_fn,
-            has_progress_bar=self._has_progress_bar,
-            has_modules=self._has_modules,
-            flops=flops,
+            snapshot=snapshot,
         )
-        if self._has_snapshot:
-            self._run.snapshot = OomSnapshot.start(self._log_dir, device)
 
     def _finish(self, trainer: Trainer, *, is_complete: bool = True) -> None:
         run = self._run
         # Nothing more is recorded, even if an error ends the report.
-        self._run = Run()
-        self._run = run.finish(trainer, is_complete=is_complete)
+        self._run = None
+        if run is not None:
+            self._summary = run.finish(trainer, is_complete=is_complete)
+            self._run_peak_bytes = run.run_peak_bytes or None
+            self._is_table_due = is_complete
 
 
 def _check_peak_flops(peak_flops: Any, *, flops: bool) -> None:

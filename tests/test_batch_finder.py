@@ -758,7 +758,7 @@ def test_projects_that_cannot_be_searched(search, device, make, arguments, messa
 
 
 def test_a_device_without_a_peak_counter_is_refused(fit, device):
-    with pytest.raises(ValueError, match="the device must have a peak memory counter"):
+    with pytest.raises(ValueError, match="BatchFinder needs a peak memory counter, and cpu"):
         fit(Lawful(device, law), BatchFinder(), None)
 
 

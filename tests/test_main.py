@@ -22,8 +22,8 @@ from lightning_batchmem.profile.step_csv import read_rows
 from tests.helpers.fake_device import FakeDevice
 from tests.helpers.lawful import MIB, Lawful, law, quiet_trainer
 
-ALL_FIGURES = ["memory_composition.png", "memory_over_steps.png", "search.png"]
-FILES = ("memory_per_batch.csv", "batch_plan.json", "memory_summary.json")
+ALL_FIGURES = ["memory_over_steps.png", "search.png"]
+FILES = ("memory_per_batch.csv", "batch_plan.json")
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +85,11 @@ def test_another_directory_and_format(log_dir, tmp_path, monkeypatch):
 def test_figures_of_numbered_files_get_their_number(log_dir):
     for name in FILES:
         shutil.copy(log_dir / name, (log_dir / name).with_stem(f"{Path(name).stem}_1"))
-    shutil.copy(log_dir / "memory_summary.json", log_dir / "memory_summary_test.json")
     (log_dir / "below").mkdir()
     shutil.copy(log_dir / "batch_plan.json", log_dir / "below")
     assert main(["draw", str(log_dir)]) == 0
     numbered = [name.replace(".png", "_1.png") for name in ALL_FIGURES]
-    others = ["below/search.png", "memory_composition_test.png"]
-    assert drawn(log_dir) == sorted([*ALL_FIGURES, *numbered, *others])
+    assert drawn(log_dir) == sorted([*ALL_FIGURES, *numbered, "below/search.png"])
 
 
 def put(name, value):
@@ -107,13 +105,6 @@ DAMAGE = {
     "text for a limit": ("batch_plan.json", put("limit_bytes", '"[b]x"')),
     "infinite limit": ("batch_plan.json", put("limit_bytes", "1e999")),
     "infinite size": ("batch_plan.json", put("batch_size", "1e999")),
-    "deep summary": ("memory_summary.json", lambda text: '{"validation":' * 100_000),
-    "text for a part": ("memory_summary.json", put("parameters_bytes", '"1"')),
-    "part that is no number": ("memory_summary.json", put("parameters_bytes", "NaN")),
-    "no breakdown": (
-        "memory_summary.json",
-        lambda text: json.dumps({**json.loads(text), "breakdown": None}),
-    ),
     "another\nCSV": ("memory_per_batch.csv", lambda text: "a,b\n1,2\n"),
     "empty CSV": ("memory_per_batch.csv", lambda text: ""),
     "step of 400 digits": (
@@ -124,7 +115,7 @@ DAMAGE = {
 
 
 def test_a_damaged_file_is_one_line_and_the_rest_is_drawn(log_dir, capsys):
-    damaged = [log_dir / "memory_summary_bytes.json"]
+    damaged = [log_dir / "batch_plan_bytes.json"]
     damaged[0].write_bytes(b"\xff")
     for name, (file_name, damage) in DAMAGE.items():
         path = log_dir / file_name
@@ -149,9 +140,6 @@ def test_a_run_that_was_killed(log_dir):
     # The fifth step has all columns, but only half of its last number.
     path.write_text("".join(lines[:5]) + lines[5].rstrip()[:-2])
     assert read_rows(path) == whole[:4]
-    # A resumed run has appended its rows after the piece of the fifth step.
-    path.write_text("".join(lines[:5]) + lines[5][:30] + "\r\n" + "".join(lines[6:]))
-    assert read_rows(path) == whole[:4] + whole[5:]
 
 
 def test_a_path_that_standard_output_cannot_show_is_escaped(finished, tmp_path, monkeypatch):
@@ -177,7 +165,7 @@ def test_nothing_to_draw(tmp_path, capsys):
 def test_no_place_to_write_and_no_matplotlib(log_dir, monkeypatch, capsys):
     assert main(["draw", str(log_dir), "--out", str(log_dir / FILES[0])]) == 1
     *lines, _ = capsys.readouterr().err.splitlines()
-    assert [str(log_dir / FILES[0]) in line for line in lines] == [True] * 3
+    assert [str(log_dir / FILES[0]) in line for line in lines] == [True] * 2
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["draw", str(log_dir)]) == 2
     message = 'error: figures need matplotlib: pip install "lightning-batchmem[plot]"\n'

@@ -1,9 +1,7 @@
 """MemoryProfiler in real Trainers, mostly on a device whose use the test sets."""
 
-import ast
 import math
 import pickle
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -15,8 +13,6 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-import lightning_batchmem.batch_finder
-import lightning_batchmem.memory_profiler
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
 from lightning_batchmem.devices.breakdown import MemoryBreakdown
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
@@ -110,10 +106,10 @@ def test_every_step_is_a_row_with_the_peak_of_each_phase(
         names = ("peak_allocated", "peak_reserved", "forward_peak")
         peaks = [float(row[f"{name}_mib"]) for name in names]
         assert peaks == [21 + step, 42 + 2 * step, 11 + step]
-        assert row["optimizer_step_peak_mib"] == "6.0"
+        assert row["optimizer_step_peak_mib"] == "6.000"
         assert (row["step"], row["stage"]) == (str(step), "train")
         assert row["batch_size"] == ("2" if step == 5 else "4")
-        assert row["limit_mib"] == ("1024.0" if step in (2, 5) else "")
+        assert row["limit_mib"] == ("1024.000" if step in (2, 5) else "")
         assert bool(row["cpu_pct"]) == (step in (2, 5))
         samples = 2 * int(row["batch_size"])
         step_seconds = float(row["step_ms"]) / 1e3
@@ -158,7 +154,7 @@ def test_tensorboard_gets_the_documented_names_and_figures(tmp_path):
     for name in names:
         assert [event.step for event in events.Scalars(name)] == [1, 3, 5]
         assert all(math.isfinite(event.value) for event in events.Scalars(name))
-    for name in ("memory_over_steps", "memory_composition", "search"):
+    for name in ("memory_over_steps", "search"):
         (image,) = events.Images(f"batchmem/{name}")
         assert (image.step, image.width, image.height) == (5, 640, 480)
     assert (tmp_path / "tb" / "version_0" / "memory_per_batch.csv").exists()
@@ -208,8 +204,8 @@ def test_without_an_optimizer_step_there_is_no_peak_of_one(tmp_path, device_memo
     end = At(on_train_batch_end=lambda *_: device_memory.free())
     profiler, _ = profiled(tmp_path, Net(work), end, accumulate_grad_batches=2)
     found = csv_rows(tmp_path)
-    assert [row["optimizer_step_peak_mib"] for row in found] == ["", "71.0"] * 3
-    assert [row["backward_peak_mib"] for row in found] == ["31.0"] * 6
+    assert [row["optimizer_step_peak_mib"] for row in found] == ["", "71.000"] * 3
+    assert [row["backward_peak_mib"] for row in found] == ["31.000"] * 6
     # The breakdown is taken after the first optimizer step.
     assert profiler.summary.breakdown.optimizer_state_bytes > 0
 
@@ -291,7 +287,7 @@ def test_the_wait_for_data_is_part_of_the_step_and_known_separately(tmp_path, de
     loader = DataLoader(TensorDataset(torch.ones(4, 4), torch.ones(4, 1)), collate_fn=slow)
     profiler, _ = profiled(tmp_path, Net(lambda *_: clock.sleep(1)), loader=loader)
     times = [(row["step_ms"], row["data_wait_pct"]) for row in csv_rows(tmp_path)]
-    assert times == [("6000.000", "50.00")] * 4
+    assert times == [("6000.000", "50.000")] * 4
     assert (profiler.summary.step_seconds, profiler.summary.data_wait_share) == (6, 0.5)
 
 
@@ -342,7 +338,7 @@ def test_validation_in_a_training_has_rows_metrics_and_a_summary(tmp_path, devic
     part = [("validate", str(step)) for step in range(3)]
     assert found == [*steps[:3], *part, *steps[3:], *part]
     row = csv_rows(tmp_path)[5]
-    assert (row["evaluation_peak_mib"], row["forward_peak_mib"]) == ("6.0", "")
+    assert (row["evaluation_peak_mib"], row["forward_peak_mib"]) == ("6.000", "")
     assert row["batch_size"] == "2"
     assert [step for step, _ in recorder.others] == [2, 5]
     for _, metrics in recorder.others:
@@ -438,7 +434,7 @@ def test_without_a_peak_counter_memory_is_left_out(tmp_path, capsys):
         "val": data(samples=4),
     }
     with pytest.warns(
-        UserWarning, match="measures no memory, because cpu has no peak counter"
+        UserWarning, match="measures no memory, because cpu or its allocator has no peak counter"
     ) as issued:
         profiler, recorder = profiled(tmp_path, Validated(), Planned(), **options)
     assert len([warning for warning in issued if "measures no memory" in str(warning.message)]) == 1
@@ -535,8 +531,7 @@ def test_no_files(tmp_path, device_memory, monkeypatch, arguments, options):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_appends_to_its_own_file_only(tmp_path, device_memory):
-    """A second fit, a test and a resumed run append; a new run has another file."""
+def test_each_run_has_its_own_files(tmp_path, device_memory):
     profiler = MemoryProfiler()
     net = Evaluated(device_memory)
     trainer = trainer_for(tmp_path, profiler)
@@ -546,15 +541,15 @@ def test_a_run_appends_to_its_own_file_only(tmp_path, device_memory):
     trained = profiler.summary
     assert (trained.steps, hooks_on(trainer.optimizers)) == (6, 0)
     trainer.test(net, data(samples=4), verbose=False)
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    other = MemoryProfiler()
-    trainer_for(tmp_path, other, max_epochs=3).fit(Net(), data(), ckpt_path=tmp_path / "last.ckpt")
-    trainer_for(tmp_path, profiler).fit(Net(), data())
-    one, two = (rows(path) for path in sorted(tmp_path.glob("*.csv")))
-    assert [int(row["step"]) for row in one if row["stage"] == "train"] == list(range(18))
-    assert ([row["stage"] for row in one].index("test"), len(one), len(two)) == (12, 19, 6)
-    assert Summary.from_json((tmp_path / "memory_summary.json").read_text()) == other.summary
-    assert Summary.from_json((tmp_path / "memory_summary_1.json").read_text()) == profiler.summary
+    found = {path.name: [row["step"] for row in rows(path)] for path in tmp_path.glob("*.csv")}
+    assert found == {
+        "memory_per_batch.csv": [str(step) for step in range(6)],
+        "memory_per_batch_1.csv": [str(step) for step in range(6, 12)],
+        "memory_per_batch_2.csv": ["0"],
+    }
+    assert Summary.from_json((tmp_path / "memory_summary_1.json").read_text()) == trained
+    tested = (tmp_path / "memory_summary_test_2.json").read_text()
+    assert Summary.from_json(tested) == profiler.summary
 
 
 @pytest.mark.parametrize("automatic", [True, False])
@@ -667,18 +662,6 @@ def test_an_out_of_memory_error_gets_a_note_and_a_snapshot(
 def test_items_fn_must_return_a_number(tmp_path, items):
     with pytest.raises(ValueError, match=f"items_fn must return a number, got {items!r}"):
         profiled(tmp_path, Net(), profiler=MemoryProfiler(items_fn=lambda batch: items))
-
-
-def test_no_hook_asks_whether_a_run_is_recorded():
-    tree = ast.parse(Path(lightning_batchmem.memory_profiler.__file__).read_text())
-    hooks = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and node.name.startswith(("on_", "setup", "teardown"))
-    ]
-    assert len(hooks) > 12
-    for hook in hooks:
-        assert not [node for node in ast.walk(hook) if isinstance(node, ast.Is | ast.IsNot)]
 
 
 @pytest.mark.parametrize("arguments", [{"snapshot": "always"}, {"items_fn": 3}, {"flops": 1}])

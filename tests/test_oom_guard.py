@@ -784,7 +784,7 @@ def test_a_batch_in_parts_is_not_the_one_whose_operations_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # An earlier test may have compiled a module in this process, where operations are not counted.
-    monkeypatch.setattr("lightning_batchmem.profile.flop_step.compiled_frames", lambda: 0)
+    monkeypatch.setattr("lightning_batchmem.profile.recorder.compiled_frames", lambda: 0)
     flops = []
     fails = dict.fromkeys(range(1, 5), "backward")
     for guards, places in (([], {}), ([OomGuard()], fails)):

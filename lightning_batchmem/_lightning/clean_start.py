@@ -119,6 +119,10 @@ def _isolate(owner: Any, undo: ExitStack) -> None:
             _isolate(value, undo)
         # These change in place, so the search changes copies.
         elif isinstance(value, (*progress, GradScaler)):
+            if isinstance(value, GradScaler):
+                # No copy can be made with the state that an error in an earlier step has left. The
+                # attribute is private in torch 2.5.1 to 2.14.
+                value._per_optimizer_states.clear()
             attributes[name] = copy.deepcopy(value)
     renew_results(owner)
 

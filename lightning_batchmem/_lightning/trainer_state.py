@@ -83,15 +83,17 @@ def logging_step(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
-def logs_now(trainer: Trainer) -> bool:
+def logs_now(trainer: Trainer, step: int) -> bool:
     """Whether values of ``self.log`` reach the loggers after the current batch.
+
+    The step is that of :func:`logging_step`.
 
     The rule is that of ``update_train_step_metrics`` and ``should_update_logs`` in Lightning's
     ``_LoggerConnector``. It is written out because it is needed in every step.
     """
     # mypy does not see attributes that Lightning sets outside the class Trainer.
     interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-    if not interval or ((logging_step(trainer) + 1) % interval and not trainer.should_stop):
+    if not interval or ((step + 1) % interval and not trainer.should_stop):
         return False
     is_manual = not trainer.lightning_module.automatic_optimization
     return is_manual or not accumulates(trainer)

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_batchmem.batches.samples import (
     FATAL_WORKER_ERRORS,
     arguments_of_worker,
+    deep_copy,
     held_bytes,
     may_start_worker,
     without_views,
@@ -186,7 +187,7 @@ def read_worst_batches(
     parts = {name: vars(loader).get(name) for name in ("dataset", "sampler", "batch_sampler")}
     view = copy.copy(loader)
     # DataLoader.__setattr__ raises an error for these attributes (torch 2.5.1 to 2.14).
-    vars(view).update(copy.deepcopy(parts))
+    vars(view).update(deep_copy(parts))
     # The sampler may draw from the random generators of the process.
     with isolate_rng():
         return make_reader(view).read()

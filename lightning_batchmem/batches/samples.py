@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -162,14 +164,30 @@ def may_start_worker(loader: DataLoader[Any]) -> bool:
     """Whether a search may start a worker process for this loader.
 
     A spawned worker runs the user's script again unless the script is guarded, so one is spawned
-    only if the loader does the same.
+    only if the loader does the same. No forked worker can read a device.
     """
+    if _is_on_device(loader.dataset):
+        return False
     # The first of all methods is the default, and `allow_none` returns None rather than choose it.
     start_method = (
         multiprocessing.get_start_method(allow_none=True)
         or multiprocessing.get_all_start_methods()[0]
     )
     return loader.num_workers > 0 or start_method == "fork"
+
+
+def _is_on_device(data: object) -> bool:
+    """Whether a data set has tensors of a device in its attributes, or in a data set in them."""
+    if isinstance(data, Tensor):
+        return data.device.type != "cpu"
+    if isinstance(data, Dataset):
+        return any(_is_on_device(value) for value in vars(data).values())
+    if isinstance(data, dict):
+        data = list(data.values())
+    # There may be millions of items, such as paths.
+    return isinstance(data, list | tuple) and any(
+        isinstance(item, Tensor | Dataset) and _is_on_device(item) for item in data
+    )
 
 
 def arguments_of_worker(loader: DataLoader[Any], *, timeout_seconds: float) -> dict[str, Any]:
@@ -309,13 +327,33 @@ def copy_or_warn(value: Any, name: str, memo: dict[int, Any] | None = None) -> A
     ``memo`` has the copies that exist already, as for ``copy.deepcopy``.
     """
     try:
-        return copy.deepcopy(value, memo)
+        return deep_copy(value, memo)
     # A user's object may refuse to be copied in any way.
     except Exception:  # noqa: BLE001
         rank_zero_warn(
             f"The {name} cannot be copied. Changes that the search makes in it are not undone."
         )
         return value
+
+
+def deep_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """A deep copy that shares tensors on a device, which may have no room for both.
+
+    ``memo`` has the copies that exist already, as for ``copy.deepcopy``.
+    """
+    with _SharedOnDevice():
+        return copy.deepcopy(value, memo)
+
+
+class _SharedOnDevice(TorchFunctionMode):
+    """Deep copies in the body share the tensors that do not lie on the host."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.__deepcopy__ and args[0].device.type != "cpu":
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def without_views(sample: Any) -> Any:

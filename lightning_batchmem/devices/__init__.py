@@ -6,6 +6,7 @@ import torch
 
 from lightning_batchmem.devices.accelerator import (
     AcceleratorMemory,
+    counts_memory,
     cuda_utilization,
 )
 from lightning_batchmem.devices.base import DeviceMemory, Utilization
@@ -16,21 +17,19 @@ from lightning_batchmem.devices.host import HostMemory
 def device_memory_for(device: torch.device, *, quick: bool = False) -> DeviceMemory | None:
     """Return the memory reader of a device, with cheap readings for every step if ``quick``.
 
-    ``None`` without a peak counter: on MPS, and on a host whose ``/proc/self/clear_refs`` cannot be
-    written (not Linux, some sandboxes).
+    ``None`` without a peak counter: on MPS, XPU and all other devices, with an allocator of CUDA
+    that does not count, and on a host whose ``/proc/self/clear_refs`` cannot be written (not Linux,
+    some sandboxes).
     """
-    # XPU is refused, although torch.xpu has the functions of AcceleratorMemory (torch 2.13). It was
-    # never run, and Lightning restores the random states of CUDA only (2.6.6), so that a search
-    # would change the training after it.
     if device.type == "cuda":
-        return AcceleratorMemory(device)
+        return AcceleratorMemory(device) if counts_memory() else None
     if device.type == "cpu":
         host_memory = HostMemory(quick=quick)
         return host_memory if host_memory.can_reset_peak else None
-    if device.type == "mps":
-        # MPS takes memory of the host, which is a Mac, and macOS has no /proc/self/clear_refs.
-        return None
-    raise ValueError(f"device must be a cuda, cpu or mps device, got {device}")
+    # MPS takes memory of the host, which is a Mac, and macOS has no /proc/self/clear_refs. XPU was
+    # never run, and Lightning restores the random states of CUDA only (2.6.6), so that a search
+    # would change the training after it.
+    return None
 
 
 def device_name(device: torch.device) -> str:
@@ -46,7 +45,7 @@ def device_name(device: torch.device) -> str:
 def utilization_for(device: torch.device) -> Utilization | None:
     """Return the utilization of a device, or ``None`` where it cannot be read.
 
-    This is so on MPS and, with a warning, where NVML cannot read a GPU.
+    This is so on other devices and, with a warning, where NVML cannot read a GPU.
     """
     if device.type == "cuda":
         return cuda_utilization(device)

@@ -1,10 +1,13 @@
-"""Memory and utilization of a device that has a module in torch, such as CUDA."""
+"""Memory and utilization of a CUDA device; ROCm has this name too."""
 
 from __future__ import annotations
 
 import gc
+import inspect
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import psutil
@@ -14,8 +17,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_batchmem.devices.base import MemoryStats, Utilization
 
 # They count failed allocations, allocations that succeeded only after the cache was released (a
-# device synchronization each), and segments given back to the driver. XPU counts none of them.
-# Source: torch.cuda.memory_stats and torch.xpu.memory_stats, torch 2.13
+# device synchronization each), and segments given back to the driver.
+# Source: torch.cuda.memory_stats, torch 2.13
 _COUNTERS = ("num_ooms", "num_alloc_retries", "num_device_free")
 
 
@@ -26,13 +29,13 @@ class AcceleratorMemory:
     :meth:`total_bytes` and :meth:`limit_enforced` start it. Before that this process holds 0 bytes.
 
     Args:
-        device: a CUDA device (ROCm has this name too), or another one whose module has the same
-            functions.
-        functions: module with the functions of the device, by default ``torch.cuda`` for CUDA.
+        device: the device.
+        functions: module with the functions of ``torch.cuda``.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
     """
 
+    name = "cuda"
     is_host = False
     counts_live_bytes = True
     # A block for more than 1 MiB may keep up to 1 MiB unsplit, so the same need may count less at a
@@ -41,11 +44,14 @@ class AcceleratorMemory:
     # c10/cuda/CUDACachingAllocator.cpp, torch 2.13
     granularity_bytes = 2 * 2**20
 
-    def __init__(self, device: torch.device, functions: Any = None) -> None:
-        self.name = device.type
+    def __init__(self, device: torch.device, functions: Any = torch.cuda) -> None:
         # torch looks up the index of a device in each call, which takes some microseconds.
         self._device = device if device.index is None else device.index
-        self._functions = functions or torch.get_device_module(device)
+        self._functions = functions
+
+    @property
+    def has_expandable_segments(self) -> bool:
+        return bool(self._settings.get("expandable_segments"))
 
     def reset_peak(self) -> None:
         # Before CUDA starts, torch raises an error here (2.5.1 to 2.14).
@@ -67,7 +73,8 @@ class AcceleratorMemory:
         It is not the device's total memory, since other processes may use a part of that.
         """
         free_bytes, total_bytes = self._functions.mem_get_info(self._device)
-        if self._uses_host_memory():
+        if self._functions.get_device_properties(self._device).is_integrated:
+            # It shares the memory of the host.
             free_bytes = min(free_bytes, psutil.virtual_memory().available)
         budget_bytes = free_bytes + (self.current().reserved_bytes or 0)
         fraction = self._memory_fraction()
@@ -101,27 +108,19 @@ class AcceleratorMemory:
         https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html
         """
         previous = self._memory_fraction()
-        if previous is None or not self._can_be_limited():
+        settings = self._settings
+        # A threshold for garbage collection is ignored until a limit is set, and would apply to the
+        # whole training afterwards. Without settings it is not known whether there is one.
+        # Source: `set_fraction` in c10/cuda/CUDACachingAllocator.cpp, torch 2.13
+        if previous is None or not settings or settings.get("garbage_collection_threshold"):
             yield False
             return
-        total_bytes = self._functions.mem_get_info(self._device)[1]
-        fraction = min(previous, limit_bytes / total_bytes)
+        fraction = min(previous, limit_bytes / self.total_bytes())
         self._functions.set_per_process_memory_fraction(fraction, self._device)
         try:
             yield True
         finally:
             self._functions.set_per_process_memory_fraction(previous, self._device)
-
-    def limit_causes_retries(self) -> bool:
-        """Return whether segments are expandable.
-
-        To expand a segment, the allocator compares the limit with all bytes of the new block,
-        although some of its pages exist already. If that is above the limit, it releases its cache
-        and tries again, with success if there is room.
-
-        Source: `alloc_block` in c10/cuda/CUDACachingAllocator.cpp, torch 2.13
-        """
-        return bool(self._settings().get("expandable_segments", False))
 
     def release_cached(self) -> None:
         """Collect garbage, and return the allocator's free segments to the driver.
@@ -131,9 +130,9 @@ class AcceleratorMemory:
         """
         gc.collect()
         self._functions.empty_cache()
-        if self.name == "cuda" and self._functions.is_initialized() and not self._may_have_graphs():
-            # The function is private in torch 2.5.1 to 2.14, and only CUDA builds have it. The next
-            # matrix product makes a new workspace.
+        if self._functions.is_initialized() and not self._may_have_graphs():
+            # The function is private in torch 2.5.1 to 2.14. The next matrix product makes a new
+            # workspace.
             torch._C._cuda_clearCublasWorkspaces()
             self._functions.empty_cache()
 
@@ -147,40 +146,39 @@ class AcceleratorMemory:
 
     def _may_have_graphs(self) -> bool:
         """Whether a CUDA graph may hold memory, which lies in a pool of its own."""
-        # Other allocators have no snapshot, so whether there is a graph is not known.
+        # The other allocator does not count pools, so whether there is a graph is not known.
         if self._functions.get_allocator_backend() != "native":
             return True
-        segments = self._functions.memory._snapshot()["segments"]
-        return any(tuple(segment["segment_pool_id"]) != (0, 0) for segment in segments)
-
-    def _uses_host_memory(self) -> bool:
-        properties = self._functions.get_device_properties(self._device)
-        # The first name is that of CUDA, the second that of XPU (torch 2.13).
-        names = ("is_integrated", "is_integrated_gpu")
-        return any(getattr(properties, name, False) for name in names)
+        stats = self._functions.memory_stats_as_nested_dict(self._device)
+        # Versions before torch 2.13 lack this counter.
+        pools = stats.get("reserved_bytes_by_private_pools")
+        if pools is None:
+            segments = self._functions.memory_snapshot()
+            return any(tuple(segment["segment_pool_id"]) != (0, 0) for segment in segments)
+        return any(pool["all"]["current"] > 0 for pool in pools.values())
 
     def _memory_fraction(self) -> float | None:
         # torch.cuda of torch 2.5.1 lacks this function.
         get_fraction = getattr(self._functions, "get_per_process_memory_fraction", None)
         return None if get_fraction is None else float(get_fraction(self._device))
 
-    def _can_be_limited(self) -> bool:
-        """Whether an enforced limit has no other effect than that allocations above it fail."""
-        # Only torch.cuda has this function (torch 2.13). Other devices have one allocator, and
-        # whether its settings allow a limit is not known, so that nothing is enforced.
-        get_backend = getattr(self._functions, "get_allocator_backend", None)
-        if get_backend is None or get_backend() != "native":
-            return False
-        # A threshold for garbage collection is ignored until a limit is set, and would apply to the
-        # whole training afterwards. Without settings it is not known whether there is one.
-        # Source: `set_fraction` in c10/cuda/CUDACachingAllocator.cpp, torch 2.13
-        settings = self._settings()
-        return bool(settings) and not settings.get("garbage_collection_threshold", 0)
-
+    @cached_property
     def _settings(self) -> dict[str, Any]:
-        """The settings of the allocator in force, including changes at run time."""
-        # Source: torch/csrc/cuda/Module.cpp, torch 2.13
-        return dict(self._functions.memory._snapshot().get("allocator_settings", {}))
+        """The settings of torch's own allocator at their first use, with changes at run time.
+
+        They are read once, because a snapshot has all segments.
+
+        Source: torch/csrc/cuda/Module.cpp, torch 2.13
+        """
+        if self._functions.get_allocator_backend() != "native":
+            return {}
+        # A history has up to millions of events, which older versions cannot leave out.
+        # Source: torch.cuda.memory_snapshot, torch 2.13
+        if "include_traces" in inspect.signature(self._functions.memory_snapshot).parameters:
+            snapshot = torch._C._cuda_memorySnapshot((0, 0, False))
+        else:
+            snapshot = self._functions.memory._snapshot()
+        return dict(snapshot.get("allocator_settings", {}))
 
     def _read(self, when: str) -> MemoryStats:
         # The nested form is faster, because torch.cuda.memory_stats and max_memory_allocated
@@ -197,11 +195,23 @@ class AcceleratorMemory:
         return MemoryStats(allocated_bytes, reserved_bytes, requested_bytes)
 
 
+def counts_memory() -> bool:
+    """Whether the allocator of CUDA in this process counts its memory.
+
+    Allocators of other libraries, such as RMM, do not. One without a cache, as for
+    compute-sanitizer, counts nothing.
+
+    Source: https://docs.pytorch.org/docs/stable/cuda_environment_variables.html
+    """
+    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
+        return False
+    return torch.cuda.get_allocator_backend() in ("native", "cudaMallocAsync")
+
+
 def cuda_utilization(device: torch.device) -> Utilization | None:
     """Return the utilization over the driver's last sample period.
 
-    It is ``None``, with a warning, if the utilization cannot be read. It is for CUDA only, because
-    ``torch.xpu.utilization`` waits for 100 ms in every call (torch 2.13).
+    It is ``None``, with a warning, if the utilization cannot be read.
     """
 
     def percent() -> float | None:

@@ -79,6 +79,17 @@ class DeviceMemory(PeakCounter, Protocol):
     is_host: bool
     counts_live_bytes: bool
 
+    @property
+    def has_expandable_segments(self) -> bool:
+        """Whether the segments of the allocator can grow.
+
+        To expand one, it compares the limit with all bytes of the new block, although some of its
+        pages exist already. If that is above the limit, it releases its cache and tries again, with
+        success if there is room.
+
+        Source: `alloc_block` in c10/cuda/CUDACachingAllocator.cpp, torch 2.13
+        """
+
     def private_bytes(self) -> int:
         """Return the bytes in use at this moment that no other process shares."""
 
@@ -93,9 +104,6 @@ class DeviceMemory(PeakCounter, Protocol):
 
     def limit_enforced(self, limit_bytes: int) -> AbstractContextManager[bool]:
         """Make allocations above ``limit_bytes`` fail; yields whether the device can do so."""
-
-    def limit_causes_retries(self) -> bool:
-        """Return whether under an enforced limit the cache is released although there is room."""
 
     def release_cached(self) -> None:
         """Collect garbage, and return memory that is not in use."""

@@ -60,6 +60,7 @@ class HostMemory:
     name = "host"
     is_host = True
     counts_live_bytes = False
+    has_expandable_segments = False
     # Some heap pages are left after a trim.
     # Source: measured; the peaks of a linear layer of a few KiB differed by less than 0.3 MiB.
     granularity_bytes = 2**20
@@ -129,10 +130,6 @@ class HostMemory:
     def limit_enforced(self, limit_bytes: int) -> AbstractContextManager[bool]:
         """Enforce nothing: the kernel would kill the process."""
         return nullcontext(False)
-
-    def limit_causes_retries(self) -> bool:
-        """Return ``False``: nothing is enforced."""
-        return False
 
     def release_cached(self) -> None:
         """Collect garbage, and return free blocks of the heap to the kernel.

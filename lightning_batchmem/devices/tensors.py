@@ -66,12 +66,15 @@ def samples_in(batch: object) -> int | None:
     """
     # A flat batch of tensors is not walked through, since that is slow and this runs in every step.
     # A batch of a subclass may have a number of graphs.
-    if (
-        isinstance(batch, (list, tuple))
-        and type(batch) in (list, tuple)
-        and all(type(item) is Tensor for item in batch)
-    ):
-        return common_size(batch)
+    if type(batch) is list or type(batch) is tuple:
+        sizes = set()
+        for item in batch:
+            if type(item) is not Tensor:
+                break
+            if shape := item.shape:
+                sizes.add(shape[0])
+        else:
+            return sizes.pop() if len(sizes) == 1 else None
     for part in (batch, *items_of(batch)):
         # The batches of PyTorch Geometric have this attribute.
         if isinstance(graphs := getattr(part, "num_graphs", None), int):
@@ -144,3 +147,9 @@ def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 def is_on(place: torch.device, device: torch.device) -> bool:
     """Whether ``place`` is ``device``; a device without an index is any of its type."""
     return place.type == device.type and device.index in (None, place.index)
+
+
+def has_own_tensors(module: Module) -> bool:
+    """Whether some parameters are of a type of their own, such as DTensor."""
+    plain = (Tensor.__torch_dispatch__, torch.nn.Parameter.__torch_dispatch__)
+    return any(type(weight).__torch_dispatch__ not in plain for weight in module.parameters())

@@ -24,6 +24,8 @@ class SearchLimits:
             the first batch; 0 on a device.
         is_host: whether exceeding the limit ends the process without an error.
         steps_are_collective: whether ranks take every step together.
+        has_expandable_segments: whether the segments of every rank's allocator can grow: under the
+            limit of a trial it may release its cache although there is room.
         avoided_sizes: sizes that are used only where no other is allowed: the last batch of their
             epochs has one sample, which is an error to BatchNorm.
     """
@@ -38,6 +40,7 @@ class SearchLimits:
     missing_bytes: int = 0
     is_host: bool = False
     steps_are_collective: bool = False
+    has_expandable_segments: bool = False
     avoided_sizes: frozenset[int] = frozenset()
 
     @property

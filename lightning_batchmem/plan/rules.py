@@ -315,7 +315,8 @@ def _choose(known: TrialsSoFar) -> Chosen:
         for size in dropped_sizes(ran_through(known.trials))
     ]
     is_fragmented = trial.held_bytes > FRAGMENTED_RATIO * trial.peak_bytes
-    if limited_by == "memory" and is_fragmented and not limits.is_host:
+    could_expand = not (limits.is_host or limits.has_expandable_segments)
+    if limited_by == "memory" and is_fragmented and could_expand:
         notes.append(sentences.fragmented(trial))
     return Chosen(
         known.passed,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
 
 from lightning_batchmem.plan.records import MIB, mib
 from lightning_batchmem.profile.step import Step
-from lightning_batchmem.profile.totals import Interval, Ratio, StepTotals
+from lightning_batchmem.profile.totals import Interval, Totals
 
 # Each has what happened, and what to do.
 _SENTENCES = {
@@ -30,6 +28,22 @@ _SENTENCES = {
         " of the data set."
     ),
 }
+_NEARLY_FULL_SHARE = 0.95
+# Each check of the wait for data is of the steps since the check before, at least so many of them,
+# and of at least so many seconds.
+_MIN_WAITED_STEPS = 20
+_MIN_WAITED_SECONDS = 10.0
+# More than this share of the time has to pass before batches arrive.
+_MAX_WAIT_SHARE = 0.5
+# A device that is busy for this part of the time does not wait.
+_MIN_BUSY_PERCENT = 50.0
+# A leak is looked for in four windows of so many readings.
+_READINGS_PER_WINDOW = 16
+# The smallest growth over the windows that counts, also as a share of the first reading.
+_MIN_GROWTH_BYTES = 16 * MIB
+_MIN_GROWTH_SHARE = 0.02
+# The last rise must be at least this share of the first one, for each step.
+_MIN_STEADINESS = 0.85
 
 
 class Alerts:
@@ -42,18 +56,14 @@ class Alerts:
     """
 
     def __init__(
-        self,
-        warn: Callable[[str], object],
-        *,
-        granularity_bytes: int = 0,
-        planned_bytes: int = 0,
+        self, warn: Callable[[str], object], *, granularity_bytes: int = 0, planned_bytes: int = 0
     ) -> None:
         # The keys are the kinds of alerts, and the values are their sentences.
         self.issued: dict[str, str] = {}
         self._warn = warn
         self._planned_bytes = planned_bytes
         self._leaks = LeakDetector(granularity_bytes)
-        self._data_wait = DataWait()
+        self._waited = Totals()
 
     def take(self, interval: Interval) -> None:
         """Check the training steps since the last call."""
@@ -63,18 +73,15 @@ class Alerts:
         for step in interval.steps:
             if step.start_bytes is not None:
                 self._check_start(step, step.start_bytes, limit_bytes)
-        totals = interval.totals
+        maxima = interval.totals.maxima
         # The live peak of steps with CUDA graphs is not known.
-        peak_bytes = totals.peak_reserved_bytes if totals.graph_steps else totals.peak_bytes
-        peak_bytes = peak_bytes or 0
-        if limit_bytes and is_nearly_full(peak_bytes, limit_bytes, self._planned_bytes):
+        has_graphs = interval.totals.total("graph_steps") > 0
+        peak_bytes = maxima.get("reserved" if has_graphs else "peak", 0)
+        if limit_bytes and peak_bytes > max(_NEARLY_FULL_SHARE * limit_bytes, self._planned_bytes):
             self._issue("nearly full", peak=mib(peak_bytes), limit=mib(limit_bytes))
         # A device may work while its process waits, so a wait counts only with the utilization.
-        utilization = interval.reading.utilization
-        if utilization is not None:
-            waited = self._data_wait.add(totals, utilization[1])
-            if waited is not None:
-                self._issue("data", **waited._asdict())
+        if interval.reading.utilization is not None:
+            self._check_wait(interval.totals)
 
     def _check_start(self, step: Step, start_bytes: int, limit_bytes: int) -> None:
         """Compare the memory in use at the start of a step with that of the steps before it."""
@@ -88,70 +95,25 @@ class Alerts:
         end = round(step.number + free_bytes / pace_bytes)
         self._issue("leak", pace=pace, end=end, limit=mib(limit_bytes))
 
+    def _check_wait(self, totals: Totals) -> None:
+        """Add the steps since the last call, and check them once they are enough."""
+        waited = self._waited
+        waited.add(totals)
+        steps = waited.total("steps")
+        if steps < _MIN_WAITED_STEPS or waited.seconds < _MIN_WAITED_SECONDS:
+            return
+        self._waited = Totals()
+        share = waited.rate("wait_seconds") or 0.0
+        busy = waited.rate("busy") or 0.0
+        if share > _MAX_WAIT_SHARE and busy < _MIN_BUSY_PERCENT:
+            self._issue("data", share=share, seconds=waited.seconds, steps=steps, busy=busy)
+
     def _issue(self, kind: str, **values: object) -> None:
         if kind not in self.issued:
             self.issued[kind] = _SENTENCES[kind].format(**values)
             self._warn(self.issued[kind])
 
 
-def is_nearly_full(
-    peak_bytes: int, limit_bytes: int, planned_bytes: int, *, share: float = 0.95
-) -> bool:
-    """Whether a peak is above a share of the limit, and above what a plan fills on purpose."""
-    return peak_bytes > max(share * limit_bytes, planned_bytes)
-
-
-class WaitedTime(NamedTuple):
-    """A time of which the device spent the larger part on waiting for data."""
-
-    share: float
-    seconds: float
-    steps: int
-    # The device was busy for so many per cent of the time.
-    busy: float
-
-
-@dataclass
-class DataWait:
-    """Detects that most of the time passes before the next batch arrives.
-
-    Each check is of the steps since the previous check.
-
-    Args:
-        min_steps: fewest steps of a check.
-        min_seconds: shortest time of a check.
-        max_wait_share: share of the time, 0 to 1, that may pass before batches arrive.
-        min_busy_percent: a device that is busy for this share of the time does not wait.
-    """
-
-    min_steps: int = 20
-    min_seconds: float = 10.0
-    max_wait_share: float = 0.5
-    min_busy_percent: float = 50.0
-    _steps: int = 0
-    _wait: Ratio = field(default_factory=Ratio)
-    _busy: Ratio = field(default_factory=Ratio)
-
-    def add(self, totals: StepTotals, busy_percent: float) -> WaitedTime | None:
-        """Add the steps since the last call; return their time if most of it was a wait."""
-        self._steps += totals.steps
-        self._wait.add(totals.data_wait.amount, totals.data_wait.per)
-        self._busy.add(busy_percent * totals.seconds, totals.seconds)
-        seconds = self._busy.per
-        if self._steps < self.min_steps or seconds < self.min_seconds:
-            return None
-        waited = WaitedTime(
-            self._wait.value() or 0.0, seconds, self._steps, self._busy.value() or 0.0
-        )
-        self._steps = 0
-        self._wait = Ratio()
-        self._busy = Ratio()
-        if waited.share <= self.max_wait_share or waited.busy >= self.min_busy_percent:
-            return None
-        return waited
-
-
-@dataclass
 class LeakDetector:
     """Detects steady growth of the memory in use at step start.
 
@@ -161,25 +123,18 @@ class LeakDetector:
 
     Args:
         granularity_bytes: each rise must be above this.
-        readings_per_window: readings in a window.
-        min_growth_bytes: smallest growth over the windows that counts.
-        min_growth_share: smallest growth that counts, as a share of the first window's reading.
-        min_steadiness: the last rise must be at least this share of the first one, for each step.
     """
 
-    granularity_bytes: int
-    readings_per_window: int = 16
-    min_growth_bytes: int = 16 * MIB
-    min_growth_share: float = 0.02
-    min_steadiness: float = 0.85
-    # A reading is a pair of bytes and step.
-    _readings: list[tuple[int, int]] = field(default_factory=list)
-    _windows: deque[list[tuple[int, int]]] = field(default_factory=lambda: deque(maxlen=4))
+    def __init__(self, granularity_bytes: int) -> None:
+        self._granularity_bytes = granularity_bytes
+        # A reading is a pair of bytes and step.
+        self._readings: list[tuple[int, int]] = []
+        self._windows: deque[list[tuple[int, int]]] = deque(maxlen=4)
 
     def add(self, step: int, start_bytes: int) -> float | None:
         """Add a reading; return the growth in bytes per step if there is a leak."""
         self._readings.append((start_bytes, step))
-        if len(self._readings) < self.readings_per_window:
+        if len(self._readings) < _READINGS_PER_WINDOW:
             return None
         self._windows.append(self._readings)
         self._readings = []
@@ -190,11 +145,10 @@ class LeakDetector:
         paces = [(later[0] - low[0]) / (later[1] - low[1]) for low, later in pairwise(lows)]
         first_bytes = lows[0][0]
         last_bytes = lows[3][0]
-        min_growth_bytes = max(self.min_growth_bytes, self.min_growth_share * first_bytes)
         if (
-            min(rises) <= self.granularity_bytes
-            or paces[2] < self.min_steadiness * paces[0]
-            or last_bytes - first_bytes < min_growth_bytes
+            min(rises) <= self._granularity_bytes
+            or paces[2] < _MIN_STEADINESS * paces[0]
+            or last_bytes - first_bytes < max(_MIN_GROWTH_BYTES, _MIN_GROWTH_SHARE * first_bytes)
             or last_bytes <= max(self._windows[1])[0]
         ):
             return None

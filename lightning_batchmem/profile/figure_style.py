@@ -12,23 +12,12 @@ if TYPE_CHECKING:
 # Source: Okabe and Ito 2008, "Color Universal Design", https://jfly.uni-koeln.de/color/
 BLACK = "#000000"
 GREY = "#7F7F7F"
-PALE = "#D9D9D9"
 ORANGE = "#E69F00"
 SKY = "#56B4E9"
 GREEN = "#009E73"
 BLUE = "#0072B2"
 VERMILLION = "#D55E00"
 PURPLE = "#CC79A7"
-
-
-def new_figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
-    """Make an empty figure with these texts.
-
-    Raises:
-        ImportError: if matplotlib is not installed.
-    """
-    figure, panels = new_panels(title, x_label, y_label)
-    return figure, panels[0]
 
 
 def new_panels(title: str, x_label: str, *y_labels: str) -> tuple[Figure, list[Axes]]:

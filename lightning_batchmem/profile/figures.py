@@ -13,50 +13,33 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_batchmem.devices.breakdown import PARTS
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import MIB, mib
 from lightning_batchmem.profile.figure_style import (
     BLACK,
     BLUE,
     GREEN,
     GREY,
     ORANGE,
-    PALE,
-    PURPLE,
     SKY,
     draw_limit,
-    new_figure,
+    new_panels,
     with_legend,
 )
 from lightning_batchmem.profile.plan_figure import plot_search
 from lightning_batchmem.profile.step_csv import Row, read_rows
-from lightning_batchmem.profile.summary import Summary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Reserved memory and the phases. A later line is thinner, because lines often have the same peak.
-_PART_STYLES: dict[str, dict[str, Any]] = {
-    "peak_reserved_mib": {"label": "reserved", "color": GREY, "linewidth": 5.5},
-    "forward_peak_mib": {"label": "forward", "color": BLUE, "linewidth": 4.5},
-    "backward_peak_mib": {"label": "backward", "color": ORANGE, "linewidth": 3.5},
-    "optimizer_step_peak_mib": {"label": "optimizer step", "color": GREEN, "linewidth": 2.5},
+# Label, color and width of each line, by its column. A later line is thinner, because lines often
+# have the same peak.
+_LINES = {
+    "peak_reserved_mib": ("reserved", GREY, 5.5),
+    "forward_peak_mib": ("forward", BLUE, 4.5),
+    "backward_peak_mib": ("backward", ORANGE, 3.5),
+    "optimizer_step_peak_mib": ("optimizer step", GREEN, 2.5),
+    "peak_allocated_mib": ("peak", BLACK, 1.0),
 }
-_STAGE_STYLES: dict[str, dict[str, Any]] = {
-    "train": {"label": "peak", "color": BLACK, "marker": ".", "linewidth": 1, "markersize": 3},
-    "validate": {"label": "peak (validate)", "color": SKY, "marker": "D"},
-    "test": {"label": "peak (test)", "color": PURPLE, "marker": "P"},
-    "predict": {"label": "peak (predict)", "color": GREEN, "marker": "X"},
-}
-
-_PART_COLORS = (GREY, BLUE, PURPLE, GREEN, SKY, ORANGE)
-# Name, field and color of each part of a breakdown, from the bottom of a bar to its top. "Other" is
-# the first, because it can be negative. The parts that grow with the batch size are the last.
-_BREAKDOWN_PARTS = tuple(
-    (name, field, color)
-    for (name, field), color in zip((PARTS[-1], *PARTS[:-1]), _PART_COLORS, strict=True)
-)
 
 
 def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
@@ -66,79 +49,44 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
     """
     if not any(row["peak_allocated_mib"] for row in rows):
         return None
-    # The keys are stages, and the values are their rows, each with the step to draw it at. The row
-    # of an evaluation is drawn at the training step before it.
-    stages: dict[str, list[tuple[int, Row]]] = {}
-    train_step = None
+    figure, (axes,) = new_panels("Peak memory of each step", "step", "memory (MiB)")
+    # An evaluation within the training is drawn at the step before it.
+    step = 0
+    own: list[tuple[int, Row]] = []
+    inner: list[tuple[int, Row]] = []
     for row in rows:
-        if row["stage"] == "train":
-            train_step = row["step"]
-        drawn_step = row["step"] if train_step is None else train_step
-        stages.setdefault(row["stage"], []).append((drawn_step, row))
-    all_steps = [step for points in stages.values() for step, _ in points]
-    width = _steps_per_point(all_steps)
-    title = "Peak memory of each step"
-    if width > 1:
-        title = f"Peak memory, highest of every {width:,} steps"
-    figure, axes = new_figure(title, "step", "memory (MiB)")
-    for stage, points in stages.items():
-        line = "solid"
-        if stage == "train":
-            for column, style in _PART_STYLES.items():
-                steps, values = _highest_of_steps(points, column, width)
-                if steps:
-                    axes.plot(steps, values, **style)
-        elif "train" in stages:
-            line = "none"
-        steps, values = _highest_of_steps(points, "peak_allocated_mib", width)
-        # A damaged file may name another stage.
-        other_style = {"label": f"peak ({stage})", "color": GREY, "marker": "x"}
-        axes.plot(steps, values, linestyle=line, **_STAGE_STYLES.get(stage, other_style))
-    points = [point for points in stages.values() for point in points]
-    steps, limits = _highest_of_steps(points, "limit_mib", width)
+        if row["stage"] == rows[0]["stage"]:
+            step = row["step"]
+            own.append((step, row))
+        else:
+            inner.append((step, row))
+    for column, (label, color, width) in _LINES.items():
+        points = _known(own, column)
+        if points:
+            axes.plot(*zip(*points, strict=True), ".-", label=label, color=color, linewidth=width)
+    peaks = _known(inner, "peak_allocated_mib")
+    if peaks:
+        axes.plot(*zip(*peaks, strict=True), "D", label="peak (validation)", color=SKY)
+    limits = sorted(_known([*own, *inner], "limit_mib"))
     if limits:
         # The last limit holds until the last step.
-        steps.append(max(all_steps))
-        limits.append(limits[-1])
-    draw_limit(axes, steps, limits)
+        limits.append((own[-1][0], limits[-1][1]))
+    draw_limit(axes, [step for step, _ in limits], [limit for _, limit in limits])
     return with_legend(figure)
 
 
-def plot_breakdown(summary: Summary) -> Figure | None:
-    """Plot what fills the memory at the peak of a step, as a stacked bar."""
-    breakdown = summary.breakdown
-    if breakdown is None or breakdown.peak_bytes <= 0:
-        return None
-    title = f"Memory of a step ({summary.stage}): {mib(breakdown.peak_bytes)}"
-    title += "" if summary.limit_bytes is None else f", limit {mib(summary.limit_bytes)}"
-    figure, axes = new_figure(title, "", "memory (MiB)")
-    parts = [(name, getattr(breakdown, field), color) for name, field, color in _BREAKDOWN_PARTS]
-    if summary.cached_bytes:
-        parts.append(("cached by the allocator, unused", summary.cached_bytes, PALE))
-    base_bytes = 0
-    for name, count_bytes, color in parts:
-        # The cache has no share, because it is not in the peak.
-        share = f" ({count_bytes / breakdown.peak_bytes:.1%})" if color != PALE else ""
-        label = f"{name}\n{mib(count_bytes)}{share}"
-        axes.bar(
-            0, count_bytes / MIB, 0.8, base_bytes / MIB, label=label, color=color, edgecolor="white"
-        )
-        base_bytes += max(0, count_bytes)
-    axes.set(xlim=(-0.6, 0.6), xticks=[])
-    figure.legend(loc="outside right center", frameon=False, labelspacing=0.9, reverse=True)
-    return figure
+def _known(points: Iterable[tuple[int, Row]], column: str) -> list[tuple[int, float]]:
+    return [(step, row[column]) for step, row in points if row.get(column) is not None]
 
 
-def draw(*sources: list[Row] | Plan | Summary | None) -> dict[str, Figure]:
+def draw(*sources: list[Row] | Plan | None) -> dict[str, Figure]:
     """Draw all figures of the sources, by name."""
     drawn: dict[str, Figure | None] = {}
     for source in sources:
         if isinstance(source, list):
             drawn["memory_over_steps"] = plot_memory_over_steps(source)
-        elif isinstance(source, Plan):
-            drawn["search"] = plot_search(source)
         elif source is not None:
-            drawn["memory_composition"] = plot_breakdown(source)
+            drawn["search"] = plot_search(source)
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
@@ -148,37 +96,8 @@ def save(figure: Figure, path: Path) -> None:
     figure.savefig(path, dpi=200)
 
 
-def _steps_per_point(steps: Sequence[int]) -> int:
-    """Return how many steps share a point of a figure.
-
-    A figure is about a thousand pixels wide, and a file with every step would be large.
-    """
-    return (max(steps) - min(steps)) // 1000 + 1
-
-
-def _highest_of_steps(
-    points: Iterable[tuple[int, Row]], column: str, width: int
-) -> tuple[list[int], list[float]]:
-    """Return the steps with a value, and the highest value of each ``width`` steps.
-
-    A resumed run repeats steps, and the steps of an evaluation are drawn at one training step.
-    """
-    highest: dict[int, float] = {}
-    for step, row in points:
-        value: float | None = row.get(column)
-        if value is not None:
-            first_step = step - step % width
-            highest[first_step] = max(value, highest.get(first_step, value))
-    steps = sorted(highest)
-    return steps, [highest[step] for step in steps]
-
-
 def log_figures(
-    loggers: Iterable[Logger],
-    csv_path: Path | None,
-    plan: Plan | None,
-    summary: Summary | None,
-    step: int,
+    loggers: Iterable[Logger], csv_path: Path | None, plan: Plan | None, step: int
 ) -> None:
     """Draw the figures of a run, and log them to the loggers that accept figures.
 
@@ -191,8 +110,7 @@ def log_figures(
             if log_figure is None:
                 continue
             if not figures:
-                rows = None if csv_path is None else read_rows(csv_path)
-                figures = draw(rows, plan, summary)
+                figures = draw(None if csv_path is None else read_rows(csv_path), plan)
             for name, figure in figures.items():
                 log_figure(f"batchmem/{name}", figure, step)
         except ImportError as error:

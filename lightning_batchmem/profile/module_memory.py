@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.optim import Optimizer
 
-from lightning_batchmem.devices.breakdown import state_tensors
-from lightning_batchmem.devices.running_modules import RunningModules
-from lightning_batchmem.devices.tensors import is_on, plain_tensors, tensors_in
+from lightning_batchmem.devices.tensors import bytes_of, is_on, plain_tensors, tensors_in
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,7 @@ class PeakByModule:
     """The bytes at the peak of a step, by module.
 
     Args:
-        modules: every module that holds memory, itself or in its submodules, in the order of
-            ``named_modules()``.
+        modules: every module that holds memory, in the order of ``named_modules()``.
         peak_bytes: the peak of the step; None if it is unknown.
         batch_size: samples of the step; ``None`` if its batch does not show them.
     """
@@ -63,94 +64,97 @@ class PeakByModule:
     peak_bytes: int | None
     batch_size: int | None = None
 
-    @property
-    def other_bytes(self) -> int | None:
-        """What no module holds: the batch, temporary tensors, workspaces (host: the program)."""
-        if self.peak_bytes is None:
-            return None
-        return self.peak_bytes - sum(module.total_bytes for module in self.modules)
 
+class ModuleStep:
+    """Divides the memory of one steady step among the modules.
 
-class ModuleBytes:
-    """Counts the storages of a step on one device, each for the first module that has it.
+    The step runs the same operators as without it.
 
-    Between ``begin`` and ``end_forward`` it notes what autograd saves for backward. The step runs
-    the same operators as without it.
+    Args:
+        device: the device of the step.
     """
 
-    def __init__(self, root: Module, device: torch.device, batch: object) -> None:
-        self._root = root
+    def __init__(self, device: torch.device) -> None:
+        self.peak: PeakByModule | None = None
+        # This sentence stands in for the table.
+        self.why_not = ""
         self._device = device
-        self._running = RunningModules(root)
-        self._hooks: Any = None
-        # The addresses of storages that were counted.
+        self._root = Module()
+        self._optimizers: Sequence[Optimizer] = ()
+        self._hooks = ExitStack()
+        self._names: dict[int, str] = {}
+        # The names of the modules that run forward now, the innermost one last.
+        self._running = [""]
+        # The addresses of storages that are no activations, or that a module has.
         self._counted: set[int] = set()
-        self._bytes: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self._owners: dict[int, str] = {}
-        for name, module in root.named_modules():
-            weights = list(module.parameters(recurse=False))
-            self._count([*weights, *module.buffers(recurse=False)], name, "parameters_bytes")
-            for weight in weights:
-                self._owners.setdefault(id(weight), name)
-        self._weights = set(self._counted)
-        # The batch is no activation.
-        self._storages_of(tensors_in(batch))
+        self._activations_bytes: Counter[str] = Counter()
 
-    def begin(self) -> None:
-        """Begin the forward pass."""
-        self._running.watch()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved)
-        self._hooks.__enter__()
+    def begin(self, module: Module, optimizers: Sequence[Optimizer], batch: object) -> None:
+        """Begin to note what autograd saves for backward."""
+        self._root = module
+        self._optimizers = optimizers
+        self._counted.clear()
+        self._activations_bytes.clear()
+        self._names = {id(part): name for name, part in module.named_modules()}
+        self._storages_of([*module.parameters(), *module.buffers(), *tensors_in(batch)])
+        end_forward = register_module_forward_hook(self._end_forward, always_call=True)
+        self._hooks.callback(end_forward.remove)
+        self._hooks.callback(register_module_forward_pre_hook(self._begin_forward).remove)
+        self._hooks.enter_context(
+            torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved)
+        )
 
-    def end_forward(self) -> None:
-        """End the forward pass; later calls do nothing."""
-        if self._hooks is not None:
-            self._hooks.__exit__()
-            self._hooks = None
-            self._running.unwatch()
+    def close(self) -> None:
+        """Stop to measure, also in the middle of a step."""
+        self._hooks.close()
 
-    def peak(
-        self, optimizers: Sequence[Optimizer], peak_bytes: int | None, batch_size: int | None
-    ) -> PeakByModule:
-        """Return the bytes of all modules, with the gradients and states that exist now."""
-        # Activations are free by now, and other storages may have their addresses.
-        self._counted = self._weights
-        for weight in self._root.parameters():
-            if weight.grad is not None:
-                self._count([weight.grad], self._owners[id(weight)], "gradients_bytes")
-        for optimizer in optimizers:
-            for trained, state in optimizer.state.items():
-                owner = self._owners.get(id(trained), "")
-                self._count(tensors_in(state), owner, "optimizer_state_bytes")
-        self._count(state_tensors(optimizers), "", "optimizer_state_bytes")
-        holders = {""}
-        for name in self._bytes:
-            while name not in holders:
-                holders.add(name)
-                name = name.rpartition(".")[0]
-        modules = [
-            ModuleMemory(name, type(module).__name__, **self._bytes[name])
-            for name, module in self._root.named_modules()
-            if name in holders
-        ]
-        return PeakByModule(tuple(modules), peak_bytes, batch_size)
+    def end(self, samples: int | None, peak_bytes: int | None) -> None:
+        """Use what was measured, and the gradients and states that exist now."""
+        counted: set[Tensor] = set()
+        modules = []
+        for name, module in self._root.named_modules():
+            # A weight of two modules belongs to the first one.
+            weights = [one for one in module.parameters(recurse=False) if one not in counted]
+            counted.update(weights)
+            states = [
+                optimizer.state.get(weight) for optimizer in self._optimizers for weight in weights
+            ]
+            memory = ModuleMemory(
+                name,
+                type(module).__name__,
+                bytes_of([*weights, *module.buffers(recurse=False)], self._device),
+                bytes_of([one.grad for one in weights if one.grad is not None], self._device),
+                bytes_of(tensors_in(states), self._device),
+                self._activations_bytes[name],
+            )
+            if memory.total_bytes:
+                modules.append(memory)
+        self.peak = PeakByModule(tuple(modules), peak_bytes, samples)
+
+    def refuse(self, reason: str) -> None:
+        """Note why nothing can be measured."""
+        self.why_not = f"No table of the modules: {reason}."
+
+    def _begin_forward(self, module: Module, inputs: object) -> None:
+        # Another module, such as a metric, belongs to the one that calls it.
+        self._running.append(self._names.get(id(module), self._running[-1]))
+
+    def _end_forward(self, module: Module, inputs: object, outputs: object) -> None:
+        self._running.pop()
 
     def _save(self, tensor: Tensor) -> Tensor:
-        self._count([tensor], self._running.innermost, "activations_bytes")
+        # What backward computes again is freed soon. This number is private in torch 2.5 to 2.14.
+        if torch._C._current_graph_task_id() == -1:
+            self._activations_bytes[self._running[-1]] += self._storages_of([tensor])
         return tensor
-
-    def _count(self, tensors: Iterable[Tensor], module: str, part: str) -> None:
-        self._bytes[module][part] += self._storages_of(tensors)
 
     def _storages_of(self, tensors: Iterable[Tensor]) -> int:
         """Return the bytes of the storages that were not counted before."""
         count_bytes = 0
-        for tensor in tensors:
-            for part in plain_tensors(tensor):
-                if not is_on(part.device, self._device):
-                    continue
-                storage = part.untyped_storage()
-                if storage.data_ptr() not in self._counted:
-                    self._counted.add(storage.data_ptr())
-                    count_bytes += storage.nbytes()
+        parts = (part for tensor in tensors for part in plain_tensors(tensor))
+        for part in parts:
+            storage = part.untyped_storage()
+            if is_on(part.device, self._device) and storage.data_ptr() not in self._counted:
+                self._counted.add(storage.data_ptr())
+                count_bytes += storage.nbytes()
         return count_bytes

@@ -37,26 +37,36 @@ def plot_search(plan: Plan) -> Figure | None:
         return None
     of_rank = " of each rank" if plan.ranks > 1 else ""
     title = f"Memory and throughput{of_rank}{plan.device and f' on {plan.device}'}"
-    y_labels = ["memory (MiB)"]
-    if measured_speeds(plan.trials):
-        y_labels.append("throughput (samples/s)")
-    figure, panels = new_panels(title, "batch size (samples)", *y_labels)
-    _draw_memory(panels[0], plan)
-    if len(panels) > 1:
-        _draw_throughput(panels[1], plan)
-    for number, panel in enumerate(panels):
-        # The first panel has the names of these lines for both.
-        _draw_sizes(panel, plan, is_named=number == 0)
+    speeds = measured_speeds(plan.trials)
+    y_labels = ["memory (MiB)", "throughput (samples/s)"]
+    figure, panels = new_panels(title, "batch size (samples)", *y_labels[: 1 + bool(speeds)])
+    last_size = 1.1 * max(plan.batch_size, *(trial.batch_size for trial in plan.trials))
+    _draw_memory(panels[0], plan, last_size)
+    if speeds:
+        sizes = [speed.batch_size for speed in speeds]
+        measured = [speed.samples_per_second for speed in speeds]
+        connected = {**_POINTS, "linestyle": "solid"}
+        panels[1].plot(sizes, measured, label="measured", color=BLACK, **connected)
+        panels[1].set_ylim(0, 1.15 * max(measured))
+    lines = {plan.batch_size: ("chosen", GREEN, "--")}
+    if plan.fastest_batch_size is not None:
+        lines.setdefault(plan.fastest_batch_size, ("fastest", PURPLE, "-."))
+    for panel in panels:
+        panel.set_xlim(0, last_size)
+        for size, (name, color, style) in lines.items():
+            # The first panel has the names of these lines for both.
+            label = f"{name}: {size:,}" if panel is panels[0] else None
+            panel.axvline(size, label=label, color=color, linestyle=style, linewidth=1.8)
     return with_legend(figure)
 
 
-def _draw_memory(axes: Axes, plan: Plan) -> None:
+def _draw_memory(axes: Axes, plan: Plan, last_size: float) -> None:
     completed = [trial for trial in plan.trials if trial.outcome == "ok" and trial.peak_bytes]
     failed = [trial.batch_size for trial in plan.trials if trial.outcome != "ok"]
-    sizes = _sizes(plan)
     limit = plan.limit_bytes / MIB
     if plan.memory is not None:
         # The line may bend, because it is the highest line of all phases.
+        sizes = [last_size * percent / 100 for percent in range(101)]
         predicted = [plan.memory.predict_bytes(size) / MIB for size in sizes]
         axes.plot(sizes, predicted, label="fitted line", color=BLUE, linewidth=1.8)
     measured = [trial.batch_size for trial in completed]
@@ -70,30 +80,4 @@ def _draw_memory(axes: Axes, plan: Plan) -> None:
     if failed:
         limits = [limit] * len(failed)
         axes.plot(failed, limits, "X", label="did not fit", color=VERMILLION, markersize=11)
-    draw_limit(axes, [0, sizes[-1]], [limit, limit])
-
-
-def _draw_throughput(axes: Axes, plan: Plan) -> None:
-    speeds = measured_speeds(plan.trials)
-    sizes = [speed.batch_size for speed in speeds]
-    measured = [speed.samples_per_second for speed in speeds]
-    connected = {**_POINTS, "linestyle": "solid"}
-    axes.plot(sizes, measured, label="measured", color=BLACK, **connected)
-    axes.set_ylim(0, 1.15 * max(measured))
-
-
-def _draw_sizes(axes: Axes, plan: Plan, *, is_named: bool) -> None:
-    lines = [("chosen", plan.batch_size, GREEN, "--")]
-    fastest = plan.fastest_batch_size
-    if fastest is not None and fastest != plan.batch_size:
-        lines.append(("fastest", fastest, PURPLE, "-."))
-    for name, size, color, style in lines:
-        label = f"{name}: {size:,}" if is_named else None
-        axes.axvline(size, label=label, color=color, linestyle=style, linewidth=1.8)
-    axes.set_xlim(0, _sizes(plan)[-1])
-
-
-def _sizes(plan: Plan) -> list[float]:
-    """Batch sizes from 0 to a tenth beyond the largest, at which curves are drawn."""
-    last = 1.1 * max(plan.batch_size, *(trial.batch_size for trial in plan.trials))
-    return [last * percent / 100 for percent in range(101)]
+    draw_limit(axes, [0, last_size], [limit, limit])

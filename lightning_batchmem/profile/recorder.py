@@ -6,7 +6,6 @@ A run is one ``fit``, ``validate``, ``test`` or ``predict``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -17,18 +16,29 @@ from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.graphs import replays_graphs
 from lightning_batchmem.devices.peaks import PhasePeaks
-from lightning_batchmem.devices.tensors import samples_in
+from lightning_batchmem.devices.tensors import has_own_tensors, samples_in
 from lightning_batchmem.plan.options import number_from
 from lightning_batchmem.plan.records import mib
 from lightning_batchmem.profile.flop_step import FlopStep
-from lightning_batchmem.profile.module_step import ModuleStep
+from lightning_batchmem.profile.module_memory import ModuleStep
 from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
-from lightning_batchmem.profile.step import Step
 from lightning_batchmem.profile.step_clock import StepClock
+from lightning_batchmem.search.compiled import compiled_frames
+
+_COMPILED = "torch.compile compiled a part of the step"
 
 
 class StepRecorder:
-    """Measures the steps of one run. A training may contain evaluations."""
+    """Measures the steps of one run. A training may contain evaluations.
+
+    Args:
+        trainer: the Trainer.
+        module: its module.
+        device_memory: the memory to measure; None if it cannot be measured.
+        stage: the stage of the run.
+        items_fn: counts items in a batch.
+        measurements: each of these measures a steady step of its own, since all slow a step down.
+    """
 
     def __init__(
         self,
@@ -38,8 +48,7 @@ class StepRecorder:
         stage: str,
         *,
         items_fn: Callable[[Any], float] | None,
-        has_modules: bool,
-        flops: FlopStep | None,
+        measurements: list[ModuleStep | FlopStep],
     ) -> None:
         device = trainer.strategy.root_device
         self.phase_peaks = PhasePeaks(device_memory)
@@ -52,8 +61,8 @@ class StepRecorder:
         self.validation_clock = StepClock("validate")
         self.clock = self.run_clock
         self._batch: object = None
-        # It makes the record of the step that has ended, whose time is not known yet.
-        self._ended: Callable[..., Step] | None = None
+        # The fields of the step that has ended, whose time is not known yet.
+        self._ended: dict[str, Any] | None = None
         self._start_bytes: int | None = None
         self._has_graphs = False
         self._is_detailed = True
@@ -64,43 +73,26 @@ class StepRecorder:
         guards = (one for one in callbacks_of(trainer) if "oom_splits" in vars(one))
         self._guard: Any = next(guards, None)
         self._oom_splits = 0
-        if stage == "train":
-            self.watch(trainer, module)
-        # Each of these measures a steady step of its own, since both slow a step down.
-        self._to_measure: list[ModuleStep | FlopStep] = [] if flops is None else [flops]
+        self._to_measure = measurements
         self._measured: ModuleStep | FlopStep | None = None
-        self.modules: ModuleStep | None = None
-        if has_modules and stage == "train":
-            self.modules = ModuleStep(device)
-            self._to_measure.append(self.modules)
+        if stage == "train":
+            # A run that resumes goes on counting.
+            self.run_clock.first_number = trainer.fit_loop.total_batch_idx + 1
+            optimizers = trainer.optimizers
+            self._optimizers = [one for one in optimizers if isinstance(one, Optimizer)]
+            # Under manual optimization, another forward pass may follow an optimizer's step.
+            forward_follows = not module.automatic_optimization
+            self.phase_peaks.watch(self._optimizers, forward_follows=forward_follows)
         self.breakdown: SteadyBreakdown | None = None
         if device_memory is not None:
             self.breakdown = SteadyBreakdown(device_memory, device, module, self._optimizers)
 
-    def watch(self, trainer: Trainer, module: LightningModule) -> None:
-        """Watch the trainer's optimizers, which may have been configured again."""
-        optimizers = [
-            optimizer for optimizer in trainer.optimizers if isinstance(optimizer, Optimizer)
-        ]
-        if optimizers != self._optimizers:
-            self._optimizers = optimizers
-            # Under manual optimization, another forward pass may follow an optimizer's step.
-            forward_follows = not module.automatic_optimization
-            self.phase_peaks.watch(optimizers, forward_follows=forward_follows)
-
-    def drop_measurement(self) -> None:
-        """Stop to measure a step that has not ended, and measure another one instead.
+    def skip(self) -> None:
+        """Forget a step that has begun without an end, and the wait for its batch.
 
         Lightning ends an epoch early where ``on_train_batch_start`` returns -1.
         """
-        if self._measured is not None:
-            self._measured.close()
-            self._to_measure.append(self._measured)
-            self._measured = None
-
-    def skip(self) -> None:
-        """Forget a step that Lightning has ended early, and the wait for its batch."""
-        self.drop_measurement()
+        self._drop_measurement()
         self.clock.forget()
 
     def begin_validation(self) -> None:
@@ -120,33 +112,40 @@ class StepRecorder:
         # The steady state begins with the first step after an optimizer step.
         if self.phase_peaks.stepped:
             self._is_steady = True
-        phase = "evaluation"
-        if clock.stage == "train":
-            phase = "forward"
-            self._is_detailed = clock.steps >= self._next_detailed
-            if self._is_detailed:
-                self._next_detailed = next_detailed(clock.steps)
-                if self._device_memory is not None:
-                    self._start_bytes = self._device_memory.private_bytes()
-        self._has_graphs = replays_graphs(self._device)
-        self.phase_peaks.start(phase)
+        self._has_graphs = self._device.type == "cuda" and replays_graphs(self._device)
+        self._is_detailed = clock.stage != "train" or clock.steps >= self._next_detailed
+        if clock.stage != "train":
+            self.phase_peaks.start("evaluation")
+        elif self._is_detailed:
+            self._next_detailed = next_detailed(clock.steps)
+            if self._device_memory is not None:
+                self._start_bytes = self._device_memory.private_bytes()
+            self.phase_peaks.start("forward")
+        elif self._device_memory is not None:
+            self._device_memory.reset_peak()
+        if clock is self.run_clock and self._is_steady:
+            self._begin_measurement(module, batch)
+
+    def _begin_measurement(self, module: LightningModule, batch: object) -> None:
+        """Begin what is measured once, in a steady step."""
         breakdown = self.breakdown
-        if clock is not self.run_clock or not self._is_steady:
-            return
         if breakdown is not None and breakdown.is_due:
-            begin = clock.now()
+            begin = self.clock.now()
             breakdown.take(module, self._optimizers, batch)
-            clock.leave_out(clock.now() - begin)
-        elif self._to_measure and self._measured is None:
-            self._measured = self._to_measure.pop()
-            self._measured.begin(module, self._optimizers, batch)
+            self.clock.leave_out(self.clock.now() - begin)
+        elif self._to_measure:
+            measurement = self._to_measure.pop()
+            reason = why_not_measurable(module)
+            if reason:
+                measurement.refuse(reason)
+            else:
+                measurement.begin(module, self._optimizers, batch)
+                self._measured = measurement
 
     def enter_phase(self, phase: str) -> None:
         """End a phase of the step and begin another one, where phases are measured."""
         if self._is_detailed:
             self.phase_peaks.enter(phase)
-        if self._measured is not None:
-            self._measured.enter_phase(phase)
 
     def stop(self, trainer: Trainer, batch: object) -> int | None:
         """End the step, except its time, and return its peak bytes, 0 if they are unknown.
@@ -157,63 +156,66 @@ class StepRecorder:
         if not clock.in_step:
             return None
         clock.in_step = False
-        oom_splits = self._new_splits() if clock.stage == "train" else None
+        is_training = clock.stage == "train"
+        oom_splits = self._new_splits() if is_training else None
         if oom_splits:
             # It would count the failed attempt too.
-            self.drop_measurement()
-        samples = self._samples_in(trainer, batch)
-        is_own = clock is self.run_clock
-        is_slowed = self._measured is not None and is_own
-        phases, reserved_bytes = self.phase_peaks.stop()
-        peak_bytes = max(phases.values(), default=None)
-        if self._measured is not None and is_own:
-            self._measured.end_batch(samples=samples, peak_bytes=peak_bytes)
+            self._drop_measurement()
+        samples = samples_in(batch)
+        if samples is None:
+            samples = self._loader_size(trainer)
+        phases, peak_bytes, reserved_bytes = self._peaks()
+        measured = self._measured
+        if measured is not None:
             self._measured = None
-        number = clock.steps - 1
-        if clock.stage == "train":
-            number = trainer.fit_loop.total_batch_idx
-            if not self._is_detailed:
-                phases = {}
-            elif not self.phase_peaks.stepped and "optimizer_step" in phases:
-                # No optimizer stepped after backward, as in a gradient accumulation.
-                after_bytes = phases.pop("optimizer_step")
-                phases["backward"] = max(phases.get("backward", 0), after_bytes)
-        elif is_own:
-            # An evaluation is in its steady state from the second step on.
-            self._is_steady = True
+            measured.close()
+            if compiled_frames() > 0:
+                measured.refuse(_COMPILED)
+            else:
+                measured.end(samples, peak_bytes)
         if self._has_graphs:
             # The allocator counts the memory of the graphs as free.
             peak_bytes = None
             phases = {}
+        if "optimizer_step" in phases and not self.phase_peaks.stepped:
+            # No optimizer stepped after backward, as in a gradient accumulation.
+            after_bytes = phases.pop("optimizer_step")
+            phases["backward"] = max(phases.get("backward", 0), after_bytes)
+        if clock is self.run_clock:
+            if not is_training:
+                # An evaluation is in its steady state from the second step on.
+                self._is_steady = True
+            if self.breakdown is not None and peak_bytes is not None:
+                self.breakdown.add_peak(peak_bytes)
         self._batch = None
         items = None
         if self._items_fn is not None:
             items = number_from("items_fn", self._items_fn(batch))
-        self._ended = partial(
-            Step,
-            number=number,
-            stage=clock.stage,
-            batch_size=samples,
-            peak_bytes=peak_bytes,
-            peak_reserved_bytes=reserved_bytes,
-            phase_peak_bytes=phases,
-            items=items,
-            start_bytes=self._start_bytes,
-            is_steady=is_own and self.breakdown is not None and self.breakdown.num_taken > 0,
-            is_slowed=is_slowed,
-            oom_splits=oom_splits,
-            has_graphs=self._has_graphs,
-        )
+        self._ended = {
+            "number": clock.first_number + clock.steps - 1,
+            "stage": clock.stage,
+            "batch_size": samples,
+            "peak_bytes": peak_bytes,
+            "peak_reserved_bytes": reserved_bytes,
+            "phase_peak_bytes": phases,
+            "items": items,
+            "start_bytes": self._start_bytes,
+            "is_slowed": measured is not None,
+            "oom_splits": oom_splits,
+            "has_graphs": self._has_graphs,
+        }
         return peak_bytes or 0
 
-    def complete(self) -> Step | None:
-        """Return the step that has ended, with its time; None without such a step."""
-        if self._ended is None:
-            return None
-        seconds, wait_seconds = self.clock.seconds()
-        step = self._ended(seconds=seconds, wait_seconds=wait_seconds)
-        self._ended = None
-        return step
+    def complete(self) -> dict[str, Any] | None:
+        """Return the fields of the step that has ended, with its time; None without such a step.
+
+        Many of them are made into records at a time, because this takes less time.
+        """
+        ended = self._ended
+        if ended is not None:
+            ended["seconds"], ended["wait_seconds"] = self.clock.seconds()
+            self._ended = None
+        return ended
 
     def explain_out_of_memory(
         self, trainer: Trainer, module: LightningModule, limit_bytes: int | None
@@ -221,16 +223,14 @@ class StepRecorder:
         """The note of an error: the step that ran out of memory, and the contents of the memory."""
         where = "between two steps"
         if self.clock.in_step:
-            number = self.clock.steps - 1
-            if self.clock.stage == "train":
-                number = trainer.fit_loop.total_batch_idx
+            number = self.clock.first_number + self.clock.steps - 1
             where = f"in {self.clock.stage} step {number}"
             if (samples := samples_in(self._batch)) is not None:
                 where += f" with a batch of {samples:,} samples"
         if trainer.world_size > 1:
             where += f" on rank {trainer.global_rank}"
         text = f"memory ran out {where}."
-        peak_bytes = self.phase_peaks.stop().peak_bytes
+        peak_bytes = self._peaks()[1] or 0
         if self.breakdown is not None and limit_bytes is not None:
             breakdown = self.breakdown.at_failure(module, self._optimizers, self._batch, peak_bytes)
             text += (
@@ -241,8 +241,24 @@ class StepRecorder:
     def close(self) -> None:
         """Remove all hooks."""
         self.phase_peaks.unwatch()
+        self._drop_measurement()
+
+    def _drop_measurement(self) -> None:
+        """Stop to measure a step that has not ended, and measure another one instead."""
         if self._measured is not None:
             self._measured.close()
+            self._to_measure.append(self._measured)
+            self._measured = None
+
+    def _peaks(self) -> tuple[dict[str, int], int | None, int | None]:
+        """Return the peaks of the phases, where they are measured, of the step, and reserved."""
+        if self._is_detailed:
+            phases, reserved_bytes = self.phase_peaks.stop()
+            return phases, max(phases.values(), default=None), reserved_bytes
+        if self._device_memory is None:
+            return {}, None, None
+        stats = self._device_memory.peak()
+        return {}, stats.allocated_bytes, stats.reserved_bytes
 
     def _new_splits(self) -> int | None:
         """Return how often an OomGuard has split a batch since the last step; None without one."""
@@ -254,14 +270,8 @@ class StepRecorder:
         self._oom_splits = total_splits
         return int(splits)
 
-    def _samples_in(self, trainer: Trainer, batch: object) -> int | None:
-        """Return the samples of a batch, or the batch size of the training loader.
-
-        Warn once if neither is known.
-        """
-        samples = samples_in(batch)
-        if samples is not None:
-            return samples
+    def _loader_size(self, trainer: Trainer) -> int | None:
+        """Return the batch size of the training loader; warn once if it is not known either."""
         if self.clock.stage == "train":
             # Several loaders, and loaders that make their own batches, have no batch size.
             size = getattr(trainer.train_dataloader, "batch_size", None)
@@ -276,6 +286,15 @@ class StepRecorder:
                 " of batch/size and throughput/samples_per_s."
             )
         return None
+
+
+def why_not_measurable(module: LightningModule) -> str:
+    """Return why a step can be divided neither among modules nor operators; empty if it can."""
+    if compiled_frames() > 0:
+        return _COMPILED
+    if has_own_tensors(module):
+        return "some parameters are of a type of their own, as under FSDP2"
+    return ""
 
 
 def next_detailed(step: int) -> int:

@@ -1,75 +1,343 @@
-"""What the hooks of a profiler call while nothing is recorded."""
+"""A run of a Trainer that is recorded, from its first hook to its summary."""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from lightning.pytorch import LightningModule, Trainer
-from rich.console import Console
+from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_batchmem._lightning.data_source import WatchedFetches
+from lightning_batchmem._lightning.trainer_state import (
+    callbacks_of,
+    logging_step,
+    logs_at_all,
+    logs_now,
+)
+from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.breakdown import MemoryBreakdown
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
-from lightning_batchmem.profile.summary import Summary, show_summary
+from lightning_batchmem.devices.out_of_memory import is_out_of_memory
+from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.records import PHASES
+from lightning_batchmem.profile.alerts import Alerts
+from lightning_batchmem.profile.device_reader import DeviceReader
+from lightning_batchmem.profile.figures import log_figures
+from lightning_batchmem.profile.flop_step import FlopStep
+from lightning_batchmem.profile.metrics import LoggerMetrics, predicted_bytes
+from lightning_batchmem.profile.module_memory import ModuleStep
+from lightning_batchmem.profile.ranks import HostGroup, RankTotals, rank_metrics
+from lightning_batchmem.profile.recorder import StepRecorder
+from lightning_batchmem.profile.step import Step
+from lightning_batchmem.profile.step_csv import PLAN_NAME, StepCsv
+from lightning_batchmem.profile.summary import Summary, summary_name
+from lightning_batchmem.profile.totals import Interval, Totals
+
+# So many steps are kept at most.
+_MAX_STEPS = 1000
+
+
+class Sink(Protocol):
+    """Takes the steps between two logs."""
+
+    def take(self, interval: Interval) -> None:
+        """Use these steps; each step is in one interval."""
+
+
+class Options(NamedTuple):
+    """What a MemoryProfiler was asked for."""
+
+    items_fn: Callable[[Any], float] | None
+    progress_bar: bool
+    modules: bool
+    flops: bool
+    peak_flops: float | None
 
 
 class Run:
-    """What the hooks of a profiler call before the first run and after the last one.
-
-    It records nothing, and keeps the results of the last run. The class ``RecordedRun`` is a run.
+    """Records the steps of one ``fit``, ``validate``, ``test`` or ``predict``, and reports them.
 
     Args:
-        summary: the summary of the last run; None if there was none.
-        peak_bytes: the highest peak of the last run.
-        is_table_due: whether the summary is to be printed.
+        trainer: the Trainer.
+        module: its module.
+        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        device_memory: the memory to measure; None if it cannot be measured.
+        options: what the profiler was asked for.
+        csv: the file for the steps.
+        snapshot: records the allocator's events; None to record none.
     """
 
     def __init__(
         self,
-        summary: Summary | None = None,
-        peak_bytes: int | None = None,
+        trainer: Trainer,
+        module: LightningModule,
+        stage: str,
+        device_memory: DeviceMemory | None,
+        options: Options,
         *,
-        is_table_due: bool = False,
+        csv: StepCsv | None,
+        snapshot: OomSnapshot | None,
     ) -> None:
-        self.summary = summary
-        self.is_table_due = is_table_due
-        # It records the allocator's events.
-        self.snapshot: OomSnapshot | None = None
-        self._peak_bytes = peak_bytes
+        device = trainer.strategy.root_device
+        if device_memory is None:
+            rank_zero_warn(
+                f"MemoryProfiler measures no memory, because {device.type} or its allocator has no"
+                " peak counter."
+            )
+        plans = (vars(callback).get("plan") for callback in callbacks_of(trainer))
+        plan = next((plan for plan in plans if isinstance(plan, Plan)), None)
+        if csv is not None and plan is not None:
+            csv.write_text(PLAN_NAME, plan.to_json())
+        self.epoch_peak_bytes = 0
+        self.run_peak_bytes = 0
+        self._stage = stage
+        self._plan = plan
+        self._csv = csv
+        self._snapshot = snapshot
+        self._has_progress_bar = options.progress_bar
+        self._modules: ModuleStep | None = None
+        if options.modules and stage == "train":
+            self._modules = ModuleStep(device)
+        self._flops: FlopStep | None = None
+        if options.flops and stage == "train":
+            self._flops = FlopStep(device, str(trainer.precision), options.peak_flops)
+        self._is_host = device_memory is not None and device_memory.is_host
+        self._device_name = device.type if device_memory is None else device_memory.name
+        self._recorder = StepRecorder(
+            trainer,
+            module,
+            device_memory,
+            stage,
+            items_fn=options.items_fn,
+            measurements=[one for one in (self._flops, self._modules) if one is not None],
+        )
+        self._reader = DeviceReader(
+            device, device_memory, math.inf if plan is None else plan.limit_bytes
+        )
+        self._metrics = LoggerMetrics(
+            # Without log_every_n_steps, nothing is sent to the loggers.
+            list(trainer.loggers) if logs_at_all(trainer) else [],
+            trainer.world_size,
+            None if device_memory is None else device_memory.total_bytes(),
+            plan,
+            self._is_host,
+            self._flops,
+        )
+        self._alerts = Alerts(
+            lambda sentence: rank_zero_warn(f"MemoryProfiler: {sentence}"),
+            granularity_bytes=0 if device_memory is None else device_memory.granularity_bytes,
+            planned_bytes=0 if plan is None else plan.limit_bytes,
+        )
+        self._sinks: list[Sink] = [self._alerts, self._metrics]
+        if csv is not None:
+            self._sinks.append(csv)
+        self._totals: defaultdict[str, Totals] = defaultdict(Totals)
+        # The fields of each step.
+        self._steps: list[dict[str, Any]] = []
+        self._is_due = False
+        self._logging_step = 0
+        self._group = HostGroup() if stage == "train" else None
+        # It is the last step of an epoch whose ranks have not exchanged their totals yet.
+        self._epoch_end_step: int | None = None
+        recorder = self._recorder
+        self.enter_phase = recorder.enter_phase
+        self.end_time = recorder.run_clock.end
+        self._fetches = WatchedFetches(
+            trainer, recorder.run_clock.request, recorder.validation_clock.request
+        )
 
-    @property
-    def epoch_peak_bytes(self) -> int | None:
-        return None
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # A loader that spawns workers may pickle the Trainer, and open files cannot be pickled.
+        return type(None), ()
 
-    @property
-    def run_peak_bytes(self) -> int | None:
-        return self._peak_bytes
+    def begin_epoch(self) -> None:
+        """Report the epoch before."""
+        if self._epoch_end_step is not None:
+            self._join_ranks()
+        self.epoch_peak_bytes = 0
 
-    def _record_nothing(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    def begin_step(self, module: LightningModule, batch: object) -> None:
+        """Begin a step, whose batch has arrived, and report the steps before it if that is due."""
+        arrived = self._recorder.clock.now()
+        self._complete()
+        self._recorder.start(module, batch, arrived)
 
-    begin_epoch = begin_step = end_step = end_epoch = _record_nothing
-    begin_validation = end_validation = _record_nothing
-    # A recorded run replaces these by methods of its recorder.
-    enter_phase: Callable[..., None] = _record_nothing
-    end_time: Callable[..., None] = _record_nothing
+    def end_step(self, trainer: Trainer, module: LightningModule, batch: object) -> None:
+        """End a step, except its time."""
+        peak_bytes = self._recorder.stop(trainer, batch)
+        if peak_bytes is None:
+            return
+        if peak_bytes > self.epoch_peak_bytes:
+            self.epoch_peak_bytes = peak_bytes
+            self.run_peak_bytes = max(self.run_peak_bytes, peak_bytes)
+        if self._recorder.clock.stage != "train":
+            return
+        self._logging_step = logging_step(trainer)
+        self._is_due = logs_now(trainer, self._logging_step)
+        if self._has_progress_bar and (self._is_due or self._recorder.run_clock.steps == 1):
+            limit_bytes = self._reader.last.limit_bytes or 0
+            values = {"peak_gib": self.run_peak_bytes, "limit_gib": limit_bytes}
+            in_gib = {name: round(value / 2**30, 2) for name, value in values.items() if value}
+            module.log_dict(in_gib, prog_bar=True, logger=False)
+
+    def end_epoch(self, trainer: Trainer) -> None:
+        """Add the last step, and prepare the exchange between the ranks.
+
+        In this hook a progress bar, which only rank 0 has, may reduce the metrics of the module
+        over all ranks. An exchange here would wait for that rank without end, so it is made
+        when the next epoch begins, or at the end of the training.
+        """
+        self._complete()
+        self._recorder.skip()
+        if trainer.world_size > 1:
+            self._epoch_end_step = _last_step(trainer)
+
+    def begin_validation(self) -> None:
+        """Report the training steps before a validation: its time is none of theirs."""
+        self._complete()
+        self._report("train", self._logging_step)
+        self._recorder.begin_validation()
+
+    def end_validation(self, trainer: Trainer) -> None:
+        """Report a validation in the training."""
+        self._complete()
+        self._report("validate", logging_step(trainer))
+        self._recorder.end_validation()
+        # The next utilization of the training is without that of the evaluation.
+        self._reader.leave_out()
 
     def notes(
         self, error: BaseException, trainer: Trainer, module: LightningModule
     ) -> Iterable[str]:
         """Return sentences about an error that ended the run."""
-        return ()
+        if is_out_of_memory(error):
+            limit_bytes = self._reader.last.limit_bytes
+            yield self._recorder.explain_out_of_memory(trainer, module, limit_bytes)
+            if self._snapshot is not None:
+                yield self._snapshot.write(trainer.global_rank)
 
-    def finish(self, trainer: Trainer, *, is_complete: bool) -> Run:
-        """End the run; the result records nothing and has the summary."""
-        return self
+    def finish(self, trainer: Trainer, *, is_complete: bool) -> Summary | None:
+        """Log the remaining metrics, close the CSV and summarize the run.
 
-    def show_table(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
-        """Print the summary once, if it is due."""
-        if self.is_table_due and self.summary is not None and trainer.is_global_zero:
-            bar = trainer.progress_bar_callback
-            if bar is not None:
-                # Lightning ends the progress bar last, and the bar of Rich would overwrite the
-                # table.
-                bar.teardown(trainer, module, stage)
-            show_summary(self.summary, Console())
-        self.is_table_due = False
+        After an exception, the ranks exchange nothing, and no figures are logged.
+        """
+        if self._snapshot is not None:
+            self._snapshot.stop()
+        self._fetches.close()
+        self._recorder.close()
+        is_training = self._stage == "train"
+        rank_peaks_bytes: tuple[int, ...] = ()
+        try:
+            self._complete()
+            # A training may end within an evaluation.
+            stage = self._recorder.clock.stage
+            self._report(stage, self._logging_step if is_training else logging_step(trainer))
+            if is_complete and trainer.world_size > 1:
+                rank_peaks_bytes = self._join_ranks()
+        finally:
+            if self._csv is not None:
+                self._csv.close()
+        if self._stage not in self._totals:
+            return None
+        summary = self._summary_of_run(rank_peaks_bytes)
+        if self._csv is not None:
+            self._csv.write_text(summary_name(self._stage), summary.to_json())
+        if is_complete and is_training and trainer.is_global_zero:
+            csv_path = None if self._csv is None else self._csv.path
+            log_figures(self._metrics.loggers, csv_path, self._plan, _last_step(trainer))
+        return summary
+
+    def _complete(self) -> None:
+        """Add the time to the step that has ended, and report the steps if that is due."""
+        ended = self._recorder.complete()
+        if ended is not None:
+            self._steps.append(ended)
+            if self._is_due or len(self._steps) >= _MAX_STEPS:
+                self._report(ended["stage"], self._logging_step)
+
+    def _report(self, stage: str, step: int) -> None:
+        """Hand the steps since the last report to all sinks."""
+        self._is_due = False
+        if not self._steps:
+            return
+        steps = [Step(**fields) for fields in self._steps]
+        self._steps = []
+        interval = Interval(stage, steps, self._reader.read(), step)
+        self._totals[stage].add(interval.totals)
+        for sink in self._sinks:
+            sink.take(interval)
+
+    def _join_ranks(self) -> tuple[int, ...]:
+        """Exchange the totals of the ranks, and log them if an epoch has ended.
+
+        Every rank must call this method.
+        """
+        if self._group is None:
+            return ()
+        self._report("train", self._logging_step)
+        totals = self._totals.get("train", Totals())
+        ranks = self._group.exchange(RankTotals(totals.maxima.get("peak"), totals.rate("samples")))
+        if self._epoch_end_step is not None:
+            self._metrics.log(rank_metrics(ranks), self._epoch_end_step)
+        self._epoch_end_step = None
+        return tuple(rank.peak_bytes for rank in ranks if rank.peak_bytes is not None)
+
+    def _summary_of_run(self, rank_peaks_bytes: tuple[int, ...]) -> Summary:
+        """Return the summary of the stage of the run, for a training with its validation."""
+        more: dict[str, Any] = {"rank_peaks_bytes": rank_peaks_bytes}
+        totals = self._totals[self._stage]
+        breakdown = self._recorder.breakdown
+        if breakdown is not None:
+            more["breakdown"] = breakdown.at_peak()
+            more["outside_bytes"] = breakdown.outside_bytes
+        if self._modules is not None:
+            more["modules"] = self._modules.peak
+            more["no_modules_reason"] = self._modules.why_not
+        if self._flops is not None:
+            rate = self._flops.rate(totals.rate("samples"))
+            more |= rate._asdict()
+            more["flops_per_sample"] = self._flops.flops_per_sample
+            more["no_flops_reason"] = self._flops.why_not
+        if self._stage == "train" and "validate" in self._totals:
+            more["validation"] = self._summary("validate")
+        if self._stage == "train" and self._plan is not None and totals.highest is not None:
+            size = totals.highest.batch_size
+            more["predicted_bytes"] = predicted_bytes(self._plan, size, is_host=self._is_host)
+        return self._summary(self._stage, **more)
+
+    def _summary(
+        self, stage: str, breakdown: MemoryBreakdown | None = None, **more: Any
+    ) -> Summary:
+        totals = self._totals[stage]
+        maxima = totals.maxima
+        highest = totals.highest
+        ranks = self._metrics.world_size
+        return Summary(
+            device=self._device_name,
+            stage=stage,
+            steps=totals.total("steps"),
+            peak_bytes=maxima.get("peak"),
+            peak_step=0 if highest is None else highest.number,
+            batch_size=maxima.get("batch_size") if highest is None else highest.batch_size,
+            phase_peak_bytes={phase: maxima[phase] for phase in PHASES if phase in maxima},
+            peak_reserved_bytes=maxima.get("reserved"),
+            breakdown=breakdown,
+            limit_bytes=self._reader.last.limit_bytes,
+            samples_per_second=totals.rate("samples", ranks),
+            items_per_second=totals.rate("items", ranks),
+            step_seconds=totals.step_seconds,
+            data_wait_share=totals.rate("wait_seconds"),
+            busy_percent=totals.rate("busy"),
+            oom_splits=totals.total("oom_splits") if "oom_splits" in totals.sums else None,
+            graph_steps=totals.total("graph_steps"),
+            alerts=tuple(self._alerts.issued.values()),
+            **more,
+        )
+
+
+def _last_step(trainer: Trainer) -> int:
+    """The step before the next one: Lightning also logs the values of an epoch's end there."""
+    return max(0, logging_step(trainer) - 1)

@@ -28,12 +28,14 @@ class SteadyBreakdown:
     ) -> None:
         # Bytes on the device outside this process's allocator.
         self.outside_bytes: int | None = None
+        # The highest peak of the steps since the first breakdown.
+        self.peak_bytes = 0
+        # Whether to call :meth:`take` at the start of the next steady-state step.
+        self.is_due = True
         self._device_memory = device_memory
         self._device = device
         self._at_start: MemoryBreakdown | None = None
-        self.num_taken = 0
-        # Whether to call :meth:`take` at the start of the next steady-state step.
-        self.is_due = True
+        self._num_taken = 0
         # The resident set includes memory that earlier steps freed, which belongs to the
         # activations. An allocator counts freed memory separately.
         self._other_bytes: int | None = None
@@ -54,20 +56,22 @@ class SteadyBreakdown:
             breakdown = replace(breakdown, other_bytes=other_bytes)
         self._at_start = breakdown
         self.outside_bytes = self._device_memory.non_torch_bytes()
-        self.num_taken += 1
+        self._num_taken += 1
         # An evaluation has no optimizers, and so no gradients to look for.
         self.is_due = (
-            bool(optimizers) and not breakdown.gradients_bytes and self.num_taken < _MAX_BREAKDOWNS
+            bool(optimizers) and not breakdown.gradients_bytes and self._num_taken < _MAX_BREAKDOWNS
         )
 
-    def at_peak(self, peak_bytes: int) -> MemoryBreakdown | None:
-        """Return the breakdown at a steady-state peak.
+    def add_peak(self, peak_bytes: int) -> None:
+        """Add the peak of a step."""
+        if self._num_taken and peak_bytes > self.peak_bytes:
+            self.peak_bytes = peak_bytes
 
-        It is None if the peak is 0, before the first steady-state step ended.
-        """
-        if self._at_start is None or not peak_bytes:
+    def at_peak(self) -> MemoryBreakdown | None:
+        """Return the breakdown at the highest peak; None before the first steady-state step."""
+        if self._at_start is None or not self.peak_bytes:
             return None
-        return self._at_start.at_peak(peak_bytes)
+        return self._at_start.at_peak(self.peak_bytes)
 
     def at_failure(
         self, module: Module, optimizers: Iterable[Optimizer], batch: object, peak_bytes: int

@@ -27,8 +27,6 @@ class Step(NamedTuple):
     items: float | None = None
     # This process held so many bytes at the start of the step. It is read where phases are.
     start_bytes: int | None = None
-    # This is true if the memory breakdown describes the step.
-    is_steady: bool = False
     # This is true if a measurement of the profiler made the step slower, as that of the modules.
     is_slowed: bool = False
     # This is 1 if an OomGuard ran the batch in parts and 0 if not. It is None without an OomGuard.

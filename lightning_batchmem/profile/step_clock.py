@@ -17,8 +17,9 @@ class StepClock:
 
     def __init__(self, stage: str) -> None:
         self.stage = stage
-        # The steps that have begun.
+        # The steps that have begun, and the number of the first one.
         self.steps = 0
+        self.first_number = 0
         self.in_step = False
         self._begin = 0.0
         self._end = 0.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
@@ -15,7 +16,6 @@ from rich.table import Table
 from lightning_batchmem.devices.breakdown import PARTS, MemoryBreakdown
 from lightning_batchmem.plan.json_fields import from_json
 from lightning_batchmem.plan.records import mib
-from lightning_batchmem.profile.conclusion import conclusion
 from lightning_batchmem.profile.module_memory import PeakByModule
 from lightning_batchmem.profile.module_table import module_table
 
@@ -23,6 +23,12 @@ SUMMARY_NAME = "memory_summary.json"
 
 # In columns; it is wider than the table.
 _WIDTH = 100
+# A device with this utilization hardly has anything to wait for.
+_BUSY_PERCENT = 90.0
+# Beyond half of the time nothing else matters as much. The alert about waiting has the same share.
+_MOSTLY_WAITING_SHARE = 0.5
+# A search stays below 0.95 of what a device can provide.
+_MOSTLY_FULL_SHARE = 0.9
 _STAGES = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
 
 
@@ -136,12 +142,26 @@ class Summary:
     @property
     def conclusion(self) -> str:
         """What limits the run, and what helps, in a line; empty where the numbers do not decide."""
-        held_bytes = self.peak_reserved_bytes
-        return conclusion(
-            data_wait_share=self.data_wait_share,
-            held_bytes=self.peak_bytes if held_bytes is None else held_bytes,
-            limit_bytes=self.limit_bytes,
-            busy_percent=self.busy_percent,
+        # A busy device works while the process waits for data, and more memory would not make it
+        # faster.
+        if self.busy_percent is not None and self.busy_percent >= _BUSY_PERCENT:
+            return (
+                f"Limited by compute: the device was {self.busy_percent:.0f}% busy."
+                " A lower precision, torch.compile or a faster device help."
+            )
+        if self.data_wait_share is not None and self.data_wait_share > _MOSTLY_WAITING_SHARE:
+            return (
+                f"Limited by data: {self.data_wait_share:.0%} of the time passed before the batch"
+                " arrived. More loader workers (num_workers) or cheaper samples help."
+            )
+        held_bytes = self.peak_reserved_bytes or self.peak_bytes
+        if held_bytes is None or self.limit_bytes is None:
+            return ""
+        if held_bytes < _MOSTLY_FULL_SHARE * self.limit_bytes:
+            return ""
+        return (
+            f"Limited by memory: {held_bytes / self.limit_bytes:.0%} of the limit. A lower"
+            " precision, activation checkpointing or sharding make room for larger batches."
         )
 
     def to_json(self) -> str:
@@ -201,63 +221,65 @@ def summary_table(summary: Summary) -> Table:
     return table
 
 
-def _caption(summary: Summary) -> list[str]:
-    samples = "" if summary.batch_size is None else f" ({summary.batch_size:,} samples)"
-    lines = []
+def _caption(summary: Summary) -> Iterator[str]:
+    """Yield the lines below the table."""
     if summary.peak_bytes is not None:
-        lines.append(
-            f"Highest peak: {mib(summary.peak_bytes)} at step {summary.peak_step}{samples}"
-        )
+        samples = "" if summary.batch_size is None else f" ({summary.batch_size:,} samples)"
+        yield f"Highest peak: {mib(summary.peak_bytes)} at step {summary.peak_step}{samples}"
     if summary.peak_reserved_bytes is not None:
-        lines.append(f"Reserved: {mib(summary.peak_reserved_bytes)}")
+        yield f"Reserved: {mib(summary.peak_reserved_bytes)}"
     if summary.limit_bytes is not None:
-        lines.append(f"Limit of this process: {mib(summary.limit_bytes)}")
-    lines.append(_speed(summary))
+        yield f"Limit of this process: {mib(summary.limit_bytes)}"
+    yield _speed(summary)
     if summary.tflops_per_device is not None and summary.flops_per_sample is not None:
         share = "" if summary.mfu_pct is None else f" ({summary.mfu_pct:.1f}% of its peak)"
-        lines.append(
+        yield (
             f"{summary.tflops_per_device:,.4g} TFLOP/s per device{share},"
             f" {summary.flops_per_sample:,.0f} FLOP per sample"
         )
     if summary.data_wait_share is not None:
-        lines.append(f"{summary.data_wait_share:.1%} of the time waiting for data")
+        yield f"{summary.data_wait_share:.1%} of the time waiting for data"
     if summary.busy_percent is not None:
         name = "Cores of this process" if summary.device == "host" else "Device"
-        lines.append(f"{name}: {summary.busy_percent:.1f}% busy")
+        yield f"{name}: {summary.busy_percent:.1f}% busy"
     if peaks := summary.rank_peaks_bytes:
-        highest = peaks.index(max(peaks))
-        lines.append(
+        yield (
             f"Peaks of {len(peaks)} ranks: {mib(min(peaks))} to {mib(max(peaks))},"
-            f" highest on {highest}; {mib(sum(peaks))} in all"
+            f" highest on {peaks.index(max(peaks))}; {mib(sum(peaks))} in all"
         )
     if (validation := summary.validation) is not None:
-        peak = ""
-        if validation.peak_bytes is not None:
-            peak = f"highest peak {mib(validation.peak_bytes)}, "
-        lines.append(f"Validation: {peak}{_speed(validation)}")
+        peak = (
+            "" if validation.peak_bytes is None else f"highest peak {mib(validation.peak_bytes)}, "
+        )
+        yield f"Validation: {peak}{_speed(validation)}"
     if summary.oom_splits:
-        lines.append(f"{summary.oom_splits:,} batches ran in parts (OomGuard)")
-    start = "the second step"
-    if summary.stage == "train":
-        start = "the first step after an optimizer step"
+        yield f"{summary.oom_splits:,} batches ran in parts (OomGuard)"
+    yield from _breakdown_notes(summary)
+    yield from filter(None, (summary.no_modules_reason, summary.no_flops_reason))
+    for alert in summary.alerts:
+        yield f"Warning: {alert}"
+
+
+def _breakdown_notes(summary: Summary) -> Iterator[str]:
+    """Yield what the table does not show, and why."""
+    breakdown = summary.breakdown
+    start = "the first step after an optimizer step"
+    if summary.stage != "train":
+        start = "the second step"
     if summary.graph_steps:
-        lines.append(
+        yield (
             f"{summary.graph_steps:,} steps replayed CUDA graphs, whose memory counts as free in"
             " the allocator. Only the reserved memory has it."
         )
-    elif summary.breakdown is None and summary.peak_bytes is not None:
-        lines.append(f"No breakdown: the run ended before {start}.")
-    elif summary.breakdown is not None and summary.breakdown.peak_bytes < (summary.peak_bytes or 0):
-        lines.append(
-            f"The highest peak came before {start}; the breakdown is that of the steps after it."
-        )
-    if summary.breakdown is not None and summary.breakdown.other_bytes < 0:
-        lines.append(
+    elif breakdown is None and summary.peak_bytes is not None:
+        yield f"No breakdown: the run ended before {start}."
+    elif breakdown is not None and breakdown.peak_bytes < (summary.peak_bytes or 0):
+        yield f"The highest peak came before {start}; the breakdown is that of the steps after it."
+    if breakdown is not None and breakdown.other_bytes < 0:
+        yield (
             '"Other" is negative: some tensors are not resident (swapped out, or mapped from a'
             " file)."
         )
-    lines += [text for text in (summary.no_modules_reason, summary.no_flops_reason) if text]
-    return [*lines, *(f"Warning: {alert}" for alert in summary.alerts)]
 
 
 def _speed(summary: Summary) -> str:

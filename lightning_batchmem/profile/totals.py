@@ -2,129 +2,101 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
-
 from lightning_batchmem.profile.step import DeviceReading, Step
 
 
-@dataclass(slots=True)
-class Ratio:
-    """A sum, and the sum of what it is divided by; only steps where both are known count."""
+class Totals:
+    """Totals over steps, constant in size. What no step has is missing."""
 
-    amount: float = 0.0
-    per: float = 0.0
+    def __init__(self) -> None:
+        # The step with the highest peak.
+        self.highest: Step | None = None
+        # The keys are phases, "peak", "reserved" and "batch_size", and the values the highest of
+        # all steps. The last batch of an epoch often has fewer samples than a full one.
+        self.maxima: dict[str, int] = {}
+        # Each sum comes with the wall seconds of the steps that count in it.
+        self.sums: dict[str, tuple[float, float]] = {}
 
-    def add(self, amount: float, per: float) -> None:
-        self.amount += amount
-        self.per += per
-
-    def value(self, factor: float = 1.0) -> float | None:
-        """Return ``factor`` times the quotient; None if no step counts."""
-        return factor * self.amount / self.per if self.per else None
-
-
-@dataclass(slots=True)
-class StepTotals:
-    """Totals over steps, constant in size: maxima of bytes, sums of samples and seconds."""
-
-    steps: int = 0
-    seconds: float = 0.0
-    # These are the samples of a full batch: the last one of an epoch often has fewer.
-    batch_size: int | None = None
-    peak_bytes: int | None = None
-    peak_step: int = 0
-    peak_batch_size: int | None = None
-    steady_peak_bytes: int = 0
-    phase_peak_bytes: dict[str, int] = field(default_factory=dict)
-    peak_reserved_bytes: int | None = None
-    # Samples and items of this rank are divided by wall seconds.
-    samples: Ratio = field(default_factory=Ratio)
-    items: Ratio = field(default_factory=Ratio)
-    # Seconds before the batch arrived are divided by wall seconds: the quotient is 0 to 1.
-    data_wait: Ratio = field(default_factory=Ratio)
-    # Per cent in which the device was busy are weighted with the seconds of their interval.
-    busy: Ratio = field(default_factory=Ratio)
-    # So many batches ran in parts; None without an OomGuard.
-    oom_splits: int | None = None
-    # So many steps replayed CUDA graphs; only their reserved peak is known.
-    graph_steps: int = 0
-
-    def add(self, interval: Interval) -> None:
-        seconds_before = self.seconds
-        for step in interval.steps:
-            self._add_step(step)
-        utilization = interval.reading.utilization
-        if utilization is not None:
-            seconds = self.seconds - seconds_before
-            self.busy.add(utilization[1] * seconds, seconds)
-
-    def _add_step(self, step: Step) -> None:
-        seconds = step.seconds
-        self.steps += 1
-        self.seconds += seconds
-        self.graph_steps += step.has_graphs
-        peak_bytes = step.peak_bytes
-        if peak_bytes is not None:
-            if self.peak_bytes is None or peak_bytes > self.peak_bytes:
-                self.peak_bytes = peak_bytes
-                self.peak_step = step.number
-                self.peak_batch_size = step.batch_size
-            if step.is_steady and peak_bytes > self.steady_peak_bytes:
-                self.steady_peak_bytes = peak_bytes
-        for phase, phase_bytes in step.phase_peak_bytes.items():
-            if phase_bytes > self.phase_peak_bytes.get(phase, -1):
-                self.phase_peak_bytes[phase] = phase_bytes
-        reserved_bytes = step.peak_reserved_bytes
-        if reserved_bytes is not None:
-            self.peak_reserved_bytes = max(self.peak_reserved_bytes or 0, reserved_bytes)
-        if step.batch_size is not None:
-            self.batch_size = max(self.batch_size or 0, step.batch_size)
-        if step.wait_seconds is not None:
-            self.data_wait.add(step.wait_seconds, seconds)
-        if step.oom_splits is not None:
-            self.oom_splits = (self.oom_splits or 0) + step.oom_splits
-        if step.is_slowed:
-            return
-        if step.batch_size is not None:
-            self.samples.add(step.batch_size, seconds)
-        if step.items is not None:
-            self.items.add(step.items, seconds)
+    @property
+    def seconds(self) -> float:
+        return self.sums["steps"][1]
 
     @property
     def step_seconds(self) -> float:
         """Mean wall time of a step."""
-        return self.seconds / self.steps
+        steps, seconds = self.sums["steps"]
+        return seconds / steps
+
+    def total(self, name: str) -> int:
+        """Return a sum that counts steps or batches; 0 if no step counts in it."""
+        return int(self.sums[name][0]) if name in self.sums else 0
+
+    def rate(self, name: str, factor: float = 1.0) -> float | None:
+        """Return ``factor`` times a sum per second; None if no step counts in it."""
+        amount, seconds = self.sums.get(name, (0.0, 0.0))
+        return factor * amount / seconds if seconds else None
+
+    def add_step(self, step: Step) -> None:
+        seconds = step.seconds
+        self.count("steps", 1, seconds)
+        if step.has_graphs:
+            self.count("graph_steps", 1, seconds)
+        self.count("oom_splits", step.oom_splits, seconds)
+        self.count("wait_seconds", step.wait_seconds, seconds)
+        if not step.is_slowed:
+            self.count("samples", step.batch_size, seconds)
+            self.count("items", step.items, seconds)
+        if step.peak_bytes is not None and step.peak_bytes > self.maxima.get("peak", -1):
+            self.highest = step
+        self._raise("peak", step.peak_bytes)
+        self._raise("reserved", step.peak_reserved_bytes)
+        self._raise("batch_size", step.batch_size)
+        for phase, phase_bytes in step.phase_peak_bytes.items():
+            self._raise(phase, phase_bytes)
+
+    def add(self, other: Totals) -> None:
+        """Add the totals of later steps."""
+        if other.maxima.get("peak", -1) > self.maxima.get("peak", -1):
+            self.highest = other.highest
+        for name, value in other.maxima.items():
+            self._raise(name, value)
+        for name, (amount, seconds) in other.sums.items():
+            self.count(name, amount, seconds)
+
+    def count(self, name: str, amount: float | None, seconds: float) -> None:
+        """Add an amount, unless it is None, of steps with so many wall seconds."""
+        if amount is not None:
+            amount_before, seconds_before = self.sums.get(name, (0.0, 0.0))
+            self.sums[name] = (amount_before + amount, seconds_before + seconds)
+
+    def _raise(self, name: str, value: int | None) -> None:
+        if value is not None and value > self.maxima.get(name, -1):
+            self.maxima[name] = value
 
 
-@dataclass(frozen=True)
 class Interval:
-    """The steps of one stage since the last log, and the reading of the device at their end.
+    """The steps of one stage since the last log, and a reading of the device at their end.
 
     This is what a sink takes.
+
+    Args:
+        stage: the stage of the steps.
+        steps: the steps, at least one.
+        reading: the reading of the device.
+        logging_step: the loggers get the metrics under this number.
     """
 
-    stage: str
-    steps: list[Step]
-    reading: DeviceReading
-    # The loggers get the metrics under this number.
-    logging_step: int
-
-    @cached_property
-    def totals(self) -> StepTotals:
-        """The totals of these steps."""
-        totals = StepTotals()
-        totals.add(self)
-        return totals
-
-    def mean_seconds(self) -> dict[bool, float]:
-        """Return the mean seconds of the steps that a measurement slowed down, and of the others.
-
-        The host may begin the next step before a device has ended this one, and waits for the
-        device at some steps only. So the time of one step on the host does not show that of the
-        device.
-        """
-        seconds: dict[bool, list[float]] = {}
-        for step in self.steps:
-            seconds.setdefault(step.is_slowed, []).append(step.seconds)
-        return {is_slowed: sum(some) / len(some) for is_slowed, some in seconds.items()}
+    def __init__(
+        self, stage: str, steps: list[Step], reading: DeviceReading, logging_step: int
+    ) -> None:
+        self.stage = stage
+        self.steps = steps
+        self.reading = reading
+        self.logging_step = logging_step
+        self.totals = Totals()
+        for step in steps:
+            self.totals.add_step(step)
+        if reading.utilization is not None:
+            # A utilization counts with the time of its interval.
+            seconds = self.totals.seconds
+            self.totals.count("busy", reading.utilization[1] * seconds, seconds)

@@ -113,9 +113,10 @@ def search_limits(
         bound,
         session.avoided_sizes(),
         session.sample_sizes(),
+        budget.device.has_expandable_segments,
     )
     of_ranks = zip(*ranks.exchange(own), strict=True)
-    limits, missing_of_ranks, bounds_of_ranks, avoided, sample_sizes = of_ranks
+    limits, missing_of_ranks, bounds_of_ranks, avoided, sample_sizes, expandable = of_ranks
     largest, reason = min(bounds_of_ranks, key=lambda bound: bound[0])
     session.use_sample_sizes(sample_sizes)
     return SearchLimits(
@@ -129,6 +130,7 @@ def search_limits(
         missing_bytes=max(0, *missing_of_ranks),
         is_host=budget.device.is_host,
         steps_are_collective=session.steps_are_collective,
+        has_expandable_segments=all(expandable),
         avoided_sizes=frozenset().union(*avoided),
     )
 

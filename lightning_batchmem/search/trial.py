@@ -172,10 +172,10 @@ class TrialRunner:
             return True
         if meter.allocator_retries == 0:
             return False
-        # Only the limit of the user is enforced in the training too, and none is where ranks take
-        # steps together.
+        # Only the limit of the user is enforced in the training too, and none is in trials where
+        # ranks take steps together.
         is_of_trial = limits.options.memory_limit is None and not limits.steps_are_collective
-        return not (is_of_trial and self._device.limit_causes_retries())
+        return not (is_of_trial and limits.has_expandable_segments)
 
     def _trial(
         self,

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, Subset, TensorDataset
 
 from lightning_batchmem.batches.loaders import set_loader_batch_size
 from lightning_batchmem.batches.samples import SampleMeasure, read_samples, without_views
+from lightning_batchmem.devices.tensors import tensors_in
 from lightning_batchmem.plan.policy import ReadingPolicy
 from tests.helpers.samples import Numbers, Stream, batches, changed, pad
 
@@ -62,6 +63,40 @@ def test_a_data_set_that_no_worker_can_read_is_copied():
     dataset = changed(sample, length=3)
     assert batches(dataset).batch(3)[0].tolist() == [1, 2, 0]
     assert dataset.reads == 0
+
+
+class OnDevice(Dataset):
+    """Numbers whose rows lie on a device, which has no memory here."""
+
+    def __init__(self, rows, numbers):
+        self.rows = rows
+        self.numbers = numbers
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, index):
+        # This list of the test is not copied.
+        READ_BY.append((os.getpid(), self.rows, self.numbers))
+        return self.numbers[index]
+
+
+READ_BY = []
+
+
+@pytest.mark.parametrize("container", [lambda rows: rows, lambda rows: {"x": rows}])
+@pytest.mark.parametrize("outer", [lambda data: data, lambda data: Subset(data, [0, 1, 2])])
+def test_a_data_set_on_a_device_is_read_here_and_shares_its_tensors(container, outer, caplog):
+    caplog.set_level(logging.INFO)
+    READ_BY.clear()
+    rows = torch.empty(4, 2, device="meta")
+    data = OnDevice(container(rows), torch.arange(3.0))
+    assert sorted(batches(outer(data)).batch(3)[0].tolist()) == [0, 1, 2]
+    assert {pid for pid, _, _ in READ_BY} == {os.getpid()}
+    assert all(tensors_in(read)[0] is rows for _, read, _ in READ_BY)
+    # Everything on the host is a copy.
+    assert all(numbers is not data.numbers for _, _, numbers in READ_BY)
+    assert "since a worker could not read it" not in caplog.text
 
 
 def test_an_error_of_the_data_set_is_raised_as_it_is(caplog):

@@ -35,7 +35,9 @@ class Module:
         self.properties = SimpleNamespace(is_integrated=0)
         self.backend = "native"
         self.settings = {"expandable_segments": False}
+        self.segments = []
         vars(self).update(changes)
+        self.memory_snapshot = lambda: self.segments
         self.memory = SimpleNamespace(_snapshot=lambda: {"allocator_settings": self.settings})
         self.get_allocator_backend = lambda: self.backend
         self.get_per_process_memory_fraction = lambda device: self.fraction
@@ -91,7 +93,6 @@ def test_before_the_device_starts_nothing_is_in_use_and_no_peak_is_reset():
         ({"fraction": 0.125}, 10),
         ({"fraction": 0.5}, 24),
         ({"properties": SimpleNamespace(is_integrated=1)}, 10),
-        ({"properties": SimpleNamespace(is_integrated_gpu=True)}, 10),
     ],
 )
 def test_budget_is_free_and_reserved_memory_within_the_limits(monkeypatch, changes, budget_gib):
@@ -140,24 +141,53 @@ def test_the_limit_is_not_enforced_where_it_would_be_wrong(changes):
 
 
 @pytest.mark.parametrize("is_expandable", [True, False])
-def test_the_limit_is_enforced_on_expandable_segments_and_makes_them_retry(is_expandable):
+def test_the_limit_is_enforced_on_expandable_segments(is_expandable):
     module = Module(settings={"expandable_segments": is_expandable})
     device_memory = AcceleratorMemory(DEVICE, module)
     with device_memory.limit_enforced(8 * GIB) as is_enforced:
         assert is_enforced
         assert module.fraction == 0.1
-    assert device_memory.limit_causes_retries() == is_expandable
+    assert device_memory.has_expandable_segments == is_expandable
 
 
-@pytest.mark.parametrize("name", ["get_allocator_backend", "get_per_process_memory_fraction"])
-def test_a_device_without_these_functions_has_a_budget_and_no_limit(name):
-    module = Module(properties=SimpleNamespace())
-    delattr(module, name)
+def test_without_a_fraction_there_is_a_budget_and_no_limit():
+    """It is so in torch 2.5.1."""
+    module = Module()
+    del module.get_per_process_memory_fraction
     device_memory = AcceleratorMemory(DEVICE, module)
     assert device_memory.budget_bytes() == 24 * GIB
     with device_memory.limit_enforced(8 * GIB) as is_enforced:
         assert not is_enforced
         assert module.fraction == 1.0
+
+
+@pytest.mark.parametrize(
+    ("pools", "segments", "has_graphs"),
+    [
+        ({}, [], False),
+        ({(0, 1): {"all": {"current": 0}}}, [], False),
+        ({(0, 1): {"all": {"current": 1}}}, [], True),
+        # Versions before torch 2.13 do not count pools.
+        (None, [{"segment_pool_id": (0, 0)}], False),
+        (None, [{"segment_pool_id": (0, 0)}, {"segment_pool_id": [0, 1]}], True),
+    ],
+)
+def test_workspaces_of_cublas_are_freed_unless_a_graph_may_use_them(
+    monkeypatch, pools, segments, has_graphs
+):
+    cleared = []
+    clear = "_cuda_clearCublasWorkspaces"
+    monkeypatch.setattr(torch._C, clear, lambda: cleared.append(True), raising=False)
+    counted = {} if pools is None else {"reserved_bytes_by_private_pools": pools}
+    module = Module(stats=STATS | counted, segments=segments, empty_cache=lambda: None)
+    device_memory = AcceleratorMemory(DEVICE, module)
+    device_memory.release_cached()
+    assert bool(cleared) is not has_graphs
+    # Whether there are graphs is not known there.
+    module.backend = "cudaMallocAsync"
+    cleared.clear()
+    device_memory.release_cached()
+    assert not cleared
 
 
 def test_utilization_is_that_of_the_driver_and_missing_where_it_cannot_be_read(monkeypatch):

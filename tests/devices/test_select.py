@@ -9,7 +9,19 @@ from lightning_batchmem.devices.host import HostMemory
 
 CUDA = torch.device("cuda", 1)
 CPU = torch.device("cpu")
-MPS = torch.device("mps")
+OTHERS = [torch.device(name) for name in ("mps", "xpu", "hpu", "xla", "meta")]
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """Sets the allocator of CUDA, which a torch without CUDA lacks."""
+
+    def set_backend(name):
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: name)
+
+    monkeypatch.delenv("PYTORCH_NO_CUDA_MEMORY_CACHING", raising=False)
+    set_backend("native")
+    return set_backend
 
 
 def test_the_host_has_a_reader_if_its_peak_can_be_reset(monkeypatch, tmp_path):
@@ -19,18 +31,27 @@ def test_the_host_has_a_reader_if_its_peak_can_be_reset(monkeypatch, tmp_path):
     assert device_memory_for(CPU) is None
 
 
-def test_readers_of_each_device(monkeypatch):
+def test_readers_of_each_device(monkeypatch, backend):
     assert isinstance(device_memory_for(CUDA), AcceleratorMemory)
-    assert device_memory_for(MPS) is utilization_for(MPS) is None
-    for name in ("meta", "xpu"):
-        with pytest.raises(ValueError, match=f"must be a cuda, cpu or mps device, got {name}"):
-            device_memory_for(torch.device(name))
+    for device in OTHERS:
+        assert device_memory_for(device) is utilization_for(device) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
-    assert [device_name(device) for device in (CUDA, CPU, MPS)] == ["GPU 1", "host", "mps"]
+    names = [device_name(device) for device in (CUDA, CPU, *OTHERS[:2])]
+    assert names == ["GPU 1", "host", "mps", "xpu"]
+
+
+def test_an_allocator_that_counts_nothing_has_no_reader(monkeypatch, backend):
+    backend("cudaMallocAsync")
+    assert isinstance(device_memory_for(CUDA), AcceleratorMemory)
+    backend("pluggable")
+    assert device_memory_for(CUDA) is None
+    backend("native")
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    assert device_memory_for(CUDA) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="another test may have started CUDA")
-def test_creating_and_reading_the_readers_starts_no_cuda_context():
+def test_creating_and_reading_the_readers_starts_no_cuda_context(backend):
     device_memory = device_memory_for(CUDA)
     device_memory.reset_peak()
     assert device_memory.peak() == (0, 0, 0)

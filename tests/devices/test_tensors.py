@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 
-from lightning_batchmem.devices.tensors import copied, is_on, samples_in, tensors_in
+from lightning_batchmem.devices.tensors import (
+    copied,
+    has_own_tensors,
+    is_on,
+    samples_in,
+    tensors_in,
+)
 
 
 @dataclass
@@ -95,3 +101,16 @@ def test_a_device_without_an_index_is_any_of_its_type():
     assert is_on(torch.device("cuda:1"), torch.device("cuda"))
     assert not is_on(torch.device("cuda:1"), torch.device("cuda:0"))
     assert not is_on(torch.device("cpu"), torch.device("cuda"))
+
+
+class OwnTensor(torch.nn.Parameter):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return NotImplemented
+
+
+def test_parameters_of_a_type_of_their_own_are_noticed():
+    module = torch.nn.Linear(2, 2)
+    assert not has_own_tensors(module)
+    module.bias = torch.Tensor._make_subclass(OwnTensor, torch.ones(2), True)
+    assert has_own_tensors(module)

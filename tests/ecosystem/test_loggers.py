@@ -12,11 +12,7 @@ from tests.ecosystem.twice import MARKS, MISSING
 from tests.helpers.profiled import METRICS, Net, data, trainer_for
 
 pytestmark = MARKS
-FIGURES = {
-    "memory_composition",
-    "memory_over_steps",
-    "search",
-}
+FIGURES = {"memory_over_steps", "search"}
 # The utilization of the CPU needs some time between two readings, so it may be missing.
 KEYS = {*METRICS, "memory/predicted_mib"} - {"utilization/cpu_pct"}
 

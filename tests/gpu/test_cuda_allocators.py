@@ -18,12 +18,10 @@ def pluggable():
     return found
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 46")
 def test_the_profiler_does_not_end_a_training_with_a_pluggable_allocator(pluggable):
     assert pluggable["profiler"] == "", pluggable
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 46")
 def test_the_finder_refuses_a_pluggable_allocator_with_a_sentence(pluggable):
     assert "BatchFinder" in pluggable["finder"], pluggable
 
@@ -35,7 +33,6 @@ def test_a_search_with_the_allocator_of_the_driver():
     assert found == {"backend": "cudaMallocAsync", "error": ""}
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 46")
 def test_the_finder_refuses_an_allocator_without_a_cache():
     found = on_stub("cuda_allocators", "no_cache", PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     # Such an allocator counts nothing, so that a search measures 0 bytes at each size.
@@ -43,14 +40,12 @@ def test_the_finder_refuses_an_allocator_without_a_cache():
     assert "BatchFinder" in found["error"], found
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 46")
 def test_no_note_advises_a_setting_that_is_in_force():
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_STUB_GIB": "0.75"}
     found = on_stub("cuda_allocators", "expandable", **settings)
     assert not any("expandable_segments" in note for note in found["notes"]), found
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 46")
 def test_the_snapshot_is_read_once_and_without_events():
     found = on_stub("cuda_allocators", "snapshot")
     assert len(found["events"]) <= 1, found

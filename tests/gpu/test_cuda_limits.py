@@ -15,7 +15,6 @@ def test_training_stays_within_the_memory_limit(expandable):
     assert found["trained_mib"] <= found["limit_mib"], found
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 46")
 def test_a_data_set_on_the_device_is_not_copied_there():
     found = on_stub("cuda_limits", "data_on_device", CUDA_STUB_GIB="4")
     require(found["size"] == 128, found)

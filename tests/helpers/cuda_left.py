@@ -10,8 +10,12 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.cuda_networks import project
+from benchmarks.cuda_search import in_fork, start_device
 from lightning_batchmem import BatchFinder, find_batch_size
 from tests.helpers.cuda_stub import gpu_trainer, mib, print_case
+
+DEVICE_BYTES = 2**30
 
 
 class Mlp(LightningModule):
@@ -74,6 +78,47 @@ def workspaces_of_loop() -> dict[str, Any]:
     return {"left_mib": mib(torch.cuda.memory_allocated() - before_bytes)}
 
 
+class TrainingAlone(Callback):
+    """Reads the device before the first step of the training, and what happens until its end."""
+
+    def on_train_start(self, *_: Any) -> None:
+        self.start = self._counters()
+        self.found = {
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+            "random": torch.cuda.get_rng_state().tolist(),
+        }
+
+    def on_train_end(self, *_: Any) -> None:
+        for name, count in self._counters().items():
+            self.found[name] = count - self.start[name]
+
+    def _counters(self) -> dict[str, int]:
+        names = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free")
+        stats = torch.cuda.memory_stats()
+        return {name: stats[name] for name in names}
+
+
+def training(name: str, precision: str, size: int) -> dict[str, Any]:
+    """What a training takes: with a search if ``size`` is 0, and at this size without one."""
+    start_device(DEVICE_BYTES)
+    module = project(name, DEVICE_BYTES, size or 2)
+    alone = TrainingAlone()
+    finders = [] if size else [BatchFinder(min_steps_per_epoch=None)]
+    options = {"max_epochs": 2, "limit_train_batches": 10, "limit_val_batches": 2}
+    gpu_trainer(*finders, alone, precision=precision, **options).fit(module)
+    return {"size": module.batch_size, **alone.found}
+
+
+def beside_hard_coded(name: str, precision: str) -> dict[str, Any]:
+    """A training after a search, and one with its size hard-coded, each in a new process."""
+    searched = in_fork(training, name, precision, 0)
+    return {
+        "searched": searched,
+        "hard_coded": in_fork(training, name, precision, searched["size"]),
+    }
+
+
 def scaler() -> dict[str, Any]:
     """The errors of two ``fit`` of one Trainer, of which a step of the user ends the first.
 
@@ -106,6 +151,7 @@ def error_of(trainer: Trainer, module: LightningModule) -> str:
 CASES = {
     "workspaces_of_trainer": workspaces_of_trainer,
     "workspaces_of_loop": workspaces_of_loop,
+    "beside_hard_coded": beside_hard_coded,
     "scaler": scaler,
 }
 

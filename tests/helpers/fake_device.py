@@ -95,9 +95,6 @@ class FakeDevice:
         finally:
             self.budget = previous
 
-    def limit_causes_retries(self) -> bool:
-        return self.has_expandable_segments
-
     def release_cached(self) -> None:
         self.num_releases += 1
 

@@ -238,7 +238,7 @@ def test_models_without_weights_here():
 
 def test_a_device_without_a_peak_counter(monkeypatch):
     monkeypatch.setattr("lightning_batchmem.loop.search.device_memory_for", lambda _: None)
-    with pytest.raises(ValueError, match="must have a peak memory counter for find_batch_size"):
+    with pytest.raises(ValueError, match="find_batch_size needs a peak memory counter, and cpu"):
         found(sgd())
 
 

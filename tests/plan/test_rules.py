@@ -120,6 +120,9 @@ def test_a_fragmented_size_is_noted():
     fragmented = drive(device(STRAIGHT, held_share=0.3), limits()).plan
     assert len(fragmented.notes) == 1
     assert "expandable_segments:True may let a larger size fit" in fragmented.notes[0]
+    # The setting is in force already.
+    expandable = with_changes(limits(), has_expandable_segments=True)
+    assert drive(device(STRAIGHT, held_share=0.3), expandable).plan.notes == ()
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_batchmem.plan.records import MIB
-from lightning_batchmem.profile.alerts import Alerts, DataWait, LeakDetector
+from lightning_batchmem.profile.alerts import Alerts, LeakDetector
 from lightning_batchmem.profile.recorder import next_detailed
 from lightning_batchmem.profile.step import DeviceReading, Step
-from lightning_batchmem.profile.totals import Interval, Ratio, StepTotals
+from lightning_batchmem.profile.totals import Interval
 
 GIB = 1024 * MIB
 GRANULARITY = 2 * MIB
@@ -140,10 +140,6 @@ def test_nearly_full(planned_bytes, allowed_mib):
     assert f"The peak, {allowed_mib:,}.0 MiB, is above 95% of the 1,000.0 MiB" in sentence
 
 
-def waited(steps, seconds, share):
-    return StepTotals(steps, seconds, data_wait=Ratio(share * seconds, seconds))
-
-
 @pytest.mark.parametrize(
     ("steps", "seconds", "share", "busy", "is_wait"),
     [
@@ -155,7 +151,11 @@ def waited(steps, seconds, share):
     ],
 )
 def test_waiting_for_data(steps, seconds, share, busy, is_wait):
-    assert (DataWait().add(waited(steps, seconds, share), busy) is not None) is is_wait
+    rules, sentences = alerts()
+    each = step(0, 8, 0)._replace(seconds=seconds / steps, wait_seconds=share * seconds / steps)
+    reading = DeviceReading(utilization=("gpu_pct", busy))
+    rules.take(interval(*[each] * steps, reading=reading))
+    assert bool(sentences) is is_wait
 
 
 def test_the_wait_is_summed_over_intervals_of_known_utilization():

@@ -1,16 +1,25 @@
-"""MemoryProfiler(flops=True) in real trainings."""
+"""MemoryProfiler(flops=True) in real trainings, and what it counts."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
 
-import lightning_batchmem.profile.flop_step
+import lightning_batchmem.profile.recorder
 from lightning_batchmem import MemoryProfiler
 from lightning_batchmem.devices.peaks import LiveStorages
-from lightning_batchmem.profile.flop_step import FlopStep
-from lightning_batchmem.profile.recorded_run import with_flops
+from lightning_batchmem.profile.flop_step import (
+    FlopCounter,
+    FlopRate,
+    FlopStep,
+    formulas,
+    peak_flops,
+)
 from lightning_batchmem.profile.summary import Summary
 from tests.helpers.profiled import Recorder, trainer_for
 
@@ -39,7 +48,7 @@ class Net(LightningModule):
 
 
 class Manual(Net):
-    """Two optimizer steps in each batch, and an optimizer that multiplies matrices."""
+    """Two optimizer steps in each batch."""
 
     def __init__(self):
         super().__init__()
@@ -51,21 +60,6 @@ class Manual(Net):
             self.manual_backward(loss)
             self.optimizers().step()
             self.optimizers().zero_grad()
-
-    def configure_optimizers(self):
-        return Multiplying(self.parameters(), 0.01)
-
-
-class Multiplying(torch.optim.SGD):
-    def step(self, closure=None):
-        loss = super().step(closure)
-        torch.mm(torch.ones(50, 50), torch.ones(50, 50))
-        return loss
-
-
-class Automatic(Net):
-    def configure_optimizers(self):
-        return Multiplying(self.parameters(), 0.01)
 
 
 def train(tmp_path, profiler, module=None, batches=None, **options):
@@ -132,14 +126,12 @@ def test_the_unknown_peak_of_a_cpu_leaves_out_the_mfu_only(tmp_path, capsys):
     assert "throughput/mfu_pct" not in recorder.ours[-1][1]
 
 
-def test_the_rate_is_that_of_one_rank():
+def test_a_rate_needs_the_operations_and_the_speed():
     flops = FlopStep(torch.device("cpu"), "32-true", 1e12)
+    assert flops.rate(300.0) == FlopRate(None, None)
     flops.flops_per_sample = 2e9
-    summary = Summary("host", 5, None, 0, 8, {}, None, None, None, 600.0, 0.1, None)
-    joined = with_flops(summary, flops, 300.0)
-    assert joined.samples_per_second == 600.0
-    assert joined.tflops_per_device == pytest.approx(0.6)
-    assert joined.mfu_pct == pytest.approx(60.0)
+    assert flops.rate(300.0) == FlopRate(pytest.approx(0.6), pytest.approx(60.0))
+    assert flops.rate(None) == FlopRate(None, None)
 
 
 def test_modules_and_flops_measure_different_steps(tmp_path):
@@ -158,12 +150,11 @@ def test_one_batch_of_an_accumulated_step_counts(tmp_path):
     assert profiler.summary.flops_per_sample == FLOPS_PER_SAMPLE
 
 
-@pytest.mark.parametrize(("kind", "passes"), [(Automatic, 1), (Manual, 2)])
-def test_the_work_of_an_optimizer_does_not_count(tmp_path, kind, passes):
+def test_each_pass_of_a_manual_step_counts(tmp_path):
     profiler = MemoryProfiler(flops=True)
-    module, _ = train(tmp_path, profiler, kind(), max_steps=12)
-    assert len(module.counted_steps) == passes
-    assert profiler.summary.flops_per_sample == passes * FLOPS_PER_SAMPLE
+    module, _ = train(tmp_path, profiler, Manual(), max_steps=12)
+    assert len(module.counted_steps) == 2
+    assert profiler.summary.flops_per_sample == 2 * FLOPS_PER_SAMPLE
 
 
 class Recurrent(nn.Module):
@@ -180,7 +171,7 @@ def test_a_number_that_would_be_wrong_is_left_out(tmp_path, capsys):
     _, recorder = train(tmp_path, profiler, Net(Recurrent()))
     summary = profiler.summary
     assert summary.flops_per_sample is summary.tflops_per_device is summary.mfu_pct is None
-    reason = "No FLOPs: torch has no formula for what layers.lstm (LSTM) computes."
+    reason = "No FLOPs: torch has no formula for the operator aten.mkldnn_rnn_layer."
     assert summary.no_flops_reason == reason
     assert summary.no_flops_reason in capsys.readouterr().out
     assert not any("throughput/tflops_per_device" in metrics for _, metrics in recorder.ours)
@@ -190,7 +181,7 @@ def test_a_number_that_would_be_wrong_is_left_out(tmp_path, capsys):
 @pytest.mark.parametrize(("frames", "steps"), [((1, 1), []), ((0, 1), [2])])
 def test_a_compiled_step_is_not_counted(tmp_path, monkeypatch, frames, steps):
     now = iter(frames)
-    monkeypatch.setattr(lightning_batchmem.profile.flop_step, "compiled_frames", lambda: next(now))
+    monkeypatch.setattr(lightning_batchmem.profile.recorder, "compiled_frames", lambda: next(now))
     profiler = MemoryProfiler(flops=True)
     module, _ = train(tmp_path, profiler)
     assert module.counted_steps == steps
@@ -255,3 +246,134 @@ def test_a_peak_must_be_a_number(peak):
 def test_a_peak_needs_flops():
     with pytest.raises(ValueError, match="peak_flops must come with flops=True"):
         MemoryProfiler(peak_flops=1e12)
+
+
+# The counter by itself.
+
+
+def gradients(network, inputs, mode):
+    torch.manual_seed(1)
+    network.zero_grad()
+    with mode:
+        outputs = network(inputs)
+        (outputs[0] if isinstance(outputs, tuple) else outputs).square().mean().backward()
+    return [weight.grad.clone() for weight in network.parameters()]
+
+
+def count(network, inputs):
+    counter = FlopCounter(formulas())
+    gradients(network, inputs, counter)
+    return counter
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(8, 24)
+
+    def forward(self, inputs):
+        query, key, value = self.project(inputs).chunk(3, -1)
+        return nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+NETWORKS = {
+    "Mish": (lambda: nn.Sequential(nn.Linear(8, 64), nn.Mish(), nn.Linear(64, 4)), (6, 8)),
+    "dropout": (lambda: nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.3), nn.SiLU()), (6, 8)),
+    "convolution": (lambda: nn.Sequential(nn.Conv2d(8, 6, 3), nn.BatchNorm2d(6)), (4, 8, 9, 9)),
+    "attention": (Attention, (2, 3, 5, 8)),
+    "LSTM": (lambda: nn.LSTM(8, 16, num_layers=2), (5, 2, 8)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2), (5, 2, 8)),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_counted_step_computes_the_same_bits(name):
+    make, shape = NETWORKS[name]
+    torch.manual_seed(0)
+    network = make()
+    inputs = torch.randn(shape)
+    plain = gradients(network, inputs, nullcontext())
+    counter = FlopCounter(formulas())
+    counted = gradients(network, inputs, counter)
+    assert counter.flops > 0 or counter.why_wrong
+    assert all(map(torch.equal, plain, counted))
+
+
+def test_the_count_is_that_of_torch():
+    network = nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 7 * 7, 5)
+    )
+    inputs = torch.randn(4, 3, 16, 16)
+    expected = FlopCounterMode(display=False)
+    gradients(network, inputs, expected)
+    counter = count(network, inputs)
+    assert (counter.flops, counter.why_wrong) == (expected.get_total_flops(), "")
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_a_convolution_counts_the_channels_of_its_groups(groups):
+    counter = count(nn.Conv2d(8, 16, 3, padding=1, groups=groups), torch.randn(4, 8, 10, 10))
+    assert counter.flops == 2 * (2 * 4 * (10 * 10) * 16 * (8 // groups) * 3 * 3)
+
+
+def test_a_transposed_convolution_counts_the_positions_of_its_inputs():
+    inputs = torch.randn(4, 8, 5, 5, requires_grad=True)
+    counter = count(nn.ConvTranspose2d(8, 16, 4, stride=2), inputs)
+    assert counter.flops == 3 * 2 * 4 * (5 * 5) * 8 * 16 * 4 * 4
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.reentrant = reentrant
+
+    def forward(self, inputs):
+        return checkpoint(lambda x: (x @ self.weight).tanh(), inputs, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_backward_computes_again_would_count_twice(reentrant):
+    counter = count(Checkpointed(reentrant), torch.randn(3, 4, requires_grad=True))
+    assert counter.why_wrong.startswith("backward computes activations again")
+
+
+def test_operators_that_multiply_nothing_need_no_formula():
+    network = nn.Sequential(nn.Embedding(10, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 3))
+    assert count(network, torch.randint(0, 10, (4, 5))).why_wrong == ""
+
+
+def test_an_operator_of_another_library_needs_a_formula():
+    with torch.library._scoped_library("demo_flops", "FRAGMENT") as library:
+        library.define("flash_attn_forward(Tensor a, Tensor b) -> Tensor")
+        library.impl("flash_attn_forward", torch.matmul, "CompositeExplicitAutograd")
+        counter = FlopCounter(formulas())
+        with counter:
+            torch.ops.demo_flops.flash_attn_forward(torch.ones(2, 2), torch.ones(2, 2))
+        assert counter.why_wrong.endswith("the operator demo_flops.flash_attn_forward")
+
+
+def test_a_formula_that_fails_does_not_end_the_step():
+    def fail(*_, **__):
+        raise AssertionError("an unexpected shape")
+
+    counter = FlopCounter({torch.ops.aten.addmm: fail})
+    gradients(nn.Linear(4, 4), torch.randn(3, 4), counter)
+    assert "formula for the operator aten.addmm failed (an unexpected shape)" in counter.why_wrong
+
+
+# The peak in Lightning's table.
+
+
+@pytest.mark.parametrize(
+    ("precision", "tflops"), [("bf16-mixed", 312), ("32-true", 19.5), ("16-true", 312)]
+)
+def test_the_peak_is_that_of_lightnings_table(monkeypatch, precision, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    assert peak_flops(torch.device("cuda", 0), precision) == tflops * 1e12
+
+
+@pytest.mark.parametrize("precision", ["transformer-engine", "bf16-mixed"])
+def test_a_device_or_precision_that_lightning_does_not_know_has_no_peak(precision):
+    assert peak_flops(torch.device("cpu"), precision) is None

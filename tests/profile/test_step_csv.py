@@ -56,42 +56,24 @@ def test_unknown_values_are_empty_and_never_0(tmp_path):
     assert present == {
         "step": "0",
         "stage": "train",
-        "peak_allocated_mib": "0.0",
+        "peak_allocated_mib": "0.000",
         "step_ms": "500.000",
-        "forward_peak_mib": "0.0",
+        "forward_peak_mib": "0.000",
     }
     without_peaks = Step(0, "train", 1, 0.0, 0.0, None)
     row = rows(written(tmp_path / "2", without_peaks))[0]
     assert row["peak_allocated_mib"] == ""
 
 
-def test_a_new_run_has_another_file_and_a_resumed_run_appends_below_one_header(tmp_path):
-    names = [written(tmp_path, STEP).name for _ in "12"]
-    assert names == ["memory_per_batch.csv", "memory_per_batch_1.csv"]
-    second = written(tmp_path, STEP, resume=True)
-    assert second.name == "memory_per_batch_1.csv"
-    assert second.read_text().count("step,stage") == 1
-    assert [row["step"] for row in rows(second)] == ["7", "7"]
+def test_each_run_has_its_own_file(tmp_path):
+    names = [written(tmp_path, STEP).name for _ in "123"]
+    expected = ["memory_per_batch.csv", "memory_per_batch_1.csv", "memory_per_batch_2.csv"]
+    assert names == expected
 
 
 def test_a_link_to_nothing_keeps_its_name(tmp_path):
     (tmp_path / "memory_per_batch.csv").symlink_to(tmp_path / "deleted")
     assert written(tmp_path, STEP).name == "memory_per_batch_1.csv"
-
-
-@pytest.mark.parametrize("content", [b"step,other\n1,2\n", b"\xff\xfe\x00step", b"", None])
-def test_a_resumed_run_leaves_a_foreign_file_alone(tmp_path, content):
-    """The file has another header, is not UTF-8, is empty, or is a directory."""
-    path = tmp_path / "memory_per_batch.csv"
-    if content is None:
-        path.mkdir()
-    else:
-        path.write_bytes(content)
-    assert written(tmp_path, STEP, resume=True).name == "memory_per_batch_1.csv"
-    if content is None:
-        assert path.is_dir()
-    else:
-        assert path.read_bytes() == content
 
 
 def test_rows_are_read_back(tmp_path):
@@ -110,23 +92,21 @@ def test_rows_are_read_back(tmp_path):
         read_rows(tmp_path / "other.csv")
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_rows_are_in_the_file_within_a_second(tmp_path, resume, monkeypatch):
-    written(tmp_path, STEP)
-    file = StepCsv(tmp_path, resume=resume)
+def test_rows_are_in_the_file_within_a_second(tmp_path, monkeypatch):
+    file = StepCsv(tmp_path)
     times = [100.0, 100.5, 101.0, 101.5]
     monkeypatch.setattr(time, "monotonic", lambda: times.pop(0))
     found = []
     for _ in range(4):
         file.take(interval(STEP))
-        found.append(len(rows(file.path)) - resume)
+        found.append(len(rows(file.path)))
     file.close()
     file.close()
-    assert [*found, len(rows(file.path)) - resume] == [1, 1, 3, 3, 4]
+    assert [*found, len(rows(file.path))] == [1, 1, 3, 3, 4]
 
 
 def test_a_full_disk_is_one_warning_and_ends_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(StepCsv, "flush_seconds", 0.0)
+    monkeypatch.setattr(StepCsv, "write_seconds", 0.0)
     file = StepCsv(tmp_path)
     file.take(interval(STEP))
     with open("/dev/full", "w") as full:

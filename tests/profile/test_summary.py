@@ -175,3 +175,29 @@ def test_what_limits_the_run_is_the_first_line():
     assert busy[0].startswith("Limited by compute: the device was 96% busy.")
     assert "Cores of this process: 96.0% busy" in busy
     assert lines(SUMMARY)[0].startswith("Memory of a training step")
+
+
+@pytest.mark.parametrize(
+    ("wait", "held", "busy", "start"),
+    [
+        (0.64, 990, 89.0, "Limited by data: 64% of the time passed before the batch arrived."),
+        (0.5, 990, None, "Limited by memory: 99% of the limit."),
+        # A busy device works while the process waits.
+        (0.9, 990, 95.0, "Limited by compute: the device was 95% busy."),
+        (0.1, 970, 60.0, "Limited by memory: 97% of the limit."),
+        (None, 900, None, "Limited by memory: 90% of the limit."),
+        # These numbers do not decide.
+        (0.3, 890, 80.0, ""),
+        (None, None, None, ""),
+    ],
+)
+def test_the_largest_limit_is_named(wait, held, busy, start):
+    summary = replace(
+        SUMMARY, data_wait_share=wait, peak_bytes=held, limit_bytes=1000, busy_percent=busy
+    )
+    assert summary.conclusion.startswith(start)
+    assert bool(summary.conclusion) == bool(start)
+
+
+def test_without_a_limit_memory_does_not_decide():
+    assert not replace(SUMMARY, limit_bytes=None).conclusion

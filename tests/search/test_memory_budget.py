@@ -88,7 +88,7 @@ def test_gradients_are_part_of_what_the_host_must_hold(fake_device):
 
 
 def test_all_ranks_use_the_least_limits_and_the_longest_sample(fake_device):
-    other = (700 * KIB, 30 * KIB, (50, "dataset"), {7}, 9)
+    other = (700 * KIB, 30 * KIB, (50, "dataset"), {7}, 9, True)
     ranks = SimpleNamespace(size=2, exchange=lambda value: [value, other])
     device = fake_device(budget_bytes=1000 * KIB)
     device.as_host()
@@ -99,3 +99,7 @@ def test_all_ranks_use_the_least_limits_and_the_longest_sample(fake_device):
     assert limits.missing_bytes == 30 * KIB
     assert limits.avoided_sizes == {7}
     assert session.longest_sample == 9
+    # Of the other rank only.
+    assert not limits.has_expandable_segments
+    device.has_expandable_segments = True
+    assert limits_of(session, budget_of(device), ranks).has_expandable_segments

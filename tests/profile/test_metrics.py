@@ -1,0 +1,124 @@
+import pytest
+
+from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.records import Line, MemoryModel, Trial
+from lightning_batchmem.profile.metrics import LoggerMetrics, predicted_bytes
+from lightning_batchmem.profile.step import DeviceReading, Step
+from lightning_batchmem.profile.totals import Interval
+
+MIB = 2**20
+
+
+def step(number, peak, *, size=4, seconds=2.0, wait=0.5, reserved=None, items=None):
+    return Step(
+        number,
+        "train",
+        size,
+        seconds,
+        wait,
+        peak * MIB,
+        reserved,
+        {"forward": peak * MIB, "backward": MIB},
+        items=items,
+    )
+
+
+UNREAD = DeviceReading()
+
+
+def interval(*steps, reading=UNREAD):
+    return Interval("train", list(steps), reading, 0)
+
+
+def metrics_of(*steps, total_bytes=None, world_size=1, limit_bytes=None):
+    sink = LoggerMetrics([], world_size, total_bytes)
+    return sink.metrics(interval(*steps, reading=DeviceReading(limit_bytes)))
+
+
+def test_metrics_are_maxima_of_bytes_and_means_of_times():
+    first = step(0, 5, reserved=8 * MIB)
+    second = step(1, 9, seconds=4.0, reserved=7 * MIB, items=100)
+    steps = (first, second, step(2, 3, size=1, reserved=6 * MIB))
+    found = metrics_of(*steps, limit_bytes=64 * MIB, total_bytes=80 * MIB, world_size=2)
+    assert found == {
+        "memory/peak_allocated_mib": 9.0,
+        "memory/peak_reserved_mib": 8.0,
+        "memory/reserved_pct": 10.0,
+        "memory/limit_mib": 64.0,
+        "throughput/samples_per_s": 2 * 9 / 8.0,
+        "throughput/items_per_s": 2 * 100 / 4.0,
+        "throughput/step_ms": pytest.approx(8000 / 3),
+        "throughput/data_wait_pct": pytest.approx(100 * 1.5 / 8),
+        "batch/size": 4.0,
+    }
+
+
+def test_a_step_that_a_measurement_slowed_down_has_no_throughput():
+    slowed = step(1, 3, seconds=20.0, items=50)._replace(is_slowed=True)
+    metrics = metrics_of(step(0, 5, items=100), slowed)
+    assert metrics["throughput/samples_per_s"] == 2.0
+    assert metrics["throughput/items_per_s"] == 50.0
+    assert metrics["throughput/step_ms"] == 11000.0
+
+
+def test_the_share_of_the_device_needs_both_numbers():
+    assert "memory/reserved_pct" not in metrics_of(step(0, 5, reserved=8 * MIB))
+    assert "memory/reserved_pct" not in metrics_of(step(0, 5), total_bytes=80 * MIB)
+
+
+def test_unknown_sizes_items_and_waits_are_left_out_of_the_means():
+    unknown = step(1, 3, size=None, seconds=6.0, wait=None)
+    metrics = metrics_of(step(0, 5, items=100), unknown)
+    names = ("samples_per_s", "items_per_s", "data_wait_pct", "step_ms")
+    assert [metrics[f"throughput/{name}"] for name in names] == [2.0, 50.0, 25.0, 4000.0]
+    assert metrics["batch/size"] == 4.0
+    assert "batch/size" not in metrics_of(step(1, 3, size=None))
+
+
+# The peak of a training step by a plan.
+
+GIB = 1024 * MIB
+# The line is at 200 MiB for 100 samples.
+LINE = Line(100 * MIB, MIB, 10, 100)
+
+
+def plan(**lines):
+    trials = [
+        Trial(size, "ok", {"backward": size * MIB}, peak_held_bytes=300 * MIB)
+        for size in (10, 20, 100)
+    ]
+    trials.append(Trial(400, "out_of_memory", {}))
+    memory = MemoryModel(lines or {"backward": LINE})
+    return Plan(100, "memory", True, GIB, None, None, tuple(trials), memory)
+
+
+def test_a_resident_set_is_predicted_by_what_the_search_held_at_this_size():
+    on_host = [predicted_bytes(plan(), size, is_host=True) for size in (100, 50)]
+    assert on_host == [300 * MIB, None]
+    on_device = [predicted_bytes(plan(), size, is_host=False) for size in (100, 50)]
+    assert on_device == [200 * MIB, 150 * MIB]
+
+
+def test_the_prediction_is_the_highest_line_of_training():
+    forward = Line(150 * MIB, MIB / 4, 10, 100)
+    evaluation = Line(MIB, GIB, 10, 100)
+    lines = plan(backward=LINE, forward=forward, evaluation=evaluation)
+    predicted = [predicted_bytes(lines, size, is_host=False) for size in (100, 20)]
+    assert predicted == [200 * MIB, 155 * MIB]
+
+
+NO_LINES = Plan(2, "memory", True, GIB, None, None, (), None)
+
+
+@pytest.mark.parametrize(
+    ("of", "size"),
+    [
+        (plan(), None),
+        # Sizes above 1.5 times the largest measured size, 100, have no prediction.
+        (plan(), 151),
+        (plan(evaluation=LINE), 20),
+        (NO_LINES, 2),
+    ],
+)
+def test_without_a_prediction(of, size):
+    assert predicted_bytes(of, size, is_host=False) is None
