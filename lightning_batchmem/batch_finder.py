@@ -25,9 +25,9 @@ from lightning_batchmem._lightning.data_source import (
     train_source,
 )
 from lightning_batchmem._lightning.hooks import call_before
+from lightning_batchmem._lightning.packages import warn_of_untested_torch
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.strategies import check_strategy
-from lightning_batchmem._lightning.tested_versions import warn_of_untested_torch
 from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run
 from lightning_batchmem.devices import device_memory_for

@@ -17,9 +17,12 @@ from torch.utils.data import DataLoader
 
 from lightning_batchmem._lightning.clean_start import ProjectSnapshot, isolated
 from lightning_batchmem._lightning.hooks import call_before
-from lightning_batchmem._lightning.packages import end_of_tuning, in_every_package
+from lightning_batchmem._lightning.packages import (
+    end_of_tuning,
+    in_every_package,
+    warn_of_untested_torch,
+)
 from lightning_batchmem._lightning.strategies import trains_in_other_processes
-from lightning_batchmem._lightning.tested_versions import warn_of_untested_torch
 from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.batch_finder import BatchFinder, check_plan
 from lightning_batchmem.loop.search import plan_of_loop

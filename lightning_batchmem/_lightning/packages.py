@@ -1,10 +1,17 @@
-"""Names of both packages of Lightning."""
+"""Names of both packages of Lightning, and the newest torch that was tested."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from pkgutil import resolve_name
 from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+
+# The files with private names of torch state these versions too.
+NEWEST_TESTED_TORCH = (2, 14)
 
 _UNIFIED = "lightning.pytorch"
 _STANDALONE = "pytorch_lightning"
@@ -32,3 +39,15 @@ def in_every_package(*paths: str) -> tuple[Any, ...]:
     """``paths`` in each of the packages that is imported."""
     packages = [package for package in (_UNIFIED, _STANDALONE) if package in sys.modules]
     return tuple(resolve_name(f"{package}.{path}") for package in packages for path in paths)
+
+
+@functools.cache
+def warn_of_untested_torch(torch_version: str = torch.__version__) -> None:
+    """Warn once if torch is newer than every version that the package was run with."""
+    major, minor = torch_version.split(".")[:2]
+    if (int(major), int(minor)) > NEWEST_TESTED_TORCH:
+        newest = ".".join(map(str, NEWEST_TESTED_TORCH))
+        rank_zero_warn(
+            f"torch {torch_version} is newer than {newest}, the newest that lightning-batchmem was"
+            " tested with. If it fails, use an older torch or a newer lightning-batchmem."
+        )

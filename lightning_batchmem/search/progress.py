@@ -20,7 +20,9 @@ class SearchProgress(Progress):
 
     def __init__(self, *, enabled: bool, console: Console | None = None) -> None:
         columns = (TextColumn("BatchFinder: {task.description}", markup=False), TimeElapsedColumn())
-        super().__init__(*columns, console=console or Console(), disable=not enabled)
+        # Where it is disabled, rich 13.7 still prints an empty line at the end.
+        console = console or Console(quiet=not enabled)
+        super().__init__(*columns, console=console, disable=not enabled)
         self._task = self.add_task("reading samples", total=None)
         self._num_trials = 0
         self._num_steps = 0

@@ -1,5 +1,6 @@
 """Readings of a device module that is made by hand; tests/gpu reads those of CUDA."""
 
+import sys
 from types import SimpleNamespace
 
 import psutil
@@ -9,6 +10,7 @@ import torch
 from lightning_batchmem.devices.accelerator import (
     AcceleratorMemory,
     cuda_utilization,
+    replays_graphs,
 )
 from lightning_batchmem.devices.base import MemoryStats
 
@@ -201,3 +203,25 @@ def test_utilization_is_that_of_the_driver_and_missing_where_it_cannot_be_read(m
     assert utilization.percent() is None
     with pytest.warns(UserWarning, match="GPU utilization cannot be read"):
         assert cuda_utilization(DEVICE) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "manager"), [("cuda:1", object()), ("cuda:1", None), ("cpu", 7)]
+)
+def test_graphs_are_those_of_the_device(monkeypatch, device, manager):
+    asked = []
+
+    def get_manager(index, create_if_none_exists):
+        asked.append((index, create_if_none_exists))
+        return manager
+
+    trees = SimpleNamespace(get_manager=get_manager)
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+    is_cuda = device != "cpu"
+    assert replays_graphs(torch.device(device)) is (is_cuda and manager is not None)
+    assert asked == [(1, False)] * is_cuda
+
+
+def test_without_torch_compile_there_are_none(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)
+    assert not replays_graphs(torch.device("cuda:0"))

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from lightning_batchmem._lightning.tested_versions import (
+from lightning_batchmem._lightning.packages import (
     NEWEST_TESTED_TORCH,
     warn_of_untested_torch,
 )
