@@ -149,7 +149,7 @@ def test_values_of_another_version_are_shown():
     data["trials"][0] |= {"outcome": "killed", "kind": "climb"}
     text = str(Plan.from_json(json.dumps(data)))
     assert "limited by moon phase" in text
-    assert "  climb     killed " in text
+    assert "| climb     | killed " in text
 
 
 def test_the_text_of_a_plan():
