@@ -233,7 +233,7 @@ def test_the_first_rank_decides_whether_an_earlier_plan_is_used_again(seen):
     assert len(rehearsals) == 2
     assert again["limit_bytes"] == plan["limit_bytes"]
     searched = same_plan(seen["reuses with less on rank 1"])
-    assert "The earlier plan was not used: it held" in " ".join(searched["notes"])
+    assert "The earlier plan was not used: the limit was" in " ".join(searched["notes"])
     assert searched["batch_size"] < plan["batch_size"]
 
 
