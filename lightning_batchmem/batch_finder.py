@@ -32,7 +32,7 @@ from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.plan.options import SearchOptions, WorstCase
+from lightning_batchmem.plan.options import SearchOptions, WorstCase, check_switches
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import LearningRateScaling, Objective
@@ -169,6 +169,7 @@ class BatchFinder(Callback):
                 'search_on_resume must be True, False or "if_changed", got'
                 f" {search_on_resume!r:.80}"
             )
+        check_switches(verbose=verbose)
         self._search_on_resume = search_on_resume
         self._verbose = verbose
         check_plan(plan)

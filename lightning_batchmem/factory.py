@@ -54,7 +54,7 @@ def parse_options(texts: Iterable[str]) -> dict[str, Any]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
-            raise ValueError(f"options must be NAME=VALUE, got {text!r}")
+            raise ValueError(f"options must be NAME=VALUE, got {text!r:.80}")
         options[name.strip()] = parse_value(value.strip())
     return options
 
@@ -81,7 +81,7 @@ def _callbacks_of_setting(finder_class: type, profiler_class: type) -> list[Any]
     classes_by_word = {"profile": [profiler_class], "find": [finder_class, profiler_class]}
     if word not in classes_by_word:
         words = ", ".join(f'"{known_word}"' for known_word in classes_by_word)
-        raise ValueError(f"{VARIABLE} must be one of {words}, got {word!r}")
+        raise ValueError(f"{VARIABLE} must be one of {words}, got {word!r:.80}")
     first_class, *other_classes = classes_by_word[word]
     options = parse_options(texts.split(",") if texts else ())
     names = list(inspect.signature(first_class).parameters)
@@ -89,6 +89,6 @@ def _callbacks_of_setting(finder_class: type, profiler_class: type) -> list[Any]
         if name not in names:
             raise ValueError(
                 f"{VARIABLE}={word} must have options of {first_class.__name__}"
-                f" ({', '.join(names)}), got {name!r}"
+                f" ({', '.join(names)}), got {name!r:.80}"
             )
     return [first_class(**options), *(other_class() for other_class in other_classes)]

@@ -27,7 +27,7 @@ from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.batch_finder import BatchFinder, check_plan
 from lightning_batchmem.loop.search import plan_of_loop
 from lightning_batchmem.loop.training_loop import training_loop
-from lightning_batchmem.plan.options import SearchOptions
+from lightning_batchmem.plan.options import SearchOptions, check_switches
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import Objective
 
@@ -180,6 +180,7 @@ def _find_for_loop(
         min_steps_per_epoch=None,
     )
     check_plan(plan)
+    check_switches(verbose=verbose)
     return plan_of_loop(loop, options, plan, verbose=verbose)
 
 

@@ -19,6 +19,7 @@ from lightning_batchmem._lightning.trainer_state import is_fast_dev_run
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
+from lightning_batchmem.plan.options import check_switches
 from lightning_batchmem.profile.run import Options, Run
 from lightning_batchmem.profile.step_csv import NAME, StepCsv, make_log_dir
 from lightning_batchmem.profile.summary import Summary, show_summary
@@ -95,6 +96,7 @@ class MemoryProfiler(Callback):
     ) -> None:
         if snapshot not in (None, "on_oom"):
             raise ValueError(f'snapshot must be "on_oom" or None, got {snapshot!r}')
+        check_switches(csv=csv, progress_bar=progress_bar, modules=modules, flops=flops)
         if items_fn is not None and not callable(items_fn):
             raise ValueError(f"items_fn must be a function of a batch, got {items_fn!r}")
         if peak_flops is not None:
@@ -289,9 +291,13 @@ class MemoryProfiler(Callback):
         if self._has_csv and self._log_dir is not None and trainer.is_global_zero:
             # A device works while the host goes on.
             has_exact_times = device.type == "cpu"
-            csv = StepCsv(
-                self._log_dir, world_size=trainer.world_size, has_exact_times=has_exact_times
-            )
+            try:
+                csv = StepCsv(
+                    self._log_dir, world_size=trainer.world_size, has_exact_times=has_exact_times
+                )
+            # The directory could be written in setup.
+            except OSError as error:
+                rank_zero_warn(f"MemoryProfiler writes no {NAME}: {error}")
         snapshot = OomSnapshot.start(self._log_dir, device) if self._has_snapshot else None
         self._run = Run(
             trainer,

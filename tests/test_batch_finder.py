@@ -302,6 +302,116 @@ class Fails(Lawful):
         self._fail("optimizer_step")
 
 
+class Weighted(Lawful):
+    """Needs an attribute that another callback gives it."""
+
+    def training_step(self, batch, batch_idx):
+        return self.weight_of_loss * super().training_step(batch, batch_idx)
+
+
+class WeightedAtStart(Lawful):
+    def on_train_start(self):
+        self.doubled = 2 * self.weight_of_loss
+
+
+def give_weight(trainer, module):
+    module.weight_of_loss = 2.0
+
+
+@pytest.mark.parametrize("kind", [Weighted, WeightedAtStart])
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
+def test_an_error_in_the_search_says_that_other_callbacks_do_nothing(search, device, kind, hook):
+    with pytest.raises(AttributeError, match="weight_of_loss") as raised:
+        search(kind(device, law), LambdaCallback(**{hook: give_weight}))
+    assert raised.value.__notes__ == [
+        "BatchFinder: this happened in its search, where other callbacks do nothing. Steps and"
+        " hooks of the module must not need what another callback sets in on_fit_start or later."
+    ]
+
+
+def test_a_callback_may_give_the_module_an_attribute_in_setup(search, device):
+    setup = LambdaCallback(setup=lambda trainer, module, stage: give_weight(trainer, module))
+    assert search(Weighted(device, law), setup).verified
+
+
+class KeepsState(Evaluated):
+    """Has one row of a state for each sample, as a recurrent network that keeps its state."""
+
+    def __init__(self, device, rows):
+        super().__init__(device)
+        self.rows = rows
+
+    def _begin(self):
+        self.state = torch.zeros(self.rows(self), 1)
+
+    def _step(self, batch):
+        self.state = self.state + self.layer(batch[0]).detach()
+
+    def on_train_epoch_start(self):
+        self._begin()
+
+    on_validation_epoch_start = on_train_epoch_start
+
+    def training_step(self, batch, batch_idx):
+        self._step(batch)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self._step(batch)
+        return super().validation_step(batch, batch_idx)
+
+    def train_dataloader(self):
+        return loader(self.batch_size, drop_last=True)
+
+    val_dataloader = train_dataloader
+
+
+def first_loader(module):
+    return module.trainer.train_dataloader or module.trainer.val_dataloaders
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        lambda module: module.batch_size,
+        lambda module: first_loader(module).batch_size,
+        lambda module: len(next(iter(first_loader(module)))[0]),
+    ],
+)
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+def test_a_state_with_a_row_for_each_sample(search, device, rows, stage):
+    plan = search(KeepsState(device, rows), stage=stage, num_sanity_val_steps=1)
+    assert plan.verified
+    assert len({trial.batch_size for trial in plan.trials}) > 2
+
+
+class Generates(Lawful):
+    def training_step(self, batch, batch_idx):
+        yield super().training_step(batch, batch_idx)
+
+
+class Awaits(Lawful):
+    async def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [Generates, Awaits])
+def test_a_step_that_does_not_run_when_called_is_refused(search, device, kind):
+    with pytest.raises(ValueError, match="training_step must run when it is called, got"):
+        search(kind(device, law))
+
+
+def test_an_evaluation_step_that_does_not_run_when_called_is_refused(search, device):
+    module = Evaluated(device)
+
+    def predict_step(batch, batch_idx):
+        yield batch
+
+    module.predict_step = predict_step
+    with pytest.raises(ValueError, match="predict_step must run when it is called, got"):
+        search(module, stage="predict")
+
+
 @pytest.mark.parametrize(
     ("phase", "error"),
     [

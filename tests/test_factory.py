@@ -125,6 +125,8 @@ def test_callbacks_of_the_script_stay(tmp_path, monkeypatch):
         ),
         ("find:memory_limit", "options must be NAME=VALUE, got 'memory_limit'"),
         ("find:max_batch_size=0", "max_batch_size must be a whole number of at least 1, got 0"),
+        ("find:verbose=maybe", "verbose must be True or False, got 'maybe'"),
+        ("profile:csv=no", "csv must be True or False, got 'no'"),
         ("profile:memory_limit=3", "must have options of MemoryProfiler .*, got 'memory_limit'"),
     ],
 )

@@ -600,6 +600,18 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_file(tmp_path, device_
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_training_goes_on_where_the_log_directory_has_disappeared(tmp_path, device_memory):
+    directory = tmp_path / "logs"
+    remove = At(on_fit_start=lambda *_: directory.rmdir())
+    profiler = MemoryProfiler()
+    trainer = trainer_for(directory, profiler, remove)
+    with pytest.warns(UserWarning, match=r"writes no memory_per_batch\.csv: .*No such file"):
+        trainer.fit(Net(), data())
+    assert trainer.global_step > 0
+    assert profiler.summary is not None
+    assert not directory.exists()
+
+
 @pytest.mark.parametrize(
     ("where", "at_step", "text"),
     [
@@ -652,7 +664,7 @@ def test_items_fn_must_return_a_number(tmp_path, items):
         profiled(tmp_path, Net(), profiler=MemoryProfiler(items_fn=lambda batch: items))
 
 
-@pytest.mark.parametrize("arguments", [{"snapshot": "always"}, {"items_fn": 3}])
+@pytest.mark.parametrize("arguments", [{"snapshot": "always"}, {"items_fn": 3}, {"flops": 1}])
 def test_invalid_arguments(arguments):
     with pytest.raises(ValueError, match=f"^{next(iter(arguments))} must be"):
         MemoryProfiler(**arguments)

@@ -464,6 +464,17 @@ class Skips(Failing):
         return None if self.samples[-2:] == [9, 4] else loss
 
 
+class WithItsSize(Failing):
+    """Divides by the number of samples that the batch has."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [*batch, len(batch[0])]
+
+    def read(self, batch: Any) -> tuple[Tensor, Tensor]:
+        x, y, samples = batch
+        return x * len(x) / samples, y
+
+
 class HooksLate(Failing):
     """Adds a hook on a gradient after training has started."""
 
@@ -477,6 +488,7 @@ class HooksLate(Failing):
     [
         (LogsWithConstant, "self.log('value') gets a batch_size that is not its number of samples"),
         (LogsInSomeParts, "its parts log different values"),
+        (WithItsSize, "it has its number of samples as a number, which is not that of a part"),
         (Skips, "training_step returns no loss for a part of it"),
         (HooksLate, "layers.0.weight has a hook on its gradient"),
     ],

@@ -197,3 +197,18 @@ def test_a_checkpoint_of_version_0_1_0(fit, device, checkpoint):
     assert module.batch_size == 64
     assert finder.plan is not None
     assert finder.plan.trials[0].peak_bytes == 170_000_000
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [None, [], {}, {"batch_size": 64}, {**OLD_PLAN, "batch_size": 0}, {"batch_size": {1}}],
+)
+def test_a_damaged_plan_in_a_checkpoint_is_an_error(fit, device, checkpoint, damaged):
+    saved = torch.load(checkpoint, weights_only=True)
+    saved["callbacks"]["BatchFinder"]["plan"] = damaged
+    torch.save(saved, checkpoint)
+    with pytest.raises(ValueError, match="the plan of BatchFinder in the checkpoint cannot be rea"):
+        resume(fit, device, checkpoint, BatchFinder())
+    finder = BatchFinder(search_on_resume=True)
+    module, _ = resume(fit, device, checkpoint, finder)
+    assert module.batch_size == FOUND

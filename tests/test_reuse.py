@@ -193,15 +193,22 @@ def test_a_file_that_cannot_be_read(again, tmp_path):
     (tmp_path / "other.json").write_text("[]")
     wrong = {**lawful.OLD_PLAN, "batch_size": "64"}
     (tmp_path / "wrong.json").write_text(json.dumps(wrong))
+    (tmp_path / "large.json").write_text(json.dumps({**lawful.OLD_PLAN, "limit_bytes": 10**400}))
+    (tmp_path / "empty.json").write_text(json.dumps({**lawful.OLD_PLAN, "batch_size": 0}))
+    # To open it would take forever.
+    os.mkfifo(tmp_path / "pipe")
     for name, why in (
         ("none", "No such file"),
         ("", "batch_plan.json"),
         ("other.json", "Plan"),
         ("wrong.json", "Plan"),
+        ("large.json", "Plan"),
+        ("empty.json", "batch_size of a plan must be at least 1, got 0"),
+        ("pipe", "it is no file"),
     ):
         plan = again(tmp_path / name)
         assert plan.batch_size == FOUND
-        start = f"{NOT_USED}it cannot be read ("
+        start = f"{NOT_USED}{tmp_path / name} cannot be read ("
         assert any(note.startswith(start) and why in note for note in plan.notes)
     with pytest.raises(ValueError, match="plan must be a Plan, a path or None, got 3"):
         BatchFinder(plan=3)

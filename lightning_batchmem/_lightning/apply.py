@@ -59,8 +59,11 @@ def _check_gradients(trainer: Trainer, module: LightningModule) -> None:
 
 
 def check_step(module: LightningModule, name: str) -> None:
-    """Raise a ValueError where a step fetches its batches itself."""
-    if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
+    """Raise a ValueError where a step fetches its batches itself, or does not run when called."""
+    step = getattr(module, name)
+    if inspect.isgeneratorfunction(step) or inspect.iscoroutinefunction(step):
+        raise ValueError(f"{name} must run when it is called, got a generator or a coroutine")
+    if "dataloader_iter" in inspect.signature(step).parameters:
         raise ValueError(
             f"{name} must take a batch for BatchFinder, got one that takes dataloader_iter. Set the"
             " batch size by hand."

@@ -129,6 +129,9 @@ def attach_loaders(
 
     No worker is started.
     """
+    for stage in (training, validation):
+        if stage is not None:
+            stage.set_sizes(batch_size)
     trainer.fit_loop._combined_loader = training.combined
     trainer.fit_loop.max_batches = training.batches(batch_size)
     val_loop = validation_loop(trainer)

@@ -22,7 +22,12 @@ from lightning_batchmem._lightning.hooks import replaced
 from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem._lightning.strategies import is_single_device
 from lightning_batchmem._lightning.trainer_state import callbacks_of, results_of
-from lightning_batchmem.batches.split import Part, split, splittable_samples
+from lightning_batchmem.batches.split import (
+    Part,
+    has_number_of_samples,
+    split,
+    splittable_samples,
+)
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory, release_traceback
 from lightning_batchmem.devices.tensors import tensors_in
 
@@ -174,12 +179,11 @@ class _GuardedClosure:
                 place = self._steps.module._current_fx_name
                 if not is_out_of_memory(error) or place not in ("training_step", "backward"):
                     raise
+                self._error = error
                 reason = self._why_not_again(place, num_parts)
                 if reason is not None:
-                    _add_note(error, reason)
-                    raise
+                    self._refuse(reason)
                 release_traceback(error)
-                self._error = error
             self._steps.module._current_fx_name = fx_name
             if place == "backward":
                 self._has_begun_backward = True
@@ -247,6 +251,8 @@ class _GuardedClosure:
         """Why a step that failed cannot run in more parts; None if it can."""
         if num_parts == splittable_samples(self._batch):
             return "one sample does not fit"
+        if has_number_of_samples(self._batch):
+            return "it has its number of samples as a number, which is not that of a part"
         # An update of a logged value replaces its tensor.
         logged_ids = [id(result.value) for result in self._steps.results.values()]
         is_first_forward = place == "training_step" and num_parts == 1
@@ -270,7 +276,9 @@ class _GuardedClosure:
         return None
 
     def _refuse(self, reason: str) -> NoReturn:
-        _add_note(self._error, reason)
+        self._error.add_note(
+            f"OomGuard: the batch cannot run in parts, because {reason}. Use a smaller batch size."
+        )
         raise self._error
 
     def _begin_backward(self, loss: Tensor) -> None:
@@ -309,12 +317,6 @@ class _GuardedClosure:
 
 def _no_mean(name: str) -> str:
     return f"self.log({name!r}) logs a metric, or has another reduce_fx than the mean"
-
-
-def _add_note(error: Exception, reason: str) -> None:
-    error.add_note(
-        f"OomGuard: the batch cannot run in parts, because {reason}. Use a smaller batch size."
-    )
 
 
 def _versions(tensors: Iterable[Tensor | None]) -> list[tuple[int, int | None]]:

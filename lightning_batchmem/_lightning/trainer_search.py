@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -137,7 +138,8 @@ class TrainerSearch:
                 limit_bytes=self._budget.limit_bytes(),
                 ranks=self.ranks,
             )
-            result = self._search_of(session, progress).run(earlier_plan)
+            with _noted_errors():
+                result = self._search_of(session, progress).run(earlier_plan)
         wrap_again(self.trainer)
         chosen = _chosen(result)
         at_size = [trial for trial in result.trials if trial.batch_size == chosen.batch_size]
@@ -169,13 +171,24 @@ class TrainerSearch:
             session = self._evaluation_session(clean_start, setting)
             if session is None:
                 return None
-            result = self._search_of(session, progress).run()
+            with _noted_errors():
+                result = self._search_of(session, progress).run()
         chosen = _chosen(result)
         return self._plan(chosen, result, OptimizerStep(), _old_values(setting, chosen))
 
     def plan_in(self, state: dict[str, Any]) -> CheckpointPlan:
-        """The plan in the state of a BatchFinder in a checkpoint."""
-        plan = Plan.from_json(json.dumps(state["plan"]))
+        """The plan in the state of a BatchFinder in a checkpoint.
+
+        Raises:
+            ValueError: if it is damaged.
+        """
+        try:
+            plan = Plan.from_json(json.dumps(state["plan"]))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"the plan of BatchFinder in the checkpoint cannot be read ({error})."
+                " search_on_resume=True searches again."
+            ) from error
         # One rank may differ, and the limit in a plan is that of the rank with the least.
         devices, limits = zip(
             *self.ranks.exchange((self._device, self._budget.limit_bytes())), strict=True
@@ -224,7 +237,8 @@ class TrainerSearch:
         )
         begin_stage = partial(self._begin_training, loaders, validation_loaders)
         session = TrainerSession(clean_start, setting, training, evaluation, bounds, begin_stage)
-        session.restart(self._first_size)
+        with _noted_errors():
+            session.restart(self._first_size)
         return session
 
     def _evaluation_session(
@@ -241,8 +255,7 @@ class TrainerSearch:
             return None
         steps = EvaluationSteps(self.trainer, stage_loop(self.trainer), loaders, batches)
         bounds = stage_bounds(self.trainer, setting.source.stage, loaders)
-        # An evaluation begins with its steps.
-        return TrainerSession(clean_start, setting, None, steps, bounds, lambda _: None)
+        return TrainerSession(clean_start, setting, None, steps, bounds, loaders.set_sizes)
 
     def _validation_steps(self, setting: BatchSizeSetting) -> EvaluationSteps | None:
         """The steps of validation; ``None`` where there is none, or its loaders cannot be used."""
@@ -345,6 +358,20 @@ class TrainerSearch:
             step=step,
             parameters=parameters,
         )
+
+
+@contextmanager
+def _noted_errors() -> Iterator[None]:
+    """Add a note to errors, whose reason may be that a search is no training."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            "BatchFinder: this happened in its search, where other callbacks do nothing. Steps and"
+            " hooks of the module must not need what another callback sets in on_fit_start or"
+            " later."
+        )
+        raise
 
 
 def _chosen(result: SearchResult) -> Chosen:

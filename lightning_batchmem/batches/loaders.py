@@ -124,6 +124,12 @@ class StageLoaders:
         """Whether the size of at least one loader follows the batch size."""
         return any(loader.follows for loader in self.sized)
 
+    def set_sizes(self, batch_size: int) -> None:
+        """Set the size of each loader that follows, because the user's hooks may read it."""
+        for loader, info in zip(self.combined.flattened, self.sized, strict=True):
+            if isinstance(info, LoaderInfo) and info.follows and loader.batch_size is not None:
+                _assign_batch_size(loader, info.size_at(batch_size))
+
     def batches(self, batch_size: int, *, full_only: bool = False) -> float:
         """Batches in an epoch without ``limit_*_batches``.
 

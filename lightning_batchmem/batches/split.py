@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from itertools import pairwise
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,14 @@ def splittable_samples(batch: object) -> int | None:
     return common_size(tensors)
 
 
+def has_number_of_samples(batch: object) -> bool:
+    """Whether each part of the batch would have the number of samples of the whole batch."""
+    samples = common_size(tensors_in(batch))
+    leaves = _leaves_in(batch, samples, set())
+    numbers = [leaf for leaf in leaves if isinstance(leaf, Integral) or _is_scalar(leaf)]
+    return any(number == samples for number in numbers)
+
+
 def split(batch: object, num_parts: int) -> list[Part]:
     """Split a batch with a common first dimension into parts that differ by at most one sample.
 
@@ -39,44 +48,41 @@ def split(batch: object, num_parts: int) -> list[Part]:
     other objects are split if they have as many items as the batch has samples. Containers are
     copied, and what they hold is not, because a lock or a generator cannot be.
     """
-    tensors = tensors_in(batch)
-    samples = common_size(tensors) or 0
-    whole: dict[int, Any] = {id(tensor): tensor for tensor in tensors if not tensor.shape}
-    whole |= {id(leaf): leaf for leaf in _leaves_in(batch, set())}
-    sliced = [tensor for tensor in tensors if tensor.shape]
-    sliced += _columns_in(batch, samples, set())
+    samples = common_size(tensors_in(batch)) or 0
+    leaves = list(_leaves_in(batch, samples, set()))
+    sliced = [leaf for leaf in leaves if _has_samples(leaf, samples)]
+    whole = {id(leaf): leaf for leaf in leaves}
     bounds = [samples * number // num_parts for number in range(num_parts + 1)]
     return [
         Part(
-            copy.deepcopy(batch, whole | {id(column): column[begin:end] for column in sliced}),
+            copy.deepcopy(batch, whole | {id(leaf): leaf[begin:end] for leaf in sliced}),
             end - begin,
         )
         for begin, end in pairwise(bounds)
     ]
 
 
-def _leaves_in(data: object, seen: set[int]) -> Iterator[object]:
-    """Yield what has no items and is no tensor."""
-    if isinstance(data, Tensor) or id(data) in seen:
+def _leaves_in(data: object, samples: int | None, seen: set[int]) -> Iterator[Any]:
+    """Yield what has one item for each sample, and what has no items."""
+    if id(data) in seen:
         return
     seen.add(id(data))
-    items = list(items_of(data))
+    is_opened = not (isinstance(data, Tensor) or _has_samples(data, samples))
+    items = list(items_of(data)) if is_opened else []
     if not items:
         yield data
     for item in items:
-        yield from _leaves_in(item, seen)
+        yield from _leaves_in(item, samples, seen)
 
 
-def _columns_in(data: object, samples: int, seen: set[int]) -> Iterator[Any]:
-    """Yield sequences of one item for each sample, such as a list of texts."""
-    if isinstance(data, str | bytes | Tensor) or id(data) in seen:
-        return
-    seen.add(id(data))
+def _has_samples(data: Any, samples: int | None) -> bool:
+    """Whether this is a tensor, or a sequence of one item for each sample, such as texts."""
+    if isinstance(data, Tensor):
+        return bool(data.shape)
     is_array = isinstance(data, np.ndarray) and data.ndim > 0
     is_sequence = is_array or isinstance(data, list | tuple)
-    # mypy does not see that the data has a length.
-    if is_sequence and len(data) == samples and not tensors_in(data):  # type: ignore[arg-type]
-        yield data
-        return
-    for item in items_of(data):
-        yield from _columns_in(item, samples, seen)
+    return is_sequence and len(data) == samples and not tensors_in(data)
+
+
+def _is_scalar(data: object) -> bool:
+    return isinstance(data, Tensor) and not data.shape

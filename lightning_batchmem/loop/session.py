@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -162,7 +162,12 @@ class LoopSteps:
         self._next_batch[:] = [self._batch(batch_size)]
 
     def run(self) -> None:
-        self.loop.step(self._next_batch.pop())
+        returned = self.loop.step(self._next_batch.pop())
+        if isinstance(returned, Generator | Coroutine):
+            raise ValueError(
+                "step must have run when it returns, got one that returns a"
+                f" {type(returned).__name__}, which has not"
+            )
 
     def _batch(self, batch_size: int) -> Any:
         batch = self.loop.make_batch(batch_size)

@@ -80,3 +80,6 @@ def _check_type(data: Any, *types: type) -> None:
     # A Boolean is an integer to Python, but not in JSON.
     if not isinstance(data, types) or (isinstance(data, bool) and bool not in types):
         raise TypeError(f"{data!r} is no {types[0].__name__}")
+    # Bytes and sizes are smaller. Python cannot compute with larger integers and floats together.
+    if isinstance(data, int) and abs(data) >= 2**63:
+        raise TypeError(f"{data} is too large")

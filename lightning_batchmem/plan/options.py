@@ -62,8 +62,7 @@ class SearchOptions:
             raise ValueError(
                 f"max_batch_size must be at least min_batch_size={low}, got {self.max_batch_size}"
             )
-        if not isinstance(self.budget, bool):
-            raise ValueError(f"budget must be True or False, got {self.budget!r:.80}")
+        check_switches(budget=self.budget)
         if self.budget and self.worst_case is not None:
             raise ValueError(
                 "worst_case must be None with budget=True, which takes the batches of the loader,"
@@ -116,6 +115,13 @@ def parse_memory_limit(memory_limit: object, budget_bytes: int) -> int:
             f" (0, 1], got {memory_limit!r:.80}"
         )
     return int(limit_bytes)
+
+
+def check_switches(**switches: object) -> None:
+    """Raise a ValueError for an argument that is neither True nor False."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {value!r:.80}")
 
 
 def number_from(argument: str, returned: Any) -> float:

@@ -107,7 +107,10 @@ class Plan:
         Raises:
             ValueError: when ``text`` is not the JSON of a plan.
         """
-        return from_json(cls, text)
+        plan = from_json(cls, text)
+        if plan.batch_size < 1:
+            raise ValueError(f"batch_size of a plan must be at least 1, got {plan.batch_size}")
+        return plan
 
 
 def make_plan(

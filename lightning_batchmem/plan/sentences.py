@@ -223,8 +223,8 @@ def earlier_plan_not_used(*reasons: str) -> str:
     return f"The earlier plan was not used: {', and '.join(reasons)}."
 
 
-def unreadable(error: Exception) -> str:
-    return f"it cannot be read ({error})"
+def unreadable(given: object, error: Exception) -> str:
+    return f"{given} cannot be read ({error})"
 
 
 def not_verified() -> str:

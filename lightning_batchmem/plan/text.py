@@ -159,4 +159,6 @@ def _cells(plan: Plan, trial: Trial) -> tuple[str, ...]:
         times[0] = f"{trial.step_seconds * 1e3:,.1f}"
     if trial.samples_per_second:
         times[1] = f"{plan.ranks * trial.samples_per_second:,.0f}"
-    return (trial.kind, _OUTCOMES[trial.outcome], str(trial.batch_size), *memory, *times)
+    # Another version has other outcomes.
+    outcome = _OUTCOMES.get(trial.outcome, trial.outcome)
+    return (trial.kind, outcome, str(trial.batch_size), *memory, *times)

@@ -44,7 +44,7 @@ def find_earlier_plan(
         plan = load_plan(given)
     except (OSError, ValueError) as error:
         # The first run of a sweep usually has no file, so this is no error.
-        changes = [sentences.unreadable(error)]
+        changes = [sentences.unreadable(given, error)]
     else:
         changes = changes_since(plan, device, limit_bytes)
         if not (plan.verified and plan.parameters):
@@ -78,6 +78,9 @@ def load_plan(plan: Plan | str | Path) -> Plan:
                 if earlier.parameters:
                     return earlier
         path = files[-1] if files else path / "batch_plan.json"
+    # To open a pipe could take forever.
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no file")
     return Plan.from_json(path.read_text(encoding="utf-8"))
 
 

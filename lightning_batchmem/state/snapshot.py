@@ -80,6 +80,14 @@ class Snapshot:
     def restore(self) -> list[str]:
         """Restore everything; returns the objects for which this failed."""
         try:
+            return self._restore()
+        except KeyboardInterrupt:
+            # A loop of the user, for example in a notebook, may go on after Ctrl-C.
+            self._restore()
+            raise
+
+    def _restore(self) -> list[str]:
+        try:
             failed = self.attributes.restore()
             for leaf, alias, requires_grad in self._leaves:
                 if leaf.grad_fn is not None:

@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_batchmem.batches.split import split, splittable_samples
+from lightning_batchmem.batches.split import (
+    has_number_of_samples,
+    split,
+    splittable_samples,
+)
 
 
 @dataclass(frozen=True)
@@ -106,3 +110,12 @@ def test_a_batch_that_refers_to_itself():
 )
 def test_what_has_no_common_first_dimension(batch):
     assert splittable_samples(batch) is None
+
+
+@pytest.mark.parametrize("number", [5, np.int64(5), torch.tensor(5)])
+def test_the_number_of_samples_in_a_batch(number):
+    x = torch.zeros(5, 2)
+    assert has_number_of_samples({"x": x, "more": [{"n": number}, x]})
+    assert not has_number_of_samples({"x": x, "n": number + 1})
+    # These are of single samples.
+    assert not has_number_of_samples((x, [5, 4, 3, 2, 1], torch.full((5,), 5)))

@@ -1,5 +1,6 @@
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
+from typing import get_type_hints
 
 import pytest
 from hypothesis import given, settings
@@ -13,9 +14,16 @@ from tests.helpers.lawful import OLD_PLAN
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
 
+# No size is smaller or larger.
+WHOLE = st.integers(1, 2**63 - 1)
+WHOLE_BY_TYPE = {int: WHOLE, int | None: st.none() | WHOLE}
+
+
 def any_of(kind, **strategies):
     """Instances of a dataclass, with every field that has no strategy drawn by its type."""
-    return st.builds(kind, **{**{field.name: ... for field in fields(kind)}, **strategies})
+    types = get_type_hints(kind)
+    by_type = {name: WHOLE_BY_TYPE.get(annotation, ...) for name, annotation in types.items()}
+    return st.builds(kind, **{**by_type, **strategies})
 
 
 TIMES = dict.fromkeys(
@@ -103,6 +111,8 @@ def test_other_text_is_refused(text):
         (("batch_size",), 16.0),
         (("batch_size",), True),
         (("limit_bytes",), "1"),
+        (("limit_bytes",), 10**400),
+        (("trials", 0, "step_seconds"), -(10**400)),
         (("limited_by",), None),
         (("verified",), 1),
         (("notes",), "a note"),
@@ -124,6 +134,22 @@ def test_a_wrong_type_is_refused(path, value):
     part[path[-1]] = value
     with pytest.raises(ValueError, match="text must be the JSON of a Plan, got"):
         Plan.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_size_without_samples_is_refused(size):
+    text = replace(PLAN, batch_size=size).to_json()
+    with pytest.raises(ValueError, match=f"batch_size of a plan must be at least 1, got {size}"):
+        Plan.from_json(text)
+
+
+def test_values_of_another_version_are_shown():
+    data = json.loads(PLAN.to_json())
+    data["limited_by"] = "moon_phase"
+    data["trials"][0] |= {"outcome": "killed", "kind": "climb"}
+    text = str(Plan.from_json(json.dumps(data)))
+    assert "limited by moon phase" in text
+    assert "| climb     | killed " in text
 
 
 def test_the_text_of_a_plan():

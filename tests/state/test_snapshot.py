@@ -3,10 +3,12 @@
 import random
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
 from lightning_batchmem.state.attributes import LARGEST_ARRAY_BYTES
+from lightning_batchmem.state.saved_storages import SavedStorages
 from lightning_batchmem.state.snapshot import Snapshot, freeze
 
 
@@ -36,6 +38,26 @@ def test_a_gradient_is_restored_again_after_a_step_changed_it():
         layer.bias.grad = torch.ones(1)
         snapshot.restore()
         assert (layer.weight.grad, layer.bias.grad) == (torch.ones(1, 1), None)
+
+
+def test_an_interrupt_ends_no_restoring(monkeypatch):
+    layer = nn.Linear(1, 1)
+    layer.steps = [0]
+    before = [parameter.clone() for parameter in layer.parameters()]
+    snapshot = Snapshot([layer])
+    layer.steps.append(1)
+    nn.init.constant_(layer.weight, 5)
+    write_back = SavedStorages.write_back
+
+    def interrupted(storages):
+        monkeypatch.setattr(SavedStorages, "write_back", write_back)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SavedStorages, "write_back", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        snapshot.restore()
+    assert [parameter.clone() for parameter in layer.parameters()] == before
+    assert layer.steps == [0]
 
 
 def test_random_numbers_begin_again():
