@@ -6,6 +6,7 @@ its docstring.
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import sys
@@ -202,6 +203,10 @@ def _function(target: str) -> Callable[[], Any]:
     make = _named(target)
     if not callable(make):
         raise ValueError(f"make must be a function, got {type(make).__name__} {target}")
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise ValueError(f"make must be a function without arguments: {error}") from error
     function: Callable[[], Any] = make
     return function
 
@@ -209,7 +214,7 @@ def _function(target: str) -> Callable[[], Any]:
 def _named(target: str) -> Any:
     """The object with the name ``module:name``; a wrong name ends with a list of right ones."""
     module_name, _, name = target.partition(":")
-    if not all(part.isidentifier() for part in module_name.split(".")):
+    if not all(part.isidentifier() for part in [*module_name.split("."), name]):
         raise ValueError(f"a name must be MODULE:NAME, got {target!r}")
     try:
         module = import_module(module_name)
@@ -245,7 +250,7 @@ def _write(text: str, content: str, out: Path | None) -> None:
 
 def _print_error(text: str) -> None:
     """Print the text in one line, also where an error or a file name has several."""
-    sys.stderr.write(" ".join(text.splitlines()) + "\n")
+    sys.stderr.write(" ".join(text.split()) + "\n")
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class BatchFinder(Callback):
         memory_limit: the most memory that this process may hold: bytes (``2e9`` too), a text such
             as ``"20GiB"``, or a fraction in (0, 1] of what the device can provide to this process.
             For a device that others use too, and for a larger size on the host. ``None``, and at
-            most: 0.95 of it. On one CUDA device a limit that is given is enforced until the
+            most: 0.95 of it. On CUDA a limit that is given is enforced on each rank until the
             training ends, where PyTorch's allocator can be limited. On the host the default is all
             of it, and tensors get 0.25 of the room below the limit; a higher limit, even above the
             free memory, raises the size.

@@ -142,6 +142,8 @@ def differences(
     """
     if not 0 <= tolerance < math.inf:
         raise ValueError(f"tolerance must be a share such as 0.01, got {tolerance!r}")
+    if not path.exists():
+        raise ValueError(f"{path} does not exist. Write it with --update true.")
     try:
         reference = from_json(StepMemory, path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

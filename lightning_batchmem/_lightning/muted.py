@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def muted_callback(callback: Callback) -> Any:
     """A callback that reads like ``callback``, and whose hooks do nothing."""
     hooks = [name for name in dir(Callback) if name.startswith(("on_", "setup", "teardown"))]
     # A progress bar has the last three.
-    muted = Muted(callback, [*hooks, "load_state_dict", "print", "enable", "disable"])
+    muted = _muted(callback, [*hooks, "load_state_dict", "print", "enable", "disable"])
     # Lightning reads it at every hook, and a step should not take longer than in training.
     vars(muted)["state_key"] = callback.state_key
     return muted
@@ -38,10 +39,25 @@ def muted_logger(logger: Logger) -> Any:
         return logger
     kind = type(logger)
     methods = [name for name in dir(kind) if name[0] != "_" and callable(getattr(kind, name))]
-    muted = Muted(logger, methods)
+    muted = _muted(logger, methods)
     # The property of the logger would make files.
     vars(muted)["experiment"] = MutedExperiment(vars(logger).get("_experiment"))
     return muted
+
+
+def _muted(owner: object, silent: Iterable[str]) -> Any:
+    """A proxy whose class has the name and the special methods of the owner's class.
+
+    Python looks these up in the class of an object, and a step may read the name.
+    """
+    kind = type(owner)
+    special = {
+        name: method
+        for name in dir(kind)
+        if name.startswith("__") and name not in (*dir(Muted), "__del__")
+        if callable(method := getattr(kind, name))
+    }
+    return type(kind.__name__, (Muted,), special)(owner, silent)
 
 
 class Muted:
@@ -63,6 +79,9 @@ class Muted:
         return type(self._muted_owner)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            # ``copy.copy`` looks for special methods before the copy has an owner.
+            raise AttributeError(name)
         owner = vars(self)["_muted_owner"]
         attributes = vars(owner)
         if name in attributes:
@@ -84,8 +103,9 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 def _copied(value: Any) -> Any:
     """A copy of state, and of containers with state inside; other objects are shared."""
-    if isinstance(value, set):
-        return set(value)
+    # Here are sets, and containers whose types are those of the project.
+    if isinstance(value, (list, dict, set, deque, bytearray)):
+        return copy.copy(value)
     if not isinstance(value, _STATE) or getattr(value, "nbytes", 0) > LARGEST_ARRAY_BYTES:
         return value
     # A tensor with a graph cannot be copied otherwise.
@@ -124,6 +144,21 @@ class MutedExperiment:
 
     def __setitem__(self, key: Any, value: object) -> None:
         pass
+
+    # Without it Python would request items without an end.
+    def __iter__(self) -> Iterator[Any]:
+        target = vars(self)["_target"]
+        return iter(list(target) if hasattr(target, "__iter__") else ())
+
+    def __len__(self) -> int:
+        target = vars(self)["_target"]
+        return len(target) if hasattr(target, "__len__") else 0
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __float__(self) -> float:
+        return 0.0
 
     def __enter__(self) -> Any:
         return self

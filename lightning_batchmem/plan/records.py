@@ -184,8 +184,8 @@ class Line:
     """A straight line over the batch size.
 
     Args:
-        intercept: value at batch size 0 (bytes or seconds).
-        slope: growth with each sample (bytes or seconds).
+        intercept: bytes at batch size 0.
+        slope: bytes that each sample adds.
         first_batch_size: smallest batch size that the line was fitted to.
         last_batch_size: largest batch size that the line was fitted to.
     """
@@ -196,7 +196,7 @@ class Line:
     last_batch_size: int
 
     def at(self, batch_size: float) -> float:
-        """The value that the line expects at ``batch_size`` samples."""
+        """The bytes that the line expects at ``batch_size`` samples."""
         return self.intercept + self.slope * batch_size
 
 

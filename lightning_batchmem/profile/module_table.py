@@ -44,7 +44,7 @@ def module_table(peak: PeakByModule) -> Table:
     for heading in ("memory", "peak", "activations", "a sample"):
         table.add_column(heading, justify="right")
     rows = list(module_rows(peak).items())[:_MAX_ROWS]
-    peak_bytes = peak.peak_bytes or _total_bytes(peak.modules)
+    peak_bytes = peak.peak_bytes or max(1, _total_bytes(peak.modules))
     rest_bytes = peak_bytes
     for label, modules in rows:
         row_bytes = _total_bytes(modules)

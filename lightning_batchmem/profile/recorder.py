@@ -25,7 +25,7 @@ from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
 from lightning_batchmem.profile.step_clock import StepClock
 from lightning_batchmem.search.compiled import compiled_frames
 
-_COMPILED = "torch.compile compiled a part of the step"
+_COMPILED = "torch.compile has compiled something in this process"
 
 
 class StepRecorder:

@@ -1,4 +1,4 @@
-"""The summary of a run, its table, and the output of a search.
+"""The summary of a run, and its table.
 
 Without a terminal, rich prints plain text.
 """
@@ -6,15 +6,14 @@ Without a terminal, rich prints plain text.
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
 from lightning_batchmem.devices.breakdown import PARTS, MemoryBreakdown
-from lightning_batchmem.plan.json_fields import from_json
+from lightning_batchmem.plan.json_fields import from_json, to_json
 from lightning_batchmem.plan.records import mib
 from lightning_batchmem.profile.module_memory import PeakByModule
 from lightning_batchmem.profile.module_table import module_table
@@ -166,7 +165,7 @@ class Summary:
 
     def to_json(self) -> str:
         """Return the summary as JSON, for :meth:`from_json`."""
-        return json.dumps(asdict(self), indent=2)
+        return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> Summary:

@@ -121,8 +121,6 @@ def record_random_states() -> Callable[[], None]:
     ]
     if torch.cuda.is_available():
         restores.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    if torch.backends.mps.is_available():
-        restores.append(partial(torch.mps.set_rng_state, torch.mps.get_rng_state()))
 
     def restore() -> None:
         for restore_one in restores:

@@ -1,5 +1,7 @@
 """Callbacks and loggers that steps of a search read."""
 
+import copy
+from collections import Counter
 from unittest.mock import Mock
 
 import pytest
@@ -39,7 +41,7 @@ def test_a_callback_is_read_and_does_not_change():
     keeper = Keeper()
     muted = muted_callback(keeper)
     assert isinstance(muted, Keeper)
-    assert muted.state_key == keeper.state_key
+    assert (type(muted).__name__, muted.state_key) == ("Keeper", keeper.state_key)
     muted.on_train_batch_end(None, None, None, None, 0)
     muted.add(5)
     assert (muted.queue, muted.table.tolist(), muted.count) == ([1, 5], [5, 5], 5)
@@ -119,4 +121,48 @@ def test_an_experiment_that_does_not_exist_yet_accepts_anything():
         run.value[2] = 4
         assert run.name
     config = MutedExperiment({"lr": 0.1, "steps": [1]})
-    assert (config["lr"], config["steps"]) == (0.1, [1])
+    assert (list(experiment.runs), len(experiment.metrics), float(experiment.best)) == ([], 0, 0.0)
+    assert (config["lr"], config["steps"], len(config), list(config)) == (
+        0.1,
+        [1],
+        2,
+        ["lr", "steps"],
+    )
+    assert "lr" in config
+    assert "loss" not in experiment.summary
+
+
+class Values(list):
+    """A container of the project's own type."""
+
+
+class Registry(Callback):
+    def __init__(self):
+        self.values = Values([1])
+        self.counts = Counter()
+
+    def __len__(self):
+        return len(self.values)
+
+    def __contains__(self, value):
+        return value in self.values
+
+    def __call__(self, value):
+        self.values.append(value)
+        self.counts[value] += 1
+        return len(self)
+
+
+def test_special_methods_and_containers_of_other_types_are_those_of_the_search():
+    registry = Registry()
+    muted = muted_callback(registry)
+    assert muted(7) == 2
+    assert (7 in muted, len(muted), type(muted.values)) == (True, 2, Values)
+    assert (registry.values, registry.counts) == ([1], Counter())
+
+
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy])
+def test_a_muted_callback_can_be_copied(make_copy):
+    copied = make_copy(muted_callback(Registry()))
+    copied.setup()
+    assert len(copied) == 1

@@ -118,8 +118,8 @@ class LikeWandb(LoggerOf):
         (LoggerOf(CometExperiment()), "batchmem/search", 7),
     ],
 )
-def test_loggers_get_figures(logger, name, other):
-    log_figures([CSVLogger("unused"), logger], None, PLAN, 7)
+def test_loggers_get_figures(logger, name, other, tmp_path):
+    log_figures([CSVLogger(tmp_path), logger], None, PLAN, 7)
     ((logged_name, figure, logged_other),) = logger.client.logged
     assert (logged_name, logged_other, len(figure.axes)) == (name, other, 2)
 
