@@ -132,9 +132,9 @@ class SearchPolicy:
     timed_seconds: float = 0.25
     """More steps are timed until all of them have taken this time. Source: Other
     work on a shared machine often slows down all steps of a tenth of a second."""
-    steady_steps: int = 2
-    """Steps of a rehearsal after the warm-up. Source: `python -m benchmarks.cuda_search` finds the
-    same sizes with three of them, which cost more."""
+    steady_steps: int = 3
+    """Steps of a rehearsal after the warm-up. Source: `python -m benchmarks.cuda_search`; more of
+    them find trainings that run out of memory in later steps, and cost as much as probes."""
     more_steady_steps: int = 15
     """More of them where peaks differ. Source: Random depth or image size."""
 

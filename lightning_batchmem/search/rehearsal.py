@@ -38,8 +38,8 @@ def rehearse(
         # The sanity check leaves workspaces of libraries, in a training too.
         meter.start_bytes = meter.live_bytes()
     with ConsecutiveSteps(meter, primary, batch_size) as consecutive:
-        warm_peak_bytes = consecutive.warm_up(policy.rehearsal_warmup_steps)
-        peaks_bytes = [warm_peak_bytes, *consecutive.run_steady(policy.steady_steps)]
+        consecutive.warm_up(policy.rehearsal_warmup_steps)
+        peaks_bytes = consecutive.run_steady(policy.steady_steps)
         difference_bytes = max(peaks_bytes) - min(peaks_bytes)
         # If only some of the ranks that step together ran more steps, they would wait forever.
         # On the host these peaks are those of the resident set, which do not count.

@@ -55,17 +55,14 @@ class ConsecutiveSteps:
         finally:
             self._steps.end()
 
-    def warm_up(self, steps: int) -> int:
+    def warm_up(self, steps: int) -> None:
         """Run at least so many steps, until every optimizer has its state; no time counts.
-
-        Returns the peak of the last of them.
 
         Their peaks count on a device. Only these steps show what a CUDA graph needs, because a
         replay allocates nothing, and what a library tries before it chooses an algorithm.
         """
         meter = self._meter
         waiting: set[int] = set()
-        peak_bytes = 0
         if self._steps.first_phase == "forward":
             waiting = {id(optimizer) for optimizer in meter.session.optimizers}
         for number in range(MAX_WARMUP_STEPS):
@@ -73,7 +70,6 @@ class ConsecutiveSteps:
             if number >= at_least and not waiting:
                 break
             calls = self._full_step(0, meter.step_counter)
-            peak_bytes = _highest_bytes(calls)
             if meter.device.counts_live_bytes:
                 self._add_peaks(calls)
             waiting -= meter.session.phases.stepped
@@ -82,7 +78,6 @@ class ConsecutiveSteps:
         if not meter.device.counts_live_bytes and meter.is_compiled:
             # A compiled module allocates without operators that a dispatch mode could count.
             meter.live = None
-        return peak_bytes
 
     def run(self, count: int) -> None:
         """Run steps whose peaks count."""
@@ -126,7 +121,8 @@ class ConsecutiveSteps:
             has_other_lengths = number % 2 == 1
             calls = self._full_step(number, meter.step_counter, other_lengths=has_other_lengths)
             self._add_peaks(calls)
-            peaks_bytes.append(_highest_bytes(calls))
+            # The micro batches of a step differ in any case: only the later ones have gradients.
+            peaks_bytes.append(max(call.peaks.peak_bytes for call in calls))
             if not has_other_lengths:
                 self._add_times(calls)
         return peaks_bytes
@@ -189,8 +185,3 @@ class ConsecutiveSteps:
                     self._meter.stepping_seconds.append(call.seconds)
                 else:
                     self._meter.other_seconds.append(call.seconds)
-
-
-def _highest_bytes(calls: list[CallReading]) -> int:
-    """The peak of a full step, whose micro-batches differ: only the later ones have gradients."""
-    return max(call.peaks.peak_bytes for call in calls)

@@ -90,9 +90,9 @@ def test_what_trials_record(search, device):
     for trial in plan.trials:
         assert list(trial.phase_peak_bytes) == ["forward", "backward", "optimizer_step"]
         assert trial.peak_bytes == law(trial.batch_size)
-    # A probe has a warm-up step and one that is measured. A rehearsal has two warm-up steps, two
+    # A probe has a warm-up step and one that is measured. A rehearsal has two warm-up steps, three
     # steady ones, the last batch of the epoch, and a full one of the next epoch.
-    assert [trial.full_steps for trial in plan.trials] == [2, 2, 2, 6, 6]
+    assert [trial.full_steps for trial in plan.trials] == [2, 2, 2, 7, 7]
     assert device.num_ooms == 0
     # The enforced limit is restored.
     assert device.budget == 500 * MIB
@@ -154,8 +154,8 @@ def test_a_retry_of_the_allocator_fails_a_rehearsal_once_optimizers_have_state(s
 
         return during
 
-    # The fifth full step comes after the smaller batch.
-    for number in (3, 5):
+    # The sixth full step comes after the smaller batch.
+    for number in (3, 6):
         steady = search(Stepping(device, retry_in_step(338, number)))
         outcomes = [trial.outcome for trial in rehearsed(steady)]
         assert outcomes == ["allocator_retry", "ok", "ok", "ok"]
@@ -220,12 +220,12 @@ def test_skipped_optimizer_steps_prolong_the_warm_up(search, device):
             if self.seen > self.skipped:
                 optimizer.step()
 
-    assert [trial.full_steps for trial in rehearsed(search(Scaling(device)))] == [9, 9]
+    assert [trial.full_steps for trial in rehearsed(search(Scaling(device)))] == [10, 10]
     never = Scaling(device)
     never.skipped = 10**6
     plan = search(never)
     # 20 of these steps are the warm-up.
-    assert [trial.full_steps for trial in rehearsed(plan)] == [24, 24]
+    assert [trial.full_steps for trial in rehearsed(plan)] == [25, 25]
     assert any("An optimizer did not step in the first 20 steps" in note for note in plan.notes)
 
 
@@ -254,20 +254,20 @@ def test_steps_that_differ_at_random_are_repeated(search, device):
             self.use = use
 
     passed = [t for t in rehearsed(search(Different(device))) if t.outcome == "ok"]
-    assert {trial.full_steps for trial in passed} == {21}
+    assert {trial.full_steps for trial in passed} == {22}
 
 
 def test_an_evaluation_ends_with_its_last_batch(search, device):
     plan = search(Evaluated(device), stage="validate", options={"max_batch_size": 4})
-    # There are two warm-up steps, two steady ones and the last batch, and no next epoch.
-    assert [trial.full_steps for trial in rehearsed(plan)] == [5]
+    # There are two warm-up steps, three steady ones and the last batch, and no next epoch.
+    assert [trial.full_steps for trial in rehearsed(plan)] == [6]
 
 
 def test_steps_whose_micro_batches_differ_are_equal_steps(search, device):
     # The gradients of the first micro batch are alive in the second.
     module = InTurn(device, [150, 200])
     plan = search(module, options={"max_batch_size": 4}, accumulate_grad_batches=2)
-    assert [trial.full_steps for trial in rehearsed(plan)] == [6]
+    assert [trial.full_steps for trial in rehearsed(plan)] == [7]
 
 
 def test_steady_steps_use_batches_of_other_lengths(search, device):
