@@ -330,7 +330,7 @@ def test_lightning_prints_no_notes_of_its_own(project):
     ("arguments", "message"),
     [
         ("find my_project:mak", "an object of my_project, got 'mak'; it has: torch, Trainer, "),
-        ("find my_project", "must name an object of my_project, got ''; it has: torch, Trainer, "),
+        ("find my_project", "a name must be MODULE:NAME, got 'my_project'"),
         (
             "find my_projec:make",
             "must name a module, got 'my_projec'; modules in {cwd}: fails, imports, my_project",
@@ -351,7 +351,10 @@ def test_lightning_prints_no_notes_of_its_own(project):
         ("find my_project:make --no_such 1", "unrecognized arguments: --no_such 1"),
         ("fin my_project:make", "(choose from"),
         ("find", "required: find.make"),
-        ("check my_project:make --reference no.json", "No such file or directory: 'no.json'"),
+        (
+            "check my_project:make --reference no.json",
+            "no.json does not exist. Write it with --update true.",
+        ),
         ("check my_project:make --reference . --update true", ". must be a file in an existing"),
         ("check my_project:make --reference fails.py", "fails.py must be a reference of the"),
         ("check my_project:mak --update true", "an object of my_project, got"),

@@ -70,18 +70,6 @@ def test_random_numbers_begin_again():
     assert numbers() == before
 
 
-def test_the_random_state_of_mps_begins_again(monkeypatch):
-    # No machine of the tests has the device.
-    state = [1]
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: list(state))
-    monkeypatch.setattr(torch.mps, "set_rng_state", lambda saved: state.__setitem__(0, saved[0]))
-    snapshot = Snapshot([])
-    state[0] = 2
-    assert snapshot.restore() == []
-    assert state == [1]
-
-
 def test_named_objects_that_are_not_walked_are_in_the_message():
     class Trainer:
         count = 0
