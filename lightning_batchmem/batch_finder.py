@@ -70,8 +70,8 @@ class BatchFinder(Callback):
 
     Args:
         objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest
-            one within 5 % of the best samples per second that were measured. For who wants the
-            shortest epoch, and not the largest batch.
+            one within 5 % of the best samples per second that were measured. For users who
+            want the shortest epoch, and not the largest batch.
         memory_limit: the most memory that this process may hold: bytes (``2e9`` too), a text such
             as ``"20GiB"``, or a fraction in (0, 1] of what the device can provide to this process.
             For a device that others use too, and for a larger size on the host. ``None``, and at
@@ -79,8 +79,8 @@ class BatchFinder(Callback):
             training ends, where PyTorch's allocator can be limited. On the host the default is all
             of it, and tensors get 0.25 of the room below the limit; a higher limit, even above the
             free memory, raises the size.
-        max_batch_size: the largest size to consider, in samples. For who knows that larger batches
-            do not help.
+        max_batch_size: the largest size to consider, in samples. For users who know that larger
+            batches do not help.
         min_batch_size: the smallest size to consider, in samples; ``None``: 2 (one sample is an
             error to BatchNorm). For a loss that needs more samples.
         multiple_of: sizes are rounded down to a multiple of it; ``None``: to the largest power of
@@ -97,9 +97,9 @@ class BatchFinder(Callback):
             ``None``: if they differ, the largest one where the collate function pads, and samples
             as in the largest of 1,000 random batches where it concatenates.
         target_batch_size: samples per optimizer step over all ranks: sets
-            ``accumulate_grad_batches``, and a batch size that divides it. For who must keep the
-            batch of a recipe on a smaller device. ``None``: accumulation stays as the Trainer has
-            it.
+            ``accumulate_grad_batches``, and a batch size that divides it. For users who must
+            keep the batch of a recipe on a smaller device. ``None``: accumulation stays as the
+            Trainer has it.
         lr_scaling: ``"linear"`` or ``"sqrt"``: multiply the ``lr`` or ``learning_rate`` of the
             module by the ratio of samples per optimizer step after and before the search, or its
             square root, before the optimizers are configured. For a learning rate that was found

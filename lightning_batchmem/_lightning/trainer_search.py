@@ -365,6 +365,7 @@ def _noted_errors() -> Iterator[None]:
     """Add a note to errors, whose reason may be that a search is no training."""
     try:
         yield
+    # A user's step may raise any error, which is raised again with the note.
     except Exception as error:
         error.add_note(
             "BatchFinder: this happened in its search, where other callbacks do nothing. Steps and"

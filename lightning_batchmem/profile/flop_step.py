@@ -51,7 +51,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # TorchDispatchMode.__init__ has no type annotations.
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
-        # It says why the number is not that of the model.
+        # The reason why the number is not that of the model; empty if it is.
         self.why_wrong = ""
         self._formulas = formulas
 

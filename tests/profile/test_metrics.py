@@ -3,31 +3,8 @@ import pytest
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import Line, MemoryModel, Trial
 from lightning_batchmem.profile.metrics import LoggerMetrics, predicted_bytes
-from lightning_batchmem.profile.step import DeviceReading, Step
-from lightning_batchmem.profile.totals import Interval
-
-MIB = 2**20
-
-
-def step(number, peak, *, size=4, seconds=2.0, wait=0.5, reserved=None, items=None):
-    return Step(
-        number,
-        "train",
-        size,
-        seconds,
-        wait,
-        peak * MIB,
-        reserved,
-        {"forward": peak * MIB, "backward": MIB},
-        items=items,
-    )
-
-
-UNREAD = DeviceReading()
-
-
-def interval(*steps, reading=UNREAD):
-    return Interval("train", list(steps), reading, 0)
+from lightning_batchmem.profile.step import DeviceReading
+from tests.helpers.steps import MIB, interval, step
 
 
 def metrics_of(*steps, total_bytes=None, world_size=1, limit_bytes=None):

@@ -1,28 +1,6 @@
-from lightning_batchmem.profile.step import DeviceReading, Step
-from lightning_batchmem.profile.totals import Interval, Totals
-
-MIB = 2**20
-
-
-def step(number, peak, *, size=4, seconds=2.0, wait=0.5, reserved=None, items=None):
-    return Step(
-        number,
-        "train",
-        size,
-        seconds,
-        wait,
-        peak * MIB,
-        reserved,
-        {"forward": peak * MIB, "backward": MIB},
-        items=items,
-    )
-
-
-UNREAD = DeviceReading()
-
-
-def interval(*steps, reading=UNREAD):
-    return Interval("train", list(steps), reading, 0)
+from lightning_batchmem.profile.step import DeviceReading
+from lightning_batchmem.profile.totals import Totals
+from tests.helpers.steps import MIB, interval, step
 
 
 def test_totals_of_a_run_are_those_of_its_intervals():

@@ -1,0 +1,27 @@
+"""Steps of a profile and intervals of them, made by hand."""
+
+from lightning_batchmem.profile.step import DeviceReading, Step
+from lightning_batchmem.profile.totals import Interval
+
+MIB = 2**20
+
+
+def step(number, peak, *, size=4, seconds=2.0, wait=0.5, reserved=None, items=None):
+    return Step(
+        number,
+        "train",
+        size,
+        seconds,
+        wait,
+        peak * MIB,
+        reserved,
+        {"forward": peak * MIB, "backward": MIB},
+        items=items,
+    )
+
+
+UNREAD = DeviceReading()
+
+
+def interval(*steps, reading=UNREAD):
+    return Interval("train", list(steps), reading, 0)
