@@ -25,6 +25,7 @@ from lightning_batchmem._lightning.data_source import (
     validation_source,
 )
 from lightning_batchmem._lightning.hooks import configure_optimizers_again
+from lightning_batchmem._lightning.packages import is_own_error
 from lightning_batchmem._lightning.session import TrainerSession
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
@@ -367,11 +368,13 @@ def _noted_errors() -> Iterator[None]:
         yield
     # A user's step may raise any error, which is raised again with the note.
     except Exception as error:
-        error.add_note(
-            "BatchFinder: this happened in its search, where other callbacks do nothing. Steps and"
-            " hooks of the module must not need what another callback sets in on_fit_start or"
-            " later."
-        )
+        # An error of this package has its reason in its own sentence.
+        if not is_own_error(error):
+            error.add_note(
+                "BatchFinder: this happened in its search, where other callbacks do nothing. Steps"
+                " and hooks of the module must not need what another callback sets in on_fit_start"
+                " or later."
+            )
         raise
 
 
