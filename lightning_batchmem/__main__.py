@@ -51,7 +51,8 @@ def find(
         **options: arguments of BatchFinder.
     """
     _check_file(out)
-    finder = SearchOnly(**options)
+    # Both do nothing without a training. What is given here is no option of the command.
+    finder = SearchOnly(verbose=False, search_on_resume=False, **options)
     made_trainer, module, data = comparison.make_trainer(_function(make), trainer or {})
     plan = finder.search(made_trainer, module, None, data, None)
     _write(str(plan), plan.to_json(), out)
