@@ -112,7 +112,7 @@ class BatchFinder(Callback):
             Otherwise, or if the rehearsal fails, the search runs, and a note of the new plan has
             the reason.
         verbose: print the whole plan, with all reasons and every size that was run, instead of six
-            lines.
+            rows.
         budget: the attribute that ``batch_arg_name`` names is no number of samples, but a budget
             within which the loaders form their own batches, such as ``"max_tokens"``. Sizes are in
             units of it. Where loaders are passed to ``fit``, it is an attribute of their batch

@@ -68,7 +68,10 @@ def test_the_largest_budget_that_fits_is_found(search, device, kind, first, caps
     assert module.max_tokens == FOUND
     assert plan.trials[0].batch_size == first
     assert plan.measured_peak_bytes == tokens_law(FOUND_TOKENS)
-    assert plan.reason == f"max_tokens {FOUND:,}: the largest size that is predicted to fit."
+    size = f"max_tokens {FOUND:,}"
+    assert (
+        plan.reason == f"{size}: it passed a rehearsal, and the limit leaves little room above it."
+    )
     assert plan.memory.lines["forward"].slope == pytest.approx(MIB / 16, rel=0.01)
     text = capsys.readouterr().out
     assert f"BatchFinder: max_tokens {FOUND:,}, limited by memory, verified by a rehearsal" in text

@@ -117,8 +117,10 @@ def limited_by_memory(
             " the system ends a process that runs out of memory. A higher memory_limit raises the"
             " size."
         )
+    if limits.steps_are_collective and not above:
+        return f"{size}: nothing larger was tried, because an error on one rank ends all ranks."
     if not above:
-        return f"{size}: the largest size that is predicted to fit."
+        return f"{size}: it passed a rehearsal, and the limit leaves little room above it."
     smallest = min(above, key=lambda trial: trial.batch_size)
     return f"{size}: {size_text(smallest.batch_size, limits)} {outcome(smallest)}."
 

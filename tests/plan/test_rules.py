@@ -107,7 +107,13 @@ def test_the_plan_states_what_it_was_computed_from():
     assert plan.predicted_peak_bytes == plan.measured_peak_bytes == peak_bytes
     assert plan.held_peak_bytes == peak_bytes
     assert plan.memory.lines["forward"].slope == pytest.approx(30)
-    assert plan.reason == "282 samples: the largest size that is predicted to fit."
+    assert plan.reason == (
+        "282 samples: it passed a rehearsal, and the limit leaves little room above it."
+    )
+    collective = drive(device(STRAIGHT), limits(**COLLECTIVE)).plan
+    assert collective.reason == (
+        "255 samples: nothing larger was tried, because an error on one rank ends all ranks."
+    )
     lower = drive(passing(250), limits()).plan
     reason = "248 samples: 261 samples fit only if the allocator releases its cache in every step."
     assert lower.reason == reason
