@@ -362,8 +362,8 @@ class BatchFinder(Callback):
         device_memory = self.device_memory(device)
         if device_memory is None:
             raise ValueError(
-                f"BatchFinder needs a peak memory counter, and {device.type} or its allocator has"
-                " none. Set the batch size by hand."
+                f"BatchFinder cannot search, because {device.type} or its allocator counts"
+                " no peak memory. Set the batch size by hand."
             )
         return TrainerSearch(trainer, device_memory, self._options, self.policy, self._ranks)
 

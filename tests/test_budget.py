@@ -190,7 +190,7 @@ def test_a_target_and_a_learning_rate_speak_of_the_budget(search, device):
     plan = search(module, options=options(target_batch_size=8192))
     assert (plan.batch_size, plan.accumulate_grad_batches) == (4096, 2)
     assert "max_tokens 8,192, in 2 batches" in str(plan)
-    assert any("max_tokens per optimizer step went from 512 to 8,192" in n for n in plan.notes)
+    assert any("step has 8,192 max_tokens instead of 512" in n for n in plan.notes)
 
 
 class Both(Texts):
@@ -274,10 +274,10 @@ class ConstantLength(Texts):
 @pytest.mark.parametrize(
     ("kind", "more", "message"),
     [
-        (Fixed, {}, "train_dataloader must make other batches with another `max_tokens`"),
+        (Fixed, {}, "batches of train_dataloader must change with `max_tokens`"),
         (Sized, {}, "batch_arg_name must name a budget with budget=True, but no loader of train"),
         (Mixed, {}, "each loader of train_dataloader must form its own batches within"),
-        (ConstantLength, {}, "max_batch_size must be given, because train_dataloader has as many"),
+        (ConstantLength, {}, "max_batch_size must be given, because train_dataloader has the same"),
         (Texts, {"batch_arg_name": "max_items"}, "must name an attribute of the module, the"),
         (Texts, {"batch_arg_name": "layer"}, "`layer` must be a budget of at least 1 with"),
     ],

@@ -198,5 +198,5 @@ def test_the_callbacks_of_the_training_count(device, reads_here, monkeypatch):
     )
     plans = [find_batch_size(trainer, Lawful(device, law)) for trainer in trainers]
     # The copy has a weight and a bias of four bytes each.
-    less = ["used 0.000 MiB less than the limit" in " ".join(plan.notes) for plan in plans]
+    less = ["left 0.000 MiB of the limit free" in " ".join(plan.notes) for plan in plans]
     assert less == [False, True]

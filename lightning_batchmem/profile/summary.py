@@ -277,7 +277,7 @@ def _breakdown_notes(summary: Summary) -> Iterator[str]:
     if summary.graph_steps:
         yield (
             f"{summary.graph_steps:,} steps replayed CUDA graphs, whose memory counts as free in"
-            " the allocator. Only the reserved memory has it."
+            " the allocator. Only the reserved memory includes it."
         )
     elif breakdown is None and summary.peak_bytes is not None:
         yield f"No breakdown: the run ended before {start}."

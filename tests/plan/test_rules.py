@@ -379,9 +379,8 @@ def test_a_fixed_part_above_the_limit_is_refused_before_a_step():
     driven = drive(device(STRAIGHT), limits(is_host=True, missing_bytes=2000))
     assert driven.trials == []
     assert driven.step.reason == (
-        "Nothing fits, and no step was run: before the first batch the process and the gradients"
-        " need 0.002 MiB more than the limit of 0.010 MiB. Use a smaller model or a higher"
-        " memory_limit."
+        "Nothing fits: without any batch, the process and the gradients need 0.002 MiB more than"
+        " the limit of 0.010 MiB. No step was run. Use a smaller model or a higher memory_limit."
     )
 
 
@@ -430,7 +429,7 @@ def test_a_peak_above_that_of_a_larger_size_is_left_out():
     # After 2 samples 4 are certain to fit, and after 4 samples 35 are.
     assert driven.text == "2p 4p 16p 135p 270r 282r"
     assert driven.plan.notes == (
-        "The peak at 2 samples is above that of a larger size and was left out of the fit.",
+        "The peak at 2 samples is above that of a larger size, so no line uses it.",
     )
 
 
