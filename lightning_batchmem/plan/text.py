@@ -39,8 +39,9 @@ def short_text(plan: Plan) -> str:
     """The plan in at most six rows: no reason, no line, no trials, and only the first note."""
     # Of several notes the dictionary keeps the first, because the last of equal keys counts.
     rows = dict(reversed(_rows(plan)))
-    shown = [(name, rows[name]) for name in ("memory", "sizes", "step", "note") if name in rows]
-    shown.append(("details", "print the plan, or set verbose=True: reasons, all sizes, all notes"))
+    rows["details"] = "print the plan, or set verbose=True: reasons, all sizes, all notes"
+    names = ("memory", "sizes", "step", "note", "details")
+    shown = [(name, rows[name]) for name in names if name in rows]
     return "\n".join([_wrapped(f"BatchFinder: {headline(plan)}"), *_lines(shown)])
 
 
