@@ -326,8 +326,8 @@ def test_an_error_in_the_search_says_that_other_callbacks_do_nothing(search, dev
         search(kind(device, law), LambdaCallback(**{hook: give_weight}))
     assert raised.value.__notes__ == [
         "BatchFinder: this error occurred in the search before the training, when other callbacks"
-        " do not run. Steps and hooks of the module must work without what another callback sets in"
-        " on_fit_start or later."
+        " do not run. If a step or a hook of the module needs what a callback sets in on_fit_start"
+        " or later, let the callback set it in setup."
     ]
 
 

@@ -369,8 +369,8 @@ def _noted_errors() -> Iterator[None]:
     except Exception as error:
         error.add_note(
             "BatchFinder: this error occurred in the search before the training, when other"
-            " callbacks do not run. Steps and hooks of the module must work without what another"
-            " callback sets in on_fit_start or later."
+            " callbacks do not run. If a step or a hook of the module needs what a callback sets in"
+            " on_fit_start or later, let the callback set it in setup."
         )
         raise
 
