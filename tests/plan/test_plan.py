@@ -234,11 +234,6 @@ def test_no_line_of_a_plan_is_longer_than_80_columns():
         assert "".join(plan.notes[0].split()) in words
 
 
-def test_a_size_that_passed_is_not_called_predicted():
-    assert "verified by a rehearsal" in str(PLAN)
-    assert "predicted to fit" not in str(PLAN)
-
-
 def test_the_short_text_has_six_rows_at_most():
     changes = {"accumulate_grad_batches": 4, "effective_batch_size": 128}
     plan = replace(PLAN, **changes, notes=("the first", "a second"))
