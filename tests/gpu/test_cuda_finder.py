@@ -125,3 +125,16 @@ def test_a_search_with_an_optimizer_that_takes_dot_products(tmp_path):
     train(WithLineSearch(), tmp_path, finder)
     assert finder.plan.batch_size == 4
     assert finder.plan.verified
+
+
+def test_a_search_with_attention_in_half_precision(tmp_path):
+    class WithAttention(ConvNet):
+        def forward(self, x):
+            places = self.layers(x)[:, :, ::8, ::8].flatten(2).transpose(1, 2)
+            one_head = places.unsqueeze(1)
+            return nn.functional.scaled_dot_product_attention(one_head, one_head, one_head)
+
+    finder = BatchFinder(max_batch_size=4)
+    train(WithAttention(), tmp_path, finder, precision="bf16-mixed")
+    assert finder.plan.batch_size == 4
+    assert finder.plan.verified
