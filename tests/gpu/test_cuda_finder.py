@@ -130,7 +130,7 @@ def test_a_search_with_an_optimizer_that_takes_dot_products(tmp_path):
 def test_a_search_with_attention_in_half_precision(tmp_path):
     class WithAttention(ConvNet):
         def forward(self, x):
-            places = self.layers(x)[:, :, ::8, ::8].flatten(2).transpose(1, 2)
+            places = self.layers(x)[:, :, ::8, ::8].flatten(2).transpose(1, 2).contiguous()
             one_head = places.unsqueeze(1)
             return nn.functional.scaled_dot_product_attention(one_head, one_head, one_head)
 
