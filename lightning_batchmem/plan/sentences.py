@@ -107,7 +107,11 @@ def too_small_to_run(batch_size: int, limits: SearchLimits) -> str:
 
 
 def limited_by_memory(
-    batch_size: int, failed: Iterable[Trial], limits: SearchLimits, host_share: float
+    batch_size: int,
+    largest_size: int,
+    failed: Iterable[Trial],
+    limits: SearchLimits,
+    host_share: float,
 ) -> str:
     size = size_text(batch_size, limits)
     above = [trial for trial in failed if trial.batch_size > batch_size]
@@ -117,6 +121,8 @@ def limited_by_memory(
             " the system ends a process that runs out of memory. A higher memory_limit raises the"
             " size."
         )
+    if not above and largest_size > batch_size:
+        return f"{size}: the limit leaves room for no more than {size_text(largest_size, limits)}."
     if limits.steps_are_collective and not above:
         return f"{size}: nothing larger was tried, because an error on one rank ends all ranks."
     if not above:
