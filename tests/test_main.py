@@ -412,7 +412,7 @@ def test_what_cannot_be_measured_is_not_reported_as_grown(project, capsys):
     capsys.readouterr()
     assert check("few_samples") == 2
     assert (
-        "error: a line needs steps at two sizes, got one: 2 samples: the data set has"
+        "error: the memory must be measured at two sizes, got one: 2 samples: the data set has"
         in (capsys.readouterr().err.splitlines()[-1])
     )
     assert check("make", "--trainer.accelerator", "gpu") == 2
