@@ -21,6 +21,7 @@ from lightning_batchmem.profile.device_reader import DeviceReader
 from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
 from lightning_batchmem.profile.step_clock import StepClock
 from lightning_batchmem.profile.summary import Summary
+from tests.helpers import lawful
 from tests.helpers.lawful import Lawful, law
 from tests.helpers.profiled import (
     METRICS,
@@ -518,6 +519,36 @@ def test_the_retries_of_the_allocator_since_the_run_began_are_a_curve(
 
     _, recorder = profiled(tmp_path, Net(work))
     assert [metrics["memory/alloc_retries"] for _, metrics in recorder.ours] == [0, 0, 0, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("size_name", "names"),
+    [
+        ("fixed_size", ["batch_plan.json"]),
+        ("batch_size", ["batch_plan.json", "batch_plan_1.json"]),
+    ],
+)
+def test_each_search_has_one_file_with_its_plan(tmp_path, device_memory, size_name, names):
+    device_memory.budget = 200 * MIB
+    finder = BatchFinder()
+    finder.device_memory = lambda device: device_memory
+    profiler = MemoryProfiler()
+    trainer = trainer_for(
+        tmp_path, profiler, finder, max_steps=3, limit_val_batches=0, limit_test_batches=2
+    )
+    net = lawful.Evaluated(device_memory, size_name)
+    trainer.fit(net)
+    plans = [finder.plan]
+    # Only a loader that follows the batch size makes a search.
+    trainer.test(net, verbose=False)
+    if size_name == "batch_size":
+        plans.append(finder.plan)
+    else:
+        # The limit of the search held until the training ended.
+        assert plans[0].limit_bytes < profiler.summary.limit_bytes == device_memory.budget_bytes()
+    paths = sorted(tmp_path.glob("batch_plan*.json"))
+    assert [path.name for path in paths] == names
+    assert [Plan.from_json(path.read_text()) for path in paths] == plans
 
 
 # --- files, several runs, errors, traces

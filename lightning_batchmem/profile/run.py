@@ -90,6 +90,10 @@ class Run:
             )
         plans = (vars(callback).get("plan") for callback in callbacks_of(trainer))
         plan = next((plan for plan in plans if isinstance(plan, Plan)), None)
+        # The plan of a fit is not that of an evaluation after it, and has its file. A plan of an
+        # evaluation has no number of parameters.
+        if plan is not None and plan.parameters and stage != "train":
+            plan = None
         if csv is not None and plan is not None:
             csv.write_text(PLAN_NAME, plan.to_json())
         self.epoch_peak_bytes = 0
