@@ -112,7 +112,7 @@ class StepRecorder:
         # The steady state begins with the first step after an optimizer step.
         if self.phase_peaks.stepped:
             self._is_steady = True
-        self._has_graphs = self._device.type == "cuda" and replays_graphs(self._device)
+        self._has_graphs = replays_graphs(self._device)
         self._is_detailed = clock.stage != "train" or clock.steps >= self._next_detailed
         if clock.stage != "train":
             self.phase_peaks.start("evaluation")

@@ -22,12 +22,11 @@ from lightning_batchmem.devices.breakdown import MemoryBreakdown
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import PHASES
 from lightning_batchmem.profile.alerts import Alerts
 from lightning_batchmem.profile.device_reader import DeviceReader
 from lightning_batchmem.profile.figures import log_figures
 from lightning_batchmem.profile.flop_step import FlopStep
-from lightning_batchmem.profile.metrics import LoggerMetrics, predicted_bytes
+from lightning_batchmem.profile.metrics import LoggerMetrics
 from lightning_batchmem.profile.module_memory import ModuleStep
 from lightning_batchmem.profile.ranks import HostGroup, RankTotals, rank_metrics
 from lightning_batchmem.profile.recorder import StepRecorder
@@ -41,17 +40,16 @@ _MAX_STEPS = 1000
 
 
 class Sink(Protocol):
-    """Takes the steps between two logs."""
+    """Takes the steps of a run."""
 
-    def take(self, interval: Interval) -> None:
-        """Use these steps; each step is in one interval."""
+    def take(self, intervals: list[Interval]) -> None:
+        """Use the steps since the last call; each step is in one interval."""
 
 
 class Options(NamedTuple):
     """What a MemoryProfiler was asked for."""
 
     items_fn: Callable[[Any], float] | None
-    progress_bar: bool
     modules: bool
     flops: bool
     peak_flops: float | None
@@ -97,14 +95,12 @@ class Run:
         self._plan = plan
         self._csv = csv
         self._snapshot = snapshot
-        self._has_progress_bar = options.progress_bar
         self._modules: ModuleStep | None = None
         if options.modules and stage == "train":
             self._modules = ModuleStep(device)
         self._flops: FlopStep | None = None
         if options.flops and stage == "train":
             self._flops = FlopStep(device, str(trainer.precision), options.peak_flops)
-        self._is_host = device_memory is not None and device_memory.is_host
         self._device_name = device.type if device_memory is None else device_memory.name
         self._recorder = StepRecorder(
             trainer,
@@ -122,8 +118,6 @@ class Run:
             list(trainer.loggers) if logs_at_all(trainer) else [],
             trainer.world_size,
             None if device_memory is None else device_memory.total_bytes(),
-            plan,
-            self._is_host,
             self._flops,
         )
         self._alerts = Alerts(
@@ -131,9 +125,11 @@ class Run:
             granularity_bytes=0 if device_memory is None else device_memory.granularity_bytes,
             planned_bytes=0 if plan is None else plan.limit_bytes,
         )
-        self._sinks: list[Sink] = [self._alerts, self._metrics]
+        self._sinks: list[Sink] = [self._alerts]
         if csv is not None:
             self._sinks.append(csv)
+        # The sinks have not taken these.
+        self._intervals: list[Interval] = []
         self._totals: defaultdict[str, Totals] = defaultdict(Totals)
         # The fields of each step.
         self._steps: list[dict[str, Any]] = []
@@ -165,7 +161,7 @@ class Run:
         self._complete()
         self._recorder.start(module, batch, arrived)
 
-    def end_step(self, trainer: Trainer, module: LightningModule, batch: object) -> None:
+    def end_step(self, trainer: Trainer, batch: object) -> None:
         """End a step, except its time."""
         peak_bytes = self._recorder.stop(trainer, batch)
         if peak_bytes is None:
@@ -177,11 +173,6 @@ class Run:
             return
         self._logging_step = logging_step(trainer)
         self._is_due = logs_now(trainer, self._logging_step)
-        if self._has_progress_bar and (self._is_due or self._recorder.run_clock.steps == 1):
-            limit_bytes = self._reader.last.limit_bytes or 0
-            values = {"peak_gib": self.run_peak_bytes, "limit_gib": limit_bytes}
-            in_gib = {name: round(value / 2**30, 2) for name, value in values.items() if value}
-            module.log_dict(in_gib, prog_bar=True, logger=False)
 
     def end_epoch(self, trainer: Trainer) -> None:
         """Add the last step, and prepare the exchange between the ranks.
@@ -238,6 +229,8 @@ class Run:
             if is_complete and trainer.world_size > 1:
                 rank_peaks_bytes = self._join_ranks()
         finally:
+            # After an error of the device too, the file has all steps that were reported.
+            self._hand_over()
             if self._csv is not None:
                 self._csv.close()
         if self._stage not in self._totals:
@@ -259,16 +252,30 @@ class Run:
                 self._report(ended["stage"], self._logging_step)
 
     def _report(self, stage: str, step: int) -> None:
-        """Hand the steps since the last report to all sinks."""
+        """Log the steps since the last report.
+
+        The sinks take them with the next reading of the device, since many intervals at a time take
+        less time.
+        """
         self._is_due = False
         if not self._steps:
             return
         steps = [Step(**fields) for fields in self._steps]
         self._steps = []
+        before = self._reader.last
         interval = Interval(stage, steps, self._reader.read(), step)
-        self._totals[stage].add(interval.totals)
+        self._metrics.take(interval)
+        self._intervals.append(interval)
+        if interval.reading is not before:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Add the reported intervals to the totals, and hand them to the sinks."""
+        for interval in self._intervals:
+            self._totals[interval.stage].add(interval.steps, interval.reading)
         for sink in self._sinks:
-            sink.take(interval)
+            sink.take(self._intervals)
+        self._intervals = []
 
     def _join_ranks(self) -> tuple[int, ...]:
         """Exchange the totals of the ranks, and log them if an epoch has ended.
@@ -278,8 +285,9 @@ class Run:
         if self._group is None:
             return ()
         self._report("train", self._logging_step)
+        self._hand_over()
         totals = self._totals.get("train", Totals())
-        ranks = self._group.exchange(RankTotals(totals.maxima.get("peak"), totals.rate("samples")))
+        ranks = self._group.exchange(RankTotals(totals.peak_bytes, totals.samples.per_second()))
         if self._epoch_end_step is not None:
             self._metrics.log(rank_metrics(ranks), self._epoch_end_step)
         self._epoch_end_step = None
@@ -297,42 +305,38 @@ class Run:
             more["modules"] = self._modules.peak
             more["no_modules_reason"] = self._modules.why_not
         if self._flops is not None:
-            rate = self._flops.rate(totals.rate("samples"))
+            rate = self._flops.rate(totals.samples.per_second())
             more |= rate._asdict()
             more["flops_per_sample"] = self._flops.flops_per_sample
             more["no_flops_reason"] = self._flops.why_not
         if self._stage == "train" and "validate" in self._totals:
             more["validation"] = self._summary("validate")
-        if self._stage == "train" and self._plan is not None and totals.highest is not None:
-            size = totals.highest.batch_size
-            more["predicted_bytes"] = predicted_bytes(self._plan, size, is_host=self._is_host)
         return self._summary(self._stage, **more)
 
     def _summary(
         self, stage: str, breakdown: MemoryBreakdown | None = None, **more: Any
     ) -> Summary:
         totals = self._totals[stage]
-        maxima = totals.maxima
         highest = totals.highest
         ranks = self._metrics.world_size
         return Summary(
             device=self._device_name,
             stage=stage,
-            steps=totals.total("steps"),
-            peak_bytes=maxima.get("peak"),
+            steps=totals.steps,
+            peak_bytes=totals.peak_bytes,
             peak_step=0 if highest is None else highest.number,
-            batch_size=maxima.get("batch_size") if highest is None else highest.batch_size,
-            phase_peak_bytes={phase: maxima[phase] for phase in PHASES if phase in maxima},
-            peak_reserved_bytes=maxima.get("reserved"),
+            batch_size=totals.batch_size if highest is None else highest.batch_size,
+            phase_peak_bytes=totals.phase_peak_bytes,
+            peak_reserved_bytes=totals.reserved_bytes,
             breakdown=breakdown,
             limit_bytes=self._reader.last.limit_bytes,
-            samples_per_second=totals.rate("samples", ranks),
-            items_per_second=totals.rate("items", ranks),
+            samples_per_second=totals.samples.per_second(ranks),
+            items_per_second=totals.items.per_second(ranks),
             step_seconds=totals.step_seconds,
-            data_wait_share=totals.rate("wait_seconds"),
-            busy_percent=totals.rate("busy"),
-            oom_splits=totals.total("oom_splits") if "oom_splits" in totals.sums else None,
-            graph_steps=totals.total("graph_steps"),
+            data_wait_share=totals.waits.per_second(),
+            busy_percent=totals.busy.per_second(),
+            oom_splits=totals.oom_splits,
+            graph_steps=totals.graph_steps,
             alerts=tuple(self._alerts.issued.values()),
             **more,
         )

@@ -68,9 +68,6 @@ class Summary:
             it.
         outside_bytes: bytes on the device outside this process's allocator when the breakdown was
             taken: contexts, NCCL, other processes; None if unknown.
-        predicted_bytes: peak that a BatchFinder's plan expects at ``batch_size``, in the same kind
-            of bytes as ``peak_bytes``: live bytes by its lines (host: the bytes that the process
-            held at this size in the search); None without a plan, and where the plan has none.
         alerts: the alerts of the run, in their order.
         rank_peaks_bytes: highest peak of each rank, in rank order; empty for one rank.
         validation: the validation inside this ``fit``; None if there was none.
@@ -106,7 +103,6 @@ class Summary:
     stage: str = "train"
     items_per_second: float | None = None
     outside_bytes: int | None = None
-    predicted_bytes: int | None = None
     alerts: tuple[str, ...] = ()
     rank_peaks_bytes: tuple[int, ...] = ()
     validation: Summary | None = None
@@ -200,7 +196,6 @@ def summary_table(summary: Summary) -> Table:
     # Only an allocator reserves memory; a resident set includes the program.
     is_resident_set = summary.peak_reserved_bytes is None
     peak_name = "peak, held by this process" if is_resident_set else "peak, live"
-    predicted_name = "held in the search" if is_resident_set else "predicted by the plan, live"
     if breakdown is not None:
         other = "interpreter, libraries" if is_resident_set else "workspaces, kept tensors"
         for name, attribute in PARTS:
@@ -211,7 +206,6 @@ def summary_table(summary: Summary) -> Table:
         table.add_section()
     table.add_row(peak_name, mib(peak_bytes), "100.0%")
     for name, beyond_bytes in (
-        (predicted_name, summary.predicted_bytes),
         ("cached, unused", summary.cached_bytes),
         ("outside the allocator", summary.outside_bytes),
     ):

@@ -2,76 +2,85 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from lightning_batchmem.profile.step import DeviceReading, Step
+
+
+@dataclass(slots=True)
+class Rate:
+    """An amount, and the wall seconds of the steps that have it."""
+
+    amount: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, amount: float | None, seconds: float) -> None:
+        if amount is not None:
+            self.amount += amount
+            self.seconds += seconds
+
+    def per_second(self, factor: float = 1.0) -> float | None:
+        """Return ``factor`` times the amount per second; None if no step has it."""
+        return factor * self.amount / self.seconds if self.seconds else None
 
 
 class Totals:
     """Totals over steps, constant in size. What no step has is missing."""
 
     def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = 0.0
+        self.graph_steps = 0
+        self.oom_splits: int | None = None
         # The step with the highest peak.
         self.highest: Step | None = None
-        # The keys are phases, "peak", "reserved" and "batch_size", and the values the highest of
-        # all steps. The last batch of an epoch often has fewer samples than a full one.
-        self.maxima: dict[str, int] = {}
-        # Each sum comes with the wall seconds of the steps that count in it.
-        self.sums: dict[str, tuple[float, float]] = {}
+        self.reserved_bytes: int | None = None
+        # The last batch of an epoch often has fewer samples than a full one.
+        self.batch_size: int | None = None
+        self.phase_peak_bytes: dict[str, int] = {}
+        self.samples = Rate()
+        self.items = Rate()
+        self.waits = Rate()
+        self.busy = Rate()
 
     @property
-    def seconds(self) -> float:
-        return self.sums["steps"][1]
+    def peak_bytes(self) -> int | None:
+        return None if self.highest is None else self.highest.peak_bytes
 
     @property
     def step_seconds(self) -> float:
         """Mean wall time of a step."""
-        steps, seconds = self.sums["steps"]
-        return seconds / steps
+        return self.seconds / self.steps
 
-    def total(self, name: str) -> int:
-        """Return a sum that counts steps or batches; 0 if no step counts in it."""
-        return int(self.sums[name][0]) if name in self.sums else 0
+    def add(self, steps: Sequence[Step], reading: DeviceReading) -> None:
+        """Add the steps of an interval, and the reading at its end."""
+        for step in steps:
+            self._add_step(step)
+        if reading.utilization is not None:
+            # A utilization counts with the time of its interval.
+            seconds = sum(step.seconds for step in steps)
+            self.busy.add(reading.utilization[1] * seconds, seconds)
 
-    def rate(self, name: str, factor: float = 1.0) -> float | None:
-        """Return ``factor`` times a sum per second; None if no step counts in it."""
-        amount, seconds = self.sums.get(name, (0.0, 0.0))
-        return factor * amount / seconds if seconds else None
-
-    def add_step(self, step: Step) -> None:
+    def _add_step(self, step: Step) -> None:
         seconds = step.seconds
-        self.count("steps", 1, seconds)
-        if step.has_graphs:
-            self.count("graph_steps", 1, seconds)
-        self.count("oom_splits", step.oom_splits, seconds)
-        self.count("wait_seconds", step.wait_seconds, seconds)
+        self.steps += 1
+        self.seconds += seconds
+        self.waits.add(step.wait_seconds, seconds)
         if not step.is_slowed:
-            self.count("samples", step.batch_size, seconds)
-            self.count("items", step.items, seconds)
-        if step.peak_bytes is not None and step.peak_bytes > self.maxima.get("peak", -1):
+            self.samples.add(step.batch_size, seconds)
+            self.items.add(step.items, seconds)
+        if step.has_graphs:
+            self.graph_steps += 1
+        if step.oom_splits is not None:
+            self.oom_splits = (self.oom_splits or 0) + step.oom_splits
+        if step.peak_bytes is not None and step.peak_bytes > (self.peak_bytes or -1):
             self.highest = step
-        self._raise("peak", step.peak_bytes)
-        self._raise("reserved", step.peak_reserved_bytes)
-        self._raise("batch_size", step.batch_size)
+        self.reserved_bytes = _higher(self.reserved_bytes, step.peak_reserved_bytes)
+        self.batch_size = _higher(self.batch_size, step.batch_size)
         for phase, phase_bytes in step.phase_peak_bytes.items():
-            self._raise(phase, phase_bytes)
-
-    def add(self, other: Totals) -> None:
-        """Add the totals of later steps."""
-        if other.maxima.get("peak", -1) > self.maxima.get("peak", -1):
-            self.highest = other.highest
-        for name, value in other.maxima.items():
-            self._raise(name, value)
-        for name, (amount, seconds) in other.sums.items():
-            self.count(name, amount, seconds)
-
-    def count(self, name: str, amount: float | None, seconds: float) -> None:
-        """Add an amount, unless it is None, of steps with so many wall seconds."""
-        if amount is not None:
-            amount_before, seconds_before = self.sums.get(name, (0.0, 0.0))
-            self.sums[name] = (amount_before + amount, seconds_before + seconds)
-
-    def _raise(self, name: str, value: int | None) -> None:
-        if value is not None and value > self.maxima.get(name, -1):
-            self.maxima[name] = value
+            if phase_bytes > self.phase_peak_bytes.get(phase, -1):
+                self.phase_peak_bytes[phase] = phase_bytes
 
 
 class Interval:
@@ -94,9 +103,10 @@ class Interval:
         self.reading = reading
         self.logging_step = logging_step
         self.totals = Totals()
-        for step in steps:
-            self.totals.add_step(step)
-        if reading.utilization is not None:
-            # A utilization counts with the time of its interval.
-            seconds = self.totals.seconds
-            self.totals.count("busy", reading.utilization[1] * seconds, seconds)
+        self.totals.add(steps, reading)
+
+
+def _higher(first: int | None, second: int | None) -> int | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return max(first, second)
