@@ -37,7 +37,7 @@ class MemoryProfiler(Callback):
     :attr:`summary` contains the same as data.
 
     Each of these raises one warning: a leak, a limit that is near, a device that mostly waits for
-    data. If memory runs out, the error gets a note with the step and its memory breakdown.
+    data. If memory runs out, the error gets a note with the step and the size of its batch.
 
     Times are wall time. A step lasts from the request of its batch to that of the next one, without
     evaluation, checkpoints and the time between epochs. The device is never synchronized, and a GPU
@@ -258,7 +258,7 @@ class MemoryProfiler(Callback):
         """Report the steps so far, remove all hooks, and add a note to an out-of-memory error."""
         try:
             if self._run is not None:
-                for note in self._run.notes(exception, trainer, pl_module):
+                for note in self._run.notes(exception, trainer):
                     exception.add_note(f"MemoryProfiler: {note}")
             self._finish(trainer, is_complete=False)
             if isinstance(exception, KeyboardInterrupt):

@@ -344,8 +344,7 @@ def test_validation_in_a_training_has_rows_metrics_and_a_summary(tmp_path, devic
     for _, metrics in recorder.others:
         assert set(metrics) == {f"validate/{name}" for name in EVALUATED}
         assert metrics["validate/peak_allocated_mib"] == 6
-    validation = profiler.summary.validation
-    assert (validation.stage, validation.steps, validation.peak_bytes) == ("validate", 6, 6 * MIB)
+    assert profiler.summary.phase_peak_bytes["evaluation"] == 6 * MIB
     assert (profiler.summary.steps, profiler.summary.peak_bytes) == (6, MIB)
     # The peak of the run includes evaluations, as torch.cuda.max_memory_allocated() does.
     assert profiler.run_peak_bytes == 6 * MIB
@@ -626,12 +625,7 @@ def test_a_training_goes_on_where_the_log_directory_has_disappeared(tmp_path, de
 @pytest.mark.parametrize(
     ("where", "at_step", "text"),
     [
-        (
-            "backward",
-            3,
-            "in train step 3 with a batch of 4 samples. Until then it held up to 51.0 MiB of"
-            " 1,024.0 MiB",
-        ),
+        ("backward", 3, "in train step 3 with a batch of 4 samples"),
         ("validation", 6, "in validate step 0 with a batch of 4 samples"),
         ("epoch end", 6, "between two steps"),
     ],
@@ -660,12 +654,8 @@ def test_an_out_of_memory_error_gets_a_note_and_a_snapshot(
     trainer = trainer_for(tmp_path, MemoryProfiler(snapshot="on_oom"), end, num_sanity_val_steps=0)
     with pytest.raises(torch.cuda.OutOfMemoryError) as error:
         trainer.fit(Validated(work), data(), data(samples=8))
-    for part in (
-        f"memory ran out {text}",
-        "optimizer state",
-        "MemoryProfiler: the snapshot is written",
-    ):
-        assert part in notes_of(error)
+    assert f"MemoryProfiler: memory ran out {text}." in notes_of(error)
+    assert "MemoryProfiler: the snapshot is written" in notes_of(error)
     assert calls == [(tmp_path, "cpu"), ("write", 0), "stop"]
 
 

@@ -18,7 +18,6 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.devices.tensors import has_own_tensors, samples_in
 from lightning_batchmem.plan.options import number_from
-from lightning_batchmem.plan.records import mib
 from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.module_memory import ModuleStep
 from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
@@ -217,10 +216,8 @@ class StepRecorder:
             self._ended = None
         return ended
 
-    def explain_out_of_memory(
-        self, trainer: Trainer, module: LightningModule, limit_bytes: int | None
-    ) -> str:
-        """The note of an error: the step that ran out of memory, and the contents of the memory."""
+    def explain_out_of_memory(self, trainer: Trainer) -> str:
+        """The note of an error: the step that ran out of memory."""
         where = "between two steps"
         if self.clock.in_step:
             number = self.clock.first_number + self.clock.steps - 1
@@ -229,14 +226,7 @@ class StepRecorder:
                 where += f" with a batch of {samples:,} samples"
         if trainer.world_size > 1:
             where += f" on rank {trainer.global_rank}"
-        text = f"memory ran out {where}."
-        peak_bytes = self._peaks()[1] or 0
-        if self.breakdown is not None and limit_bytes is not None:
-            breakdown = self.breakdown.at_failure(module, self._optimizers, self._batch, peak_bytes)
-            text += (
-                f" Until then it held up to {mib(peak_bytes)} of {mib(limit_bytes)}: {breakdown}."
-            )
-        return text
+        return f"memory ran out {where}."
 
     def close(self) -> None:
         """Remove all hooks."""

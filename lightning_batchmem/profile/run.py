@@ -18,7 +18,6 @@ from lightning_batchmem._lightning.trainer_state import (
     logs_now,
 )
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.breakdown import MemoryBreakdown
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.plan.plan import Plan
@@ -197,16 +196,11 @@ class Run:
         self._complete()
         self._report("validate", logging_step(trainer))
         self._recorder.end_validation()
-        # The next utilization of the training is without that of the evaluation.
-        self._reader.leave_out()
 
-    def notes(
-        self, error: BaseException, trainer: Trainer, module: LightningModule
-    ) -> Iterable[str]:
+    def notes(self, error: BaseException, trainer: Trainer) -> Iterable[str]:
         """Return sentences about an error that ended the run."""
         if is_out_of_memory(error):
-            limit_bytes = self._reader.last.limit_bytes
-            yield self._recorder.explain_out_of_memory(trainer, module, limit_bytes)
+            yield self._recorder.explain_out_of_memory(trainer)
             if self._snapshot is not None:
                 yield self._snapshot.write(trainer.global_rank)
 
@@ -235,7 +229,7 @@ class Run:
                 self._csv.close()
         if self._stage not in self._totals:
             return None
-        summary = self._summary_of_run(rank_peaks_bytes)
+        summary = self._summary(rank_peaks_bytes)
         if self._csv is not None:
             self._csv.write_text(summary_name(self._stage), summary.to_json())
         if is_complete and is_training and trainer.is_global_zero:
@@ -293,10 +287,15 @@ class Run:
         self._epoch_end_step = None
         return tuple(rank.peak_bytes for rank in ranks if rank.peak_bytes is not None)
 
-    def _summary_of_run(self, rank_peaks_bytes: tuple[int, ...]) -> Summary:
-        """Return the summary of the stage of the run, for a training with its validation."""
-        more: dict[str, Any] = {"rank_peaks_bytes": rank_peaks_bytes}
+    def _summary(self, rank_peaks_bytes: tuple[int, ...]) -> Summary:
+        """Return the summary of the stage of the run."""
         totals = self._totals[self._stage]
+        highest = totals.highest
+        ranks = self._metrics.world_size
+        phase_peak_bytes = totals.phase_peak_bytes
+        if self._stage == "train" and "validate" in self._totals:
+            phase_peak_bytes = phase_peak_bytes | self._totals["validate"].phase_peak_bytes
+        more: dict[str, Any] = {}
         breakdown = self._recorder.breakdown
         if breakdown is not None:
             more["breakdown"] = breakdown.at_peak()
@@ -309,35 +308,24 @@ class Run:
             more |= rate._asdict()
             more["flops_per_sample"] = self._flops.flops_per_sample
             more["no_flops_reason"] = self._flops.why_not
-        if self._stage == "train" and "validate" in self._totals:
-            more["validation"] = self._summary("validate")
-        return self._summary(self._stage, **more)
-
-    def _summary(
-        self, stage: str, breakdown: MemoryBreakdown | None = None, **more: Any
-    ) -> Summary:
-        totals = self._totals[stage]
-        highest = totals.highest
-        ranks = self._metrics.world_size
         return Summary(
             device=self._device_name,
-            stage=stage,
+            stage=self._stage,
             steps=totals.steps,
             peak_bytes=totals.peak_bytes,
             peak_step=0 if highest is None else highest.number,
             batch_size=totals.batch_size if highest is None else highest.batch_size,
-            phase_peak_bytes=totals.phase_peak_bytes,
+            phase_peak_bytes=phase_peak_bytes,
             peak_reserved_bytes=totals.reserved_bytes,
-            breakdown=breakdown,
             limit_bytes=self._reader.last.limit_bytes,
             samples_per_second=totals.samples.per_second(ranks),
             items_per_second=totals.items.per_second(ranks),
             step_seconds=totals.step_seconds,
             data_wait_share=totals.waits.per_second(),
             busy_percent=totals.busy.per_second(),
-            oom_splits=totals.oom_splits,
             graph_steps=totals.graph_steps,
             alerts=tuple(self._alerts.issued.values()),
+            rank_peaks_bytes=rank_peaks_bytes,
             **more,
         )
 

@@ -52,7 +52,8 @@ class Summary:
             measured.
         peak_step: the step of this peak, as in ``memory_per_batch.csv``.
         batch_size: samples of that step, on this rank; None if its batch does not show it.
-        phase_peak_bytes: phase -> highest allocated bytes in it, over all steps.
+        phase_peak_bytes: phase -> highest allocated bytes in it, over all steps. In a training the
+            phase ``"evaluation"`` is its validation.
         peak_reserved_bytes: highest reserved bytes; None if the device reserves none.
         limit_bytes: bytes that this process may hold, at the last reading: the limit of the device,
             or of a BatchFinder's plan.
@@ -70,7 +71,6 @@ class Summary:
             taken: contexts, NCCL, other processes; None if unknown.
         alerts: the alerts of the run, in their order.
         rank_peaks_bytes: highest peak of each rank, in rank order; empty for one rank.
-        validation: the validation inside this ``fit``; None if there was none.
         modules: the bytes of each module at the peak of one steady step, with
             ``MemoryProfiler(modules=True)``; None without it, or if they could not be measured.
         no_modules_reason: why they could not be measured; empty if they were, or were not asked
@@ -83,7 +83,6 @@ class Summary:
         mfu_pct: the same in per cent of the device's peak; None if the peak is unknown too.
         no_flops_reason: why one of these three is not known; empty if they are, or were not asked
             for.
-        oom_splits: training batches that an OomGuard ran in parts on this rank; None without one.
         graph_steps: steps that replayed CUDA graphs. Their live peak is not known, so
             ``peak_bytes`` is that of the other steps.
     """
@@ -96,16 +95,15 @@ class Summary:
     phase_peak_bytes: dict[str, int]
     peak_reserved_bytes: int | None
     limit_bytes: int | None
-    breakdown: MemoryBreakdown | None
     samples_per_second: float | None
     step_seconds: float
     data_wait_share: float | None
     stage: str = "train"
     items_per_second: float | None = None
+    breakdown: MemoryBreakdown | None = None
     outside_bytes: int | None = None
     alerts: tuple[str, ...] = ()
     rank_peaks_bytes: tuple[int, ...] = ()
-    validation: Summary | None = None
     modules: PeakByModule | None = None
     no_modules_reason: str = ""
     busy_percent: float | None = None
@@ -113,7 +111,6 @@ class Summary:
     tflops_per_device: float | None = None
     mfu_pct: float | None = None
     no_flops_reason: str = ""
-    oom_splits: int | None = None
     graph_steps: int = 0
 
     def __repr__(self) -> str:
@@ -240,13 +237,8 @@ def _caption(summary: Summary) -> Iterator[str]:
             f"Peaks of {len(peaks)} ranks: {mib(min(peaks))} to {mib(max(peaks))},"
             f" highest on {peaks.index(max(peaks))}; {mib(sum(peaks))} in all"
         )
-    if (validation := summary.validation) is not None:
-        peak = (
-            "" if validation.peak_bytes is None else f"highest peak {mib(validation.peak_bytes)}, "
-        )
-        yield f"Validation: {peak}{_speed(validation)}"
-    if summary.oom_splits:
-        yield f"{summary.oom_splits:,} batches ran in parts (OomGuard)"
+    if summary.stage == "train" and "evaluation" in summary.phase_peak_bytes:
+        yield f"Highest peak of the validation: {mib(summary.phase_peak_bytes['evaluation'])}"
     yield from _breakdown_notes(summary)
     yield from filter(None, (summary.no_modules_reason, summary.no_flops_reason))
     for alert in summary.alerts:

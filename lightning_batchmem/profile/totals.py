@@ -32,7 +32,6 @@ class Totals:
         self.steps = 0
         self.seconds = 0.0
         self.graph_steps = 0
-        self.oom_splits: int | None = None
         # The step with the highest peak.
         self.highest: Step | None = None
         self.reserved_bytes: int | None = None
@@ -72,8 +71,6 @@ class Totals:
             self.items.add(step.items, seconds)
         if step.has_graphs:
             self.graph_steps += 1
-        if step.oom_splits is not None:
-            self.oom_splits = (self.oom_splits or 0) + step.oom_splits
         if step.peak_bytes is not None and step.peak_bytes > (self.peak_bytes or -1):
             self.highest = step
         self.reserved_bytes = _higher(self.reserved_bytes, step.peak_reserved_bytes)

@@ -33,10 +33,10 @@ NO_MEMORY = replace(SUMMARY, device="mps", peak_bytes=None, limit_bytes=None, br
 UNKNOWN = replace(
     SUMMARY, breakdown=None, samples_per_second=None, data_wait_share=None, batch_size=None
 )
-VALIDATION = replace(SUMMARY, stage="validate", peak_bytes=2500 * MIB, steps=3)
+VALIDATION = replace(SUMMARY, stage="validate", phase_peak_bytes={"evaluation": 2000 * MIB})
 MORE = replace(
     SUMMARY,
-    validation=VALIDATION,
+    phase_peak_bytes={"backward": 2000 * MIB, "evaluation": 2500 * MIB},
     alerts=("Something rises.",),
     rank_peaks_bytes=(MIB, 2 * MIB),
     items_per_second=99.5,
@@ -92,7 +92,7 @@ def test_every_part_with_its_share():
         (
             MORE,
             [
-                "Validation: highest peak 2,500.0 MiB, 3 steps of 12.5 ms",
+                "Highest peak of the validation: 2,500.0 MiB",
                 "Warning: Something rises.",
             ],
             [],
@@ -105,7 +105,7 @@ def test_every_part_with_its_share():
             ],
             [],
         ),
-        (VALIDATION, ["Memory of a validation step (host)"], []),
+        (VALIDATION, ["Memory of a validation step (host)"], ["of the validation"]),
         (
             UNKNOWN,
             ["No breakdown: the run ended before the first step after an optimizer"],
