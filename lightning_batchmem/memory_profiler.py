@@ -241,7 +241,7 @@ class MemoryProfiler(Callback):
         if trainer.state.fn != "fit":
             self._finish(trainer)
         elif self._run is not None:
-            self._run.end_validation(trainer)
+            self._run.end_validation()
 
     on_test_end = on_predict_end = on_validation_end
 

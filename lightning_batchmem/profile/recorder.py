@@ -21,6 +21,7 @@ from lightning_batchmem.plan.options import number_from
 from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.module_memory import ModuleStep
 from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
+from lightning_batchmem.profile.step import Step
 from lightning_batchmem.profile.step_clock import StepClock
 from lightning_batchmem.search.compiled import compiled_frames
 
@@ -205,16 +206,14 @@ class StepRecorder:
         }
         return peak_bytes or 0
 
-    def complete(self) -> dict[str, Any] | None:
-        """Return the fields of the step that has ended, with its time; None without such a step.
-
-        Many of them are made into records at a time, because this takes less time.
-        """
-        ended = self._ended
-        if ended is not None:
-            ended["seconds"], ended["wait_seconds"] = self.clock.seconds()
-            self._ended = None
-        return ended
+    def complete(self) -> Step | None:
+        """Return the step that has ended, with its time; None without such a step."""
+        if self._ended is None:
+            return None
+        seconds, wait_seconds = self.clock.seconds()
+        step = Step(seconds=seconds, wait_seconds=wait_seconds, **self._ended)
+        self._ended = None
+        return step
 
     def explain_out_of_memory(self, trainer: Trainer) -> str:
         """The note of an error: the step that ran out of memory."""

@@ -130,8 +130,8 @@ class Run:
         # The sinks have not taken these.
         self._intervals: list[Interval] = []
         self._totals: defaultdict[str, Totals] = defaultdict(Totals)
-        # The fields of each step.
-        self._steps: list[dict[str, Any]] = []
+        # These steps, all of one stage, are not reported.
+        self._steps: list[Step] = []
         self._is_due = False
         self._logging_step = 0
         self._group = HostGroup() if stage == "train" else None
@@ -168,10 +168,9 @@ class Run:
         if peak_bytes > self.epoch_peak_bytes:
             self.epoch_peak_bytes = peak_bytes
             self.run_peak_bytes = max(self.run_peak_bytes, peak_bytes)
-        if self._recorder.clock.stage != "train":
-            return
         self._logging_step = logging_step(trainer)
-        self._is_due = logs_now(trainer, self._logging_step)
+        is_training = self._recorder.clock.stage == "train"
+        self._is_due = is_training and logs_now(trainer, self._logging_step)
 
     def end_epoch(self, trainer: Trainer) -> None:
         """Add the last step, and prepare the exchange between the ranks.
@@ -188,13 +187,13 @@ class Run:
     def begin_validation(self) -> None:
         """Report the training steps before a validation: its time is none of theirs."""
         self._complete()
-        self._report("train", self._logging_step)
+        self._report()
         self._recorder.begin_validation()
 
-    def end_validation(self, trainer: Trainer) -> None:
+    def end_validation(self) -> None:
         """Report a validation in the training."""
         self._complete()
-        self._report("validate", logging_step(trainer))
+        self._report()
         self._recorder.end_validation()
 
     def notes(self, error: BaseException, trainer: Trainer) -> Iterable[str]:
@@ -213,13 +212,10 @@ class Run:
             self._snapshot.stop()
         self._fetches.close()
         self._recorder.close()
-        is_training = self._stage == "train"
         rank_peaks_bytes: tuple[int, ...] = ()
         try:
             self._complete()
-            # A training may end within an evaluation.
-            stage = self._recorder.clock.stage
-            self._report(stage, self._logging_step if is_training else logging_step(trainer))
+            self._report()
             if is_complete and trainer.world_size > 1:
                 rank_peaks_bytes = self._join_ranks()
         finally:
@@ -232,7 +228,7 @@ class Run:
         summary = self._summary(rank_peaks_bytes)
         if self._csv is not None:
             self._csv.write_text(summary_name(self._stage), summary.to_json())
-        if is_complete and is_training and trainer.is_global_zero:
+        if is_complete and self._stage == "train" and trainer.is_global_zero:
             csv_path = None if self._csv is None else self._csv.path
             log_figures(self._metrics.loggers, csv_path, self._plan, _last_step(trainer))
         return summary
@@ -243,9 +239,9 @@ class Run:
         if ended is not None:
             self._steps.append(ended)
             if self._is_due or len(self._steps) >= _MAX_STEPS:
-                self._report(ended["stage"], self._logging_step)
+                self._report()
 
-    def _report(self, stage: str, step: int) -> None:
+    def _report(self) -> None:
         """Log the steps since the last report.
 
         The sinks take them with the next reading of the device, since many intervals at a time take
@@ -254,10 +250,9 @@ class Run:
         self._is_due = False
         if not self._steps:
             return
-        steps = [Step(**fields) for fields in self._steps]
-        self._steps = []
         before = self._reader.last
-        interval = Interval(stage, steps, self._reader.read(), step)
+        interval = Interval(self._steps, self._reader.read(), self._logging_step)
+        self._steps = []
         self._metrics.take(interval)
         self._intervals.append(interval)
         if interval.reading is not before:
@@ -278,7 +273,7 @@ class Run:
         """
         if self._group is None:
             return ()
-        self._report("train", self._logging_step)
+        self._report()
         self._hand_over()
         totals = self._totals.get("train", Totals())
         ranks = self._group.exchange(RankTotals(totals.peak_bytes, totals.samples.per_second()))

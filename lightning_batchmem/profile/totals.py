@@ -81,21 +81,18 @@ class Totals:
 
 
 class Interval:
-    """The steps of one stage since the last log, and a reading of the device at their end.
+    """The steps since the last log, and a reading of the device at their end.
 
     This is what a sink takes.
 
     Args:
-        stage: the stage of the steps.
-        steps: the steps, at least one.
+        steps: the steps, at least one, and all of one stage.
         reading: the reading of the device.
         logging_step: the loggers get the metrics under this number.
     """
 
-    def __init__(
-        self, stage: str, steps: list[Step], reading: DeviceReading, logging_step: int
-    ) -> None:
-        self.stage = stage
+    def __init__(self, steps: list[Step], reading: DeviceReading, logging_step: int) -> None:
+        self.stage = steps[0].stage
         self.steps = steps
         self.reading = reading
         self.logging_step = logging_step

@@ -31,7 +31,7 @@ UNREAD = DeviceReading()
 
 
 def interval(*steps, reading=UNREAD):
-    return Interval("train", list(steps), reading, 0)
+    return Interval(list(steps), reading, 0)
 
 
 # Tests of leaks.

@@ -21,7 +21,7 @@ UNREAD = DeviceReading()
 
 
 def interval(*steps, reading=UNREAD):
-    return Interval("train", list(steps), reading, 0)
+    return Interval(list(steps), reading, 0)
 
 
 def written(directory, *steps, reading=UNREAD, **options):
