@@ -210,8 +210,8 @@ class StepRecorder:
         """Return the step that has ended, with its time; None without such a step."""
         if self._ended is None:
             return None
-        seconds, wait_seconds = self.clock.seconds()
-        step = Step(seconds=seconds, wait_seconds=wait_seconds, **self._ended)
+        self._ended["seconds"], self._ended["wait_seconds"] = self.clock.seconds()
+        step = Step(**self._ended)
         self._ended = None
         return step
 

@@ -15,10 +15,9 @@ class Rate:
     amount: float = 0.0
     seconds: float = 0.0
 
-    def add(self, amount: float | None, seconds: float) -> None:
-        if amount is not None:
-            self.amount += amount
-            self.seconds += seconds
+    def add(self, amount: float, seconds: float) -> None:
+        self.amount += amount
+        self.seconds += seconds
 
     def per_second(self, factor: float = 1.0) -> float | None:
         """Return ``factor`` times the amount per second; None if no step has it."""
@@ -34,6 +33,7 @@ class Totals:
         self.graph_steps = 0
         # The step with the highest peak.
         self.highest: Step | None = None
+        self.peak_bytes: int | None = None
         self.reserved_bytes: int | None = None
         # The last batch of an epoch often has fewer samples than a full one.
         self.batch_size: int | None = None
@@ -42,10 +42,6 @@ class Totals:
         self.items = Rate()
         self.waits = Rate()
         self.busy = Rate()
-
-    @property
-    def peak_bytes(self) -> int | None:
-        return None if self.highest is None else self.highest.peak_bytes
 
     @property
     def step_seconds(self) -> float:
@@ -58,23 +54,32 @@ class Totals:
             self._add_step(step)
         if reading.utilization is not None:
             # A utilization counts with the time of its interval.
-            seconds = sum(step.seconds for step in steps)
+            seconds = sum([step.seconds for step in steps])
             self.busy.add(reading.utilization[1] * seconds, seconds)
 
     def _add_step(self, step: Step) -> None:
+        # Each step comes here twice, so this has few calls.
         seconds = step.seconds
+        size = step.batch_size
+        peak_bytes = step.peak_bytes
+        reserved_bytes = step.peak_reserved_bytes
         self.steps += 1
         self.seconds += seconds
-        self.waits.add(step.wait_seconds, seconds)
-        if not step.is_slowed:
-            self.samples.add(step.batch_size, seconds)
+        if step.wait_seconds is not None:
+            self.waits.add(step.wait_seconds, seconds)
+        if size is not None and not step.is_slowed:
+            self.samples.add(size, seconds)
+        if step.items is not None and not step.is_slowed:
             self.items.add(step.items, seconds)
         if step.has_graphs:
             self.graph_steps += 1
-        if step.peak_bytes is not None and step.peak_bytes > (self.peak_bytes or -1):
+        if peak_bytes is not None and peak_bytes > (self.peak_bytes or -1):
             self.highest = step
-        self.reserved_bytes = _higher(self.reserved_bytes, step.peak_reserved_bytes)
-        self.batch_size = _higher(self.batch_size, step.batch_size)
+            self.peak_bytes = peak_bytes
+        if reserved_bytes is not None and reserved_bytes > (self.reserved_bytes or -1):
+            self.reserved_bytes = reserved_bytes
+        if size is not None and size > (self.batch_size or -1):
+            self.batch_size = size
         for phase, phase_bytes in step.phase_peak_bytes.items():
             if phase_bytes > self.phase_peak_bytes.get(phase, -1):
                 self.phase_peak_bytes[phase] = phase_bytes
@@ -98,9 +103,3 @@ class Interval:
         self.logging_step = logging_step
         self.totals = Totals()
         self.totals.add(steps, reading)
-
-
-def _higher(first: int | None, second: int | None) -> int | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return max(first, second)
