@@ -260,6 +260,8 @@ class Run:
 
     def _hand_over(self) -> None:
         """Add the reported intervals to the totals, and hand them to the sinks."""
+        if not self._intervals:
+            return
         for interval in self._intervals:
             self._totals[interval.stage].add(interval.steps, interval.reading)
         for sink in self._sinks:
