@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from lightning_batchmem.plan.records import MIB, mib
 from lightning_batchmem.profile.step import Step
-from lightning_batchmem.profile.totals import Interval, Rate, Totals
+from lightning_batchmem.profile.totals import Interval, Totals
 
 # Each has what happened, and what to do.
 _SENTENCES = {
@@ -63,10 +63,7 @@ class Alerts:
         self._warn = warn
         self._planned_bytes = planned_bytes
         self._leaks = LeakDetector(granularity_bytes)
-        # The steps, the waits and the busy time since the last check of them.
-        self._steps = 0
-        self._waits = Rate()
-        self._busy = Rate()
+        self._waited = Totals()
 
     def take(self, intervals: list[Interval]) -> None:
         """Check the training steps since the last call."""
@@ -86,7 +83,7 @@ class Alerts:
             self._issue("nearly full", peak=mib(peak_bytes), limit=mib(limit_bytes))
         # A device may work while its process waits, so a wait counts only with the utilization.
         if interval.reading.utilization is not None:
-            self._check_wait(totals)
+            self._check_wait(interval)
 
     def _check_start(self, step: Step, start_bytes: int, limit_bytes: int) -> None:
         """Compare the memory in use at the start of a step with that of the steps before it."""
@@ -100,22 +97,18 @@ class Alerts:
         end = round(step.number + free_bytes / pace_bytes)
         self._issue("leak", pace=pace, end=end, limit=mib(limit_bytes))
 
-    def _check_wait(self, totals: Totals) -> None:
+    def _check_wait(self, interval: Interval) -> None:
         """Add the steps since the last call, and check them once they are enough."""
-        self._steps += totals.steps
-        self._waits.add(totals.waits.amount, totals.waits.seconds)
-        self._busy.add(totals.busy.amount, totals.busy.seconds)
-        steps = self._steps
-        seconds = self._busy.seconds
-        if steps < _MIN_WAITED_STEPS or seconds < _MIN_WAITED_SECONDS:
+        waited = self._waited
+        waited.add(interval.steps, interval.reading)
+        seconds = waited.seconds
+        if waited.steps < _MIN_WAITED_STEPS or seconds < _MIN_WAITED_SECONDS:
             return
-        share = self._waits.per_second() or 0.0
-        busy = self._busy.per_second() or 0.0
+        self._waited = Totals()
+        share = waited.wait_share or 0.0
+        busy = waited.busy_percent or 0.0
         if share > _MAX_WAIT_SHARE and busy < _MIN_BUSY_PERCENT:
-            self._issue("data", share=share, seconds=seconds, steps=steps, busy=busy)
-        self._steps = 0
-        self._waits = Rate()
-        self._busy = Rate()
+            self._issue("data", share=share, seconds=seconds, steps=waited.steps, busy=busy)
 
     def _issue(self, kind: str, **values: object) -> None:
         if kind not in self.issued:

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.profile.flop_step import FlopStep
-from lightning_batchmem.profile.totals import Interval
+from lightning_batchmem.profile.totals import Interval, ratio
 
 
 @dataclass
@@ -36,16 +36,17 @@ class LoggerMetrics:
     def metrics(self, interval: Interval) -> dict[str, float]:
         """Return the metrics in MiB, ms and per cent, without the unknown ones."""
         totals = interval.totals
+        ranks = self.world_size
         reading = interval.reading
         known: dict[str, float | None] = {
-            "memory/peak_allocated_mib": _share(totals.peak_bytes, MIB),
-            "memory/peak_reserved_mib": _share(totals.reserved_bytes, MIB),
-            "memory/reserved_pct": _share(totals.reserved_bytes, self.total_bytes, 100.0),
-            "memory/limit_mib": _share(reading.limit_bytes, MIB),
-            "throughput/samples_per_s": totals.samples.per_second(self.world_size),
-            "throughput/items_per_s": totals.items.per_second(self.world_size),
+            "memory/peak_allocated_mib": ratio(totals.peak_bytes, MIB),
+            "memory/peak_reserved_mib": ratio(totals.reserved_bytes, MIB),
+            "memory/reserved_pct": ratio(totals.reserved_bytes, self.total_bytes, 100.0),
+            "memory/limit_mib": ratio(reading.limit_bytes, MIB),
+            "throughput/samples_per_s": ratio(totals.samples, totals.samples_seconds, ranks),
+            "throughput/items_per_s": ratio(totals.items, totals.items_seconds, ranks),
             "throughput/step_ms": 1e3 * totals.step_seconds,
-            "throughput/data_wait_pct": totals.waits.per_second(100.0),
+            "throughput/data_wait_pct": ratio(totals.wait_seconds, totals.waited_seconds, 100.0),
             "batch/size": totals.batch_size,
         }
         if reading.utilization is not None:
@@ -60,7 +61,7 @@ class LoggerMetrics:
         else:
             known["memory/alloc_retries"] = reading.alloc_retries
             if self.flops is not None:
-                rate = self.flops.rate(totals.samples.per_second())
+                rate = self.flops.rate(totals.samples_per_second)
                 known["throughput/tflops_per_device"] = rate.tflops_per_device
                 known["throughput/mfu_pct"] = rate.mfu_pct
         return {name: float(value) for name, value in known.items() if value is not None}
@@ -77,7 +78,3 @@ class LoggerMetrics:
                     f"{name} gets no more metrics of MemoryProfiler:"
                     f" {type(error).__name__}: {error}"
                 )
-
-
-def _share(amount: float | None, whole: float | None, factor: float = 1.0) -> float | None:
-    return factor * amount / whole if amount is not None and whole else None

@@ -32,7 +32,7 @@ from lightning_batchmem.profile.recorder import StepRecorder
 from lightning_batchmem.profile.step import Step
 from lightning_batchmem.profile.step_csv import PLAN_NAME, StepCsv
 from lightning_batchmem.profile.summary import Summary, summary_name
-from lightning_batchmem.profile.totals import Interval, Totals
+from lightning_batchmem.profile.totals import Interval, Totals, ratio
 
 # So many steps are kept at most.
 _MAX_STEPS = 1000
@@ -278,7 +278,7 @@ class Run:
         self._report()
         self._hand_over()
         totals = self._totals.get("train", Totals())
-        ranks = self._group.exchange(RankTotals(totals.peak_bytes, totals.samples.per_second()))
+        ranks = self._group.exchange(RankTotals(totals.peak_bytes, totals.samples_per_second))
         if self._epoch_end_step is not None:
             self._metrics.log(rank_metrics(ranks), self._epoch_end_step)
         self._epoch_end_step = None
@@ -301,7 +301,7 @@ class Run:
             more["modules"] = self._modules.peak
             more["no_modules_reason"] = self._modules.why_not
         if self._flops is not None:
-            rate = self._flops.rate(totals.samples.per_second())
+            rate = self._flops.rate(totals.samples_per_second)
             more |= rate._asdict()
             more["flops_per_sample"] = self._flops.flops_per_sample
             more["no_flops_reason"] = self._flops.why_not
@@ -315,11 +315,11 @@ class Run:
             phase_peak_bytes=phase_peak_bytes,
             peak_reserved_bytes=totals.reserved_bytes,
             limit_bytes=self._reader.last.limit_bytes,
-            samples_per_second=totals.samples.per_second(ranks),
-            items_per_second=totals.items.per_second(ranks),
+            samples_per_second=ratio(totals.samples, totals.samples_seconds, ranks),
+            items_per_second=ratio(totals.items, totals.items_seconds, ranks),
             step_seconds=totals.step_seconds,
-            data_wait_share=totals.waits.per_second(),
-            busy_percent=totals.busy.per_second(),
+            data_wait_share=totals.wait_share,
+            busy_percent=totals.busy_percent,
             graph_steps=totals.graph_steps,
             alerts=tuple(self._alerts.issued.values()),
             rank_peaks_bytes=rank_peaks_bytes,

@@ -3,62 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_batchmem.profile.step import DeviceReading, Step
 
 
-@dataclass(slots=True)
-class Rate:
-    """An amount, and the wall seconds of the steps that have it."""
-
-    amount: float = 0.0
-    seconds: float = 0.0
-
-    def add(self, amount: float, seconds: float) -> None:
-        self.amount += amount
-        self.seconds += seconds
-
-    def per_second(self, factor: float = 1.0) -> float | None:
-        """Return ``factor`` times the amount per second; None if no step has it."""
-        return factor * self.amount / self.seconds if self.seconds else None
-
-
+@dataclass
 class Totals:
     """Totals over steps, constant in size. What no step has is missing."""
 
-    def __init__(self) -> None:
-        self.steps = 0
-        self.seconds = 0.0
-        self.graph_steps = 0
-        # The step with the highest peak.
-        self.highest: Step | None = None
-        self.peak_bytes: int | None = None
-        self.reserved_bytes: int | None = None
-        # The last batch of an epoch often has fewer samples than a full one.
-        self.batch_size: int | None = None
-        self.phase_peak_bytes: dict[str, int] = {}
-        self.samples = Rate()
-        self.items = Rate()
-        self.waits = Rate()
-        self.busy = Rate()
+    steps: int = 0
+    seconds: float = 0.0
+    # Amounts. Each comes with the wall seconds of the steps that have it.
+    samples: int = 0
+    samples_seconds: float = 0.0
+    items: float = 0.0
+    items_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    # The utilization of each interval counts with its time.
+    busy_percent_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    graph_steps: int = 0
+    # The step with the highest peak.
+    highest: Step | None = None
+    peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    # The last batch of an epoch often has fewer samples than a full one.
+    batch_size: int | None = None
+    phase_peak_bytes: dict[str, int] = field(default_factory=dict)
 
     @property
     def step_seconds(self) -> float:
         """Mean wall time of a step."""
         return self.seconds / self.steps
 
+    @property
+    def samples_per_second(self) -> float | None:
+        return ratio(self.samples, self.samples_seconds)
+
+    @property
+    def wait_share(self) -> float | None:
+        return ratio(self.wait_seconds, self.waited_seconds)
+
+    @property
+    def busy_percent(self) -> float | None:
+        return ratio(self.busy_percent_seconds, self.busy_seconds)
+
     def add(self, steps: Sequence[Step], reading: DeviceReading) -> None:
         """Add the steps of an interval, and the reading at its end."""
+        seconds_before = self.seconds
         for step in steps:
             self._add_step(step)
         if reading.utilization is not None:
-            # A utilization counts with the time of its interval.
-            seconds = sum([step.seconds for step in steps])
-            self.busy.add(reading.utilization[1] * seconds, seconds)
+            seconds = self.seconds - seconds_before
+            self.busy_percent_seconds += reading.utilization[1] * seconds
+            self.busy_seconds += seconds
 
     def _add_step(self, step: Step) -> None:
-        # Each step comes here twice, so this has few calls.
+        # Each step comes here several times, so this calls nothing.
         seconds = step.seconds
         size = step.batch_size
         peak_bytes = step.peak_bytes
@@ -66,11 +69,14 @@ class Totals:
         self.steps += 1
         self.seconds += seconds
         if step.wait_seconds is not None:
-            self.waits.add(step.wait_seconds, seconds)
+            self.wait_seconds += step.wait_seconds
+            self.waited_seconds += seconds
         if size is not None and not step.is_slowed:
-            self.samples.add(size, seconds)
+            self.samples += size
+            self.samples_seconds += seconds
         if step.items is not None and not step.is_slowed:
-            self.items.add(step.items, seconds)
+            self.items += step.items
+            self.items_seconds += seconds
         if step.has_graphs:
             self.graph_steps += 1
         if peak_bytes is not None and peak_bytes > (self.peak_bytes or -1):
@@ -103,3 +109,8 @@ class Interval:
         self.logging_step = logging_step
         self.totals = Totals()
         self.totals.add(steps, reading)
+
+
+def ratio(amount: float | None, whole: float | None, factor: float = 1.0) -> float | None:
+    """Return ``factor`` times an amount over a whole; None if one of them is missing."""
+    return factor * amount / whole if amount is not None and whole else None

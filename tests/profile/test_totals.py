@@ -1,5 +1,5 @@
 from lightning_batchmem.profile.step import DeviceReading
-from lightning_batchmem.profile.totals import Totals
+from lightning_batchmem.profile.totals import Totals, ratio
 from tests.helpers.steps import MIB, UNREAD, step
 
 
@@ -14,6 +14,6 @@ def test_totals_of_a_run_are_those_of_its_intervals():
     assert (totals.batch_size, totals.graph_steps) == (4, 1)
     assert totals.phase_peak_bytes == {"forward": 9 * MIB, "backward": MIB}
     # The utilization of each interval counts with its time.
-    assert totals.busy.per_second() == 60.0
-    # No step has items, and their sum is missing.
-    assert totals.items.per_second() is None
+    assert totals.busy_percent == 60.0
+    # No step has items, and their rate is missing.
+    assert ratio(totals.items, totals.items_seconds) is None
