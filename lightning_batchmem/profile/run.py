@@ -18,6 +18,7 @@ from lightning_batchmem._lightning.trainer_state import (
     logs_now,
 )
 from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.cpu import usable_cores
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.plan.plan import Plan
@@ -101,6 +102,8 @@ class Run:
         if options.flops and stage == "train":
             self._flops = FlopStep(device, str(trainer.precision), options.peak_flops)
         self._device_name = device.type if device_memory is None else device_memory.name
+        is_host = device_memory is not None and device_memory.is_host
+        self._cores = usable_cores() if is_host else None
         self._recorder = StepRecorder(
             trainer,
             module,
@@ -320,6 +323,7 @@ class Run:
             step_seconds=totals.step_seconds,
             data_wait_share=totals.wait_share,
             busy_percent=totals.busy_percent,
+            cores=self._cores,
             graph_steps=totals.graph_steps,
             alerts=tuple(self._alerts.issued.values()),
             rank_peaks_bytes=rank_peaks_bytes,
