@@ -83,7 +83,7 @@ class Alerts:
             self._issue("nearly full", peak=mib(peak_bytes), limit=mib(limit_bytes))
         # A device may work while its process waits, so a wait counts only with the utilization.
         if interval.reading.utilization is not None:
-            self._check_wait(interval)
+            self._check_wait(totals)
 
     def _check_start(self, step: Step, start_bytes: int, limit_bytes: int) -> None:
         """Compare the memory in use at the start of a step with that of the steps before it."""
@@ -97,11 +97,15 @@ class Alerts:
         end = round(step.number + free_bytes / pace_bytes)
         self._issue("leak", pace=pace, end=end, limit=mib(limit_bytes))
 
-    def _check_wait(self, interval: Interval) -> None:
-        """Add the steps since the last call, and check them once they are enough."""
+    def _check_wait(self, totals: Totals) -> None:
+        """Add the totals since the last call, and check them once they are enough."""
         waited = self._waited
-        waited.add(interval.steps, interval.reading)
-        seconds = waited.seconds
+        waited.steps += totals.steps
+        waited.wait_seconds += totals.wait_seconds
+        waited.waited_seconds += totals.waited_seconds
+        waited.busy_seconds += totals.busy_seconds
+        waited.busy_percent_seconds += totals.busy_percent_seconds
+        seconds = waited.busy_seconds
         if waited.steps < _MIN_WAITED_STEPS or seconds < _MIN_WAITED_SECONDS:
             return
         self._waited = Totals()

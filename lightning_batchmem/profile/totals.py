@@ -61,7 +61,7 @@ class Totals:
             self.busy_seconds += seconds
 
     def _add_step(self, step: Step) -> None:
-        # Each step comes here several times, so this calls nothing.
+        # Each step comes here twice, so this calls nothing.
         seconds = step.seconds
         size = step.batch_size
         peak_bytes = step.peak_bytes
