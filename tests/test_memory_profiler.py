@@ -546,6 +546,22 @@ def test_rows_are_in_the_file_within_a_second(tmp_path, device_memory, monkeypat
     assert [*found, len(csv_rows(tmp_path))] == [0, 1, 1, 1, 4, 4, 6]
 
 
+def test_a_device_that_fails_keeps_the_rows_that_were_reported(
+    tmp_path, device_memory, monkeypatch
+):
+    steps = []
+
+    def read(reader):
+        if len(steps) > 3:
+            raise RuntimeError("the device is lost")
+        return reader.last
+
+    monkeypatch.setattr(DeviceReader, "read", read)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        profiled(tmp_path, Net(), At(on_train_batch_end=lambda *_: steps.append(0)))
+    assert len(csv_rows(tmp_path)) == 3
+
+
 def test_each_run_has_its_own_files(tmp_path, device_memory):
     profiler = MemoryProfiler()
     net = Evaluated(device_memory)
