@@ -8,6 +8,7 @@ validations. A line has what the search cost.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,11 +19,14 @@ from PIL import Image
 from torch import Tensor
 
 from benchmarks.common import ROOT, command_line, machine, trainer_for
-from examples.quickstart import Batch, Classifier, Digits, limit_bytes
 from lightning_batchmem import BatchFinder, MemoryProfiler
 from lightning_batchmem.profile.figures import draw as draw_figures
 from lightning_batchmem.profile.figures import save
 from lightning_batchmem.profile.step_csv import NAME, read_rows
+
+# The examples are scripts, which import each other in this way.
+sys.path.insert(0, str(ROOT / "examples"))
+from quickstart import Batch, Classifier, Digits, limit_bytes  # noqa: E402
 
 EPOCHS = 4
 
