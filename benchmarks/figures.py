@@ -26,7 +26,7 @@ from lightning_batchmem.profile.step_csv import NAME, read_rows
 
 # The examples are scripts, which import each other in this way.
 sys.path.insert(0, str(ROOT / "examples"))
-from quickstart import Batch, Classifier, Digits, limit_bytes  # noqa: E402
+from quickstart import Batch, Classifier, Digits, limit_bytes
 
 EPOCHS = 4
 
