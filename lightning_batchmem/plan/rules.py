@@ -307,7 +307,9 @@ def _choose(known: TrialsSoFar) -> Chosen:
     if limited_by == "throughput":
         reason = sentences.near_best_throughput(known.passed, limits, policy.near_best_share)
     elif limited_by == "memory":
-        reason = sentences.limited_by_memory(known.passed, known.failed, limits, policy.host_share)
+        reason = sentences.limited_by_memory(
+            known.passed, largest_size, known.failed, limits, policy.host_share
+        )
     else:
         reason = sentences.limited_by_size(known.passed, limits)
     notes = [

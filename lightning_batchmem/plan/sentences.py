@@ -107,7 +107,11 @@ def too_small_to_run(batch_size: int, limits: SearchLimits) -> str:
 
 
 def limited_by_memory(
-    batch_size: int, failed: Iterable[Trial], limits: SearchLimits, host_share: float
+    batch_size: int,
+    largest_size: int,
+    failed: Iterable[Trial],
+    limits: SearchLimits,
+    host_share: float,
 ) -> str:
     size = size_text(batch_size, limits)
     above = [trial for trial in failed if trial.batch_size > batch_size]
@@ -117,6 +121,8 @@ def limited_by_memory(
             " the system ends a process that runs out of memory. A higher memory_limit raises the"
             " size."
         )
+    if not above and largest_size > batch_size:
+        return f"{size}: no more than {size_text(largest_size, limits)} are predicted to fit."
     if not above:
         return f"{size}: the largest size that is predicted to fit."
     smallest = min(above, key=lambda trial: trial.batch_size)

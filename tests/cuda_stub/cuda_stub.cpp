@@ -1229,6 +1229,41 @@ cublasStatus_t cublasSgemv_v2(cublasHandle_t handle, cublasOperation_t, int m, i
   return CUBLAS_STATUS_SUCCESS;
 }
 
+// In double precision.
+cublasStatus_t cublasDgemm_v2(cublasHandle_t handle, cublasOperation_t, cublasOperation_t, int m,
+                              int n, int k, const double*, const double*, int, const double*, int,
+                              const double*, double*, int) {
+  product(m, n, k, 1, STREAM);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasDgemmStridedBatched(cublasHandle_t handle, cublasOperation_t,
+                                         cublasOperation_t, int m, int n, int k, const double*,
+                                         const double*, int, long long, const double*, int,
+                                         long long, const double*, double*, int, long long,
+                                         int batch) {
+  product(m, n, k, batch, STREAM);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasDgemv_v2(cublasHandle_t handle, cublasOperation_t, int m, int n, const double*,
+                              const double*, int, const double*, int, const double*, double*, int) {
+  product(m, n, 1, 1, STREAM);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasSdot_v2(cublasHandle_t handle, int n, const float*, int, const float*, int,
+                             float*) {
+  product(1, 1, n, 1, STREAM);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasDdot_v2(cublasHandle_t handle, int n, const double*, int, const double*, int,
+                             double*) {
+  product(1, 1, n, 1, STREAM);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
 size_t cublasLtGetVersion() {
   return CUBLAS_VERSION;
 }

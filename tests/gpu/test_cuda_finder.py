@@ -59,8 +59,8 @@ class ConvNet(LightningModule):
         return DataLoader(TensorDataset(torch.ones(64, 3, 16, 16)), batch_size=self.batch_size)
 
 
-def train(module, folder, *callbacks):
-    options = {"accelerator": "gpu", "devices": 1, "max_steps": STEPS}
+def train(module, folder, *callbacks, precision="32-true"):
+    options = {"accelerator": "gpu", "devices": 1, "max_steps": STEPS, "precision": precision}
     trainer = quiet_trainer(*callbacks, default_root_dir=folder, **options)
     trainer.fit(module)
     return module
@@ -107,3 +107,34 @@ def test_training_after_a_search_is_that_of_the_hard_coded_size(device, tmp_path
     assert torch.equal(random_state, torch.cuda.get_rng_state(device))
     for name, tensor in hard_coded.state_dict().items():
         assert torch.equal(tensor, searched.state_dict()[name]), name
+
+
+def test_a_search_in_double_precision(tmp_path):
+    finder = BatchFinder(max_batch_size=4)
+    train(ConvNet(), tmp_path, finder, precision="64-true")
+    assert finder.plan.batch_size == 4
+    assert finder.plan.verified
+
+
+def test_a_search_with_an_optimizer_that_takes_dot_products(tmp_path):
+    class WithLineSearch(ConvNet):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), max_iter=2)
+
+    finder = BatchFinder(max_batch_size=4)
+    train(WithLineSearch(), tmp_path, finder)
+    assert finder.plan.batch_size == 4
+    assert finder.plan.verified
+
+
+def test_a_search_with_attention_in_half_precision(tmp_path):
+    class WithAttention(ConvNet):
+        def forward(self, x):
+            places = self.layers(x)[:, :, ::8, ::8].flatten(2).transpose(1, 2).contiguous()
+            one_head = places.unsqueeze(1)
+            return nn.functional.scaled_dot_product_attention(one_head, one_head, one_head)
+
+    finder = BatchFinder(max_batch_size=4)
+    train(WithAttention(), tmp_path, finder, precision="bf16-mixed")
+    assert finder.plan.batch_size == 4
+    assert finder.plan.verified

@@ -411,6 +411,14 @@ def test_the_reason_is_the_throughput_if_larger_sizes_ran_below_a_failed_probe()
     assert plan.reason.startswith("32 samples: the smallest size with at least 95% of the best")
 
 
+def test_the_reason_of_a_fast_size_does_not_name_it_the_largest_that_is_predicted_to_fit():
+    run = device(STRAIGHT, 50_000, speed_at=launching)
+    plan = drive(run, limits(50_000, objective="throughput")).plan
+    assert (plan.batch_size, plan.limited_by) == (1024, "memory")
+    largest = f"{plan.largest_batch_size} samples"
+    assert plan.reason == f"1024 samples: no more than {largest} are predicted to fit."
+
+
 def test_a_peak_above_that_of_a_larger_size_is_left_out():
     """cuDNN may take a larger workspace at a smaller size."""
 

@@ -10,7 +10,7 @@ from importlib.machinery import PathFinder
 
 
 class TorchWithoutCudnn(MetaPathFinder):
-    """Finds torch as usual, and changes one setting after it was loaded."""
+    """Finds torch as usual, and changes two settings after it was loaded."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
@@ -24,6 +24,8 @@ class TorchWithoutCudnn(MetaPathFinder):
         def load_and_switch_off(module):
             load(module)
             module.backends.cudnn.enabled = False
+            # The attention of cuDNN has a switch of its own, and is preferred on Hopper.
+            module.backends.cuda.enable_cudnn_sdp(False)
 
         spec.loader.exec_module = load_and_switch_off
         return spec
