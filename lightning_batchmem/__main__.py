@@ -22,6 +22,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 
 from lightning_batchmem import check as memory_test
 from lightning_batchmem import comparison
+from lightning_batchmem._lightning.packages import is_own_error
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.profile import figures
@@ -50,7 +51,8 @@ def find(
         **options: arguments of BatchFinder.
     """
     _check_file(out)
-    finder = SearchOnly(**options)
+    # Both do nothing without a training. What is given here is no option of the command.
+    finder = SearchOnly(verbose=False, search_on_resume=False, **options)
     made_trainer, module, data = comparison.make_trainer(_function(make), trainer or {})
     plan = finder.search(made_trainer, module, None, data, None)
     _write(str(plan), plan.to_json(), out)
@@ -165,9 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     # The user's code may raise any error, which needs its traceback. One of this package is a line.
     except Exception as error:  # noqa: BLE001
-        origin = traceback.extract_tb(error.__traceback__)[-1].filename
-        is_own = Path(origin).is_relative_to(Path(__file__).parent)
-        if is_own and isinstance(error, ValueError | RuntimeError | ImportError):
+        if is_own_error(error):
             _print_error(f"error: {error}")
         else:
             traceback.print_exc()

@@ -112,7 +112,7 @@ class BatchFinder(Callback):
             Otherwise, or if the rehearsal fails, the search runs, and a note of the new plan has
             the reason.
         verbose: print the whole plan, with all reasons and every size that was run, instead of six
-            lines.
+            rows.
         budget: the attribute that ``batch_arg_name`` names is no number of samples, but a budget
             within which the loaders form their own batches, such as ``"max_tokens"``. Sizes are in
             units of it. Where loaders are passed to ``fit``, it is an attribute of their batch
@@ -362,8 +362,8 @@ class BatchFinder(Callback):
         device_memory = self.device_memory(device)
         if device_memory is None:
             raise ValueError(
-                f"BatchFinder needs a peak memory counter, and {device.type} or its allocator has"
-                " none. Set the batch size by hand."
+                f"BatchFinder cannot search, because {device.type} or its allocator counts"
+                " no peak memory. Set the batch size by hand."
             )
         return TrainerSearch(trainer, device_memory, self._options, self.policy, self._ranks)
 

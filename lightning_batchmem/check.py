@@ -184,7 +184,7 @@ def measure(make: Make, base: Mapping[str, Any]) -> StepMemory:
     if not all(trial.is_exact for trial in plan.trials):
         raise ValueError("the memory of a compiled step cannot be counted")
     if plan.memory is None:
-        raise ValueError(f"a line needs steps at two sizes, got one: {plan.reason}")
+        raise ValueError(f"the memory must be measured at two sizes, got one: {plan.reason}")
     phases = {
         phase: PhaseMemory(round(line.intercept), round(line.slope))
         for phase, line in plan.memory.lines.items()

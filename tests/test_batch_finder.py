@@ -60,7 +60,8 @@ def test_the_size_is_the_largest_that_fits_and_training_uses_it(search, device, 
     assert plan.notes.count(note) == 1
     printed = capsys.readouterr().out
     assert printed == f"{plan.short_text()}\n"
-    assert len(printed.splitlines()) <= 6
+    rows = [line for line in printed.splitlines() if not line.startswith(" " * 12)]
+    assert len(rows) <= 6
 
 
 @pytest.mark.parametrize(
@@ -90,8 +91,10 @@ def test_a_limit_out_of_range(fit, fake_device):
     with pytest.warns(UserWarning, match="more than the device can provide, 100.0 MiB"):
         fit(Lawful(device, lambda size: size * MIB), BatchFinder(memory_limit=200 * MIB), device)
     message = "memory_limit must be above the 60.0 MiB that the process already holds, got 50.0 MiB"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as raised:
         fit(Lawful(device, law), BatchFinder(memory_limit="50MiB"), device)
+    # The note about other callbacks belongs to errors of the user's code.
+    assert not hasattr(raised.value, "__notes__")
 
 
 @pytest.mark.parametrize(
@@ -324,8 +327,9 @@ def test_an_error_in_the_search_says_that_other_callbacks_do_nothing(search, dev
     with pytest.raises(AttributeError, match="weight_of_loss") as raised:
         search(kind(device, law), LambdaCallback(**{hook: give_weight}))
     assert raised.value.__notes__ == [
-        "BatchFinder: this happened in its search, where other callbacks do nothing. Steps and"
-        " hooks of the module must not need what another callback sets in on_fit_start or later."
+        "BatchFinder: this error occurred in the search before the training, when other callbacks"
+        " do not run. If a step or a hook of the module needs what a callback sets in on_fit_start"
+        " or later, let the callback set it in setup."
     ]
 
 
@@ -397,7 +401,7 @@ class Awaits(Lawful):
 
 @pytest.mark.parametrize("kind", [Generates, Awaits])
 def test_a_step_that_does_not_run_when_called_is_refused(search, device, kind):
-    with pytest.raises(ValueError, match="training_step must run when it is called, got"):
+    with pytest.raises(ValueError, match="training_step must be an ordinary method, got"):
         search(kind(device, law))
 
 
@@ -408,7 +412,7 @@ def test_an_evaluation_step_that_does_not_run_when_called_is_refused(search, dev
         yield batch
 
     module.predict_step = predict_step
-    with pytest.raises(ValueError, match="predict_step must run when it is called, got"):
+    with pytest.raises(ValueError, match="predict_step must be an ordinary method, got"):
         search(module, stage="predict")
 
 
@@ -704,7 +708,9 @@ class Unfreezes(BaseFinetuning):
 
 
 def test_a_callback_that_unfreezes_all_layers_in_the_first_epoch_is_refused(search, device):
-    with pytest.raises(ValueError, match=r"got Unfreezes, which has frozen all.*\. Leave .*\.$"):
+    with pytest.raises(
+        ValueError, match=r"got Unfreezes, which has frozen all.*\. In freeze_.*\.$"
+    ):
         search(Lawful(device, law), Unfreezes(frozen=True))
     assert search(Lawful(device, law), Unfreezes(frozen=False)).batch_size == FOUND
 
@@ -758,7 +764,7 @@ def test_projects_that_cannot_be_searched(search, device, make, arguments, messa
 
 
 def test_a_device_without_a_peak_counter_is_refused(fit, device):
-    with pytest.raises(ValueError, match="BatchFinder needs a peak memory counter, and cpu"):
+    with pytest.raises(ValueError, match="BatchFinder cannot search, because cpu"):
         fit(Lawful(device, law), BatchFinder(), None)
 
 

@@ -68,7 +68,10 @@ def test_the_largest_budget_that_fits_is_found(search, device, kind, first, caps
     assert module.max_tokens == FOUND
     assert plan.trials[0].batch_size == first
     assert plan.measured_peak_bytes == tokens_law(FOUND_TOKENS)
-    assert plan.reason == f"max_tokens {FOUND:,}: the largest size that is predicted to fit."
+    size = f"max_tokens {FOUND:,}"
+    assert (
+        plan.reason == f"{size}: it passed a rehearsal, and the limit leaves little room above it."
+    )
     assert plan.memory.lines["forward"].slope == pytest.approx(MIB / 16, rel=0.01)
     text = capsys.readouterr().out
     assert f"BatchFinder: max_tokens {FOUND:,}, limited by memory, verified by a rehearsal" in text
@@ -187,7 +190,7 @@ def test_a_target_and_a_learning_rate_speak_of_the_budget(search, device):
     plan = search(module, options=options(target_batch_size=8192))
     assert (plan.batch_size, plan.accumulate_grad_batches) == (4096, 2)
     assert "max_tokens 8,192, in 2 batches" in str(plan)
-    assert any("max_tokens per optimizer step went from 512 to 8,192" in n for n in plan.notes)
+    assert any("step has 8,192 max_tokens instead of 512" in n for n in plan.notes)
 
 
 class Both(Texts):
@@ -271,10 +274,10 @@ class ConstantLength(Texts):
 @pytest.mark.parametrize(
     ("kind", "more", "message"),
     [
-        (Fixed, {}, "train_dataloader must make other batches with another `max_tokens`"),
+        (Fixed, {}, "batches of train_dataloader must change with `max_tokens`"),
         (Sized, {}, "batch_arg_name must name a budget with budget=True, but no loader of train"),
         (Mixed, {}, "each loader of train_dataloader must form its own batches within"),
-        (ConstantLength, {}, "max_batch_size must be given, because train_dataloader has as many"),
+        (ConstantLength, {}, "max_batch_size must be given, because train_dataloader has the same"),
         (Texts, {"batch_arg_name": "max_items"}, "must name an attribute of the module, the"),
         (Texts, {"batch_arg_name": "layer"}, "`layer` must be a budget of at least 1 with"),
     ],

@@ -152,7 +152,11 @@ def test_the_longest_of_64_samples_makes_all_batches():
         ({"accelerator": "gpu"}, 64, "accelerator must be cpu for the memory test, got 'gpu'"),
         ({"devices": 2}, 64, "devices must be one device, got 2 on 1 nodes in 'the memory test'"),
         ({"fast_dev_run": True}, 64, "trainer must be one that trains in this process"),
-        ({}, 2, "a line needs steps at two sizes, got one: 2 samples: the data set has no more"),
+        (
+            {},
+            2,
+            "the memory must be measured at two sizes, got one: 2 samples: the data set has no",
+        ),
     ],
 )
 def test_what_cannot_be_measured(base, samples, message):

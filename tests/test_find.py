@@ -170,7 +170,9 @@ def test_a_trainer_that_would_not_train():
         find_batch_size(trainer, module, max_batch_size=0)
 
 
-@pytest.mark.parametrize(("has_bar", "text"), [(False, r"\Z"), (True, r"BatchFinder: .*\n\Z")])
+@pytest.mark.parametrize(
+    ("has_bar", "text"), [(False, r"\Z"), (True, r"BatchFinder: searching.*\nBatchFinder: .*\n\Z")]
+)
 def test_only_the_progress_is_printed(has_bar, text, device, reads_here, monkeypatch, capsys):
     monkeypatch.setattr(BatchFinder, "device_memory", lambda *_: device)
     trainer = quiet_trainer(max_epochs=1, enable_progress_bar=has_bar)
@@ -196,5 +198,5 @@ def test_the_callbacks_of_the_training_count(device, reads_here, monkeypatch):
     )
     plans = [find_batch_size(trainer, Lawful(device, law)) for trainer in trainers]
     # The copy has a weight and a bias of four bytes each.
-    less = ["used 0.000 MiB less than the limit" in " ".join(plan.notes) for plan in plans]
+    less = ["left 0.000 MiB of the limit free" in " ".join(plan.notes) for plan in plans]
     assert less == [False, True]

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
 from lightning_batchmem.devices.breakdown import MemoryBreakdown
+from lightning_batchmem.devices.cpu import usable_cores
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.profile.device_reader import DeviceReader
 from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
@@ -128,6 +129,7 @@ def test_every_step_is_a_row_with_the_peak_of_each_phase(
     }
     assert (summary.peak_bytes, summary.peak_step) == (26 * MIB, 5)
     assert (summary.steps, summary.batch_size) == (6, 2)
+    assert summary.cores is None
     assert summary.samples_per_second == pytest.approx(2 * 22 / (6 * summary.step_seconds))
     # The breakdown has gradients and the state of Adam, which exist from the second step on.
     weights = (4 + 1) * 4
@@ -390,7 +392,9 @@ def test_a_peak_before_the_steady_state(
     assert text in " ".join(capsys.readouterr().out.split())
 
 
-def test_memory_that_the_heap_keeps_counts_as_activations(tmp_path, device_memory):
+def test_the_host_has_its_cores_and_memory_that_the_heap_keeps_counts_as_activations(
+    tmp_path, device_memory
+):
     device_memory.as_host()
 
     def work(step, where):
@@ -401,6 +405,7 @@ def test_memory_that_the_heap_keeps_counts_as_activations(tmp_path, device_memor
     breakdown = profiler.summary.breakdown
     assert breakdown.other_bytes == MIB - breakdown.parameters_bytes
     assert breakdown.peak_bytes == 51 * MIB
+    assert profiler.summary.cores == usable_cores()
 
 
 def test_the_peaks_of_epoch_and_run_can_be_read_at_any_time(tmp_path, device_memory):

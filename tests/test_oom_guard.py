@@ -488,7 +488,7 @@ class HooksLate(Failing):
     [
         (LogsWithConstant, "self.log('value') gets a batch_size that is not its number of samples"),
         (LogsInSomeParts, "its parts log different values"),
-        (WithItsSize, "it has its number of samples as a number, which is not that of a part"),
+        (WithItsSize, "the batch has its number of samples in it, which would be wrong in a part"),
         (Skips, "training_step returns no loss for a part of it"),
         (HooksLate, "layers.0.weight has a hook on its gradient"),
     ],

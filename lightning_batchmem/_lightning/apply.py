@@ -53,8 +53,8 @@ def _check_gradients(trainer: Trainer, module: LightningModule) -> None:
         if isinstance(callback, in_every_package("callbacks.BaseFinetuning")):
             raise ValueError(
                 "a parameter must require gradients before the first epoch for BatchFinder, got"
-                f" {type(callback).__name__}, which has frozen all of them. Leave those that the"
-                " first epoch trains out of `freeze` in freeze_before_training."
+                f" {type(callback).__name__}, which has frozen all of them. In"
+                " freeze_before_training, do not freeze those that the first epoch trains."
             )
 
 
@@ -62,7 +62,7 @@ def check_step(module: LightningModule, name: str) -> None:
     """Raise a ValueError where a step fetches its batches itself, or does not run when called."""
     step = getattr(module, name)
     if inspect.isgeneratorfunction(step) or inspect.iscoroutinefunction(step):
-        raise ValueError(f"{name} must run when it is called, got a generator or a coroutine")
+        raise ValueError(f"{name} must be an ordinary method, got a generator or a coroutine")
     if "dataloader_iter" in inspect.signature(step).parameters:
         raise ValueError(
             f"{name} must take a batch for BatchFinder, got one that takes dataloader_iter. Set the"

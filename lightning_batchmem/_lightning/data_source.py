@@ -73,8 +73,9 @@ class DataSource:
             if not isinstance(loader, DataLoader):
                 raise ValueError(
                     f"the loaders of {self.hook} must be torch DataLoaders for BatchFinder, got"
-                    f" {type(loader).__name__}. Make the batches in a torch DataLoader, from a data"
-                    " set of single samples, in the hook or passed to fit."
+                    f" {type(loader).__name__}. Return a torch DataLoader of single samples from"
+                    " the hook, or pass one to fit. Where a library makes the loaders, use"
+                    " MemoryProfiler alone, and set the batch size by hand."
                 )
         return combined
 

@@ -252,7 +252,7 @@ class _GuardedClosure:
         if num_parts == splittable_samples(self._batch):
             return "one sample does not fit"
         if has_number_of_samples(self._batch):
-            return "it has its number of samples as a number, which is not that of a part"
+            return "the batch has its number of samples in it, which would be wrong in a part"
         # An update of a logged value replaces its tensor.
         logged_ids = [id(result.value) for result in self._steps.results.values()]
         is_first_forward = place == "training_step" and num_parts == 1

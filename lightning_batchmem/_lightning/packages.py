@@ -1,9 +1,11 @@
-"""Names of both packages of Lightning, and the newest torch that was tested."""
+"""Names of both packages of Lightning, errors of this one, and the newest torch that was tested."""
 
 from __future__ import annotations
 
 import functools
 import sys
+import traceback
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -15,6 +17,13 @@ NEWEST_TESTED_TORCH = (2, 14)
 
 _UNIFIED = "lightning.pytorch"
 _STANDALONE = "pytorch_lightning"
+
+
+def is_own_error(error: BaseException) -> bool:
+    """Whether this package raised the error, with a sentence for the user."""
+    origin = traceback.extract_tb(error.__traceback__)[-1].filename
+    is_own = Path(origin).is_relative_to(Path(__file__).parents[1])
+    return is_own and isinstance(error, ValueError | RuntimeError | ImportError)
 
 
 def end_of_tuning(trainer: object) -> BaseException:

@@ -25,6 +25,7 @@ from lightning_batchmem._lightning.data_source import (
     validation_source,
 )
 from lightning_batchmem._lightning.hooks import configure_optimizers_again
+from lightning_batchmem._lightning.packages import is_own_error
 from lightning_batchmem._lightning.session import TrainerSession
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
@@ -292,13 +293,13 @@ class TrainerSearch:
         )
         if not (loaders.follows or may_be_fixed):
             raise ValueError(
-                f"{loaders.hook} must make other batches with another `{setting.name}`, got the"
-                " same ones"
+                f"the batches of {loaders.hook} must change with `{setting.name}`, got the same"
+                " batches at another value"
             )
         if self.options.max_batch_size is None and batches.has_constant_length(project_budget):
             raise ValueError(
-                f"max_batch_size must be given, because {loaders.hook} has as many batches with"
-                f" any `{setting.name}`, so it does not show which one takes all data"
+                f"max_batch_size must be given, because {loaders.hook} has the same number of"
+                f" batches with any `{setting.name}`, so the largest useful value is not known"
             )
         if self.options.min_batch_size is None:
             smallest = max(self.ranks.exchange(min(smallest, self.options.largest_size)))
@@ -367,11 +368,13 @@ def _noted_errors() -> Iterator[None]:
         yield
     # A user's step may raise any error, which is raised again with the note.
     except Exception as error:
-        error.add_note(
-            "BatchFinder: this happened in its search, where other callbacks do nothing. Steps and"
-            " hooks of the module must not need what another callback sets in on_fit_start or"
-            " later."
-        )
+        # An error of this package has its reason in its own sentence.
+        if not is_own_error(error):
+            error.add_note(
+                "BatchFinder: this error occurred in the search before the training, when other"
+                " callbacks do not run. If a step or a hook of the module needs what a callback"
+                " sets in on_fit_start or later, let the callback set it in setup."
+            )
         raise
 
 

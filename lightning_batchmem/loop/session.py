@@ -104,9 +104,9 @@ class LoopSession:
         if not self._has_same_batches:
             self._has_same_batches = True
             self._warn(
-                f"got as much data from make_batch({larger}) as from make_batch({smaller}), so the"
-                " memory of larger batches is not measured. Set max_batch_size to the number of"
-                " samples that it has, or let it return as many as it is given."
+                f"got as much data from make_batch({larger}) as from make_batch({smaller}), so it"
+                " cannot measure larger batches. Set max_batch_size to the largest number of"
+                " samples that make_batch can return, or return as many as it is asked for."
             )
 
     def _warn_of_state(self) -> None:
@@ -120,7 +120,7 @@ class LoopSession:
         has_scheduler = any(hasattr(o.step, "_wrapped_by_lr_sched") for o in self.optimizers)
         if has_scheduler and not attributes.schedulers:
             self._warn(
-                "cannot restore the scheduler of a learning rate that it was not given. Pass"
+                "was not given the scheduler of an optimizer, and cannot restore it. Pass"
                 " state=[scheduler] if a step changes it."
             )
 
@@ -165,8 +165,8 @@ class LoopSteps:
         returned = self.loop.step(self._next_batch.pop())
         if isinstance(returned, Generator | Coroutine):
             raise ValueError(
-                "step must have run when it returns, got one that returns a"
-                f" {type(returned).__name__}, which has not"
+                "step must be an ordinary function, got one that returns a"
+                f" {type(returned).__name__}, whose code has not run"
             )
 
     def _batch(self, batch_size: int) -> Any:

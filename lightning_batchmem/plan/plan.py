@@ -91,7 +91,7 @@ class Plan:
         return f"```text\n{self}\n```"
 
     def short_text(self) -> str:
-        """The plan in at most six lines, with the first note only."""
+        """The plan in at most six rows of 80 columns, with the first note only."""
         return short_text(self)
 
     def to_json(self) -> str:

@@ -32,7 +32,7 @@ _OUTCOMES: Mapping[str, str] = {
 }
 
 LIVE_BYTES_NOT_COUNTED = (
-    "Live tensors could not be counted, so the resident set was measured instead."
+    "Live tensors could not be counted, so the memory of the whole process was measured instead."
 )
 
 
@@ -71,9 +71,9 @@ def empty_range(limits: SearchLimits) -> str:
 
 def fixed_part_does_not_fit(limits: SearchLimits) -> str:
     return (
-        "Nothing fits, and no step was run: before the first batch the process and the gradients"
-        f" need {mib(limits.missing_bytes)} more than the limit of {mib(limits.limit_bytes)}. Use a"
-        " smaller model or a higher memory_limit."
+        "Nothing fits: without any batch, the process and the gradients need"
+        f" {mib(limits.missing_bytes)} more than the limit of {mib(limits.limit_bytes)}. No step"
+        " was run. Use a smaller model or a higher memory_limit."
     )
 
 
@@ -122,9 +122,11 @@ def limited_by_memory(
             " size."
         )
     if not above and largest_size > batch_size:
-        return f"{size}: no more than {size_text(largest_size, limits)} are predicted to fit."
+        return f"{size}: the limit leaves room for no more than {size_text(largest_size, limits)}."
+    if limits.steps_are_collective and not above:
+        return f"{size}: nothing larger was tried, because an error on one rank ends all ranks."
     if not above:
-        return f"{size}: the largest size that is predicted to fit."
+        return f"{size}: it passed a rehearsal, and the limit leaves little room above it."
     smallest = min(above, key=lambda trial: trial.batch_size)
     return f"{size}: {size_text(smallest.batch_size, limits)} {outcome(smallest)}."
 
@@ -151,7 +153,7 @@ def passed_again(batch_size: int, limits: SearchLimits) -> str:
 
 def dropped_from_fit(batch_size: int, limits: SearchLimits) -> str:
     size = size_text(batch_size, limits)
-    return f"The peak at {size} is above that of a larger size and was left out of the fit."
+    return f"The peak at {size} is above that of a larger size, so no line uses it."
 
 
 def fragmented(trial: Trial) -> str:
@@ -169,9 +171,8 @@ def idle_optimizer(steps: int) -> str:
 
 
 NOT_RESTORED = (
-    "attributes of the objects that the search was given. If steps change attributes of classes or"
-    " functions, default arguments, variables, caches or objects behind weak references, these stay"
-    " changed."
+    "the attributes of the objects that the search was given. Not restored: what steps change in"
+    " classes, functions, default arguments, global variables, caches, and behind weak references."
 )
 
 # Notes about the training.
@@ -186,19 +187,22 @@ def rounded_target(
 ) -> str:
     on_ranks = f" on each of {ranks} ranks" if ranks > 1 else ""
     return (
-        f"{effective:,} {unit} per optimizer step instead of {target:,}:"
-        f" {accumulate:,} x {batch_size:,}{on_ranks}"
+        f"An optimizer step has {effective:,} {unit}, not the {target:,} of target_batch_size:"
+        f" {accumulate:,} x {batch_size:,}{on_ranks}."
     )
 
 
 def short_epoch(batches: int, accumulate: int) -> str:
-    return f"an epoch ends after {batches} of {accumulate} batches per optimizer step"
+    return (
+        f"An optimizer step takes {accumulate} batches, but an epoch ends after {batches}, so the"
+        " step has fewer."
+    )
 
 
 def no_learning_rate_rule(before: int, after: int, optimizers: str, unit: str) -> str:
     return (
-        f"{unit} per optimizer step went from {before:,} to {after:,}, and no single rule is known"
-        f" for {optimizers}: tune the learning rate by hand"
+        f"An optimizer step has {after:,} {unit} instead of {before:,}, and no single rule is known"
+        f" for {optimizers}. Tune the learning rate by hand."
     )
 
 
@@ -216,9 +220,9 @@ def learning_rate_rule(
     if max(ratio, 1 / ratio) > untested_beyond:
         untested = f" (untested beyond {untested_beyond} times the {unit})"
     return (
-        f"{unit} per optimizer step went from {before:,} to {after:,}: for {optimizers},"
-        f' lr_scaling="{rule}" multiplies the learning rate by {factor:,.4g}{untested}, see'
-        " docs/choosing-a-batch-size.md"
+        f"An optimizer step has {after:,} {unit} instead of {before:,}. For {optimizers},"
+        f' lr_scaling="{rule}" multiplies the learning rate by {factor:,.4g}{untested}:'
+        " docs/choosing-a-batch-size.md."
     )
 
 
@@ -259,8 +263,8 @@ def changed(name: str, old: str, new: str) -> str:
 
 def later_bytes(count_bytes: int) -> str:
     return (
-        f"The search used {mib(count_bytes)} less than the limit: the training takes them later,"
-        " for gradients that ranks exchange or for averaged weights."
+        f"The search left {mib(count_bytes)} of the limit free: the training needs them later, for"
+        " gradients that ranks exchange or for averaged weights."
     )
 
 

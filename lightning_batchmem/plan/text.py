@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 from lightning_batchmem.plan.records import Trial, mib
@@ -10,21 +11,24 @@ from lightning_batchmem.plan.table import table_text
 from lightning_batchmem.plan.throughput import measured_speeds
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lightning_batchmem.plan.plan import Plan
 
-_HEADINGS = ("run", "result", "size", "live MiB", "line MiB", "held MiB", "ms")
+# In columns.
+_WIDTH = 80
+_HEADINGS = ("run", "result", "size", "live MiB", "held MiB", "ms")
 _OUTCOMES = {
     "ok": "ok",
     "out_of_memory": "no memory",
-    "over_limit": "over limit",
+    "over_limit": "too large",
     "allocator_retry": "retries",
 }
 
 
 def full_text(plan: Plan) -> str:
     """The plan with all reasons, all notes and every size that was run."""
-    lines = [headline(plan)]
-    lines += [f"  {name:<10}{value}" for name, value in _rows(plan)]
+    lines = [_wrapped(headline(plan)), *_lines(_rows(plan))]
     if plan.trials:
         headings = (*_HEADINGS, f"{_items(plan)}/s")
         lines.append(table_text(headings, [_cells(plan, t) for t in plan.trials], left=2))
@@ -32,15 +36,22 @@ def full_text(plan: Plan) -> str:
 
 
 def short_text(plan: Plan) -> str:
-    """The plan in at most six lines: no reason, no lines, no trials, and only the first note."""
+    """The plan in at most six rows: no reason, no line, no trials, and only the first note."""
     # Of several notes the dictionary keeps the first, because the last of equal keys counts.
     rows = dict(reversed(_rows(plan)))
-    memory = [f"{name} {rows[name]}" for name in ("limit", "predicted", "measured") if name in rows]
-    shown = {"memory": "; ".join(memory)}
-    shown |= {name: rows[name] for name in ("sizes", "step", "note") if name in rows}
-    shown["details"] = "print the plan, or set verbose=True: reasons, all sizes, all notes"
-    lines = [f"  {name:<10}{text}" for name, text in shown.items()]
-    return "\n".join([f"BatchFinder: {headline(plan)}", *lines])
+    rows["details"] = "print the plan, or set verbose=True: reasons, all sizes, all notes"
+    names = ("memory", "sizes", "step", "note", "details")
+    shown = [(name, rows[name]) for name in names if name in rows]
+    return "\n".join([_wrapped(f"BatchFinder: {headline(plan)}"), *_lines(shown)])
+
+
+def _lines(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """A line for each row; one that is too long is continued below its text."""
+    return [_wrapped(f"  {name:<10}{text}", indent=12) for name, text in rows]
+
+
+def _wrapped(text: str, *, indent: int = 2) -> str:
+    return textwrap.fill(text, _WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def _on_each_rank(plan: Plan) -> str:
@@ -77,17 +88,13 @@ def headline(plan: Plan) -> str:
 
 
 def _rows(plan: Plan) -> list[tuple[str, str]]:
-    rows = [("limit", mib(plan.limit_bytes))]
-    if plan.predicted_peak_bytes is not None:
-        rows.append(("predicted", mib(plan.predicted_peak_bytes)))
-    if plan.measured_peak_bytes is not None:
-        rows.append(("measured", _measured(plan, plan.measured_peak_bytes)))
+    rows = [("memory", _memory(plan))]
     if plan.memory is not None:
         phase = plan.memory.phase_at(plan.batch_size)
         line = plan.memory.lines[phase]
         growth = f"{mib(line.slope)} {_one(plan)}"
         text = f"{mib(line.intercept)} + {growth} ({phase.replace('_', ' ')})"
-        rows.append(("memory", text))
+        rows.append(("line", text))
     if plan.trials:
         rows.append(("sizes", _known_sizes(plan)))
     if changes := _changes(plan):
@@ -122,14 +129,27 @@ def _known_sizes(plan: Plan) -> str:
     return f"{text} · fastest {_number(plan, fastest)} ({', '.join(details)})" if details else text
 
 
-def _measured(plan: Plan, peak_bytes: int) -> str:
-    text = mib(peak_bytes)
+def _memory(plan: Plan) -> str:
+    """What the process held and what it may hold, and then its live bytes; all of it in MiB."""
+    limit = mib(plan.limit_bytes)
+    parts = [f"limit {limit}"]
     if plan.held_peak_bytes is not None:
-        text += f", {mib(plan.held_peak_bytes)} held by this process"
-    if plan.ranks > 1:
-        total_bytes = plan.ranks * max(plan.held_peak_bytes or 0, peak_bytes)
-        text += f"; at most {mib(total_bytes)} on all ranks"
-    return text
+        parts = [f"held {_number_of_mib(plan.held_peak_bytes)} of the limit of {limit}"]
+    live = []
+    if plan.measured_peak_bytes is not None:
+        live.append(f"live {_number_of_mib(plan.measured_peak_bytes)}")
+    if plan.predicted_peak_bytes is not None:
+        live.append(f"predicted {_number_of_mib(plan.predicted_peak_bytes)}")
+    if live:
+        parts.append(", ".join(live))
+    if plan.ranks > 1 and plan.measured_peak_bytes is not None:
+        total_bytes = plan.ranks * max(plan.held_peak_bytes or 0, plan.measured_peak_bytes)
+        parts.append(f"all ranks at most {_number_of_mib(total_bytes)}")
+    return "; ".join(parts)
+
+
+def _number_of_mib(count_bytes: float) -> str:
+    return mib(count_bytes).removesuffix(" MiB")
 
 
 def _changes(plan: Plan) -> list[str]:
@@ -150,13 +170,14 @@ def _changes(plan: Plan) -> list[str]:
 
 
 def _cells(plan: Plan, trial: Trial) -> tuple[str, ...]:
-    """What was measured at one size, and the value of the line there."""
-    line_bytes = None if plan.memory is None else plan.memory.predict_bytes(trial.batch_size)
-    readings = (trial.peak_bytes or None, line_bytes, trial.peak_held_bytes)
-    memory = ["" if value is None else mib(value).removesuffix(" MiB") for value in readings]
+    """What was measured at one size."""
+    readings = (trial.peak_bytes or None, trial.peak_held_bytes)
+    memory = ["" if value is None else _number_of_mib(value) for value in readings]
     times = ["", ""]
     if trial.step_seconds:
-        times[0] = f"{trial.step_seconds * 1e3:,.1f}"
+        milliseconds = trial.step_seconds * 1e3
+        decimals = 1 if milliseconds < 1000 else 0
+        times[0] = f"{milliseconds:,.{decimals}f}"
     if trial.samples_per_second:
         times[1] = f"{plan.ranks * trial.samples_per_second:,.0f}"
     # Another version has other outcomes.

@@ -19,6 +19,7 @@ from lightning_batchmem._lightning.trainer_state import (
 )
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.breakdown import MemoryBreakdown
+from lightning_batchmem.devices.cpu import usable_cores
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.plan.plan import Plan
@@ -331,6 +332,7 @@ class Run:
             step_seconds=totals.step_seconds,
             data_wait_share=totals.rate("wait_seconds"),
             busy_percent=totals.rate("busy"),
+            cores=usable_cores() if self._is_host else None,
             oom_splits=totals.total("oom_splits") if "oom_splits" in totals.sums else None,
             graph_steps=totals.total("graph_steps"),
             alerts=tuple(self._alerts.issued.values()),

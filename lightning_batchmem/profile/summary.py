@@ -80,6 +80,8 @@ class Summary:
             for.
         busy_percent: mean utilization of the device in the steps, 0 to 100 (host: of the cores of
             this process); ``None`` if it cannot be read.
+        cores: how many cores this process may use, for ``busy_percent`` of the host; ``None`` on a
+            device.
         flops_per_sample: floating-point operations of a sample in forward and backward, with
             ``MemoryProfiler(flops=True)``; None without it, or if they could not be counted.
         tflops_per_device: 1e12 of these per second of wall time, on one device.
@@ -113,6 +115,7 @@ class Summary:
     modules: PeakByModule | None = None
     no_modules_reason: str = ""
     busy_percent: float | None = None
+    cores: float | None = None
     flops_per_sample: float | None = None
     tflops_per_device: float | None = None
     mfu_pct: float | None = None
@@ -146,7 +149,7 @@ class Summary:
         if self.busy_percent is not None and self.busy_percent >= _BUSY_PERCENT:
             return (
                 f"Limited by compute: the device was {self.busy_percent:.0f}% busy."
-                " A lower precision, torch.compile or a faster device help."
+                " A lower precision, torch.compile or a faster device helps."
             )
         if self.data_wait_share is not None and self.data_wait_share > _MOSTLY_WAITING_SHARE:
             return (
@@ -160,7 +163,7 @@ class Summary:
             return ""
         return (
             f"Limited by memory: {held_bytes / self.limit_bytes:.0%} of the limit. A lower"
-            " precision, activation checkpointing or sharding make room for larger batches."
+            " precision, activation checkpointing or sharding needs less."
         )
 
     def to_json(self) -> str:
@@ -206,6 +209,8 @@ def summary_table(summary: Summary) -> Table:
         for name, attribute in PARTS:
             count_bytes = getattr(breakdown, attribute)
             label = f"{name} ({other})" if attribute == "other_bytes" else name
+            if attribute == "activations_bytes" and is_resident_set:
+                label = "activations, and freed memory that is kept"
             share = f"{count_bytes / peak_bytes:.1%}" if peak_bytes else ""
             table.add_row(label, mib(count_bytes), share)
         table.add_section()
@@ -239,7 +244,11 @@ def _caption(summary: Summary) -> Iterator[str]:
     if summary.data_wait_share is not None:
         yield f"{summary.data_wait_share:.1%} of the time waiting for data"
     if summary.busy_percent is not None:
-        name = "Cores of this process" if summary.device == "host" else "Device"
+        name = "Device"
+        if summary.device == "host":
+            name = "Cores of this process"
+        if summary.cores is not None:
+            name = f"The {summary.cores:g} cores of this process"
         yield f"{name}: {summary.busy_percent:.1f}% busy"
     if peaks := summary.rank_peaks_bytes:
         yield (
@@ -268,7 +277,7 @@ def _breakdown_notes(summary: Summary) -> Iterator[str]:
     if summary.graph_steps:
         yield (
             f"{summary.graph_steps:,} steps replayed CUDA graphs, whose memory counts as free in"
-            " the allocator. Only the reserved memory has it."
+            " the allocator. Only the reserved memory includes it."
         )
     elif breakdown is None and summary.peak_bytes is not None:
         yield f"No breakdown: the run ended before {start}."

@@ -6,27 +6,33 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TextColumn
 
 from lightning_batchmem.plan.fit import fit_memory
 from lightning_batchmem.plan.records import NextSize, Trial, mib
 
+# A log file begins with it, so that a long search does not look like a program that waits.
+START = "BatchFinder: searching. To skip this, remove it or unset LIGHTNING_BATCHMEM."
+
 
 class SearchProgress(Progress):
-    """A line with the trial and the step that run; at its end it has the number of trials.
+    """A line with the time, and the trial and the step that run; it ends with the number of trials.
 
-    Without a terminal only this end is printed.
+    Without a terminal only :data:`START` and this end are printed.
     """
 
     def __init__(self, *, enabled: bool, console: Console | None = None) -> None:
-        columns = (TextColumn("BatchFinder: {task.description}", markup=False), TimeElapsedColumn())
+        # What changes comes first, because a narrow terminal cuts off the end.
+        text = "BatchFinder: {task.elapsed:.0f} s, {task.description}"
         # Where it is disabled, rich 13.7 still prints an empty line at the end.
         console = console or Console(quiet=not enabled)
-        super().__init__(*columns, console=console, disable=not enabled)
+        super().__init__(TextColumn(text, markup=False), console=console, disable=not enabled)
         self._task = self.add_task("reading samples", total=None)
         self._num_trials = 0
         self._num_steps = 0
         self._trial = ""
+        if enabled and not (console.is_terminal or console.is_jupyter):
+            console.print(START, highlight=False, soft_wrap=True)
 
     def __exit__(
         self,
@@ -53,17 +59,17 @@ class SearchProgress(Progress):
         predicted = ""
         if model is not None:
             predicted = f", predicted {mib(model.predict_bytes(probe.batch_size))}"
-        number = self._num_trials
-        self._trial = f"trial {number}, {probe.kind} of size {probe.batch_size:,}{predicted}"
-        self._show(self._trial)
+        self._trial = f"{probe.kind} of size {probe.batch_size:,}{predicted}"
+        self._show(f"trial {self._num_trials}, {self._trial}")
 
     def begin_step(self) -> None:
         """Show that another step of the trial begins."""
         self._num_steps += 1
-        self._show(f"{self._trial}, step {self._num_steps}")
+        self._show(f"trial {self._num_trials}, step {self._num_steps}, {self._trial}")
 
     def measured(self, trial: Trial) -> None:
-        self._show(f"{self._trial}, measured {mib(trial.peak_bytes or trial.held_bytes)}")
+        measured = mib(trial.peak_bytes or trial.held_bytes)
+        self._show(f"trial {self._num_trials}, measured {measured}, {self._trial}")
 
     def _show(self, text: str) -> None:
         self.update(self._task, description=text)

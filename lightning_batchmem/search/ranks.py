@@ -98,8 +98,8 @@ class Ranks:
         # Every error is raised again, with a note.
         except Exception as error:
             error.add_note(
-                f"BatchFinder: in a step of {batch_size} samples that all ranks take together. If a"
-                " rank ran out of memory, lower memory_limit."
+                f"BatchFinder: this error occurred in a step of {batch_size} samples that all ranks"
+                " take together. If a rank ran out of memory, use a lower memory_limit."
             )
             raise
         self._in_collective_step = False

@@ -6,6 +6,7 @@ attribute of an instance is not restored: ``NOT_RESTORED`` in ``plan/sentences.p
 
 from __future__ import annotations
 
+import copyreg
 import io
 import logging
 import math
@@ -172,8 +173,13 @@ class AttributeState:
         elif isinstance(value, torch.Generator | np.random.RandomState):
             self._later(path, value.set_state, value.get_state())
         elif isinstance(value, np.random.Generator):
-            self._later(path, setattr, value.bit_generator, "state", value.bit_generator.state)
-        elif hasattr(type(value), "__next__") and not hasattr(value, "__dict__"):
+            yield f"{path}.bit_generator", value.bit_generator
+        elif isinstance(value, np.random.BitGenerator):
+            self._later(path, setattr, value, "state", value.state)
+        # An open file is an iterator too, and some have a __dict__.
+        elif isinstance(value, io.IOBase) or (
+            hasattr(type(value), "__next__") and not hasattr(value, "__dict__")
+        ):
             self.not_restorable.append(f"{path} (an iterator, {type(value).__name__})")
         else:
             if isinstance(value, Tensor):
@@ -232,6 +238,10 @@ class AttributeState:
         self._later(path, refill, attributes, contents)
         for name, item in slots.items():
             self._later(f"{path}.{name}", _set_attribute, value, name, item)
+        # copyreg, which pickle uses too, names all slots; those without a value are not in a state.
+        for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]
+            if not hasattr(value, name):
+                self._later(f"{path}.{name}", _delete_slot, value, name)
         yield from ((f"{path}.{name}", item) for name, item in entries.items())
 
     def _later(self, path: str, restore: Callable[..., object], *arguments: Any) -> None:
@@ -246,6 +256,11 @@ def _set_attribute(value: object, name: str, item: object) -> None:
     # A read-only slot has not changed, so it need not be set.
     if getattr(value, name, None) is not item:
         setattr(value, name, item)
+
+
+def _delete_slot(value: object, name: str) -> None:
+    if hasattr(value, name):
+        delattr(value, name)
 
 
 def refill(container: Any, contents: Any) -> None:

@@ -284,7 +284,10 @@ def test_setting_the_size_of_a_loader_in_place():
     ("given", "kind"), [([loader(1), range(3)], "range"), ([[torch.zeros(1)]], "Tensor")]
 )
 def test_other_loaders_than_torchs_are_refused(given, kind):
-    message = rf"loaders of train_dataloader must be torch DataLoaders .*, got {kind}\."
+    message = (
+        rf"loaders of train_dataloader must be torch DataLoaders .*, got {kind}\. .*"
+        "use MemoryProfiler alone, and set the batch size by hand"
+    )
     with pytest.raises(ValueError, match=message):
         train_loaders(Nameless(), 3, train_dataloaders=given)
 

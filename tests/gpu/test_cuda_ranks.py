@@ -65,7 +65,9 @@ def test_a_rank_without_memory_ends_the_other_that_waits_for_its_gradients(tmp_p
     assert result["codes"] == [1, 1], result["outputs"]
     waited, failed = result["outputs"]
     assert "OutOfMemoryError" in failed
-    sentence = "BatchFinder: in a step of 8 samples that all ranks take together."
+    sentence = (
+        "BatchFinder: this error occurred in a step of 8 samples that all ranks take together."
+    )
     assert sentence in failed
     assert sentence in waited
     assert seconds_until_the_other_ended(result) < MOST_SECONDS

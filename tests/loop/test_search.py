@@ -77,11 +77,13 @@ def test_smaller_batches_are_multiples_too(lawful):
 def without_times(text):
     """The lines of a plan without times, and without notes about the project's own size."""
     others = (
-        r"  sizes|\||.* trials? "
-        r"|  note +(samples per|Values|\d+ samples train)"
+        r"  sizes|\||BatchFinder: (searching|\d+ s, )"
+        r"|  note +(An optimizer step has|Values|\d+ samples train)"
     )
+    # A line that begins with so many spaces continues the one before it.
+    rows = text.replace("\n" + " " * 12, " ")
     # Lightning 2.5 prints an empty line.
-    return [line for line in text.splitlines() if line and not re.match(others, line)]
+    return [line for line in rows.splitlines() if line and not re.match(others, line)]
 
 
 @pytest.mark.parametrize("verbose", [False, True])
@@ -238,7 +240,7 @@ def test_models_without_weights_here():
 
 def test_a_device_without_a_peak_counter(monkeypatch):
     monkeypatch.setattr("lightning_batchmem.loop.search.device_memory_for", lambda _: None)
-    with pytest.raises(ValueError, match="find_batch_size needs a peak memory counter, and cpu"):
+    with pytest.raises(ValueError, match="find_batch_size cannot search, because cpu"):
         found(sgd())
 
 
@@ -249,7 +251,7 @@ def test_batches_that_do_not_follow_the_size_are_named(lawful, recwarn):
     assert not any("as much data" in str(warning.message) for warning in recwarn)
     found(lawful, max_batch_size=80)
     (warning,) = [str(one.message) for one in recwarn if "as much data" in str(one.message)]
-    assert re.search(r"make_batch\(80\) as from make_batch\(\d+\), so the memory", warning)
+    assert re.search(r"make_batch\(80\) as from make_batch\(\d+\), so it cannot", warning)
 
 
 def test_what_cannot_be_restored_is_named(lawful):
@@ -270,7 +272,7 @@ def test_a_step_that_has_not_run_is_refused(lawful, kind):
     # A lambda is no generator function.
     functions = {"generator": generator, "coroutine": coroutine}
     lawful.step = lambda batch: functions[kind](batch)
-    with pytest.raises(ValueError, match=f"step must have run .* a {kind}, which has not"):
+    with pytest.raises(ValueError, match=f"ordinary function, .* a {kind}, whose"):
         found(lawful, max_batch_size=8)
 
 
@@ -289,7 +291,7 @@ def test_only_what_is_in_the_state_is_restored():
     # A list may be the state itself.
     assert loop.state == []
     assert len(others) > 10
-    assert NOT_RESTORED in str(plan)
+    assert NOT_RESTORED in " ".join(str(plan).split())
 
 
 def test_a_scheduler_that_was_not_passed_is_named():

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, PHASES, Line, MemoryModel, Trial
-from lightning_batchmem.plan.sentences import NOT_RESTORED
 from tests.helpers.lawful import OLD_PLAN
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -66,7 +65,7 @@ PLAN = Plan(
         ),
     ),
     memory=MemoryModel({"forward": Line(100 * MIB, 2 * MIB, 2, 32)}),
-    reason="32 samples: the largest size that is predicted to fit.",
+    reason="32 samples: it passed a rehearsal, and the limit leaves little room above it.",
     held_peak_bytes=180 * MIB,
     fastest_batch_size=32,
     largest_batch_size=32,
@@ -156,18 +155,19 @@ def test_the_text_of_a_plan():
     assert str(PLAN) == "\n".join(
         [
             "batch size 32, limited by memory, verified by a rehearsal",
-            "  limit     200.0 MiB",
-            "  predicted 164.0 MiB",
-            "  measured  165.0 MiB, 180.0 MiB held by this process",
-            "  memory    100.0 MiB + 2.0 MiB a sample (forward)",
+            "  memory    held 180.0 of the limit of 200.0 MiB; live 165.0, predicted 164.0",
+            "  line      100.0 MiB + 2.0 MiB a sample (forward)",
             "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
-            "  why       32 samples: the largest size that is predicted to fit.",
-            f"  restored  {NOT_RESTORED}",
-            "| run       | result     | size | live MiB | line MiB | held MiB |   ms | samples/s |",
-            "|-----------|------------|------|----------|----------|----------|------|-----------|",
-            "| probe     | ok         |    2 |    104.0 |    104.0 |          | 12.0 |       167 |",
-            "| rehearsal | over limit |   64 |    228.0 |    228.0 |    250.0 |      |           |",
-            "| rehearsal | ok         |   32 |    165.0 |    164.0 |    180.0 | 40.0 |       800 |",
+            "  why       32 samples: it passed a rehearsal, and the limit leaves little room",
+            "            above it.",
+            "  restored  the attributes of the objects that the search was given. Not",
+            "            restored: what steps change in classes, functions, default",
+            "            arguments, global variables, caches, and behind weak references.",
+            "| run       | result    | size | live MiB | held MiB |   ms | samples/s |",
+            "|-----------|-----------|------|----------|----------|------|-----------|",
+            "| probe     | ok        |    2 |    104.0 |          | 12.0 |       167 |",
+            "| rehearsal | too large |   64 |    228.0 |    250.0 |      |           |",
+            "| rehearsal | ok        |   32 |    165.0 |    180.0 | 40.0 |       800 |",
         ]
     )
 
@@ -189,12 +189,15 @@ def test_the_text_has_what_else_a_person_should_know():
         "batch size 32 on each of 2 ranks, limited by target batch size, not verified"
     )
     for row in (
-        "held by this process; at most 360.0 MiB on all ranks",
-        "step      256 samples, in 4 batches on each of 2 ranks; learning rate 0.2 instead of 0.1",
+        "memory    held 180.0 of the limit of 200.0 MiB; live 165.0, predicted 164.0;\n"
+        "            all ranks at most 360.0",
+        "step      256 samples, in 4 batches on each of 2 ranks; learning rate 0.2\n"
+        "            instead of 0.1",
         "note      a note",
     ):
         assert row in text
-    assert "  predicted" not in str(replace(PLAN, predicted_peak_bytes=None))
+    assert "predicted" not in str(replace(PLAN, predicted_peak_bytes=None))
+    assert "  memory    limit 200.0 MiB; live 165.0, pr" in str(replace(PLAN, held_peak_bytes=None))
 
 
 def test_a_notebook_shows_the_text_and_a_list_one_line():
@@ -202,14 +205,42 @@ def test_a_notebook_shows_the_text_and_a_list_one_line():
     assert repr(PLAN) == "<Plan: batch size 32, limited by memory, verified by a rehearsal>"
 
 
-def test_the_short_text_has_six_lines_at_most():
+def test_no_line_of_a_plan_is_longer_than_80_columns():
+    large = Trial(
+        1_048_576,
+        "over_limit",
+        {"backward": 140_000 * MIB},
+        "rehearsal",
+        peak_held_bytes=144_384 * MIB,
+        step_seconds=12.3456,
+        samples_per_second=70_000.0,
+    )
+    plan = replace(
+        PLAN,
+        batch_size=large.batch_size,
+        budget_name="max_tokens_of_a_batch",
+        limited_by="limit_train_batches",
+        ranks=16,
+        trials=(large,),
+        held_peak_bytes=144_384 * MIB,
+        notes=(f"The earlier plan was not used: /{'a' * 100}/plan.json cannot be read.",),
+    )
+    for text in (str(plan), plan.short_text()):
+        first, *others = text.splitlines()
+        assert max(map(len, (first, *others))) <= 80
+        # What continues a line is indented.
+        assert [line for line in others if not line.startswith(("  ", "|"))] == []
+        words = "".join(text.split())
+        assert "".join(plan.notes[0].split()) in words
+
+
+def test_the_short_text_has_six_rows_at_most():
     changes = {"accumulate_grad_batches": 4, "effective_batch_size": 128}
     plan = replace(PLAN, **changes, notes=("the first", "a second"))
     assert plan.short_text() == "\n".join(
         [
             "BatchFinder: batch size 32, limited by memory, verified by a rehearsal",
-            "  memory    limit 200.0 MiB; predicted 164.0 MiB; measured 165.0 MiB, 180.0 MiB held"
-            " by this process",
+            "  memory    held 180.0 of the limit of 200.0 MiB; live 165.0, predicted 164.0",
             "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
             "  step      128 samples, in 4 batches",
             "  note      the first",

@@ -107,7 +107,13 @@ def test_the_plan_states_what_it_was_computed_from():
     assert plan.predicted_peak_bytes == plan.measured_peak_bytes == peak_bytes
     assert plan.held_peak_bytes == peak_bytes
     assert plan.memory.lines["forward"].slope == pytest.approx(30)
-    assert plan.reason == "282 samples: the largest size that is predicted to fit."
+    assert plan.reason == (
+        "282 samples: it passed a rehearsal, and the limit leaves little room above it."
+    )
+    collective = drive(device(STRAIGHT), limits(**COLLECTIVE)).plan
+    assert collective.reason == (
+        "255 samples: nothing larger was tried, because an error on one rank ends all ranks."
+    )
     lower = drive(passing(250), limits()).plan
     reason = "248 samples: 261 samples fit only if the allocator releases its cache in every step."
     assert lower.reason == reason
@@ -286,6 +292,8 @@ def test_a_search_ends_within_its_limits(law, share, data, held, passed, speed_a
     if isinstance(driven.step, Chosen) and rehearsed:
         assert driven.step.batch_size == max(rehearsed)
         assert driven.step.largest_batch_size >= driven.step.batch_size
+        # No plan names a size that is faster than its own, so none needs a note about it.
+        assert driven.step.fastest_batch_size in (None, driven.step.batch_size)
 
 
 @settings(deadline=None, max_examples=300)
@@ -373,9 +381,8 @@ def test_a_fixed_part_above_the_limit_is_refused_before_a_step():
     driven = drive(device(STRAIGHT), limits(is_host=True, missing_bytes=2000))
     assert driven.trials == []
     assert driven.step.reason == (
-        "Nothing fits, and no step was run: before the first batch the process and the gradients"
-        " need 0.002 MiB more than the limit of 0.010 MiB. Use a smaller model or a higher"
-        " memory_limit."
+        "Nothing fits: without any batch, the process and the gradients need 0.002 MiB more than"
+        " the limit of 0.010 MiB. No step was run. Use a smaller model or a higher memory_limit."
     )
 
 
@@ -416,7 +423,7 @@ def test_the_reason_of_a_fast_size_does_not_name_it_the_largest_that_is_predicte
     plan = drive(run, limits(50_000, objective="throughput")).plan
     assert (plan.batch_size, plan.limited_by) == (1024, "memory")
     largest = f"{plan.largest_batch_size} samples"
-    assert plan.reason == f"1024 samples: no more than {largest} are predicted to fit."
+    assert plan.reason == f"1024 samples: the limit leaves room for no more than {largest}."
 
 
 def test_a_peak_above_that_of_a_larger_size_is_left_out():
@@ -432,7 +439,7 @@ def test_a_peak_above_that_of_a_larger_size_is_left_out():
     # After 2 samples 4 are certain to fit, and after 4 samples 35 are.
     assert driven.text == "2p 4p 16p 135p 270r 282r"
     assert driven.plan.notes == (
-        "The peak at 2 samples is above that of a larger size and was left out of the fit.",
+        "The peak at 2 samples is above that of a larger size, so no line uses it.",
     )
 
 

@@ -61,7 +61,10 @@ def test_a_target_that_is_missed_is_one_note(unit):
         return step.notes
 
     assert micro_batch(1010, largest=256, ranks=4) == MicroBatch(253, 1, 1012)
-    expected = f"1,008 {unit} per optimizer step instead of 1,010: 2 x 126 on each of 4 ranks"
+    expected = (
+        f"An optimizer step has 1,008 {unit}, not the 1,010 of target_batch_size: 2 x 126 on each"
+        " of 4 ranks."
+    )
     assert notes(1010, 126) == (expected,)
     assert notes(1024, 256) == ()
 
@@ -115,8 +118,8 @@ def test_linear_is_the_square_root_twice_and_a_rule_can_be_undone(rate, first, s
 
 
 RATE_BY = "multiplies the learning rate by"
-SEE = "see docs/choosing-a-batch-size.md"
-NONE_KNOWN = "and no single rule is known for {}: tune the learning rate by hand"
+SEE = "docs/choosing-a-batch-size.md."
+NONE_KNOWN = "and no single rule is known for {}. Tune the learning rate by hand."
 
 
 @pytest.mark.parametrize(
@@ -124,17 +127,17 @@ NONE_KNOWN = "and no single rule is known for {}: tune the learning rate by hand
     [
         (["SGD"], 32, ""),
         ([], 64, ""),
-        (["SGD", "SGD"], 256, f': for SGD, lr_scaling="linear" {RATE_BY} 8, {SEE}'),
+        (["SGD", "SGD"], 256, f'. For SGD, lr_scaling="linear" {RATE_BY} 8: {SEE}'),
         (
             ["Adam", "RMSprop"],
             320_000,
-            f': for Adam and RMSprop, lr_scaling="sqrt" {RATE_BY} 100 (untested beyond 8 times the'
-            f" samples), {SEE}",
+            f'. For Adam and RMSprop, lr_scaling="sqrt" {RATE_BY} 100 (untested beyond 8 times the'
+            f" samples): {SEE}",
         ),
         (
             ["SGD"],
             3,
-            ': for SGD, lr_scaling="linear" multiplies the learning rate by 0.09375 (untested'
+            '. For SGD, lr_scaling="linear" multiplies the learning rate by 0.09375 (untested'
             " beyond 8 times",
         ),
         (["Lion"], 64, f", {NONE_KNOWN.format('Lion')}"),
@@ -145,7 +148,7 @@ def test_note(names, effective, expected):
     note = learning_rate_note(names, 32, effective)
     start = ""
     if expected:
-        start = f"samples per optimizer step went from 32 to {effective:,}{expected}"
+        start = f"An optimizer step has {effective:,} samples instead of 32{expected}"
     assert note.startswith(start)
     assert bool(note) == bool(expected)
     is_untested = bool(note) and "no single" not in note and not 4 <= effective <= 256

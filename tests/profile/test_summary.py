@@ -60,7 +60,7 @@ def test_every_part_with_its_share():
         "parameters and buffers": ("100.0 MiB", "5.0%"),
         "gradients": ("100.0 MiB", "5.0%"),
         "optimizer state": ("200.0 MiB", "10.0%"),
-        "activations and temporaries": ("1,500.0 MiB", "75.0%"),
+        "activations, and freed memory that is kept": ("1,500.0 MiB", "75.0%"),
         "batch data": ("50.0 MiB", "2.5%"),
         "other (interpreter, libraries)": ("50.0 MiB", "2.5%"),
         "peak, held by this process": ("2,000.0 MiB", "100.0%"),
@@ -72,6 +72,8 @@ def test_the_table_compares_held_bytes_with_held_bytes_and_live_with_live():
     assert on_host["peak, held by this process"][0] == "2,000.0 MiB"
     assert on_host["held in the search"][0] == "1,990.0 MiB"
     on_device = cells(CUDA)
+    # Only an allocator tells freed memory apart.
+    assert "activations and temporaries" in on_device
     assert on_device["peak, live"][0] == "2,000.0 MiB"
     assert on_device["predicted by the plan, live"][0] == "1.0 MiB"
 
@@ -174,6 +176,11 @@ def test_what_limits_the_run_is_the_first_line():
     busy = lines(replace(full, busy_percent=96.0))
     assert busy[0].startswith("Limited by compute: the device was 96% busy.")
     assert "Cores of this process: 96.0% busy" in busy
+    assert "The 2 cores of this process: 20.0% busy" in lines(
+        replace(SUMMARY, busy_percent=20.0, cores=2)
+    )
+    # The search may have found that larger batches are slower.
+    assert "larger batches" not in full.conclusion
     assert lines(SUMMARY)[0].startswith("Memory of a training step")
 
 

@@ -5,12 +5,12 @@ import pytest
 from rich.console import Console
 
 from lightning_batchmem.plan.records import MIB, NextSize, Trial
-from lightning_batchmem.search.progress import SearchProgress
+from lightning_batchmem.search.progress import START, SearchProgress
 
 
 def shown(console):
     """The texts of the line, each once."""
-    texts = re.findall(r"BatchFinder: ([^\r\n]*) 0:00:0\d", console.file.getvalue())
+    texts = re.findall(r"BatchFinder: \d s, ([^\r\n\x1b]*)", console.file.getvalue())
     return list(dict.fromkeys(texts))
 
 
@@ -28,18 +28,31 @@ def test_the_line_of_a_search_has_the_trial_and_ends_without_a_size(enabled, ter
         progress.refresh()
         progress.measured(Trial(400, "ok", {"forward": 501 * MIB}))
         progress.refresh()
-    last = "trial 2, rehearsal of size 400, predicted 500.0 MiB"
+    last = "rehearsal of size 400, predicted 500.0 MiB"
     on_terminal = [
         "reading samples",
         "trial 1, probe of size 2",
-        f"{last}, step 2",
-        f"{last}, measured 501.0 MiB",
+        f"trial 2, step 2, {last}",
+        f"trial 2, measured 501.0 MiB, {last}",
     ]
     expected = []
     if enabled:
         # Without a terminal, the size that was tried last must not stand above the plan.
         expected = [*on_terminal, "2 trials"] if terminal else ["2 trials"]
     assert shown(console) == expected
+    # A log file has a sentence from the start, so that a long search does not look like a hang.
+    assert console.file.getvalue().startswith(START) == (enabled and not terminal)
+
+
+def test_step_and_time_are_visible_at_80_columns():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    trials = [Trial(size, "ok", {"forward": 80_000 * MIB + size}) for size in (2, 8)]
+    with SearchProgress(enabled=True, console=console) as progress:
+        progress.trying(NextSize(1_048_576, "rehearsal"), trials)
+        for _ in range(1234):
+            progress.begin_step()
+        progress.refresh()
+    assert any(text.startswith("trial 1, step 1234, rehearsal of size") for text in shown(console))
 
 
 def test_after_an_error_the_line_keeps_the_trial():
@@ -54,4 +67,4 @@ def test_after_an_error_the_line_keeps_the_trial():
 
     with pytest.raises(KeyError):
         fail_in_a_step()
-    assert shown(console) == ["trial 1, probe of size 1, step 1"]
+    assert shown(console) == ["trial 1, step 1, probe of size 1"]

@@ -58,7 +58,7 @@ def fails(error, where, size, **more):
 OUT = "OutOfMemoryError"
 # Without budgets, the ranks measure the memory of the host.
 # The network has 193 parameters of four bytes.
-LESS_THAN_LIMIT = "The search used 0.001 MiB less than the limit"
+LESS_THAN_LIMIT = "The search left 0.001 MiB of the limit free"
 UP_TO_24 = {"finder": {"max_batch_size": 24}, "budgets": None}
 VALIDATES = {"limit_val_batches": 1.0}
 ACCUMULATES = {"accumulate_grad_batches": 2, "max_steps": -1, "max_epochs": 2, **VALIDATES}

@@ -26,7 +26,7 @@ HALF = 177
 SECOND = 8
 # A search rehearses this size as its first one.
 REHEARSED = 338
-LESS_THAN_LIMIT = "The search used 0.000 MiB less than the limit"
+LESS_THAN_LIMIT = "The search left 0.000 MiB of the limit free"
 
 
 @pytest.mark.parametrize(

@@ -62,11 +62,12 @@ def test_the_line_of_progress_counts_trials_and_their_steps(device):
         search = BatchSizeSearch(session, budget, options, POLICY, Ranks(0, 1), progress)
         result = search.run()
     full_steps = [trial.full_steps for trial in result.trials]
-    probe_steps = [text for text in texts if text.startswith("trial 1, probe of size 2")]
+    probe_steps = [text for text in texts if text.startswith("trial 1, ")]
     assert len(probe_steps) == full_steps[0]
-    assert texts[0] == "trial 1, probe of size 2, step 1"
-    assert probe_steps[-1] == f"trial 1, probe of size 2, step {full_steps[0]}"
-    assert texts[-1].startswith(f"trial {len(full_steps)}, rehearsal of size 354")
+    assert texts[0] == "trial 1, step 1, probe of size 2"
+    assert probe_steps[-1] == f"trial 1, step {full_steps[0]}, probe of size 2"
+    last = f"trial {len(full_steps)}, step {full_steps[-1]}, rehearsal of size 354"
+    assert texts[-1].startswith(last)
     assert progress.tasks[0].description == f"{len(full_steps)} trials"
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import itertools
 import random
 import threading
@@ -46,6 +47,12 @@ class Hashable:
 @dataclass(slots=True)
 class Slotted:
     values: list[int]
+
+
+class Unset:
+    """Has a slot without a value."""
+
+    __slots__ = ("count",)
 
 
 class Module(LightningModule):
@@ -108,10 +115,12 @@ def grow(value):
             lambda v: setattr(v, "values", v.values.append(2)),
             lambda v: list(v.values or []),
         ),
+        (Unset(), lambda v: setattr(v, "count", 1), lambda v: getattr(v, "count", None)),
         (Tracker([1], {"deep": [1]}).append_two, lambda v: v(), lambda v: list(v.__self__.values)),
         (Tracker(), next, lambda v: v.count),
         (partial(append, []), lambda v: v(), lambda v: list(v.args[0])),
         (np.random.default_rng(0), lambda v: v.random(), lambda v: v.bit_generator.state),
+        (np.random.PCG64(0), lambda v: v.random_raw(), lambda v: v.state),
         (torch.Generator(), lambda v: torch.rand(1, generator=v), lambda v: v.get_state().tolist()),
         (torch.eye(3).to_sparse(), lambda v: v.values().add_(1), lambda v: v.to_dense().tolist()),
     ],
@@ -204,6 +213,7 @@ TOO_LARGE = LARGEST_ARRAY_BYTES + 4
         (iter([1]), "an iterator, list_iterator"),
         (itertools.cycle([1]), "an iterator, cycle"),
         ((i for i in [1]), "an iterator, generator"),
+        (io.StringIO(), "an iterator, StringIO"),
         (np.empty(TOO_LARGE, np.uint8), "an array of 67,108,868 bytes"),
         # The tensor has two elements, but the bytes of its whole storage count.
         (torch.empty(TOO_LARGE, dtype=torch.uint8)[:2], "a tensor of 67,108,868 bytes"),
