@@ -80,7 +80,10 @@ def compare(
     _check_file(out)
     function = _function(make)
     chosen = None if variants is None else _named(f"{make.partition(':')[0]}:{variants}")
-    compared = comparison.compare(function, chosen, base=trainer, **options)
+    # As in find.
+    compared = comparison.compare(
+        function, chosen, base=trainer, verbose=False, search_on_resume=False, **options
+    )
     _write(str(compared), str(compared), out)
     return 0 if compared.fastest is not None else 1
 
@@ -104,7 +107,8 @@ def check(
     """
     if update:
         _check_file(reference)
-        memory_test.write_reference(_function(make), reference, trainer or {})
+        text = memory_test.reference_text(_function(make), trainer or {})
+        _write_file(reference, text)
         sys.stdout.write(f"{reference}\n")
         return 0
     grown, smaller = memory_test.differences(_function(make), reference, tolerance, trainer or {})
@@ -245,7 +249,14 @@ def _write(text: str, content: str, out: Path | None) -> None:
     """Print the text, and write the content to a file."""
     sys.stdout.write(f"{text}\n")
     if out is not None:
-        out.write_text(f"{content}\n", encoding="utf-8")
+        _write_file(out, content)
+
+
+def _write_file(path: Path, content: str) -> None:
+    try:
+        path.write_text(f"{content}\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _print_error(text: str) -> None:

@@ -154,9 +154,9 @@ def differences(
     return compared(reference, measure(make, base), tolerance)
 
 
-def write_reference(make: Make, path: Path, base: Mapping[str, Any]) -> None:
-    """Measure the memory of a step, and write it to a file."""
-    path.write_text(to_json(measure(make, base)) + "\n", encoding="utf-8")
+def reference_text(make: Make, base: Mapping[str, Any]) -> str:
+    """Measure the memory of a step, and return the text of a reference file, as JSON."""
+    return to_json(measure(make, base))
 
 
 def measure(make: Make, base: Mapping[str, Any]) -> StepMemory:

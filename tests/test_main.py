@@ -241,6 +241,17 @@ def test_find(project, capsys):
     assert {path.name for path in set(project.iterdir()) - files} - {"__pycache__"} == {"plan.json"}
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+@pytest.mark.parametrize("command", ["find --out", "check --update true --reference"])
+def test_a_full_disk_is_an_error_of_one_line(project, capsys, command):
+    name, *options = command.split()
+    if name == "find":
+        options = ["--max_batch_size=8", "--trainer.accelerator=cpu", *options]
+    assert main([name, "my_project:make", *options, "/dev/full"]) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line == "error: /dev/full cannot be written: No space left on device"
+
+
 def test_the_installed_program_finds_modules_of_the_current_directory(project, monkeypatch, capsys):
     scripts = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     target = scripts["project"]["scripts"]["lightning-batchmem"]
@@ -439,7 +450,8 @@ def test_help_describes_every_option(capsys, command):
     with pytest.raises(SystemExit):
         main([command, "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    absent = {"verbose", "search_on_resume"} if command == "find" else set()
+    # They do nothing without a training.
+    absent = {"verbose", "search_on_resume"}
     for name in inspect.signature(BatchFinder).parameters:
         is_described = re.search(rf"--{name} \S+ \S*\w+", text) is not None
         assert is_described == (name not in absent), name

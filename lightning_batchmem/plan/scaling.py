@@ -45,15 +45,24 @@ def micro_batch(
     """
     unit = multiple_of or 1
     fewest = math.ceil(target_batch_size / (ranks * (largest // unit * unit)))
-    exact = (
-        k for k in range(fewest, 2 * fewest + 1) if target_batch_size % (k * ranks * unit) == 0
-    )
-    accumulate = next(exact, fewest)
+    accumulate = fewest
+    if target_batch_size % (ranks * unit) == 0:
+        exact = _divisors(target_batch_size // (ranks * unit))
+        smallest_exact = exact[bisect_left(exact, fewest)]
+        if smallest_exact <= 2 * fewest:
+            accumulate = smallest_exact
     # The size is rounded to the nearest unit, and half a unit up. It is never above `largest`,
     # because the share at `fewest` micro batches is at most the largest multiple.
     step_unit = accumulate * ranks * unit
     batch_size = unit * ((2 * target_batch_size + step_unit) // (2 * step_unit))
     return MicroBatch(batch_size, accumulate, batch_size * accumulate * ranks)
+
+
+@cache
+def _divisors(number: int) -> list[int]:
+    """All divisors, the smallest first."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 @cache
