@@ -67,7 +67,11 @@ def draw(out: Path) -> None:
     profiler = MemoryProfiler()
     with tempfile.TemporaryDirectory() as directory:
         trainer = trainer_for(
-            [profiler, finder, SearchCost()], -1, max_epochs=EPOCHS, default_root_dir=directory
+            [profiler, finder, SearchCost()],
+            -1,
+            max_epochs=EPOCHS,
+            log_every_n_steps=5,
+            default_root_dir=directory,
         )
         trainer.fit(CountedClassifier(), datamodule=Digits())
         rows = read_rows(Path(directory) / NAME)
