@@ -37,7 +37,7 @@ class MemoryProfiler(Callback):
     :attr:`summary` contains the same as data.
 
     Each of these raises one warning: a leak, a limit that is near, a device that mostly waits for
-    data. If memory runs out, the error gets a note with the step and its memory breakdown.
+    data. If memory runs out, the error gets a note with the step and the size of its batch.
 
     Times are wall time. A step lasts from the request of its batch to that of the next one, without
     evaluation, checkpoints and the time between epochs. The device is never synchronized, and a GPU
@@ -59,8 +59,6 @@ class MemoryProfiler(Callback):
         snapshot: ``"on_oom"``: if a step runs out of memory on CUDA, write PyTorch's memory
             snapshot into ``log_dir`` (for https://pytorch.org/memory_viz). Recording it costs time
             and host memory.
-        progress_bar: whether the progress bar shows the run's peak and the limit, in GiB (they are
-            then in ``trainer.callback_metrics`` too).
         modules: whether to divide the peak of one steady training step among the modules, by what
             they own and what autograd saves for them. That step takes somewhat longer. The training
             is the same bit for bit. A step that calls ``torch.func.grad`` cannot be measured.
@@ -89,20 +87,19 @@ class MemoryProfiler(Callback):
         csv: bool = True,
         items_fn: Callable[[Any], float] | None = None,
         snapshot: Literal["on_oom"] | None = None,
-        progress_bar: bool = False,
         modules: bool = False,
         flops: bool = False,
         peak_flops: float | None = None,
     ) -> None:
         if snapshot not in (None, "on_oom"):
             raise ValueError(f'snapshot must be "on_oom" or None, got {snapshot!r}')
-        check_switches(csv=csv, progress_bar=progress_bar, modules=modules, flops=flops)
+        check_switches(csv=csv, modules=modules, flops=flops)
         if items_fn is not None and not callable(items_fn):
             raise ValueError(f"items_fn must be a function of a batch, got {items_fn!r}")
         if peak_flops is not None:
             _check_peak_flops(peak_flops, flops=flops)
         self._has_csv = csv
-        self._options = Options(items_fn, progress_bar, modules, flops, peak_flops)
+        self._options = Options(items_fn, modules, flops, peak_flops)
         self._has_snapshot = snapshot == "on_oom"
         self._log_dir: Path | None = None
         # The run that is recorded now.
@@ -214,7 +211,7 @@ class MemoryProfiler(Callback):
     ) -> None:
         """End a step, and log the training if it is due."""
         if self._run is not None:
-            self._run.end_step(trainer, pl_module, batch)
+            self._run.end_step(trainer, batch)
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
@@ -244,7 +241,7 @@ class MemoryProfiler(Callback):
         if trainer.state.fn != "fit":
             self._finish(trainer)
         elif self._run is not None:
-            self._run.end_validation(trainer)
+            self._run.end_validation()
 
     on_test_end = on_predict_end = on_validation_end
 
@@ -261,7 +258,7 @@ class MemoryProfiler(Callback):
         """Report the steps so far, remove all hooks, and add a note to an out-of-memory error."""
         try:
             if self._run is not None:
-                for note in self._run.notes(exception, trainer, pl_module):
+                for note in self._run.notes(exception, trainer):
                     exception.add_note(f"MemoryProfiler: {note}")
             self._finish(trainer, is_complete=False)
             if isinstance(exception, KeyboardInterrupt):

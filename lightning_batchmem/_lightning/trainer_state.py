@@ -95,8 +95,7 @@ def logs_now(trainer: Trainer, step: int) -> bool:
     interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
     if not interval or ((step + 1) % interval and not trainer.should_stop):
         return False
-    is_manual = not trainer.lightning_module.automatic_optimization
-    return is_manual or not accumulates(trainer)
+    return not accumulates(trainer) or not trainer.lightning_module.automatic_optimization
 
 
 def logs_at_all(trainer: Trainer) -> bool:

@@ -65,23 +65,25 @@ class Alerts:
         self._leaks = LeakDetector(granularity_bytes)
         self._waited = Totals()
 
-    def take(self, interval: Interval) -> None:
+    def take(self, intervals: list[Interval]) -> None:
         """Check the training steps since the last call."""
-        if interval.stage != "train":
-            return
+        for interval in intervals:
+            if interval.stage == "train":
+                self._check(interval)
+
+    def _check(self, interval: Interval) -> None:
         limit_bytes = interval.reading.limit_bytes or 0
         for step in interval.steps:
             if step.start_bytes is not None:
                 self._check_start(step, step.start_bytes, limit_bytes)
-        maxima = interval.totals.maxima
+        totals = interval.totals
         # The live peak of steps with CUDA graphs is not known.
-        has_graphs = interval.totals.total("graph_steps") > 0
-        peak_bytes = maxima.get("reserved" if has_graphs else "peak", 0)
+        peak_bytes = (totals.reserved_bytes if totals.graph_steps else totals.peak_bytes) or 0
         if limit_bytes and peak_bytes > max(_NEARLY_FULL_SHARE * limit_bytes, self._planned_bytes):
             self._issue("nearly full", peak=mib(peak_bytes), limit=mib(limit_bytes))
         # A device may work while its process waits, so a wait counts only with the utilization.
         if interval.reading.utilization is not None:
-            self._check_wait(interval.totals)
+            self._check_wait(totals)
 
     def _check_start(self, step: Step, start_bytes: int, limit_bytes: int) -> None:
         """Compare the memory in use at the start of a step with that of the steps before it."""
@@ -96,17 +98,21 @@ class Alerts:
         self._issue("leak", pace=pace, end=end, limit=mib(limit_bytes))
 
     def _check_wait(self, totals: Totals) -> None:
-        """Add the steps since the last call, and check them once they are enough."""
+        """Add the totals since the last call, and check them once they are enough."""
         waited = self._waited
-        waited.add(totals)
-        steps = waited.total("steps")
-        if steps < _MIN_WAITED_STEPS or waited.seconds < _MIN_WAITED_SECONDS:
+        waited.steps += totals.steps
+        waited.wait_seconds += totals.wait_seconds
+        waited.waited_seconds += totals.waited_seconds
+        waited.busy_seconds += totals.busy_seconds
+        waited.busy_percent_seconds += totals.busy_percent_seconds
+        seconds = waited.busy_seconds
+        if waited.steps < _MIN_WAITED_STEPS or seconds < _MIN_WAITED_SECONDS:
             return
         self._waited = Totals()
-        share = waited.rate("wait_seconds") or 0.0
-        busy = waited.rate("busy") or 0.0
+        share = waited.wait_share or 0.0
+        busy = waited.busy_percent or 0.0
         if share > _MAX_WAIT_SHARE and busy < _MIN_BUSY_PERCENT:
-            self._issue("data", share=share, seconds=waited.seconds, steps=steps, busy=busy)
+            self._issue("data", share=share, seconds=seconds, steps=waited.steps, busy=busy)
 
     def _issue(self, kind: str, **values: object) -> None:
         if kind not in self.issued:

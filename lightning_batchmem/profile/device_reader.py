@@ -48,10 +48,6 @@ class DeviceReader:
             )
         return self.last
 
-    def leave_out(self) -> None:
-        """Leave out the time until now from the utilization."""
-        self._utilization_now()
-
     def _utilization_now(self) -> tuple[str, float] | None:
         percent = None if self._utilization is None else self._utilization.percent()
         if self._utilization is None or percent is None:

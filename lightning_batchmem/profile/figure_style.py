@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,15 +45,14 @@ def new_panels(title: str, x_label: str, *y_labels: str) -> tuple[Figure, list[A
     return figure, panels
 
 
-def draw_limit(axes: Axes, x: Sequence[float], limits: Sequence[float]) -> None:
+def draw_limit(axes: Axes, limit: float | None) -> None:
     """Draw the limit, and begin the axis at 0.
 
     The axis ends above the limit, but at most at twice the data, so that they can be read.
     """
     _, data_top = axes.get_ylim()
-    if limits:
-        label = f"limit {limits[-1]:,.1f} MiB"
-        axes.plot(x, limits, label=label, color=VERMILLION, linewidth=2, drawstyle="steps-post")
+    if limit is not None:
+        axes.axhline(limit, label=f"limit {limit:,.1f} MiB", color=VERMILLION, linewidth=2)
     _, top = axes.get_ylim()
     axes.set_ylim(0, min(top, 2 * data_top))
 

@@ -45,7 +45,7 @@ _LINES = {
 def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
     """Plot the peak memory of every step and of its phases.
 
-    The figure also has the evaluations between the steps, and the limit.
+    The figure also has the evaluations between the steps, and the last limit.
     """
     if not any(row["peak_allocated_mib"] for row in rows):
         return None
@@ -67,11 +67,8 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
     peaks = _known(inner, "peak_allocated_mib")
     if peaks:
         axes.plot(*zip(*peaks, strict=True), "D", label="peak (validation)", color=SKY)
-    limits = sorted(_known([*own, *inner], "limit_mib"))
-    if limits:
-        # The last limit holds until the last step.
-        limits.append((own[-1][0], limits[-1][1]))
-    draw_limit(axes, [step for step, _ in limits], [limit for _, limit in limits])
+    limits = [limit for _, limit in _known(own, "limit_mib")]
+    draw_limit(axes, limits[-1] if limits else None)
     return with_legend(figure)
 
 

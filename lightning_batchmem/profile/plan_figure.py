@@ -80,4 +80,4 @@ def _draw_memory(axes: Axes, plan: Plan, last_size: float) -> None:
     if failed:
         limits = [limit] * len(failed)
         axes.plot(failed, limits, "X", label="did not fit", color=VERMILLION, markersize=11)
-    draw_limit(axes, [0, last_size], [limit, limit])
+    draw_limit(axes, limit)

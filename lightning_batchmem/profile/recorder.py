@@ -18,10 +18,10 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.devices.tensors import has_own_tensors, samples_in
 from lightning_batchmem.plan.options import number_from
-from lightning_batchmem.plan.records import mib
 from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.module_memory import ModuleStep
 from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
+from lightning_batchmem.profile.step import Step
 from lightning_batchmem.profile.step_clock import StepClock
 from lightning_batchmem.search.compiled import compiled_frames
 
@@ -112,7 +112,7 @@ class StepRecorder:
         # The steady state begins with the first step after an optimizer step.
         if self.phase_peaks.stepped:
             self._is_steady = True
-        self._has_graphs = self._device.type == "cuda" and replays_graphs(self._device)
+        self._has_graphs = replays_graphs(self._device)
         self._is_detailed = clock.stage != "train" or clock.steps >= self._next_detailed
         if clock.stage != "train":
             self.phase_peaks.start("evaluation")
@@ -206,21 +206,17 @@ class StepRecorder:
         }
         return peak_bytes or 0
 
-    def complete(self) -> dict[str, Any] | None:
-        """Return the fields of the step that has ended, with its time; None without such a step.
+    def complete(self) -> Step | None:
+        """Return the step that has ended, with its time; None without such a step."""
+        if self._ended is None:
+            return None
+        self._ended["seconds"], self._ended["wait_seconds"] = self.clock.seconds()
+        step = Step(**self._ended)
+        self._ended = None
+        return step
 
-        Many of them are made into records at a time, because this takes less time.
-        """
-        ended = self._ended
-        if ended is not None:
-            ended["seconds"], ended["wait_seconds"] = self.clock.seconds()
-            self._ended = None
-        return ended
-
-    def explain_out_of_memory(
-        self, trainer: Trainer, module: LightningModule, limit_bytes: int | None
-    ) -> str:
-        """The note of an error: the step that ran out of memory, and the contents of the memory."""
+    def explain_out_of_memory(self, trainer: Trainer) -> str:
+        """The note of an error: the step that ran out of memory."""
         where = "between two steps"
         if self.clock.in_step:
             number = self.clock.first_number + self.clock.steps - 1
@@ -229,14 +225,7 @@ class StepRecorder:
                 where += f" with a batch of {samples:,} samples"
         if trainer.world_size > 1:
             where += f" on rank {trainer.global_rank}"
-        text = f"memory ran out {where}."
-        peak_bytes = self._peaks()[1] or 0
-        if self.breakdown is not None and limit_bytes is not None:
-            breakdown = self.breakdown.at_failure(module, self._optimizers, self._batch, peak_bytes)
-            text += (
-                f" Until then it held up to {mib(peak_bytes)} of {mib(limit_bytes)}: {breakdown}."
-            )
-        return text
+        return f"memory ran out {where}."
 
     def close(self) -> None:
         """Remove all hooks."""

@@ -18,41 +18,38 @@ from lightning_batchmem._lightning.trainer_state import (
     logs_now,
 )
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.breakdown import MemoryBreakdown
 from lightning_batchmem.devices.cpu import usable_cores
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import PHASES
 from lightning_batchmem.profile.alerts import Alerts
 from lightning_batchmem.profile.device_reader import DeviceReader
 from lightning_batchmem.profile.figures import log_figures
 from lightning_batchmem.profile.flop_step import FlopStep
-from lightning_batchmem.profile.metrics import LoggerMetrics, predicted_bytes
+from lightning_batchmem.profile.metrics import LoggerMetrics
 from lightning_batchmem.profile.module_memory import ModuleStep
 from lightning_batchmem.profile.ranks import HostGroup, RankTotals, rank_metrics
 from lightning_batchmem.profile.recorder import StepRecorder
 from lightning_batchmem.profile.step import Step
 from lightning_batchmem.profile.step_csv import PLAN_NAME, StepCsv
 from lightning_batchmem.profile.summary import Summary, summary_name
-from lightning_batchmem.profile.totals import Interval, Totals
+from lightning_batchmem.profile.totals import Interval, Totals, ratio
 
 # So many steps are kept at most.
 _MAX_STEPS = 1000
 
 
 class Sink(Protocol):
-    """Takes the steps between two logs."""
+    """Takes the steps of a run."""
 
-    def take(self, interval: Interval) -> None:
-        """Use these steps; each step is in one interval."""
+    def take(self, intervals: list[Interval]) -> None:
+        """Use the steps since the last call; each step is in one interval."""
 
 
 class Options(NamedTuple):
     """What a MemoryProfiler was asked for."""
 
     items_fn: Callable[[Any], float] | None
-    progress_bar: bool
     modules: bool
     flops: bool
     peak_flops: float | None
@@ -98,15 +95,15 @@ class Run:
         self._plan = plan
         self._csv = csv
         self._snapshot = snapshot
-        self._has_progress_bar = options.progress_bar
         self._modules: ModuleStep | None = None
         if options.modules and stage == "train":
             self._modules = ModuleStep(device)
         self._flops: FlopStep | None = None
         if options.flops and stage == "train":
             self._flops = FlopStep(device, str(trainer.precision), options.peak_flops)
-        self._is_host = device_memory is not None and device_memory.is_host
         self._device_name = device.type if device_memory is None else device_memory.name
+        is_host = device_memory is not None and device_memory.is_host
+        self._cores = usable_cores() if is_host else None
         self._recorder = StepRecorder(
             trainer,
             module,
@@ -123,8 +120,6 @@ class Run:
             list(trainer.loggers) if logs_at_all(trainer) else [],
             trainer.world_size,
             None if device_memory is None else device_memory.total_bytes(),
-            plan,
-            self._is_host,
             self._flops,
         )
         self._alerts = Alerts(
@@ -132,12 +127,14 @@ class Run:
             granularity_bytes=0 if device_memory is None else device_memory.granularity_bytes,
             planned_bytes=0 if plan is None else plan.limit_bytes,
         )
-        self._sinks: list[Sink] = [self._alerts, self._metrics]
+        self._sinks: list[Sink] = [self._alerts]
         if csv is not None:
             self._sinks.append(csv)
+        # The sinks have not taken these.
+        self._intervals: list[Interval] = []
         self._totals: defaultdict[str, Totals] = defaultdict(Totals)
-        # The fields of each step.
-        self._steps: list[dict[str, Any]] = []
+        # These steps, all of one stage, are not reported.
+        self._steps: list[Step] = []
         self._is_due = False
         self._logging_step = 0
         self._group = HostGroup() if stage == "train" else None
@@ -166,7 +163,7 @@ class Run:
         self._complete()
         self._recorder.start(module, batch, arrived)
 
-    def end_step(self, trainer: Trainer, module: LightningModule, batch: object) -> None:
+    def end_step(self, trainer: Trainer, batch: object) -> None:
         """End a step, except its time."""
         peak_bytes = self._recorder.stop(trainer, batch)
         if peak_bytes is None:
@@ -174,15 +171,9 @@ class Run:
         if peak_bytes > self.epoch_peak_bytes:
             self.epoch_peak_bytes = peak_bytes
             self.run_peak_bytes = max(self.run_peak_bytes, peak_bytes)
-        if self._recorder.clock.stage != "train":
-            return
         self._logging_step = logging_step(trainer)
-        self._is_due = logs_now(trainer, self._logging_step)
-        if self._has_progress_bar and (self._is_due or self._recorder.run_clock.steps == 1):
-            limit_bytes = self._reader.last.limit_bytes or 0
-            values = {"peak_gib": self.run_peak_bytes, "limit_gib": limit_bytes}
-            in_gib = {name: round(value / 2**30, 2) for name, value in values.items() if value}
-            module.log_dict(in_gib, prog_bar=True, logger=False)
+        is_training = self._recorder.clock.stage == "train"
+        self._is_due = is_training and logs_now(trainer, self._logging_step)
 
     def end_epoch(self, trainer: Trainer) -> None:
         """Add the last step, and prepare the exchange between the ranks.
@@ -199,24 +190,19 @@ class Run:
     def begin_validation(self) -> None:
         """Report the training steps before a validation: its time is none of theirs."""
         self._complete()
-        self._report("train", self._logging_step)
+        self._report()
         self._recorder.begin_validation()
 
-    def end_validation(self, trainer: Trainer) -> None:
+    def end_validation(self) -> None:
         """Report a validation in the training."""
         self._complete()
-        self._report("validate", logging_step(trainer))
+        self._report()
         self._recorder.end_validation()
-        # The next utilization of the training is without that of the evaluation.
-        self._reader.leave_out()
 
-    def notes(
-        self, error: BaseException, trainer: Trainer, module: LightningModule
-    ) -> Iterable[str]:
+    def notes(self, error: BaseException, trainer: Trainer) -> Iterable[str]:
         """Return sentences about an error that ended the run."""
         if is_out_of_memory(error):
-            limit_bytes = self._reader.last.limit_bytes
-            yield self._recorder.explain_out_of_memory(trainer, module, limit_bytes)
+            yield self._recorder.explain_out_of_memory(trainer)
             if self._snapshot is not None:
                 yield self._snapshot.write(trainer.global_rank)
 
@@ -229,24 +215,23 @@ class Run:
             self._snapshot.stop()
         self._fetches.close()
         self._recorder.close()
-        is_training = self._stage == "train"
         rank_peaks_bytes: tuple[int, ...] = ()
         try:
             self._complete()
-            # A training may end within an evaluation.
-            stage = self._recorder.clock.stage
-            self._report(stage, self._logging_step if is_training else logging_step(trainer))
+            self._report()
             if is_complete and trainer.world_size > 1:
                 rank_peaks_bytes = self._join_ranks()
         finally:
+            # After an error of the device too, the file has all steps that were reported.
+            self._hand_over()
             if self._csv is not None:
                 self._csv.close()
         if self._stage not in self._totals:
             return None
-        summary = self._summary_of_run(rank_peaks_bytes)
+        summary = self._summary(rank_peaks_bytes)
         if self._csv is not None:
             self._csv.write_text(summary_name(self._stage), summary.to_json())
-        if is_complete and is_training and trainer.is_global_zero:
+        if is_complete and self._stage == "train" and trainer.is_global_zero:
             csv_path = None if self._csv is None else self._csv.path
             log_figures(self._metrics.loggers, csv_path, self._plan, _last_step(trainer))
         return summary
@@ -257,19 +242,34 @@ class Run:
         if ended is not None:
             self._steps.append(ended)
             if self._is_due or len(self._steps) >= _MAX_STEPS:
-                self._report(ended["stage"], self._logging_step)
+                self._report()
 
-    def _report(self, stage: str, step: int) -> None:
-        """Hand the steps since the last report to all sinks."""
+    def _report(self) -> None:
+        """Log the steps since the last report.
+
+        The sinks take them with the next reading of the device, since many intervals at a time take
+        less time.
+        """
         self._is_due = False
         if not self._steps:
             return
-        steps = [Step(**fields) for fields in self._steps]
+        before = self._reader.last
+        interval = Interval(self._steps, self._reader.read(), self._logging_step)
         self._steps = []
-        interval = Interval(stage, steps, self._reader.read(), step)
-        self._totals[stage].add(interval.totals)
+        self._metrics.take(interval)
+        self._intervals.append(interval)
+        if interval.reading is not before:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Add the reported intervals to the totals, and hand them to the sinks."""
+        if not self._intervals:
+            return
+        for interval in self._intervals:
+            self._totals[interval.stage].add(interval.steps, interval.reading)
         for sink in self._sinks:
-            sink.take(interval)
+            sink.take(self._intervals)
+        self._intervals = []
 
     def _join_ranks(self) -> tuple[int, ...]:
         """Exchange the totals of the ranks, and log them if an epoch has ended.
@@ -278,18 +278,24 @@ class Run:
         """
         if self._group is None:
             return ()
-        self._report("train", self._logging_step)
+        self._report()
+        self._hand_over()
         totals = self._totals.get("train", Totals())
-        ranks = self._group.exchange(RankTotals(totals.maxima.get("peak"), totals.rate("samples")))
+        ranks = self._group.exchange(RankTotals(totals.peak_bytes, totals.samples_per_second))
         if self._epoch_end_step is not None:
             self._metrics.log(rank_metrics(ranks), self._epoch_end_step)
         self._epoch_end_step = None
         return tuple(rank.peak_bytes for rank in ranks if rank.peak_bytes is not None)
 
-    def _summary_of_run(self, rank_peaks_bytes: tuple[int, ...]) -> Summary:
-        """Return the summary of the stage of the run, for a training with its validation."""
-        more: dict[str, Any] = {"rank_peaks_bytes": rank_peaks_bytes}
+    def _summary(self, rank_peaks_bytes: tuple[int, ...]) -> Summary:
+        """Return the summary of the stage of the run."""
         totals = self._totals[self._stage]
+        highest = totals.highest
+        ranks = self._metrics.world_size
+        phase_peak_bytes = totals.phase_peak_bytes
+        if self._stage == "train" and "validate" in self._totals:
+            phase_peak_bytes = phase_peak_bytes | self._totals["validate"].phase_peak_bytes
+        more: dict[str, Any] = {}
         breakdown = self._recorder.breakdown
         if breakdown is not None:
             more["breakdown"] = breakdown.at_peak()
@@ -298,44 +304,29 @@ class Run:
             more["modules"] = self._modules.peak
             more["no_modules_reason"] = self._modules.why_not
         if self._flops is not None:
-            rate = self._flops.rate(totals.rate("samples"))
+            rate = self._flops.rate(totals.samples_per_second)
             more |= rate._asdict()
             more["flops_per_sample"] = self._flops.flops_per_sample
             more["no_flops_reason"] = self._flops.why_not
-        if self._stage == "train" and "validate" in self._totals:
-            more["validation"] = self._summary("validate")
-        if self._stage == "train" and self._plan is not None and totals.highest is not None:
-            size = totals.highest.batch_size
-            more["predicted_bytes"] = predicted_bytes(self._plan, size, is_host=self._is_host)
-        return self._summary(self._stage, **more)
-
-    def _summary(
-        self, stage: str, breakdown: MemoryBreakdown | None = None, **more: Any
-    ) -> Summary:
-        totals = self._totals[stage]
-        maxima = totals.maxima
-        highest = totals.highest
-        ranks = self._metrics.world_size
         return Summary(
             device=self._device_name,
-            stage=stage,
-            steps=totals.total("steps"),
-            peak_bytes=maxima.get("peak"),
+            stage=self._stage,
+            steps=totals.steps,
+            peak_bytes=totals.peak_bytes,
             peak_step=0 if highest is None else highest.number,
-            batch_size=maxima.get("batch_size") if highest is None else highest.batch_size,
-            phase_peak_bytes={phase: maxima[phase] for phase in PHASES if phase in maxima},
-            peak_reserved_bytes=maxima.get("reserved"),
-            breakdown=breakdown,
+            batch_size=totals.batch_size if highest is None else highest.batch_size,
+            phase_peak_bytes=phase_peak_bytes,
+            peak_reserved_bytes=totals.reserved_bytes,
             limit_bytes=self._reader.last.limit_bytes,
-            samples_per_second=totals.rate("samples", ranks),
-            items_per_second=totals.rate("items", ranks),
+            samples_per_second=ratio(totals.samples, totals.samples_seconds, ranks),
+            items_per_second=ratio(totals.items, totals.items_seconds, ranks),
             step_seconds=totals.step_seconds,
-            data_wait_share=totals.rate("wait_seconds"),
-            busy_percent=totals.rate("busy"),
-            cores=usable_cores() if self._is_host else None,
-            oom_splits=totals.total("oom_splits") if "oom_splits" in totals.sums else None,
-            graph_steps=totals.total("graph_steps"),
+            data_wait_share=totals.wait_share,
+            busy_percent=totals.busy_percent,
+            cores=self._cores,
+            graph_steps=totals.graph_steps,
             alerts=tuple(self._alerts.issued.values()),
+            rank_peaks_bytes=rank_peaks_bytes,
             **more,
         )
 

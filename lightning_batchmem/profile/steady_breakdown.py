@@ -72,16 +72,3 @@ class SteadyBreakdown:
         if self._at_start is None or not self.peak_bytes:
             return None
         return self._at_start.at_peak(self.peak_bytes)
-
-    def at_failure(
-        self, module: Module, optimizers: Iterable[Optimizer], batch: object, peak_bytes: int
-    ) -> MemoryBreakdown:
-        """Measure the parts in a step that ran out of memory.
-
-        Bytes of no known part count as activations.
-        """
-        breakdown = measure_breakdown(module, optimizers, batch, self._device, start_bytes=0)
-        other_bytes = self._other_bytes or 0
-        if self._at_start is not None:
-            other_bytes = self._at_start.other_bytes
-        return replace(breakdown, other_bytes=other_bytes).at_peak(peak_bytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import count
@@ -61,42 +60,21 @@ class StepCsv:
             the steps of an interval is.
     """
 
-    # Rows that are made together take less time.
-    write_seconds = 1.0
-
     def __init__(
         self, directory: Path, *, world_size: int = 1, has_exact_times: bool = True
     ) -> None:
-        self._next_write = 0.0
-        self._taken: list[Interval] = []
         self._world_size = world_size
         self._has_exact_times = has_exact_times
         self.path, self._file = _created(directory)
         self._rows = csv.writer(self._file)
         self._rows.writerow(COLUMNS)
 
-    def take(self, interval: Interval) -> None:
-        """Keep the steps, which are in the file within a second of steps, or at the end."""
-        self._taken.append(interval)
-        now = time.monotonic()
-        if now >= self._next_write:
-            self._next_write = now + self.write_seconds
-            self._write()
-
-    def close(self) -> None:
-        self._write()
-        try:
-            self._file.close()
-        except OSError as error:
-            rank_zero_warn(f"{self.path} lacks its last rows: {error}")
-
-    def _write(self) -> None:
-        taken = self._taken
-        self._taken = []
+    def take(self, intervals: list[Interval]) -> None:
+        """Write the steps, so that another process can read them."""
         if self._file.closed:
             return
         try:
-            for interval in taken:
+            for interval in intervals:
                 self._rows.writerows(self._cells(interval))
             self._file.flush()
         except OSError as error:
@@ -104,6 +82,12 @@ class StepCsv:
             with suppress(OSError):
                 self._file.close()
             rank_zero_warn(f"{self.path} gets no more rows: {error}")
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            rank_zero_warn(f"{self.path} lacks its last rows: {error}")
 
     def _cells(self, interval: Interval) -> Iterator[list[object]]:
         """Yield the cells of each row, in the order of the columns; unknown ones are empty."""

@@ -52,7 +52,8 @@ class Summary:
             measured.
         peak_step: the step of this peak, as in ``memory_per_batch.csv``.
         batch_size: samples of that step, on this rank; None if its batch does not show it.
-        phase_peak_bytes: phase -> highest allocated bytes in it, over all steps.
+        phase_peak_bytes: phase -> highest allocated bytes in it, over all steps. In a training the
+            phase ``"evaluation"`` is its validation.
         peak_reserved_bytes: highest reserved bytes; None if the device reserves none.
         limit_bytes: bytes that this process may hold, at the last reading: the limit of the device,
             or of a BatchFinder's plan.
@@ -68,12 +69,8 @@ class Summary:
             it.
         outside_bytes: bytes on the device outside this process's allocator when the breakdown was
             taken: contexts, NCCL, other processes; None if unknown.
-        predicted_bytes: peak that a BatchFinder's plan expects at ``batch_size``, in the same kind
-            of bytes as ``peak_bytes``: live bytes by its lines (host: the bytes that the process
-            held at this size in the search); None without a plan, and where the plan has none.
         alerts: the alerts of the run, in their order.
         rank_peaks_bytes: highest peak of each rank, in rank order; empty for one rank.
-        validation: the validation inside this ``fit``; None if there was none.
         modules: the bytes of each module at the peak of one steady step, with
             ``MemoryProfiler(modules=True)``; None without it, or if they could not be measured.
         no_modules_reason: why they could not be measured; empty if they were, or were not asked
@@ -88,7 +85,6 @@ class Summary:
         mfu_pct: the same in per cent of the device's peak; None if the peak is unknown too.
         no_flops_reason: why one of these three is not known; empty if they are, or were not asked
             for.
-        oom_splits: training batches that an OomGuard ran in parts on this rank; None without one.
         graph_steps: steps that replayed CUDA graphs. Their live peak is not known, so
             ``peak_bytes`` is that of the other steps.
     """
@@ -101,17 +97,15 @@ class Summary:
     phase_peak_bytes: dict[str, int]
     peak_reserved_bytes: int | None
     limit_bytes: int | None
-    breakdown: MemoryBreakdown | None
     samples_per_second: float | None
     step_seconds: float
     data_wait_share: float | None
     stage: str = "train"
     items_per_second: float | None = None
+    breakdown: MemoryBreakdown | None = None
     outside_bytes: int | None = None
-    predicted_bytes: int | None = None
     alerts: tuple[str, ...] = ()
     rank_peaks_bytes: tuple[int, ...] = ()
-    validation: Summary | None = None
     modules: PeakByModule | None = None
     no_modules_reason: str = ""
     busy_percent: float | None = None
@@ -120,7 +114,6 @@ class Summary:
     tflops_per_device: float | None = None
     mfu_pct: float | None = None
     no_flops_reason: str = ""
-    oom_splits: int | None = None
     graph_steps: int = 0
 
     def __repr__(self) -> str:
@@ -203,7 +196,6 @@ def summary_table(summary: Summary) -> Table:
     # Only an allocator reserves memory; a resident set includes the program.
     is_resident_set = summary.peak_reserved_bytes is None
     peak_name = "peak, held by this process" if is_resident_set else "peak, live"
-    predicted_name = "held in the search" if is_resident_set else "predicted by the plan, live"
     if breakdown is not None:
         other = "interpreter, libraries" if is_resident_set else "workspaces, kept tensors"
         for name, attribute in PARTS:
@@ -216,7 +208,6 @@ def summary_table(summary: Summary) -> Table:
         table.add_section()
     table.add_row(peak_name, mib(peak_bytes), "100.0%")
     for name, beyond_bytes in (
-        (predicted_name, summary.predicted_bytes),
         ("cached, unused", summary.cached_bytes),
         ("outside the allocator", summary.outside_bytes),
     ):
@@ -255,13 +246,8 @@ def _caption(summary: Summary) -> Iterator[str]:
             f"Peaks of {len(peaks)} ranks: {mib(min(peaks))} to {mib(max(peaks))},"
             f" highest on {peaks.index(max(peaks))}; {mib(sum(peaks))} in all"
         )
-    if (validation := summary.validation) is not None:
-        peak = (
-            "" if validation.peak_bytes is None else f"highest peak {mib(validation.peak_bytes)}, "
-        )
-        yield f"Validation: {peak}{_speed(validation)}"
-    if summary.oom_splits:
-        yield f"{summary.oom_splits:,} batches ran in parts (OomGuard)"
+    if summary.stage == "train" and "evaluation" in summary.phase_peak_bytes:
+        yield f"Highest peak of the validation: {mib(summary.phase_peak_bytes['evaluation'])}"
     yield from _breakdown_notes(summary)
     yield from filter(None, (summary.no_modules_reason, summary.no_flops_reason))
     for alert in summary.alerts:

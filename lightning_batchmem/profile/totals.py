@@ -2,101 +2,115 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 from lightning_batchmem.profile.step import DeviceReading, Step
 
 
+@dataclass
 class Totals:
     """Totals over steps, constant in size. What no step has is missing."""
 
-    def __init__(self) -> None:
-        # The step with the highest peak.
-        self.highest: Step | None = None
-        # The keys are phases, "peak", "reserved" and "batch_size", and the values the highest of
-        # all steps. The last batch of an epoch often has fewer samples than a full one.
-        self.maxima: dict[str, int] = {}
-        # Each sum comes with the wall seconds of the steps that count in it.
-        self.sums: dict[str, tuple[float, float]] = {}
-
-    @property
-    def seconds(self) -> float:
-        return self.sums["steps"][1]
+    steps: int = 0
+    seconds: float = 0.0
+    # Amounts. Each comes with the wall seconds of the steps that have it.
+    samples: int = 0
+    samples_seconds: float = 0.0
+    items: float = 0.0
+    items_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    # The utilization of each interval counts with its time.
+    busy_percent_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    graph_steps: int = 0
+    # The step with the highest peak.
+    highest: Step | None = None
+    peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    # The last batch of an epoch often has fewer samples than a full one.
+    batch_size: int | None = None
+    phase_peak_bytes: dict[str, int] = field(default_factory=dict)
 
     @property
     def step_seconds(self) -> float:
         """Mean wall time of a step."""
-        steps, seconds = self.sums["steps"]
-        return seconds / steps
+        return self.seconds / self.steps
 
-    def total(self, name: str) -> int:
-        """Return a sum that counts steps or batches; 0 if no step counts in it."""
-        return int(self.sums[name][0]) if name in self.sums else 0
+    @property
+    def samples_per_second(self) -> float | None:
+        return ratio(self.samples, self.samples_seconds)
 
-    def rate(self, name: str, factor: float = 1.0) -> float | None:
-        """Return ``factor`` times a sum per second; None if no step counts in it."""
-        amount, seconds = self.sums.get(name, (0.0, 0.0))
-        return factor * amount / seconds if seconds else None
+    @property
+    def wait_share(self) -> float | None:
+        return ratio(self.wait_seconds, self.waited_seconds)
 
-    def add_step(self, step: Step) -> None:
+    @property
+    def busy_percent(self) -> float | None:
+        return ratio(self.busy_percent_seconds, self.busy_seconds)
+
+    def add(self, steps: Sequence[Step], reading: DeviceReading) -> None:
+        """Add the steps of an interval, and the reading at its end."""
+        seconds_before = self.seconds
+        for step in steps:
+            self._add_step(step)
+        if reading.utilization is not None:
+            seconds = self.seconds - seconds_before
+            self.busy_percent_seconds += reading.utilization[1] * seconds
+            self.busy_seconds += seconds
+
+    def _add_step(self, step: Step) -> None:
+        # Each step comes here twice, so this calls nothing.
         seconds = step.seconds
-        self.count("steps", 1, seconds)
+        size = step.batch_size
+        peak_bytes = step.peak_bytes
+        reserved_bytes = step.peak_reserved_bytes
+        self.steps += 1
+        self.seconds += seconds
+        if step.wait_seconds is not None:
+            self.wait_seconds += step.wait_seconds
+            self.waited_seconds += seconds
+        if size is not None and not step.is_slowed:
+            self.samples += size
+            self.samples_seconds += seconds
+        if step.items is not None and not step.is_slowed:
+            self.items += step.items
+            self.items_seconds += seconds
         if step.has_graphs:
-            self.count("graph_steps", 1, seconds)
-        self.count("oom_splits", step.oom_splits, seconds)
-        self.count("wait_seconds", step.wait_seconds, seconds)
-        if not step.is_slowed:
-            self.count("samples", step.batch_size, seconds)
-            self.count("items", step.items, seconds)
-        if step.peak_bytes is not None and step.peak_bytes > self.maxima.get("peak", -1):
+            self.graph_steps += 1
+        if peak_bytes is not None and peak_bytes > (self.peak_bytes or -1):
             self.highest = step
-        self._raise("peak", step.peak_bytes)
-        self._raise("reserved", step.peak_reserved_bytes)
-        self._raise("batch_size", step.batch_size)
+            self.peak_bytes = peak_bytes
+        if reserved_bytes is not None and reserved_bytes > (self.reserved_bytes or -1):
+            self.reserved_bytes = reserved_bytes
+        if size is not None and size > (self.batch_size or -1):
+            self.batch_size = size
         for phase, phase_bytes in step.phase_peak_bytes.items():
-            self._raise(phase, phase_bytes)
-
-    def add(self, other: Totals) -> None:
-        """Add the totals of later steps."""
-        if other.maxima.get("peak", -1) > self.maxima.get("peak", -1):
-            self.highest = other.highest
-        for name, value in other.maxima.items():
-            self._raise(name, value)
-        for name, (amount, seconds) in other.sums.items():
-            self.count(name, amount, seconds)
-
-    def count(self, name: str, amount: float | None, seconds: float) -> None:
-        """Add an amount, unless it is None, of steps with so many wall seconds."""
-        if amount is not None:
-            amount_before, seconds_before = self.sums.get(name, (0.0, 0.0))
-            self.sums[name] = (amount_before + amount, seconds_before + seconds)
-
-    def _raise(self, name: str, value: int | None) -> None:
-        if value is not None and value > self.maxima.get(name, -1):
-            self.maxima[name] = value
+            if phase_bytes > self.phase_peak_bytes.get(phase, -1):
+                self.phase_peak_bytes[phase] = phase_bytes
 
 
 class Interval:
-    """The steps of one stage since the last log, and a reading of the device at their end.
+    """The steps since the last log, and a reading of the device at their end.
 
     This is what a sink takes.
 
     Args:
-        stage: the stage of the steps.
-        steps: the steps, at least one.
+        steps: the steps, at least one, and all of one stage.
         reading: the reading of the device.
         logging_step: the loggers get the metrics under this number.
     """
 
-    def __init__(
-        self, stage: str, steps: list[Step], reading: DeviceReading, logging_step: int
-    ) -> None:
-        self.stage = stage
+    def __init__(self, steps: list[Step], reading: DeviceReading, logging_step: int) -> None:
+        self.stage = steps[0].stage
         self.steps = steps
         self.reading = reading
         self.logging_step = logging_step
         self.totals = Totals()
-        for step in steps:
-            self.totals.add_step(step)
-        if reading.utilization is not None:
-            # A utilization counts with the time of its interval.
-            seconds = self.totals.seconds
-            self.totals.count("busy", reading.utilization[1] * seconds, seconds)
+        self.totals.add(steps, reading)
+
+
+def ratio(amount: float | None, whole: float | None, factor: float = 1.0) -> float | None:
+    """Return ``factor`` times an amount over a whole; None if one of them is missing."""
+    return factor * amount / whole if amount is not None and whole else None

@@ -24,4 +24,4 @@ UNREAD = DeviceReading()
 
 
 def interval(*steps, reading=UNREAD):
-    return Interval("train", list(steps), reading, 0)
+    return Interval(list(steps), reading, 0)

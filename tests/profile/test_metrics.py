@@ -1,8 +1,6 @@
 import pytest
 
-from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import Line, MemoryModel, Trial
-from lightning_batchmem.profile.metrics import LoggerMetrics, predicted_bytes
+from lightning_batchmem.profile.metrics import LoggerMetrics
 from lightning_batchmem.profile.step import DeviceReading
 from tests.helpers.steps import MIB, interval, step
 
@@ -50,52 +48,3 @@ def test_unknown_sizes_items_and_waits_are_left_out_of_the_means():
     assert [metrics[f"throughput/{name}"] for name in names] == [2.0, 50.0, 25.0, 4000.0]
     assert metrics["batch/size"] == 4.0
     assert "batch/size" not in metrics_of(step(1, 3, size=None))
-
-
-# The peak of a training step by a plan.
-
-GIB = 1024 * MIB
-# The line is at 200 MiB for 100 samples.
-LINE = Line(100 * MIB, MIB, 10, 100)
-
-
-def plan(**lines):
-    trials = [
-        Trial(size, "ok", {"backward": size * MIB}, peak_held_bytes=300 * MIB)
-        for size in (10, 20, 100)
-    ]
-    trials.append(Trial(400, "out_of_memory", {}))
-    memory = MemoryModel(lines or {"backward": LINE})
-    return Plan(100, "memory", True, GIB, None, None, tuple(trials), memory)
-
-
-def test_a_resident_set_is_predicted_by_what_the_search_held_at_this_size():
-    on_host = [predicted_bytes(plan(), size, is_host=True) for size in (100, 50)]
-    assert on_host == [300 * MIB, None]
-    on_device = [predicted_bytes(plan(), size, is_host=False) for size in (100, 50)]
-    assert on_device == [200 * MIB, 150 * MIB]
-
-
-def test_the_prediction_is_the_highest_line_of_training():
-    forward = Line(150 * MIB, MIB / 4, 10, 100)
-    evaluation = Line(MIB, GIB, 10, 100)
-    lines = plan(backward=LINE, forward=forward, evaluation=evaluation)
-    predicted = [predicted_bytes(lines, size, is_host=False) for size in (100, 20)]
-    assert predicted == [200 * MIB, 155 * MIB]
-
-
-NO_LINES = Plan(2, "memory", True, GIB, None, None, (), None)
-
-
-@pytest.mark.parametrize(
-    ("of", "size"),
-    [
-        (plan(), None),
-        # Sizes above 1.5 times the largest measured size, 100, have no prediction.
-        (plan(), 151),
-        (plan(evaluation=LINE), 20),
-        (NO_LINES, 2),
-    ],
-)
-def test_without_a_prediction(of, size):
-    assert predicted_bytes(of, size, is_host=False) is None
