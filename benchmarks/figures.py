@@ -1,68 +1,84 @@
-"""Draw the pictures in ``docs/figures`` from a real run.
+"""Draw the pictures in ``docs/figures``, and print the plan that README.md shows, all of one run.
 
-The run is a search, 60 training steps and an evaluation.
+The run is the second training of ``examples/quickstart.py``: a search, four epochs and their
+validations. A line has what the search cost.
 
     python -m benchmarks.figures
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
+import time
 from pathlib import Path
 
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.common import ROOT, command_line, machine, trainer_for
-from benchmarks.workloads import WORKLOADS, Training, Workload
 from lightning_batchmem import BatchFinder, MemoryProfiler
 from lightning_batchmem.profile.figures import draw as draw_figures
 from lightning_batchmem.profile.figures import save
 from lightning_batchmem.profile.step_csv import NAME, read_rows
 
-MEMORY_LIMIT = "1500MiB"
-STEPS = 30
+# The examples are scripts, which import each other in this way.
+sys.path.insert(0, str(ROOT / "examples"))
+from quickstart import Batch, Classifier, Digits, limit_bytes
+
+EPOCHS = 4
 
 
-class PixelNetwork(nn.Module):
-    """The same three linear layers for each pixel of an image.
+class CountedClassifier(Classifier):
+    """Counts its training steps and their samples."""
 
-    From about 128 samples on, every activation is so large that the C library maps it by itself,
-    and returns it when it is freed. So the process holds little more than its tensors.
-    """
+    steps_run = 0
+    samples_run = 0
 
-    def __init__(self) -> None:
-        super().__init__()
-        width = 64
-        self.pixels = nn.Sequential(
-            nn.Linear(3, width),
-            nn.GELU(),
-            nn.Linear(width, width),
-            nn.GELU(),
-            nn.Linear(width, width),
-            nn.GELU(),
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        # A search restores the attributes of a module, but not those of its class.
+        CountedClassifier.steps_run += 1
+        CountedClassifier.samples_run += len(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+class SearchCost(Callback):
+    """Prints what the search took; it comes after the finder."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.start_seconds = time.process_time()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        seconds = time.process_time() - self.start_seconds
+        samples = CountedClassifier.samples_run
+        print(
+            f"search: {CountedClassifier.steps_run} training steps of {samples} samples in all,"
+            f" {seconds:.1f} s of CPU time"
         )
-        self.head = nn.Linear(width, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        pixels: Tensor = self.pixels(images.flatten(2).mT)
-        scores: Tensor = self.head(pixels.mean(1))
-        return scores
 
 
 def draw(out: Path) -> None:
     """Search, train, and write every figure of the run as PNG."""
-    finder = BatchFinder(memory_limit=MEMORY_LIMIT, min_steps_per_epoch=None)
-    module = Training(Workload(PixelNetwork, WORKLOADS["ConvNet"].sample, room_mib=0))
+    # As in the quickstart.
+    torch.set_num_threads(1)
+    finder = BatchFinder(memory_limit=limit_bytes(), lr_scaling="sqrt")
+    profiler = MemoryProfiler()
     with tempfile.TemporaryDirectory() as directory:
-        arguments = {
-            "default_root_dir": directory,
-            "val_check_interval": STEPS // 3,
-            "limit_val_batches": 2,
-        }
-        trainer_for([MemoryProfiler(), finder], STEPS, **arguments).fit(module)
+        trainer = trainer_for(
+            [profiler, finder, SearchCost()],
+            -1,
+            max_epochs=EPOCHS,
+            log_every_n_steps=5,
+            default_root_dir=directory,
+        )
+        trainer.fit(CountedClassifier(), datamodule=Digits())
         rows = read_rows(Path(directory) / NAME)
-    print(f"{machine()}\nbatch size {module.batch_size}")
+    assert finder.plan is not None
+    assert profiler.summary is not None
+    steps = profiler.summary.steps
+    print(f"training: {steps} steps of {finder.plan.batch_size} samples\n{machine()}")
     for name, figure in draw_figures(rows, finder.plan).items():
         path = out / f"{name}.png"
         save(figure, path)

@@ -25,8 +25,8 @@ class OomGuard(Callback):
 
     Where parts could not equal the whole step, it does nothing, with a warning that has the reason:
     for example with BatchNorm, hooks on gradients, metrics that ``training_step`` updates, manual
-    optimization, or several ranks. See docs/oom-guard.md for the whole list, and for what it cannot
-    see.
+    optimization, or several ranks. See docs/when-memory-is-short.md for the whole list, and for
+    what it cannot see.
 
     Args:
         reduction: what ``training_step`` returns: ``"mean"``, the mean over the samples of the

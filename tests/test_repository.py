@@ -14,7 +14,6 @@ import yaml
 
 import lightning_batchmem
 from benchmarks.gpu_check import block_to_paste
-from tests.helpers.compared import compared_lists
 from tests.helpers.notebook import code_cells, run_notebook
 
 ROOT = Path(__file__).parents[1]
@@ -29,10 +28,6 @@ def test_the_citation_has_the_version():
     citation = read("CITATION.cff")
     assert citation["version"] == lightning_batchmem.__version__
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
-
-
-def test_the_lists_of_compared_trainings_are_the_printed_ones():
-    assert (ROOT / "docs" / "compared.md").read_text().endswith(compared_lists())
 
 
 @pytest.mark.parametrize("name", ["ci", "newest"])

@@ -1,6 +1,6 @@
 """Every number that steers a search, with its meaning and its source.
 
-``python -m lightning_batchmem.plan.policy`` prints them as the tables of ``docs/search-policy.md``.
+``python -m lightning_batchmem.plan.policy`` prints them as tables.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class SearchPolicy:
     """No rehearsal is above this share. Source: As above."""
     host_share: float = 0.25
     """On the host one size is rehearsed, at this share. Source: An overrun there ends the process.
-    Twenty networks used up to 3 bytes for each live byte, and 1 / 3 is 0.33: `python -m
+    Twenty networks used up to 3.3 bytes for each live byte, and 1 / 3.3 is 0.30: `python -m
     benchmarks.search`."""
     collective_share: float = 0.85
     """Where ranks take steps together, so that no limit can be enforced, one size is rehearsed, at

@@ -1,11 +1,8 @@
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 
 from lightning_batchmem.plan.policy import ReadingPolicy, SearchPolicy, policy_table
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("policy", [SearchPolicy, ReadingPolicy])
@@ -17,12 +14,6 @@ def test_each_number_has_a_meaning_and_a_source(policy):
         assert value
         assert meaning.endswith(".")
         assert len(source) > len(" |")
-
-
-def test_the_table_in_the_documentation_is_the_printed_one():
-    text = (ROOT / "docs" / "search-policy.md").read_text()
-    assert policy_table(SearchPolicy) in text
-    assert policy_table(ReadingPolicy) in text
 
 
 def test_a_search_has_few_numbers():
