@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lightning_batchmem.plan.plan import Plan
     from lightning_batchmem.plan.records import Line, MemoryModel, Trial
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "BatchFinder",
