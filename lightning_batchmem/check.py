@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,8 @@ def differences(
         ValueError: for an argument out of range, a damaged file, and a step that cannot be
             measured.
     """
-    if not 0 <= tolerance < math.inf:
+    is_number = isinstance(tolerance, Real) and not isinstance(tolerance, bool)
+    if not is_number or not 0 <= tolerance < math.inf:
         raise ValueError(f"tolerance must be a share such as 0.01, got {tolerance!r}")
     if not path.exists():
         raise ValueError(f"{path} does not exist. Write it with --update true.")

@@ -304,7 +304,7 @@ def test_without_a_file_it_fails_with_the_command_that_writes_it(tmp_path):
     assert_memory(make, path, base={"precision": "bf16-mixed"})
 
 
-@pytest.mark.parametrize("tolerance", [-0.1, float("nan"), float("inf")])
+@pytest.mark.parametrize("tolerance", [-0.1, float("nan"), float("inf"), "0.1", None, True])
 def test_a_wrong_tolerance(reference, tolerance):
     with pytest.raises(ValueError, match=r"tolerance must be a share such as 0\.01, got"):
         assert_memory(make, reference, tolerance)
