@@ -520,8 +520,12 @@ class Broken(Failing):
 
 
 def test_every_other_error_is_raised() -> None:
-    with pytest.raises(ValueError, match="of the user"):
+    with pytest.raises(ValueError, match="of the user") as in_part:
         trained(partial(Broken, FAILS), OomGuard())
+    assert notes_of(in_part.value) == [
+        "OomGuard: when this error occurred, the batch ran in 2 parts, because memory had run out"
+        " in it. If the parts are the cause, use a smaller batch size."
+    ]
     with pytest.raises(torch.OutOfMemoryError) as raised:
         trained(partial(Broken, {5: "hook"}), OomGuard())
     assert not hasattr(raised.value, "__notes__")

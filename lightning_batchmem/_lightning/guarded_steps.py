@@ -177,6 +177,13 @@ class _GuardedClosure:
             except Exception as error:
                 # Lightning leaves the name of the hook that failed.
                 place = self._steps.module._current_fx_name
+                if num_parts > 1 and not is_out_of_memory(error):
+                    # Nothing else in the error shows that the step had only a part of the batch.
+                    error.add_note(
+                        f"OomGuard: when this error occurred, the batch ran in {num_parts} parts,"
+                        " because memory had run out in it. If the parts are the cause, use a"
+                        " smaller batch size."
+                    )
                 if not is_out_of_memory(error) or place not in ("training_step", "backward"):
                     raise
                 self._error = error
