@@ -20,7 +20,8 @@ from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.plan.options import check_switches
-from lightning_batchmem.profile.run import Options, Run
+from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.profile.run import Options, Run, plan_in
 from lightning_batchmem.profile.step_csv import NAME, StepCsv, make_log_dir
 from lightning_batchmem.profile.summary import Summary, show_summary
 
@@ -104,6 +105,8 @@ class MemoryProfiler(Callback):
         self._log_dir: Path | None = None
         # The run that is recorded now.
         self._run: Run | None = None
+        # The plan of the last run.
+        self._plan: Plan | None = None
         self._summary: Summary | None = None
         self._run_peak_bytes: int | None = None
         self._is_table_due = False
@@ -296,11 +299,19 @@ class MemoryProfiler(Callback):
             except OSError as error:
                 rank_zero_warn(f"MemoryProfiler writes no {NAME}: {error}")
         snapshot = OomSnapshot.start(self._log_dir, device) if self._has_snapshot else None
+        plan = plan_in(trainer)
+        if stage != "train" and plan is self._plan:
+            # An evaluation that did not search has no plan: the limit of the earlier run no longer
+            # holds, and its plan is in a file already.
+            plan = None
+        else:
+            self._plan = plan
         self._run = Run(
             trainer,
             module,
             stage,
             self.device_memory(device),
+            plan,
             self._options,
             csv=csv,
             snapshot=snapshot,

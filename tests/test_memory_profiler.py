@@ -131,7 +131,7 @@ def test_every_step_is_a_row_with_the_peak_of_each_phase(
     }
     assert (summary.peak_bytes, summary.peak_step) == (26 * MIB, 5)
     assert (summary.steps, summary.batch_size) == (6, 2)
-    assert summary.cores is None
+    assert summary.cores == usable_cores()
     assert summary.samples_per_second == pytest.approx(2 * 22 / (6 * summary.step_seconds))
     # The breakdown has gradients and the state of Adam, which exist from the second step on.
     weights = (4 + 1) * 4
@@ -345,7 +345,9 @@ def test_validation_in_a_training_has_rows_metrics_and_a_summary(tmp_path, devic
     assert row["batch_size"] == "2"
     assert [step for step, _ in recorder.others] == [2, 5]
     for _, metrics in recorder.others:
-        assert set(metrics) == {f"validate/{name}" for name in EVALUATED}
+        names = {f"validate/{name}" for name in EVALUATED}
+        # The utilization is missing where the last reading was that of a validation before.
+        assert names - {"validate/cpu_pct"} <= set(metrics) <= names
         assert metrics["validate/peak_allocated_mib"] == 6
     assert profiler.summary.phase_peak_bytes["evaluation"] == 6 * MIB
     assert (profiler.summary.steps, profiler.summary.peak_bytes) == (6, MIB)
@@ -545,6 +547,79 @@ def test_each_search_has_one_file_with_its_plan(tmp_path, device_memory, size_na
     paths = sorted(tmp_path.glob("batch_plan*.json"))
     assert [path.name for path in paths] == names
     assert [Plan.from_json(path.read_text()) for path in paths] == plans
+
+
+@pytest.mark.parametrize("cause", ["an alert that is an error", "an interrupt in a logger"])
+def test_each_step_counts_once_if_a_report_is_interrupted(
+    tmp_path, device_memory, monkeypatch, cause
+):
+    monkeypatch.setattr(DeviceReader, "interval_seconds", 0.0)
+    profiler = MemoryProfiler()
+
+    def interrupt(logger, metrics, step=None):
+        if "batch/size" in metrics and step == 3:
+            raise KeyboardInterrupt
+
+    net = Net()
+    error = SystemExit
+    if cause == "an alert that is an error":
+        net = Net(spike(device_memory, 2, "backward", 999))
+        error = UserWarning
+    else:
+        monkeypatch.setattr(CSVLogger, "log_metrics", interrupt)
+    trainer = trainer_for(tmp_path, profiler, logger=CSVLogger(tmp_path), log_every_n_steps=1)
+    with pytest.raises(error):
+        trainer.fit(net, data())
+    (path,) = tmp_path.rglob("memory_per_batch.csv")
+    numbers = [row["step"] for row in rows(path)]
+    assert numbers == [str(number) for number in range(profiler.summary.steps)]
+    assert len(numbers) >= 3
+
+
+def test_an_evaluation_without_a_search_has_no_plan_of_an_earlier_one(tmp_path, device_memory):
+    device_memory.budget = 200 * MIB
+    finder = BatchFinder()
+    finder.device_memory = lambda device: device_memory
+    profiler = MemoryProfiler()
+    trainer = trainer_for(tmp_path, profiler, finder)
+    net = lawful.Evaluated(device_memory)
+    trainer.validate(net, verbose=False)
+    net.size_name = "fixed_size"
+    trainer.test(net, verbose=False)
+    assert finder.plan.limit_bytes < profiler.summary.limit_bytes == device_memory.budget_bytes()
+    assert [path.name for path in tmp_path.glob("batch_plan*.json")] == ["batch_plan.json"]
+
+
+@pytest.mark.parametrize("validation_seconds", [0.0, 2.0])
+def test_the_utilization_of_a_validation_is_not_that_of_the_training(
+    tmp_path, device_memory, monkeypatch, validation_seconds
+):
+    """The device is busy in validations only, which are shorter or longer than a reading."""
+    now_seconds = 0.0
+    was_validating = False
+
+    class Busy:
+        key = "gpu_pct"
+
+        def percent(self):
+            nonlocal was_validating
+            percent = 100.0 if was_validating else 0.0
+            was_validating = False
+            return percent
+
+    def work(step, where):
+        nonlocal now_seconds, was_validating
+        if where == "validation":
+            was_validating = True
+            now_seconds += validation_seconds
+        elif where == "forward":
+            now_seconds += 2.0 if step % 2 else 0.0
+
+    monkeypatch.setattr(device_reader, "utilization_for", lambda _: Busy())
+    monkeypatch.setattr(device_reader, "time", SimpleNamespace(monotonic=lambda: now_seconds))
+    options = {"val_check_interval": 2, "num_sanity_val_steps": 0}
+    profiler, _ = profiled(tmp_path, Validated(work), val=data(), **options)
+    assert profiler.summary.busy_percent == 0.0
 
 
 # --- files, several runs, errors, traces

@@ -74,7 +74,7 @@ class DataSource:
                 raise ValueError(
                     f"the loaders of {self.hook} must be torch DataLoaders for BatchFinder, got"
                     f" {type(loader).__name__}. Return a torch DataLoader of single samples from"
-                    " the hook, or pass one to fit. Where a library makes the loaders, use"
+                    " the hook, or pass one to fit; where a library makes the loaders, use"
                     " MemoryProfiler alone, and set the batch size by hand."
                 )
         return combined

@@ -91,7 +91,7 @@ class Plan:
         return f"```text\n{self}\n```"
 
     def short_text(self) -> str:
-        """The plan in at most six rows of 80 columns, with the first note only."""
+        """The plan in at most six rows, with the first note only; a line has at most 80 columns."""
         return short_text(self)
 
     def to_json(self) -> str:

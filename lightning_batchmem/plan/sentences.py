@@ -71,9 +71,9 @@ def empty_range(limits: SearchLimits) -> str:
 
 def fixed_part_does_not_fit(limits: SearchLimits) -> str:
     return (
-        "Nothing fits: without any batch, the process and the gradients need"
-        f" {mib(limits.missing_bytes)} more than the limit of {mib(limits.limit_bytes)}. No step"
-        " was run. Use a smaller model or a higher memory_limit."
+        "Nothing fits, and no step was run: without any batch, the process and the gradients need"
+        f" {mib(limits.missing_bytes)} more than the limit of {mib(limits.limit_bytes)}. Use a"
+        " smaller model or a higher memory_limit."
     )
 
 
@@ -124,7 +124,7 @@ def limited_by_memory(
     if not above and largest_size > batch_size:
         return f"{size}: the limit leaves room for no more than {size_text(largest_size, limits)}."
     if limits.steps_are_collective and not above:
-        return f"{size}: nothing larger was tried, because an error on one rank ends all ranks."
+        return f"{size}: no larger size was rehearsed, because an error on one rank ends all ranks."
     if not above:
         return f"{size}: it passed a rehearsal, and the limit leaves little room above it."
     smallest = min(above, key=lambda trial: trial.batch_size)

@@ -36,7 +36,10 @@ def full_text(plan: Plan) -> str:
 
 
 def short_text(plan: Plan) -> str:
-    """The plan in at most six rows: no reason, no line, no trials, and only the first note."""
+    """The plan in at most six rows, whose lines have at most 80 columns.
+
+    There is no reason, no line, no trial, and only the first note.
+    """
     # Of several notes the dictionary keeps the first, because the last of equal keys counts.
     rows = dict(reversed(_rows(plan)))
     rows["details"] = "print the plan, or set verbose=True: reasons, all sizes, all notes"

@@ -48,6 +48,11 @@ class DeviceReader:
             )
         return self.last
 
+    def leave_out(self) -> None:
+        """Leave out the time until now from the utilization, which the next reading has again."""
+        self._utilization_now()
+        self.last = self.last._replace(utilization=None)
+
     def _utilization_now(self) -> tuple[str, float] | None:
         percent = None if self._utilization is None else self._utilization.percent()
         if self._utilization is None or percent is None:

@@ -64,7 +64,7 @@ class LoggerMetrics:
                 rate = self.flops.rate(totals.samples_per_second)
                 known["throughput/tflops_per_device"] = rate.tflops_per_device
                 known["throughput/mfu_pct"] = rate.mfu_pct
-        return {name: value for name, value in known.items() if value is not None}
+        return {name: float(value) for name, value in known.items() if value is not None}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for logger in list(self.loggers):

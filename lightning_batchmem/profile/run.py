@@ -63,6 +63,7 @@ class Run:
         module: its module.
         stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
         device_memory: the memory to measure; None if it cannot be measured.
+        plan: the plan of a BatchFinder for this run.
         options: what the profiler was asked for.
         csv: the file for the steps.
         snapshot: records the allocator's events; None to record none.
@@ -74,6 +75,7 @@ class Run:
         module: LightningModule,
         stage: str,
         device_memory: DeviceMemory | None,
+        plan: Plan | None,
         options: Options,
         *,
         csv: StepCsv | None,
@@ -85,12 +87,6 @@ class Run:
                 f"MemoryProfiler measures no memory, because {device.type} or its allocator has no"
                 " peak counter."
             )
-        plans = (vars(callback).get("plan") for callback in callbacks_of(trainer))
-        plan = next((plan for plan in plans if isinstance(plan, Plan)), None)
-        # The plan of a fit is not that of an evaluation after it, and has its file. A plan of an
-        # evaluation has no number of parameters.
-        if plan is not None and plan.parameters and stage != "train":
-            plan = None
         if csv is not None and plan is not None:
             csv.write_text(PLAN_NAME, plan.to_json())
         self.epoch_peak_bytes = 0
@@ -106,8 +102,7 @@ class Run:
         if options.flops and stage == "train":
             self._flops = FlopStep(device, str(trainer.precision), options.peak_flops)
         self._device_name = device.type if device_memory is None else device_memory.name
-        is_host = device_memory is not None and device_memory.is_host
-        self._cores = usable_cores() if is_host else None
+        self._cores = usable_cores() if device.type == "cpu" else None
         self._recorder = StepRecorder(
             trainer,
             module,
@@ -131,9 +126,8 @@ class Run:
             granularity_bytes=0 if device_memory is None else device_memory.granularity_bytes,
             planned_bytes=0 if plan is None else plan.limit_bytes,
         )
-        self._sinks: list[Sink] = [self._alerts]
-        if csv is not None:
-            self._sinks.append(csv)
+        # The file comes first, because an alert may end the run where warnings are errors.
+        self._sinks: list[Sink] = [self._alerts] if csv is None else [csv, self._alerts]
         # The sinks have not taken these.
         self._intervals: list[Interval] = []
         self._totals: defaultdict[str, Totals] = defaultdict(Totals)
@@ -202,6 +196,8 @@ class Run:
         self._complete()
         self._report()
         self._recorder.end_validation()
+        # The next utilization of the training is without that of the validation.
+        self._reader.leave_out()
 
     def notes(self, error: BaseException, trainer: Trainer) -> Iterable[str]:
         """Return sentences about an error that ended the run."""
@@ -227,9 +223,11 @@ class Run:
                 rank_peaks_bytes = self._join_ranks()
         finally:
             # After an error of the device too, the file has all steps that were reported.
-            self._hand_over()
-            if self._csv is not None:
-                self._csv.close()
+            try:
+                self._hand_over()
+            finally:
+                if self._csv is not None:
+                    self._csv.close()
         if self._stage not in self._totals:
             return None
         summary = self._summary(rank_peaks_bytes)
@@ -260,8 +258,8 @@ class Run:
         before = self._reader.last
         interval = Interval(self._steps, self._reader.read(), self._logging_step)
         self._steps = []
-        self._metrics.take(interval)
         self._intervals.append(interval)
+        self._metrics.take(interval)
         if interval.reading is not before:
             self._hand_over()
 
@@ -269,11 +267,13 @@ class Run:
         """Add the reported intervals to the totals, and hand them to the sinks."""
         if not self._intervals:
             return
-        for interval in self._intervals:
+        # An error in a sink must not make the others take an interval twice.
+        intervals = self._intervals
+        self._intervals = []
+        for interval in intervals:
             self._totals[interval.stage].add(interval.steps, interval.reading)
         for sink in self._sinks:
-            sink.take(self._intervals)
-        self._intervals = []
+            sink.take(intervals)
 
     def _join_ranks(self) -> tuple[int, ...]:
         """Exchange the totals of the ranks, and log them if an epoch has ended.
@@ -333,6 +333,12 @@ class Run:
             rank_peaks_bytes=rank_peaks_bytes,
             **more,
         )
+
+
+def plan_in(trainer: Trainer) -> Plan | None:
+    """Return the plan of a BatchFinder beside the profiler."""
+    plans = (vars(callback).get("plan") for callback in callbacks_of(trainer))
+    return next((plan for plan in plans if isinstance(plan, Plan)), None)
 
 
 def _last_step(trainer: Trainer) -> int:

@@ -52,8 +52,8 @@ class Summary:
             measured.
         peak_step: the step of this peak, as in ``memory_per_batch.csv``.
         batch_size: samples of that step, on this rank; None if its batch does not show it.
-        phase_peak_bytes: phase -> highest allocated bytes in it, over all steps. In a training the
-            phase ``"evaluation"`` is its validation.
+        phase_peak_bytes: phase -> highest allocated bytes in it, over the steps in which phases are
+            read. In a training the phase ``"evaluation"`` is its validation.
         peak_reserved_bytes: highest reserved bytes; None if the device reserves none.
         limit_bytes: bytes that this process may hold, at the last reading: the limit of the device,
             or of a BatchFinder's plan.
@@ -156,7 +156,7 @@ class Summary:
             return ""
         return (
             f"Limited by memory: {held_bytes / self.limit_bytes:.0%} of the limit. A lower"
-            " precision, activation checkpointing or sharding needs less."
+            " precision, activation checkpointing or sharding needs less memory."
         )
 
     def to_json(self) -> str:
@@ -236,10 +236,8 @@ def _caption(summary: Summary) -> Iterator[str]:
         yield f"{summary.data_wait_share:.1%} of the time waiting for data"
     if summary.busy_percent is not None:
         name = "Device"
-        if summary.device == "host":
-            name = "Cores of this process"
         if summary.cores is not None:
-            name = f"The {summary.cores:g} cores of this process"
+            name = f"Cores of this process ({summary.cores:g})"
         yield f"{name}: {summary.busy_percent:.1f}% busy"
     if peaks := summary.rank_peaks_bytes:
         yield (

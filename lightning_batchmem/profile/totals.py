@@ -10,7 +10,7 @@ from lightning_batchmem.profile.step import DeviceReading, Step
 
 @dataclass
 class Totals:
-    """Totals over steps, constant in size. What no step has is missing."""
+    """Totals over steps, constant in size. A sum that no step has is 0, and its rate is None."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -61,7 +61,7 @@ class Totals:
             self.busy_seconds += seconds
 
     def _add_step(self, step: Step) -> None:
-        # Each step comes here twice, so this calls nothing.
+        # Each step comes here twice, so nothing is computed that is not needed.
         seconds = step.seconds
         size = step.batch_size
         peak_bytes = step.peak_bytes
@@ -79,13 +79,13 @@ class Totals:
             self.items_seconds += seconds
         if step.has_graphs:
             self.graph_steps += 1
-        if peak_bytes is not None and peak_bytes > (self.peak_bytes or -1):
+        if peak_bytes is not None and (self.peak_bytes is None or peak_bytes > self.peak_bytes):
             self.highest = step
             self.peak_bytes = peak_bytes
-        if reserved_bytes is not None and reserved_bytes > (self.reserved_bytes or -1):
-            self.reserved_bytes = reserved_bytes
-        if size is not None and size > (self.batch_size or -1):
-            self.batch_size = size
+        if reserved_bytes is not None:
+            self.reserved_bytes = _larger(reserved_bytes, self.reserved_bytes)
+        if size is not None:
+            self.batch_size = _larger(size, self.batch_size)
         for phase, phase_bytes in step.phase_peak_bytes.items():
             if phase_bytes > self.phase_peak_bytes.get(phase, -1):
                 self.phase_peak_bytes[phase] = phase_bytes
@@ -94,7 +94,7 @@ class Totals:
 class Interval:
     """The steps since the last log, and a reading of the device at their end.
 
-    This is what a sink takes.
+    A sink takes a list of these.
 
     Args:
         steps: the steps, at least one, and all of one stage.
@@ -111,6 +111,10 @@ class Interval:
         self.totals.add(steps, reading)
 
 
+def _larger(value: int, other: int | None) -> int:
+    return value if other is None or value > other else other
+
+
 def ratio(amount: float | None, whole: float | None, factor: float = 1.0) -> float | None:
-    """Return ``factor`` times an amount over a whole; None if one of them is missing."""
+    """Return ``factor`` times an amount over a whole; None if one is missing or the whole is 0."""
     return factor * amount / whole if amount is not None and whole else None

@@ -11,8 +11,11 @@ from rich.progress import Progress, TextColumn
 from lightning_batchmem.plan.fit import fit_memory
 from lightning_batchmem.plan.records import NextSize, Trial, mib
 
-# A log file begins with it, so that a long search does not look like a program that waits.
-START = "BatchFinder: searching. To skip this, remove it or unset LIGHTNING_BATCHMEM."
+# Without a terminal nothing else is printed until the search ends, which may take minutes.
+START = (
+    "BatchFinder: searching for a batch size. A training without BatchFinder (callbacks,"
+    " LIGHTNING_BATCHMEM) starts at once."
+)
 
 
 class SearchProgress(Progress):
@@ -31,8 +34,13 @@ class SearchProgress(Progress):
         self._num_trials = 0
         self._num_steps = 0
         self._trial = ""
-        if enabled and not (console.is_terminal or console.is_jupyter):
+
+    def start(self) -> None:
+        """Begin the line."""
+        console = self.console
+        if not (self.disable or console.is_terminal or console.is_jupyter):
             console.print(START, highlight=False, soft_wrap=True)
+        super().start()
 
     def __exit__(
         self,

@@ -260,7 +260,8 @@ def _set_attribute(value: object, name: str, item: object) -> None:
 
 def _delete_slot(value: object, name: str) -> None:
     if hasattr(value, name):
-        delattr(value, name)
+        # The class may be a frozen dataclass.
+        object.__delattr__(value, name)
 
 
 def refill(container: Any, contents: Any) -> None:

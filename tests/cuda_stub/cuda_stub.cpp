@@ -1252,6 +1252,7 @@ cublasStatus_t cublasDgemv_v2(cublasHandle_t handle, cublasOperation_t, int m, i
   return CUBLAS_STATUS_SUCCESS;
 }
 
+// Dot products.
 cublasStatus_t cublasSdot_v2(cublasHandle_t handle, int n, const float*, int, const float*, int,
                              float*) {
   product(1, 1, n, 1, STREAM);

@@ -112,7 +112,7 @@ def test_the_plan_states_what_it_was_computed_from():
     )
     collective = drive(device(STRAIGHT), limits(**COLLECTIVE)).plan
     assert collective.reason == (
-        "255 samples: nothing larger was tried, because an error on one rank ends all ranks."
+        "255 samples: no larger size was rehearsed, because an error on one rank ends all ranks."
     )
     lower = drive(passing(250), limits()).plan
     reason = "248 samples: 261 samples fit only if the allocator releases its cache in every step."
@@ -381,8 +381,8 @@ def test_a_fixed_part_above_the_limit_is_refused_before_a_step():
     driven = drive(device(STRAIGHT), limits(is_host=True, missing_bytes=2000))
     assert driven.trials == []
     assert driven.step.reason == (
-        "Nothing fits: without any batch, the process and the gradients need 0.002 MiB more than"
-        " the limit of 0.010 MiB. No step was run. Use a smaller model or a higher memory_limit."
+        "Nothing fits, and no step was run: without any batch, the process and the gradients need"
+        " 0.002 MiB more than the limit of 0.010 MiB. Use a smaller model or a higher memory_limit."
     )
 
 

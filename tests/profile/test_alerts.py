@@ -11,7 +11,7 @@ from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.profile.alerts import Alerts, LeakDetector
 from lightning_batchmem.profile.recorder import next_detailed
 from lightning_batchmem.profile.step import DeviceReading, Step
-from lightning_batchmem.profile.totals import Interval
+from tests.helpers.steps import interval
 
 GIB = 1024 * MIB
 GRANULARITY = 2 * MIB
@@ -25,13 +25,6 @@ def alerts(**arguments):
 
 def step(number, size, peak_bytes, start_bytes=None):
     return Step(number, "train", size, 0.1, 0.0, peak_bytes, start_bytes=start_bytes)
-
-
-UNREAD = DeviceReading()
-
-
-def interval(*steps, reading=UNREAD):
-    return Interval(list(steps), reading, 0)
 
 
 # Tests of leaks.

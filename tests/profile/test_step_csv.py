@@ -5,8 +5,8 @@ import pytest
 
 from lightning_batchmem.profile.step import DeviceReading, Step
 from lightning_batchmem.profile.step_csv import COLUMNS, StepCsv, make_log_dir, read_rows
-from lightning_batchmem.profile.totals import Interval
 from tests.helpers.profiled import MIB, rows
+from tests.helpers.steps import UNREAD, interval
 
 HEADER = (
     "step,stage,batch_size,peak_allocated_mib,peak_reserved_mib,limit_mib,"
@@ -15,13 +15,6 @@ HEADER = (
 )
 PHASES = {"forward": 3 * MIB, "backward": 2 * MIB + MIB // 2, "optimizer_step": MIB}
 STEP = Step(7, "train", 8, 0.5, 0.125, 3 * MIB, 4 * MIB, PHASES)
-
-
-UNREAD = DeviceReading()
-
-
-def interval(*steps, reading=UNREAD):
-    return Interval(list(steps), reading, 0)
 
 
 def written(directory, *steps, reading=UNREAD, **options):

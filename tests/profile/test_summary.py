@@ -164,12 +164,10 @@ def test_what_limits_the_run_is_the_first_line():
     full = replace(SUMMARY, limit_bytes=2100 * MIB)
     assert lines(full)[0].startswith("Limited by memory: 95% of the limit.")
     assert lines(replace(CUDA, limit_bytes=2100 * MIB))[0].startswith("Limited by memory: 100%")
-    busy = lines(replace(full, busy_percent=96.0))
+    busy = lines(replace(full, busy_percent=96.0, cores=2))
     assert busy[0].startswith("Limited by compute: the device was 96% busy.")
-    assert "Cores of this process: 96.0% busy" in busy
-    assert "The 2 cores of this process: 20.0% busy" in lines(
-        replace(SUMMARY, busy_percent=20.0, cores=2)
-    )
+    assert "Cores of this process (2): 96.0% busy" in busy
+    assert "Device: 20.0% busy" in lines(replace(CUDA, busy_percent=20.0))
     # The search may have found that larger batches are slower.
     assert "larger batches" not in full.conclusion
     assert lines(SUMMARY)[0].startswith("Memory of a training step")

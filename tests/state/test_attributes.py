@@ -55,6 +55,16 @@ class Unset:
     __slots__ = ("count",)
 
 
+@dataclass(frozen=True, slots=True)
+class FrozenCache:
+    """Has a slot that a method fills later."""
+
+    cached: int = field(init=False)
+
+    def fill(self):
+        object.__setattr__(self, "cached", 1)
+
+
 class Module(LightningModule):
     """Has one attribute, whatever a test wants."""
 
@@ -115,6 +125,7 @@ def grow(value):
             lambda v: setattr(v, "values", v.values.append(2)),
             lambda v: list(v.values or []),
         ),
+        (FrozenCache(), lambda v: v.fill(), lambda v: getattr(v, "cached", None)),
         (Unset(), lambda v: setattr(v, "count", 1), lambda v: getattr(v, "count", None)),
         (Tracker([1], {"deep": [1]}).append_two, lambda v: v(), lambda v: list(v.__self__.values)),
         (Tracker(), next, lambda v: v.count),
