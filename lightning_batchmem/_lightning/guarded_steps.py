@@ -237,11 +237,10 @@ class _GuardedClosure:
         def note(fx: str, name: str, value: Any, **arguments: Any) -> None:
             calls.append(_LogCall(name, value, arguments))
 
-        kwargs = OrderedDict(self._kwargs, batch=part.batch)
         # In the first batch of an epoch, Lightning resets values that were reset at the end of the
         # previous epoch. This would drop those that the whole batch has logged.
         with replaced(self._steps.results, log=note, reset=_nothing):
-            output = self._steps.loop._make_step_fn(kwargs)()
+            output = self._steps.loop._make_step_fn(OrderedDict(self._kwargs, batch=part.batch))()
         reason = self._why_not_equal(output.extra)
         if output.closure_loss is None:
             reason = "training_step returns no loss for a part of it"
