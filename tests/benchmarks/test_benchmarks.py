@@ -67,7 +67,7 @@ def test_predictions_have_the_errors_that_the_documentation_states(run):
     assert f"median error of {total['predictions']} predictions is 0.00 %" in page
     assert total["error of the peak, median"] == "0.00%"
     largest = float(total["error of the peak, largest"].strip("%"))
-    assert f"and the largest is {largest:.1f} %" in page
+    assert f"The largest error is {largest:.1f} %" in page
     too_low = total["peak too low by more than 0%"].strip("%")
     assert f"{too_low} % were too low, none of them by more than 1 %" in page
     assert total["peak too low by more than 1%"] == "0%"
