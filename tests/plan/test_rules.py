@@ -114,6 +114,12 @@ def test_the_plan_states_what_it_was_computed_from():
     assert collective.reason == (
         "255 samples: no larger size was rehearsed, because an error on one rank ends all ranks."
     )
+    # A larger probe may have passed.
+    steep = drive(device([[(1000, 4300)]]), limits(**COLLECTIVE))
+    assert steep.text == "2p 1r"
+    assert steep.plan.reason == (
+        "1 samples: no larger size was rehearsed, because an error on one rank ends all ranks."
+    )
     lower = drive(passing(250), limits()).plan
     reason = "248 samples: 261 samples fit only if the allocator releases its cache in every step."
     assert lower.reason == reason
