@@ -106,7 +106,7 @@ class LoopSession:
             self._warn(
                 f"got as much data from make_batch({larger}) as from make_batch({smaller}), so it"
                 " cannot measure larger batches. Set max_batch_size to the largest number of"
-                " samples that make_batch can return, or return as many as it is asked for."
+                " samples that make_batch can return, or return as many as its argument."
             )
 
     def _warn_of_state(self) -> None:

@@ -47,7 +47,7 @@ class Sink(Protocol):
 
 
 class Options(NamedTuple):
-    """What a MemoryProfiler was asked for."""
+    """What a MemoryProfiler records besides memory and time."""
 
     items_fn: Callable[[Any], float] | None
     modules: bool
@@ -64,7 +64,7 @@ class Run:
         stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
         device_memory: the memory to measure; None if it cannot be measured.
         plan: the plan of a BatchFinder for this run.
-        options: what the profiler was asked for.
+        options: what the profiler records besides.
         csv: the file for the steps.
         snapshot: records the allocator's events; None to record none.
     """

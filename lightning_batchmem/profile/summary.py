@@ -73,8 +73,8 @@ class Summary:
         rank_peaks_bytes: highest peak of each rank, in rank order; empty for one rank.
         modules: the bytes of each module at the peak of one steady step, with
             ``MemoryProfiler(modules=True)``; None without it, or if they could not be measured.
-        no_modules_reason: why they could not be measured; empty if they were, or were not asked
-            for.
+        no_modules_reason: why they could not be measured; empty if they were, or without
+            ``modules=True``.
         busy_percent: mean utilization of the device in the steps, 0 to 100 (host: of the cores of
             this process); ``None`` if it cannot be read.
         cores: how many cores this process may use, for ``busy_percent`` of the host; ``None`` on a
@@ -83,8 +83,8 @@ class Summary:
             ``MemoryProfiler(flops=True)``; None without it, or if they could not be counted.
         tflops_per_device: 1e12 of these per second of wall time, on one device.
         mfu_pct: the same in per cent of the device's peak; None if the peak is unknown too.
-        no_flops_reason: why one of these three is not known; empty if they are, or were not asked
-            for.
+        no_flops_reason: why one of these three is not known; empty if they are, or without
+            ``flops=True``.
         graph_steps: steps that replayed CUDA graphs. Their live peak is not known, so
             ``peak_bytes`` is that of the other steps.
     """
