@@ -20,9 +20,7 @@ from torch import Tensor
 
 from benchmarks.common import ROOT, command_line, machine, trainer_for
 from lightning_batchmem import BatchFinder, MemoryProfiler
-from lightning_batchmem.profile.figures import draw as draw_figures
-from lightning_batchmem.profile.figures import save
-from lightning_batchmem.profile.step_csv import NAME, read_rows
+from lightning_batchmem.__main__ import draw as draw_figures
 
 # The examples are scripts, which import each other in this way.
 sys.path.insert(0, str(ROOT / "examples"))
@@ -74,21 +72,20 @@ def draw(out: Path) -> None:
             default_root_dir=directory,
         )
         trainer.fit(CountedClassifier(), datamodule=Digits())
-        rows = read_rows(Path(directory) / NAME)
+        # The log directory has files with the steps and the plan.
+        exit_code = draw_figures(Path(directory), out)
+    assert exit_code == 0
     assert finder.plan is not None
     assert profiler.summary is not None
     steps = profiler.summary.steps
     print(f"training: {steps} steps of {finder.plan.batch_size} samples\n{machine()}")
-    for name, figure in draw_figures(rows, finder.plan).items():
-        path = out / f"{name}.png"
-        save(figure, path)
+    for path in sorted(out.glob("*.png")):
         # A palette makes the committed file four times smaller.
         with Image.open(path) as image:
             palette = image.convert("RGB").quantize(
                 method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
             )
         palette.save(path, optimize=True)
-        print(f"{path} ({path.stat().st_size / 1024:.0f} KiB)")
 
 
 def main() -> None:

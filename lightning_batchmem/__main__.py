@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from jsonargparse import ArgumentParser, auto_cli
 from lightning.fabric.utilities.warnings import PossibleUserWarning
@@ -23,18 +23,25 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning_batchmem import check as memory_test
 from lightning_batchmem import comparison
 from lightning_batchmem._lightning.packages import is_own_error
+from lightning_batchmem.figures import plot_memory_over_steps, plot_search
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.profile import figures
-from lightning_batchmem.profile.step_csv import NAME, PLAN_NAME, Row, read_rows
+from lightning_batchmem.profile.step_csv import NAME, PLAN_NAME, read_rows
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _DESCRIPTION = """Compute a batch size, compare settings, test memory, or draw figures.
 
 Exit code: 0 for a result, 1 for none (check: a part has grown), 2 for an error."""
 
-_READERS: dict[str, Callable[[Path], list[Row] | Plan]] = {
-    NAME: read_rows,
-    PLAN_NAME: lambda path: Plan.from_json(path.read_text(encoding="utf-8")),
+# The name of each file that has a figure, with that of the figure and a function that draws it.
+_FIGURES: dict[str, tuple[str, Callable[[Path], Figure | None]]] = {
+    NAME: ("memory_over_steps", lambda path: plot_memory_over_steps(read_rows(path))),
+    PLAN_NAME: (
+        "search",
+        lambda path: plot_search(Plan.from_json(path.read_text(encoding="utf-8"))),
+    ),
 }
 
 
@@ -134,19 +141,21 @@ def draw(
     if not log_dir.is_dir():
         raise ValueError(f"log_dir must be a directory, got {str(log_dir)!r}")
     num_figures = 0
-    for name, read in _READERS.items():
+    for name, (figure_name, plot) in _FIGURES.items():
         for path in sorted(log_dir.rglob(name.replace(".", "*."))):
             folder = (out or log_dir) / path.parent.relative_to(log_dir)
             number = path.stem.removeprefix(Path(name).stem)
+            target = folder / f"{figure_name}{number}.{format}"
             try:
-                drawn = figures.draw(read(path))
-                if not drawn:
+                figure = plot(path)
+                if figure is None:
                     _print_error(f"{path} has nothing to draw")
-                for figure_name, figure in drawn.items():
-                    target = folder / f"{figure_name}{number}.{format}"
-                    figures.save(figure, target)
-                    sys.stdout.write(f"{target}\n")
-                    num_figures += 1
+                    continue
+                folder.mkdir(parents=True, exist_ok=True)
+                # A PNG has 1,280 x 960 pixels.
+                figure.savefig(target, dpi=200)
+                sys.stdout.write(f"{target}\n")
+                num_figures += 1
             except ImportError:
                 # Without matplotlib no figure can be drawn.
                 raise
@@ -154,7 +163,7 @@ def draw(
             except Exception as error:  # noqa: BLE001
                 _print_error(f"{path} could not be drawn: {type(error).__name__}: {error}")
     if num_figures == 0:
-        _print_error(f"No figure was drawn from {log_dir}; it needs a {' or '.join(_READERS)}")
+        _print_error(f"No figure was drawn from {log_dir}; it needs a {' or '.join(_FIGURES)}")
         return 1
     return 0
 

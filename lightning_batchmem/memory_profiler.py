@@ -34,8 +34,8 @@ class MemoryProfiler(Callback):
     peaks, the mean times and the throughput since the previous log, at ``log_every_n_steps`` and at
     the end. An evaluation is logged at its end, with its stage as prefix
     (``validate/peak_allocated_mib``). At the end a line has what limits the run, a table shows the
-    memory breakdown, loggers that take images get figures (with the extra ``plot``), and
-    :attr:`summary` contains the same as data.
+    memory breakdown, and :attr:`summary` contains the same as data. ``python -m lightning_batchmem
+    draw LOG_DIR`` draws the steps and the plan (with the extra ``plot``).
 
     Each of these raises one warning: a leak, a limit that is near, a device that mostly waits for
     data. If memory runs out, the error gets a note with the step and the size of its batch.
@@ -52,8 +52,7 @@ class MemoryProfiler(Callback):
 
     Args:
         csv: whether to write ``memory_per_batch.csv``, ``memory_summary.json`` and the plan of a
-            BatchFinder, which ``python -m lightning_batchmem`` draws (not under ``fast_dev_run``,
-            and not into a remote ``log_dir``).
+            BatchFinder (not under ``fast_dev_run``, and not into a remote ``log_dir``).
         items_fn: counts items in a batch, for example tokens: ``lambda batch:
             batch["mask"].sum()``. It is called after every step; a tensor on a GPU synchronizes
             every step.

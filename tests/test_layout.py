@@ -34,6 +34,7 @@ LEVELS = {
     "comparison": 8,
     "__init__": 9,
     "check": 10,
+    "figures": 10,
     "__main__": 11,
 }
 
@@ -114,7 +115,7 @@ def count_tokens(path):
 
 def test_sizes():
     modules = [path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]
-    assert len(modules) <= 10, modules
+    assert len(modules) <= 11, modules
     assert len(list(PACKAGE.glob("*/__init__.py"))) <= 9
     assert [str(path) for path in FILES if count_statements(path) > 230] == []
     assert sum(map(count_tokens, FILES)) <= 78_000

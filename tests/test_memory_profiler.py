@@ -143,7 +143,7 @@ def test_every_step_is_a_row_with_the_peak_of_each_phase(
     assert "26.0 MiB at step 5 (2 samples)" in capsys.readouterr().out
 
 
-def test_tensorboard_gets_the_documented_names_and_figures(tmp_path):
+def test_tensorboard_gets_the_documented_names(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger = TensorBoardLogger(tmp_path, name="tb")
@@ -157,9 +157,6 @@ def test_tensorboard_gets_the_documented_names_and_figures(tmp_path):
     for name in METRICS:
         assert [event.step for event in events.Scalars(name)] == [1, 3, 5]
         assert all(math.isfinite(event.value) for event in events.Scalars(name))
-    for name in ("memory_over_steps", "search"):
-        (image,) = events.Images(f"batchmem/{name}")
-        assert (image.step, image.width, image.height) == (5, 640, 480)
     assert (tmp_path / "tb" / "version_0" / "memory_per_batch.csv").exists()
 
 

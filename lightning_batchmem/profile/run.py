@@ -24,7 +24,6 @@ from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.profile.alerts import Alerts
 from lightning_batchmem.profile.device_reader import DeviceReader
-from lightning_batchmem.profile.figures import log_figures
 from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.metrics import LoggerMetrics
 from lightning_batchmem.profile.module_memory import ModuleStep
@@ -92,7 +91,6 @@ class Run:
         self.epoch_peak_bytes = 0
         self.run_peak_bytes = 0
         self._stage = stage
-        self._plan = plan
         self._csv = csv
         self._snapshot = snapshot
         self._modules: ModuleStep | None = None
@@ -183,7 +181,8 @@ class Run:
         self._complete()
         self._recorder.skip()
         if trainer.world_size > 1:
-            self._epoch_end_step = _last_step(trainer)
+            # The step before the next one: Lightning also logs the values of an epoch's end there.
+            self._epoch_end_step = max(0, logging_step(trainer) - 1)
 
     def begin_validation(self) -> None:
         """Report the training steps before a validation: its time is none of theirs."""
@@ -209,7 +208,7 @@ class Run:
     def finish(self, trainer: Trainer, *, is_complete: bool) -> Summary | None:
         """Log the remaining metrics, close the CSV and summarize the run.
 
-        After an exception, the ranks exchange nothing, and no figures are logged.
+        After an exception, the ranks exchange nothing.
         """
         if self._snapshot is not None:
             self._snapshot.stop()
@@ -233,9 +232,6 @@ class Run:
         summary = self._summary(rank_peaks_bytes)
         if self._csv is not None:
             self._csv.write_text(summary_name(self._stage), summary.to_json())
-        if is_complete and self._stage == "train" and trainer.is_global_zero:
-            csv_path = None if self._csv is None else self._csv.path
-            log_figures(self._metrics.loggers, csv_path, self._plan, _last_step(trainer))
         return summary
 
     def _complete(self) -> None:
@@ -339,8 +335,3 @@ def plan_in(trainer: Trainer) -> Plan | None:
     """Return the plan of a BatchFinder beside the profiler."""
     plans = (vars(callback).get("plan") for callback in callbacks_of(trainer))
     return next((plan for plan in plans if isinstance(plan, Plan)), None)
-
-
-def _last_step(trainer: Trainer) -> int:
-    """The step before the next one: Lightning also logs the values of an epoch's end there."""
-    return max(0, logging_step(trainer) - 1)

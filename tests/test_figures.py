@@ -1,0 +1,115 @@
+"""The data in each figure, read from its lines."""
+
+from dataclasses import replace
+
+import matplotlib
+import pytest
+from matplotlib import pyplot
+
+from lightning_batchmem.figures import plot_memory_over_steps, plot_search
+from lightning_batchmem.plan.records import MIB, Trial
+from tests.plan.test_plan import PLAN as OTHER_PLAN
+
+TRIALS = (
+    Trial(2, "ok", {"forward": 104 * MIB}, samples_per_second=2 / 0.012),
+    Trial(32, "ok", {"forward": 165 * MIB}, samples_per_second=32 / 0.040),
+    Trial(48, "out_of_memory", {"forward": 90 * MIB}),
+)
+PLAN = replace(OTHER_PLAN, trials=TRIALS, device="host")
+
+
+def row(step, peak=100, stage="train", **columns):
+    return {"step": step, "stage": stage, "peak_allocated_mib": peak, **columns}
+
+
+def lines(figure, panel=0):
+    """Coordinates of the lines, in the order of the legend."""
+    return {
+        line.get_label(): (list(line.get_xdata()), list(line.get_ydata()))
+        for line in figure.axes[panel].lines
+    }
+
+
+def test_figures_leave_pyplot_and_the_settings_of_matplotlib():
+    settings = dict(matplotlib.rcParams)
+    plot_memory_over_steps([row(0)])
+    plot_search(PLAN)
+    assert (dict(matplotlib.rcParams), pyplot.get_fignums()) == (settings, [])
+
+
+# --- the steps of a run
+
+
+def test_memory_over_steps_shows_peaks_and_limit():
+    rows = [row(0, 100, peak_reserved_mib=140, limit_mib=300), row(1, None)]
+    rows += [row(2, 120, peak_reserved_mib=150, limit_mib=250), row(3, 130)]
+    assert lines(plot_memory_over_steps(rows)) == {
+        "reserved": ([0, 2], [140, 150]),
+        "peak": ([0, 2, 3], [100, 120, 130]),
+        # It is that of the last row that has one, over the width of the figure.
+        "limit 250.0 MiB": ([0, 1], [250, 250]),
+    }
+    assert plot_memory_over_steps([]) is None
+    assert plot_memory_over_steps([row(0, None)]) is None
+
+
+@pytest.mark.parametrize(("limit", "top"), [(150, 160), (10**6, 230)])
+def test_the_axis_ends_above_the_limit_but_the_data_can_be_read(limit, top):
+    figure = plot_memory_over_steps([row(0, 0), row(1, 100, limit_mib=limit)])
+    assert figure.axes[0].get_ylim() == (0, pytest.approx(top, abs=20))
+
+
+def test_a_validation_is_drawn_at_the_training_step_before_it():
+    validation = [row(0, 60, stage="validate"), row(1, 50, stage="validate")]
+    shown = lines(plot_memory_over_steps([row(0), row(1), *validation, row(2)]))
+    assert shown["peak (validation)"] == ([1, 1], [60, 50])
+    shown = lines(plot_memory_over_steps([row(step, 50 + step, "test") for step in range(3)]))
+    assert shown == {"peak": ([0, 1, 2], [50, 51, 52])}
+
+
+# --- a search
+
+
+def test_memory_has_trials_line_limit_and_chosen_size():
+    shown = lines(plot_search(PLAN))
+    sizes, predicted = shown.pop("fitted line")
+    assert (sizes[0], sizes[-1]) == (0, pytest.approx(1.1 * 48))
+    assert predicted == pytest.approx([100 + 2 * size for size in sizes])
+    assert shown == {
+        "held": ([2, 32], [104, 165]),
+        # A size that ran out of memory is drawn at the limit: its 90 MiB are no complete peak.
+        "did not fit": ([48], [200]),
+        "limit 200.0 MiB": ([0, 1], [200, 200]),
+        "chosen: 32": ([32, 32], [0, 1]),
+    }
+    held = replace(TRIALS[0], peak_held_bytes=130 * MIB)
+    shown = lines(plot_search(replace(PLAN, trials=(held,))))
+    assert (shown["held"], shown["live (tensors)"]) == (([2], [130]), ([2], [104]))
+
+
+def test_throughput_is_below_it():
+    figure = plot_search(replace(PLAN, ranks=2))
+    shown = lines(figure, 1)
+    # The size that ran out of memory has no time.
+    assert shown["measured"] == ([2, 32], pytest.approx([2 / 0.012, 32 / 0.040]))
+    assert figure.axes[1].lines[0].get_linestyle() == "-"
+    title = figure.axes[0].get_title(loc="left")
+    assert title == "Memory and throughput of each rank on host"
+    assert figure.axes[0].get_xlim() == figure.axes[1].get_xlim()
+
+
+def test_both_have_the_fastest_size_where_it_was_not_chosen():
+    figure = plot_search(replace(PLAN, fastest_batch_size=2))
+    assert lines(figure)["fastest: 2"] == ([2, 2], [0, 1])
+    places = [line.get_xdata() for line in figure.axes[1].lines[-2:]]
+    assert places == [[32, 32], [2, 2]]
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    # Each line has one name.
+    assert len(set(texts)) == len(texts)
+    assert "fastest: 32" not in lines(plot_search(replace(PLAN, fastest_batch_size=32)))
+
+
+def test_without_times_there_is_memory_only():
+    trials = tuple(replace(trial, samples_per_second=None) for trial in TRIALS)
+    assert len(plot_search(replace(PLAN, trials=trials)).axes) == 1
+    assert plot_search(replace(PLAN, trials=())) is None
