@@ -34,8 +34,8 @@ class MemoryProfiler(Callback):
     peaks, the mean times and the throughput since the previous log, at ``log_every_n_steps`` and at
     the end. An evaluation is logged at its end, with its stage as prefix
     (``validate/peak_allocated_mib``). At the end a line has what limits the run, a table shows the
-    memory breakdown, and :attr:`summary` contains the same as data. ``python -m lightning_batchmem
-    draw LOG_DIR`` draws the steps and the plan (with the extra ``plot``).
+    memory breakdown, and :attr:`summary` contains the same as data. With the extra ``plot``,
+    ``python -m lightning_batchmem draw LOG_DIR`` draws the steps and the plan.
 
     Each of these raises one warning: a leak, a limit that is near, a device that mostly waits for
     data. If memory runs out, the error gets a note with the step and the size of its batch.

@@ -107,6 +107,7 @@ DAMAGE = {
     "infinite size": ("batch_plan.json", put("batch_size", "1e999")),
     "another\nCSV": ("memory_per_batch.csv", lambda text: "a,b\n1,2\n"),
     "empty CSV": ("memory_per_batch.csv", lambda text: ""),
+    "CSV without steps": ("memory_per_batch.csv", lambda text: text.partition("\n")[0] + "\n"),
     "step of 400 digits": (
         "memory_per_batch.csv",
         lambda text: text.replace("\n1,", f"\n{'9' * 400},"),
