@@ -2,8 +2,8 @@
 
 Lightning's DeviceStatsMonitor and ThroughputMonitor and this package's MemoryProfiler (with its
 CSV) run in one Trainer with a CSVLogger, on a small network. A profiler of Lightning times their
-hooks, and those that MemoryProfiler registers on an optimizer's step. Each run takes the mean over
-its steps after a warm-up, with the callbacks in another order; the table has medians over the runs.
+hooks. Each run takes the mean over its steps after a warm-up, with the callbacks in another order;
+the table has medians over the runs.
 
 On the host the time is CPU time. Next to busy processes a hook with ``getrusage``, in which
 MemoryProfiler reads a peak, also lasts until the process runs again: the kernel counts the time of
@@ -30,14 +30,12 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import DeviceStatsMonitor, ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
-from torch.optim import Optimizer
 
 from benchmarks.common import command_line, markdown, report, trainer_for
 from benchmarks.workloads import Training, Workload, floats, wide_mlp
@@ -92,19 +90,7 @@ def run(accelerator: str, interval: int, turn: int) -> dict[str, float]:
         MemoryProfiler(csv=True),
     ]
     profiler = HookTimes(time.thread_time if accelerator == "cpu" else time.perf_counter)
-    register = Optimizer.register_step_post_hook
-
-    # Of the three callbacks only MemoryProfiler registers hooks on the optimizer's step.
-    def register_timed(optimizer: Optimizer, hook: Callable[..., Any]) -> Any:
-        return register(
-            optimizer, profiler.profile(f"[Callback]{OURS}.register_step_post_hook")(hook)
-        )
-
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        patch.object(Optimizer, "register_step_post_hook", register_timed),
-        redirect_stdout(io.StringIO()),
-    ):
+    with tempfile.TemporaryDirectory() as directory, redirect_stdout(io.StringIO()):
         arguments = {
             "accelerator": accelerator,
             "log_every_n_steps": interval,

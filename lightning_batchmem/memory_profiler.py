@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
-from torch import Tensor
 
 from lightning_batchmem._lightning.trainer_state import is_fast_dev_run
 from lightning_batchmem.devices import device_memory_for
@@ -189,18 +188,6 @@ class MemoryProfiler(Callback):
             self._run.begin_step(pl_module, batch)
 
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
-
-    def on_before_backward(
-        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
-    ) -> None:
-        """End forward."""
-        if self._run is not None:
-            self._run.enter_phase("backward")
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End backward; unscaling, clipping and the optimizer follow."""
-        if self._run is not None:
-            self._run.enter_phase("optimizer_step")
 
     def on_train_batch_end(
         self,

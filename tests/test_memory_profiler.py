@@ -87,9 +87,7 @@ def clock(monkeypatch):
 # --- rows, metrics and the summary of a training
 
 
-def test_every_step_is_a_row_with_the_peak_of_each_phase(
-    tmp_path, device_memory, monkeypatch, capsys
-):
+def test_every_step_is_a_row_with_its_peak(tmp_path, device_memory, monkeypatch, capsys):
     monkeypatch.setattr(Trainer, "world_size", 2)
     monkeypatch.setattr(DeviceReader, "interval_seconds", 0.0)
     device_memory.reserved_ratio = 2.0
@@ -106,10 +104,8 @@ def test_every_step_is_a_row_with_the_peak_of_each_phase(
     found = csv_rows(tmp_path)
     summary = profiler.summary
     for step, row in enumerate(found):
-        names = ("peak_allocated", "peak_reserved", "forward_peak")
-        peaks = [float(row[f"{name}_mib"]) for name in names]
-        assert peaks == [21 + step, 42 + 2 * step, 11 + step]
-        assert row["optimizer_step_peak_mib"] == "6.000"
+        peaks = [float(row[f"peak_{kind}_mib"]) for kind in ("allocated", "reserved")]
+        assert peaks == [21 + step, 42 + 2 * step]
         assert (row["step"], row["stage"]) == (str(step), "train")
         assert row["batch_size"] == ("2" if step == 5 else "4")
         assert row["limit_mib"] == ("1024.000" if step in (2, 5) else "")
@@ -122,13 +118,6 @@ def test_every_step_is_a_row_with_the_peak_of_each_phase(
         assert 0 < float(row["data_wait_pct"]) < 100
     logged = [(step, metrics["memory/peak_reserved_mib"]) for step, metrics in recorder.ours]
     assert logged == [(2, 46), (5, 52)]
-    shares = [metrics["memory/reserved_pct"] for _, metrics in recorder.ours]
-    assert shares == [pytest.approx(100 * mib / 1024) for mib in (46, 52)]
-    assert summary.phase_peak_bytes == {
-        "forward": 16 * MIB,
-        "backward": 26 * MIB,
-        "optimizer_step": 6 * MIB,
-    }
     assert (summary.peak_bytes, summary.peak_step) == (26 * MIB, 5)
     assert (summary.steps, summary.batch_size) == (6, 2)
     assert summary.cores == usable_cores()
@@ -197,24 +186,22 @@ def test_a_logger_that_raises_does_not_end_training(tmp_path, device_memory):
 # --- accumulation, manual optimization, batches
 
 
-def test_without_an_optimizer_step_there_is_no_peak_of_one(tmp_path, device_memory):
+def test_with_accumulation_the_breakdown_is_taken_after_the_first_optimizer_step(
+    tmp_path, device_memory
+):
     def work(step, where):
         device_memory.use({"forward": 10, "backward": 20, "optimizer_step": 40}[where] * MIB)
 
     end = At(on_train_batch_end=lambda *_: device_memory.free())
     profiler, _ = profiled(tmp_path, Net(work), end, accumulate_grad_batches=2)
     found = csv_rows(tmp_path)
-    assert [row["optimizer_step_peak_mib"] for row in found] == ["", "71.000"] * 3
-    assert [row["backward_peak_mib"] for row in found] == ["31.000"] * 6
-    # The breakdown is taken after the first optimizer step.
+    assert [row["peak_allocated_mib"] for row in found] == ["31.000", "71.000"] * 3
     assert profiler.summary.breakdown.optimizer_state_bytes > 0
 
 
 def test_manual_optimization_with_two_optimizers(tmp_path, device_memory):
     profiler, recorder = profiled(tmp_path, Gan(device_memory))
-    # The memory of backward is freed after its end, and so it counts in both phases.
-    peaks = {"forward": 31 * MIB, "backward": 61 * MIB, "optimizer_step": 61 * MIB}
-    assert profiler.summary.phase_peak_bytes == peaks
+    assert profiler.summary.peak_bytes == 61 * MIB
     assert [step for step, _ in recorder.ours] == [0, 1, 2, 3, 4, 5]
     # Only Adam has a state, since SGD runs without momentum.
     assert profiler.summary.breakdown.optimizer_state_bytes == 2 * (4 + 1) * 4 + 2 * 4
@@ -338,7 +325,7 @@ def test_validation_in_a_training_has_rows_metrics_and_a_summary(tmp_path, devic
     part = [("validate", str(step)) for step in range(3)]
     assert found == [*steps[:3], *part, *steps[3:], *part]
     row = csv_rows(tmp_path)[5]
-    assert (row["evaluation_peak_mib"], row["forward_peak_mib"]) == ("6.000", "")
+    assert row["peak_allocated_mib"] == "6.000"
     assert row["batch_size"] == "2"
     assert [step for step, _ in recorder.others] == [2, 5]
     for _, metrics in recorder.others:
@@ -346,7 +333,7 @@ def test_validation_in_a_training_has_rows_metrics_and_a_summary(tmp_path, devic
         # The utilization is missing where the last reading was that of a validation before.
         assert names - {"validate/cpu_pct"} <= set(metrics) <= names
         assert metrics["validate/peak_allocated_mib"] == 6
-    assert profiler.summary.phase_peak_bytes["evaluation"] == 6 * MIB
+    assert profiler.summary.validation_peak_bytes == 6 * MIB
     assert (profiler.summary.steps, profiler.summary.peak_bytes) == (6, MIB)
     # The peak of the run includes evaluations, as torch.cuda.max_memory_allocated() does.
     assert profiler.run_peak_bytes == 6 * MIB
@@ -835,19 +822,17 @@ def test_training_is_bit_identical_with_everything_on(tmp_path):
 # --- the real host
 
 
-def test_64_mib_on_the_host_are_in_their_phase_and_no_other(tmp_path):
-    phases = ("forward", "backward", "optimizer_step")
+def test_64_mib_on_the_host_are_in_their_step_and_no_other(tmp_path):
+    places = {2: "forward", 3: "backward", 5: "optimizer_step"}
 
     def work(step, now):
-        if now == phases[step % 3]:
+        if places.get(step) == now:
             # Each element takes 4 bytes, so the tensor takes 64 MiB.
             torch.ones(16 * MIB)
 
     profiler, _ = profiled(tmp_path, Net(work))
-    for step, row in enumerate(csv_rows(tmp_path)[1:], start=1):
-        peaks = {phase: float(row[f"{phase}_peak_mib"]) for phase in phases}
-        highest = peaks.pop(phases[step % 3])
-        assert highest == float(row["peak_allocated_mib"])
-        for other in peaks.values():
-            assert 60 < highest - other < 68
+    peaks = [float(row["peak_allocated_mib"]) for row in csv_rows(tmp_path)]
+    for step in places:
+        # Step 4 has none of them.
+        assert 60 < peaks[step] - peaks[4] < 68
     assert 60 * MIB < profiler.summary.breakdown.activations_bytes < 68 * MIB

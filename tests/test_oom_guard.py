@@ -28,7 +28,7 @@ from lightning_batchmem import BatchFinder, MemoryProfiler, OomGuard
 from lightning_batchmem._lightning import guarded_steps
 from lightning_batchmem.devices.peaks import LiveStorages
 from tests.helpers.contract_cases import Splittable
-from tests.helpers.guarded import FAILS, FITS, SIZES, STEPS, Failing, fail, loader, trained
+from tests.helpers.guarded import FAILS, SIZES, STEPS, Failing, fail, loader, trained
 from tests.helpers.lawful import MIB, Lawful, law, quiet_trainer
 from tests.helpers.outcomes import RecorderWithoutLoss, assert_same, left_by, trainer_of
 
@@ -768,16 +768,6 @@ def test_lightnings_batch_size_finder_sees_the_errors_itself(kind: Any, tmp_path
     options = {"max_steps": 2, "default_root_dir": tmp_path}
     quiet_trainer(guard, finder, **options).fit(module)
     assert (finder.optimal_batch_size, guard.oom_splits) == (16, 0)
-
-
-def test_the_profiler_counts_batches_in_parts(tmp_path: Path) -> None:
-    profiler = MemoryProfiler()
-    options = {"max_steps": 14, "default_root_dir": tmp_path, "logger": CSVLogger(tmp_path)}
-    trained(partial(Failing, FAILS), OomGuard(), profiler, **options)
-    path = next(tmp_path.rglob("memory_per_batch.csv"))
-    with path.open() as file:
-        counts = [row["oom_splits"] for row in DictReader(file)]
-    assert counts == ["1" if size > FITS else "0" for size in SIZES]
 
 
 def test_a_batch_in_parts_is_not_the_one_whose_operations_are_counted(

@@ -26,8 +26,8 @@ _COUNTERS = ("num_ooms", "num_alloc_retries", "num_device_free")
 class AcceleratorMemory:
     """Counters of PyTorch's caching allocator for one device, and free memory of the driver.
 
-    No method but :meth:`synchronize` waits for the device, and only :meth:`budget_bytes`,
-    :meth:`total_bytes` and :meth:`limit_enforced` start it. Before that this process holds 0 bytes.
+    No method but :meth:`synchronize` waits for the device, and only :meth:`budget_bytes` and
+    :meth:`limit_enforced` start it. Before that this process holds 0 bytes.
 
     Args:
         device: the device.
@@ -83,9 +83,6 @@ class AcceleratorMemory:
             budget_bytes = min(budget_bytes, int(fraction * total_bytes))
         return int(budget_bytes)
 
-    def total_bytes(self) -> int:
-        return int(self._functions.mem_get_info(self._device)[1])
-
     def non_torch_bytes(self) -> int | None:
         """Return the bytes on the device outside this process's allocator; ``None`` if unknown.
 
@@ -116,7 +113,7 @@ class AcceleratorMemory:
         if previous is None or not settings or settings.get("garbage_collection_threshold"):
             yield False
             return
-        fraction = min(previous, limit_bytes / self.total_bytes())
+        fraction = min(previous, limit_bytes / self._functions.mem_get_info(self._device)[1])
         self._functions.set_per_process_memory_fraction(fraction, self._device)
         try:
             yield True
@@ -186,14 +183,17 @@ class AcceleratorMemory:
         # flatten and sort about 100 counters in every call.
         stats = self._functions.memory_stats_as_nested_dict(self._device)
         if not stats:
-            return MemoryStats(0, 0, 0)
-        allocated_bytes = int(stats["allocated_bytes"]["all"][when])
+            return MemoryStats(0, 0, 0, 0)
+        allocated = stats["allocated_bytes"]["all"]
+        allocated_bytes = int(allocated[when])
         reserved_bytes = int(stats["reserved_bytes"]["all"][when])
         requested_bytes: int | None = int(stats["requested_bytes"]["all"][when])
         # The allocator cudaMallocAsync does not count requested bytes.
         if requested_bytes == 0 < allocated_bytes:
             requested_bytes = None
-        return MemoryStats(allocated_bytes, reserved_bytes, requested_bytes)
+        return MemoryStats(
+            allocated_bytes, reserved_bytes, requested_bytes, int(allocated["current"])
+        )
 
 
 def counts_memory() -> bool:
@@ -237,8 +237,10 @@ def replays_graphs(device: torch.device) -> bool:
     Their memory lies in private pools of the allocator. A replay allocates nothing, so counters of
     allocated bytes miss it. Reserved bytes have it.
     """
+    if device.type != "cuda":
+        return False
     # The module is private in torch 2.5.1 to 2.14, and is imported when the first graph is made.
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    if trees is None or device.type != "cuda":
+    if trees is None:
         return False
     return trees.get_manager(device.index, create_if_none_exists=False) is not None

@@ -9,9 +9,8 @@ The contract of ``DeviceMemory``:
   ``counters``.
 - Nothing but ``synchronize`` waits for the device.
 - A reading does not start the device: before that this process holds 0 bytes. Only
-  ``budget_bytes``, ``total_bytes`` and ``limit_enforced`` may start it.
-- ``reset_peak``, ``peak`` and ``current`` are called several times in every step, so they take
-  microseconds.
+  ``budget_bytes`` and ``limit_enforced`` may start it.
+- ``reset_peak`` and ``peak`` are called in every step, so they take microseconds.
 """
 
 from __future__ import annotations
@@ -29,11 +28,14 @@ class MemoryStats(NamedTuple):
         reserved_bytes: memory that the allocator holds, its cache included; ``None`` on the host.
         requested_bytes: sizes that were requested, before rounding to blocks; ``None`` where not
             counted (host).
+        now_bytes: blocks in use at this moment, where a reading of the peak has them too; else
+            ``None``.
     """
 
     allocated_bytes: int
     reserved_bytes: int | None = None
     requested_bytes: int | None = None
+    now_bytes: int | None = None
 
 
 class Utilization(NamedTuple):
@@ -95,9 +97,6 @@ class DeviceMemory(PeakCounter, Protocol):
 
     def budget_bytes(self) -> int:
         """Return the most that this process may hold at this moment, with what it holds."""
-
-    def total_bytes(self) -> int | None:
-        """Return the memory of the whole device; ``None`` on the host, which reserves none."""
 
     def non_torch_bytes(self) -> int | None:
         """Return the bytes in use outside of this process's allocator; ``None`` if unknown."""

@@ -68,7 +68,7 @@ class HostMemory:
     def __init__(self, *, quick: bool = False, files: Path = _PROCESS) -> None:
         self._process = psutil.Process()
         self._status = files / "status"
-        # The file stays open, because every step writes to it three times.
+        # The file stays open, because every step writes to it.
         self._clear_refs = _open_clear_refs(files)
         self._statm: int | None = None
         self.can_reset_peak = self._clear_refs is not None
@@ -89,7 +89,7 @@ class HostMemory:
 
     def peak(self) -> MemoryStats:
         """Return the largest resident set since :meth:`reset_peak`."""
-        # The call is inline, because every step reads the peak three times.
+        # The call is inline, because every step reads the peak.
         if self.is_quick:
             return MemoryStats(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB)
         peak_bytes = _status_bytes(self._status, "VmHWM") if self.can_reset_peak else None
@@ -120,9 +120,6 @@ class HostMemory:
             *_resource_limit_rooms(memory),
         ]
         return memory.rss + max(0, min(room for room in rooms if room is not None))
-
-    def total_bytes(self) -> None:
-        """Return ``None``: nothing is reserved on the host."""
 
     def non_torch_bytes(self) -> None:
         """Return ``None``: not known on the host."""

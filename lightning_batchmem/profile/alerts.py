@@ -13,8 +13,8 @@ from lightning_batchmem.profile.totals import Interval, Totals
 # Each has what happened, and what to do.
 _SENTENCES = {
     "leak": (
-        "The memory in use at the start of a training step grows by {pace} and would reach the"
-        " limit of {limit} at about step {end}. Keep loss.item() or loss.detach() instead of the"
+        "The memory in use at the end of a training step grows by {pace} and would reach the limit"
+        " of {limit} at about step {end}. Keep loss.item() or loss.detach() instead of the"
         " loss, and no outputs, list states of metrics or caches that grow."
     ),
     "nearly full": (
@@ -74,8 +74,8 @@ class Alerts:
     def _check(self, interval: Interval) -> None:
         limit_bytes = interval.reading.limit_bytes or 0
         for step in interval.steps:
-            if step.start_bytes is not None:
-                self._check_start(step, step.start_bytes, limit_bytes)
+            if step.end_bytes is not None:
+                self._check_growth(step, step.end_bytes, limit_bytes)
         totals = interval.totals
         # The live peak of steps with CUDA graphs is not known.
         peak_bytes = (totals.reserved_bytes if totals.graph_steps else totals.peak_bytes) or 0
@@ -83,28 +83,24 @@ class Alerts:
             self._issue("nearly full", peak=mib(peak_bytes), limit=mib(limit_bytes))
         # A device may work while its process waits, so a wait counts only with the utilization.
         if interval.reading.utilization is not None:
-            self._check_wait(totals)
+            self._check_wait(interval)
 
-    def _check_start(self, step: Step, start_bytes: int, limit_bytes: int) -> None:
-        """Compare the memory in use at the start of a step with that of the steps before it."""
-        pace_bytes = self._leaks.add(step.number, start_bytes)
+    def _check_growth(self, step: Step, end_bytes: int, limit_bytes: int) -> None:
+        """Compare the memory in use at the end of a step with that of the steps before it."""
+        pace_bytes = self._leaks.add(step.number, end_bytes)
         if pace_bytes is None:
             return
-        free_bytes = max(0, limit_bytes - max(start_bytes, step.peak_bytes or 0))
+        free_bytes = max(0, limit_bytes - max(end_bytes, step.peak_bytes or 0))
         pace = f"{mib(pace_bytes)} a step"
         if pace_bytes < MIB / 100:
             pace = f"{mib(1000 * pace_bytes)} in 1,000 steps"
         end = round(step.number + free_bytes / pace_bytes)
         self._issue("leak", pace=pace, end=end, limit=mib(limit_bytes))
 
-    def _check_wait(self, totals: Totals) -> None:
-        """Add the totals since the last call, and check them once they are enough."""
+    def _check_wait(self, interval: Interval) -> None:
+        """Add the steps since the last call, and check the wait once they are enough."""
         waited = self._waited
-        waited.steps += totals.steps
-        waited.wait_seconds += totals.wait_seconds
-        waited.waited_seconds += totals.waited_seconds
-        waited.busy_seconds += totals.busy_seconds
-        waited.busy_percent_seconds += totals.busy_percent_seconds
+        waited.add(interval.steps, interval.reading)
         seconds = waited.busy_seconds
         if waited.steps < _MIN_WAITED_STEPS or seconds < _MIN_WAITED_SECONDS:
             return
@@ -121,7 +117,7 @@ class Alerts:
 
 
 class LeakDetector:
-    """Detects steady growth of the memory in use at step start.
+    """Detects steady growth of the memory in use at the end of a step.
 
     The last four windows of readings count. It is a leak if the lowest reading rises from window to
     window, not slower in the end (a heap that fills up slows down), and if the lowest one of the
@@ -137,9 +133,9 @@ class LeakDetector:
         self._readings: list[tuple[int, int]] = []
         self._windows: deque[list[tuple[int, int]]] = deque(maxlen=4)
 
-    def add(self, step: int, start_bytes: int) -> float | None:
+    def add(self, step: int, end_bytes: int) -> float | None:
         """Add a reading; return the growth in bytes per step if there is a leak."""
-        self._readings.append((start_bytes, step))
+        self._readings.append((end_bytes, step))
         if len(self._readings) < _READINGS_PER_WINDOW:
             return None
         self._windows.append(self._readings)

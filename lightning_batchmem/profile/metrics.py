@@ -20,13 +20,11 @@ class LoggerMetrics:
     Args:
         loggers: the loggers; one that raises an error gets no more metrics.
         world_size: the number of ranks, which have batches of this rank's size.
-        total_bytes: memory of the whole device; None where no allocator reserves a part of it.
         flops: the counted operations of a step; None if they are not counted.
     """
 
     loggers: list[Logger]
     world_size: int
-    total_bytes: int | None = None
     flops: FlopStep | None = None
 
     def take(self, interval: Interval) -> None:
@@ -41,7 +39,6 @@ class LoggerMetrics:
         known: dict[str, float | None] = {
             "memory/peak_allocated_mib": ratio(totals.peak_bytes, MIB),
             "memory/peak_reserved_mib": ratio(totals.reserved_bytes, MIB),
-            "memory/reserved_pct": ratio(totals.reserved_bytes, self.total_bytes, 100.0),
             "memory/limit_mib": ratio(reading.limit_bytes, MIB),
             "throughput/samples_per_s": ratio(totals.samples, totals.samples_seconds, ranks),
             "throughput/items_per_s": ratio(totals.items, totals.items_seconds, ranks),

@@ -6,6 +6,7 @@ A run is one ``fit``, ``validate``, ``test`` or ``predict``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -15,7 +16,6 @@ from torch.optim import Optimizer
 from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.devices.accelerator import replays_graphs
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.devices.tensors import has_own_tensors, samples_in
 from lightning_batchmem.plan.options import number_from
 from lightning_batchmem.profile.flop_step import FlopStep
@@ -51,7 +51,6 @@ class StepRecorder:
         measurements: list[ModuleStep | FlopStep],
     ) -> None:
         device = trainer.strategy.root_device
-        self.phase_peaks = PhasePeaks(device_memory)
         self._device = device
         self._device_memory = device_memory
         self._items_fn = items_fn
@@ -61,28 +60,27 @@ class StepRecorder:
         self.validation_clock = StepClock("validate")
         self.clock = self.run_clock
         self._batch: object = None
-        # The fields of the step that has ended, whose time is not known yet.
-        self._ended: dict[str, Any] | None = None
-        self._start_bytes: int | None = None
+        # The step that has ended, whose time is not known yet.
+        self._ended: Callable[..., Step] | None = None
+        self._next_reading = 1
         self._has_graphs = False
-        self._is_detailed = True
-        self._next_detailed = 1
         self._is_steady = False
         self._warned_of_size = False
         # An OomGuard counts in this attribute.
-        guards = (one for one in callbacks_of(trainer) if "oom_splits" in vars(one))
-        self._guard: Any = next(guards, None)
-        self._oom_splits = 0
+        self._guards: list[Any] = [
+            one for one in callbacks_of(trainer) if "oom_splits" in vars(one)
+        ]
+        self._splits_before = 0
         self._to_measure = measurements
         self._measured: ModuleStep | FlopStep | None = None
+        # Whether a steady step is still to be measured.
+        self._has_measurement = True
         if stage == "train":
             # A run that resumes goes on counting.
             self.run_clock.first_number = trainer.fit_loop.total_batch_idx + 1
             optimizers = trainer.optimizers
             self._optimizers = [one for one in optimizers if isinstance(one, Optimizer)]
-            # Under manual optimization, another forward pass may follow an optimizer's step.
-            forward_follows = not module.automatic_optimization
-            self.phase_peaks.watch(self._optimizers, forward_follows=forward_follows)
+        self._handles = [one.register_step_post_hook(self._note_step) for one in self._optimizers]
         self.breakdown: SteadyBreakdown | None = None
         if device_memory is not None:
             self.breakdown = SteadyBreakdown(device_memory, device, module, self._optimizers)
@@ -105,29 +103,17 @@ class StepRecorder:
 
     def start(self, module: LightningModule, batch: object, arrived: float) -> None:
         """Begin a step, whose batch has arrived at this time."""
-        clock = self.clock
-        clock.start(arrived)
+        self.clock.start(arrived)
         self._batch = batch
-        self._start_bytes = None
-        # The steady state begins with the first step after an optimizer step.
-        if self.phase_peaks.stepped:
-            self._is_steady = True
         self._has_graphs = replays_graphs(self._device)
-        self._is_detailed = clock.stage != "train" or clock.steps >= self._next_detailed
-        if clock.stage != "train":
-            self.phase_peaks.start("evaluation")
-        elif self._is_detailed:
-            self._next_detailed = next_detailed(clock.steps)
-            if self._device_memory is not None:
-                self._start_bytes = self._device_memory.private_bytes()
-            self.phase_peaks.start("forward")
-        elif self._device_memory is not None:
+        if self._device_memory is not None:
             self._device_memory.reset_peak()
-        if clock is self.run_clock and self._is_steady:
+        if self._is_steady and self._has_measurement and self.clock is self.run_clock:
             self._begin_measurement(module, batch)
 
     def _begin_measurement(self, module: LightningModule, batch: object) -> None:
         """Begin what is measured once, in a steady step."""
+        self._unwatch()
         breakdown = self.breakdown
         if breakdown is not None and breakdown.is_due:
             begin = self.clock.now()
@@ -139,13 +125,29 @@ class StepRecorder:
             if reason:
                 measurement.refuse(reason)
             else:
+                self._splits_before = self._splits()
                 measurement.begin(module, self._optimizers, batch)
                 self._measured = measurement
+        else:
+            self._has_measurement = False
 
-    def enter_phase(self, phase: str) -> None:
-        """End a phase of the step and begin another one, where phases are measured."""
-        if self._is_detailed:
-            self.phase_peaks.enter(phase)
+    def _end_measurement(
+        self, measured: ModuleStep | FlopStep, samples: int | None, peak_bytes: int | None
+    ) -> None:
+        if self._splits() != self._splits_before:
+            # It includes the attempt that failed.
+            self._drop_measurement()
+            return
+        self._measured = None
+        measured.close()
+        if compiled_frames() > 0:
+            measured.refuse(_COMPILED)
+        else:
+            measured.end(samples, peak_bytes)
+
+    def _splits(self) -> int:
+        """Return how many batches an OomGuard has run in parts."""
+        return sum(guard.oom_splits or 0 for guard in self._guards)
 
     def stop(self, trainer: Trainer, batch: object) -> int | None:
         """End the step, except its time, and return its peak bytes, 0 if they are unknown.
@@ -156,33 +158,27 @@ class StepRecorder:
         if not clock.in_step:
             return None
         clock.in_step = False
-        is_training = clock.stage == "train"
-        oom_splits = self._new_splits() if is_training else None
-        if oom_splits:
-            # It would count the failed attempt too.
-            self._drop_measurement()
         samples = samples_in(batch)
         if samples is None:
             samples = self._loader_size(trainer)
-        phases, peak_bytes, reserved_bytes = self._peaks()
-        measured = self._measured
-        if measured is not None:
-            self._measured = None
-            measured.close()
-            if compiled_frames() > 0:
-                measured.refuse(_COMPILED)
-            else:
-                measured.end(samples, peak_bytes)
+        peak_bytes = None
+        reserved_bytes = None
+        end_bytes = None
+        if self._device_memory is not None:
+            peak_bytes, reserved_bytes, _, now_bytes = self._device_memory.peak()
+            if clock.stage == "train" and clock.steps >= self._next_reading:
+                self._next_reading = next_reading(clock.steps)
+                end_bytes = now_bytes
+                if end_bytes is None:
+                    end_bytes = self._device_memory.private_bytes()
+        is_slowed = self._measured is not None
+        if self._measured is not None:
+            self._end_measurement(self._measured, samples, peak_bytes)
         if self._has_graphs:
             # The allocator counts the memory of the graphs as free.
             peak_bytes = None
-            phases = {}
-        if "optimizer_step" in phases and not self.phase_peaks.stepped:
-            # No optimizer stepped after backward, as in a gradient accumulation.
-            after_bytes = phases.pop("optimizer_step")
-            phases["backward"] = max(phases.get("backward", 0), after_bytes)
         if clock is self.run_clock:
-            if not is_training:
+            if clock.stage != "train":
                 # An evaluation is in its steady state from the second step on.
                 self._is_steady = True
             if self.breakdown is not None and peak_bytes is not None:
@@ -191,27 +187,26 @@ class StepRecorder:
         items = None
         if self._items_fn is not None:
             items = number_from("items_fn", self._items_fn(batch))
-        self._ended = {
-            "number": clock.first_number + clock.steps - 1,
-            "stage": clock.stage,
-            "batch_size": samples,
-            "peak_bytes": peak_bytes,
-            "peak_reserved_bytes": reserved_bytes,
-            "phase_peak_bytes": phases,
-            "items": items,
-            "start_bytes": self._start_bytes,
-            "is_slowed": measured is not None,
-            "oom_splits": oom_splits,
-            "has_graphs": self._has_graphs,
-        }
+        self._ended = partial(
+            Step,
+            number=clock.number,
+            stage=clock.stage,
+            batch_size=samples,
+            peak_bytes=peak_bytes,
+            peak_reserved_bytes=reserved_bytes,
+            end_bytes=end_bytes,
+            items=items,
+            is_slowed=is_slowed,
+            has_graphs=self._has_graphs,
+        )
         return peak_bytes or 0
 
     def complete(self) -> Step | None:
         """Return the step that has ended, with its time; None without such a step."""
         if self._ended is None:
             return None
-        self._ended["seconds"], self._ended["wait_seconds"] = self.clock.seconds()
-        step = Step(**self._ended)
+        seconds, wait_seconds = self.clock.seconds()
+        step = self._ended(seconds=seconds, wait_seconds=wait_seconds)
         self._ended = None
         return step
 
@@ -219,8 +214,7 @@ class StepRecorder:
         """The note of an error: the step that ran out of memory."""
         where = "between two steps"
         if self.clock.in_step:
-            number = self.clock.first_number + self.clock.steps - 1
-            where = f"in {self.clock.stage} step {number}"
+            where = f"in {self.clock.stage} step {self.clock.number}"
             if (samples := samples_in(self._batch)) is not None:
                 where += f" with a batch of {samples:,} samples"
         if trainer.world_size > 1:
@@ -229,8 +223,17 @@ class StepRecorder:
 
     def close(self) -> None:
         """Remove all hooks."""
-        self.phase_peaks.unwatch()
+        self._unwatch()
         self._drop_measurement()
+
+    def _note_step(self, *_: object) -> None:
+        """Begin the steady state after a step of an optimizer."""
+        self._is_steady = True
+
+    def _unwatch(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def _drop_measurement(self) -> None:
         """Stop to measure a step that has not ended, and measure another one instead."""
@@ -238,26 +241,6 @@ class StepRecorder:
             self._measured.close()
             self._to_measure.append(self._measured)
             self._measured = None
-
-    def _peaks(self) -> tuple[dict[str, int], int | None, int | None]:
-        """Return the peaks of the phases, where they are measured, of the step, and reserved."""
-        if self._is_detailed:
-            phases, reserved_bytes = self.phase_peaks.stop()
-            return phases, max(phases.values(), default=None), reserved_bytes
-        if self._device_memory is None:
-            return {}, None, None
-        stats = self._device_memory.peak()
-        return {}, stats.allocated_bytes, stats.reserved_bytes
-
-    def _new_splits(self) -> int | None:
-        """Return how often an OomGuard has split a batch since the last step; None without one."""
-        # The guard counts nothing where it does nothing.
-        total_splits = None if self._guard is None else self._guard.oom_splits
-        if total_splits is None:
-            return None
-        splits = total_splits - self._oom_splits
-        self._oom_splits = total_splits
-        return int(splits)
 
     def _loader_size(self, trainer: Trainer) -> int | None:
         """Return the batch size of the training loader; warn once if it is not known either."""
@@ -286,8 +269,8 @@ def why_not_measurable(module: LightningModule) -> str:
     return ""
 
 
-def next_detailed(step: int) -> int:
-    """Return the step after ``step`` whose phases and whose memory at the start are read.
+def next_reading(step: int) -> int:
+    """Return the step after ``step`` at whose end the memory in use is read.
 
     The gap is a 48th of the steps so far. It is one step until step 96, so a leak is found early.
     Later it grows, so each doubling of the steps has 48 * ln(2) = 33 readings, and no work with a

@@ -116,7 +116,6 @@ class Run:
             # Without log_every_n_steps, nothing is sent to the loggers.
             list(trainer.loggers) if logs_at_all(trainer) else [],
             trainer.world_size,
-            None if device_memory is None else device_memory.total_bytes(),
             self._flops,
         )
         self._alerts = Alerts(
@@ -137,7 +136,6 @@ class Run:
         # It is the last step of an epoch whose ranks have not exchanged their totals yet.
         self._epoch_end_step: int | None = None
         recorder = self._recorder
-        self.enter_phase = recorder.enter_phase
         self.end_time = recorder.run_clock.end
         self._fetches = WatchedFetches(
             trainer, recorder.run_clock.request, recorder.validation_clock.request
@@ -292,10 +290,9 @@ class Run:
         totals = self._totals[self._stage]
         highest = totals.highest
         ranks = self._metrics.world_size
-        phase_peak_bytes = totals.phase_peak_bytes
-        if self._stage == "train" and "validate" in self._totals:
-            phase_peak_bytes = phase_peak_bytes | self._totals["validate"].phase_peak_bytes
         more: dict[str, Any] = {}
+        if self._stage == "train" and "validate" in self._totals:
+            more["validation_peak_bytes"] = self._totals["validate"].peak_bytes
         breakdown = self._recorder.breakdown
         if breakdown is not None:
             more["breakdown"] = breakdown.at_peak()
@@ -315,7 +312,6 @@ class Run:
             peak_bytes=totals.peak_bytes,
             peak_step=0 if highest is None else highest.number,
             batch_size=totals.batch_size if highest is None else highest.batch_size,
-            phase_peak_bytes=phase_peak_bytes,
             peak_reserved_bytes=totals.reserved_bytes,
             limit_bytes=self._reader.last.limit_bytes,
             samples_per_second=ratio(totals.samples, totals.samples_seconds, ranks),

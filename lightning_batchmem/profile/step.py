@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -22,15 +21,11 @@ class Step(NamedTuple):
     wait_seconds: float | None
     peak_bytes: int | None
     peak_reserved_bytes: int | None = None
-    # The peaks of the phases are read in some steps only.
-    phase_peak_bytes: Mapping[str, int] = {}
+    # This process held so many bytes at the end of the step. It is read in some steps only.
+    end_bytes: int | None = None
     items: float | None = None
-    # This process held so many bytes at the start of the step. It is read where phases are.
-    start_bytes: int | None = None
     # This is true if a measurement of the profiler made the step slower, as that of the modules.
     is_slowed: bool = False
-    # This is 1 if an OomGuard ran the batch in parts and 0 if not. It is None without an OomGuard.
-    oom_splits: int | None = None
     # This is true if the step replays CUDA graphs, where only the reserved peak is known.
     has_graphs: bool = False
 

@@ -28,6 +28,11 @@ class StepClock:
         self._requested: float | None = None
         self._wait_seconds: float | None = None
 
+    @property
+    def number(self) -> int:
+        """Number of the last step."""
+        return self.first_number + self.steps - 1
+
     def request(self) -> None:
         """Note the request of a batch, which ends the step before."""
         # A training step that fetches its batches itself does so within the step.

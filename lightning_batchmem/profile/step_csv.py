@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem.plan.records import MIB, PHASES
+from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.profile.step import DeviceReading
 from lightning_batchmem.profile.totals import Interval
 
@@ -31,10 +31,9 @@ COLUMNS = (
     "data_wait_pct",
     "gpu_pct",
     "cpu_pct",
-    *[f"{phase}_peak_mib" for phase in PHASES],
-    "oom_splits",
 )
 _MIB = 1 / MIB
+_UNREAD = DeviceReading()
 
 
 def make_log_dir(directory: Path) -> None:
@@ -92,13 +91,13 @@ class StepCsv:
     def _cells(self, interval: Interval) -> Iterator[list[object]]:
         """Yield the cells of each row, in the order of the columns; unknown ones are empty."""
         mean_seconds = None if self._has_exact_times else interval.totals.step_seconds
-        # The device was read at the end of the last step.
-        readings = [*[DeviceReading()] * (len(interval.steps) - 1), interval.reading]
-        for step, reading in zip(interval.steps, readings, strict=True):
+        for step in interval.steps:
+            # The device was read at the end of the last step.
+            reading = interval.reading if step is interval.steps[-1] else _UNREAD
             seconds = mean_seconds or step.seconds
             ranks_per_second = self._world_size / seconds if seconds > 0 else None
             wait_percent = 100.0 / step.seconds if step.seconds > 0 else None
-            percents = {} if reading.utilization is None else dict([reading.utilization])
+            kind, percent = reading.utilization or ("", None)
             yield [
                 step.number,
                 step.stage,
@@ -110,10 +109,8 @@ class StepCsv:
                 _product(step.items, ranks_per_second),
                 _product(seconds, 1e3),
                 _product(step.wait_seconds, wait_percent),
-                _product(percents.get("gpu_pct"), 1),
-                _product(percents.get("cpu_pct"), 1),
-                *[_product(step.phase_peak_bytes.get(phase), _MIB) for phase in PHASES],
-                step.oom_splits,
+                _product(percent if kind == "gpu_pct" else None, 1),
+                _product(percent if kind == "cpu_pct" else None, 1),
             ]
 
     def write_text(self, name: str, text: str) -> None:

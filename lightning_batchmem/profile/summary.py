@@ -52,8 +52,6 @@ class Summary:
             measured.
         peak_step: the step of this peak, as in ``memory_per_batch.csv``.
         batch_size: samples of that step, on this rank; None if its batch does not show it.
-        phase_peak_bytes: phase -> highest allocated bytes in it, over the steps in which phases are
-            read. In a training the phase ``"evaluation"`` is its validation.
         peak_reserved_bytes: highest reserved bytes; None if the device reserves none.
         limit_bytes: bytes that this process may hold, at the last reading: the limit of the device,
             or of a BatchFinder's plan.
@@ -85,6 +83,8 @@ class Summary:
         mfu_pct: the same in per cent of the device's peak; None if the peak is unknown too.
         no_flops_reason: why one of these three is not known; empty if they are, or without
             ``flops=True``.
+        validation_peak_bytes: highest allocated bytes in a step of the validations of a training;
+            None without them.
         graph_steps: steps that replayed CUDA graphs. Their live peak is not known, so
             ``peak_bytes`` is that of the other steps.
     """
@@ -94,7 +94,6 @@ class Summary:
     peak_bytes: int | None
     peak_step: int
     batch_size: int | None
-    phase_peak_bytes: dict[str, int]
     peak_reserved_bytes: int | None
     limit_bytes: int | None
     samples_per_second: float | None
@@ -115,6 +114,7 @@ class Summary:
     mfu_pct: float | None = None
     no_flops_reason: str = ""
     graph_steps: int = 0
+    validation_peak_bytes: int | None = None
 
     def __repr__(self) -> str:
         peak = "" if self.peak_bytes is None else f"peak {mib(self.peak_bytes)}, "
@@ -244,8 +244,8 @@ def _caption(summary: Summary) -> Iterator[str]:
             f"Peaks of {len(peaks)} ranks: {mib(min(peaks))} to {mib(max(peaks))},"
             f" highest on {peaks.index(max(peaks))}; {mib(sum(peaks))} in all"
         )
-    if summary.stage == "train" and "evaluation" in summary.phase_peak_bytes:
-        yield f"Highest peak of the validation: {mib(summary.phase_peak_bytes['evaluation'])}"
+    if summary.validation_peak_bytes is not None:
+        yield f"Highest peak of the validation: {mib(summary.validation_peak_bytes)}"
     yield from _breakdown_notes(summary)
     yield from filter(None, (summary.no_modules_reason, summary.no_flops_reason))
     for alert in summary.alerts:

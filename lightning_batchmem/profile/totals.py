@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lightning_batchmem.profile.step import DeviceReading, Step
 
@@ -31,7 +31,6 @@ class Totals:
     reserved_bytes: int | None = None
     # The last batch of an epoch often has fewer samples than a full one.
     batch_size: int | None = None
-    phase_peak_bytes: dict[str, int] = field(default_factory=dict)
 
     @property
     def step_seconds(self) -> float:
@@ -86,9 +85,6 @@ class Totals:
             self.reserved_bytes = _larger(reserved_bytes, self.reserved_bytes)
         if size is not None:
             self.batch_size = _larger(size, self.batch_size)
-        for phase, phase_bytes in step.phase_peak_bytes.items():
-            if phase_bytes > self.phase_peak_bytes.get(phase, -1):
-                self.phase_peak_bytes[phase] = phase_bytes
 
 
 class Interval:

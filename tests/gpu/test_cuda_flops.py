@@ -56,7 +56,6 @@ def test_the_count_is_exact_and_the_training_is_the_same(tmp_path):
     assert profiler.summary.no_flops_reason == ""
     metrics = recorder.ours[-1][1]
     assert 0 < metrics["throughput/mfu_pct"] < 100
-    assert 0 < metrics["memory/reserved_pct"] < 100
     assert recorder.ours[0][1].get("memory/alloc_retries", 0) == 0
 
 

@@ -77,9 +77,6 @@ class FakeDevice:
     def budget_bytes(self) -> int:
         return self.budget
 
-    def total_bytes(self) -> int:
-        return self.budget
-
     def non_torch_bytes(self) -> None:
         """Return nothing: no other process uses the device."""
 

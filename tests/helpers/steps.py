@@ -15,7 +15,6 @@ def step(number, peak, *, size=4, seconds=2.0, wait=0.5, reserved=None, items=No
         wait,
         peak * MIB,
         reserved,
-        {"forward": peak * MIB, "backward": MIB},
         items=items,
     )
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.profile.alerts import Alerts, LeakDetector
-from lightning_batchmem.profile.recorder import next_detailed
+from lightning_batchmem.profile.recorder import next_reading
 from lightning_batchmem.profile.step import DeviceReading, Step
 from tests.helpers.steps import interval
 
@@ -23,8 +23,8 @@ def alerts(**arguments):
     return Alerts(sentences.append, granularity_bytes=GRANULARITY, **arguments), sentences
 
 
-def step(number, size, peak_bytes, start_bytes=None):
-    return Step(number, "train", size, 0.1, 0.0, peak_bytes, start_bytes=start_bytes)
+def step(number, size, peak_bytes, end_bytes=None):
+    return Step(number, "train", size, 0.1, 0.0, peak_bytes, end_bytes=end_bytes)
 
 
 # Tests of leaks.
@@ -55,7 +55,7 @@ def leak(use, steps, granularity_bytes=GRANULARITY):
     while number < steps:
         if (pace := detector.add(number, int(use(number)))) is not None:
             return pace
-        number = next_detailed(number)
+        number = next_reading(number)
     return None
 
 
@@ -94,10 +94,10 @@ def test_noise_around_a_constant_is_no_leak(base_bytes, noise_bytes, seed):
     assert leak(lambda n: base_bytes + rng.randint(0, noise_bytes), 5000) is None
 
 
-def test_readings_at_step_start_become_rare_but_never_stop():
+def test_readings_of_the_memory_in_use_become_rare_but_never_stop():
     numbers = [0]
     while numbers[-1] < 2**14:
-        numbers.append(next_detailed(numbers[-1]))
+        numbers.append(next_reading(numbers[-1]))
     assert numbers[:97] == list(range(97))
     assert 30 <= sum(2**12 <= number < 2**13 for number in numbers) <= 36
 

@@ -5,8 +5,8 @@ from lightning_batchmem.profile.step import DeviceReading
 from tests.helpers.steps import MIB, interval, step
 
 
-def metrics_of(*steps, total_bytes=None, world_size=1, limit_bytes=None):
-    sink = LoggerMetrics([], world_size, total_bytes)
+def metrics_of(*steps, world_size=1, limit_bytes=None):
+    sink = LoggerMetrics([], world_size)
     return sink.metrics(interval(*steps, reading=DeviceReading(limit_bytes)))
 
 
@@ -14,11 +14,10 @@ def test_metrics_are_maxima_of_bytes_and_means_of_times():
     first = step(0, 5, reserved=8 * MIB)
     second = step(1, 9, seconds=4.0, reserved=7 * MIB, items=100)
     steps = (first, second, step(2, 3, size=1, reserved=6 * MIB))
-    found = metrics_of(*steps, limit_bytes=64 * MIB, total_bytes=80 * MIB, world_size=2)
+    found = metrics_of(*steps, limit_bytes=64 * MIB, world_size=2)
     assert found == {
         "memory/peak_allocated_mib": 9.0,
         "memory/peak_reserved_mib": 8.0,
-        "memory/reserved_pct": 10.0,
         "memory/limit_mib": 64.0,
         "throughput/samples_per_s": 2 * 9 / 8.0,
         "throughput/items_per_s": 2 * 100 / 4.0,
@@ -34,11 +33,6 @@ def test_a_step_that_a_measurement_slowed_down_has_no_throughput():
     assert metrics["throughput/samples_per_s"] == 2.0
     assert metrics["throughput/items_per_s"] == 50.0
     assert metrics["throughput/step_ms"] == 11000.0
-
-
-def test_the_share_of_the_device_needs_both_numbers():
-    assert "memory/reserved_pct" not in metrics_of(step(0, 5, reserved=8 * MIB))
-    assert "memory/reserved_pct" not in metrics_of(step(0, 5), total_bytes=80 * MIB)
 
 
 def test_unknown_sizes_items_and_waits_are_left_out_of_the_means():

@@ -10,11 +10,9 @@ from tests.helpers.steps import UNREAD, interval
 
 HEADER = (
     "step,stage,batch_size,peak_allocated_mib,peak_reserved_mib,limit_mib,"
-    "samples_per_s,items_per_s,step_ms,data_wait_pct,gpu_pct,cpu_pct,"
-    "forward_peak_mib,backward_peak_mib,optimizer_step_peak_mib,evaluation_peak_mib,oom_splits"
+    "samples_per_s,items_per_s,step_ms,data_wait_pct,gpu_pct,cpu_pct"
 )
-PHASES = {"forward": 3 * MIB, "backward": 2 * MIB + MIB // 2, "optimizer_step": MIB}
-STEP = Step(7, "train", 8, 0.5, 0.125, 3 * MIB, 4 * MIB, PHASES)
+STEP = Step(7, "train", 8, 0.5, 0.125, 3 * MIB, 4 * MIB)
 
 
 def written(directory, *steps, reading=UNREAD, **options):
@@ -28,7 +26,7 @@ def written(directory, *steps, reading=UNREAD, **options):
 def test_units_and_columns(tmp_path):
     make_log_dir(tmp_path / "made" / "on the way")
     file = StepCsv(tmp_path / "made" / "on the way", world_size=2)
-    step = STEP._replace(items=100, oom_splits=1)
+    step = STEP._replace(items=100)
     reading = DeviceReading(16 * MIB, ("gpu_pct", 81.5))
     file.take([interval(STEP, step, reading=reading)])
     file.close()
@@ -38,19 +36,18 @@ def test_units_and_columns(tmp_path):
     assert (first["limit_mib"], first["gpu_pct"]) == ("", "")
     present = {name: value for name, value in row.items() if value}
     values = [float(value) if name != "stage" else value for name, value in present.items()]
-    assert values == [7, "train", 8, 3, 4, 16, 32, 400, 500, 25, 81.5, 3, 2.5, 1, 1]
+    assert values == [7, "train", 8, 3, 4, 16, 32, 400, 500, 25, 81.5]
     assert row["cpu_pct"] == ""
 
 
 def test_unknown_values_are_empty_and_never_0(tmp_path):
-    row = rows(written(tmp_path, Step(0, "train", None, 0.5, None, 0, None, {"forward": 0})))[0]
+    row = rows(written(tmp_path, Step(0, "train", None, 0.5, None, 0)))[0]
     present = {name: value for name, value in row.items() if value}
     assert present == {
         "step": "0",
         "stage": "train",
         "peak_allocated_mib": "0.000",
         "step_ms": "500.000",
-        "forward_peak_mib": "0.000",
     }
     without_peaks = Step(0, "train", 1, 0.0, 0.0, None)
     row = rows(written(tmp_path / "2", without_peaks))[0]
@@ -70,13 +67,7 @@ def test_a_link_to_nothing_keeps_its_name(tmp_path):
 
 def test_rows_are_read_back(tmp_path):
     (row,) = read_rows(written(tmp_path, STEP, reading=DeviceReading(16 * MIB)))
-    peaks = {
-        "forward_peak_mib": 3,
-        "backward_peak_mib": 2.5,
-        "optimizer_step_peak_mib": 1,
-        "evaluation_peak_mib": None,
-    }
-    memory = {"peak_allocated_mib": 3, "peak_reserved_mib": 4, "limit_mib": 16, **peaks}
+    memory = {"peak_allocated_mib": 3, "peak_reserved_mib": 4, "limit_mib": 16}
     assert row == {"step": 7, "stage": "train", **memory}
     (tmp_path / "other.csv").write_text("step,other\n1,2\n")
     message = r"must be that of a memory_per_batch\.csv, got .*'step,other'"

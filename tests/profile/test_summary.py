@@ -15,7 +15,6 @@ SUMMARY = Summary(
     peak_bytes=2000 * MIB,
     peak_step=37,
     batch_size=64,
-    phase_peak_bytes={"forward": 1900 * MIB, "backward": 2000 * MIB},
     peak_reserved_bytes=None,
     limit_bytes=8192 * MIB,
     breakdown=MemoryBreakdown(100 * MIB, 100 * MIB, 200 * MIB, 50 * MIB, 1500 * MIB, 50 * MIB),
@@ -33,10 +32,10 @@ NO_MEMORY = replace(SUMMARY, device="mps", peak_bytes=None, limit_bytes=None, br
 UNKNOWN = replace(
     SUMMARY, breakdown=None, samples_per_second=None, data_wait_share=None, batch_size=None
 )
-VALIDATION = replace(SUMMARY, stage="validate", phase_peak_bytes={"evaluation": 2000 * MIB})
+VALIDATION = replace(SUMMARY, stage="validate")
 MORE = replace(
     SUMMARY,
-    phase_peak_bytes={"backward": 2000 * MIB, "evaluation": 2500 * MIB},
+    validation_peak_bytes=2500 * MIB,
     alerts=("Something rises.",),
     rank_peaks_bytes=(MIB, 2 * MIB),
     items_per_second=99.5,

@@ -12,7 +12,6 @@ def test_totals_of_a_run_are_those_of_its_intervals():
     assert (totals.highest.number, totals.steps, totals.step_seconds) == (0, 4, 5 / 4)
     assert (totals.peak_bytes, totals.reserved_bytes) == (9 * MIB, 12 * MIB)
     assert (totals.batch_size, totals.graph_steps) == (4, 1)
-    assert totals.phase_peak_bytes == {"forward": 9 * MIB, "backward": MIB}
     # The utilization of each interval counts with its time.
     assert totals.busy_percent == 60.0
     # No step has items, and their rate is missing.
