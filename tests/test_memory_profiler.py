@@ -132,9 +132,10 @@ def test_every_step_is_a_row_with_its_peak(tmp_path, device_memory, monkeypatch,
     assert "26.0 MiB at step 5 (2 samples)" in capsys.readouterr().out
 
 
-def test_tensorboard_gets_the_documented_names(tmp_path):
+def test_tensorboard_gets_the_documented_names(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    monkeypatch.setattr(DeviceReader, "interval_seconds", 0.0)
     logger = TensorBoardLogger(tmp_path, name="tb")
     options = {"logger": logger, "log_every_n_steps": 2}
     trainer_for(tmp_path, MemoryProfiler(), Planned(4000.0, limit_mib=8000), **options).fit(
@@ -330,8 +331,8 @@ def test_validation_in_a_training_has_rows_metrics_and_a_summary(tmp_path, devic
     assert [step for step, _ in recorder.others] == [2, 5]
     for _, metrics in recorder.others:
         names = {f"validate/{name}" for name in EVALUATED}
-        # The utilization is missing where the last reading was that of a validation before.
-        assert names - {"validate/cpu_pct"} <= set(metrics) <= names
+        # The device is read once a second.
+        assert names - {"validate/cpu_pct", "validate/limit_mib"} <= set(metrics) <= names
         assert metrics["validate/peak_allocated_mib"] == 6
     assert profiler.summary.validation_peak_bytes == 6 * MIB
     assert (profiler.summary.steps, profiler.summary.peak_bytes) == (6, MIB)
@@ -636,9 +637,7 @@ def test_rows_are_in_the_file_within_a_second(tmp_path, device_memory, monkeypat
     assert [*found, len(csv_rows(tmp_path))] == [0, 1, 1, 1, 4, 4, 6]
 
 
-def test_a_device_that_fails_keeps_the_rows_that_were_reported(
-    tmp_path, device_memory, monkeypatch
-):
+def test_a_device_that_fails_keeps_the_rows_of_its_steps(tmp_path, device_memory, monkeypatch):
     steps = []
 
     def read(reader):
@@ -649,7 +648,7 @@ def test_a_device_that_fails_keeps_the_rows_that_were_reported(
     monkeypatch.setattr(DeviceReader, "read", read)
     with pytest.raises(RuntimeError, match="the device is lost"):
         profiled(tmp_path, Net(), At(on_train_batch_end=lambda *_: steps.append(0)))
-    assert len(csv_rows(tmp_path)) == 3
+    assert len(csv_rows(tmp_path)) == 4
 
 
 def test_each_run_has_its_own_files(tmp_path, device_memory):

@@ -65,13 +65,10 @@ class Alerts:
         self._leaks = LeakDetector(granularity_bytes)
         self._waited = Totals()
 
-    def take(self, intervals: list[Interval]) -> None:
-        """Check the training steps since the last call."""
-        for interval in intervals:
-            if interval.stage == "train":
-                self._check(interval)
-
-    def _check(self, interval: Interval) -> None:
+    def take(self, interval: Interval) -> None:
+        """Check the steps of a training since the last call."""
+        if interval.stage != "train":
+            return
         limit_bytes = interval.reading.limit_bytes or 0
         for step in interval.steps:
             if step.end_bytes is not None:

@@ -37,15 +37,16 @@ class DeviceReader:
         self.last = DeviceReading(limit_bytes=self._limit_bytes())
         self._next_reading = time.monotonic()
 
-    def read(self) -> DeviceReading:
-        """Read the device, or return the last reading if it is younger than a second."""
-        if time.monotonic() >= self._next_reading:
-            self._next_reading = time.monotonic() + self.interval_seconds
-            self.last = DeviceReading(
-                self._limit_bytes(),
-                self._utilization_now() or self.last.utilization,
-                self._retries(),
-            )
+    def read(self) -> DeviceReading | None:
+        """Read the device; None if the last reading is younger than a second."""
+        if time.monotonic() < self._next_reading:
+            return None
+        self._next_reading = time.monotonic() + self.interval_seconds
+        self.last = DeviceReading(
+            self._limit_bytes(),
+            self._utilization_now() or self.last.utilization,
+            self._retries(),
+        )
         return self.last
 
     def leave_out(self) -> None:

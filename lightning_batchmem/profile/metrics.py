@@ -27,10 +27,6 @@ class LoggerMetrics:
     world_size: int
     flops: FlopStep | None = None
 
-    def take(self, interval: Interval) -> None:
-        if self.loggers:
-            self.log(self.metrics(interval), interval.logging_step)
-
     def metrics(self, interval: Interval) -> dict[str, float]:
         """Return the metrics in MiB, ms and per cent, without the unknown ones."""
         totals = interval.totals

@@ -29,7 +29,7 @@ from lightning_batchmem.profile.metrics import LoggerMetrics
 from lightning_batchmem.profile.module_memory import ModuleStep
 from lightning_batchmem.profile.ranks import HostGroup, RankTotals, rank_metrics
 from lightning_batchmem.profile.recorder import StepRecorder
-from lightning_batchmem.profile.step import Step
+from lightning_batchmem.profile.step import DeviceReading, Step
 from lightning_batchmem.profile.step_csv import PLAN_NAME, StepCsv
 from lightning_batchmem.profile.summary import Summary, summary_name
 from lightning_batchmem.profile.totals import Interval, Totals, ratio
@@ -41,8 +41,8 @@ _MAX_STEPS = 1000
 class Sink(Protocol):
     """Takes the steps of a run."""
 
-    def take(self, intervals: list[Interval]) -> None:
-        """Use the steps since the last call; each step is in one interval."""
+    def take(self, interval: Interval) -> None:
+        """Use the steps since the last call."""
 
 
 class Options(NamedTuple):
@@ -125,11 +125,11 @@ class Run:
         )
         # The file comes first, because an alert may end the run where warnings are errors.
         self._sinks: list[Sink] = [self._alerts] if csv is None else [csv, self._alerts]
-        # The sinks have not taken these.
-        self._intervals: list[Interval] = []
         self._totals: defaultdict[str, Totals] = defaultdict(Totals)
-        # These steps, all of one stage, are not reported.
+        # These steps, all of one stage, are not logged yet.
         self._steps: list[Step] = []
+        # These steps, all of one stage, are logged, and the sinks have not taken them.
+        self._logged: list[Step] = []
         self._is_due = False
         self._logging_step = 0
         self._group = HostGroup() if stage == "train" else None
@@ -184,13 +184,11 @@ class Run:
 
     def begin_validation(self) -> None:
         """Report the training steps before a validation: its time is none of theirs."""
-        self._complete()
         self._report()
         self._recorder.begin_validation()
 
     def end_validation(self) -> None:
         """Report a validation in the training."""
-        self._complete()
         self._report()
         self._recorder.end_validation()
         # The next utilization of the training is without that of the validation.
@@ -214,14 +212,13 @@ class Run:
         self._recorder.close()
         rank_peaks_bytes: tuple[int, ...] = ()
         try:
-            self._complete()
             self._report()
             if is_complete and trainer.world_size > 1:
                 rank_peaks_bytes = self._join_ranks()
         finally:
             # After an error of the device too, the file has all steps that were reported.
             try:
-                self._hand_over()
+                self._hand_over(self._reader.last)
             finally:
                 if self._csv is not None:
                     self._csv.close()
@@ -233,41 +230,48 @@ class Run:
         return summary
 
     def _complete(self) -> None:
-        """Add the time to the step that has ended, and report the steps if that is due."""
+        """Add the time to the step that has ended, and log the steps if that is due."""
         ended = self._recorder.complete()
         if ended is not None:
             self._steps.append(ended)
             if self._is_due or len(self._steps) >= _MAX_STEPS:
-                self._report()
+                self._log()
 
     def _report(self) -> None:
-        """Log the steps since the last report.
+        """Log the steps so far, and hand them to the sinks."""
+        self._complete()
+        self._log()
+        self._hand_over(self._reader.last)
 
-        The sinks take them with the next reading of the device, since many intervals at a time take
+    def _log(self) -> None:
+        """Log the steps since the last log.
+
+        The sinks take them with the next reading of the device, since many steps at a time take
         less time.
         """
         self._is_due = False
         if not self._steps:
             return
-        before = self._reader.last
-        interval = Interval(self._steps, self._reader.read(), self._logging_step)
+        steps = self._steps
         self._steps = []
-        self._intervals.append(interval)
-        self._metrics.take(interval)
-        if interval.reading is not before:
-            self._hand_over()
+        self._logged += steps
+        reading = self._reader.read()
+        if self._metrics.loggers:
+            metrics = self._metrics.metrics(Interval(steps, reading or DeviceReading()))
+            self._metrics.log(metrics, self._logging_step)
+        if reading is not None:
+            self._hand_over(reading)
 
-    def _hand_over(self) -> None:
-        """Add the reported intervals to the totals, and hand them to the sinks."""
-        if not self._intervals:
+    def _hand_over(self, reading: DeviceReading) -> None:
+        """Add the steps that were logged to the totals, and hand them to the sinks."""
+        if not self._logged:
             return
-        # An error in a sink must not make the others take an interval twice.
-        intervals = self._intervals
-        self._intervals = []
-        for interval in intervals:
-            self._totals[interval.stage].add(interval.steps, interval.reading)
+        interval = Interval(self._logged, reading)
+        # An error in a sink must not make the others take the steps twice.
+        self._logged = []
+        self._totals[interval.stage].add(interval.steps, reading)
         for sink in self._sinks:
-            sink.take(intervals)
+            sink.take(interval)
 
     def _join_ranks(self) -> tuple[int, ...]:
         """Exchange the totals of the ranks, and log them if an epoch has ended.
@@ -277,7 +281,6 @@ class Run:
         if self._group is None:
             return ()
         self._report()
-        self._hand_over()
         totals = self._totals.get("train", Totals())
         ranks = self._group.exchange(RankTotals(totals.peak_bytes, totals.samples_per_second))
         if self._epoch_end_step is not None:

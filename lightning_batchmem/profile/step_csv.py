@@ -68,13 +68,12 @@ class StepCsv:
         self._rows = csv.writer(self._file)
         self._rows.writerow(COLUMNS)
 
-    def take(self, intervals: list[Interval]) -> None:
+    def take(self, interval: Interval) -> None:
         """Write the steps, so that another process can read them."""
         if self._file.closed:
             return
         try:
-            for interval in intervals:
-                self._rows.writerows(self._cells(interval))
+            self._rows.writerows(self._cells(interval))
             self._file.flush()
         except OSError as error:
             # Closing the file flushes it again, which may fail too.

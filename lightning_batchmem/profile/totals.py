@@ -1,4 +1,4 @@
-"""The steps between two logs, and totals over steps."""
+"""Steps between two logs or two readings, and totals over steps."""
 
 from __future__ import annotations
 
@@ -88,21 +88,17 @@ class Totals:
 
 
 class Interval:
-    """The steps since the last log, and a reading of the device at their end.
-
-    A sink takes a list of these.
+    """Steps after each other, and a reading of the device at their end.
 
     Args:
         steps: the steps, at least one, and all of one stage.
-        reading: the reading of the device.
-        logging_step: the loggers get the metrics under this number.
+        reading: the reading of the device, which is empty if it was not read.
     """
 
-    def __init__(self, steps: list[Step], reading: DeviceReading, logging_step: int) -> None:
+    def __init__(self, steps: list[Step], reading: DeviceReading) -> None:
         self.stage = steps[0].stage
         self.steps = steps
         self.reading = reading
-        self.logging_step = logging_step
         self.totals = Totals()
         self.totals.add(steps, reading)
 

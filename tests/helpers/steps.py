@@ -23,4 +23,4 @@ UNREAD = DeviceReading()
 
 
 def interval(*steps, reading=UNREAD):
-    return Interval(list(steps), reading, 0)
+    return Interval(list(steps), reading)

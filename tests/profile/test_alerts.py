@@ -106,7 +106,7 @@ def test_the_alert_for_a_leak_names_pace_and_end_once():
     rules, sentences = alerts()
     for n in range(300):
         limit = DeviceReading(limit_bytes=2000 * MIB)
-        rules.take([interval(step(n, 8, 1500 * MIB, GIB + n * MIB), reading=limit)])
+        rules.take(interval(step(n, 8, 1500 * MIB, GIB + n * MIB), reading=limit))
     (sentence,) = sentences
     assert rules.issued == {"leak": sentence}
     # The alert comes after step 63. From the peak of 1,500 MiB, 500 steps reach the limit.
@@ -125,10 +125,10 @@ def test_nearly_full(planned_bytes, allowed_mib):
     rules, sentences = alerts(planned_bytes=planned_bytes)
     limit = DeviceReading(limit_bytes=1000 * MIB)
     for peak_bytes in (None, allowed_mib * MIB):
-        rules.take([interval(step(0, 8, peak_bytes), reading=limit)])
+        rules.take(interval(step(0, 8, peak_bytes), reading=limit))
     assert sentences == []
     for _ in range(2):
-        rules.take([interval(step(0, 8, allowed_mib * MIB + 1), reading=limit)])
+        rules.take(interval(step(0, 8, allowed_mib * MIB + 1), reading=limit))
     (sentence,) = sentences
     assert f"The peak, {allowed_mib:,}.0 MiB, is above 95% of the 1,000.0 MiB" in sentence
 
@@ -147,7 +147,7 @@ def test_waiting_for_data(steps, seconds, share, busy, is_wait):
     rules, sentences = alerts()
     each = step(0, 8, 0)._replace(seconds=seconds / steps, wait_seconds=share * seconds / steps)
     reading = DeviceReading(utilization=("gpu_pct", busy))
-    rules.take([interval(*[each] * steps, reading=reading)])
+    rules.take(interval(*[each] * steps, reading=reading))
     assert bool(sentences) is is_wait
 
 
@@ -157,7 +157,7 @@ def test_the_wait_is_summed_over_intervals_of_known_utilization():
     def take(steps, seconds, share, busy):
         utilization = None if busy is None else ("gpu_pct", busy)
         each = step(0, 8, 0)._replace(seconds=seconds / steps, wait_seconds=share * seconds / steps)
-        rules.take([interval(*[each] * steps, reading=DeviceReading(utilization=utilization))])
+        rules.take(interval(*[each] * steps, reading=DeviceReading(utilization=utilization)))
 
     # The sum starts again after each check.
     take(50, 1000.0, 0.1, 0.0)

@@ -18,7 +18,7 @@ STEP = Step(7, "train", 8, 0.5, 0.125, 3 * MIB, 4 * MIB)
 def written(directory, *steps, reading=UNREAD, **options):
     make_log_dir(directory)
     file = StepCsv(directory, **options)
-    file.take([interval(*steps, reading=reading)])
+    file.take(interval(*steps, reading=reading))
     file.close()
     return file.path
 
@@ -28,7 +28,7 @@ def test_units_and_columns(tmp_path):
     file = StepCsv(tmp_path / "made" / "on the way", world_size=2)
     step = STEP._replace(items=100)
     reading = DeviceReading(16 * MIB, ("gpu_pct", 81.5))
-    file.take([interval(STEP, step, reading=reading)])
+    file.take(interval(STEP, step, reading=reading))
     file.close()
     assert file.path.read_text().splitlines()[0] == HEADER == ",".join(COLUMNS)
     first, row = rows(file.path)
@@ -77,7 +77,8 @@ def test_rows_are_read_back(tmp_path):
 
 def test_rows_are_in_the_file_before_its_end(tmp_path):
     file = StepCsv(tmp_path)
-    file.take([interval(STEP), interval(STEP, STEP)])
+    file.take(interval(STEP, STEP))
+    file.take(interval(STEP))
     assert len(rows(file.path)) == 3
     file.close()
     file.close()
@@ -85,15 +86,15 @@ def test_rows_are_in_the_file_before_its_end(tmp_path):
 
 def test_a_full_disk_is_one_warning_and_ends_the_file(tmp_path):
     file = StepCsv(tmp_path)
-    file.take([interval(STEP)])
+    file.take(interval(STEP))
     with open("/dev/full", "w") as full:
         for descriptor in Path("/proc/self/fd").iterdir():
             if descriptor.exists() and descriptor.samefile(file.path):
                 os.dup2(full.fileno(), int(descriptor.name))
     with pytest.warns(UserWarning, match="no more rows.*No space left"):
-        file.take([interval(STEP)])
+        file.take(interval(STEP))
     # Without another warning, which would be an error.
-    file.take([interval(STEP)])
+    file.take(interval(STEP))
     file.close()
     assert len(rows(file.path)) == 1
 
