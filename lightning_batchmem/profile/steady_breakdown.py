@@ -12,9 +12,6 @@ from torch.optim import Optimizer
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.breakdown import MemoryBreakdown, measure_breakdown
 
-# Gradients are looked for in so many steps, since a manual step may free them before it ends.
-_MAX_BREAKDOWNS = 3
-
 
 class SteadyBreakdown:
     """Memory breakdown of a run, taken in its first steady-state step."""
@@ -28,14 +25,11 @@ class SteadyBreakdown:
     ) -> None:
         # Bytes on the device outside this process's allocator.
         self.outside_bytes: int | None = None
-        # The highest peak of the steps since the first breakdown.
+        # The highest peak of the steps since the breakdown.
         self.peak_bytes = 0
-        # Whether to call :meth:`take` at the start of the next steady-state step.
-        self.is_due = True
         self._device_memory = device_memory
         self._device = device
         self._at_start: MemoryBreakdown | None = None
-        self._num_taken = 0
         # The resident set includes memory that earlier steps freed, which belongs to the
         # activations. An allocator counts freed memory separately.
         self._other_bytes: int | None = None
@@ -44,6 +38,11 @@ class SteadyBreakdown:
             now_bytes = device_memory.current().allocated_bytes
             breakdown = measure_breakdown(module, optimizers, None, device, start_bytes=now_bytes)
             self._other_bytes = breakdown.other_bytes
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to call :meth:`take` at the start of the next steady-state step."""
+        return self._at_start is None
 
     def take(self, module: Module, optimizers: list[Optimizer], batch: object) -> None:
         """Measure the storages alive at the start of a step."""
@@ -56,15 +55,10 @@ class SteadyBreakdown:
             breakdown = replace(breakdown, other_bytes=other_bytes)
         self._at_start = breakdown
         self.outside_bytes = self._device_memory.non_torch_bytes()
-        self._num_taken += 1
-        # An evaluation has no optimizers, and so no gradients to look for.
-        self.is_due = (
-            bool(optimizers) and not breakdown.gradients_bytes and self._num_taken < _MAX_BREAKDOWNS
-        )
 
     def add_peak(self, peak_bytes: int) -> None:
         """Add the peak of a step."""
-        if self._num_taken and peak_bytes > self.peak_bytes:
+        if self._at_start is not None and peak_bytes > self.peak_bytes:
             self.peak_bytes = peak_bytes
 
     def at_peak(self) -> MemoryBreakdown | None:
