@@ -44,6 +44,11 @@ def mib(count_bytes: float) -> str:
     return f"{round(count_bytes / MIB, decimals) + 0.0:,.{decimals}f} MiB"
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things, e.g. ``"1 sample"`` or ``"1,024 samples"``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 @dataclass(frozen=True)
 class Trial:
     """What real steps at one batch size used.

@@ -18,6 +18,7 @@ from lightning_batchmem.devices.accelerator import replays_graphs
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.tensors import has_own_tensors, samples_in
 from lightning_batchmem.plan.options import number_from
+from lightning_batchmem.plan.records import counted
 from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.module_memory import ModuleStep
 from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
@@ -216,7 +217,7 @@ class StepRecorder:
         if self.clock.in_step:
             where = f"in {self.clock.stage} step {self.clock.number}"
             if (samples := samples_in(self._batch)) is not None:
-                where += f" with a batch of {samples:,} samples"
+                where += f" with a batch of {counted(samples, 'sample')}"
         if trainer.world_size > 1:
             where += f" on rank {trainer.global_rank}"
         return f"memory ran out {where}."

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from lightning_batchmem.devices.breakdown import PARTS, MemoryBreakdown
 from lightning_batchmem.plan.json_fields import from_json, to_json
-from lightning_batchmem.plan.records import mib
+from lightning_batchmem.plan.records import counted, mib
 from lightning_batchmem.profile.module_memory import PeakByModule
 from lightning_batchmem.profile.module_table import module_table
 
@@ -219,8 +219,10 @@ def summary_table(summary: Summary) -> Table:
 def _caption(summary: Summary) -> Iterator[str]:
     """Yield the lines below the table."""
     if summary.peak_bytes is not None:
-        samples = "" if summary.batch_size is None else f" ({summary.batch_size:,} samples)"
-        yield f"Highest peak: {mib(summary.peak_bytes)} at step {summary.peak_step}{samples}"
+        text = f"Highest peak: {mib(summary.peak_bytes)} at step {summary.peak_step}"
+        if summary.batch_size is not None:
+            text += f" ({counted(summary.batch_size, 'sample')})"
+        yield text
     if summary.peak_reserved_bytes is not None:
         yield f"Reserved: {mib(summary.peak_reserved_bytes)}"
     if summary.limit_bytes is not None:
@@ -275,8 +277,7 @@ def _breakdown_notes(summary: Summary) -> Iterator[str]:
 
 
 def _speed(summary: Summary) -> str:
-    noun = "step" if summary.steps == 1 else "steps"
-    text = f"{summary.steps:,} {noun} of {1e3 * summary.step_seconds:,.1f} ms"
+    text = f"{counted(summary.steps, 'step')} of {1e3 * summary.step_seconds:,.1f} ms"
     if summary.samples_per_second is not None:
         text += f", {summary.samples_per_second:,.1f} samples/s"
     if summary.items_per_second is not None:

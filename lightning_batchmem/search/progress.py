@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from lightning_batchmem.plan.fit import fit_memory
-from lightning_batchmem.plan.records import NextSize, Trial, mib
+from lightning_batchmem.plan.records import NextSize, Trial, counted, mib
 
 # Without a terminal nothing else is printed until the search ends, which may take minutes.
 START = (
@@ -50,8 +50,7 @@ class SearchProgress(Progress):
     ) -> None:
         """End the line. After an error it keeps the trial in which the error occurred."""
         if exc_type is None:
-            noun = "trial" if self._num_trials == 1 else "trials"
-            self._show(f"{self._num_trials} {noun}")
+            self._show(counted(self._num_trials, "trial"))
         super().__exit__(exc_type, exc_val, exc_tb)
 
     def trying(self, probe: NextSize, trials: Sequence[Trial]) -> None:
