@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_batchmem.plan.records import PHASES, Line, MemoryModel, Trial, mib
+from lightning_batchmem.plan.records import PHASES, Line, MemoryModel, Trial, counted, mib
 
 TRIALS = st.builds(
     Trial,
@@ -96,6 +96,10 @@ def test_worst_of_is_at_least_every_trial_and_does_not_depend_on_the_order(trial
 
 def test_mebibytes_have_three_decimals_below_one():
     assert (mib(1536 * 2**20), mib(2**19)) == ("1,536.0 MiB", "0.500 MiB")
+
+
+def test_one_thing_has_no_plural():
+    assert (counted(1, "step"), counted(1024, "step")) == ("1 step", "1,024 steps")
 
 
 def test_the_first_line_that_reaches_the_bytes_counts():
