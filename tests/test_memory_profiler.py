@@ -490,6 +490,22 @@ def test_an_alert_is_one_warning_and_in_the_summary(
     assert f"Warning: {profiler.summary.alerts[0]}" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("is_host", [False, True])
+def test_a_peak_that_grows_is_no_leak(tmp_path, device_memory, monkeypatch, is_host):
+    monkeypatch.setattr(DeviceReader, "interval_seconds", 0.0)
+    if is_host:
+        device_memory.as_host()
+
+    def work(step, where):
+        if where == "forward":
+            device_memory.use(step * MIB)
+        elif where == "optimizer_step":
+            device_memory.free()
+
+    profiler, _ = profiled(tmp_path, Net(work), loader=data(samples=400))
+    assert (profiler.summary.peak_bytes, profiler.summary.alerts) == (100 * MIB, ())
+
+
 def test_the_retries_of_the_allocator_since_the_run_began_are_a_curve(
     tmp_path, device_memory, monkeypatch
 ):

@@ -118,8 +118,8 @@ class StepPeaks(NamedTuple):
 
     @property
     def peak_bytes(self) -> int:
-        """Highest allocated bytes in the step; 0 if nothing was read."""
-        return max(self.phase_peak_bytes.values(), default=0)
+        """Highest allocated bytes in the step."""
+        return max(self.phase_peak_bytes.values())
 
 
 class PhasePeaks:
@@ -127,11 +127,10 @@ class PhasePeaks:
 
     Lightning's hooks mark the begin of backward and of the optimizer step. It has none for the end
     of an optimizer step, which ``watch`` adds. A phase that is entered twice (manual optimization
-    with several optimizers) keeps its higher peak. Every boundary resets the peak of the counter;
-    without a counter nothing is read.
+    with several optimizers) keeps its higher peak. Every boundary resets the peak of the counter.
     """
 
-    def __init__(self, counter: PeakCounter | None) -> None:
+    def __init__(self, counter: PeakCounter) -> None:
         self.stepped: set[int] = set()
         self._counter = counter
         self._handles: list[RemovableHandle] = []
@@ -144,20 +143,19 @@ class PhasePeaks:
         """Use another counter from the next step on."""
         self._counter = counter
 
-    def watch(self, optimizers: Iterable[Optimizer], *, forward_follows: bool) -> None:
+    def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Note which of these optimizers step; ids of those in the current step are in ``stepped``.
+
+        Another forward pass may follow in the same step, as under manual optimization.
 
         Args:
             optimizers: the optimizers of the next steps, instead of those watched before.
-            forward_follows: whether another forward pass may follow in the same step, as under
-                manual optimization.
         """
         self.unwatch()
 
         def note_step(optimizer: Optimizer, *_: Any) -> None:
             self.stepped.add(id(optimizer))
-            if forward_follows:
-                self.enter("forward")
+            self.enter("forward")
 
         self._handles = [optimizer.register_step_post_hook(note_step) for optimizer in optimizers]
 
@@ -187,12 +185,11 @@ class PhasePeaks:
         return StepPeaks(self._peaks, self._reserved_bytes)
 
     def _begin_phase(self, phase: str) -> None:
-        if self._counter is not None:
-            self.phase = phase
-            self._counter.reset_peak()
+        self.phase = phase
+        self._counter.reset_peak()
 
     def _end_phase(self) -> None:
-        if self.phase is None or self._counter is None:
+        if self.phase is None:
             return
         peak_bytes, reserved_bytes, *_ = self._counter.peak()
         if peak_bytes > self._peaks.get(self.phase, -1):

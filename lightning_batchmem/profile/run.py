@@ -152,7 +152,7 @@ class Run:
         self.epoch_peak_bytes = 0
 
     def begin_step(self, module: LightningModule, batch: object) -> None:
-        """Begin a step, whose batch has arrived, and report the steps before it if that is due."""
+        """Begin a step, whose batch has arrived, and log the steps before it if that is due."""
         arrived = self._recorder.clock.now()
         self._complete()
         self._recorder.start(module, batch, arrived)

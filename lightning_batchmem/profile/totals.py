@@ -60,7 +60,7 @@ class Totals:
             self.busy_seconds += seconds
 
     def _add_step(self, step: Step) -> None:
-        # Each step comes here twice, so nothing is computed that is not needed.
+        # Each step comes here several times, so nothing is computed that is not needed.
         seconds = step.seconds
         size = step.batch_size
         peak_bytes = step.peak_bytes

@@ -118,7 +118,7 @@ class TrialRunner:
     def _watched_steps(self, batch_size: int, is_collective: bool) -> Iterator[None]:
         """Mark the phases of the steps in the body, which ranks take together or alone."""
         phases = self._session.phases
-        phases.watch(self._session.optimizers, forward_follows=True)
+        phases.watch(self._session.optimizers)
         together_or_alone = self._session.without_synchronization()
         if is_collective:
             together_or_alone = self._ranks.collective_step(batch_size)

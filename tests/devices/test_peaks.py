@@ -108,15 +108,16 @@ def test_a_phase_that_is_entered_twice_keeps_its_higher_peak(device_memory):
     assert phase_peaks.stop() == StepPeaks({"forward": 600, "backward": 1000}, None)
 
 
-def test_without_a_counter_nothing_is_read_until_there_is_one(device_memory):
-    phase_peaks = PhasePeaks(None)
+def test_another_counter_is_used_from_the_next_step_on(device_memory, fake_device):
+    phase_peaks = PhasePeaks(fake_device(budget_bytes=10_000, base_bytes=7))
     phase_peaks.start("forward")
-    phase_peaks.enter("backward")
-    assert phase_peaks.stop() == StepPeaks({}, None)
-    assert phase_peaks.stop().peak_bytes == 0
+    assert phase_peaks.stop() == StepPeaks({"forward": 7}, None)
     phase_peaks.read_from(device_memory)
     phase_peaks.start("forward")
-    assert phase_peaks.stop() == StepPeaks({"forward": 100}, None)
+    phase_peaks.enter("backward")
+    use_and_free(device_memory, 500)
+    peaks = phase_peaks.stop()
+    assert (peaks, peaks.peak_bytes) == (StepPeaks({"forward": 100, "backward": 600}, None), 600)
 
 
 @pytest.fixture
@@ -124,22 +125,16 @@ def optimizers():
     return [torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1) for _ in range(2)]
 
 
-@pytest.mark.parametrize("forward_follows", [False, True])
-def test_optimizers_that_stepped_are_known_until_the_next_step_begins(
-    device_memory, optimizers, forward_follows
-):
+def test_optimizers_that_stepped_are_known_until_the_next_step_begins(device_memory, optimizers):
     first, second = optimizers
     phase_peaks = PhasePeaks(device_memory)
-    phase_peaks.watch(optimizers, forward_follows=forward_follows)
+    phase_peaks.watch(optimizers)
     phase_peaks.start("forward")
     phase_peaks.enter("optimizer_step")
     first.step()
     use_and_free(device_memory, 500)
-    # What follows an optimizer step is a forward pass, if another one may follow.
-    peaks = {"forward": 100, "optimizer_step": 600}
-    if forward_follows:
-        peaks = {"forward": 600, "optimizer_step": 100}
-    assert phase_peaks.stop() == StepPeaks(peaks, None)
+    # What follows an optimizer step is a forward pass.
+    assert phase_peaks.stop() == StepPeaks({"forward": 600, "optimizer_step": 100}, None)
     assert phase_peaks.stepped == {id(first)}
     phase_peaks.start("forward")
     assert phase_peaks.stepped == set()
@@ -150,8 +145,8 @@ def test_optimizers_that_stepped_are_known_until_the_next_step_begins(
 def test_only_the_optimizers_watched_last_are_noted_until_unwatch(device_memory, optimizers):
     first, second = optimizers
     phase_peaks = PhasePeaks(device_memory)
-    phase_peaks.watch([first], forward_follows=False)
-    phase_peaks.watch([second], forward_follows=False)
+    phase_peaks.watch([first])
+    phase_peaks.watch([second])
     phase_peaks.start("forward")
     first.step()
     assert phase_peaks.stepped == set()

@@ -30,7 +30,7 @@ def run(phases):
     """Run a step as a search does; returns the phases in the order in which they begin."""
 
     def marked(step, *optimizers):
-        phases.watch(optimizers, forward_follows=True)
+        phases.watch(optimizers)
         with marked_phases(phases, optimizers):
             phases.start("forward")
             step()

@@ -20,7 +20,7 @@ def test_all_ranks_run_more_steps_if_the_peaks_of_one_differ(differs, full_steps
         values.append(value)
         return differs
 
-    session.phases.watch(session.optimizers, forward_follows=True)
+    session.phases.watch(session.optimizers)
     rehearse(meter, 8, on_any_rank)
     assert values == [False]
     assert meter.full_steps == full_steps
