@@ -506,6 +506,20 @@ def test_a_peak_that_grows_is_no_leak(tmp_path, device_memory, monkeypatch, is_h
     assert (profiler.summary.peak_bytes, profiler.summary.alerts) == (100 * MIB, ())
 
 
+def test_most_steps_of_a_long_training_neither_call_hooks_nor_read_the_memory_in_use(
+    tmp_path, device_memory, monkeypatch
+):
+    device_memory.as_host()
+    readings = []
+    hooks = []
+    monkeypatch.setattr(device_memory, "private_bytes", lambda: readings.append(0) or 0)
+    count = At(on_train_batch_end=lambda trainer, _: hooks.append(hooks_on(trainer.optimizers)))
+    profiled(tmp_path, Net(), count, loader=data(samples=800))
+    # The hook is removed at the start of the step after the first one of the optimizer.
+    assert hooks == [1, *[0] * 199]
+    assert len(readings) == 138
+
+
 def test_the_retries_of_the_allocator_since_the_run_began_are_a_curve(
     tmp_path, device_memory, monkeypatch
 ):
@@ -648,12 +662,18 @@ def test_rows_are_in_the_file_within_a_second(tmp_path, device_memory, monkeypat
         found.append(len(csv_rows(tmp_path)))
         monotonic.now += 0.4
 
-    profiled(tmp_path, Net(), At(on_train_batch_start=count))
+    _, recorder = profiled(tmp_path, Net(), At(on_train_batch_start=count))
     # The first log reads the device at once, and the next reading is in the fourth step after it.
     assert [*found, len(csv_rows(tmp_path))] == [0, 1, 1, 1, 4, 4, 6]
+    # The loggers get what was read, once.
+    were_read = ["memory/limit_mib" in metrics for _, metrics in recorder.ours]
+    assert were_read == [True, False, False, True, False, False]
 
 
-def test_a_device_that_fails_keeps_the_rows_of_its_steps(tmp_path, device_memory, monkeypatch):
+@pytest.mark.parametrize(("interval", "num_rows"), [(1, 4), (50, 6)])
+def test_a_device_that_fails_keeps_the_rows_of_its_steps(
+    tmp_path, device_memory, monkeypatch, interval, num_rows
+):
     steps = []
 
     def read(reader):
@@ -662,9 +682,10 @@ def test_a_device_that_fails_keeps_the_rows_of_its_steps(tmp_path, device_memory
         return reader.last
 
     monkeypatch.setattr(DeviceReader, "read", read)
+    end = At(on_train_batch_end=lambda *_: steps.append(0))
     with pytest.raises(RuntimeError, match="the device is lost"):
-        profiled(tmp_path, Net(), At(on_train_batch_end=lambda *_: steps.append(0)))
-    assert len(csv_rows(tmp_path)) == 4
+        profiled(tmp_path, Net(), end, log_every_n_steps=interval)
+    assert len(csv_rows(tmp_path)) == num_rows
 
 
 def test_each_run_has_its_own_files(tmp_path, device_memory):
