@@ -41,11 +41,11 @@ class MemoryProfiler(Callback):
 
     Times are wall time. A step lasts from the request of its batch to that of the next one, without
     evaluation, checkpoints and the time between epochs. The device is never synchronized, and a GPU
-    works while the host goes on: there each step has the mean time of the steps around it.
-    The wait for data begins with the request of a batch, and ends on the host when the batch has
-    arrived: the transfer to the device is part of it. Throughput is the samples of this
-    rank times the number of ranks; the peaks and throughputs of all ranks are exchanged after each
-    epoch.
+    works while the host goes on: there each step has the mean time of the steps between two
+    readings of limit and utilization, which are at least a second apart. The wait for data begins
+    with the request of a batch, and ends on the host when the batch has arrived: the transfer to
+    the device is part of it. Throughput is the samples of this rank times the number of ranks; the
+    peaks and throughputs of all ranks are exchanged after each epoch.
 
     Memory is left out, with a warning, where it has no peak counter (MPS, XPU, HPU, TPU).
 
