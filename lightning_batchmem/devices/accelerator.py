@@ -183,17 +183,14 @@ class AcceleratorMemory:
         # flatten and sort about 100 counters in every call.
         stats = self._functions.memory_stats_as_nested_dict(self._device)
         if not stats:
-            return MemoryStats(0, 0, 0, 0)
-        allocated = stats["allocated_bytes"]["all"]
-        allocated_bytes = int(allocated[when])
+            return MemoryStats(0, 0, 0)
+        allocated_bytes = int(stats["allocated_bytes"]["all"][when])
         reserved_bytes = int(stats["reserved_bytes"]["all"][when])
         requested_bytes: int | None = int(stats["requested_bytes"]["all"][when])
         # The allocator cudaMallocAsync does not count requested bytes.
         if requested_bytes == 0 < allocated_bytes:
             requested_bytes = None
-        return MemoryStats(
-            allocated_bytes, reserved_bytes, requested_bytes, int(allocated["current"])
-        )
+        return MemoryStats(allocated_bytes, reserved_bytes, requested_bytes)
 
 
 def counts_memory() -> bool:

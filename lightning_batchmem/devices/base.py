@@ -28,14 +28,11 @@ class MemoryStats(NamedTuple):
         reserved_bytes: memory that the allocator holds, its cache included; ``None`` on the host.
         requested_bytes: sizes that were requested, before rounding to blocks; ``None`` where not
             counted (host).
-        now_bytes: blocks in use at this moment, where a reading of the peak has them too; else
-            ``None``.
     """
 
     allocated_bytes: int
     reserved_bytes: int | None = None
     requested_bytes: int | None = None
-    now_bytes: int | None = None
 
 
 class Utilization(NamedTuple):

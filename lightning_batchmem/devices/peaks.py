@@ -191,7 +191,7 @@ class PhasePeaks:
     def _end_phase(self) -> None:
         if self.phase is None:
             return
-        peak_bytes, reserved_bytes, *_ = self._counter.peak()
+        peak_bytes, reserved_bytes, _ = self._counter.peak()
         if peak_bytes > self._peaks.get(self.phase, -1):
             self._peaks[self.phase] = peak_bytes
         if reserved_bytes is not None:

@@ -74,8 +74,6 @@ class StepRecorder:
         self._splits_before = 0
         self._to_measure = measurements
         self._measured: ModuleStep | FlopStep | None = None
-        # Whether a steady step is still to be measured.
-        self._has_measurement = True
         if stage == "train":
             # A run that resumes goes on counting.
             self.run_clock.first_number = trainer.fit_loop.total_batch_idx + 1
@@ -109,7 +107,7 @@ class StepRecorder:
         self._has_graphs = replays_graphs(self._device)
         if self._device_memory is not None:
             self._device_memory.reset_peak()
-        if self._is_steady and self._has_measurement and self.clock is self.run_clock:
+        if self._is_steady and self.clock is self.run_clock:
             self._begin_measurement(module, batch)
 
     def _begin_measurement(self, module: LightningModule, batch: object) -> None:
@@ -129,8 +127,6 @@ class StepRecorder:
                 self._splits_before = self._splits()
                 measurement.begin(module, self._optimizers, batch)
                 self._measured = measurement
-        else:
-            self._has_measurement = False
 
     def _end_measurement(
         self, measured: ModuleStep | FlopStep, samples: int | None, peak_bytes: int | None
@@ -166,12 +162,10 @@ class StepRecorder:
         reserved_bytes = None
         end_bytes = None
         if self._device_memory is not None:
-            peak_bytes, reserved_bytes, _, now_bytes = self._device_memory.peak()
+            peak_bytes, reserved_bytes, _ = self._device_memory.peak()
             if clock.stage == "train" and clock.steps >= self._next_reading:
                 self._next_reading = next_reading(clock.steps)
-                end_bytes = now_bytes
-                if end_bytes is None:
-                    end_bytes = self._device_memory.private_bytes()
+                end_bytes = self._device_memory.private_bytes()
         is_slowed = self._measured is not None
         if self._measured is not None:
             self._end_measurement(self._measured, samples, peak_bytes)

@@ -71,18 +71,18 @@ def memory(**changes):
 
 def test_readings_are_the_counters_of_the_allocator():
     device_memory = memory()
-    assert device_memory.peak() == MemoryStats(9 * GIB, 12 * GIB, 8 * GIB, 3 * GIB)
-    assert device_memory.current() == MemoryStats(3 * GIB, 4 * GIB, 2 * GIB, 3 * GIB)
+    assert device_memory.peak() == MemoryStats(9 * GIB, 12 * GIB, 8 * GIB)
+    assert device_memory.current() == MemoryStats(3 * GIB, 4 * GIB, 2 * GIB)
     assert device_memory.counters() == {"num_ooms": 2, "num_alloc_retries": 5, "num_device_free": 3}
     # An allocator that does not count requested bytes reports 0.
     uncounted = {**STATS, "requested_bytes": {"all": {"current": 0, "peak": 0}}}
-    assert memory(stats=uncounted).peak() == MemoryStats(9 * GIB, 12 * GIB, None, 3 * GIB)
+    assert memory(stats=uncounted).peak() == MemoryStats(9 * GIB, 12 * GIB, None)
 
 
 def test_before_the_device_starts_nothing_is_in_use_and_no_peak_is_reset():
     device_memory = memory(stats={}, reset_peak_memory_stats=lambda device: pytest.fail("reset"))
     device_memory.reset_peak()
-    assert device_memory.peak() == MemoryStats(0, 0, 0, 0)
+    assert device_memory.peak() == MemoryStats(0, 0, 0)
     assert device_memory.counters() == {}
     assert device_memory.non_torch_bytes() is None
 

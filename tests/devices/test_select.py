@@ -54,7 +54,7 @@ def test_an_allocator_that_counts_nothing_has_no_reader(monkeypatch, backend):
 def test_creating_and_reading_the_readers_starts_no_cuda_context(backend):
     device_memory = device_memory_for(CUDA)
     device_memory.reset_peak()
-    assert device_memory.peak() == (0, 0, 0, 0)
+    assert device_memory.peak() == (0, 0, 0)
     assert device_memory.counters() == {}
     assert device_memory.non_torch_bytes() is None
     assert not torch.cuda.is_initialized()

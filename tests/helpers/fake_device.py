@@ -66,8 +66,7 @@ class FakeDevice:
         self._peak_bytes = self._current_bytes
 
     def peak(self) -> MemoryStats:
-        now_bytes = None if self.is_host else self._current_bytes
-        return self._reading(self._peak_bytes)._replace(now_bytes=now_bytes)
+        return self._reading(self._peak_bytes)
 
     def current(self) -> MemoryStats:
         return self._reading(self._current_bytes)
