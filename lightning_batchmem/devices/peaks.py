@@ -122,6 +122,18 @@ class StepPeaks(NamedTuple):
         return max(self.phase_peak_bytes.values())
 
 
+def with_hooks(optimizer: Optimizer) -> Optimizer:
+    """The optimizer, whose steps can have hooks from now on.
+
+    One that wraps another optimizer may not have called ``Optimizer.__init__``. It gets what it
+    would have after it was unpickled.
+    """
+    # The name is private in torch 2.5.1 to 2.14.
+    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        Optimizer.__setstate__(optimizer, {})
+    return optimizer
+
+
 class PhasePeaks:
     """Measures the peak of each phase of a step: ``start``, any number of ``enter``, ``stop``.
 
@@ -157,7 +169,9 @@ class PhasePeaks:
             self.stepped.add(id(optimizer))
             self.enter("forward")
 
-        self._handles = [optimizer.register_step_post_hook(note_step) for optimizer in optimizers]
+        self._handles = [
+            with_hooks(optimizer).register_step_post_hook(note_step) for optimizer in optimizers
+        ]
 
     def unwatch(self) -> None:
         """Remove the hooks from the optimizers."""

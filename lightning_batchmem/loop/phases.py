@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_batchmem.devices.peaks import PhasePeaks
+from lightning_batchmem.devices.peaks import PhasePeaks, with_hooks
 
 
 @contextmanager
@@ -50,6 +50,7 @@ def marked_phases(phases: PhasePeaks, optimizers: Sequence[Optimizer]) -> Iterat
         vars(torch.autograd).update(backward=marked_backward)
         undo.callback(vars(torch.autograd).update, backward=backward)
         for optimizer in optimizers:
+            with_hooks(optimizer)
             undo.callback(optimizer.register_step_pre_hook(before_step).remove)
             undo.callback(optimizer.register_step_post_hook(after_step).remove)
         yield

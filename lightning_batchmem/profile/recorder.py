@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.devices.accelerator import replays_graphs
 from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.peaks import with_hooks
 from lightning_batchmem.devices.tensors import has_own_tensors, samples_in
 from lightning_batchmem.plan.options import number_from
 from lightning_batchmem.plan.records import counted
@@ -79,7 +80,9 @@ class StepRecorder:
             self.run_clock.first_number = trainer.fit_loop.total_batch_idx + 1
             optimizers = trainer.optimizers
             self._optimizers = [one for one in optimizers if isinstance(one, Optimizer)]
-        self._handles = [one.register_step_post_hook(self._note_step) for one in self._optimizers]
+        self._handles = [
+            with_hooks(one).register_step_post_hook(self._note_step) for one in self._optimizers
+        ]
         self.breakdown: SteadyBreakdown | None = None
         if device_memory is not None:
             self.breakdown = SteadyBreakdown(device_memory, device, module, self._optimizers)

@@ -1,10 +1,17 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_batchmem.devices.base import MemoryStats
-from lightning_batchmem.devices.peaks import LiveStorages, PhasePeaks, RequestedBytes, StepPeaks
+from lightning_batchmem.devices.peaks import (
+    LiveStorages,
+    PhasePeaks,
+    RequestedBytes,
+    StepPeaks,
+    with_hooks,
+)
 
 MLP = nn.Sequential(nn.Linear(16, 2), nn.ReLU(), nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
 CONVNET = nn.Sequential(
@@ -156,3 +163,29 @@ def test_only_the_optimizers_watched_last_are_noted_until_unwatch(device_memory,
     phase_peaks.start("forward")
     second.step()
     assert phase_peaks.stepped == set()
+
+
+class Lookahead(Optimizer):
+    """Wraps an optimizer, and does not call ``Optimizer.__init__``: as several projects have it."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.defaults = optimizer.defaults
+        self.state = optimizer.state
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+def test_the_steps_of_an_optimizer_that_was_never_initialized():
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer = with_hooks(Lookahead(inner))
+    assert with_hooks(optimizer) is optimizer
+    steps = []
+    handle = optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    optimizer.step()
+    handle.remove()
+    optimizer.step()
+    assert steps == [1]
+    assert with_hooks(inner) is inner
