@@ -35,7 +35,7 @@ class BudgetBatches:
         # Bytes of the largest batch at the budget where the search begins.
         self.longest_bytes = 0
         self._policy = policy
-        self._share_bytes = share_bytes
+        self._reader = BatchReader(policy, share_bytes)
         self._readings: dict[int, BatchReading] = {}
         # The batches that are kept are those of this budget. 0: of none.
         self._budget = 0
@@ -130,6 +130,3 @@ class BudgetBatches:
     def _read(self, budget: int) -> BatchReading:
         self.prepare(budget)
         return self._reading
-
-    def _reader(self, loader: Any) -> BatchReader:
-        return BatchReader(loader, self._policy, self._share_bytes)

@@ -1,31 +1,16 @@
-"""Read the batches that a loader forms itself, in a worker process, and keep the worst of them.
-
-So data set and samplers do not change in this process.
-"""
+"""Read the batches that a loader forms itself, and keep the worst of them."""
 
 from __future__ import annotations
 
-import copy
-import pickle
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
-from lightning.pytorch.utilities.seed import isolate_rng
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from lightning_batchmem.batches.samples import (
-    FATAL_WORKER_ERRORS,
-    arguments_of_worker,
-    deep_copy,
-    held_bytes,
-    may_start_worker,
-    without_views,
-)
-from lightning_batchmem.devices.out_of_memory import is_out_of_memory
+from lightning_batchmem.batches.isolated import read_isolated
+from lightning_batchmem.batches.samples import held_bytes, without_views
 from lightning_batchmem.devices.tensors import samples_in, tensors_in
 from lightning_batchmem.plan.policy import ReadingPolicy
 
@@ -58,29 +43,23 @@ class _Kept(NamedTuple):
     batch: Any
 
 
-@dataclass
-class BatchReader(IterableDataset[bytes]):
-    """Data set of the worker: it reads batches, and has one item, the pickled worst batches.
+@dataclass(frozen=True)
+class BatchReader:
+    """Reads batches and keeps the worst of them.
 
     The worst are those with most bytes, with most items and with the longest sample. After them
     come the smallest one and the first ones, for steps with other shapes.
 
     Args:
-        loader: the loader at the budget.
         policy: how many batches are read, and how long.
         room_bytes: what the batches may hold in the process of the search; the first of them is
             kept in any case.
     """
 
-    loader: DataLoader[Any]
     policy: ReadingPolicy
     room_bytes: float
 
-    def __iter__(self) -> Iterator[bytes]:
-        # A worker would share each tensor through a file descriptor, so it is pickled instead.
-        yield pickle.dumps(self.read(), protocol=pickle.HIGHEST_PROTOCOL)
-
-    def read(self) -> WorstBatches:
+    def read(self, loader: DataLoader[Any]) -> WorstBatches:
         """Read until there are enough batches, the time has passed, or the epoch ends.
 
         Raises:
@@ -91,7 +70,7 @@ class BatchReader(IterableDataset[bytes]):
         num_read = 0
         num_batches = None
         has_single_samples = False
-        batches = iter(_in_this_process(self.loader))
+        batches = iter(loader)
         while num_read < self.policy.max_batches_read:
             if time.monotonic() - begin > self.policy.scan_seconds:
                 break
@@ -159,69 +138,12 @@ def _item_tensors(batch: Any) -> list[torch.Tensor]:
     return whole_numbers or tensors
 
 
-def read_worst_batches(
-    loader: DataLoader[Any], make_reader: Callable[[DataLoader[Any]], BatchReader]
-) -> WorstBatches:
-    """Read batches in a worker where possible, else from a copy of the loader.
-
-    Args:
-        loader: the loader at the budget.
-        make_reader: makes the reader of a loader.
+def read_worst_batches(loader: DataLoader[Any], reader: BatchReader) -> WorstBatches:
+    """Read batches of the loader at its budget, without a change of it.
 
     Raises:
         RuntimeError: if memory runs out.
     """
-    if may_start_worker(loader):
-        try:
-            return _read_in_worker(loader, make_reader(loader))
-        # A worker may fail in any way. A copy of the loader may still be read in this process.
-        except Exception as error:
-            # The same batch would end this process, or be waited for here too.
-            messages = (*FATAL_WORKER_ERRORS, "DataLoader timed out")
-            if any(message in str(error) for message in messages) or is_out_of_memory(error):
-                raise
-            rank_zero_info(
-                f"BatchFinder reads a copy of the loader, since a worker could not read it: {error}"
-            )
-    # A sampler may refer to the data set, so all of them are copied at once.
-    parts = {name: vars(loader).get(name) for name in ("dataset", "sampler", "batch_sampler")}
-    view = copy.copy(loader)
-    # DataLoader.__setattr__ raises an error for these attributes (torch 2.5.1 to 2.14).
-    vars(view).update(deep_copy(parts))
-    # The sampler may draw from the random generators of the process.
-    with isolate_rng():
-        return make_reader(view).read()
-
-
-def _read_in_worker(loader: DataLoader[Any], batch_reader: BatchReader) -> WorstBatches:
-    timeout_seconds = batch_reader.policy.scan_seconds + batch_reader.policy.sample_seconds
-    reader: DataLoader[Any] = DataLoader(
-        batch_reader,
-        batch_size=None,
-        # The worker's seed must not be drawn from the generator of the process.
-        generator=torch.Generator(),
-        **arguments_of_worker(loader, timeout_seconds=timeout_seconds),
-    )
-    try:
-        # The bytes are those of a child of this process.
-        worst: WorstBatches = pickle.loads(next(iter(reader)))  # noqa: S301
-        return worst
-    finally:
-        # The reset ends the worker now. The traceback of an error would keep it.
-        CombinedLoader(reader).reset()
-
-
-def _in_this_process(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A view of the loader that makes its batches without workers, and without pinned memory."""
-    view = copy.copy(loader)
-    # DataLoader.__setattr__ raises an error for some of these attributes (torch 2.5.1 to 2.14).
-    vars(view).update(
-        num_workers=0,
-        prefetch_factor=None,
-        persistent_workers=False,
-        pin_memory=False,
-        timeout=0,
-        worker_init_fn=None,
-        _iterator=None,
-    )
-    return view
+    timeout_seconds = reader.policy.scan_seconds + reader.policy.sample_seconds
+    worst: WorstBatches = read_isolated(loader, reader.read, timeout_seconds=timeout_seconds)
+    return worst
