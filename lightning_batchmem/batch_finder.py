@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from rich.console import Console
 
-from lightning_batchmem._lightning.apply import apply_to_training, check_step, check_training
+from lightning_batchmem._lightning.apply import (
+    apply_to_training,
+    check_step,
+    check_training,
+    start_without_search,
+)
 from lightning_batchmem._lightning.batch_watch import BatchWatch
 from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan
 from lightning_batchmem._lightning.clean_start import ProjectSnapshot, project_snapshot
@@ -25,8 +30,8 @@ from lightning_batchmem._lightning.data_source import (
     train_source,
 )
 from lightning_batchmem._lightning.hooks import call_before
-from lightning_batchmem._lightning.packages import warn_of_untested_torch
-from lightning_batchmem._lightning.size_setting import BatchSizeSetting
+from lightning_batchmem._lightning.packages import is_own_error, warn_of_untested_torch
+from lightning_batchmem._lightning.size_setting import batch_size_setting
 from lightning_batchmem._lightning.strategies import check_strategy
 from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run
@@ -91,7 +96,8 @@ class BatchFinder(Callback):
             ``target_batch_size`` is given: no limit.
         batch_arg_name: the attribute of the module, the datamodule or their hparams that holds the
             size, or a path to it through attributes and dicts, such as ``"kwargs.batch_size"``.
-            For projects that name it otherwise.
+            Under the default a search in ``fit`` looks for another place if the loaders do not
+            follow ``batch_size``. For projects in which several attributes may be meant.
         worst_case: which samples the search uses: ``"typical"`` spreads them over the data set,
             ``"longest"`` takes the largest one (of up to 10,000). For samples of different sizes.
             ``None``: if they differ, the largest one where the collate function pads, and samples
@@ -111,8 +117,8 @@ class BatchFinder(Callback):
             parameters are the same, and its size is allowed, only a rehearsal at its size is run.
             Otherwise, or if the rehearsal fails, the search runs, and a note of the new plan has
             the reason.
-        verbose: print the whole plan, with all reasons and every size that was run, instead of six
-            rows.
+        verbose: print the whole plan, with all reasons and every size that was run, instead of the
+            rows that most users need.
         budget: the attribute that ``batch_arg_name`` names is no number of samples, but a budget
             within which the loaders form their own batches, such as ``"max_tokens"``. Sizes are in
             units of it. Where loaders are passed to ``fit``, it is an attribute of their batch
@@ -188,6 +194,24 @@ class BatchFinder(Callback):
         # These are the processes that search together.
         self._ranks = Ranks(0, 1)
         self._enforced_limit = EnforcedLimit()
+        # Whether a search that cannot be made is a warning, after which the training goes on.
+        self._is_optional = False
+        # The error of an optional search in setup, which ends the search on all ranks later.
+        self._refusal: Exception | None = None
+
+    @classmethod
+    def optional(cls, **options: Any) -> Self:
+        """A finder that never ends a run: a search that fails is a warning on all ranks.
+
+        The run goes on with the batch size of the project. The environment variable makes such
+        finders, because a script that does not know the package has to run as without it.
+
+        Args:
+            **options: arguments of BatchFinder.
+        """
+        finder = cls(**options)
+        finder._is_optional = True
+        return finder
 
     def device_memory(self, device: torch.device) -> DeviceMemory | None:
         """Return the memory that a search uses; override it to search on another kind of device."""
@@ -200,11 +224,13 @@ class BatchFinder(Callback):
         self._cancel = None
         self._search = None
         self._batch_watch = None
+        self._refusal = None
         self._ranks = Ranks(trainer.global_rank, trainer.world_size)
         if is_fast_dev_run(trainer):
             return
         # The check comes before Lightning makes an engine that could not be made again.
-        check_strategy(trainer)
+        with self._kept_refusal():
+            check_strategy(trainer)
         if stage != "fit":
             self._cancel = call_before(
                 stage_loop(trainer), "setup_data", lambda: self._evaluation(trainer, pl_module)
@@ -215,10 +241,12 @@ class BatchFinder(Callback):
         trainer.callbacks = sorted(callbacks_of(trainer), key=lambda callback: callback is not self)  # type: ignore[attr-defined]
 
         def take_snapshot() -> None:
-            self._snapshot = project_snapshot(trainer)
+            with self._kept_refusal():
+                self._snapshot = project_snapshot(trainer)
 
         # The user's configure_optimizers may draw random numbers.
-        self._cancel = call_before(trainer.strategy, "setup_optimizers", take_snapshot)
+        if self._refusal is None:
+            self._cancel = call_before(trainer.strategy, "setup_optimizers", take_snapshot)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, apply the size, and print the plan."""
@@ -234,28 +262,32 @@ class BatchFinder(Callback):
         options = self._options
         # The plan with which a resumed run continues without a search.
         saved_plan: CheckpointPlan | None = None
+        without_search = ExitStack()
         # Settings, files and the user's hooks may differ between ranks, so one rank may fail alone.
-        with self._ranks.fail_together():
+        with self._warned_of_error(without_search), self._ranks.fail_together():
+            if self._refusal is not None:
+                raise self._refusal
             check_training(trainer, pl_module, options)
             # A strategy may configure its optimizers in another way than by its own method.
             snapshot = snapshot or project_snapshot(trainer)
+            without_search.callback(start_without_search, trainer, snapshot)
             # Lightning has built the loader where configure_optimizers read
             # estimated_stepping_batches.
             discard_train_loader(trainer)
-            source = train_source(trainer)
-            setting = BatchSizeSetting(
-                trainer, pl_module, options.batch_arg_name, source, options.budget
+            setting = batch_size_setting(
+                trainer,
+                pl_module,
+                train_source(trainer),
+                options.batch_arg_name,
+                is_budget=options.budget,
             )
-            setting.check()
+            setting.check_budget()
             # It begins with an exchange, so the other ranks end here too if one has failed.
             search = self._search_in(trainer)
             if self._checkpoint and self._search_on_resume is not True:
-                saved_plan = search.plan_in(self._checkpoint)
-            is_optional = self._search_on_resume == "if_changed"
-            if saved_plan is not None and is_optional and saved_plan.changes:
-                changes = ", and ".join(saved_plan.changes)
-                rank_zero_info(f"BatchFinder searches again: {changes}")
-                saved_plan = None
+                saved_plan = search.plan_in(
+                    self._checkpoint, may_search_again=self._search_on_resume == "if_changed"
+                )
             if saved_plan is not None:
                 plan = saved_plan.continued(trainer, options.target_batch_size)
                 # The plan may be of another device, or of another memory_limit.
@@ -267,15 +299,15 @@ class BatchFinder(Callback):
                 self._batch_watch = search.batch_watch
                 if search.start_bytes > 0:
                     self._search = search
-            apply_to_training(setting, plan)
-        self.plan = plan
-        self._plan_of_fit = plan
-        if options.memory_limit is not None:
-            # Otherwise the allocator would grow where it released its cache in the rehearsal.
-            limit = search.device_memory.limit_enforced(limit_bytes)
-            self._enforced_limit.enter_context(limit)
-        if saved_plan is None:
-            self._report(trainer, plan)
+            apply_to_training(search.setting_of(plan, setting, snapshot), plan)
+            self.plan = plan
+            self._plan_of_fit = plan
+            if options.memory_limit is not None:
+                # Otherwise the allocator would grow where it released its cache in the rehearsal.
+                limit = search.device_memory.limit_enforced(limit_bytes)
+                self._enforced_limit.enter_context(limit)
+            if saved_plan is None:
+                self._report(trainer, plan)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -333,17 +365,57 @@ class BatchFinder(Callback):
                 " by hand and remove BatchFinder."
             )
 
+    @contextmanager
+    def _kept_refusal(self) -> Iterator[None]:
+        """Keep an error in the body for later if the search is optional."""
+        try:
+            yield
+        # A user's object may raise any error where its state is recorded.
+        except Exception as error:
+            if not self._is_optional:
+                raise
+            self._refusal = error
+
+    @contextmanager
+    def _warned_of_error(self, without_search: ExitStack) -> Iterator[None]:
+        """Warn of an error in the body if the search is optional, and start without a search."""
+        try:
+            yield
+        # A search may end with an error of the user's code, which the training may not reach.
+        except Exception as error:
+            # The other ranks would wait in their step.
+            if not self._is_optional or self._ranks.in_collective_step:
+                raise
+            self._refusal = None
+            self._warn_of(error)
+            without_search.close()
+
+    def _warn_of(self, error: Exception) -> None:
+        kind = "" if is_own_error(error) else f"{type(error).__name__}: "
+        rank_zero_warn(f"BatchFinder leaves the batch size of the project as it is: {kind}{error}")
+
     def _evaluation(self, trainer: Trainer, module: LightningModule) -> None:
-        """Search with forward passes, where the loaders of the stage follow the batch size."""
+        """Search before an evaluation, as it would start without a search if that fails."""
         self._cancel = None
+        with self._kept_refusal():
+            if self._refusal is None:
+                self._search_for_evaluation(trainer, module)
+        if self._refusal is not None:
+            self._warn_of(self._refusal)
+            self._refusal = None
+
+    def _search_for_evaluation(self, trainer: Trainer, module: LightningModule) -> None:
+        """Search with forward passes, where the loaders of the stage follow the batch size."""
         source = stage_source(trainer)
         options = self._options
         if getattr(trainer, f"limit_{source.stage}_batches") == 0:
             return
         check_step(module, "validation_step" if source.stage == "val" else f"{source.stage}_step")
-        setting = BatchSizeSetting(trainer, module, options.batch_arg_name, source, options.budget)
+        setting = batch_size_setting(
+            trainer, module, source, options.batch_arg_name, is_budget=options.budget
+        )
         plan = None
-        if setting.attribute.exists or source.passed:
+        if setting.place.exists:
             with self._ranks.fail_together():
                 plan = self._search_in(trainer).evaluation(setting, project_snapshot(trainer))
         if plan is None:
@@ -353,7 +425,7 @@ class BatchFinder(Callback):
             return
         self.plan = plan
         # The next fit would take the size of this evaluation for that of the project.
-        self._cancel = setting.keep()
+        self._cancel = setting.place.keep()
         setting.write(plan.batch_size, also_logged=True)
         self._report(trainer, plan)
 

@@ -91,4 +91,6 @@ def _callbacks_of_setting(finder_class: type, profiler_class: type) -> list[Any]
                 f"{VARIABLE}={word} must have options of {first_class.__name__}"
                 f" ({', '.join(names)}), got {name!r:.80}"
             )
-    return [first_class(**options), *(other_class() for other_class in other_classes)]
+    # A script that runs without the variable has to run with it too.
+    make = getattr(first_class, "optional", first_class)
+    return [make(**options), *(other_class() for other_class in other_classes)]

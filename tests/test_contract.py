@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader
 from torchmetrics import CatMetric
 
 from lightning_batchmem import BatchFinder
-from tests.helpers.contract_cases import CASES, SIZE, Net, Noisy
+from tests.helpers.contract_cases import CASES, SIZE, Case, Net, Noisy
 from tests.helpers.lawful import FAST
 from tests.helpers.outcomes import Recorder, assert_same, left_by, outcome_of, trainer_of
+from tests.helpers.size_places import PLACES
 
 # These cases differ most in the code of the package that they run. The others are slow.
 QUICK = {
@@ -64,6 +65,19 @@ def test_no_trace(name: str, tmp_path: Path) -> None:
     assert finder.plan.verified
     for key, value in hard_coded.items():
         assert_same(searched[key], value, key)
+
+
+@pytest.mark.usefixtures("reads_here")
+@pytest.mark.parametrize("name", PLACES)
+def test_no_trace_at_any_place_of_the_size(name: str, tmp_path: Path) -> None:
+    case, place = PLACES[name]
+    finder = BatchFinder(max_batch_size=SIZE)
+    finder.policy = FAST
+    searched = outcome_of(tmp_path / "searched", case, case.start, finder)
+    hard_coded = outcome_of(tmp_path / "hard", case, SIZE, None)
+    assert finder.plan is not None
+    assert (finder.plan.batch_size, finder.plan.place) == (SIZE, place)
+    assert_same(searched, hard_coded, name)
 
 
 class Judged(Net):
@@ -140,3 +154,36 @@ def test_no_trace_in_a_resumed_run(tmp_path: Path) -> None:
     hard_coded = resumed_of(tmp_path / "hard", 0.04, SIZE, 2, [])
     assert finders[1].plan == finders[0].plan
     assert_same(searched, hard_coded, "resumed")
+
+
+class SetsAttributes(Net):
+    """Sets attributes in the hooks of its loaders, and reads them in its steps."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self.rows = None
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        self.rows = Noisy()
+        self.loader = DataLoader(self.rows, batch_size=self.batch_size, shuffle=True)
+        return self.loader
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        self.judged = Noisy()
+        return DataLoader(self.judged, batch_size=self.batch_size)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.history.append(len(self.loader) * len(self.rows))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.history.append(len(self.judged))
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.usefixtures("reads_here")
+def test_steps_may_read_what_the_hooks_of_the_loaders_set(tmp_path: Path) -> None:
+    finder = BatchFinder(max_batch_size=SIZE)
+    searched = outcome_of(tmp_path / "searched", Case(SetsAttributes), 3, finder)
+    hard_coded = outcome_of(tmp_path / "hard", Case(SetsAttributes), SIZE, None)
+    assert_same(searched, hard_coded, "attributes")

@@ -3,13 +3,17 @@
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as lightning_pytorch
 import pytest
 import torch
 
-from lightning_batchmem import BatchFinder, MemoryProfiler, factory
+from lightning_batchmem import BatchFinder, MemoryProfiler, batch_finder, factory
+from tests.helpers.contract_cases import Case, Net, Noisy, Plain, shuffled
+from tests.helpers.lawful import quiet_trainer
+from tests.helpers.outcomes import assert_same, outcome_of
 
 pl = pytest.importorskip("pytorch_lightning")
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
@@ -141,3 +145,120 @@ def test_text_that_python_cannot_read_as_a_literal_is_text():
     nested = 100_000 * "("
     assert factory.parse_value(nested) == nested
     assert factory.parse_value("-" * 100_000 + "1").startswith("--")
+
+
+class TwoSizes(Plain):
+    """No attribute has the sizes, and no search can set both of them."""
+
+    def train_dataloader(self):
+        return [shuffled(4), shuffled(8)]
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch[0], batch_idx)
+
+
+class Ready(Plain):
+    """Batches that the data set has made already."""
+
+    def train_dataloader(self):
+        data = torch.randn(8, 4, 6, generator=torch.Generator().manual_seed(0))
+        return torch.utils.data.DataLoader(
+            [(x, torch.arange(4) % 3) for x in data], batch_size=None
+        )
+
+
+class Lazy(Net):
+    """Its parameters are made by the first batch, which the search would have to run."""
+
+    def __init__(self, batch_size):
+        super().__init__(batch_size)
+        self.layers[0] = torch.nn.LazyLinear(16)
+
+
+class FailsAtLargeSizes(Net):
+    """An error of the user that no batch of the project's own size reaches."""
+
+    def training_step(self, batch, batch_idx):
+        if len(batch[1]) > 4:
+            raise IndexError("of the user")
+        return super().training_step(batch, batch_idx)
+
+
+class Changing(TwoSizes):
+    """Changes what it can while the search requests its loaders."""
+
+    def train_dataloader(self):
+        self.history.append(torch.rand(1).item())
+        return super().train_dataloader()
+
+
+REFUSED = {
+    "two sizes": (TwoSizes, "loaders whose size is set after they were made must have one batch"),
+    "batches that are ready": (Ready, "loaders of train_dataloader must have a batch size that"),
+    "parameters that are not there": (partial(Lazy, 4), "every parameter must be initialized"),
+    "an error of the user": (partial(FailsAtLargeSizes, 4), "of the user"),
+    "a hook that changes things": (Changing, "must have one batch size, got 4, 8"),
+}
+
+
+@pytest.mark.usefixtures("reads_here")
+@pytest.mark.filterwarnings(
+    "ignore:The total number of parameters detected may be inaccurate",
+    "ignore:Trying to infer the `batch_size` from an ambiguous collection",
+    "ignore:MemoryProfiler cannot count the samples",
+)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_refusal_never_ends_a_training(kind, tmp_path, monkeypatch):
+    make, message = REFUSED[kind]
+    case = Case(lambda size: make())
+    without = outcome_of(tmp_path / "without", case, 4, None)
+    monkeypatch.setenv(factory.VARIABLE, "find:max_batch_size=16")
+    (adder,) = factory.callbacks()
+    text = f"BatchFinder leaves the batch size of the project as it is: .*{message}"
+    with pytest.warns(UserWarning, match=text):
+        refused = outcome_of(tmp_path / "with", case, 4, None, adder)
+    # The other callback of the variable logs metrics of its own.
+    for key in ("weights", "buffers", "attributes", "optimizers", "random", "gradients", "flags"):
+        assert_same(refused[key], without[key], key)
+    # In code it stays an error.
+    with pytest.raises((ValueError, IndexError), match=message):
+        outcome_of(tmp_path / "code", case, 4, BatchFinder(max_batch_size=16))
+
+
+@pytest.mark.usefixtures("reads_here")
+def test_a_strategy_that_cannot_be_searched(tmp_path, monkeypatch):
+    def refuse(trainer):
+        raise ValueError("strategy must be that of a single device")
+
+    monkeypatch.setattr(batch_finder, "check_strategy", refuse)
+    monkeypatch.setenv(factory.VARIABLE, "find")
+    with pytest.warns(UserWarning, match=r"as it is: .*strategy must be that of a single device"):
+        _, module = run(lightning_pytorch, tmp_path)
+    assert module.batch_size == 3
+
+
+@pytest.mark.usefixtures("reads_here")
+@pytest.mark.parametrize("kind", ["check", "step"])
+def test_a_refusal_never_ends_an_evaluation(kind, tmp_path, monkeypatch):
+    class Evaluated(Net):
+        def test_step(self, batch, batch_idx):
+            if kind == "step" and len(batch[1]) > 4:
+                raise IndexError("of the user")
+            self.history.append(len(batch[1]))
+
+        def test_dataloader(self):
+            return torch.utils.data.DataLoader(Noisy(), batch_size=self.batch_size)
+
+    def refuse(trainer):
+        raise ValueError("of the check")
+
+    if kind == "check":
+        monkeypatch.setattr(batch_finder, "check_strategy", refuse)
+    monkeypatch.setenv(factory.VARIABLE, "find")
+    module = Evaluated(4)
+    trainer = quiet_trainer(*factory.callbacks(), default_root_dir=tmp_path)
+    with pytest.warns(
+        UserWarning, match=r"BatchFinder leaves the batch size .* of the (check|user)"
+    ):
+        trainer.test(module, verbose=False)
+    assert set(module.history) == {4}

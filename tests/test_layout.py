@@ -118,7 +118,7 @@ def test_sizes():
     assert len(modules) <= 11, modules
     assert len(list(PACKAGE.glob("*/__init__.py"))) <= 9
     assert [str(path) for path in FILES if count_statements(path) > 230] == []
-    assert sum(map(count_tokens, FILES)) <= 75_000
+    assert sum(map(count_tokens, FILES)) <= 80_000
 
 
 def test_lightnings_private_attributes_are_touched_in_one_folder_only():

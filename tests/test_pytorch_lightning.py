@@ -37,7 +37,7 @@ def with_other_package(name):
 
 @pytest.fixture(scope="module")
 def contract():
-    for name in ("contract_cases", "lawful", "outcomes"):
+    for name in ("contract_cases", "lawful", "outcomes", "size_places"):
         with_other_package(f"tests.helpers.{name}")
     return with_other_package("tests.test_contract")
 
@@ -47,6 +47,11 @@ def contract():
 def test_no_trace(contract, name, tmp_path):
     assert issubclass(contract.Net, pl.LightningModule)
     contract.test_no_trace(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["constant_in_a_hook", "derived_in_setup"])
+def test_no_trace_at_other_places_of_the_size(contract, name, tmp_path):
+    contract.test_no_trace_at_any_place_of_the_size(name, tmp_path)
 
 
 @pytest.mark.filterwarnings(

@@ -183,7 +183,7 @@ def test_a_strategy_that_restores_late_searches_again_with_a_warning(
 def test_a_project_without_a_place_for_the_size(fit, device, checkpoint):
     with pytest.raises(
         ValueError,
-        match=r"got .size. and loaders of batch sizes 3\. Pass batch_arg_name=.batch_size.",
+        match=r"must name an attribute of the module, .* got 'size'\. Leave batch_arg_name out",
     ):
         resume(fit, device, checkpoint, BatchFinder(batch_arg_name="size"))
 

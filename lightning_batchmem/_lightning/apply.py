@@ -9,11 +9,14 @@ from numbers import Real
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_batchmem._lightning.clean_start import ProjectSnapshot
 from lightning_batchmem._lightning.data_source import discard_train_loader
 from lightning_batchmem._lightning.hooks import configure_optimizers_again
 from lightning_batchmem._lightning.packages import in_every_package
+from lightning_batchmem._lightning.place_search import FollowedSetting
 from lightning_batchmem._lightning.project_attribute import ProjectAttribute
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
+from lightning_batchmem._lightning.strategies import wrap_again
 from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
@@ -70,33 +73,48 @@ def check_step(module: LightningModule, name: str) -> None:
         )
 
 
-def record_training_setup(setting: BatchSizeSetting, options: SearchOptions) -> TrainingSetup:
-    """Record the optimizer steps before a search.
+def training_setup(
+    followed: FollowedSetting, options: SearchOptions, learning_rate: float | None
+) -> TrainingSetup:
+    """The optimizer steps of the project.
+
+    Args:
+        followed: the batch size of the project, and where it is set.
+        options: the arguments of BatchFinder.
+        learning_rate: that of :func:`learning_rate_to_scale`.
 
     Raises:
-        ValueError: if ``lr_scaling`` has no learning rate or no batch size to scale from.
+        ValueError: if ``lr_scaling`` has no batch size to scale from.
     """
-    trainer = setting.trainer
+    trainer = followed.setting.trainer
     effective_batch_size = None
-    if setting.size:
-        effective_batch_size = setting.size * trainer.accumulate_grad_batches * trainer.world_size
-    learning_rate = None
-    if options.lr_scaling is not None:
-        learning_rate = _learning_rate(_learning_rate_attribute(setting), options.lr_scaling)
-        if effective_batch_size is None:
-            raise ValueError(
-                f"`{setting.name}` must be a positive whole number for lr_scaling, got"
-                f" {setting.value!r:.80}. Set it to the batch size that the learning rate was"
-                " chosen for."
-            )
+    if followed.project_size is not None:
+        ranks_and_batches = trainer.accumulate_grad_batches * trainer.world_size
+        effective_batch_size = followed.project_size * ranks_and_batches
+    elif options.lr_scaling is not None:
+        raise ValueError(
+            f"`{followed.setting.name}` must be a positive whole number for lr_scaling. Set it to"
+            " the batch size that the learning rate was chosen for."
+        )
     return TrainingSetup(
         trainer.accumulate_grad_batches,
         trainer.world_size,
         effective_batch_size,
         learning_rate,
         tuple(type(optimizer).__name__ for optimizer in trainer.optimizers),
-        options.budget_name or "samples",
+        options.budget_name,
     )
+
+
+def learning_rate_to_scale(setting: BatchSizeSetting, options: SearchOptions) -> float | None:
+    """The learning rate of the module; ``None`` without ``lr_scaling``.
+
+    Raises:
+        ValueError: if the module has none.
+    """
+    if options.lr_scaling is None:
+        return None
+    return _learning_rate(_learning_rate_attribute(setting), options.lr_scaling)
 
 
 def apply_to_training(setting: BatchSizeSetting, plan: Plan) -> None:
@@ -116,6 +134,14 @@ def apply_to_training(setting: BatchSizeSetting, plan: Plan) -> None:
             f"lr_scaling set the learning rate of the module to {plan.learning_rate:.6g}, but"
             " configure_optimizers does not use it. Pass it to the optimizers there."
         )
+
+
+def start_without_search(trainer: Trainer, snapshot: ProjectSnapshot) -> None:
+    """Let the training start as without a search, after one that has failed."""
+    snapshot.restore_or_warn()
+    discard_train_loader(trainer)
+    wrap_again(trainer)
+    configure_optimizers_again(trainer)
 
 
 def _learning_rate_attribute(setting: BatchSizeSetting) -> ProjectAttribute:

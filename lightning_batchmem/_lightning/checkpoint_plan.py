@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.search.earlier_plan import changes_since
 
 
 @dataclass(frozen=True)
@@ -48,3 +52,33 @@ class CheckpointPlan:
             effective_batch_size=batch_size * accumulate * ranks,
             ranks=ranks,
         )
+
+
+def plan_to_continue(
+    state: dict[str, Any], devices_and_limits: Sequence[tuple[str, int]], *, may_search_again: bool
+) -> CheckpointPlan | None:
+    """The plan of a checkpoint; ``None`` if it belongs to another device and may be replaced.
+
+    Args:
+        state: the state of a BatchFinder.
+        devices_and_limits: the device of each rank, and its limit in bytes.
+        may_search_again: whether another device or limit is a reason for a new search.
+
+    Raises:
+        ValueError: if the plan is damaged.
+    """
+    try:
+        plan = Plan.from_json(json.dumps(state["plan"]))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the plan of BatchFinder in the checkpoint cannot be read ({error})."
+            " search_on_resume=True searches again."
+        ) from error
+    # One rank may differ, and the limit in a plan is that of the rank with the least.
+    devices, limits_bytes = zip(*devices_and_limits, strict=True)
+    limit_bytes = min(limits_bytes)
+    changes = changes_since(plan, devices[0], limit_bytes)
+    if may_search_again and changes:
+        rank_zero_info(f"BatchFinder searches again: {', and '.join(changes)}")
+        return None
+    return CheckpointPlan(plan, limit_bytes, changes)

@@ -32,7 +32,8 @@ from lightning_batchmem._lightning.trainer_state import (
     logger_connector,
     renew_results,
 )
-from lightning_batchmem.batches.loaders import generators_of, keep_sizes
+from lightning_batchmem.batches.loader_size import keep_sizes
+from lightning_batchmem.batches.loaders import generators_of
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.state.attributes import refill
@@ -57,12 +58,23 @@ class ProjectSnapshot(Snapshot):
         loaders: Sequence[DataLoader[Any]] = (),
         datamodules: Iterable[object] = (),
     ) -> None:
-        self.loaders = loaders
         not_walked = in_every_package(
             "trainer.Trainer", "callbacks.Callback", "loggers.Logger", "core.LightningDataModule"
         )
         generators = {"loaders": generators_of(loaders)}
         super().__init__([module], datamodules, generators, not_walked)
+        # A hook may return a loader that the project keeps in an attribute.
+        self._restores_of_sizes = [keep_sizes([*loaders, *self.attributes.loaders])]
+
+    def keep_sizes_of(self, loaders: Sequence[DataLoader[Any]]) -> None:
+        """Restore the sizes of these loaders too, which no attribute leads to."""
+        self._restores_of_sizes.append(keep_sizes(loaders))
+
+    def restore(self) -> list[str]:
+        """Restore everything, with the sizes of loaders; returns what this failed for."""
+        for restore in self._restores_of_sizes:
+            restore()
+        return super().restore()
 
     def restore_or_warn(self) -> None:
         """Restore everything, and warn of what could not be restored."""
@@ -92,9 +104,8 @@ def isolated(
     """Run the trainer with these callbacks and muted loggers; everything is restored at the end."""
     # The calls run in reverse order, each of them even where another one fails.
     with ExitStack() as undo:
-        # This restores the batch size too, where it is in an attribute.
+        # This restores the batch size too.
         undo.callback(snapshot.restore_or_warn)
-        undo.callback(keep_sizes(snapshot.loaders))
         connector = logger_connector(trainer)
         schedulers = snapshot.attributes.schedulers
         for owner in (trainer, trainer.state, trainer.precision_plugin, connector, *schedulers):
@@ -142,6 +153,8 @@ class CleanStart:
         self.phases = PhasePeaks(device_memory)
         self.callbacks = callbacks_of(trainer)
         self.saves_checkpoints = bool(trainer.checkpoint_callbacks)
+        # A search may change these objects, by their ids.
+        self.restored = snapshot.attributes.restored
         self._trainer = trainer
         self._device_memory = device_memory
         self._snapshot = snapshot
@@ -152,6 +165,10 @@ class CleanStart:
                 "BatchFinder cannot restore these if a training step changes them: "
                 + "; ".join(not_restorable[:10])
             )
+
+    def keep_sizes_of(self, loaders: Sequence[DataLoader[Any]]) -> None:
+        """Restore the sizes of these loaders too, whenever everything is restored."""
+        self._snapshot.keep_sizes_of(loaders)
 
     @contextmanager
     def entered(self) -> Iterator[None]:

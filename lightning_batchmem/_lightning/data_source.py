@@ -6,13 +6,14 @@ The private names used here are those of lightning 2.5.0 and 2.6.6.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from lightning.pytorch import Trainer
 
 # _DataLoaderSource is private in lightning 2.5.0 to 2.6.6.
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
@@ -40,10 +41,17 @@ class DataSource:
     source: _DataLoaderSource
     # Lightning combines several loaders in this mode, unless they are in a CombinedLoader already.
     default_mode: Literal["max_size_cycle", "sequential"]
+    # Attributes that the hook has set while the loaders were requested.
+    _set_by_hook: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def passed(self) -> bool:
         return not self.source.is_module()
+
+    @property
+    def owner(self) -> Any:
+        """The module or datamodule whose hook it is."""
+        return self.source.instance
 
     @property
     def hook(self) -> str:
@@ -68,7 +76,11 @@ class DataSource:
 
     def request(self) -> CombinedLoader:
         """The loaders of the hook or the argument, combined as in Lightning's ``setup_data``."""
+        before = dict(self._attributes)
         combined = self._combined()
+        for name, value in self._attributes.items():
+            if name not in before or before[name] is not value:
+                self._set_by_hook[name] = value
         for loader in combined.flattened:
             if not isinstance(loader, DataLoader):
                 raise ValueError(
@@ -78,6 +90,19 @@ class DataSource:
                     " MemoryProfiler alone, and set the batch size by hand."
                 )
         return combined
+
+    def set_attributes_of_hook(self) -> None:
+        """Set what the hook has set on its owner, after the owner was restored.
+
+        Steps may read it, such as a data set that is made in the hook. A number may be that of
+        another batch size.
+        """
+        self._attributes.update(self._set_by_hook)
+
+    @property
+    def _attributes(self) -> dict[str, Any]:
+        """Those of the owner of a hook."""
+        return {} if self.passed else vars(self.owner)
 
     def _combined(self) -> CombinedLoader:
         request = lightning_name(
@@ -96,6 +121,13 @@ def replicas_of(trainer: Trainer, loader: DataLoader[Any]) -> int:
     if not trainer._data_connector._requires_distributed_sampler(loader):
         return 1
     return int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
+
+
+def made_for_ranks(trainer: Trainer, loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The loader as Lightning makes it again for this rank; the loader itself on a single one."""
+    # _prepare_dataloader is private in lightning 2.5.0 to 2.6.6.
+    made = trainer._data_connector._prepare_dataloader(loader, False, RunningStage.TRAINING)
+    return cast("DataLoader[Any]", made)
 
 
 def train_source(trainer: Trainer) -> DataSource:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -27,12 +27,12 @@ class ProjectAttribute:
 
     @property
     def exists(self) -> bool:
-        return bool(self._holders(self._roots))
+        return bool(self._holders(self.roots))
 
     @property
     def value(self) -> Any:
         """The value as the project has it now, of any type; ``None`` without one."""
-        holders = self._holders(self._roots)
+        holders = self._holders(self.roots)
         return _get(holders[-1], self._name) if holders else None
 
     def set(self, value: Any, *, also_logged: bool = False) -> None:
@@ -40,31 +40,15 @@ class ProjectAttribute:
 
         With ``also_logged`` this includes the copy of the hyperparameters that Lightning logs.
         """
-        for holder in self._holders(self._roots + (self._logged if also_logged else [])):
+        for holder in self._holders(self.roots + (self._logged if also_logged else [])):
             _set(holder, self._name, value)
 
     def keep(self) -> Callable[[], None]:
         """Record the value of each place; returns a function that restores them."""
         undo = ExitStack()
-        for holder in self._holders(self._roots + self._logged):
+        for holder in self._holders(self.roots + self._logged):
             undo.callback(_set, holder, self._name, _get(holder, self._name))
         return undo.close
-
-    def others_with(self, values: Collection[object]) -> list[str]:
-        """Paths of other attributes and entries of dicts that have one of these whole numbers."""
-        tables = [
-            table
-            for owner in self._owners
-            for table in (getattr(owner, "__dict__", {}), getattr(owner, "hparams", {}))
-        ]
-        entries = [entry for table in tables for entry in table.items()]
-        for name, value in list(entries):
-            if isinstance(value, Mapping):
-                entries += [(f"{name}.{key}", item) for key, item in value.items()]
-        paths = [path for path, value in entries if type(value) is int and value in values]
-        others = [path for path in dict.fromkeys(paths) if path[0] != "_" and path != self.path]
-        # Paths that name a batch come first.
-        return sorted(others, key=lambda path: "batch" not in path)
 
     @property
     def _name(self) -> str:
@@ -77,7 +61,8 @@ class ProjectAttribute:
         return [self.module, *datamodules_of(self.trainer)]
 
     @property
-    def _roots(self) -> list[Any]:
+    def roots(self) -> list[Any]:
+        """The objects and dicts from which the path leads."""
         return [root for owner in self._owners for root in (owner, getattr(owner, "hparams", {}))]
 
     @property

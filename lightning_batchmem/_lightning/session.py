@@ -10,6 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_batchmem._lightning.clean_start import CleanStart
+from lightning_batchmem._lightning.data_source import DataSource
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
 from lightning_batchmem._lightning.strategies import (
@@ -26,7 +27,8 @@ class TrainerSession:
 
     Args:
         clean_start: the state in which the stage starts, entered.
-        setting: the places of the batch size.
+        setting: the place of the batch size.
+        sources: the origins of all loaders.
         training: the training steps.
         evaluation: the evaluation steps.
         bounds_of_stage: the largest sizes that data and settings allow.
@@ -35,6 +37,7 @@ class TrainerSession:
 
     clean_start: CleanStart
     setting: BatchSizeSetting
+    sources: Sequence[DataSource]
     training: TrainingSteps | None
     evaluation: EvaluationSteps | None
     bounds_of_stage: list[Bound]
@@ -105,6 +108,8 @@ class TrainerSession:
 
     def restart(self, batch_size: int) -> None:
         self.clean_start.again()
+        for source in self.sources:
+            source.set_attributes_of_hook()
         self.setting.write(batch_size)
         self.begin_stage(batch_size)
 

@@ -1,11 +1,11 @@
-"""Read and set the batch size of a project: its attribute, and loaders that were passed."""
+"""The loaders of a project at any batch size, which is set at one of its places."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
 from typing import Any
@@ -18,63 +18,80 @@ from torch.utils.data import DataLoader
 from lightning_batchmem._lightning.data_source import (
     DataSource,
     combined_mode,
+    made_for_ranks,
     replicas_of,
     stage_loaders,
+    train_source,
 )
 from lightning_batchmem._lightning.project_attribute import ProjectAttribute
+from lightning_batchmem._lightning.size_places import (
+    InAttribute,
+    InHook,
+    InPassedLoaders,
+    SizeNotFollowedError,
+    SizePlace,
+)
 from lightning_batchmem.batches.batch_sampler import single_samples
 from lightning_batchmem.batches.budget_loader import BudgetLoader, forms_own_batches
-from lightning_batchmem.batches.loaders import (
-    LoaderInfo,
-    StageLoaders,
-    keep_sizes,
-    loader_batch_size,
-    set_loader_batch_size,
-)
+from lightning_batchmem.batches.counted_batches import check_batch_sampler, check_iteration
+from lightning_batchmem.batches.loader_size import loader_batch_size
+from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
 from lightning_batchmem.state.attributes import refill
 
 # Whether a loader follows the budget shows at this multiple of it.
 _OTHER_BUDGET = 4
 
+_LEAVE_OUT = "Leave batch_arg_name out, so that BatchFinder looks for the place itself."
+
+
+def batch_size_setting(
+    trainer: Trainer, module: LightningModule, source: DataSource, path: str, *, is_budget: bool
+) -> BatchSizeSetting:
+    """The setting of a stage: the attribute at ``path``, or the loaders that were passed."""
+    in_attribute = InAttribute(ProjectAttribute(trainer, module, path))
+    place: SizePlace = in_attribute
+    if source.passed and is_budget:
+        # Loaders that exist already do not read an attribute of the module.
+        owners = [
+            owner for loader in source.passed_loaders() for owner in _owners_of_budget(loader)
+        ]
+        place = InAttribute(ProjectAttribute(trainer, module, path, tuple(owners)))
+    elif source.passed:
+        place = InPassedLoaders(source, in_attribute)
+    return BatchSizeSetting(trainer, module, source, place, is_budget)
+
 
 @dataclass(frozen=True)
 class BatchSizeSetting:
-    """All places in which a project keeps the batch size ``name`` of one stage.
+    """The batch size of one stage of a project: where it is set, and the loaders that it gives.
 
-    They are read and written together.
+    Args:
+        trainer: the Trainer.
+        module: the module.
+        source: the origin of the loaders.
+        place: where the size is read and set.
+        is_budget: whether it is a budget, within which loaders form their own batches.
     """
 
     trainer: Trainer
     module: LightningModule
-    name: str
     source: DataSource
-    # The size is a budget, within which loaders form their own batches.
+    place: SizePlace
     is_budget: bool = False
 
     @property
-    def attribute(self) -> ProjectAttribute:
-        """The attribute that has the size; it may not exist where loaders were passed."""
-        owners: tuple[Any, ...] | None = None
-        if self.is_budget and self.source.passed:
-            # Loaders that exist already do not read an attribute of the module.
-            owners = tuple(
-                owner
-                for loader in self.source.passed_loaders()
-                for owner in _owners_of_budget(loader)
-            )
-        return ProjectAttribute(self.trainer, self.module, self.name, owners)
+    def name(self) -> str:
+        return self.place.name
 
     @property
-    def value(self) -> object:
-        """The batch size as the project has it now, of any type; ``None`` without one."""
-        if self.attribute.exists:
-            return self.attribute.value
-        return next((loader_batch_size(loader) for loader in self.source.passed_loaders()), None)
+    def attribute(self) -> ProjectAttribute | None:
+        """The attribute that is set, which may not exist; ``None`` if the size is in no one."""
+        return self.place.attribute
 
     @property
     def size(self) -> int | None:
         """The batch size of the project; ``None`` unless it is a positive whole number."""
-        value = self.value
+        value = self.place.value
         # A budget may be a number of seconds, with a fraction.
         if self.is_budget and isinstance(value, float) and math.isfinite(value):
             value = int(value)
@@ -90,73 +107,46 @@ class BatchSizeSetting:
         if (budget := self.size) is None:
             raise ValueError(
                 f"`{self.name}` must be a budget of at least 1 with budget=True, got"
-                f" {self.value!r:.80}"
+                f" {self.place.value!r:.80}"
             )
         return budget
 
-    def check(self) -> None:
-        """Raise a ValueError where there is no place to set the size."""
-        if self.is_budget:
-            if not self.attribute.exists:
-                place = "the module, the datamodule or their hparams"
-                if self.source.passed:
-                    place = "the batch sampler, the sampler or the data set of a loader"
-                raise ValueError(
-                    f"batch_arg_name must name an attribute of {place} with budget=True, got"
-                    f" {self.name!r}"
-                )
-            return
-        if not self.source.passed and not self.attribute.exists:
-            sizes = self._sizes(self.source.request())
+    def at(self, text: str) -> BatchSizeSetting:
+        """The setting at the place that a plan names; an empty text is the place of this one."""
+        if not text:
+            return self
+        place: SizePlace = InAttribute(ProjectAttribute(self.trainer, self.module, text))
+        if text.endswith("()"):
+            place = InHook(train_source(self.trainer))
+        return replace(self, place=place)
+
+    def check_budget(self) -> None:
+        """Raise a ValueError where no attribute has the budget."""
+        if self.is_budget and not self.place.exists:
+            owners = "the module, the datamodule or their hparams, which train_dataloader reads,"
+            if self.source.passed:
+                owners = "the batch sampler, the sampler or the data set of a loader"
             raise ValueError(
-                "batch_arg_name must name an attribute of the module, the datamodule or their"
-                f" hparams, got {self.name!r} and loaders of batch sizes {_listed(sizes)}."
-                f" {self._remedy(sizes)}"
+                f"batch_arg_name must name an attribute of {owners} with budget=True, got"
+                f" {self.name!r}"
             )
 
     def write(self, batch_size: int, *, also_logged: bool = False) -> None:
-        """Set the size in the attribute and in loaders that were passed.
-
-        With ``also_logged`` it is also set in the hyperparameters that Lightning logs.
-        """
-        if self.source.passed and not self.is_budget:
-            combined = self.source.request()
-            if len(sizes := sorted(set(self._sizes(combined)))) > 1:
-                raise ValueError(
-                    f"loaders that are passed must have one batch size, got {_listed(sizes)}. Build"
-                    f" them in {self.source.hook} instead, from one attribute: `{self.name}`, 4 *"
-                    f" `{self.name}`."
-                )
-            for loader in combined.flattened:
-                set_loader_batch_size(loader, batch_size)
-        if not self.attribute.exists:
-            return
-        try:
-            self.attribute.set(batch_size, also_logged=also_logged)
-        # A setter or a read-only configuration may raise any exception.
-        except Exception as error:
-            raise ValueError(
-                f"`{self.name}` must be an attribute that can be set, got {type(error).__name__}:"
-                f" {error}"
-            ) from error
-        if (actual := self.attribute.value) != batch_size:
-            raise ValueError(
-                f"`{self.name}` must keep the value it is set to, got {actual} after it was set to"
-                f" {batch_size}. Remove the limit, or pass max_batch_size={actual}."
-            )
-
-    def keep(self) -> Callable[[], None]:
-        """Record the size wherever it is; returns a function that restores it."""
-        undo = ExitStack()
-        undo.callback(self.attribute.keep())
-        undo.callback(keep_sizes(self.source.passed_loaders()))
-        return undo.close
+        """Set the size, and with ``also_logged`` the hyperparameters that Lightning logs."""
+        self.place.write(batch_size, also_logged=also_logged)
 
     def loaders_for(self, batch_size: int, *, may_be_fixed: bool = False) -> StageLoaders:
         """Set the size and request the loaders.
 
-        A ValueError is raised where no loader follows the size, unless they ``may_be_fixed``.
+        Raises:
+            SizeNotFollowedError: if no loader follows the size, unless they ``may_be_fixed``.
+            ValueError: if the loaders cannot be searched at any place of the size.
         """
+        if not (self.place.exists or may_be_fixed):
+            raise SizeNotFollowedError(
+                "batch_arg_name must name an attribute of the module, the datamodule or their"
+                f" hparams, got {self.name!r}. {_LEAVE_OUT}"
+            )
         # Validation loaders that were passed to fit keep their sizes.
         keeps_sizes = (
             may_be_fixed
@@ -164,6 +154,7 @@ class BatchSizeSetting:
             and self.source.stage == "val"
             and self.trainer.state.fn == TrainerFn.FITTING
         )
+        value_before = self.place.value
         if not keeps_sizes:
             self.write(batch_size)
         combined = self.source.request()
@@ -178,27 +169,17 @@ class BatchSizeSetting:
                 combined, batch_size, may_be_fixed=may_be_fixed, keeps_budget=keeps_sizes
             )
         sizes = self._sizes(combined)
-        if self.source.passed:
-            follows = [not keeps_sizes] * len(sizes)
-        elif len(sizes) == 1 and not may_be_fixed:
-            follows = [sizes == [batch_size]]
+        if keeps_sizes:
+            follows = [False] * len(sizes)
+        elif self.place.sets_loaders_of(self.source):
+            self._check_loaders_that_were_set(batch_size)
+            follows = [True] * len(sizes)
         else:
-            twice_sizes = self._sizes_at(2 * batch_size)
-            self.write(batch_size)
-            follows = [size != twice for size, twice in zip(sizes, twice_sizes, strict=False)]
-            is_multiple = [
-                twice in (size, 2 * size) for size, twice in zip(sizes, twice_sizes, strict=False)
-            ]
-            if len(twice_sizes) != len(sizes) or not all(is_multiple):
-                raise ValueError(
-                    f"{self.source.hook} must give each loader a fixed batch size, or"
-                    f" `{self.name}` times a number, got {_listed(sizes)} after {self.name} was set"
-                    f" to {batch_size}, and {_listed(twice_sizes)} at {2 * batch_size}"
-                )
-        if not (any(follows) or may_be_fixed):
-            raise ValueError(
-                f"{self.source.hook} must use `{self.name}`, got loaders of batch sizes"
-                f" {_listed(sizes)} after it was set to {batch_size}. {self._remedy(sizes)}"
+            follows = self._follows(
+                sizes,
+                batch_size,
+                may_be_fixed=may_be_fixed,
+                needs_other_size=value_before == batch_size,
             )
         infos = [
             LoaderInfo(
@@ -216,7 +197,66 @@ class BatchSizeSetting:
 
         The prediction is that of ``loaders``.
         """
-        self._check_sizes(batch_size, self._sizes_at(batch_size), loaders)
+        self._check_sizes(batch_size, self.sizes_at(batch_size), loaders)
+        if self.place.sets_loaders_of(self.source):
+            for loader in self.source.request().flattened:
+                check_batch_sampler(loader)
+
+    def sizes_at(self, batch_size: int) -> list[int]:
+        """Set the size and request the loaders; returns their batch sizes."""
+        self.write(batch_size)
+        return self._sizes(self.source.request())
+
+    def loaders_of_project(self) -> tuple[list[DataLoader[Any]], list[int]]:
+        """Request the loaders, and return them with their batch sizes as they are."""
+        combined = self.source.request()
+        return combined.flattened, self._sizes(combined)
+
+    def _follows(
+        self, sizes: list[int], batch_size: int, *, may_be_fixed: bool, needs_other_size: bool
+    ) -> list[bool]:
+        """Whether each loader, of these sizes at ``batch_size``, follows it.
+
+        A second size is set for a moment where the first one does not show this.
+        """
+        follows = [size == batch_size for size in sizes]
+        if len(sizes) > 1 or may_be_fixed or needs_other_size:
+            twice_sizes = self.sizes_at(2 * batch_size)
+            self.write(batch_size)
+            pairs = list(zip(sizes, twice_sizes, strict=False))
+            follows = [size != twice for size, twice in pairs]
+            is_multiple = [twice in (size, 2 * size) for size, twice in pairs]
+            if len(twice_sizes) != len(sizes) or not all(is_multiple):
+                raise SizeNotFollowedError(
+                    f"{self.source.hook} must give each loader a fixed batch size, or"
+                    f" `{self.name}` times a number, got {_listed(sizes)} after {self.name} was set"
+                    f" to {batch_size}, and {_listed(twice_sizes)} at {2 * batch_size}"
+                )
+        if not (any(follows) or may_be_fixed):
+            raise SizeNotFollowedError(
+                f"{self.source.hook} must use `{self.name}`, got loaders of batch sizes"
+                f" {_listed(sizes)} after it was set to {batch_size}. {_LEAVE_OUT}"
+            )
+        return follows
+
+    def _check_loaders_that_were_set(self, batch_size: int) -> None:
+        """Raise a ValueError unless loaders that were set make batches of this size.
+
+        Another size is set before, because a loader may have had this one already.
+        """
+        for size in (2 * batch_size, batch_size):
+            self.write(size)
+            for loader in self.source.request().flattened:
+                check_iteration(loader)
+                if replicas_of(self.trainer, loader) == 1:
+                    continue
+                made_size = loader_batch_size(made_for_ranks(self.trainer, loader))
+                if made_size != size:
+                    raise ValueError(
+                        f"the class {type(loader).__name__} must take an argument batch_size,"
+                        " because Lightning makes its loaders again for several ranks, got batch"
+                        f" size {made_size} after it was set to {size}"
+                    )
 
     def _check_sizes(self, batch_size: int, actual: list[int], loaders: StageLoaders) -> None:
         sized = [loader for loader in loaders.sized if isinstance(loader, LoaderInfo)]
@@ -228,10 +268,6 @@ class BatchSizeSetting:
                 f" {batch_size}. Build them with `{self.name}` itself, and limit the size with"
                 " max_batch_size."
             )
-
-    def _sizes_at(self, batch_size: int) -> list[int]:
-        self.write(batch_size)
-        return self._sizes(self.source.request())
 
     def _loaders_with_budget(
         self, combined: CombinedLoader, budget: int, *, may_be_fixed: bool, keeps_budget: bool
@@ -258,7 +294,7 @@ class BatchSizeSetting:
                 f" {self.source.hook} forms its own batches"
             )
         sizes = self._sizes(combined)
-        if not keeps_budget and sizes != self._sizes_at(_OTHER_BUDGET * budget):
+        if not keeps_budget and sizes != self.sizes_at(_OTHER_BUDGET * budget):
             raise ValueError(
                 f"each loader of {self.source.hook} must form its own batches within"
                 f" `{self.name}`, or have a batch size that does not depend on it"
@@ -275,7 +311,7 @@ class BatchSizeSetting:
         are restored.
         """
         with ExitStack() as undo:
-            undo.callback(self.keep())
+            undo.callback(self.place.keep())
             for loader in self.source.passed_loaders():
                 for owner in _owners_of_budget(loader):
                     attributes = getattr(owner, "__dict__", {})
@@ -287,16 +323,6 @@ class BatchSizeSetting:
     def _at_own_budget(self, index: int, budget: int) -> Iterator[DataLoader[Any]]:
         """Give the loader at this place, which keeps its budget."""
         yield self.source.request().flattened[index]
-
-    def _remedy(self, sizes: Sequence[int]) -> str:
-        """The change that lets the loaders follow the size.
-
-        Another attribute with a size of the loaders may be the one that sets it.
-        """
-        if names := self.attribute.others_with(sizes):
-            also = f" (also of this value: {', '.join(names[1:5])})" if names[1:] else ""
-            return f'Pass batch_arg_name="{names[0]}"{also}, or pass the loaders to fit.'
-        return f"Build them with batch_size=self.{self.name}, or pass the loaders to fit."
 
     def _sizes(self, combined: CombinedLoader) -> list[int]:
         """The batch sizes of loaders, without those that form their own batches in a budget."""
@@ -314,8 +340,9 @@ class BatchSizeSetting:
                 actual = f"the batch sampler {type(loader.batch_sampler).__name__}"
             raise ValueError(
                 f"the loaders of {self.source.hook} must have a batch size that can be set, got"
-                f" {actual}. Use DataLoader(single_samples, batch_size=self.{self.name}), or pass"
-                " budget=True and the attribute that limits its batches as batch_arg_name."
+                f" {actual}. Give it a batch_size, or let an attribute of the module or the"
+                " datamodule decide how large its batches are, and pass that attribute as"
+                " batch_arg_name with budget=True."
             )
         return size
 

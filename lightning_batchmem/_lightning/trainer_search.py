@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,10 +12,10 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem._lightning.apply import record_training_setup
+from lightning_batchmem._lightning.apply import learning_rate_to_scale, training_setup
 from lightning_batchmem._lightning.batch_watch import BatchWatch
 from lightning_batchmem._lightning.bounds import stage_bounds, training_bounds
-from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan
+from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan, plan_to_continue
 from lightning_batchmem._lightning.clean_start import CleanStart, ProjectSnapshot
 from lightning_batchmem._lightning.data_source import (
     attach_loaders,
@@ -26,13 +25,13 @@ from lightning_batchmem._lightning.data_source import (
 )
 from lightning_batchmem._lightning.hooks import configure_optimizers_again
 from lightning_batchmem._lightning.packages import is_own_error
+from lightning_batchmem._lightning.place_search import FollowedSetting, followed_setting
 from lightning_batchmem._lightning.session import TrainerSession
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
 from lightning_batchmem._lightning.strategies import bucket_bytes, has_batch_norm, wrap_again
 from lightning_batchmem._lightning.trainer_state import (
     call_module_hook,
-    datamodules_of,
     weight_average_bytes,
 )
 from lightning_batchmem.batches.loaders import StageLoaders
@@ -49,7 +48,6 @@ from lightning_batchmem.plan.records import Chosen, mib
 from lightning_batchmem.plan.scaling import OptimizerStep, optimizer_step
 from lightning_batchmem.search.compiled import each_size_static
 from lightning_batchmem.search.earlier_plan import (
-    changes_since,
     find_earlier_plan,
     parameters_text,
 )
@@ -58,6 +56,10 @@ from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.search import BatchSizeSearch, SearchResult
 from lightning_batchmem.state.snapshot import freeze
+
+# Loaders are requested at this multiple of the smallest size first. A size of two is a constant in
+# many projects, so a request at that size would not show whether a loader follows.
+_FIRST_REQUEST = 3
 
 MORE_IN_USE_SHARE = 0.01
 """Training that begins with more in use than the search, by this share of the limit, warns."""
@@ -127,11 +129,13 @@ class TrainerSearch:
             RuntimeError: if no size fits.
             ValueError: if the batch size of the project cannot be set.
         """
-        setup = record_training_setup(setting, self.options)
+        learning_rate = learning_rate_to_scale(setting, self.options)
         parameters = parameters_text(self.trainer.lightning_module)
         clean_start = CleanStart(self.trainer, self.device_memory, snapshot)
         with self._progress() as progress, clean_start.entered(), each_size_static():
-            session = self._training_session(clean_start, setting)
+            followed = self._followed(setting, clean_start)
+            setup = training_setup(followed, self.options, learning_rate)
+            session = self._training_session(clean_start, followed)
             earlier_plan, notes = find_earlier_plan(
                 given_plan,
                 parameters,
@@ -158,8 +162,8 @@ class TrainerSearch:
             multiple_of=self.options.multiple_of,
             lr_scaling=self.options.lr_scaling,
         )
-        notes = [*_old_values(setting, chosen), *notes]
-        return self._plan(chosen, result, step, notes, parameters)
+        notes = [*_old_values(followed.setting, chosen), *notes]
+        return self._plan(chosen, result, step, notes, parameters, followed.setting)
 
     def evaluation(self, setting: BatchSizeSetting, snapshot: ProjectSnapshot) -> Plan | None:
         """Search with forward passes; ``None`` if no loader of the stage follows the batch size.
@@ -175,27 +179,17 @@ class TrainerSearch:
             with _noted_errors():
                 result = self._search_of(session, progress).run()
         chosen = _chosen(result)
-        return self._plan(chosen, result, OptimizerStep(), _old_values(setting, chosen))
+        notes = _old_values(setting, chosen)
+        return self._plan(chosen, result, OptimizerStep(), notes, "", setting)
 
-    def plan_in(self, state: dict[str, Any]) -> CheckpointPlan:
-        """The plan in the state of a BatchFinder in a checkpoint.
-
-        Raises:
-            ValueError: if it is damaged.
-        """
-        try:
-            plan = Plan.from_json(json.dumps(state["plan"]))
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"the plan of BatchFinder in the checkpoint cannot be read ({error})."
-                " search_on_resume=True searches again."
-            ) from error
-        # One rank may differ, and the limit in a plan is that of the rank with the least.
-        devices, limits = zip(
-            *self.ranks.exchange((self._device, self._budget.limit_bytes())), strict=True
+    def plan_in(
+        self, checkpoint: dict[str, Any], *, may_search_again: bool
+    ) -> CheckpointPlan | None:
+        """The plan with which a resumed training continues; see :func:`plan_to_continue`."""
+        device_and_limit = (self._device, self._budget.limit_bytes())
+        return plan_to_continue(
+            checkpoint, self.ranks.exchange(device_and_limit), may_search_again=may_search_again
         )
-        limit_bytes = min(limits)
-        return CheckpointPlan(plan, limit_bytes, changes_since(plan, devices[0], limit_bytes))
 
     def check_start(self, batch: object, plan: Plan) -> None:
         """Warn if training begins with more memory in use than the search did."""
@@ -211,19 +205,50 @@ class TrainerSearch:
                 " max_batch_size."
             )
 
-    def _training_session(
-        self, clean_start: CleanStart, setting: BatchSizeSetting
-    ) -> TrainerSession:
-        """The session of the training with its validation.
+    def setting_of(
+        self, plan: Plan, setting: BatchSizeSetting, snapshot: ProjectSnapshot
+    ) -> BatchSizeSetting:
+        """The setting at the place of a plan; where it is gone, at a place that is found.
 
         Raises:
-            ValueError: if no loader follows the batch size.
+            ValueError: if none is found.
         """
+        setting_of_plan = setting.at(plan.place)
+        if setting_of_plan.place.exists:
+            return setting_of_plan
+        # The project has changed since the checkpoint was saved.
+        clean_start = CleanStart(self.trainer, self.device_memory, snapshot)
+        with clean_start.entered():
+            return self._followed(setting, clean_start).setting
+
+    def _followed(self, setting: BatchSizeSetting, clean_start: CleanStart) -> FollowedSetting:
+        """The setting at a place that the training loaders follow; they are requested.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        if setting.is_budget:
+            budget = setting.project_budget
+            return FollowedSetting(setting, setting.loaders_for(budget), budget)
+        # No project has this size as a constant, as far as the options allow another one.
+        size = min(
+            _FIRST_REQUEST * self._first_size, max(self._first_size, self.options.largest_size)
+        )
+        return followed_setting(setting, size, clean_start, self.ranks)
+
+    def _training_session(
+        self, clean_start: CleanStart, followed: FollowedSetting
+    ) -> TrainerSession:
+        """The session of the training with its validation."""
         trainer = self.trainer
-        project_size = setting.size
-        loaders, batches = self._loaders_and_batches(setting)
+        setting = followed.setting
+        loaders = followed.loaders
+        batches = self._batches(loaders, clean_start)
+        if setting.is_budget:
+            self._begin_at_smallest_budget(setting, loaders, batches)
+        followed.check_samples(batches)
         validation = replace(setting, source=validation_source(trainer))
-        evaluation = self._validation_steps(validation)
+        evaluation = self._validation_steps(validation, clean_start)
         if not all(self.ranks.exchange(evaluation is not None)):
             evaluation = None
         training = TrainingSteps(trainer, trainer.fit_loop.epoch_loop, loaders, batches)
@@ -234,10 +259,13 @@ class TrainerSearch:
             validation_loaders,
             self.options,
             self.policy,
-            project_size,
+            followed.project_size,
         )
         begin_stage = partial(self._begin_training, loaders, validation_loaders)
-        session = TrainerSession(clean_start, setting, training, evaluation, bounds, begin_stage)
+        sources = [setting.source, validation.source]
+        session = TrainerSession(
+            clean_start, setting, sources, training, evaluation, bounds, begin_stage
+        )
         with _noted_errors():
             session.restart(self._first_size)
         return session
@@ -246,7 +274,11 @@ class TrainerSearch:
         self, clean_start: CleanStart, setting: BatchSizeSetting
     ) -> TrainerSession | None:
         try:
-            loaders, batches = self._loaders_and_batches(setting, may_be_fixed=True)
+            size = setting.project_budget if setting.is_budget else self._first_size
+            loaders = setting.loaders_for(size, may_be_fixed=True)
+            batches = self._batches(loaders, clean_start)
+            if setting.is_budget:
+                self._begin_at_smallest_budget(setting, loaders, batches, may_be_fixed=True)
             follows = loaders.follows
         except ValueError as error:
             # In a training this is an error. This stage may not be meant for BatchFinder.
@@ -256,38 +288,40 @@ class TrainerSearch:
             return None
         steps = EvaluationSteps(self.trainer, stage_loop(self.trainer), loaders, batches)
         bounds = stage_bounds(self.trainer, setting.source.stage, loaders)
-        return TrainerSession(clean_start, setting, None, steps, bounds, loaders.set_sizes)
+        return TrainerSession(
+            clean_start, setting, [setting.source], None, steps, bounds, loaders.set_sizes
+        )
 
-    def _validation_steps(self, setting: BatchSizeSetting) -> EvaluationSteps | None:
+    def _validation_steps(
+        self, setting: BatchSizeSetting, clean_start: CleanStart
+    ) -> EvaluationSteps | None:
         """The steps of validation; ``None`` where there is none, or its loaders cannot be used."""
         trainer = self.trainer
         if not trainer.enable_validation or setting.source.is_empty:
             return None
         try:
             loaders = setting.loaders_for(self._first_size, may_be_fixed=True)
-            batches = self._batches(loaders)
+            batches = self._batches(loaders, clean_start)
             batches.prepare(self._first_size)
         except ValueError as error:
             rank_zero_warn(f"BatchFinder leaves validation out of the search: {error}")
             return None
         return EvaluationSteps(trainer, validation_loop(trainer), loaders, batches)
 
-    def _loaders_and_batches(
-        self, setting: BatchSizeSetting, *, may_be_fixed: bool = False
-    ) -> tuple[StageLoaders, ProbeBatches]:
-        """The loaders of the stage whose size is searched, and batches of any size.
-
-        A search over a budget begins at the smallest one that changes a batch.
+    def _begin_at_smallest_budget(
+        self,
+        setting: BatchSizeSetting,
+        loaders: StageLoaders,
+        batches: ProbeBatches,
+        *,
+        may_be_fixed: bool = False,
+    ) -> None:
+        """Let the search begin at the smallest budget that changes a batch.
 
         Raises:
-            ValueError: if no loader follows the size.
+            ValueError: if no loader follows the budget, unless they ``may_be_fixed``.
         """
-        if not setting.is_budget:
-            loaders = setting.loaders_for(self._first_size, may_be_fixed=may_be_fixed)
-            return loaders, self._batches(loaders)
         project_budget = setting.project_budget
-        loaders = setting.loaders_for(project_budget, may_be_fixed=may_be_fixed)
-        batches = self._batches(loaders)
         smallest = batches.smallest_useful_budget(
             project_budget, needs_two_samples=has_batch_norm(self.trainer.lightning_module)
         )
@@ -305,15 +339,14 @@ class TrainerSearch:
             smallest = max(self.ranks.exchange(min(smallest, self.options.largest_size)))
             self.options = replace(self.options, min_batch_size=smallest)
             self._first_size = self.options.first_size(self.policy)
-        return loaders, batches
 
-    def _batches(self, loaders: StageLoaders) -> ProbeBatches:
+    def _batches(self, loaders: StageLoaders, clean_start: CleanStart) -> ProbeBatches:
         return ProbeBatches(
             loaders,
             self.options.worst_case,
             policy=self.policy.reading,
             room_bytes=self._budget.free_bytes(),
-            restored=[self.trainer.lightning_module, *datamodules_of(self.trainer)],
+            restored=clean_start.restored,
         )
 
     def _begin_training(
@@ -345,8 +378,9 @@ class TrainerSearch:
         chosen: Chosen,
         result: SearchResult,
         step: OptimizerStep,
-        notes: Sequence[str] = (),
-        parameters: str = "",
+        notes: Sequence[str],
+        parameters: str,
+        setting: BatchSizeSetting,
     ) -> Plan:
         # The limit of a plan is that of the training.
         limit_bytes = result.limits.limit_bytes + self._budget.later_bytes
@@ -358,6 +392,7 @@ class TrainerSearch:
             notes=[*result.notes, *notes],
             step=step,
             parameters=parameters,
+            place="" if setting.place.text == self.options.batch_arg_name else setting.place.text,
         )
 
 
@@ -386,6 +421,7 @@ def _chosen(result: SearchResult) -> Chosen:
 
 def _old_values(setting: BatchSizeSetting, chosen: Chosen) -> list[str]:
     """A note where the size of the project changes."""
-    if not setting.attribute.exists or setting.value == chosen.batch_size:
+    attribute = setting.attribute
+    if attribute is None or not attribute.exists or attribute.value == chosen.batch_size:
         return []
-    return [sentences.old_values(setting.name)]
+    return [sentences.old_values(attribute.path)]

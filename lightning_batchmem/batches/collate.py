@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -13,30 +16,85 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
-from lightning_batchmem.batches.samples import copy_or_warn
+from lightning_batchmem.batches.samples import deep_copy, warn_of_no_copy
 
 # What is larger is data rather than state, and its items are not copied.
 _MOST_ITEMS = 10_000
 _LARGEST_BYTES = 64 * 2**20
 
 
-def copied_collate(collate: Callable[[Any], Any], restored: Iterable[object]) -> Any:
+def copied_collate(collate: Callable[[Any], Any], restored: Mapping[int, object]) -> Any:
     """A copy of ``collate``; that of a method has a copy of the method's object.
+
+    What cannot be copied is shared. A warning says so once it has changed.
 
     Args:
         collate: the collate function of a loader.
-        restored: objects whose state is restored after the search, so they are not copied.
+        restored: objects whose state is restored after the search, by their ids. They are not
+            copied.
     """
-    if not isinstance(collate, types.MethodType):
-        return copy_or_warn(collate, "collate_fn")
-    owner = collate.__self__
-    memo = {id(value): value for value in restored}
-    if isinstance(owner, Module | type) or id(owner) in memo:
-        return collate
+    shared: list[_Shared] = []
+    copied = _copied_callable(collate, dict(restored), shared)
+    return _WatchedCollate(copied, shared) if shared else copied
+
+
+@dataclass
+class _WatchedCollate:
+    """A collate function that warns once if a call has changed what could not be copied."""
+
+    collate: Callable[[Any], Any]
+    shared: list[_Shared]
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self.collate(samples)
+        changed = [part for part in self.shared if part.has_changed]
+        for part in changed:
+            self.shared.remove(part)
+            warn_of_no_copy(part.name)
+        return batch
+
+
+class _Shared:
+    """A part of a collate function that cannot be copied.
+
+    Args:
+        name: its name in a warning.
+        value: the part.
+    """
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name = name
+        self._value = value
+        # These references keep the contents alive, so that no id is used twice.
+        self._contents = _contents_of(value)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether it has other attributes or items than at the start."""
+        return list(map(id, _contents_of(self._value))) != list(map(id, self._contents))
+
+
+def _contents_of(value: Any) -> list[Any]:
+    """The values of the attributes of an object, and its items if it is a container."""
+    attributes = getattr(value, "__dict__", {})
+    items = list(value) if isinstance(value, list | dict | set | deque) else []
+    entries = list(value.values()) if isinstance(value, dict) else []
+    return [*attributes.values(), *items, *entries]
+
+
+def _copied_callable(collate: Any, memo: dict[int, Any], shared: list[_Shared]) -> Any:
+    if isinstance(collate, partial):
+        function = _copied_callable(collate.func, memo, shared)
+        arguments = _copied_part(collate.args, "arguments of collate_fn", memo, shared)
+        keywords = _copied_part(collate.keywords, "arguments of collate_fn", memo, shared)
+        return partial(function, *arguments, **keywords)
+    owner = getattr(collate, "__self__", None)
     # An object with slots has no such dictionary, and no data set either.
     attributes = dict(getattr(owner, "__dict__", {}))
-    if not attributes:
-        return copy_or_warn(collate, "collate_fn")
+    if not isinstance(collate, types.MethodType) or not attributes:
+        return _copied_part(collate, "collate_fn", memo, shared)
+    if isinstance(owner, Module | type) or id(owner) in memo:
+        return collate
     new_owner = copy.copy(owner)
     memo[id(owner)] = new_owner
     for value in attributes.values():
@@ -48,8 +106,23 @@ def copied_collate(collate: Callable[[Any], Any], restored: Iterable[object]) ->
             memo[id(value)] = copy.copy(value) if is_container else value
     # A DataLoader refuses some of its attributes, but its dictionary does not.
     for name, value in attributes.items():
-        vars(new_owner)[name] = copy_or_warn(value, f"{name!r} of the object of collate_fn", memo)
+        part = f"{name!r} of the object of collate_fn"
+        vars(new_owner)[name] = _copied_part(value, part, memo, shared)
     return types.MethodType(collate.__func__, new_owner)
+
+
+def _copied_part(value: Any, name: str, memo: dict[int, Any], shared: list[_Shared]) -> Any:
+    """A copy of a part, or the part itself, which is then in ``shared``."""
+    try:
+        return deep_copy(value, memo)
+    # A user's object may refuse to be copied in any way.
+    except Exception:  # noqa: BLE001
+        # Nobody sees an iterator change.
+        if isinstance(value, Iterator):
+            warn_of_no_copy(name)
+        else:
+            shared.append(_Shared(name, value))
+        return value
 
 
 def is_large(value: object) -> bool:

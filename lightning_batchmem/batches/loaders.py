@@ -7,32 +7,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils._pytree import TreeSpec, tree_unflatten
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from lightning_batchmem.batches.batch_sampler import batch_sampler_of, copied_sampler
+from lightning_batchmem.batches.batch_sampler import batch_sampler_of
 from lightning_batchmem.batches.budget_loader import BudgetLoader
-
-
-def count_samples(loader: DataLoader[Any]) -> int | None:
-    """Number of samples in an epoch of ``loader``; ``None`` for a stream without a length."""
-    if isinstance(loader.dataset, IterableDataset):
-        return sized_len(loader.dataset)
-    if loader.batch_size is not None:
-        sampler: Any = loader.sampler
-    else:
-        sampler = getattr(loader.batch_sampler, "sampler", None)
-    length = sized_len(sampler)
-    return sized_len(loader.dataset) if length is None else length
+from lightning_batchmem.batches.loader_size import count_samples, set_loader_batch_size
 
 
 @dataclass(frozen=True)
@@ -128,7 +114,7 @@ class StageLoaders:
         """Set the size of each loader that follows, because the user's hooks may read it."""
         for loader, info in zip(self.combined.flattened, self.sized, strict=True):
             if isinstance(info, LoaderInfo) and info.follows and loader.batch_size is not None:
-                _assign_batch_size(loader, info.size_at(batch_size))
+                set_loader_batch_size(loader, info.size_at(batch_size))
 
     def batches(self, batch_size: int, *, full_only: bool = False) -> float:
         """Batches in an epoch without ``limit_*_batches``.
@@ -174,60 +160,3 @@ def generators_of(loaders: Sequence[DataLoader[Any]]) -> list[Any]:
     holders += [getattr(sampler, "sampler", None) for sampler in samplers]
     values = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
     return [value for value in values if isinstance(value, RANDOM_GENERATORS)]
-
-
-def keep_sizes(loaders: Iterable[DataLoader[Any]]) -> Callable[[], None]:
-    """Record the batch sizes of loaders; returns a function that restores them."""
-    undo = ExitStack()
-    for loader in loaders:
-        if (size := loader_batch_size(loader)) is not None:
-            undo.callback(_assign_batch_size, loader, size)
-    return undo.close
-
-
-def loader_batch_size(loader: DataLoader[Any]) -> int | None:
-    """The batch size of ``loader``, or ``None`` where it has none.
-
-    A loader without batching has none, and neither has a batch sampler without a size.
-    """
-    size = loader.batch_size
-    if size is None:
-        size = getattr(batch_sampler_of(loader), "batch_size", None)
-    return size if isinstance(size, int) else None
-
-
-def set_loader_batch_size(loader: DataLoader[Any], batch_size: int) -> None:
-    """Set the batch size of an existing loader in place, whatever arguments its class takes.
-
-    Raises:
-        ValueError: if a batch sampler does not make batches of this size.
-    """
-    sampler = batch_sampler_of(loader)
-    name = type(sampler).__name__
-    try:
-        _assign_batch_size(loader, batch_size)
-    except AttributeError as error:
-        raise ValueError(
-            f"the batch sampler {name} must have a batch_size that can be set, got {error}"
-        ) from error
-    if not hasattr(sampler, "batch_size") or type(sampler) is BatchSampler:
-        return
-    # The sampler may draw from the random generators of the process.
-    with isolate_rng():
-        first: Any = next(iter(copied_sampler(sampler, loader.dataset)), [])
-    # mypy does not see that a data set with a batch sampler has a length.
-    if len(first) > batch_size or len(first) < batch_size <= len(loader.dataset):  # type: ignore[arg-type]
-        raise ValueError(
-            f"the batch sampler {name} must make batches of its batch_size, got one of"
-            f" {len(first)} samples after it was set to {batch_size}. Make the batches in __iter__,"
-            " or pass budget=True if its size is no number of samples."
-        )
-
-
-def _assign_batch_size(loader: DataLoader[Any], batch_size: int) -> None:
-    sampler = batch_sampler_of(loader)
-    if hasattr(sampler, "batch_size"):
-        sampler.batch_size = batch_size
-    if loader.batch_size is not None:
-        # DataLoader.__setattr__ raises an error for this attribute (torch 2.5.1 to 2.14).
-        vars(loader)["batch_size"] = batch_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class ProbeBatches:
     Where the samples differ in size, the worst batches are made. Where a loader forms its own
     batches, some are read at each budget instead, and the worst of them are used. What is kept of
     all loaders takes at most a share of ``room_bytes``, the free memory of the process. The state
-    of the ``restored`` objects is restored after the search, so they may change.
+    of the ``restored`` objects, by their ids, is restored after the search, so they may change.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ProbeBatches:
         *,
         policy: ReadingPolicy | None = None,
         room_bytes: int | None = None,
-        restored: Sequence[object] = (),
+        restored: Mapping[int, object] | None = None,
     ) -> None:
         policy = policy or ReadingPolicy()
         room = math.inf if room_bytes is None else room_bytes
@@ -59,7 +59,7 @@ class ProbeBatches:
                 read = BudgetBatches(info, policy, share_bytes)
                 self._of_loaders.append(read)
             else:
-                made = _LoaderBatches(info, worst_case, policy, share_bytes, restored)
+                made = _LoaderBatches(info, worst_case, policy, share_bytes, restored or {})
                 self._of_loaders.append(made)
         # These are those of the rank that found the longest samples.
         self._agreed_longest_bytes: list[int] | None = None
@@ -181,7 +181,7 @@ class _LoaderBatches:
         worst_case: WorstCase | None,
         policy: ReadingPolicy,
         share_bytes: float,
-        restored: Sequence[object],
+        restored: Mapping[int, object],
     ) -> None:
         self.info = info
         self._collate = copied_collate(info.loader.collate_fn, restored)

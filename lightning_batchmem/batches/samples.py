@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from torch.utils.data import (
 )
 
 from lightning_batchmem.batches.batch_sampler import copied_sampler
+from lightning_batchmem.batches.loader_size import COUNTED_BATCHES, check_count
 from lightning_batchmem.batches.sample_sizes import SampleSizes
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.devices.tensors import copied, plain_tensors, tensors_in
@@ -130,8 +131,9 @@ def read_samples(loader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[
 
 def _read(loader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], SampleSizes]:
     if may_start_worker(loader):
+        reader = _reader(loader, loader.dataset, measure, num_workers=1)
         try:
-            return _scan(_reader(loader, loader.dataset, measure, num_workers=1), measure)
+            return _scan(reader, measure)
         # A worker may fail in any way. A copy of the data set may still be read in this process.
         except Exception as error:
             # The same sample would end this process, or memory would run out here too.
@@ -143,7 +145,12 @@ def _read(loader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
                 "BatchFinder reads a copy of the data set, since a worker could not read it:"
                 f" {error}"
             )
-    dataset = copy_or_warn(loader.dataset, "data set")
+    dataset = loader.dataset
+    try:
+        dataset = deep_copy(dataset)
+    # A user's object may refuse to be copied in any way.
+    except Exception:  # noqa: BLE001
+        warn_of_no_copy("data set")
     return _scan(_reader(loader, dataset, measure, num_workers=0), measure)
 
 
@@ -214,8 +221,7 @@ def _indices(loader: DataLoader[Any], most: int) -> list[Any]:
     # The generator has a fixed seed, so that a search can be repeated.
     generator = random.Random(0)  # noqa: S311
     if loader.batch_size is None:
-        batches = copied_sampler(loader.batch_sampler, loader.dataset)
-        indices = list(islice(chain.from_iterable(batches), most))
+        indices = _indices_of_batches(loader, most)
     elif isinstance(loader.sampler, SequentialSampler | RandomSampler):
         length = len(loader.sampler.data_source)
         return generator.sample(range(length), min(most, length))
@@ -223,6 +229,20 @@ def _indices(loader: DataLoader[Any], most: int) -> list[Any]:
         indices = list(islice(copied_sampler(loader.sampler, loader.dataset), most))
     generator.shuffle(indices)
     return indices
+
+
+def _indices_of_batches(loader: DataLoader[Any], most: int) -> list[Any]:
+    """Indices of the first batches; a ValueError if these have not the size of the loader."""
+    indices: list[Any] = []
+    counts = []
+    for batch in copied_sampler(loader.batch_sampler, loader.dataset):
+        begin = len(indices)
+        indices.extend(batch)
+        counts.append(len(indices) - begin)
+        if len(indices) >= most:
+            break
+    check_count(loader, max(counts[:COUNTED_BATCHES], default=0))
+    return indices[:most]
 
 
 def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], SampleSizes]:
@@ -321,19 +341,11 @@ class _ByteCounter(pickle.Pickler):
         return None
 
 
-def copy_or_warn(value: Any, name: str, memo: dict[int, Any] | None = None) -> Any:
-    """A deep copy, or with a warning the value itself.
-
-    ``memo`` has the copies that exist already, as for ``copy.deepcopy``.
-    """
-    try:
-        return deep_copy(value, memo)
-    # A user's object may refuse to be copied in any way.
-    except Exception:  # noqa: BLE001
-        rank_zero_warn(
-            f"The {name} cannot be copied. Changes that the search makes in it are not undone."
-        )
-        return value
+def warn_of_no_copy(name: str) -> None:
+    """Warn that a search changes a part of a loader, because it cannot be copied."""
+    rank_zero_warn(
+        f"The {name} cannot be copied. Changes that the search makes in it are not undone."
+    )
 
 
 def deep_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:

@@ -56,6 +56,10 @@ class Plan:
         budget_name: the attribute that ``batch_size`` is a value of, where it is a budget within
             which loaders form their own batches, such as ``"max_tokens"``. All sizes are budgets
             then, and throughput is in items. ``None``: sizes are in samples.
+        place: where the size is set, if it was found by trying: the path of an attribute, such as
+            ``"task.batch_size"``, or ``"train_dataloader()"`` for the loaders that this hook
+            returns. Empty: the attribute that ``batch_arg_name`` names, or loaders passed to
+            ``fit``.
     """
 
     batch_size: int
@@ -79,6 +83,7 @@ class Plan:
     largest_batch_size: int | None = None
     parameters: str = ""
     budget_name: str | None = None
+    place: str = ""
 
     def __repr__(self) -> str:
         return f"<Plan: {headline(self)}>"
@@ -91,7 +96,7 @@ class Plan:
         return f"```text\n{self}\n```"
 
     def short_text(self) -> str:
-        """The plan in at most six rows, with the first note only; a line has at most 80 columns."""
+        """The plan with the first note only, and without reasons; lines have at most 80 columns."""
         return short_text(self)
 
     def to_json(self) -> str:
@@ -122,6 +127,7 @@ def make_plan(
     notes: Sequence[str],
     step: OptimizerStep,
     parameters: str = "",
+    place: str = "",
 ) -> Plan:
     """Make the plan of a search, once, at its end.
 
@@ -133,6 +139,7 @@ def make_plan(
         notes: remarks on the search and the training, a sentence each.
         step: the optimizer steps of a training; ``OptimizerStep()`` for an evaluation.
         parameters: the number of parameters; empty for an evaluation.
+        place: where the size is set, if it was found by trying; empty otherwise.
     """
     size = chosen.batch_size
     passed = ran_through(trial for trial in trials if trial.outcome == "ok")
@@ -162,4 +169,5 @@ def make_plan(
         largest_batch_size=chosen.largest_batch_size,
         parameters=parameters,
         budget_name=limits.options.budget_name,
+        place=place,
     )

@@ -99,12 +99,12 @@ def learning_rate_factor(
 
 
 def learning_rate_note(
-    optimizer_names: Sequence[str], before: int, after: int, unit: str = "samples"
+    optimizer_names: Sequence[str], before: int, after: int, budget_name: str | None = None
 ) -> str:
     """A note for a run whose samples per optimizer step changed and whose learning rate did not.
 
-    It is empty where the samples per optimizer step are the same. They may be counted in another
-    ``unit``.
+    It is empty where the samples per optimizer step are the same. With a ``budget_name`` both
+    numbers are budgets.
     """
     if before == after or not optimizer_names:
         return ""
@@ -112,9 +112,11 @@ def learning_rate_note(
     listed = " and ".join(names)
     rule = _RULES.get(names[0])
     if rule is None or any(_RULES.get(name) != rule for name in names):
-        return sentences.no_learning_rate_rule(before, after, listed, unit)
+        return sentences.no_learning_rate_rule(before, after, listed, budget_name)
     factor = learning_rate_factor(rule, after, before)
-    return sentences.learning_rate_rule(before, after, listed, unit, rule, factor, _TESTED_FACTOR)
+    return sentences.learning_rate_rule(
+        before, after, listed, budget_name, rule, factor, _TESTED_FACTOR
+    )
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class TrainingSetup:
         effective_batch_size: samples per optimizer step over all ranks; ``None`` if unknown.
         learning_rate: the learning rate of the module; ``None`` if it is no number.
         optimizer_names: the classes of the optimizers.
-        unit: what sizes count: ``"samples"``, or the name of a budget.
+        budget_name: the budget that sizes are values of; ``None`` where they count samples.
     """
 
     accumulate_grad_batches: int
@@ -135,7 +137,7 @@ class TrainingSetup:
     effective_batch_size: int | None
     learning_rate: float | None
     optimizer_names: tuple[str, ...]
-    unit: str = "samples"
+    budget_name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ def optimizer_step(
                 accumulate,
                 batch_size,
                 setup.ranks,
-                setup.unit,
+                setup.budget_name,
             )
             notes.append(rounding)
     batches_per_step = accumulate
@@ -198,7 +200,7 @@ def optimizer_step(
         return OptimizerStep(accumulate, effective, new_rate, rate, notes=tuple(notes))
     note = ""
     if before is not None:
-        note = learning_rate_note(setup.optimizer_names, before, effective, setup.unit)
+        note = learning_rate_note(setup.optimizer_names, before, effective, setup.budget_name)
     return OptimizerStep(accumulate, effective, learning_rate_note=note, notes=tuple(notes))
 
 

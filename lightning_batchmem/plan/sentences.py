@@ -175,6 +175,17 @@ NOT_RESTORED = (
     " classes, functions, default arguments, global variables, caches, and behind weak references."
 )
 
+# Where the size is set, if it was found by trying.
+
+
+def place_text(place: str) -> str:
+    """A clause about an attribute, or about a hook, whose place ends with the parentheses."""
+    if place.endswith("()"):
+        hook = place.removesuffix("()")
+        return f"set on the loader of {hook}; write it into your code to keep it"
+    return f"set as {place}"
+
+
 # Notes about the training.
 
 
@@ -182,12 +193,23 @@ def old_values(name: str) -> str:
     return f"Values computed from `{name}` in __init__ or setup keep the old size."
 
 
+def _step_size(size: int, budget_name: str | None) -> str:
+    """What an optimizer step has, as a number of samples or as a budget."""
+    return f"{size:,} samples" if budget_name is None else f"{budget_name} {size:,}"
+
+
 def rounded_target(
-    effective: int, target: int, accumulate: int, batch_size: int, ranks: int, unit: str
+    effective: int,
+    target: int,
+    accumulate: int,
+    batch_size: int,
+    ranks: int,
+    budget_name: str | None,
 ) -> str:
     on_ranks = f" on each of {ranks} ranks" if ranks > 1 else ""
     return (
-        f"An optimizer step has {effective:,} {unit}, not the {target:,} of target_batch_size:"
+        f"An optimizer step has {_step_size(effective, budget_name)}, not the {target:,} of"
+        " target_batch_size:"
         f" {accumulate:,} x {batch_size:,}{on_ranks}."
     )
 
@@ -199,10 +221,10 @@ def short_epoch(batches: int, accumulate: int) -> str:
     )
 
 
-def no_learning_rate_rule(before: int, after: int, optimizers: str, unit: str) -> str:
+def no_learning_rate_rule(before: int, after: int, optimizers: str, budget_name: str | None) -> str:
     return (
-        f"An optimizer step has {after:,} {unit} instead of {before:,}, and no single rule is known"
-        f" for {optimizers}. Tune the learning rate by hand."
+        f"An optimizer step has {_step_size(after, budget_name)} instead of {before:,}, and no"
+        f" single rule is known for {optimizers}. Tune the learning rate by hand."
     )
 
 
@@ -210,7 +232,7 @@ def learning_rate_rule(
     before: int,
     after: int,
     optimizers: str,
-    unit: str,
+    budget_name: str | None,
     rule: str,
     factor: float,
     untested_beyond: int,
@@ -218,11 +240,11 @@ def learning_rate_rule(
     ratio = after / before
     untested = ""
     if max(ratio, 1 / ratio) > untested_beyond:
-        untested = f" (untested beyond {untested_beyond} times the {unit})"
+        untested = f" (untested beyond {untested_beyond} times the {budget_name or 'samples'})"
     return (
-        f"An optimizer step has {after:,} {unit} instead of {before:,}. For {optimizers},"
-        f' lr_scaling="{rule}" multiplies the learning rate by {factor:,.4g}{untested}:'
-        " docs/choosing-a-batch-size.md."
+        f"An optimizer step has {_step_size(after, budget_name)} instead of {before:,}. For"
+        f' {optimizers}, lr_scaling="{rule}" multiplies the learning rate by'
+        f" {factor:,.4g}{untested}: docs/choosing-a-batch-size.md."
     )
 
 

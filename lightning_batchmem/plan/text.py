@@ -6,7 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from lightning_batchmem.plan.records import Trial, mib
-from lightning_batchmem.plan.sentences import NOT_RESTORED
+from lightning_batchmem.plan.sentences import NOT_RESTORED, place_text
 from lightning_batchmem.plan.table import table_text
 from lightning_batchmem.plan.throughput import measured_speeds
 
@@ -36,14 +36,14 @@ def full_text(plan: Plan) -> str:
 
 
 def short_text(plan: Plan) -> str:
-    """The plan in at most six rows, whose lines have at most 80 columns.
+    """The plan in a few rows, whose lines have at most 80 columns.
 
     There is no reason, no line, no trial, and only the first note.
     """
     # Of several notes the dictionary keeps the first, because the last of equal keys counts.
     rows = dict(reversed(_rows(plan)))
     rows["details"] = "print the plan, or set verbose=True: reasons, all sizes, all notes"
-    names = ("memory", "sizes", "step", "note", "details")
+    names = ("memory", "size", "sizes", "step", "note", "details")
     shown = [(name, rows[name]) for name in names if name in rows]
     return "\n".join([_wrapped(f"BatchFinder: {headline(plan)}"), *_lines(shown)])
 
@@ -98,6 +98,8 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
         growth = f"{mib(line.slope)} {_one(plan)}"
         text = f"{mib(line.intercept)} + {growth} ({phase.replace('_', ' ')})"
         rows.append(("line", text))
+    if plan.place:
+        rows.append(("size", place_text(plan.place)))
     if plan.trials:
         rows.append(("sizes", _known_sizes(plan)))
     if changes := _changes(plan):

@@ -25,12 +25,17 @@ class Ranks:
     """The processes that search together.
 
     Each of them calls :meth:`exchange` equally often, and once more after an error.
+
+    Attributes:
+        rank: the number of this process.
+        size: how many processes there are.
+        in_collective_step: whether the others wait for this one in a step, also after an error.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self._in_collective_step = False
+        self.in_collective_step = False
 
     def exchange(self, value: _Value) -> list[_Value]:
         """The values of all ranks, in their order."""
@@ -78,7 +83,7 @@ class Ranks:
 
         Nothing happens if the other ranks wait inside a collective step.
         """
-        if self.size > 1 and not self._in_collective_step:
+        if self.size > 1 and not self.in_collective_step:
             lines = str(error).strip().splitlines()
             text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
             # The exchange fails if the other ranks have ended already. The error of this rank is
@@ -92,7 +97,7 @@ class Ranks:
 
         After an error this rank ends without a further exchange.
         """
-        self._in_collective_step = True
+        self.in_collective_step = True
         try:
             yield
         # Every error is raised again, with a note.
@@ -102,7 +107,7 @@ class Ranks:
                 " take together. If a rank ran out of memory, use a lower memory_limit."
             )
             raise
-        self._in_collective_step = False
+        self.in_collective_step = False
 
     def _gather(self, failure: str | None, value: Any) -> list[Any]:
         rows: list[Any] = [None] * self.size

@@ -70,8 +70,8 @@ Children = Iterator[tuple[str, Any]]
 class AttributeState:
     """Contents of every mutable object to which attributes and items of ``roots`` lead.
 
-    ``not_restorable`` names the objects that cannot be restored, and ``schedulers`` are the
-    schedulers of learning rates that were reached.
+    ``not_restorable`` names the objects that cannot be restored. ``schedulers`` and ``loaders`` are
+    the schedulers of learning rates and the DataLoaders that were reached.
 
     Args:
         roots: modules, and objects that are walked whatever their type is.
@@ -120,7 +120,18 @@ class AttributeState:
             # An attribute of a user's object may raise any exception.
             except Exception as error:  # noqa: BLE001
                 self.not_restorable.append(f"{path} ({type(error).__name__})")
-        self.schedulers = [value for value in self._seen.values() if isinstance(value, LRScheduler)]
+        reached = self._seen.values()
+        self.schedulers = [value for value in reached if isinstance(value, LRScheduler)]
+        self.loaders = [value for value in reached if isinstance(value, DataLoader)]
+
+    @property
+    def restored(self) -> dict[int, object]:
+        """The objects whose contents are restored, by their ids."""
+        return {
+            key: value
+            for key, value in self._seen.items()
+            if not isinstance(value, self._not_walked)
+        }
 
     def restore(self) -> list[str]:
         """Restore all contents; returns the objects for which this failed."""

@@ -9,8 +9,11 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from lightning_batchmem._lightning.data_source import train_source, validation_source
-from lightning_batchmem._lightning.size_setting import BatchSizeSetting
-from lightning_batchmem.batches.loaders import keep_sizes, loader_batch_size, set_loader_batch_size
+from lightning_batchmem._lightning.size_setting import batch_size_setting
+from lightning_batchmem.batches.loader_size import (
+    keep_sizes,
+    loader_batch_size,
+)
 from lightning_batchmem.batches.probe_batches import ProbeBatches
 from tests.helpers.lawful import loader, quiet_trainer
 
@@ -59,7 +62,8 @@ def in_fit(look, module, *, source=train_source, name="batch_size", **data):
     seen = []
 
     def on_fit_start(trainer, pl_module):
-        seen.append(look(BatchSizeSetting(trainer, pl_module, name, source(trainer))))
+        setting = batch_size_setting(trainer, pl_module, source(trainer), name, is_budget=False)
+        seen.append(look(setting))
 
     trainer = quiet_trainer(
         LambdaCallback(on_fit_start=on_fit_start), max_steps=1, limit_val_batches=0
@@ -70,7 +74,6 @@ def in_fit(look, module, *, source=train_source, name="batch_size", **data):
 
 def train_loaders(module, batch_size, **data):
     def look(setting):
-        setting.check()
         restore = keep_sizes(setting.source.passed_loaders())
         loaders = setting.loaders_for(batch_size)
         restore()
@@ -119,8 +122,7 @@ def test_loaders_that_follow_the_size(make, asked, at_three, at_ten, batches):
         (
             lambda size: loader(32),
             r"train_dataloader must use `batch_size`, got loaders of batch sizes 32 after it was"
-            r" set to 3\. Build them with batch_size=self\.batch_size, or pass the loaders to"
-            r" fit\.",
+            r" set to 3\. Leave batch_arg_name out, so that BatchFinder looks for the place",
         ),
         (
             lambda size: [loader(4), loader(5)],
@@ -213,7 +215,9 @@ def test_sizes_of_passed_loaders_are_set_and_restored():
 
 def test_passed_loaders_of_different_sizes_are_refused_unchanged():
     passed = [loader(4), loader(8), loader(4)]
-    message = r"passed must have one batch size, got 4, 8\. Build them in train_dataloader instead"
+    message = (
+        r"must have one batch size, got 4, 8\. Make the one to change in train_dataloader from"
+    )
     with pytest.raises(ValueError, match=message):
         train_loaders(Module(), 3, train_dataloaders=passed)
     assert [loader_batch_size(loader) for loader in passed] == [4, 8, 4]
@@ -250,34 +254,6 @@ def test_other_attributes_of_a_passed_loader_are_unchanged():
     assert {name: getattr(passed, name) for name in given} == given
     assert (passed.secret, passed.drop_last, passed.pin_memory) == (7, True, True)
     assert (len(passed), len(trained.trained[0])) == (2, 3)
-
-
-class MadeBefore(list):
-    """A batch sampler whose batches do not follow its size."""
-
-    batch_size = 4
-
-
-@pytest.mark.parametrize("batch_size", [2, 8])
-def test_a_batch_sampler_that_does_not_follow(batch_size):
-    sampler = MadeBefore(list(range(start, start + 4)) for start in range(0, 40, 4))
-    message = r"must make batches of its batch_size, got one of 4 samples"
-    with pytest.raises(ValueError, match=message):
-        set_loader_batch_size(DataLoader(range(40), batch_sampler=sampler), batch_size)
-
-
-def test_setting_the_size_of_a_loader_in_place():
-    sampler = BatchSampler(SequentialSampler(DATASET), 2, drop_last=False)
-    loaders = [
-        DataLoader(DATASET, batch_size=2),
-        DataLoader(DATASET, batch_sampler=sampler),
-    ]
-    for changed in loaders:
-        set_loader_batch_size(changed, 4)
-        assert loader_batch_size(changed) == 4
-        assert [len(batch[0]) for batch in changed] == [4, 4, 2]
-    assert loader_batch_size(DataLoader(DATASET, batch_size=None)) is None
-    assert loader_batch_size(DataLoader(DATASET, batch_sampler=[[0], [1, 2]])) is None
 
 
 @pytest.mark.parametrize(
@@ -328,40 +304,13 @@ def test_a_read_only_configuration_is_named():
     in_fit(look, Nameless(), name="kwargs.batch_size", datamodule=data)
 
 
-def test_an_attribute_that_does_not_exist_is_an_error_with_those_that_may_be_meant():
-    data = InDict()
-    data.width = 32
-    data.table = torch.zeros(3)
-    with pytest.raises(ValueError, match="batch_arg_name must name an attribute") as error:
-        train_loaders(Nameless(), 3, datamodule=data)
-    assert str(error.value).endswith(
-        "got 'batch_size' and loaders of batch sizes 32. Pass batch_arg_name=\"kwargs.batch_size\""
-        " (also of this value: width), or pass the loaders to fit."
-    )
-
-
-class PerDevice(LightningDataModule):
-    """The size derived in ``setup``, as in the data module of lightning-hydra-template."""
-
-    def __init__(self):
-        super().__init__()
-        self.save_hyperparameters({"batch_size": 64})
-        self.batch_size_per_device = 0
-
-    def setup(self, stage):
-        self.batch_size_per_device = self.hparams.batch_size // 2
-
-    def train_dataloader(self):
-        return loader(self.batch_size_per_device)
-
-
-def test_a_size_derived_in_setup_is_an_error_that_names_it():
+def test_an_attribute_that_does_not_exist():
     message = (
-        r"got loaders of batch sizes 32 after it was set to 3\."
-        r" Pass batch_arg_name=\"batch_size_per_device\", or pass the loaders to fit\."
+        r"batch_arg_name must name an attribute of the module, the datamodule or their hparams, got"
+        r" 'batch_size'\. Leave batch_arg_name out"
     )
     with pytest.raises(ValueError, match=message):
-        train_loaders(Nameless(), 3, datamodule=PerDevice())
+        train_loaders(Nameless(), 3, datamodule=InDict())
 
 
 class ReadsBatches(Dataset):

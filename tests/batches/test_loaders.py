@@ -65,17 +65,6 @@ def test_the_last_batch_is_that_of_the_loader_that_ends_the_epoch(mode, last, fa
     assert stage_of(fixed).last_batch_size(10) == 5
 
 
-def test_count_samples():
-    dataset = TensorDataset(torch.zeros(10, 1))
-    assert count_samples(DataLoader(dataset, batch_size=3)) == 10
-    assert count_samples(DataLoader(dataset, batch_size=3, sampler=[1, 2, 3, 4])) == 4
-    batches = BatchSampler(SequentialSampler(range(7)), batch_size=3, drop_last=False)
-    assert count_samples(DataLoader(dataset, batch_sampler=batches)) == 7
-    assert count_samples(DataLoader(SizedStream(6), batch_size=4)) == 6
-    assert count_samples(DataLoader(Stream(), batch_size=3)) is None
-    assert count_samples(DataLoader(SizedStream(None), batch_size=3)) is None
-
-
 def loader_of(samples, batch_size, drop_last, kind):
     dataset = TensorDataset(torch.zeros(samples, 1))
     if kind == "stream":

@@ -8,15 +8,17 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, Subset, TensorDataset
 
-from lightning_batchmem.batches.loaders import set_loader_batch_size
+from lightning_batchmem.batches.loader_size import set_loader_batch_size
 from lightning_batchmem.batches.samples import SampleMeasure, read_samples, without_views
 from lightning_batchmem.devices.tensors import tensors_in
 from lightning_batchmem.plan.policy import ReadingPolicy
+from tests.helpers.own_loaders import OfClasses
 from tests.helpers.samples import Numbers, Stream, batches, changed, pad
 
 
@@ -275,6 +277,23 @@ def test_a_batch_sampler_that_cannot_be_copied_gets_its_size(uncopied):
     measure = SampleMeasure(loader.collate_fn, None, ReadingPolicy(), float("inf"))
     samples, sizes = read_samples(loader, measure)
     assert (len(samples), len(sizes.measured)) == (32, 100)
+
+
+def test_a_batch_sampler_that_does_not_follow_is_no_fault_of_a_worker(caplog):
+    loader = DataLoader(Numbers(100), batch_sampler=OfClasses(2, 3))
+    set_loader_batch_size(loader, 5)
+    measure = SampleMeasure(loader.collate_fn, None, ReadingPolicy(), float("inf"))
+    with caplog.at_level("INFO"), pytest.raises(ValueError, match="its batches do not depend on"):
+        read_samples(loader, measure)
+    assert "reads a copy" not in caplog.text
+
+
+def test_batches_of_indices_may_be_arrays():
+    batches = [np.arange(3), np.arange(3, 7)]
+    loader = DataLoader(Numbers(100), batch_sampler=batches)
+    measure = SampleMeasure(loader.collate_fn, None, ReadingPolicy(), float("inf"))
+    _, sizes = read_samples(loader, measure)
+    assert len(sizes.measured) == 7
 
 
 # Tests of the number of samples.

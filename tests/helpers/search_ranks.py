@@ -102,6 +102,33 @@ class Net(LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+class OwnLoader(DataLoader):
+    """A loader of a class with an argument of its own, which Lightning makes again."""
+
+    def __init__(self, dataset, batch_size, kind, **arguments):
+        super().__init__(dataset, batch_size=batch_size, **arguments)
+        self.kind = kind
+
+
+class WithHook(Net):
+    """The batch size is a number in the hook."""
+
+    def __init__(self, case, dataset):
+        super().__init__(case)
+        self.rows = dataset
+        self.made = self.make() if case["hook"] == "made at first" else None
+
+    def make(self):
+        # The attributes have no size.
+        size = int(self.case.get("batch_size", "4"))
+        if self.case["hook"] == "own class":
+            return OwnLoader(self.rows, size, "kind", shuffle=True)
+        return DataLoader(self.rows, batch_size=size, shuffle=True)
+
+    def train_dataloader(self):
+        return self.made or self.make()
+
+
 class Recorder(Callback):
     """The batches of the run itself, without the search."""
 
@@ -155,8 +182,15 @@ def digest(tensors):
 
 
 def run_case(case, directory, ranks):
-    """Train, or validate, and return what this rank saw."""
-    warnings.simplefilter("ignore")
+    """Train, or validate, and return what this rank saw, with the warnings of BatchFinder."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        seen = _run_case(case, directory, ranks)
+    texts = [str(warning.message) for warning in caught]
+    return {**seen, "warnings": [text for text in texts if text.startswith("BatchFinder leaves")]}
+
+
+def _run_case(case, directory, ranks):
     rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
     (directory / f"{os.getpid()}.pid").touch()
     _devices.clear()
@@ -168,7 +202,7 @@ def run_case(case, directory, ranks):
     # Only the first rank can read the file of the plan.
     if case.get("reuses"):
         options["plan"] = directory / ("plan.txt" if rank == 0 else "none")
-    finder = BatchFinder(**options)
+    finder = (BatchFinder.optional if case.get("optional") else BatchFinder)(**options)
     if _devices:
         finder.device_memory = lambda device: module.fail("check") or _devices[0]
     recorder = Recorder()
@@ -187,11 +221,10 @@ def run_case(case, directory, ranks):
         enable_checkpointing=bool(case.get("saves")),
         **{"max_steps": 3, "limit_val_batches": 0, **strategy, **case.get("trainer", {})},
     )
-    module = Net(case)
     x = torch.randn(600, 8, generator=torch.Generator().manual_seed(0))
-    data = DataLoader(
-        TensorDataset(x, x.sum(1, keepdim=True)), batch_size=case.get("batch_size", 4), shuffle=True
-    )
+    rows = TensorDataset(x, x.sum(1, keepdim=True))
+    module = WithHook(case, rows) if "hook" in case else Net(case)
+    data = DataLoader(rows, batch_size=int(case.get("batch_size", 4)), shuffle=True)
     if "max_tokens" in case:
         lengths = [1 + index % 5 for index in range(len(x))]
         sampler = OfRank(lengths, case["max_tokens"], rank, ranks)
@@ -199,8 +232,12 @@ def run_case(case, directory, ranks):
     if case.get("entry") == "validate":
         trainer.validate(module, data, verbose=False)
     else:
+        trained = None if "hook" in case else data
         trainer.fit(
-            module, data, data, ckpt_path=directory / "last.ckpt" if case.get("resumes") else None
+            module,
+            trained,
+            data,
+            ckpt_path=directory / "last.ckpt" if case.get("resumes") else None,
         )
     if case.get("saves") and rank == 0:
         (directory / "plan.txt").write_text(finder.plan.to_json())

@@ -45,9 +45,11 @@ def test_micro_batch(target, largest, ranks, multiple_of, expected):
     assert (found.batch_size, found.accumulate_grad_batches, found.effective_batch_size) == expected
 
 
-@pytest.mark.parametrize("unit", ["samples", "max_tokens"])
-def test_a_target_that_is_missed_is_one_note(unit):
-    setup = TrainingSetup(1, 4, None, None, (), unit)
+@pytest.mark.parametrize(
+    ("budget_name", "size"), [(None, "1,008 samples"), ("max_tokens", "max_tokens 1,008")]
+)
+def test_a_target_that_is_missed_is_one_note(budget_name, size):
+    setup = TrainingSetup(1, 4, None, None, (), budget_name)
 
     def notes(target, batch_size):
         step = optimizer_step(
@@ -62,7 +64,7 @@ def test_a_target_that_is_missed_is_one_note(unit):
 
     assert micro_batch(1010, largest=256, ranks=4) == MicroBatch(253, 1, 1012)
     expected = (
-        f"An optimizer step has 1,008 {unit}, not the 1,010 of target_batch_size: 2 x 126 on each"
+        f"An optimizer step has {size}, not the 1,010 of target_batch_size: 2 x 126 on each"
         " of 4 ranks."
     )
     assert notes(1010, 126) == (expected,)

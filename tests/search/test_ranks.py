@@ -61,7 +61,8 @@ OUT = "OutOfMemoryError"
 LESS_THAN_LIMIT = "The search left 0.001 MiB of the limit free"
 UP_TO_24 = {"finder": {"max_batch_size": 24}, "budgets": None}
 VALIDATES = {"limit_val_batches": 1.0}
-ACCUMULATES = {"accumulate_grad_batches": 2, "max_steps": -1, "max_epochs": 2, **VALIDATES}
+EPOCHS = {"accumulate_grad_batches": 2, "max_steps": -1, "max_epochs": 2}
+ACCUMULATES = {**EPOCHS, **VALIDATES}
 TWO_RANKS = {
     "less on rank 0": {"budgets": [300, 400]},
     **{f"{OUT} in {where}": fails(OUT, where, 100) for where in ("backward", "optimizer")},
@@ -100,6 +101,18 @@ TWO_RANKS = {
         **UP_TO_24,
     },
 }
+for hook in ("loader", "own class", "made at first"):
+    # A text is no number that the search could set.
+    case = {"hook": hook, "batch_size": "4", "trainer": EPOCHS}
+    TWO_RANKS[f"hook: {hook}"] = {**case, **UP_TO_24}
+OPTIONAL = {
+    "optional, error before the search": fails("ValueError", "check", 0),
+    "optional, error in a trial": fails("ValueError", "backward", 8),
+    "optional, nothing fits": {"budgets": [200, 400], "finder": {"min_batch_size": 128}},
+}
+for name, case in OPTIONAL.items():
+    TWO_RANKS[name] = {"optional": True, **case}
+    TWO_RANKS[f"{name}, coded"] = {**TWO_RANKS[name], "search": False, "fails": {}}
 BUDGET = {
     "max_tokens": 12,
     "finder": {"budget": True, "batch_arg_name": "max_tokens", "max_batch_size": 24},
@@ -121,7 +134,7 @@ UP_TO_24_CASES = [name for name, case in ALL.items() if case.items() >= UP_TO_24
 def seen(launch):
     """The results of each rank in each case; cases with as many ranks share a process group."""
     found = {}
-    hard_coded = {"search": False, "batch_size": 24}
+    hard_coded = {"search": False, "batch_size": "24"}
     coded = {f"{name}, coded": {**ALL[name], **hard_coded} for name in UP_TO_24_CASES}
     for cases, ranks in ((TWO_RANKS | coded, 2), (THREE_RANKS, 3)):
         codes, of_cases, output = launch(cases, ranks)
@@ -143,7 +156,9 @@ def same_plan(of_ranks):
     [
         name
         for name, case in ALL.items()
-        if case.get("budgets") and name not in ("resumes", "resumes as before")
+        if case.get("budgets")
+        and name not in ("resumes", "resumes as before")
+        and not name.startswith("optional")
     ],
 )
 def test_the_rank_with_the_least_memory_decides(seen, case):
@@ -248,6 +263,22 @@ def test_training_is_that_with_the_size_hard_coded(seen, case):
         assert [one[name] for one in seen[case]] == [one[name] for one in seen[f"{case}, coded"]]
     # The ranks have different samples.
     assert len({one["batches"] for one in seen[case]}) == len(seen[case])
+
+
+@pytest.mark.parametrize("hook", ["loader", "own class", "made at first"])
+def test_a_constant_in_a_hook_is_set_on_all_ranks(seen, hook):
+    plan = same_plan(seen[f"hook: {hook}"])
+    assert (plan["batch_size"], plan["place"]) == (24, "train_dataloader()")
+
+
+@pytest.mark.parametrize("case", OPTIONAL)
+def test_an_optional_search_that_fails_leaves_the_training_of_all_ranks(seen, case):
+    for one, coded in zip(seen[case], seen[f"{case}, coded"], strict=True):
+        assert one["plan"] is None
+        for name in ("left", "sizes", "batches"):
+            assert one[name] == coded[name]
+    # Lightning's warnings are those of rank 0.
+    assert [len(one["warnings"]) for one in seen[case]] == [1, 0]
 
 
 def test_a_training_with_a_budget_is_that_with_the_budget_hard_coded(seen):

@@ -1,0 +1,211 @@
+"""Find the place of the batch size: set a candidate, request the loaders, see if they follow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_batchmem._lightning.clean_start import CleanStart
+from lightning_batchmem._lightning.project_attribute import ProjectAttribute
+from lightning_batchmem._lightning.size_candidates import candidate_paths
+from lightning_batchmem._lightning.size_places import (
+    InHook,
+    SizeNotFollowedError,
+    check_one_size,
+)
+from lightning_batchmem._lightning.size_setting import BatchSizeSetting
+from lightning_batchmem.batches.counted_batches import check_batch_of_one
+from lightning_batchmem.batches.loaders import StageLoaders
+from lightning_batchmem.batches.probe_batches import ProbeBatches
+from lightning_batchmem.plan.options import SearchOptions
+from lightning_batchmem.search.ranks import Ranks
+
+# Requests of loaders may write files and caches, which cannot be restored. After this time no
+# further candidate is tried.
+MOST_REQUEST_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class FollowedSetting:
+    """A setting whose size is set, and whose loaders follow it.
+
+    Args:
+        setting: the setting.
+        loaders: the loaders at the size at which they were requested.
+        project_size: the size that the project had before.
+    """
+
+    setting: BatchSizeSetting
+    loaders: StageLoaders
+    project_size: int | None
+
+    def check_samples(self, batches: ProbeBatches) -> None:
+        """Raise a ValueError if loaders whose size is set make batches of ready batches."""
+        place = self.setting.place
+        # With a larger size the project itself collates several samples of the data set.
+        if self.project_size == 1 and place.sets_loaders_of(self.setting.source):
+            check_batch_of_one(batches.batch(1)[0], self.loaders.hook)
+
+
+def followed_setting(
+    setting: BatchSizeSetting,
+    batch_size: int,
+    clean_start: CleanStart,
+    ranks: Ranks,
+) -> FollowedSetting:
+    """Set the size at the given place, or at one that is found, and request the loaders.
+
+    All ranks find the same place. Nothing is tried where the loaders follow at the given one, or
+    where the user has named it.
+
+    Args:
+        setting: the setting at the place that the options name.
+        batch_size: the size to set.
+        clean_start: the state before the first request.
+        ranks: the processes that search together.
+
+    Raises:
+        ValueError: if the loaders follow at no place, or at several that are not linked.
+    """
+    project_size = setting.size
+    loaders = None
+    try:
+        loaders = setting.loaders_for(batch_size)
+    except SizeNotFollowedError:
+        if setting.name != SearchOptions.batch_arg_name:
+            raise
+    if all(ranks.exchange(loaders is not None)) and loaders is not None:
+        return FollowedSetting(setting, loaders, project_size)
+    trials = PlaceTrials(setting, batch_size, clean_start, ranks)
+    found = trials.found()
+    clean_start.again()
+    project_size = found.size
+    try:
+        if isinstance(found.place, InHook):
+            check_one_size(trials.project_sizes, found.source.hook, setting.name)
+        loaders = found.loaders_for(batch_size)
+    except ValueError as error:
+        if not trials.tried:
+            raise
+        raise ValueError(f"{error} The loaders follow none of {_quoted(trials.tried)}.") from error
+    return FollowedSetting(found, loaders, project_size)
+
+
+@dataclass(frozen=True)
+class _Follower:
+    """An attribute that loaders follow.
+
+    Args:
+        path: its path.
+        loaders: how many loaders follow.
+        linked: the other candidates that have changed with it.
+    """
+
+    path: str
+    loaders: int
+    linked: frozenset[str]
+
+
+class PlaceTrials:
+    """Trials of the attributes that may be the batch size of a project.
+
+    Each of them is set, the loaders are requested, and everything is restored.
+
+    Args:
+        setting: the setting at the place where the loaders do not follow.
+        batch_size: one of the two sizes that are set.
+        clean_start: the state before the first request.
+        ranks: the processes that try together, and find the same place.
+
+    Attributes:
+        tried: paths of the attributes that were set.
+        project_sizes: the batch sizes of the loaders as the project makes them.
+    """
+
+    def __init__(
+        self,
+        setting: BatchSizeSetting,
+        batch_size: int,
+        clean_start: CleanStart,
+        ranks: Ranks,
+    ) -> None:
+        self.tried: list[str] = []
+        self.project_sizes: list[int] = []
+        self._setting = setting
+        self._batch_size = batch_size
+        self._clean_start = clean_start
+        self._ranks = ranks
+
+    def found(self) -> BatchSizeSetting:
+        """The setting at the attribute that the loaders follow, or at their hook if none is found.
+
+        Raises:
+            ValueError: if several attributes that are not linked make the loaders follow.
+        """
+        self._clean_start.again()
+        begin = time.monotonic()
+        loaders, sizes = self._setting.loaders_of_project()
+        # A hook may return a loader that is a global variable.
+        self._clean_start.keep_sizes_of(loaders)
+        self.project_sizes = sizes
+        request_seconds = time.monotonic() - begin
+        roots = ProjectAttribute(self._setting.trainer, self._setting.module, "").roots
+        paths_of_ranks = self._ranks.exchange(candidate_paths(roots, sizes))
+        # A rank may have other attributes.
+        paths = [
+            path for path in paths_of_ranks[0] if all(path in others for others in paths_of_ranks)
+        ]
+        followers = []
+        for path in paths:
+            if max(self._ranks.exchange(request_seconds)) > MOST_REQUEST_SECONDS:
+                break
+            self._clean_start.again()
+            self.tried.append(path)
+            begin = time.monotonic()
+            follower = self._try(path, paths, max(sizes))
+            request_seconds += time.monotonic() - begin
+            of_ranks = self._ranks.exchange(follower)
+            if follower is not None and all(one is not None for one in of_ranks):
+                followers.append(follower)
+        if followers:
+            return self._setting.at(self._outermost(followers))
+        return replace(self._setting, place=InHook(self._setting.source, sizes[0]))
+
+    def _try(self, path: str, paths: Sequence[str], largest_size: int) -> _Follower | None:
+        """Set an attribute twice and request the loaders; ``None`` if they do not follow."""
+        setting = self._setting.at(path)
+        size = self._batch_size
+        # No loader has this size already, and a hook that only lowers it does not follow.
+        other_size = size * max(2, largest_size // size + 1)
+        # With another value, a hook of the user may raise any error.
+        try:
+            sizes = setting.sizes_at(size)
+            other_sizes = setting.sizes_at(other_size)
+        except Exception:  # noqa: BLE001
+            return None
+        if len(sizes) != len(other_sizes) or size not in sizes:
+            return None
+        loaders = sum(
+            one % size == 0 and one * other_size == other * size
+            for one, other in zip(sizes, other_sizes, strict=True)
+        )
+        linked = {other for other in paths if self._setting.at(other).place.value == other_size}
+        return _Follower(path, loaders, frozenset(linked - {path})) if loaders else None
+
+    def _outermost(self, followers: Sequence[_Follower]) -> str:
+        """The attribute that most loaders follow, or the one that changes all others that do."""
+        most = max(follower.loaders for follower in followers)
+        best = [follower for follower in followers if follower.loaders == most]
+        for follower in best:
+            if all(other.path in follower.linked for other in best if other is not follower):
+                return follower.path
+        raise ValueError(
+            f"the loaders of {self._setting.source.hook} must have one batch size, but follow each"
+            f" of {_quoted([follower.path for follower in best])}. Pass the one to change as"
+            " batch_arg_name; the others keep their values."
+        )
+
+
+def _quoted(paths: Sequence[str]) -> str:
+    return ", ".join(f"`{path}`" for path in paths)

@@ -1,0 +1,130 @@
+"""The batch size of a loader: read, set in place, and compared with the batches that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from lightning.fabric.utilities.data import sized_len
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+
+from lightning_batchmem.batches.batch_sampler import batch_sampler_of
+
+# Batches that are counted: one may be smaller than the others, as the last one of a bucket.
+COUNTED_BATCHES = 16
+
+# Names under which samplers keep the batch size.
+_SIZE_NAMES = ("batch_size", "_batch_size", "batchsize", "_batchsize", "bs", "_bs")
+
+# A sampler that wraps another one may be wrapped itself.
+_STEPS_TO_SAMPLERS = 2
+
+
+def count_samples(loader: DataLoader[Any]) -> int | None:
+    """Number of samples in an epoch of ``loader``; ``None`` for a stream without a length."""
+    if isinstance(loader.dataset, IterableDataset):
+        return sized_len(loader.dataset)
+    if loader.batch_size is not None:
+        sampler: Any = loader.sampler
+    else:
+        sampler = getattr(loader.batch_sampler, "sampler", None)
+    length = sized_len(sampler)
+    return sized_len(loader.dataset) if length is None else length
+
+
+def loader_batch_size(loader: DataLoader[Any]) -> int | None:
+    """The batch size of ``loader``, or ``None`` where it has none.
+
+    A loader without batching has none, and neither has a batch sampler without a size.
+    """
+    size = loader.batch_size
+    if size is None:
+        size = getattr(batch_sampler_of(loader), "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def set_loader_batch_size(loader: DataLoader[Any], batch_size: int) -> None:
+    """Set the batch size of an existing loader in place, whatever arguments its class takes.
+
+    It is set in the samplers too, which may wrap each other.
+
+    Raises:
+        ValueError: if a sampler does not keep it.
+    """
+    places = _places_in_samplers(loader)
+    for sampler, name in places:
+        # A property without a setter may read the size of the sampler inside.
+        with suppress(AttributeError):
+            setattr(sampler, name, batch_size)
+    if loader.batch_size is not None:
+        # DataLoader.__setattr__ raises an error for this attribute (torch 2.5.1 to 2.14).
+        vars(loader)["batch_size"] = batch_size
+    for sampler, name in places:
+        if (actual := getattr(sampler, name)) != batch_size:
+            raise ValueError(
+                f"the sampler {type(sampler).__name__} must have a {name} that can be set, got"
+                f" {actual} after it was set to {batch_size}"
+            )
+
+
+def keep_sizes(loaders: Iterable[DataLoader[Any]]) -> Callable[[], None]:
+    """Record the batch sizes of loaders; returns a function that restores them."""
+    sizes = [(loader, loader_batch_size(loader)) for loader in loaders]
+
+    def restore() -> None:
+        for loader, size in sizes:
+            if size is not None:
+                set_loader_batch_size(loader, size)
+
+    return restore
+
+
+def check_count(loader: DataLoader[Any], count: int) -> None:
+    """Raise a ValueError if a full batch of the loader has ``count`` samples instead of its size.
+
+    A batch that has all samples of an epoch is full too.
+    """
+    size = loader_batch_size(loader)
+    if size is None or count in (size, min(size, count_samples(loader) or size)):
+        return
+    advice = "Make"
+    if count < size:
+        advice = f"Pass max_batch_size={count} if it makes no larger ones, or make"
+    maker = f"the loader {type(loader).__name__}"
+    if type(batch_sampler_of(loader)) is not BatchSampler:
+        maker = f"the batch sampler {type(batch_sampler_of(loader)).__name__}"
+    raise ValueError(
+        f"{maker} must make batches of its batch_size, but its batches do not depend on batch_size"
+        f" alone: the largest has {count} samples after it was set to {size}. {advice} it"
+        " in train_dataloader from an attribute such as `self.batch_size`; if that counts something"
+        " else than samples, pass it as batch_arg_name with budget=True."
+    )
+
+
+def _places_in_samplers(loader: DataLoader[Any]) -> list[tuple[Any, str]]:
+    """The samplers that have the size of the loader, each with the name of the attribute.
+
+    The one that makes the batches is among them whatever its size is.
+    """
+    makes_batches = batch_sampler_of(loader)
+    size = loader_batch_size(loader)
+    samplers = [makes_batches, loader.sampler]
+    level = list(samplers)
+    for _ in range(_STEPS_TO_SAMPLERS):
+        level = [
+            value
+            for sampler in level
+            for name, value in getattr(sampler, "__dict__", {}).items()
+            if isinstance(value, Sampler) or "sampler" in name
+        ]
+        samplers += level
+    # Several paths may lead to one sampler.
+    distinct = {id(sampler): sampler for sampler in samplers}.values()
+    return [
+        (sampler, name)
+        for sampler in distinct
+        for name in _SIZE_NAMES
+        if (sampler is makes_batches and name == "batch_size" and hasattr(sampler, name))
+        or (type(getattr(sampler, name, None)) is int and getattr(sampler, name) == size)
+    ]

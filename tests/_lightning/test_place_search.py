@@ -1,0 +1,208 @@
+"""The search for the place of the batch size."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+
+from lightning_batchmem._lightning import place_search
+from lightning_batchmem.batches.loader_size import loader_batch_size
+from tests.helpers.lawful import MIB, Lawful, found_size, law, loader
+
+FOUND = found_size(500 * MIB, multiple_of=1)
+CONSTANT = 32
+
+
+class Project(Lawful):
+    """A project with some attributes; ``make`` makes its loaders from them."""
+
+    def __init__(self, device_memory, make, **attributes):
+        super().__init__(device_memory, law)
+        del self.batch_size
+        self.make = make
+        self.requests = []
+        vars(self).update(attributes)
+
+    def train_dataloader(self):
+        # The list itself is restored.
+        REQUESTED.append({name: vars(self).get(name) for name in ("bs", "width", "samples")})
+        return self.make(self)
+
+
+REQUESTED = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_requested():
+    REQUESTED.clear()
+
+
+def test_where_todays_name_is_followed_nothing_else_is_tried(search, device):
+    module = Project(device, lambda self: loader(self.batch_size), batch_size=3, bs=3, width=3)
+    plan = search(module)
+    # The place is that of the options.
+    assert (plan.batch_size, plan.place) == (FOUND, "")
+    assert {request["bs"] for request in REQUESTED} == {3}
+    assert "size set as batch_size" not in " ".join(str(plan).split())
+
+
+def test_equal_numbers_are_tried_and_restored(search, device):
+    module = Project(
+        device, lambda self: loader(self.samples), width=CONSTANT, samples=CONSTANT, rank=CONSTANT
+    )
+    plan = search(module)
+    assert (plan.batch_size, plan.place) == (FOUND, "samples")
+    assert (module.width, module.samples, module.rank) == (CONSTANT, FOUND, CONSTANT)
+    # The width was tried alone.
+    assert {request["samples"] for request in REQUESTED if request["width"] != CONSTANT} == {
+        CONSTANT
+    }
+    assert "size set as samples" in " ".join(str(plan).split())
+
+
+def test_random_states_and_loaders_are_restored(search, device):
+    kept = loader(CONSTANT)
+
+    def make(self):
+        self.requests.append(torch.rand(1).item())
+        torch.rand(1)
+        return kept if self.width == 1 else loader(self.bs)
+
+    module = Project(device, make, bs=CONSTANT, width=CONSTANT)
+    torch.manual_seed(5)
+    expected = torch.rand(1).item()
+    torch.manual_seed(5)
+    search(module)
+    # The request of Lightning itself is the only one that is left.
+    assert module.requests == [expected]
+    assert loader_batch_size(kept) == CONSTANT
+
+
+def test_the_loader_most_loaders_follow(search, device):
+    def make(self):
+        return [loader(self.bs), loader(2 * self.bs), loader(self.width)]
+
+    plan = search(Together(device, make, bs=CONSTANT, width=CONSTANT))
+    assert plan.place == "bs"
+
+
+class Together(Project):
+    """Several loaders, of which the first one has the law."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch[0], batch_idx)
+
+
+class Linked(LightningDataModule):
+    """Sets two other attributes with one of its own, as a property of a configuration may."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner_bs = CONSTANT
+        self.total_bs = CONSTANT
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "total_bs":
+            super().__setattr__("inner_bs", value)
+
+    def train_dataloader(self):
+        return loader(self.inner_bs)
+
+
+class WithoutLoader(Lawful):
+    train_dataloader = None
+
+    def __init__(self, device_memory):
+        super().__init__(device_memory, law)
+        del self.batch_size
+
+
+def test_of_linked_attributes_the_outermost_is_taken(search, device):
+    data = Linked()
+    plan = search(WithoutLoader(device), datamodule=data)
+    assert plan.place == "total_bs"
+    assert (data.inner_bs, data.total_bs) == (FOUND, FOUND)
+
+
+def test_attributes_that_are_not_linked_are_named(search, device):
+    def make(self):
+        # Each of the two alone decides.
+        changed = [size for size in (self.bs, self.samples) if size != CONSTANT]
+        return loader(changed[0] if changed else CONSTANT)
+
+    module = Project(device, make, bs=CONSTANT, samples=CONSTANT)
+    message = (
+        "the loaders of train_dataloader must have one batch size, but follow each of `bs`,"
+        " `samples`. Pass the one to change as batch_arg_name; the others keep their values"
+    )
+    with pytest.raises(ValueError, match=message):
+        search(module)
+    assert (module.bs, module.samples) == (CONSTANT, CONSTANT)
+
+
+class Frozen(dict):
+    def __setitem__(self, name, value):
+        raise RuntimeError("Cannot change read-only config container")
+
+
+def test_a_read_only_configuration_leaves_the_hook(search, device):
+    config = Frozen(bs=CONSTANT)
+    plan = search(Project(device, lambda self: loader(self.config["bs"]), config=config))
+    assert (plan.batch_size, plan.place) == (FOUND, "train_dataloader()")
+    assert config == {"bs": CONSTANT}
+
+
+def test_an_error_of_the_hook_at_another_value_is_no_error(search, device):
+    def make(self):
+        # The width of a network is that of its rows.
+        if self.width != CONSTANT:
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+        return loader(self.samples)
+
+    plan = search(Project(device, make, width=CONSTANT, samples=CONSTANT))
+    assert plan.place == "samples"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        # A size that is only lowered, a number of loaders, and a number that is not a multiple.
+        lambda self: loader(min(CONSTANT, self.bs)),
+        lambda self: loader(max(CONSTANT, self.bs)),
+        lambda self: loader(CONSTANT + self.bs % 2),
+    ],
+)
+def test_attributes_that_do_not_decide_alone(make, search, device):
+    plan = search(Project(device, make, bs=CONSTANT))
+    assert plan.place == "train_dataloader()"
+
+
+def test_after_five_seconds_of_requests_no_further_one_is_tried(search, device, monkeypatch):
+    seconds = iter(range(0, 1000, 2))
+    monkeypatch.setattr(place_search.time, "monotonic", lambda: float(next(seconds)))
+    attributes = {f"bs_{index}": 1 for index in range(4)}
+    with pytest.raises(ValueError, match=r"The loaders follow none of `bs_0`, `bs_1`\.$"):
+        search(Project(device, lambda self: [loader(4), loader(8)], **attributes))
+
+
+def test_a_name_of_the_user_is_never_replaced(search, device):
+    module = Project(device, lambda self: loader(self.bs), bs=CONSTANT, width=CONSTANT)
+    message = (
+        "train_dataloader must use `width`, got loaders of batch sizes 32 after it was set to .*"
+        " Leave batch_arg_name out, so that BatchFinder looks for the place itself"
+    )
+    with pytest.raises(ValueError, match=message):
+        search(module, options={"batch_arg_name": "width"})
+    assert search(module, options={"batch_arg_name": "bs"}).batch_size == module.bs == FOUND
+
+
+def test_a_refusal_says_what_was_tried(search, device):
+    module = Project(
+        device, lambda self: [loader(4), loader(8)], train_batch=4, width=8, num_workers=8
+    )
+    message = (
+        r"must have one batch size, got 4, 8\. Make the one to change in .*\. The loaders"
+        r" follow none of `train_batch`, `width`\."
+    )
+    with pytest.raises(ValueError, match=message):
+        search(module)
