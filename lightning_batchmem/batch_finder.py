@@ -292,14 +292,16 @@ class BatchFinder(Callback):
                 plan = saved_plan.continued(trainer, options.target_batch_size)
                 # The plan may be of another device, or of another memory_limit.
                 limit_bytes = saved_plan.limit_bytes
+                setting = search.setting_of_saved(plan, setting, snapshot)
                 snapshot.restore_or_warn()
             else:
                 plan = search.training(setting, snapshot, self._given_plan)
+                setting = setting.at(plan.place)
                 limit_bytes = plan.limit_bytes
                 self._batch_watch = search.batch_watch
                 if search.start_bytes > 0:
                     self._search = search
-            apply_to_training(search.setting_of(plan, setting, snapshot), plan)
+            apply_to_training(setting, plan)
             self.plan = plan
             self._plan_of_fit = plan
             if options.memory_limit is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -60,3 +62,20 @@ def warn_of_untested_torch(torch_version: str = torch.__version__) -> None:
             f"torch {torch_version} is newer than {newest}, the newest that lightning-batchmem was"
             " tested with. If it fails, use an older torch or a newer lightning-batchmem."
         )
+
+
+@contextmanager
+def noted_errors() -> Iterator[None]:
+    """Add a note to errors, whose reason may be that a search is no training."""
+    try:
+        yield
+    # A user's step may raise any error, which is raised again with the note.
+    except Exception as error:
+        # An error of this package has its reason in its own sentence.
+        if not is_own_error(error):
+            error.add_note(
+                "BatchFinder: this error occurred in the search before the training, when other"
+                " callbacks do not run. If a step or a hook of the module needs what a callback"
+                " sets in on_fit_start or later, let the callback set it in setup."
+            )
+        raise

@@ -110,7 +110,7 @@ class _Follower:
 class PlaceTrials:
     """Trials of the attributes that may be the batch size of a project.
 
-    Each of them is set, the loaders are requested, and everything is restored.
+    Each of them is set, and the loaders are requested. Before the next one everything is restored.
 
     Args:
         setting: the setting at the place where the loaders do not follow.
@@ -151,7 +151,8 @@ class PlaceTrials:
         self.project_sizes = sizes
         request_seconds = time.monotonic() - begin
         roots = ProjectAttribute(self._setting.trainer, self._setting.module, "").roots
-        paths_of_ranks = self._ranks.exchange(candidate_paths(roots, sizes))
+        own_paths = candidate_paths(roots, sizes, self._clean_start.restored)
+        paths_of_ranks = self._ranks.exchange(own_paths)
         # A rank may have other attributes.
         paths = [
             path for path in paths_of_ranks[0] if all(path in others for others in paths_of_ranks)
@@ -178,11 +179,12 @@ class PlaceTrials:
         size = self._batch_size
         # No loader has this size already, and a hook that only lowers it does not follow.
         other_size = size * max(2, largest_size // size + 1)
-        # With another value, a hook of the user may raise any error.
+        before = {other: self._setting.at(other).place.value for other in paths}
+        # With another value, a hook of the user may raise any error, or leave the script.
         try:
             sizes = setting.sizes_at(size)
             other_sizes = setting.sizes_at(other_size)
-        except Exception:  # noqa: BLE001
+        except (Exception, SystemExit):  # noqa: BLE001
             return None
         if len(sizes) != len(other_sizes) or size not in sizes:
             return None
@@ -190,7 +192,10 @@ class PlaceTrials:
             one % size == 0 and one * other_size == other * size
             for one, other in zip(sizes, other_sizes, strict=True)
         )
-        linked = {other for other in paths if self._setting.at(other).place.value == other_size}
+        values = {other: self._setting.at(other).place.value for other in paths}
+        linked = {
+            other for other in paths if values[other] == other_size and before[other] != other_size
+        }
         return _Follower(path, loaders, frozenset(linked - {path})) if loaders else None
 
     def _outermost(self, followers: Sequence[_Follower]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ _MOST_STEPS = 2
 # Objects that are looked at, and entries of each, so that data in attributes take no time.
 _MOST_OBJECTS = 1000
 _MOST_ENTRIES = 1000
+# An entry of a lazy configuration may take long to read.
+_MOST_SECONDS = 1.0
 
 # "bs", "bsz" and "mbs" are words between underscores, unlike the end of "obs".
 _NAMES_A_BATCH = re.compile(r"batch|(?<![a-z])[mg]?bs(z|ize)?(?![a-z])", re.IGNORECASE)
@@ -50,7 +53,9 @@ class _Number(NamedTuple):
         return self.path.rpartition(".")[2]
 
 
-def candidate_paths(roots: Sequence[Any], sizes: Collection[int]) -> list[str]:
+def candidate_paths(
+    roots: Sequence[Any], sizes: Collection[int], restored: Container[int]
+) -> list[str]:
     """Paths of at most :data:`MOST_CANDIDATES` attributes that may be the batch size.
 
     First come names of a batch, and then numbers that equal a size. Of each of these, the ones with
@@ -59,10 +64,11 @@ def candidate_paths(roots: Sequence[Any], sizes: Collection[int]) -> list[str]:
     Args:
         roots: the module, the datamodule and the hyperparameters of both.
         sizes: the batch sizes of the loaders, as the project makes them.
+        restored: ids of the objects that are restored after each try. Others are left alone.
     """
     named = []
     equal = []
-    for number in _distinct(_numbers_in(roots)):
+    for number in _distinct(_numbers_in(roots, restored)):
         # The widths of layers are in parts of the module.
         is_root = any(number.holder is root for root in roots)
         is_in_layer = isinstance(number.holder, Module) and not is_root
@@ -85,43 +91,53 @@ def _distinct(numbers: Iterable[_Number]) -> list[_Number]:
     return list(by_place.values())
 
 
-def _numbers_in(roots: Sequence[Any]) -> Iterator[_Number]:
+def _numbers_in(roots: Sequence[Any], restored: Container[int]) -> Iterator[_Number]:
     """The positive whole numbers of the roots and of objects near them; the nearest come first."""
     level = [("", root) for root in roots]
     # The references keep the objects alive, so that no id is used twice.
     seen = {id(root): root for root in roots}
+    until = time.perf_counter() + _MOST_SECONDS
     for step in range(_MOST_STEPS + 1):
         next_level = []
         for prefix, holder in level:
-            for name, value in _entries_of(holder):
+            for name, value in _entries_of(holder, until):
                 path = f"{prefix}{name}"
                 if _is_positive_number(value):
                     yield _Number(path, int(value), holder)
-                elif _is_walked(value) and id(value) not in seen and len(seen) < _MOST_OBJECTS:
+                elif id(value) in restored and id(value) not in seen and len(seen) < _MOST_OBJECTS:
                     seen[id(value)] = value
-                    next_level.append((f"{path}.", value))
+                    if _is_walked(value):
+                        next_level.append((f"{path}.", value))
         level = next_level if step < _MOST_STEPS else []
 
 
 def _is_positive_number(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0
+    # The class of a lazy proxy may raise any error, its type does not.
+    kind: type = type(value)
+    return issubclass(kind, Integral) and not issubclass(kind, bool) and int(value) > 0  # type: ignore[call-overload]
 
 
 def _is_walked(value: object) -> bool:
     package = type(value).__module__.partition(".")[0]
-    return isinstance(value, Mapping) or package not in _LIBRARIES
+    return issubclass(type(value), Mapping) or package not in _LIBRARIES
 
 
-def _entries_of(holder: Any) -> list[tuple[str, Any]]:
+def _entries_of(holder: Any, until: float) -> list[tuple[str, Any]]:
     """Names and values of a dict, or of the attributes of an object and of its class."""
     entries = []
-    names = islice(holder, _MOST_ENTRIES) if isinstance(holder, Mapping) else _names_of(holder)
+    is_mapping = issubclass(type(holder), Mapping)
+    # An entry of a configuration may be missing, and an attribute may raise any error.
+    try:
+        names = list(islice(holder, _MOST_ENTRIES)) if is_mapping else _names_of(holder)
+    except Exception:  # noqa: BLE001
+        names = []
     for name in names:
         if not isinstance(name, str) or not name.isidentifier():
             continue
-        # An entry of a configuration may be missing, and an attribute may raise any error.
+        if time.perf_counter() > until:
+            break
         try:
-            value = holder[name] if isinstance(holder, Mapping) else getattr(holder, name)
+            value = holder[name] if is_mapping else getattr(holder, name)
         except Exception:  # noqa: BLE001
             value = None
         entries.append((name, value))

@@ -21,7 +21,6 @@ from lightning_batchmem._lightning.data_source import (
     made_for_ranks,
     replicas_of,
     stage_loaders,
-    train_source,
 )
 from lightning_batchmem._lightning.project_attribute import ProjectAttribute
 from lightning_batchmem._lightning.size_places import (
@@ -112,13 +111,18 @@ class BatchSizeSetting:
         return budget
 
     def at(self, text: str) -> BatchSizeSetting:
-        """The setting at the place that a plan names; an empty text is the place of this one."""
-        if not text:
+        """The setting at the place that a plan names; an empty text is the place of this one.
+
+        Loaders that were passed have no other place.
+        """
+        if not text or self.source.passed:
             return self
-        place: SizePlace = InAttribute(ProjectAttribute(self.trainer, self.module, text))
         if text.endswith("()"):
-            place = InHook(train_source(self.trainer))
-        return replace(self, place=place)
+            return replace(self, place=InHook(self.source))
+        attribute = ProjectAttribute(self.trainer, self.module, text)
+        # Other owners may use the name for something else.
+        of_owner = replace(attribute, owners=(self.source.owner,))
+        return replace(self, place=InAttribute(of_owner if of_owner.exists else attribute))
 
     def check_budget(self) -> None:
         """Raise a ValueError where no attribute has the budget."""
@@ -181,6 +185,9 @@ class BatchSizeSetting:
                 may_be_fixed=may_be_fixed,
                 needs_other_size=value_before == batch_size,
             )
+            for loader, is_following in zip(combined.flattened, follows, strict=True):
+                if is_following:
+                    check_iteration(loader)
         infos = [
             LoaderInfo(
                 single_samples(loader),

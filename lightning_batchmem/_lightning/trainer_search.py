@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,10 @@ from lightning_batchmem._lightning.data_source import (
     validation_source,
 )
 from lightning_batchmem._lightning.hooks import configure_optimizers_again
-from lightning_batchmem._lightning.packages import is_own_error
+from lightning_batchmem._lightning.packages import noted_errors
 from lightning_batchmem._lightning.place_search import FollowedSetting, followed_setting
 from lightning_batchmem._lightning.session import TrainerSession
+from lightning_batchmem._lightning.size_places import SizeNotFollowedError
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
 from lightning_batchmem._lightning.strategies import bucket_bytes, has_batch_norm, wrap_again
@@ -57,9 +58,9 @@ from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.search import BatchSizeSearch, SearchResult
 from lightning_batchmem.state.snapshot import freeze
 
-# Loaders are requested at this multiple of the smallest size first. A size of two is a constant in
-# many projects, so a request at that size would not show whether a loader follows.
-_FIRST_REQUEST = 3
+# Loaders are requested at this size first. Small even sizes are constants in many projects, so a
+# request at one of them would not show whether a loader follows.
+_FIRST_REQUEST = 13
 
 MORE_IN_USE_SHARE = 0.01
 """Training that begins with more in use than the search, by this share of the limit, warns."""
@@ -143,7 +144,7 @@ class TrainerSearch:
                 limit_bytes=self._budget.limit_bytes(),
                 ranks=self.ranks,
             )
-            with _noted_errors():
+            with noted_errors():
                 result = self._search_of(session, progress).run(earlier_plan)
         wrap_again(self.trainer)
         chosen = _chosen(result)
@@ -176,7 +177,7 @@ class TrainerSearch:
             session = self._evaluation_session(clean_start, setting)
             if session is None:
                 return None
-            with _noted_errors():
+            with noted_errors():
                 result = self._search_of(session, progress).run()
         chosen = _chosen(result)
         notes = _old_values(setting, chosen)
@@ -205,20 +206,22 @@ class TrainerSearch:
                 " max_batch_size."
             )
 
-    def setting_of(
+    def setting_of_saved(
         self, plan: Plan, setting: BatchSizeSetting, snapshot: ProjectSnapshot
     ) -> BatchSizeSetting:
-        """The setting at the place of a plan; where it is gone, at a place that is found.
+        """The setting at the place of a saved plan; where it is gone, at a place that is found.
 
         Raises:
             ValueError: if none is found.
         """
-        setting_of_plan = setting.at(plan.place)
-        if setting_of_plan.place.exists:
-            return setting_of_plan
-        # The project has changed since the checkpoint was saved.
+        if not plan.place and setting.place.exists:
+            return setting
         clean_start = CleanStart(self.trainer, self.device_memory, snapshot)
         with clean_start.entered():
+            # The project may have changed since the checkpoint was saved.
+            with suppress(SizeNotFollowedError):
+                return self._followed(setting.at(plan.place), clean_start).setting
+            clean_start.again()
             return self._followed(setting, clean_start).setting
 
     def _followed(self, setting: BatchSizeSetting, clean_start: CleanStart) -> FollowedSetting:
@@ -230,10 +233,9 @@ class TrainerSearch:
         if setting.is_budget:
             budget = setting.project_budget
             return FollowedSetting(setting, setting.loaders_for(budget), budget)
-        # No project has this size as a constant, as far as the options allow another one.
-        size = min(
-            _FIRST_REQUEST * self._first_size, max(self._first_size, self.options.largest_size)
-        )
+        unit = self.options.multiple_of or 1
+        largest_size = self.options.largest_size // unit * unit
+        size = max(self._first_size, min(_FIRST_REQUEST * unit, largest_size))
         return followed_setting(setting, size, clean_start, self.ranks)
 
     def _training_session(
@@ -266,7 +268,7 @@ class TrainerSearch:
         session = TrainerSession(
             clean_start, setting, sources, training, evaluation, bounds, begin_stage
         )
-        with _noted_errors():
+        with noted_errors():
             session.restart(self._first_size)
         return session
 
@@ -394,23 +396,6 @@ class TrainerSearch:
             parameters=parameters,
             place="" if setting.place.text == self.options.batch_arg_name else setting.place.text,
         )
-
-
-@contextmanager
-def _noted_errors() -> Iterator[None]:
-    """Add a note to errors, whose reason may be that a search is no training."""
-    try:
-        yield
-    # A user's step may raise any error, which is raised again with the note.
-    except Exception as error:
-        # An error of this package has its reason in its own sentence.
-        if not is_own_error(error):
-            error.add_note(
-                "BatchFinder: this error occurred in the search before the training, when other"
-                " callbacks do not run. If a step or a hook of the module needs what a callback"
-                " sets in on_fit_start or later, let the callback set it in setup."
-            )
-        raise
 
 
 def _chosen(result: SearchResult) -> Chosen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
@@ -20,6 +21,9 @@ _SIZE_NAMES = ("batch_size", "_batch_size", "batchsize", "_batchsize", "bs", "_b
 # A sampler that wraps another one may be wrapped itself.
 _STEPS_TO_SAMPLERS = 2
 
+# The samplers in which the size of a loader was set first, with the names of the attributes.
+_PLACES: WeakKeyDictionary[DataLoader[Any], list[tuple[Any, str]]] = WeakKeyDictionary()
+
 
 def count_samples(loader: DataLoader[Any]) -> int | None:
     """Number of samples in an epoch of ``loader``; ``None`` for a stream without a length."""
@@ -29,6 +33,9 @@ def count_samples(loader: DataLoader[Any]) -> int | None:
         sampler: Any = loader.sampler
     else:
         sampler = getattr(loader.batch_sampler, "sampler", None)
+        # The length of this one is a number of batches.
+        if isinstance(sampler, BatchSampler):
+            sampler = None
     length = sized_len(sampler)
     return sized_len(loader.dataset) if length is None else length
 
@@ -52,7 +59,8 @@ def set_loader_batch_size(loader: DataLoader[Any], batch_size: int) -> None:
     Raises:
         ValueError: if a sampler does not keep it.
     """
-    places = _places_in_samplers(loader)
+    # Later, a sampler inside may have the size of the loader by chance.
+    places = _PLACES.setdefault(loader, _places_in_samplers(loader))
     for sampler, name in places:
         # A property without a setter may read the size of the sampler inside.
         with suppress(AttributeError):

@@ -92,6 +92,7 @@ class AttributeState:
         self._restores: list[tuple[str, Callable[[], object]]] = []
         # The references keep the objects alive, so that no id is used twice.
         self._seen: dict[int, object] = {}
+        self._left_out: set[int] = set()
         pending: deque[tuple[str, Any]] = deque()
         for root in roots:
             # All modules come first, so that neither weights nor structure depend on how far the
@@ -119,6 +120,7 @@ class AttributeState:
                 pending += self._add(path, value)
             # An attribute of a user's object may raise any exception.
             except Exception as error:  # noqa: BLE001
+                self._left_out.add(id(value))
                 self.not_restorable.append(f"{path} ({type(error).__name__})")
         reached = self._seen.values()
         self.schedulers = [value for value in reached if isinstance(value, LRScheduler)]
@@ -130,7 +132,7 @@ class AttributeState:
         return {
             key: value
             for key, value in self._seen.items()
-            if not isinstance(value, self._not_walked)
+            if key not in self._left_out and not isinstance(value, self._not_walked)
         }
 
     def restore(self) -> list[str]:
@@ -244,6 +246,7 @@ class AttributeState:
         if not isinstance(value, Module) and any(
             isinstance(item, _LIVE_RESOURCES) for item in entries.values()
         ):
+            self._left_out.add(id(value))
             self.not_restorable.append(f"{path} (it holds a lock, a thread, a file or a socket)")
             return
         self._later(path, refill, attributes, contents)

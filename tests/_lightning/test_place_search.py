@@ -1,12 +1,16 @@
 """The search for the place of the batch size."""
 
+import sys
+
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_batchmem._lightning import place_search
 from lightning_batchmem.batches.loader_size import loader_batch_size
 from tests.helpers.lawful import MIB, Lawful, found_size, law, loader
+from tests.helpers.own_loaders import FixedLoader
 
 FOUND = found_size(500 * MIB, multiple_of=1)
 CONSTANT = 32
@@ -206,3 +210,67 @@ def test_a_refusal_says_what_was_tried(search, device):
     )
     with pytest.raises(ValueError, match=message):
         search(module)
+
+
+class Rows(Dataset):
+    """Has a number that equals the batch size, and is no part of what a search restores."""
+
+    def __init__(self):
+        self.window = CONSTANT
+
+    def __len__(self):
+        return 5000
+
+    def __getitem__(self, index):
+        return (torch.zeros(1),)
+
+
+def test_numbers_of_objects_that_are_not_restored_are_never_set(search, device):
+    rows = Rows()
+    module = Project(device, lambda self: DataLoader(self.rows, batch_size=CONSTANT), rows=rows)
+    assert search(module).place == "train_dataloader()"
+    assert rows.window == CONSTANT
+
+
+@pytest.mark.parametrize("value", [CONSTANT, 5, len])
+def test_another_owner_may_use_the_name_for_something_else(value, search, device):
+    class Data(LightningDataModule):
+        def __init__(self):
+            super().__init__()
+            self.samples = CONSTANT
+
+        def train_dataloader(self):
+            return loader(self.samples)
+
+    module = WithoutLoader(device)
+    module.samples = value
+    data = Data()
+    assert search(module, datamodule=data).place == "samples"
+    assert (module.samples, data.samples) == (value, FOUND)
+
+
+def test_a_hook_that_leaves_the_script_at_another_value(search, device):
+    def make(self):
+        if self.width != CONSTANT:
+            sys.exit("a width of 32 only")
+        return loader(self.samples)
+
+    plan = search(Project(device, make, width=CONSTANT, samples=CONSTANT))
+    assert plan.place == "samples"
+
+
+@pytest.mark.parametrize("name", ["batch_size", "bs"])
+def test_a_loader_that_ignores_the_attribute_is_refused(name, search, device):
+    def make(self):
+        return FixedLoader(Rows(), batch_size=getattr(self, name))
+
+    message = "the loader FixedLoader must make batches of its batch_size, .* has 4 samples after"
+    with pytest.raises(ValueError, match=message):
+        search(Project(device, make, **{name: 8}))
+
+
+def test_small_constants_are_no_sizes_that_follow(search, device):
+    for size in (1, 2, 3, 4, 6, 8):
+        module = Project(device, lambda self, size=size: loader(size), batch_size=77)
+        assert search(module).place == "train_dataloader()"
+        assert module.batch_size == 77

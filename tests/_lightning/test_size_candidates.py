@@ -1,6 +1,7 @@
 """Attributes that may be the batch size of a project."""
 
 import functools
+import time
 from argparse import Namespace
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -11,7 +12,22 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_batchmem._lightning.size_candidates import MOST_CANDIDATES, candidate_paths
+from lightning_batchmem._lightning import size_candidates
+from lightning_batchmem._lightning.size_candidates import MOST_CANDIDATES
+
+
+class Everything:
+    """Ids of objects, all of which are restored."""
+
+    def __contains__(self, key):
+        return True
+
+
+EVERYTHING = Everything()
+
+
+def candidate_paths(roots, sizes, restored=EVERYTHING):
+    return size_candidates.candidate_paths(roots, sizes, restored)
 
 
 @dataclass
@@ -159,3 +175,37 @@ def test_an_attribute_that_raises():
             return object.__getattribute__(self, name)
 
     assert candidate_paths([Raises()], [4]) == ["width"]
+
+
+def test_objects_that_are_not_restored_are_left_alone():
+    restored, other = SimpleNamespace(batch_size=4), SimpleNamespace(batch_size=4)
+    root = {"restored": restored, "other": other}
+    assert candidate_paths([root], [4], {id(restored)}) == ["restored.batch_size"]
+
+
+class Closed(dict):
+    def __iter__(self):
+        raise RuntimeError("closed file")
+
+
+class Proxy:
+    @property
+    def __class__(self):
+        raise RuntimeError("outside of context")
+
+
+def test_objects_that_cannot_be_looked_at():
+    root = {"closed": Closed(batch_size=4), "proxy": Proxy(), "batch_size": 4}
+    assert candidate_paths([root], [4]) == ["batch_size"]
+
+
+class Lazy(dict):
+    def __getitem__(self, name):
+        time.sleep(0.1)
+        return 4
+
+
+def test_entries_that_take_long_end_the_walk(monkeypatch):
+    monkeypatch.setattr(size_candidates, "_MOST_SECONDS", 0.05)
+    slow = Lazy({f"batch_{index}": 4 for index in range(500)})
+    assert candidate_paths([{"batch_size": 4, "slow": slow}], [4]) == ["batch_size", "slow.batch_0"]

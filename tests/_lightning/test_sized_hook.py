@@ -153,6 +153,29 @@ def test_a_search_that_fails_leaves_no_hook(search, device):
     assert module.train_dataloader().batch_size == CONSTANT
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Checkpoint directory .* exists and is not empty",
+    "ignore:You're resuming from a checkpoint that ended before the epoch ended",
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_resumed_run_whose_loader_is_passed_now(first, fit, device, tmp_path):
+    """The place of the checkpoint, a hook or an attribute, does not decide any more."""
+    saver = ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=1)
+    module = Constant(device)
+    if not first:
+        module.bs = CONSTANT
+        module.train_dataloader = lambda: loader(module.bs)
+    fit(module, BatchFinder(multiple_of=1), device, saver, enable_checkpointing=True)
+    module = Constant(device)
+    module.bs = CONSTANT
+    resumed = {"ckpt_path": tmp_path / "last.ckpt", "enable_checkpointing": True}
+    for steps, data in ((5, {"train_dataloaders": loader(CONSTANT)}), (7, {})):
+        sizes = Sizes()
+        finder = BatchFinder()
+        fit(module, finder, device, sizes, saver, max_steps=steps, **resumed, **data)
+        assert finder.plan.batch_size == max(sizes.seen) > CONSTANT
+
+
 OF_ALL = loader(CONSTANT)
 
 

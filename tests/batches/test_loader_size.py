@@ -126,3 +126,22 @@ def test_a_full_batch_has_the_size_or_all_samples(size, count, fits):
     )
     with pytest.raises(ValueError, match=message):
         check_count(loader, count)
+
+
+class Regroups(Wraps):
+    """Makes batches of its own size from those of another batch sampler."""
+
+    batch_size = 8
+
+
+def test_a_sampler_inside_that_has_the_size_for_a_moment_keeps_its_own():
+    inner = batch_sampler(2)
+    loader = DataLoader(DATASET, batch_sampler=Regroups(inner))
+    restore = keep_sizes([loader])
+    for size in (2, 16):
+        set_loader_batch_size(loader, size)
+        assert inner.batch_size == 2
+    restore()
+    assert (loader.batch_sampler.batch_size, inner.batch_size) == (8, 2)
+    # The length of a batch sampler is no number of samples.
+    assert count_samples(DataLoader(DATASET, batch_sampler=BatchSampler(inner, 2, False))) == 10
