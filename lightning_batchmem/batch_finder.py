@@ -201,10 +201,11 @@ class BatchFinder(Callback):
 
     @classmethod
     def optional(cls, **options: Any) -> Self:
-        """A finder that never ends a run: a search that fails is a warning on all ranks.
+        """A finder whose search may fail: that is a warning, and no error, on all ranks.
 
         The run goes on with the batch size of the project. The environment variable makes such
-        finders, because a script that does not know the package has to run as without it.
+        finders, because a script that does not know the package has to run as without it. An error
+        in a step that all ranks take together still ends the run.
 
         Args:
             **options: arguments of BatchFinder.

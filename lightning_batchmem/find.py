@@ -12,7 +12,6 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_batchmem._lightning.clean_start import ProjectSnapshot, isolated
@@ -22,6 +21,7 @@ from lightning_batchmem._lightning.packages import (
     in_every_package,
     warn_of_untested_torch,
 )
+from lightning_batchmem._lightning.sized_hook import loaders_in
 from lightning_batchmem._lightning.strategies import trains_in_other_processes
 from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.batch_finder import BatchFinder, check_plan
@@ -205,7 +205,7 @@ class SearchOnly(BatchFinder):
         """
         # A plan that is made in another process does not come back.
         if not trains_in_other_processes(trainer):
-            data = [datamodule, *_flat(train_dataloaders), *_flat(val_dataloaders)]
+            data = [datamodule, *loaders_in(train_dataloaders), *loaders_in(val_dataloaders)]
             with self._alone(trainer, model, data):
                 trainer.fit(model, train_dataloaders, val_dataloaders, datamodule)
         if self.plan is None:
@@ -258,8 +258,3 @@ class SearchOnly(BatchFinder):
 
     def _report(self, trainer: Trainer, plan: Plan) -> None:
         """Do not print the plan, because it is returned."""
-
-
-def _flat(loaders: Any) -> list[Any]:
-    """The loaders in a collection, or in Lightning's CombinedLoader."""
-    return tree_leaves(getattr(loaders, "flattened", loaders))

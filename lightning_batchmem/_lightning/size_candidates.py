@@ -126,7 +126,7 @@ def _entries_of(holder: Any, until: float) -> list[tuple[str, Any]]:
     """Names and values of a dict, or of the attributes of an object and of its class."""
     entries = []
     is_mapping = issubclass(type(holder), Mapping)
-    # An entry of a configuration may be missing, and an attribute may raise any error.
+    # The keys of a user's mapping may raise any error.
     try:
         names = list(islice(holder, _MOST_ENTRIES)) if is_mapping else _names_of(holder)
     except Exception:  # noqa: BLE001
@@ -136,6 +136,7 @@ def _entries_of(holder: Any, until: float) -> list[tuple[str, Any]]:
             continue
         if time.perf_counter() > until:
             break
+        # An entry of a configuration may be missing, and an attribute may raise any error.
         try:
             value = holder[name] if is_mapping else getattr(holder, name)
         except Exception:  # noqa: BLE001
