@@ -1,5 +1,6 @@
 // A stub of the CUDA runtime: the functions of libcudart, libcublas, libcuda and libnvidia-ml that
-// PyTorch calls, over the memory of the host. See README.md for its settings and limits.
+// PyTorch calls, over the memory of the host. tests/cuda_stub/README.md has its settings and limits.
+// Any other function of these libraries ends the process and names itself (not_modelled.cpp).
 //
 // PyTorch's own code runs unchanged above it: the caching allocator, streams, events, hooks and
 // out-of-memory errors. Kernels do nothing, so results have no meaning. Two things are modelled: the
@@ -11,17 +12,19 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
 #include <map>
 #include <mutex>
-#include <set>
 #include <string>
 
 // The types of cuBLAS, whose headers need CUDA's compiler.
@@ -56,7 +59,10 @@ struct cublasLtMatmulHeuristicResult_t {
 
 const int CUBLAS_STATUS_SUCCESS = 0;
 const int CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT = 5;
-const size_t CUBLAS_VERSION = 130100;
+
+// The sections of not_modelled.cpp, whose ends the linker knows.
+extern "C" const char __start_not_modelled[] __attribute__((visibility("hidden")));
+extern "C" const char __stop_not_modelled[] __attribute__((visibility("hidden")));
 
 namespace {
 
@@ -69,21 +75,35 @@ const size_t MIB = 1 << 20;
 const size_t PAGE = 2 * MIB;
 const int most_devices = 8;
 
+std::string words(const char* name, const char* otherwise) {
+  const char* text = getenv(name);
+  return text ? text : otherwise;
+}
+
+// All that the environment sets, read once.
 struct Settings {
   size_t totals[most_devices];
   int devices = std::min(int(number("CUDA_STUB_DEVICES", 1)), most_devices);
   double capability = number("CUDA_STUB_CAPABILITY", 8.0);
+  // The architecture whose kernels run. Libraries of CUDA choose by it.
+  int kernels = int(number("CUDA_STUB_KERNELS", capability * 10 + 0.5));
   size_t context = size_t(number("CUDA_STUB_CONTEXT_MIB", 300)) * MIB;
   size_t others = size_t(number("CUDA_STUB_OTHER_MIB", 0)) * MIB;
   double flops = number("CUDA_STUB_TFLOPS", 0) * 1e12;
   double bytes_per_second = number("CUDA_STUB_GBPS", 1000) * 1e9;
   double launch = number("CUDA_STUB_LAUNCH_US", 4) * 1e-6;
-  bool verbose = number("CUDA_STUB_VERBOSE", 0) != 0;
+  int multiprocessors = int(number("CUDA_STUB_SMS", 108));
+  int level_2_cache = int(number("CUDA_STUB_L2_MIB", 40) * MIB);
+  std::string name = words("CUDA_STUB_NAME", "CUDA stub");
+  // A file for the sentence with which the stub ends a process.
+  std::string report = words("CUDA_STUB_REPORT", "");
 
   Settings() {
-    std::string text = getenv("CUDA_STUB_GIB") ? getenv("CUDA_STUB_GIB") : "16";
+    bool is_exact = getenv("CUDA_STUB_BYTES");
+    std::string text = is_exact ? words("CUDA_STUB_BYTES", "") : words("CUDA_STUB_GIB", "16");
     for (size_t& total : totals) {
-      total = size_t(atof(text.c_str()) * 1024) * MIB;
+      total = is_exact ? strtoull(text.c_str(), nullptr, 10)
+                       : size_t(atof(text.c_str()) * 1024) * MIB;
       size_t comma = text.find(',');
       if (comma != std::string::npos)
         text = text.substr(comma + 1);
@@ -94,6 +114,48 @@ struct Settings {
 Settings& settings() {
   static Settings all;
   return all;
+}
+
+// The program may change its environment afterwards.
+__attribute__((constructor)) void read_settings() {
+  settings();
+}
+
+// What all devices of a compute capability have for each multiprocessor: NVIDIA, CUDA C++
+// Programming Guide, "Technical Specifications per Compute Capability"
+// (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#features-and-technical-specifications).
+// 11.0 is from libcu++, which has the same numbers for the others
+// (https://github.com/NVIDIA/cccl/blob/main/libcudacxx/include/cuda/__device/arch_traits.h).
+struct Multiprocessor {
+  // 10 * major + minor.
+  int capability;
+  int shared_memory_kib;
+  // What a kernel may use of that when it asks.
+  int most_shared_memory_in_block_kib;
+  int most_threads;
+  int most_blocks;
+};
+
+const Multiprocessor multiprocessors[] = {
+    {50, 64, 48, 2048, 32},    {52, 96, 48, 2048, 32},    {53, 64, 48, 2048, 32},
+    {60, 64, 48, 2048, 32},    {61, 96, 48, 2048, 32},    {62, 64, 48, 2048, 32},
+    {70, 96, 96, 2048, 32},    {72, 96, 96, 2048, 32},    {75, 64, 64, 1024, 16},
+    {80, 164, 163, 2048, 32},  {86, 100, 99, 1536, 16},   {87, 164, 163, 1536, 16},
+    {89, 100, 99, 1536, 24},   {90, 228, 227, 2048, 32},  {100, 228, 227, 2048, 32},
+    {110, 228, 227, 1536, 24}, {120, 100, 99, 1536, 24},
+};
+
+int whole_capability() {
+  return int(settings().capability * 10 + 0.5);
+}
+
+// That of the capability, or of the newest one before it.
+const Multiprocessor& multiprocessor() {
+  const Multiprocessor* found = multiprocessors;
+  for (const Multiprocessor& one : multiprocessors)
+    if (one.capability <= whole_capability())
+      found = &one;
+  return *found;
 }
 
 struct Device {
@@ -145,6 +207,66 @@ size_t used(int device) {
   return d.used + settings().others + (d.has_context ? settings().context : 0);
 }
 
+void write_all(int file, const char* text) {
+  size_t left = strlen(text);
+  while (left > 0) {
+    ssize_t written = write(file, text, left);
+    if (written <= 0)
+      return;
+    text += written;
+    left -= size_t(written);
+  }
+}
+
+}  // namespace
+
+// End the process with a sentence: what comes after it would have no meaning.
+extern "C" [[noreturn]] __attribute__((format(printf, 1, 2))) void cuda_stub_end(const char* format,
+                                                                                 ...) {
+  char sentence[1024];
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(sentence, sizeof sentence - 1, format, arguments);
+  va_end(arguments);
+  strcat(sentence, "\n");
+  int file = STDERR_FILENO;
+  // The process that named this file prints what is in it.
+  if (!settings().report.empty())
+    file = open(settings().report.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+  write_all(file < 0 ? STDERR_FILENO : file, sentence);
+  // Without the functions that are registered for the end, which may call more of CUDA.
+  _exit(70);
+}
+
+namespace {
+
+// The file name of the library that contains an address.
+std::string library_of(const void* address) {
+  Dl_info place{};
+  if (!dladdr(address, &place) || !place.dli_fname)
+    return "unknown code";
+  const char* slash = strrchr(place.dli_fname, '/');
+  return slash ? slash + 1 : place.dli_fname;
+}
+
+}  // namespace
+
+extern "C" [[noreturn]] void cuda_stub_not_modelled(const char* library, const char* function,
+                                                    const void* caller) {
+  cuda_stub_end("The simulated GPU does not have %s of %s, which %s calls.", function, library,
+                library_of(caller).c_str());
+}
+
+namespace {
+
+// An error of the host must not look like a full device.
+[[noreturn]] void refused_by_host(size_t bytes) {
+  cuda_stub_end(
+      "The host refuses %zu MiB of address space for the simulated GPU: %s (ulimit -v,"
+      " vm.overcommit_memory or vm.max_map_count).",
+      bytes / MIB, strerror(errno));
+}
+
 // True if the device has room for so many bytes more, which it then holds.
 bool take(int device, size_t bytes) {
   Device& d = all_devices[device];
@@ -164,7 +286,7 @@ char* map(size_t bytes, int protection) {
   char* at = static_cast<char*>(
       mmap(nullptr, bytes + PAGE, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   if (at == MAP_FAILED)
-    return nullptr;
+    refused_by_host(bytes);
   char* aligned = reinterpret_cast<char*>(pages(reinterpret_cast<size_t>(at)));
   if (aligned > at)
     munmap(at, size_t(aligned - at));
@@ -241,13 +363,6 @@ void product(double m, double n, double k, double batch, cudaStream_t stream) {
     run(std::max(settings().launch, 2 * m * n * k * batch / settings().flops), stream);
 }
 
-void not_modelled(const char* name) {
-  static std::set<std::string> seen;
-  std::lock_guard<std::recursive_mutex> guard(lock);
-  if (settings().verbose && seen.insert(name).second)
-    fprintf(stderr, "cuda_stub: %s is not modelled\n", name);
-}
-
 }  // namespace
 
 extern "C" {
@@ -288,13 +403,14 @@ cudaError_t cudaRuntimeGetVersion(int* v) {
 
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   memset(p, 0, sizeof *p);
-  snprintf(p->name, sizeof p->name, "%s",
-           getenv("CUDA_STUB_NAME") ? getenv("CUDA_STUB_NAME") : "CUDA stub");
+  snprintf(p->name, sizeof p->name, "%s", settings().name.c_str());
   p->uuid.bytes[0] = char(0xA0 + device);
   p->totalGlobalMem = settings().totals[device];
   p->sharedMemPerBlock = 48 << 10;
-  p->sharedMemPerBlockOptin = 163 << 10;
-  p->sharedMemPerMultiprocessor = 164 << 10;
+  p->sharedMemPerBlockOptin = size_t(multiprocessor().most_shared_memory_in_block_kib) << 10;
+  p->sharedMemPerMultiprocessor = size_t(multiprocessor().shared_memory_kib) << 10;
+  // Of the driver, in each block.
+  p->reservedSharedMemPerBlock = whole_capability() >= 80 ? 1024 : 0;
   p->regsPerBlock = p->regsPerMultiprocessor = 65536;
   p->warpSize = 32;
   p->memPitch = 2147483647;
@@ -304,18 +420,18 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   p->maxGridSize[0] = 2147483647;
   p->maxGridSize[1] = p->maxGridSize[2] = 65535;
   p->totalConstMem = 65536;
-  p->major = int(settings().capability);
-  p->minor = int(settings().capability * 10 + 0.5) % 10;
+  p->major = whole_capability() / 10;
+  p->minor = whole_capability() % 10;
   p->textureAlignment = 512;
-  p->multiProcessorCount = 108;
+  p->multiProcessorCount = settings().multiprocessors;
   p->concurrentKernels = p->canMapHostMemory = p->unifiedAddressing = p->managedMemory =
-      p->cooperativeLaunch = 1;
+      p->cooperativeLaunch = p->memoryPoolsSupported = 1;
   p->pciBusID = device + 1;
   p->asyncEngineCount = 3;
   p->memoryBusWidth = 5120;
-  p->l2CacheSize = 40 << 20;
-  p->maxThreadsPerMultiProcessor = 2048;
-  p->maxBlocksPerMultiProcessor = 32;
+  p->l2CacheSize = settings().level_2_cache;
+  p->maxThreadsPerMultiProcessor = multiprocessor().most_threads;
+  p->maxBlocksPerMultiProcessor = multiprocessor().most_blocks;
   p->streamPrioritiesSupported = 1;
   return cudaSuccess;
 }
@@ -339,8 +455,24 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
     case cudaDevAttrMaxGridDimZ: *value = 65535; break;
     case cudaDevAttrMaxBlockDimX:
     case cudaDevAttrMaxBlockDimY: *value = 1024; break;
-    case cudaDevAttrMaxRegistersPerBlock: *value = 65536; break;
-    case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; break;
+    case cudaDevAttrMaxBlockDimZ: *value = 64; break;
+    case cudaDevAttrMaxRegistersPerBlock:
+    case cudaDevAttrMaxRegistersPerMultiprocessor: *value = 65536; break;
+    case cudaDevAttrTotalConstantMemory: *value = 65536; break;
+    case cudaDevAttrReservedSharedMemoryPerBlock:
+      *value = int(p.reservedSharedMemPerBlock);
+      break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor: *value = p.maxThreadsPerMultiProcessor; break;
+    case cudaDevAttrMaxBlocksPerMultiprocessor: *value = p.maxBlocksPerMultiProcessor; break;
+    case cudaDevAttrAsyncEngineCount: *value = p.asyncEngineCount; break;
+    case cudaDevAttrGlobalMemoryBusWidth: *value = p.memoryBusWidth; break;
+    case cudaDevAttrConcurrentKernels:
+    case cudaDevAttrCanMapHostMemory:
+    case cudaDevAttrUnifiedAddressing:
+    case cudaDevAttrStreamPrioritiesSupported:
+    case cudaDevAttrManagedMemory:
+    case cudaDevAttrCooperativeLaunch:
+    case cudaDevAttrMemoryPoolsSupported: *value = 1; break;
     case cudaDevAttrL2CacheSize: *value = p.l2CacheSize; break;
     case cudaDevAttrPciBusId: *value = p.pciBusID; break;
     default: *value = 0;
@@ -383,16 +515,31 @@ cudaError_t cudaPeekAtLastError() {
   return last_error;
 }
 
+// The errors that the stub returns, with the words of the real runtime.
+const struct {
+  cudaError_t error;
+  const char* name;
+  const char* text;
+} errors[] = {
+    {cudaSuccess, "cudaSuccess", "no error"},
+    {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
+    {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory"},
+    {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
+    {cudaErrorNotReady, "cudaErrorNotReady", "device not ready"},
+};
+
 const char* cudaGetErrorString(cudaError_t error) {
-  return error == cudaErrorMemoryAllocation ? "out of memory"
-         : error                            ? "error of the stub"
-                                            : "no error";
+  for (const auto& one : errors)
+    if (one.error == error)
+      return one.text;
+  return "unrecognized error code";
 }
 
 const char* cudaGetErrorName(cudaError_t error) {
-  return error == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation"
-         : error                            ? "cudaErrorOfTheStub"
-                                            : "cudaSuccess";
+  for (const auto& one : errors)
+    if (one.error == error)
+      return one.name;
+  return "unrecognized error code";
 }
 
 // Memory.
@@ -407,8 +554,6 @@ cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   if (!take(current, pages(bytes)))
     return remember(cudaErrorMemoryAllocation);
   char* at = map(pages(bytes), PROT_READ | PROT_WRITE);
-  if (!at)
-    return remember(cudaErrorMemoryAllocation);
   ranges()[at] = {pages(bytes), current};
   *pointer = at;
   return cudaSuccess;
@@ -537,8 +682,6 @@ cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
   std::lock_guard<std::recursive_mutex> guard(lock);
   char* at = map(pages(bytes), PROT_READ | PROT_WRITE);
-  if (!at)
-    return remember(cudaErrorMemoryAllocation);
   ranges()[at] = {pages(bytes), -1};
   *pointer = at;
   return cudaSuccess;
@@ -551,6 +694,15 @@ cudaError_t cudaFreeHost(void* pointer) {
     munmap(found->first, found->second.bytes);
     ranges().erase(found);
   }
+  return cudaSuccess;
+}
+
+cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
+  return cudaHostAlloc(pointer, bytes, 0);
+}
+
+cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
+  *device = host;
   return cudaSuccess;
 }
 
@@ -578,15 +730,41 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void* point
   return cudaSuccess;
 }
 
+// Whether it is memory of a device, or pinned memory of the host.
+bool is_known(const void* pointer) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  return range_of(pointer) != ranges().end();
+}
+
+bool is_on_device(const void* pointer) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  auto found = range_of(pointer);
+  return found != ranges().end() && found->second.device >= 0;
+}
+
+// What the default kind means for two addresses.
+cudaMemcpyKind kind_of(cudaMemcpyKind kind, const void* to, const void* from) {
+  if (kind != cudaMemcpyDefault)
+    return kind;
+  if (is_on_device(to))
+    return is_on_device(from) ? cudaMemcpyDeviceToDevice : cudaMemcpyHostToDevice;
+  return is_on_device(from) ? cudaMemcpyDeviceToHost : cudaMemcpyHostToHost;
+}
+
+// The seconds of a copy. Between the host and a device it takes 12 GB/s.
+double copy_seconds(cudaMemcpyKind kind, double bytes) {
+  bool inside = kind == cudaMemcpyDeviceToDevice;
+  return settings().launch + bytes / (inside ? settings().bytes_per_second / 2 : 12e9);
+}
+
+// A copy inside the device moves nothing: no kernel has written what it would copy.
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream) {
+  kind = kind_of(kind, to, from);
   if (kind != cudaMemcpyDeviceToDevice)
     memmove(to, from, bytes);
-  run(settings().launch +
-          double(bytes) /
-              (kind == cudaMemcpyDeviceToDevice ? settings().bytes_per_second / 2 : 12e9),
-      stream);
-  if (kind == cudaMemcpyDeviceToHost && range_of(to) == ranges().end())
+  run(copy_seconds(kind, double(bytes)), stream);
+  if (kind == cudaMemcpyDeviceToHost && !is_known(to))
     cudaDeviceSynchronize();
   return cudaSuccess;
 }
@@ -602,32 +780,46 @@ cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t byt
 }
 
 cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch,
-                              size_t width, size_t height, cudaMemcpyKind,
+                              size_t width, size_t height, cudaMemcpyKind kind,
                               cudaStream_t stream) {
-  for (size_t row = 0; row < height; row++)
+  kind = kind_of(kind, to, from);
+  for (size_t row = 0; row < height && kind != cudaMemcpyDeviceToDevice; row++)
     memmove(static_cast<char*>(to) + row * to_pitch,
             static_cast<const char*>(from) + row * from_pitch, width);
-  run(settings().launch + double(width * height) / 12e9, stream);
+  run(copy_seconds(kind, double(width) * double(height)), stream);
   return cudaSuccess;
+}
+
+cudaError_t cudaMemcpy2D(void* to, size_t to_pitch, const void* from, size_t from_pitch,
+                         size_t width, size_t height, cudaMemcpyKind kind) {
+  cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, width, height, kind, nullptr);
+  return cudaDeviceSynchronize();
 }
 
 cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) {
   return cudaSuccess;
 }
 
-cudaError_t cudaMemset(void* to, int value, size_t bytes) {
-  // The host gives pages of zeros, so that large blocks of zeros cost nothing.
-  if (value == 0 && bytes > MIB) {
-    char* begin = static_cast<char*>(to);
-    char* end = begin + bytes;
-    auto first = reinterpret_cast<char*>((reinterpret_cast<size_t>(begin) + 4095) & ~size_t(4095));
-    auto last = reinterpret_cast<char*>(reinterpret_cast<size_t>(end) & ~size_t(4095));
-    memset(begin, 0, size_t(first - begin));
-    madvise(first, size_t(last - first), MADV_DONTNEED);
-    memset(last, 0, size_t(end - last));
-  } else {
-    memset(to, value, bytes);
+// Write zeros to a device. It gives whole pages back to the host, which brings them as zeros when
+// they are read.
+void write_zeros(char* begin, size_t bytes) {
+  const size_t host_page = 4096;
+  auto first = (reinterpret_cast<size_t>(begin) + host_page - 1) / host_page * host_page;
+  auto last = (reinterpret_cast<size_t>(begin) + bytes) / host_page * host_page;
+  if (first >= last || madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED) != 0) {
+    memset(begin, 0, bytes);
+    return;
   }
+  memset(begin, 0, first - reinterpret_cast<size_t>(begin));
+  memset(reinterpret_cast<void*>(last), 0, reinterpret_cast<size_t>(begin) + bytes - last);
+}
+
+cudaError_t cudaMemset(void* to, int value, size_t bytes) {
+  // Memory of the host can be a file, or shared with another process.
+  if (value == 0 && is_on_device(to))
+    write_zeros(static_cast<char*>(to), bytes);
+  else
+    memset(to, value, bytes);
   return cudaSuccess;
 }
 
@@ -737,10 +929,19 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* 
   return cudaSuccess;
 }
 
+// CUDA 12 has a form without edges.
+#if CUDART_VERSION >= 13000
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
                                      unsigned long long* id, cudaGraph_t* graph,
                                      const cudaGraphNode_t** dependencies,
                                      const cudaGraphEdgeData** edges, size_t* count) {
+  if (edges)
+    *edges = nullptr;
+#else
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                     unsigned long long* id, cudaGraph_t* graph,
+                                     const cudaGraphNode_t** dependencies, size_t* count) {
+#endif
   cudaStreamIsCapturing(stream, status);
   if (id)
     *id = stream_of(stream).capture_id;
@@ -748,8 +949,6 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
     *graph = nullptr;
   if (dependencies)
     *dependencies = nullptr;
-  if (edges)
-    *edges = nullptr;
   if (count)
     *count = 0;
   return cudaSuccess;
@@ -779,6 +978,17 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph,
                                           unsigned long long) {
   *made = reinterpret_cast<cudaGraphExec_t>(new Graph(*reinterpret_cast<Graph*>(graph)));
+  return cudaSuccess;
+}
+
+// Of CUDA 12, where the name above is a newer one.
+#undef cudaGraphInstantiate
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* made, cudaGraph_t graph,
+                                 unsigned long long flags) {
+  return cudaGraphInstantiateWithFlags(made, graph, flags);
+}
+
+cudaError_t cudaGraphDebugDotPrint(cudaGraph_t, const char*, unsigned) {
   return cudaSuccess;
 }
 
@@ -819,6 +1029,9 @@ void __cudaRegisterFatBinaryEnd(void**) {
 }
 
 void __cudaUnregisterFatBinary(void**) {
+}
+
+void __cudaRegisterHostVar(void**, const char*, char*, size_t) {
 }
 
 void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {
@@ -874,6 +1087,12 @@ cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void**
   return cudaSuccess;
 }
 
+cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3 grid, dim3 block,
+                                        void** arguments, size_t, cudaStream_t stream) {
+  launched(function, grid, block, arguments, stream);
+  return cudaSuccess;
+}
+
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void*, void**) {
   kernel(c->gridDim, c->blockDim, c->stream);
   return cudaSuccess;
@@ -883,7 +1102,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
   memset(a, 0, sizeof *a);
   a->maxThreadsPerBlock = 1024;
   a->numRegs = 32;
-  a->ptxVersion = a->binaryVersion = int(settings().capability * 10 + 0.5);
+  a->ptxVersion = a->binaryVersion = settings().kernels;
   return cudaSuccess;
 }
 
@@ -897,6 +1116,11 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, 
   return cudaSuccess;
 }
 
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
+  *blocks = 2;
+  return cudaSuccess;
+}
+
 cudaError_t cudaProfilerStart() {
   return cudaSuccess;
 }
@@ -906,8 +1130,6 @@ cudaError_t cudaProfilerStop() {
 }
 
 // The driver's functions for segments that expand.
-
-#define EXPORT __attribute__((visibility("default")))
 
 CUresult cuDeviceGet(CUdevice* device, int ordinal) {
   *device = ordinal;
@@ -928,6 +1150,18 @@ CUresult cuGetErrorString(CUresult, const char** text) {
   return CUDA_SUCCESS;
 }
 
+#if CUDA_VERSION >= 12090
+// Messages of the driver, of which the stub has none.
+CUresult cuLogsRegisterCallback(CUlogsCallback, void*, CUlogsCallbackHandle* made) {
+  *made = nullptr;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuLogsUnregisterCallback(CUlogsCallbackHandle) {
+  return CUDA_SUCCESS;
+}
+#endif
+
 CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*,
                                        CUmemAllocationGranularity_flags) {
   *bytes = PAGE;
@@ -936,9 +1170,8 @@ CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*
 
 CUresult cuMemAddressReserve(CUdeviceptr* at, size_t bytes, size_t, CUdeviceptr,
                              unsigned long long) {
-  char* made = map(bytes, PROT_NONE);
-  *at = reinterpret_cast<CUdeviceptr>(made);
-  return made ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+  *at = reinterpret_cast<CUdeviceptr>(map(bytes, PROT_NONE));
+  return CUDA_SUCCESS;
 }
 
 CUresult cuMemAddressFree(CUdeviceptr at, size_t bytes) {
@@ -967,7 +1200,8 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
 CUresult cuMemMap(CUdeviceptr at, size_t bytes, size_t, CUmemGenericAllocationHandle handle,
                   unsigned long long) {
   std::lock_guard<std::recursive_mutex> guard(lock);
-  mprotect(reinterpret_cast<void*>(at), bytes, PROT_READ | PROT_WRITE);
+  if (mprotect(reinterpret_cast<void*>(at), bytes, PROT_READ | PROT_WRITE) != 0)
+    refused_by_host(bytes);
   ranges()[reinterpret_cast<char*>(at)] = {bytes, reinterpret_cast<Range*>(size_t(handle))->device};
   return CUDA_SUCCESS;
 }
@@ -987,12 +1221,33 @@ CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) {
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemsetD32Async(CUdeviceptr, unsigned, size_t, CUstream) {
+CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream) {
+  cudaMemsetAsync(reinterpret_cast<void*>(to), value, bytes, stream);
   return CUDA_SUCCESS;
 }
 
-CUresult cuStreamWriteValue32(CUstream, CUdeviceptr, cuuint32_t, unsigned) {
+CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, CUstream stream) {
+  if (value == 0)
+    return cuMemsetD8Async(to, 0, count * sizeof value, stream);
+  std::fill_n(reinterpret_cast<unsigned*>(to), count, value);
+  run(settings().launch + double(count * sizeof value) / settings().bytes_per_second, stream);
   return CUDA_SUCCESS;
+}
+
+CUresult cuStreamWriteValue32(CUstream, CUdeviceptr at, cuuint32_t value, unsigned) {
+  *reinterpret_cast<cuuint32_t*>(at) = value;
+  return CUDA_SUCCESS;
+}
+
+// Private tables of the driver. Two libraries work without them, as on a machine without a driver:
+// NVRTC compiles, and with CUPTI the profiler of torch reports no kernels.
+CUresult cuGetExportTable(const void** table, const CUuuid*) {
+  const void* caller = __builtin_return_address(0);
+  std::string library = library_of(caller);
+  if (library.rfind("libcupti", 0) != 0 && library.rfind("libnvrtc", 0) != 0)
+    cuda_stub_not_modelled("libcuda.so.1", "cuGetExportTable", caller);
+  *table = nullptr;
+  return CUDA_ERROR_NOT_FOUND;
 }
 
 CUresult cuInit(unsigned) {
@@ -1026,6 +1281,15 @@ CUresult cuCtxGetCurrent(CUcontext* context) {
 }
 
 CUresult cuCtxSetCurrent(CUcontext) {
+  return CUDA_SUCCESS;
+}
+
+// Descriptions of a tensor, which only kernels read.
+CUresult cuTensorMapEncodeTiled(CUtensorMap* made, CUtensorMapDataType, cuuint32_t, void*,
+                                const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                                const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  memset(made, 0, sizeof *made);
   return CUDA_SUCCESS;
 }
 
@@ -1087,8 +1351,24 @@ CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) {
   return CUDA_SUCCESS;
 }
 
-CUresult cuPointerGetAttribute(void* value, CUpointer_attribute, CUdeviceptr pointer) {
-  *static_cast<CUdeviceptr*>(value) = pointer;
+CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdeviceptr pointer) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  auto found = range_of(reinterpret_cast<void*>(pointer));
+  if (found == ranges().end())
+    return CUDA_ERROR_INVALID_VALUE;
+  bool on_host = found->second.device < 0;
+  switch (attribute) {
+    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
+      *static_cast<CUdeviceptr*>(value) = pointer;
+      break;
+    case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
+      *static_cast<unsigned*>(value) = on_host ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
+      break;
+    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
+      *static_cast<int*>(value) = on_host ? 0 : found->second.device;
+      break;
+    default: cuda_stub_end("The simulated GPU does not have attribute %d of a pointer.", attribute);
+  }
   return CUDA_SUCCESS;
 }
 
@@ -1115,22 +1395,42 @@ CUresult cuOccupancyMaxActiveClusters(int* count, CUfunction, const CUlaunchConf
   return CUDA_SUCCESS;
 }
 
-CUresult cuda_stub_unsupported() {
-  return CUDA_ERROR_NOT_SUPPORTED;
+// The driver's function of a name, or null. Of several versions of a function it is the newest one
+// that is modelled. One that is not modelled is found too, and ends the process when it is called.
+void* driver_function(const char* name) {
+  static void* self = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+  void* any = nullptr;
+  for (const char* version : {"_v4", "_v3", "_v2", ""}) {
+    void* found = dlsym(self ? self : RTLD_DEFAULT, (std::string(name) + version).c_str());
+    if (found && (found < __start_not_modelled || found >= __stop_not_modelled))
+      return found;
+    if (found)
+      any = found;
+  }
+  return any;
 }
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
                                              unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
-  void* self = dlopen(nullptr, RTLD_LAZY);
-  *function = dlsym(self, name);
-  if (!*function) {
-    not_modelled(name);
-    *function = reinterpret_cast<void*>(&cuda_stub_unsupported);
-  }
+  *function = driver_function(name);
   if (result)
-    *result = cudaDriverEntryPointSuccess;
+    *result = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
+}
+
+#undef cudaGetDriverEntryPoint
+cudaError_t cudaGetDriverEntryPoint(const char* name, void** function, unsigned long long flags,
+                                    cudaDriverEntryPointQueryResult* result) {
+  return cudaGetDriverEntryPointByVersion(name, function, CUDART_VERSION, flags, result);
+}
+
+CUresult cuGetProcAddress(const char* name, void** function, int, cuuint64_t,
+                          CUdriverProcAddressQueryResult* result) {
+  *function = driver_function(name);
+  if (result)
+    *result = *function ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+  return *function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
 // cuBLAS: products take time, and nothing else.
@@ -1148,6 +1448,19 @@ struct Blas {
 
 cublasStatus_t cublasCreate_v2(cublasHandle_t* handle) {
   *handle = reinterpret_cast<cublasHandle_t>(new Blas{});
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
+  return cublasCreate_v2(handle);
+}
+
+cublasStatus_t cublasLtDestroy(cublasLtHandle_t) {
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasGetStream_v2(cublasHandle_t handle, cudaStream_t* stream) {
+  *stream = reinterpret_cast<Blas*>(handle)->stream;
   return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -1252,6 +1565,49 @@ cublasStatus_t cublasDgemv_v2(cublasHandle_t handle, cublasOperation_t, int m, i
   return CUBLAS_STATUS_SUCCESS;
 }
 
+// Complex numbers: a product of two has four of real ones.
+cublasStatus_t cublasCgemm_v2(cublasHandle_t handle, cublasOperation_t, cublasOperation_t, int m,
+                              int n, int k, const void*, const void*, int, const void*, int,
+                              const void*, void*, int) {
+  product(m, n, k, 4, STREAM);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasZgemm_v2(cublasHandle_t handle, cublasOperation_t, cublasOperation_t, int m,
+                              int n, int k, const void*, const void*, int, const void*, int,
+                              const void*, void*, int) {
+  product(m, n, k, 4, STREAM);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasCgemmStridedBatched(cublasHandle_t handle, cublasOperation_t,
+                                         cublasOperation_t, int m, int n, int k, const void*,
+                                         const void*, int, long long, const void*, int, long long,
+                                         const void*, void*, int, long long, int batch) {
+  product(m, n, k, 4.0 * batch, STREAM);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasZgemmStridedBatched(cublasHandle_t handle, cublasOperation_t,
+                                         cublasOperation_t, int m, int n, int k, const void*,
+                                         const void*, int, long long, const void*, int, long long,
+                                         const void*, void*, int, long long, int batch) {
+  product(m, n, k, 4.0 * batch, STREAM);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasCgemv_v2(cublasHandle_t handle, cublasOperation_t, int m, int n, const void*,
+                              const void*, int, const void*, int, const void*, void*, int) {
+  product(m, n, 1, 4, STREAM);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasZgemv_v2(cublasHandle_t handle, cublasOperation_t, int m, int n, const void*,
+                              const void*, int, const void*, int, const void*, void*, int) {
+  product(m, n, 1, 4, STREAM);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
 // Dot products.
 cublasStatus_t cublasSdot_v2(cublasHandle_t handle, int n, const float*, int, const float*, int,
                              float*) {
@@ -1265,9 +1621,29 @@ cublasStatus_t cublasDdot_v2(cublasHandle_t handle, int n, const double*, int, c
   return CUBLAS_STATUS_SUCCESS;
 }
 
-size_t cublasLtGetVersion() {
-  return CUBLAS_VERSION;
+cublasStatus_t cublasDotEx(cublasHandle_t handle, int n, const void*, cudaDataType, int,
+                           const void*, cudaDataType, int, void*, cudaDataType, cudaDataType) {
+  product(1, 1, n, 1, STREAM);
+  return CUBLAS_STATUS_SUCCESS;
 }
+
+// Solutions of m equations with a triangular matrix, for n right sides.
+#define TRIANGULAR(name, multiplications)                                                        \
+  cublasStatus_t name##_v2(cublasHandle_t handle, int side, int, int, int, int m, int n,         \
+                           const void*, const void*, int, void*, int) {                          \
+    product(m, n, (side == 0 ? m : n) / 2.0, multiplications, STREAM);                           \
+    return CUBLAS_STATUS_SUCCESS;                                                                \
+  }                                                                                              \
+  cublasStatus_t name##Batched(cublasHandle_t handle, int side, int, int, int, int m, int n,     \
+                               const void*, const void*, int, void*, int, int batch) {           \
+    product(m, n, (side == 0 ? m : n) / 2.0, multiplications * double(batch), STREAM);           \
+    return CUBLAS_STATUS_SUCCESS;                                                                \
+  }
+
+TRIANGULAR(cublasStrsm, 1)
+TRIANGULAR(cublasDtrsm, 1)
+TRIANGULAR(cublasCtrsm, 4)
+TRIANGULAR(cublasZtrsm, 4)
 
 cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* made, cudaDataType, uint64_t rows,
                                           uint64_t columns, int64_t) {
@@ -1391,7 +1767,7 @@ int nvmlDeviceGetHandleByUUID(const char*, void** device) {
 }
 
 int nvmlDeviceGetName(void*, char* text, unsigned size) {
-  snprintf(text, size, "CUDA stub");
+  snprintf(text, size, "%s", settings().name.c_str());
   return 0;
 }
 
