@@ -1,0 +1,165 @@
+"""What values do on the host, and what schemas say: parts that need no device."""
+
+import mmap
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_batchmem
+from lightning_batchmem.simulated_gpu.frames import project_line
+from lightning_batchmem.simulated_gpu.known import covers_its_storage, host_view
+from lightning_batchmem.simulated_gpu.operators import describe
+from lightning_batchmem.simulated_gpu.values import Values
+
+aten = torch.ops.aten
+FOLDER = Path(lightning_batchmem.__file__).parent / "simulated_gpu"
+
+
+@pytest.fixture
+def values():
+    values = Values()
+    values.enter()
+    yield values
+    values.exit()
+
+
+def resident_bytes():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_large_weights_are_not_initialized(values):
+    before = resident_bytes()
+    layer = nn.Linear(16384, 8192)
+    layer.weight.data.normal_(0, 0.02)
+    nn.init.trunc_normal_(layer.weight)
+    assert layer.weight.nbytes == 512 * 2**20
+    assert resident_bytes() - before < 32 * 2**20
+
+
+def test_a_large_data_set_is_filled(values):
+    data = torch.empty(2**21).normal_()
+    assert data.std().item() == pytest.approx(1, abs=0.01)
+    data.mul_(2).fill_(3.0)
+    assert data.eq(3).all()
+
+
+def test_small_weights_are_initialized(values):
+    assert nn.Linear(64, 64).weight.abs().sum() > 0
+
+
+def test_operators_of_the_host_are_left_alone(values):
+    with pytest.raises(IndexError, match="index 7"):
+        torch.arange(3)[torch.tensor([7])]
+    assert torch.stack([torch.ones(2), torch.zeros(2)]).sum() == 2
+    assert values.assumptions == []
+
+
+def test_a_mode_can_be_entered_again(values):
+    values.exit()
+    assert torch.ones(2).sum() == 2
+    values.enter()
+    assert torch.ones(2).sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "written", "computes_values"),
+    [
+        (aten.add.Tensor, "add", (), True),
+        (aten.add_.Tensor, "add", (0,), True),
+        (aten.__iand__.Tensor, "__iand__", (0,), True),
+        (aten.view.default, "view", (), False),
+        (aten._unsafe_view.default, "_unsafe_view", (), False),
+        (aten.unsqueeze_.default, "unsqueeze", (0,), False),
+        (aten.record_stream.default, "record_stream", (0,), False),
+        (aten.native_batch_norm.default, "native_batch_norm", (3, 4), True),
+        (aten._foreach_add_.Scalar, "_foreach_add", (0,), True),
+    ],
+)
+def test_schemas_are_read(function, name, written, computes_values):
+    operator = describe(function)
+    assert (operator.name, operator.written) == (name, written)
+    assert operator.computes_values is computes_values
+
+
+def test_an_operator_reads_what_it_does_not_overwrite():
+    first, second = torch.ones(2), torch.ones(2)
+    out = torch.empty(2)
+    assert describe(aten.add_.Tensor).read_tensors((first, second), {}) == [first, second]
+    assert describe(aten.copy_.default).read_tensors((first, second), {})[0] is second
+    assert describe(aten.zeros_like.default).read_tensors((first,), {}) == []
+    read = describe(aten.add.out).read_tensors((first, second), {"out": out})
+    assert [tensor is other for tensor, other in zip(read, (first, second), strict=True)]
+    assert len(read) == 2
+
+
+@pytest.mark.parametrize("name", ["convolution", "native_layer_norm", "_fft_r2c", "_ctc_loss"])
+def test_work_without_a_bound_is_not_done_on_the_host(name):
+    assert not describe(getattr(aten, name).default).is_cheap
+
+
+def test_products_are_computed_if_they_are_small():
+    product = describe(aten.mm.default)
+    assert product.is_cheap
+    small, large = torch.empty(8, 8), torch.empty(2**12, 2**12)
+    assert product.is_short([small, small], [small])
+    assert not product.is_short([large, large], [large])
+
+
+def test_a_view_covers_its_storage_only_if_it_has_all_bytes():
+    whole = torch.empty(4, 6)
+    assert covers_its_storage(whole)
+    assert covers_its_storage(whole.T)
+    assert covers_its_storage(torch.empty(2, 3, 4, 5, memory_format=torch.channels_last))
+    assert not covers_its_storage(whole[1:])
+    assert not covers_its_storage(whole[:, ::2])
+    # It has as many elements as its storage, and some are the same.
+    assert not covers_its_storage(torch.empty(4).as_strided((2, 2), (1, 1)))
+    assert not covers_its_storage(torch.empty(4)[:1].expand(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16, torch.complex64])
+def test_a_host_view_has_the_bytes_of_a_tensor(dtype):
+    tensor = torch.arange(24).view(4, 6).to(dtype)
+    for view in (tensor, tensor.T, tensor[1:, ::2], tensor[:0], tensor[2].expand(3, 6)):
+        assert torch.equal(host_view(view), view)
+    host_view(tensor)[0, 0] = True
+    assert tensor[0, 0] == torch.ones((), dtype=dtype)
+
+
+def test_the_line_of_the_project_is_the_innermost_outside_of_packages():
+    class Named(dict):
+        def __missing__(self, key):
+            return project_line()
+
+    file, number, text = Named()["key"].split(":", 2)
+    assert (file, text) == ("test_values.py", " return project_line()")
+    assert number.isdigit()
+    for folder in ("site-packages", "dist-packages"):
+        installed = {"project_line": project_line}
+        exec(compile("line = project_line()", f"/x/{folder}/installed.py", "exec"), installed)
+        assert installed["line"].startswith("test_values.py:")
+
+
+# Dynamo imports parts of torch that are deprecated.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_files_can_be_loaded_by_their_path_before_the_package():
+    """As a process does in which Lightning is not imported yet."""
+    names = ["known", "frames", "neutral", "operators", "reads", "shapes", "values"]
+    program = f"""
+import importlib.util, sys
+for name in {names}:
+    full = "lightning_batchmem.simulated_gpu." + name
+    spec = importlib.util.spec_from_file_location(full, {str(FOLDER)!r} + "/" + name + ".py")
+    module = sys.modules[full] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+assert "lightning_batchmem" not in sys.modules
+assert "lightning" not in sys.modules
+assert module.Values().assumptions == []
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
