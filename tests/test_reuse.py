@@ -75,10 +75,28 @@ def test_only_a_rehearsal_is_run(again, device, earlier, tmp_path):
         rehearsal = ("rehearsal", FOUND)
         others = [trial for trial in kinds(earlier) if trial != rehearsal]
         assert kinds(plan) == [*others, rehearsal]
-        reason = f"{FOUND} samples: the size of an earlier plan, which passed a rehearsal again."
-        assert plan.reason == reason
+        reason = "the size of an earlier plan, which passed a rehearsal on this device."
+        assert plan.reason == f"{FOUND} samples: {reason}"
         assert plan.parameters == earlier.parameters == "2 in 2 tensors"
         assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_the_size_of_a_simulated_plan_is_rehearsed_on_the_real_device(again, earlier):
+    simulated = replace(earlier, device="simulated RTX-4090", verified=False, simulated=True)
+    plan = again(simulated)
+    assert (plan.verified, plan.simulated, plan.device) == (True, False, earlier.device)
+    # Its trials were none of this device.
+    assert kinds(plan) == [("rehearsal", FOUND)]
+    assert plan.reason.startswith(f"{FOUND} samples: the size of an earlier plan, which passed")
+
+
+def test_a_simulated_plan_of_another_memory_is_not_used(again, earlier):
+    simulated = replace(
+        earlier, limit_bytes=2 * earlier.limit_bytes, verified=False, simulated=True
+    )
+    plan = again(simulated)
+    assert kinds(plan)[0] != ("rehearsal", FOUND)
+    assert "The earlier plan was not used: the limit was" in " ".join(plan.notes)
 
 
 def changed_module(device, law):

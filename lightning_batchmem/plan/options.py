@@ -101,8 +101,7 @@ def parse_memory_limit(memory_limit: object, budget_bytes: int) -> int:
         return budget_bytes
     limit_bytes = 0.0
     if isinstance(memory_limit, str):
-        if (text := _TEXT_LIMIT.fullmatch(memory_limit)) is not None:
-            limit_bytes = float(text[1]) * _UNIT_BYTES.get(text[2].upper(), 0)
+        limit_bytes = bytes_in(memory_limit)
     elif isinstance(memory_limit, Real) and not isinstance(memory_limit, bool):
         limit_bytes = _plain_number(memory_limit)
         if isinstance(limit_bytes, float) and 0 < limit_bytes <= 1:
@@ -115,6 +114,12 @@ def parse_memory_limit(memory_limit: object, budget_bytes: int) -> int:
             f" (0, 1], got {memory_limit!r:.80}"
         )
     return int(limit_bytes)
+
+
+def bytes_in(text: str) -> float:
+    """The bytes of a text such as ``"20GiB"``; 0 for another text."""
+    found = _TEXT_LIMIT.fullmatch(text)
+    return 0.0 if found is None else float(found[1]) * _UNIT_BYTES.get(found[2].upper(), 0)
 
 
 def check_switches(**switches: object) -> None:

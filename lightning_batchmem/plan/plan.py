@@ -60,6 +60,10 @@ class Plan:
             ``"task.batch_size"``, or ``"train_dataloader()"`` for the loaders that this hook
             returns. Empty: the attribute that ``batch_arg_name`` names, or loaders passed to
             ``fit``.
+        project_batch_size: the size that the project had before the search; ``None`` where it is
+            not known.
+        simulated: whether the device was a simulated one. Such a plan is never ``verified``, and
+            :class:`~lightning_batchmem.BatchFinder` only rehearses its size first.
     """
 
     batch_size: int
@@ -84,6 +88,8 @@ class Plan:
     parameters: str = ""
     budget_name: str | None = None
     place: str = ""
+    project_batch_size: int | None = None
+    simulated: bool = False
 
     def __repr__(self) -> str:
         return f"<Plan: {headline(self)}>"

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.records import Trial, mib
 
+NOTHING_FITS = "Nothing fits"
 _SMALLER_STEP = "Use a smaller model, smaller samples, lower precision or activation checkpointing."
 _MORE_ROOM = (
     "Most of it is other memory of this process, not that of the step: pass a higher memory_limit,"
@@ -71,8 +72,8 @@ def empty_range(limits: SearchLimits) -> str:
 
 def fixed_part_does_not_fit(limits: SearchLimits) -> str:
     return (
-        "Nothing fits, and no step was run: without any batch, the process and the gradients need"
-        f" {mib(limits.missing_bytes)} more than the limit of {mib(limits.limit_bytes)}. Use a"
+        f"{NOTHING_FITS}, and no step was run: without any batch, the process and the gradients"
+        f" need {mib(limits.missing_bytes)} more than the limit of {mib(limits.limit_bytes)}. Use a"
         " smaller model or a higher memory_limit."
     )
 
@@ -80,7 +81,7 @@ def fixed_part_does_not_fit(limits: SearchLimits) -> str:
 def nothing_fits(trial: Trial, limits: SearchLimits, *, could_be_one: bool) -> str:
     hint = " min_batch_size=1 tries a single sample." if could_be_one else ""
     return (
-        f"Nothing fits: {size_text(trial.batch_size, limits)}, the smallest size allowed,"
+        f"{NOTHING_FITS}: {size_text(trial.batch_size, limits)}, the smallest size allowed,"
         f" {outcome(trial)} under a limit of {mib(limits.limit_bytes)}.{hint}"
     )
 
@@ -145,7 +146,7 @@ def near_best_throughput(batch_size: int, limits: SearchLimits, share: float) ->
 
 def passed_again(batch_size: int, limits: SearchLimits) -> str:
     size = size_text(batch_size, limits)
-    return f"{size}: the size of an earlier plan, which passed a rehearsal again."
+    return f"{size}: the size of an earlier plan, which passed a rehearsal on this device."
 
 
 # Notes about the measurement.

@@ -83,9 +83,13 @@ def _one(plan: Plan) -> str:
 def headline(plan: Plan) -> str:
     """The size, what limits it, and whether it was rehearsed."""
     verified = "verified by a rehearsal" if plan.verified else "not verified"
+    where = ""
+    if plan.simulated:
+        where = f" on a {plan.device}"
+        verified = "rehearsed on the simulated GPU" if is_rehearsed(plan) else "not rehearsed"
     limited_by = plan.limited_by.replace("_", " ")
     return (
-        f"{_size_name(plan)} {_number(plan, plan.batch_size)}{_on_each_rank(plan)},"
+        f"{_size_name(plan)} {_number(plan, plan.batch_size)}{_on_each_rank(plan)}{where},"
         f" limited by {limited_by}, {verified}"
     )
 
@@ -112,12 +116,23 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
     return rows
 
 
+def is_rehearsed(plan: Plan) -> bool:
+    """Whether a rehearsal passed at the chosen size."""
+    return plan.batch_size in _rehearsed_sizes(plan)
+
+
+def _rehearsed_sizes(plan: Plan) -> set[int]:
+    """The sizes at which a rehearsal passed."""
+    return {t.batch_size for t in plan.trials if t.kind == "rehearsal" and t.outcome == "ok"}
+
+
 def _known_sizes(plan: Plan) -> str:
     """The largest size that fits and the fastest size, and how each of them is known."""
     largest = plan.largest_batch_size or plan.batch_size
-    verified = {t.batch_size for t in plan.trials if t.kind == "rehearsal" and t.outcome == "ok"}
-    is_verified = "verified" if largest in verified else "predicted"
-    text = f"fits {_number(plan, largest)} ({is_verified})"
+    verified = _rehearsed_sizes(plan)
+    rehearsed = "rehearsed" if plan.simulated else "verified"
+    how_known = rehearsed if largest in verified else "predicted"
+    text = f"fits {_number(plan, largest)} ({how_known})"
     fastest = plan.fastest_batch_size
     if fastest is None:
         return text

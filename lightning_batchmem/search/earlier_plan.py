@@ -47,7 +47,7 @@ def find_earlier_plan(
         changes = [sentences.unreadable(given, error)]
     else:
         changes = changes_since(plan, device, limit_bytes)
-        if not (plan.verified and plan.parameters):
+        if not ((plan.verified or plan.simulated) and plan.parameters):
             changes = [sentences.not_verified()]
         elif plan.parameters != parameters:
             changes.append(sentences.changed("number of parameters", plan.parameters, parameters))
@@ -87,7 +87,8 @@ def load_plan(plan: Plan | str | Path) -> Plan:
 def changes_since(plan: Plan, device: str, limit_bytes: int) -> list[str]:
     """A clause for each of device and limit that differs from that of the plan."""
     changes = []
-    if device != plan.device:
+    # The real device has another name.
+    if device != plan.device and not plan.simulated:
         changes.append(sentences.changed("device", plan.device, device))
     if abs(limit_bytes - plan.limit_bytes) > LIMIT_TOLERANCE * plan.limit_bytes:
         changes.append(sentences.changed("limit", mib(plan.limit_bytes), mib(limit_bytes)))
@@ -126,6 +127,6 @@ def reused(plan: Plan, trial: Trial, limits: SearchLimits) -> tuple[Chosen, tupl
         # Times of another process cannot be compared with those of this one.
         replace(t, step_seconds=None, fastest_step_seconds=None, samples_per_second=None)
         for t in plan.trials
-        if (t.batch_size, t.kind) != (size, "rehearsal")
+        if (t.batch_size, t.kind) != (size, "rehearsal") and not plan.simulated
     ]
     return chosen, (*earlier, trial)

@@ -11,7 +11,7 @@ import pytest
 from tests.ecosystem.twice import MARKS, MISSING
 
 REPOSITORY = Path(__file__).parents[2]
-REASON = "64 samples: the size of an earlier plan, which passed a rehearsal again."
+REASON = "64 samples: the size of an earlier plan, which passed a rehearsal on this device."
 pytestmark = MARKS
 
 

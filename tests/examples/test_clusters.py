@@ -75,7 +75,7 @@ def test_the_tasks_of_a_job_train_with_one_size_and_the_next_job_uses_their_plan
     srun.chmod(0o755)
     path = os.pathsep.join([str(srun.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
     output = run(["bash", "examples/slurm/train.sbatch"], tmp_path, PATH=path, **job)
-    reason = "64 samples: the size of an earlier plan, which passed a rehearsal again."
+    reason = "64 samples: the size of an earlier plan, which passed a rehearsal on this device."
     assert tasks_with(reason, output) == ["0", "1"]
 
 

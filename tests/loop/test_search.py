@@ -103,7 +103,7 @@ def test_an_earlier_plan_is_only_rehearsed(lawful, tmp_path):
     lawful.sizes.clear()
     again = found(lawful, plan=tmp_path / "plan.json")
     assert again.batch_size == plan.batch_size
-    assert again.reason.endswith("which passed a rehearsal again.")
+    assert again.reason.endswith("which passed a rehearsal on this device.")
     assert max(lawful.sizes) == plan.batch_size
     assert 2 not in lawful.sizes
     other = found(lawful, plan=plan, multiple_of=5)

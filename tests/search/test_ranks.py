@@ -244,7 +244,7 @@ def test_the_first_rank_decides_whether_an_earlier_plan_is_used_again(seen):
     again = same_plan(seen["reuses"])
     reason = (
         f"{plan['batch_size']} samples: the size of an earlier plan,"
-        " which passed a rehearsal again."
+        " which passed a rehearsal on this device."
     )
     assert again["reason"] == reason
     rehearsals = [trial for trial in again["trials"] if trial["kind"] == "rehearsal"]
