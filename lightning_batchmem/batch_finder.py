@@ -72,6 +72,7 @@ class BatchFinder(Callback):
     Attributes:
         plan: the :class:`~lightning_batchmem.Plan` of the last search; ``None`` before.
         policy: the numbers that steer a search; assign another one before ``fit``.
+        options: the arguments that steer it, checked.
 
     Args:
         objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest
@@ -157,7 +158,7 @@ class BatchFinder(Callback):
         super().__init__()
         self.plan: Plan | None = None
         self.policy = SearchPolicy()
-        self._options = SearchOptions(
+        self.options = SearchOptions(
             objective=objective,
             memory_limit=memory_limit,
             max_batch_size=max_batch_size,
@@ -260,7 +261,7 @@ class BatchFinder(Callback):
         # With any of these at 0 there is no training.
         if 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches):
             return
-        options = self._options
+        options = self.options
         # The plan with which a resumed run continues without a search.
         saved_plan: CheckpointPlan | None = None
         without_search = ExitStack()
@@ -410,7 +411,7 @@ class BatchFinder(Callback):
     def _search_for_evaluation(self, trainer: Trainer, module: LightningModule) -> None:
         """Search with forward passes, where the loaders of the stage follow the batch size."""
         source = stage_source(trainer)
-        options = self._options
+        options = self.options
         if getattr(trainer, f"limit_{source.stage}_batches") == 0:
             return
         check_step(module, "validation_step" if source.stage == "val" else f"{source.stage}_step")
@@ -440,7 +441,7 @@ class BatchFinder(Callback):
                 f"BatchFinder cannot search, because {device.type} or its allocator counts"
                 " no peak memory. Set the batch size by hand."
             )
-        return TrainerSearch(trainer, device_memory, self._options, self.policy, self._ranks)
+        return TrainerSearch(trainer, device_memory, self.options, self.policy, self._ranks)
 
     def _report(self, trainer: Trainer, plan: Plan) -> None:
         if trainer.is_global_zero:

@@ -6,11 +6,14 @@ The file is not called ``compare.py``, because a function has that name.
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -189,12 +192,53 @@ def _settings(variants: object, base: Mapping[str, Any]) -> dict[str, dict[str, 
     return settings
 
 
+def function_named(target: str) -> Make:
+    """The function ``make`` with the name ``module:name``."""
+    make = object_named(target)
+    if not callable(make):
+        raise ValueError(f"make must be a function, got {type(make).__name__} {target}")
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise ValueError(f"make must be a function without arguments: {error}") from error
+    function: Make = make
+    return function
+
+
+def object_named(target: str) -> Any:
+    """The object with the name ``module:name``; a wrong name ends with a list of right ones."""
+    module_name, _, name = target.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), name]):
+        raise ValueError(f"a name must be MODULE:NAME, got {target!r}")
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that it imports may be missing.
+        if not module_name.startswith(str(error.name)):
+            raise
+        modules = ", ".join(sorted(path.stem for path in Path.cwd().glob("*.py"))) or "none"
+        raise ValueError(
+            f"{target} must name a module, got {module_name!r}; modules in {Path.cwd()}: {modules}"
+        ) from error
+    if not hasattr(module, name):
+        names = [key for key, value in vars(module).items() if not key.startswith("_")]
+        raise ValueError(
+            f"{target} must name an object of {module_name}, got {name!r}; it has:"
+            f" {', '.join(names)}"
+        )
+    return getattr(module, name)
+
+
+def is_one_device(devices: object) -> bool:
+    """Whether this argument of a Trainer names one device."""
+    return devices in (1, "1") or (isinstance(devices, list) and len(devices) == 1)
+
+
 def check_one_device(name: str, arguments: Mapping[str, Any]) -> None:
     """Raise a ValueError unless these arguments of the Trainer are those of one device."""
     devices = arguments.get("devices", 1)
     nodes = arguments.get("num_nodes", 1)
-    is_one_device = devices in (1, "1") or (isinstance(devices, list) and len(devices) == 1)
-    if not is_one_device or nodes != 1:
+    if not is_one_device(devices) or nodes != 1:
         raise ValueError(
             f"devices must be one device, got {devices!r} on {nodes} nodes in {name!r}"
         )

@@ -48,6 +48,13 @@ def trains_in_other_processes(trainer: Trainer) -> bool:
     return isinstance(trainer.strategy.launcher, kind)
 
 
+def exchange_on_host(trainer: Trainer) -> None:
+    """Let ranks exchange numbers with gloo, which needs no network of GPUs."""
+    if _is_strategy(trainer, "DDPStrategy", "ModelParallelStrategy"):
+        # It is private in lightning 2.5.0 to 2.6.6, and read when the process group is made.
+        vars(trainer.strategy)["_process_group_backend"] = "gloo"
+
+
 def steps_are_collective(trainer: Trainer) -> bool:
     """Whether every step needs all ranks: sharded parameters, or SyncBatchNorm."""
     return trainer.world_size > 1 and (

@@ -107,6 +107,8 @@ class TrainerSearch:
         self.start_bytes = 0
         # It is set by a search that ran training steps at the size of its plan.
         self.batch_watch: BatchWatch | None = None
+        # Whether the size of the project is rehearsed too.
+        self.rehearses_project_size = False
         if self._budget.is_exceeded_by_option():
             rank_zero_warn(
                 f"memory_limit={options.memory_limit!r} is more than the device can provide,"
@@ -145,7 +147,8 @@ class TrainerSearch:
                 ranks=self.ranks,
             )
             with noted_errors():
-                result = self._search_of(session, progress).run(earlier_plan)
+                also_size = followed.project_size if self.rehearses_project_size else None
+                result = self._search_of(session, progress).run(earlier_plan, also_size)
         wrap_again(self.trainer)
         chosen = _chosen(result)
         at_size = [trial for trial in result.trials if trial.batch_size == chosen.batch_size]
@@ -164,7 +167,8 @@ class TrainerSearch:
             lr_scaling=self.options.lr_scaling,
         )
         notes = [*_old_values(followed.setting, chosen), *notes]
-        return self._plan(chosen, result, step, notes, parameters, followed.setting)
+        plan = self._plan(chosen, result, step, notes, parameters, followed.setting)
+        return replace(plan, project_batch_size=followed.project_size)
 
     def evaluation(self, setting: BatchSizeSetting, snapshot: ProjectSnapshot) -> Plan | None:
         """Search with forward passes; ``None`` if no loader of the stage follows the batch size.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
+from typing import ClassVar
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn
@@ -11,18 +12,20 @@ from rich.progress import Progress, TextColumn
 from lightning_batchmem.plan.fit import fit_memory
 from lightning_batchmem.plan.records import NextSize, Trial, counted, mib
 
-# Without a terminal nothing else is printed until the search ends, which may take minutes.
-START = (
-    "BatchFinder: searching for a batch size. A training without BatchFinder (callbacks,"
-    " LIGHTNING_BATCHMEM) starts at once."
-)
-
 
 class SearchProgress(Progress):
     """A line with the time, and the trial and the step that run; it ends with the number of trials.
 
-    Without a terminal only :data:`START` and this end are printed.
+    Without a terminal only ``start_text`` and this end are printed.
+
+    Attributes:
+        start_text: what is printed there at the start, because a search may take minutes.
     """
+
+    start_text: ClassVar[str] = (
+        "BatchFinder: searching for a batch size. A training without BatchFinder (callbacks,"
+        " LIGHTNING_BATCHMEM) starts at once."
+    )
 
     def __init__(self, *, enabled: bool, console: Console | None = None) -> None:
         # What changes comes first, because a narrow terminal cuts off the end.
@@ -39,7 +42,7 @@ class SearchProgress(Progress):
         """Begin the line."""
         console = self.console
         if not (self.disable or console.is_terminal or console.is_jupyter):
-            console.print(START, highlight=False, soft_wrap=True)
+            console.print(self.start_text, highlight=False, soft_wrap=True)
         super().start()
 
     def __exit__(

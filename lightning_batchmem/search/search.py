@@ -67,8 +67,13 @@ class BatchSizeSearch:
         self._progress = progress
         self._runner = TrialRunner(session, budget.device, ranks, policy, progress.begin_step)
 
-    def run(self, earlier_plan: Plan | None = None) -> SearchResult:
-        """Search, or only rehearse the size of an earlier plan if that passes."""
+    def run(self, earlier_plan: Plan | None = None, also_size: int | None = None) -> SearchResult:
+        """Search, or only rehearse the size of an earlier plan if that passes.
+
+        Args:
+            earlier_plan: the plan.
+            also_size: a size that is rehearsed at the end, where the data allow it.
+        """
         session = self._session
         limits = search_limits(session, self._budget, self._options, self._policy, self._ranks)
         notes: list[str] = []
@@ -90,10 +95,13 @@ class BatchSizeSearch:
             failure = self._explained(result.chosen, result.trials, result.limits)
             reason = " ".join([failure.reason, *of_limit])
             return replace(result, chosen=SearchFailed(reason))
-        session.check_batch_size(result.chosen.batch_size)
+        chosen = result.chosen
+        session.check_batch_size(chosen.batch_size)
+        if also_size is not None and also_size <= limits.max_batch_size:
+            result = self._with_size(result, also_size)
         of_trials = dict.fromkeys(note for trial in result.trials for note in trial.notes)
         notes = [
-            *result.chosen.notes,
+            *chosen.notes,
             *notes,
             *of_trials,
             *session.notes,
@@ -110,6 +118,13 @@ class BatchSizeSearch:
             trials.append(self._trial(step, trials, limits))
             limits = self._read_again(limits)
         return SearchResult(step, tuple(trials), limits)
+
+    def _with_size(self, result: SearchResult, batch_size: int) -> SearchResult:
+        """The result with a rehearsal of one more size, unless it has one."""
+        if any(t.batch_size == batch_size and t.kind == "rehearsal" for t in result.trials):
+            return result
+        trial = self._trial(NextSize(batch_size, "rehearsal"), result.trials, result.limits)
+        return replace(result, trials=(*result.trials, trial))
 
     def _rehearse_again(self, plan: Plan, limits: SearchLimits) -> SearchResult:
         """Rehearse the size of an earlier plan."""

@@ -7,7 +7,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, distributed
@@ -28,7 +28,13 @@ class SavedStorages:
 
     Copies of the host's tensors are in a file, because in memory they would raise the resident set
     that the search measures. Those of a device are there too if the host has no room for them.
+
+    Attributes:
+        largest_bytes: of a process that ends after its search: only storages of the device with so
+            many bytes at most are saved.
     """
+
+    largest_bytes: ClassVar[int | None] = None
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         # The file is open as long as the search, so no `with` statement can close it.
@@ -39,6 +45,9 @@ class SavedStorages:
             (flat.device, flat.data_ptr(), flat.numel()): flat for flat in map(_flat_bytes, tensors)
         }
         self._flats = list(storages.values())
+        if self.largest_bytes is not None:
+            small = [flat for flat in self._flats if flat.numel() <= self.largest_bytes]
+            self._flats = [flat for flat in small if not flat.is_cpu]
         on_device = [flat for flat in self._flats if not flat.is_cpu]
         has_room = has_room_for(sum(flat.numel() for flat in on_device))
         self._in_memory = [(flat, flat.cpu()) for flat in on_device if has_room]

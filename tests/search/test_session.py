@@ -27,13 +27,13 @@ def device(device):
     return device
 
 
-def searched(session, policy=POLICY, earlier_plan=None, **options):
+def searched(session, policy=POLICY, earlier_plan=None, also_size=None, **options):
     options = SearchOptions(**{"multiple_of": 1, **options})
     device = session.device_memory
     budget = MemoryBudget(device, options.memory_limit, policy.limit_share)
     progress = SearchProgress(enabled=False)
     search = BatchSizeSearch(session, budget, options, policy, Ranks(0, 1), progress)
-    return search.run(earlier_plan)
+    return search.run(earlier_plan, also_size)
 
 
 def plan_of(result):
@@ -93,7 +93,7 @@ def test_the_size_of_an_earlier_plan_is_only_rehearsed(device):
     result = searched(session, earlier_plan=plan)
     assert set(session.sizes) == {354, 354 // 2}
     assert [trial.batch_size for trial in result.trials] == [2, 8, 169, 338, 354]
-    assert result.chosen.reason.endswith("which passed a rehearsal again.")
+    assert result.chosen.reason.endswith("which passed a rehearsal on this device.")
     heavier = FakeSession(device, lambda size: law(2 * size))
     result = searched(heavier, earlier_plan=plan)
     assert result.chosen.batch_size == 177
@@ -103,6 +103,28 @@ def test_the_size_of_an_earlier_plan_is_only_rehearsed(device):
     assert result.notes[0].startswith(
         "The earlier plan was not used: it has 354 samples, and sizes"
     )
+
+
+@pytest.mark.parametrize(
+    ("also_size", "outcome"),
+    [
+        (16, "ok"),
+        # It was run as a probe only.
+        (8, "ok"),
+        (2000, "out_of_memory"),
+        # This one was rehearsed.
+        (354, None),
+        # The session has no batch of this size.
+        (10**7, None),
+    ],
+)
+def test_one_more_size_is_rehearsed(device, also_size, outcome):
+    alone = searched(FakeSession(device, law))
+    result = searched(FakeSession(device, law), also_size=also_size)
+    assert result.chosen == alone.chosen
+    more = result.trials[len(alone.trials) :]
+    found = [(trial.batch_size, trial.kind, trial.outcome) for trial in more]
+    assert found == ([] if outcome is None else [(also_size, "rehearsal", outcome)])
 
 
 def test_a_failure_has_the_memory_breakdown(device):

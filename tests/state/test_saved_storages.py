@@ -86,3 +86,17 @@ def pages_in_cache(descriptor):
         assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(len(mapped)), resident) == 0
         del first
     return sum(page & 1 for page in resident)
+
+
+def test_small_storages_of_the_device_are_saved_where_the_process_ends_after_its_search(
+    monkeypatch,
+):
+    monkeypatch.setattr(SavedStorages, "largest_bytes", 40)
+    on_host = torch.arange(10.0)
+    # This device has no memory, so only what is saved can be seen.
+    small, large = (torch.empty(count, device="meta") for count in (10, 11))
+    monkeypatch.setattr("lightning_batchmem.state.saved_storages.has_room_for", lambda _: False)
+    monkeypatch.setattr(SavedStorages, "_chunks_in_file", lambda self: iter(()))
+    kept = SavedStorages([on_host, small, large])
+    assert [flat.numel() for flat in kept._flats] == [40]
+    assert not kept._flats[0].is_cpu
