@@ -1,4 +1,4 @@
-"""The command line: ``find``, ``compare``, ``check`` and ``draw``.
+"""The command line: ``find``, ``simulate``, ``compare``, ``check`` and ``draw``.
 
 jsonargparse makes the options of a command from the signature of its function, and their help from
 its docstring.
@@ -6,14 +6,13 @@ its docstring.
 
 from __future__ import annotations
 
-import inspect
 import io
 import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -26,14 +25,21 @@ from lightning_batchmem._lightning.packages import is_own_error
 from lightning_batchmem.figures import plot_memory_over_steps, plot_search
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.profile.step_csv import NAME, PLAN_NAME, read_rows
+from lightning_batchmem.simulated_gpu import command
+from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, list_text
+from lightning_batchmem.simulated_gpu.launch import Program
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_DESCRIPTION = """Compute a batch size, compare settings, test memory, or draw figures.
+_DESCRIPTION = """Compute a batch size, also for a GPU that is not there, compare settings, test
+memory, or draw figures.
 
 Exit code: 0 for a result, 1 for none (check: a part has grown), 2 for an error."""
+
+_CONTEXT = f"{CONTEXT_BYTES // MIB}MiB"
 
 # The name of each file that has a figure, with that of the figure and a function that draws it.
 _FIGURES: dict[str, tuple[str, Callable[[Path], Figure | None]]] = {
@@ -46,7 +52,11 @@ _FIGURES: dict[str, tuple[str, Callable[[Path], Figure | None]]] = {
 
 
 def find(
-    make: str, trainer: dict[str, Any] | None = None, out: Path | None = None, **options: Any
+    make: str,
+    trainer: dict[str, Any] | None = None,
+    out: Path | None = None,
+    gpu: str | None = None,
+    **options: Any,
 ) -> int:
     """Compute the batch size, without a training.
 
@@ -55,15 +65,56 @@ def find(
             data); data is a datamodule or training loaders.
         trainer: arguments of the Trainer, each as in --trainer.accelerator=gpu.
         out: a file to write the plan to, as JSON.
+        gpu: search on a simulated GPU with this name; see simulate.
         **options: arguments of BatchFinder.
     """
     _check_file(out)
     # Both do nothing without a training. What is given here is no option of the command.
     finder = SearchOnly(verbose=False, search_on_resume=False, **options)
-    made_trainer, module, data = comparison.make_trainer(_function(make), trainer or {})
+    if gpu is not None:
+        if options["plan"] is not None:
+            raise ValueError("plan must be null for a simulated GPU")
+        program = Program("function", make, trainer=trainer or {})
+        return _simulated(program, gpu, _CONTEXT, asdict(finder.options), out)
+    made_trainer, module, data = comparison.make_trainer(
+        comparison.function_named(make), trainer or {}
+    )
     plan = finder.search(made_trainer, module, None, data, None)
     _write(str(plan), plan.to_json(), out)
     return 0
+
+
+def simulate(
+    gpus: str,
+    program: list[str],
+    out: Path | None = None,
+    context: str = _CONTEXT,
+    min_steps_per_epoch: int | None = None,
+    **options: Any,
+) -> int:
+    """Compute the batch size of a training script on GPUs that are not there.
+
+    The script runs as it is up to its first Trainer.fit, which searches instead of training.
+    Options stand before the program. simulate --list prints the GPUs.
+
+    Args:
+        gpus: names of GPUs such as RTX-4090, or sizes such as 24GiB, with commas between them.
+        program: train.py and its arguments, or -m my_package.train and its arguments.
+        out: a file to write the plan to, as JSON; of several GPUs a list of plans.
+        context: memory that the CUDA context takes on the device.
+        min_steps_per_epoch: as in BatchFinder; by default the data set limits the size.
+        **options: arguments of BatchFinder.
+    """
+    _check_file(out)
+    finder = SearchOnly(
+        verbose=False,
+        search_on_resume=False,
+        plan=None,
+        min_steps_per_epoch=min_steps_per_epoch,
+        **options,
+    )
+    options_given = command.given_options(finder.options)
+    return _simulated(Program.of_command(program), gpus, context, options_given, out)
 
 
 def compare(
@@ -85,8 +136,12 @@ def compare(
         **options: arguments of BatchFinder.
     """
     _check_file(out)
-    function = _function(make)
-    chosen = None if variants is None else _named(f"{make.partition(':')[0]}:{variants}")
+    function = comparison.function_named(make)
+    chosen = (
+        None
+        if variants is None
+        else comparison.object_named(f"{make.partition(':')[0]}:{variants}")
+    )
     # As in find.
     compared = comparison.compare(
         function, chosen, base=trainer, verbose=False, search_on_resume=False, **options
@@ -114,11 +169,13 @@ def check(
     """
     if update:
         _check_file(reference)
-        text = memory_test.reference_text(_function(make), trainer or {})
+        text = memory_test.reference_text(comparison.function_named(make), trainer or {})
         _write_file(reference, text)
         sys.stdout.write(f"{reference}\n")
         return 0
-    grown, smaller = memory_test.differences(_function(make), reference, tolerance, trainer or {})
+    grown, smaller = memory_test.differences(
+        comparison.function_named(make), reference, tolerance, trainer or {}
+    )
     lines = grown or smaller or [f"equal to {reference} within {100 * tolerance:g} %"]
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 1 if grown else 0
@@ -170,14 +227,21 @@ def draw(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:2] == ["simulate", "--list"]:
+        sys.stdout.write(f"{list_text()}\n")
+        return 0
     try:
         exit_code: int = auto_cli(
-            [find, compare, check, draw],
-            args=None if arguments is None else list(arguments),
+            [find, simulate, compare, check, draw],
+            args=command.with_program_as_list(words),
             parser_class=_Parser,
             prog="python -m lightning_batchmem",
             description=_DESCRIPTION,
         )
+    except KeyboardInterrupt:
+        _print_error("error: interrupted")
+        return 130
     # The user's code may raise any error, which needs its traceback. One of this package is a line.
     except Exception as error:  # noqa: BLE001
         if is_own_error(error):
@@ -203,49 +267,24 @@ def run_installed() -> int:
     return main()
 
 
+def _simulated(
+    program: Program, gpus: str, context: str, options: Mapping[str, Any], out: Path | None
+) -> int:
+    """Search on simulated GPUs, print what was found, and return the exit code."""
+    findings = command.simulate(program, gpus, context, options)
+    for error in findings.errors:
+        _print_error(f"error: {error}")
+    if findings.text:
+        _write(findings.text, findings.json, out if findings.json else None)
+    return findings.exit_code
+
+
 class _Parser(ArgumentParser):
     """A parser whose errors are one line, without the usage."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         _print_error(f"error: {message}")
         sys.exit(2)
-
-
-def _function(target: str) -> Callable[[], Any]:
-    """The function ``make`` with the name ``module:name``."""
-    make = _named(target)
-    if not callable(make):
-        raise ValueError(f"make must be a function, got {type(make).__name__} {target}")
-    try:
-        inspect.signature(make).bind()
-    except TypeError as error:
-        raise ValueError(f"make must be a function without arguments: {error}") from error
-    function: Callable[[], Any] = make
-    return function
-
-
-def _named(target: str) -> Any:
-    """The object with the name ``module:name``; a wrong name ends with a list of right ones."""
-    module_name, _, name = target.partition(":")
-    if not all(part.isidentifier() for part in [*module_name.split("."), name]):
-        raise ValueError(f"a name must be MODULE:NAME, got {target!r}")
-    try:
-        module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        # A module that it imports may be missing.
-        if not module_name.startswith(str(error.name)):
-            raise
-        modules = ", ".join(sorted(path.stem for path in Path.cwd().glob("*.py"))) or "none"
-        raise ValueError(
-            f"{target} must name a module, got {module_name!r}; modules in {Path.cwd()}: {modules}"
-        ) from error
-    if not hasattr(module, name):
-        names = [key for key, value in vars(module).items() if not key.startswith("_")]
-        raise ValueError(
-            f"{target} must name an object of {module_name}, got {name!r}; it has:"
-            f" {', '.join(names)}"
-        )
-    return getattr(module, name)
 
 
 def _check_file(out: Path | None) -> None:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,10 @@ import lightning_batchmem.memory_profiler
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
 from lightning_batchmem.__main__ import main, run_installed
 from lightning_batchmem.profile.step_csv import read_rows
+from lightning_batchmem.simulated_gpu import command
+from lightning_batchmem.simulated_gpu.launch import Outcome, Program
 from tests.helpers.fake_device import FakeDevice
-from tests.helpers.lawful import MIB, Lawful, law, quiet_trainer
+from tests.helpers.lawful import MIB, OLD_PLAN, Lawful, law, quiet_trainer
 
 ALL_FIGURES = ["memory_over_steps.png", "search.png"]
 FILES = ("memory_per_batch.csv", "batch_plan.json")
@@ -459,3 +462,112 @@ def test_help_describes_every_option(capsys, command):
     assert "--max_batch_size MAX_BATCH_SIZE the largest size to consider, in samples. " in text
     assert "within 5 % of the best samples per second that were measured. " in text
     assert "--plan PLAN a plan of an earlier ``fit`` to use again" in text
+
+
+# --- simulate
+
+
+@pytest.fixture
+def simulated(project, monkeypatch):
+    """Outcomes of simulations by the names of GPUs, and what was asked for."""
+    asked = []
+    outcomes = {}
+
+    def run(program, gpu, context_bytes, options):
+        asked.append((program, gpu.name, context_bytes, dict(options)))
+        return Outcome(gpu, **outcomes[gpu.name])
+
+    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(command, "kernels_of", lambda gpu: None)
+    Path("train.py").write_text("")
+    return asked, outcomes
+
+
+def simulated_plan():
+    plan = Plan.from_json(json.dumps(OLD_PLAN))
+    return replace(plan, simulated=True, verified=False, device="simulated RTX-4090")
+
+
+def test_simulate_passes_the_program_and_the_options_that_were_given(simulated, capsys):
+    asked, outcomes = simulated
+    outcomes["RTX-4090"] = {"plan": simulated_plan()}
+    options = "--multiple_of 8 --context=1GiB --out plan.json"
+    command = f"simulate {options} RTX-4090 --max_batch_size=64 train.py --out other --epochs 3"
+    assert main(command.split()) == 0
+    (asked_for,) = asked
+    program = Program("script", "train.py", ("--out", "other", "--epochs", "3"))
+    assert asked_for == (program, "RTX-4090", 2**30, {"multiple_of": 8, "max_batch_size": 64})
+    assert Plan.from_json(Path("plan.json").read_text()) == simulated_plan()
+    assert not Path("other").exists()
+    assert " on a simulated RTX-4090, " in capsys.readouterr().out
+
+
+def test_simulate_on_several_gpus_prints_a_table(simulated, capsys):
+    asked, outcomes = simulated
+    outcomes["RTX-4090"] = {"plan": simulated_plan()}
+    outcomes["24GiB"] = {"nothing_fits": "Nothing fits."}
+    assert main(["simulate", "rtx4090, 24GiB", "--out", "plans.json", "-m", "my_project"]) == 0
+    assert [gpu for _, gpu, _, _ in asked] == ["RTX-4090", "24GiB"]
+    assert [program for program, *_ in asked] == 2 * [Program("module", "my_project")]
+    (plan,) = json.loads(Path("plans.json").read_text())
+    assert plan["simulated"] is True
+    output = capsys.readouterr().out
+    assert output.startswith("| GPU ")
+    assert "- 24GiB: Nothing fits." in output
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "stream", "text"),
+    [
+        ({"nothing_fits": "Nothing fits."}, 1, "out", "simulated RTX-4090: Nothing fits.\n"),
+        ({"error": "it fails"}, 2, "err", "error: simulated RTX-4090: it fails\n"),
+    ],
+)
+def test_simulate_without_a_plan(simulated, capsys, outcome, code, stream, text):
+    _, outcomes = simulated
+    outcomes["RTX-4090"] = outcome
+    assert main(["simulate", "RTX-4090", "--out", "plan.json", "train.py"]) == code
+    assert getattr(capsys.readouterr(), stream) == text
+    assert not Path("plan.json").exists()
+
+
+def test_find_on_a_simulated_gpu_passes_the_function_and_all_options(simulated):
+    asked, outcomes = simulated
+    outcomes["A100-80GB"] = {"plan": simulated_plan()}
+    command = "find my_project:make --gpu A100-80GB --trainer.precision bf16-mixed"
+    assert main(command.split()) == 0
+    ((program, gpu, _, options),) = asked
+    assert program == Program("function", "my_project:make", trainer={"precision": "bf16-mixed"})
+    assert (gpu, options["min_steps_per_epoch"]) == ("A100-80GB", 10)
+
+
+def test_simulate_lists_the_gpus(capsys):
+    assert main(["simulate", "--list"]) == 0
+    assert "RTX-4090" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("simulate RTX-4091 train.py", "RTX-4090"),
+        ("simulate RTX-4090 trian.py", "there is no script 'trian.py' in "),
+        ("simulate RTX-4090 -m no_such", "there is no module 'no_such'"),
+        ("simulate RTX-4090 --context 3 train.py", "context must be a size such as 300MiB"),
+        ("simulate 8GiB --context 9GiB train.py", "context must be less than the memory of 8GiB"),
+        ("simulate RTX-4090 --objective throughput train.py", "objective must be memory"),
+        ("simulate RTX-4090 --max_batch_size 0 train.py", "max_batch_size must be a whole number"),
+        ("simulate RTX-4090 --no_such 3 train.py", "unrecognized arguments: --no_such=3"),
+        ("simulate RTX-4090", "program"),
+        ("find my_project:make --gpu 8GiB --plan plan.json", "plan must be null"),
+        ("simulate", "gpus"),
+    ],
+)
+def test_bad_input_of_simulate_is_one_line(simulated, capsys, command, message):
+    try:
+        code = main(command.split())
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line

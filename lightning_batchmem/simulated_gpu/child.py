@@ -1,0 +1,215 @@
+"""Run a program on a simulated GPU up to its first ``Trainer.fit``, and write what it found.
+
+This file is the script of a new process, in which the library of the simulated GPU is loaded. It
+changes torch and Lightning when the program imports them, and nothing else: until then it imports
+the standard library only, so that the program starts as without it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import inspect
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+# Of prctl in linux/prctl.h.
+_PR_SET_PDEATHSIG = 1
+
+PACKAGE = "lightning_batchmem.simulated_gpu"
+
+# Each of them imports those before it.
+VALUE_MODULES = ("known", "frames", "neutral", "operators", "reads", "shapes", "values")
+
+
+class Child:
+    """The program, and the file to which its result goes.
+
+    Args:
+        request: what the parent asks for, see :func:`~lightning_batchmem.simulated_gpu.launch.run`.
+    """
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self._request = request
+        # They are computed from the import of torch on.
+        self._values: Any = None
+
+    def run(self) -> None:
+        """Run the program; ends the process where it calls ``Trainer.fit``."""
+        # The process ends with the one that waits for it, and Ctrl-C ends it without a traceback.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for name, value in self._request["environment"].items():
+            # Programs that this one starts have nothing to do with the simulated GPU.
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        trainers = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
+        changes = {"torch": self._change_torch, **dict.fromkeys(trainers, self._change_trainer)}
+        sys.meta_path.insert(0, ChangedModules(changes))
+        target = self._request["target"]
+        sys.argv = [target, *self._request["arguments"]]
+        is_script = self._request["kind"] == "script"
+        # Python has put the folder of this file there, unless PYTHONSAFEPATH is set.
+        if not sys.flags.safe_path:
+            sys.path[0] = str(Path(target).resolve().parent) if is_script else os.getcwd()
+        try:
+            self._run_program(target)
+        except Exception as error:
+            # Its class has this name in every version of torch.
+            if type(error).__name__ != "OutOfMemoryError":
+                raise
+            traceback.print_exc()
+            reason = str(error).partition(" GPU ")[0]
+            self.finish({"nothing_fits": f"Nothing fits: before Trainer.fit, {reason}"})
+        self.refuse(f"{target} ended without a call of Trainer.fit")
+
+    def _run_program(self, target: str) -> None:
+        match self._request["kind"]:
+            case "script":
+                runpy.run_path(target, run_name="__main__")
+            case "module":
+                runpy.run_module(target, run_name="__main__", alter_sys=True)
+            case "function":
+                arguments = (target, self._request["trainer"])
+                trainer, model, data = self._checked("trainer_of", *arguments)
+                trainer.fit(model, data)
+
+    def refuse(self, sentence: str) -> NoReturn:
+        """End the process with a sentence, because there is nothing to search."""
+        self.finish({"refusal": sentence})
+
+    def finish(self, result: dict[str, Any]) -> NoReturn:
+        """Write the result, and end the process without the rest of the program."""
+        Path(self._request["result"]).write_text(json.dumps(result), encoding="utf-8")
+        # Loader workers would stay for some seconds.
+        for process in multiprocessing.active_children():
+            process.terminate()
+        try:
+            # The program may have replaced both by something else.
+            for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+                if stream is not None and hasattr(stream, "flush"):
+                    stream.flush()
+        finally:
+            os._exit(0)
+
+    def _change_torch(self, torch: Any) -> None:
+        """Switch cuDNN off, which needs a driver, and compute the values that are known."""
+        show_the_gpu()
+        torch.backends.cudnn.enabled = False
+        # Many scripts switch it on. Both names are private in torch 2.5.1 to 2.14.
+        torch._C._set_cudnn_enabled = _ignore
+        type(torch.backends.cudnn).enabled = property(lambda _: False, _ignore)
+        # The attention of cuDNN has a switch of its own, and is preferred on Hopper.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        for name in VALUE_MODULES:
+            loaded = _loaded_by_path(name)
+        self._values = loaded.Values()
+        self._values.enter()
+
+    def _change_trainer(self, module: Any) -> None:
+        """Let ``fit`` search instead of training."""
+        kind = module.Trainer
+        make = kind.__init__
+        fit = kind.fit
+
+        @functools.wraps(make)
+        def checked_init(trainer: Any, *arguments: Any, **keywords: Any) -> None:
+            show_the_gpu()
+            given = inspect.signature(make).bind(trainer, *arguments, **keywords)
+            self._checked("use_one_device", given.arguments)
+            make(*given.args, **given.kwargs)
+
+        @functools.wraps(fit)
+        def searching_fit(trainer: Any, *arguments: Any, **keywords: Any) -> NoReturn:
+            given = inspect.signature(fit).bind(trainer, *arguments, **keywords).arguments
+            # The search calls it, also where a class of the project has a ``fit`` of its own.
+            vars(trainer)["fit"] = functools.partial(fit, trainer)
+            self.finish(self._checked("search", given, self._request, self._values))
+
+        kind.__init__ = checked_init
+        kind.fit = searching_fit
+
+    def _checked(self, name: str, *arguments: Any) -> Any:
+        """Call a function of the package; its refusals, and errors of the program, end here."""
+        from lightning_batchmem._lightning.packages import is_own_error
+        from lightning_batchmem.simulated_gpu import search
+
+        try:
+            return getattr(search, name)(*arguments)
+        # What the program does with an error of a training is no part of a search.
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            # Those of an operator that a value module calls are the program's own.
+            origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+            if is_own_error(error) and origin.stem not in VALUE_MODULES:
+                self.refuse(str(error))
+            traceback.print_exc()
+            self.finish({"error": True, "assumptions": self._values.assumptions})
+
+
+def show_the_gpu() -> None:
+    """Let the program see the simulated GPU where it has named another one of its machine."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") not in (None, "", "-1"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+
+
+class ChangedModules(MetaPathFinder):
+    """Finds modules as usual, and calls a function with each of some modules after its import.
+
+    Args:
+        changes: name of a module -> the function.
+    """
+
+    def __init__(self, changes: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._changes = changes
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """The usual specification of the module, with a loader that calls the function."""
+        # Without its entry, the finders behind this one are asked.
+        change = self._changes.pop(name, None)
+        if change is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        loader: Any = spec.loader
+        load = loader.exec_module
+
+        def load_and_change(module: ModuleType) -> None:
+            load(module)
+            change(module)
+
+        loader.exec_module = load_and_change
+        return spec
+
+
+def _ignore(*_: Any) -> None:
+    """Do nothing with a setting."""
+
+
+def _loaded_by_path(name: str) -> Any:
+    """A module beside this one. The package imports Lightning, and the program has not yet."""
+    full_name = f"{PACKAGE}.{name}"
+    spec = importlib.util.spec_from_file_location(full_name, Path(__file__).parent / f"{name}.py")
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{full_name} cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[full_name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    Child(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))).run()

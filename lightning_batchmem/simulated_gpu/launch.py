@@ -1,0 +1,250 @@
+"""Start programs on simulated GPUs, and read what they found."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+
+from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.simulated_gpu.build import LIBRARY, library_folder
+from lightning_batchmem.simulated_gpu.gpus import Gpu, architecture_for, kernels_missing_text
+
+# The library ends a process with this code, after a sentence (EX_SOFTWARE of sysexits.h).
+_NOT_MODELLED = 70
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is run up to its first ``Trainer.fit``.
+
+    Args:
+        kind: a file, a module as after ``python -m``, or a function that makes module and data.
+        target: the path or the name.
+        arguments: the program's own arguments.
+        trainer: arguments of the Trainer for a function.
+    """
+
+    kind: Literal["script", "module", "function"]
+    target: str
+    arguments: tuple[str, ...] = ()
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_command(cls, words: list[str]) -> Program:
+        """The program of a command line: ``train.py ...``, ``-m my_package.train ...``.
+
+        The name of an installed program is a script too.
+
+        Raises:
+            ValueError: if there is no such program.
+        """
+        if words[0] == "-m":
+            if len(words) == 1:
+                raise ValueError("-m must be followed by the name of a module")
+            # Only the program itself should import packages of the project.
+            package = words[1].partition(".")[0]
+            in_folder = PathFinder.find_spec(package, [os.getcwd()])
+            if in_folder is None and find_spec(package) is None:
+                raise ValueError(f"there is no module {words[1]!r}")
+            return cls("module", words[1], tuple(words[2:]))
+        path = words[0]
+        if not Path(path).is_file():
+            path = shutil.which(path) or ""
+            if not path:
+                raise ValueError(f"there is no script {words[0]!r} in {Path.cwd()}")
+        with Path(path).open("rb") as file:
+            first_line = file.readline(200)
+        is_installed = path != words[0]
+        is_program = is_installed or first_line.startswith(b"#!")
+        if (is_program and b"python" not in first_line) or b"\0" in first_line:
+            raise ValueError(f"{path} must be a Python script for simulate")
+        return cls("script", path, tuple(words[1:]))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a program found on one GPU: a plan, or why there is none.
+
+    Args:
+        gpu: the GPU.
+        plan: the plan of the search.
+        assumptions: the notes of the plan that are about the simulation.
+        multiple_of: sizes are multiples of it.
+        nothing_fits: why no size fits.
+        error: why there was no search.
+    """
+
+    gpu: Gpu
+    plan: Plan | None = None
+    assumptions: tuple[str, ...] = ()
+    multiple_of: int = 1
+    nothing_fits: str = ""
+    error: str = ""
+
+
+def kernels_of(gpu: Gpu) -> tuple[Path, int]:
+    """The folder of the library of a simulated GPU, and the architecture whose kernels run on it.
+
+    Raises:
+        ValueError: if the library cannot be made here, or this build of torch has no kernels for
+            the GPU.
+    """
+    folder = library_folder()
+    architecture = architecture_for(gpu, _architectures())
+    if architecture is None:
+        raise ValueError(kernels_missing_text(gpu, torch.__version__, torch.version.cuda or "0"))
+    return folder, architecture
+
+
+@contextmanager
+def _ended_with_children() -> Iterator[None]:
+    """Let SIGTERM raise an exception, with which the process of a program and its files end."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run(program: Program, gpu: Gpu, context_bytes: int, options: Mapping[str, Any]) -> Outcome:
+    """Run the program in a new process on one simulated GPU.
+
+    What the program prints goes to this terminal, and what it writes stays.
+
+    Args:
+        program: the program.
+        gpu: the GPU.
+        context_bytes: bytes of the device that the CUDA context takes.
+        options: the arguments of BatchFinder that the user gave.
+
+    Raises:
+        ValueError: as in :func:`kernels_of`.
+    """
+    folder, architecture = kernels_of(gpu)
+    with (
+        _ended_with_children(),
+        tempfile.TemporaryDirectory(prefix="lightning-batchmem-") as directory,
+    ):
+        files = {name: Path(directory) / name for name in ("request", "result", "report")}
+        variables = {
+            **_variables(folder, gpu, context_bytes, files["report"]),
+            "CUDA_STUB_KERNELS": str(architecture),
+        }
+        request = {
+            "kind": program.kind,
+            "target": program.target,
+            "arguments": program.arguments,
+            "trainer": dict(program.trainer),
+            "options": dict(options),
+            "gpu": gpu.name,
+            # Programs that the program starts get these values back.
+            "environment": {name: os.environ.get(name) for name in variables},
+            "result": str(files["result"]),
+        }
+        files["request"].write_text(json.dumps(request), encoding="utf-8")
+        child = Path(__file__).with_name("child.py")
+        sys.stdout.flush()
+        # The command is the user's own program.
+        code = subprocess.run(  # noqa: S603
+            [sys.executable, str(child), str(files["request"])],
+            env={**os.environ, **_settings(folder), **variables},
+            check=False,
+        ).returncode
+        return _outcome(program, gpu, code, files)
+
+
+def _architectures() -> list[str]:
+    """The architectures for which this build of torch has kernels."""
+    # torch.cuda.get_arch_list is empty without a device. This name is private in torch 2.5.1 to
+    # 2.14.
+    flags: str | None = torch._C._cuda_getArchFlags()
+    return (flags or "").split()
+
+
+def _variables(folder: Path, gpu: Gpu, context_bytes: int, report: Path) -> dict[str, str]:
+    """The variables by which the library is loaded, and its settings."""
+    major, minor = gpu.capability
+    variables = {
+        # Without its folder, which may have spaces.
+        "LD_PRELOAD": _joined(LIBRARY, "LD_PRELOAD"),
+        "LD_LIBRARY_PATH": _joined(str(folder), "LD_LIBRARY_PATH"),
+        "CUDA_STUB_BYTES": str(gpu.memory_bytes),
+        "CUDA_STUB_CAPABILITY": f"{major}.{minor}",
+        "CUDA_STUB_CONTEXT_MIB": str(context_bytes / 2**20),
+        "CUDA_STUB_NAME": f"simulated {gpu.name}",
+        "CUDA_STUB_REPORT": str(report),
+    }
+    if gpu.multiprocessors is not None:
+        variables["CUDA_STUB_SMS"] = str(gpu.multiprocessors)
+    if gpu.l2_cache_bytes is not None:
+        variables["CUDA_STUB_L2_MIB"] = str(gpu.l2_cache_bytes / 2**20)
+    return variables
+
+
+def _settings(folder: Path) -> dict[str, str]:
+    """Variables of torch that the program keeps; the user's own values come first."""
+    settings = {
+        # torch warns of each failed allocation, and a search has some.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # Threads wait for each other, and there is nothing to compute.
+        "OMP_NUM_THREADS": "1",
+    }
+    own = {name: os.environ.get(name, value) for name, value in settings.items()}
+    return {
+        **own,
+        # The user's own value names GPUs of this machine.
+        "CUDA_VISIBLE_DEVICES": "0",
+        # Triton looks for the driver here, and otherwise asks the loader of the system.
+        "TRITON_LIBCUDA_PATH": str(folder),
+        # Otherwise a question for devices would forbid loader workers that are forked.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
+
+
+def _joined(path: str, variable: str) -> str:
+    return os.pathsep.join(filter(None, [path, os.environ.get(variable)]))
+
+
+def _error_text(program: Program, result: Mapping[str, Any]) -> str:
+    """An error of the program, which has its traceback, and what was assumed before it."""
+    assumed = [f" after this was assumed: {text}" for text in result["assumptions"][-1:]]
+    return f"{program.target} ended with an error{''.join(assumed)}"
+
+
+def _outcome(program: Program, gpu: Gpu, code: int, files: Mapping[str, Path]) -> Outcome:
+    """What the process left behind."""
+    if files["result"].exists():
+        result = json.loads(files["result"].read_text(encoding="utf-8"))
+        if "plan" in result:
+            plan = Plan.from_json(json.dumps(result["plan"]))
+            return Outcome(gpu, plan, tuple(result["assumptions"]), result["multiple_of"])
+        if "nothing_fits" in result:
+            return Outcome(gpu, nothing_fits=result["nothing_fits"])
+        return Outcome(gpu, error=result.get("refusal") or _error_text(program, result))
+    if code == _NOT_MODELLED and files["report"].exists():
+        return Outcome(gpu, error=files["report"].read_text(encoding="utf-8").strip())
+    if code < 0:
+        how = f"was ended by {signal.Signals(-code).name}"
+    elif code > 0:
+        how = f"ended with exit code {code} before Trainer.fit"
+    else:
+        how = "ended without a call of Trainer.fit"
+    return Outcome(gpu, error=f"{program.target} {how}")

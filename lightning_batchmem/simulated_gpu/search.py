@@ -1,0 +1,203 @@
+"""The search of a training on the simulated GPU, in the process of the program."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_batchmem import comparison
+from lightning_batchmem._lightning.packages import in_every_package, is_own_error
+from lightning_batchmem._lightning.strategies import (
+    check_strategy,
+    exchange_on_host,
+    trains_in_other_processes,
+)
+from lightning_batchmem._lightning.trainer_search import TrainerSearch
+from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run
+from lightning_batchmem.batch_finder import BatchFinder
+from lightning_batchmem.find import SearchOnly
+from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.sentences import NOTHING_FITS
+from lightning_batchmem.search.progress import SearchProgress
+from lightning_batchmem.state.saved_storages import SavedStorages
+
+# The process ends after its search, so nobody needs its weights and its data again. Small buffers
+# may decide what a step does: counters, and places in a memory bank.
+_LARGEST_SAVED_BYTES = 2**20
+
+# Modules for which PyTorch takes cuDNN on a real GPU.
+_OF_CUDNN = (
+    *(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d, torch.nn.RNNBase),
+    *(torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d),
+)
+
+
+class SimulatedSearch(SearchOnly):
+    """A search whose weights are unknown values.
+
+    Args:
+        values: the values that are computed in this process.
+        **options: arguments of :class:`~lightning_batchmem.BatchFinder`.
+    """
+
+    def __init__(self, values: Any, **options: Any) -> None:
+        super().__init__(**options)
+        self._values = values
+
+    def _search_in(self, trainer: Trainer) -> TrainerSearch:
+        search = super()._search_in(trainer)
+        search.rehearses_project_size = True
+        return search
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Search with unknown weights, which are on the device now."""
+        self._values.forget(pl_module.parameters())
+        super().on_fit_start(trainer, pl_module)
+
+
+def trainer_of(target: str, arguments: Mapping[str, Any]) -> tuple[Trainer, Any, Any]:
+    """The trainer, the module and the data of a function ``module:name`` of the project."""
+    return comparison.make_trainer(comparison.function_named(target), arguments)
+
+
+def use_one_device(given: dict[str, Any]) -> None:
+    """Let the Trainer train on the simulated GPU, also where it names another one.
+
+    Args:
+        given: the arguments of the Trainer, in which ``devices`` changes.
+
+    Raises:
+        ValueError: for several devices or nodes.
+    """
+    devices = given.get("devices", "auto")
+    if isinstance(devices, str) and "," in devices:
+        devices = [part for part in devices.split(",") if part.strip()]
+    nodes = given.get("num_nodes", 1)
+    # Lightning itself refuses no device at all.
+    is_one = devices in ("auto", -1, "-1", 0, "0") or comparison.is_one_device(devices)
+    if not is_one or nodes != 1:
+        raise ValueError(
+            f"the Trainer must have one device on one node for simulate, got devices={devices!r}"
+            f" and num_nodes={nodes!r}; run the program with devices=1 and num_nodes=1"
+        )
+    if isinstance(devices, list):
+        given["devices"] = [0]
+
+
+def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[str, Any]:
+    """Search instead of a training, and return the result for the parent.
+
+    Args:
+        given: the arguments of ``Trainer.fit``, with the trainer as ``self``.
+        request: see :func:`~lightning_batchmem.simulated_gpu.launch.run`.
+        values: the values that are computed in this process.
+
+    Raises:
+        ValueError: for a training that would not run, or not on this GPU.
+    """
+    trainer = given["self"]
+    _check_trainer(trainer)
+    SavedStorages.largest_bytes = _LARGEST_SAVED_BYTES
+    SearchProgress.start_text = "BatchFinder: searching on a simulated GPU"
+    exchange_on_host(trainer)
+    notes = []
+    if given.get("ckpt_path") is not None:
+        notes.append(f"ckpt_path={given['ckpt_path']!r} is left out: the search has new weights.")
+    if any(isinstance(part, _OF_CUDNN) for part in given["model"].modules()):
+        notes.append(
+            "cuDNN is not simulated: convolutions and recurrent layers ran on PyTorch's own"
+            " kernels, which may need more or less memory."
+        )
+    finder = _finder(trainer, request["options"], values, notes)
+    try:
+        plan = finder.search(
+            trainer,
+            given["model"],
+            given.get("datamodule"),
+            given.get("train_dataloaders"),
+            given.get("val_dataloaders"),
+        )
+    except torch.OutOfMemoryError as error:
+        # The rest of the text is about this process.
+        reason = str(error).partition(" GPU ")[0]
+        return {"nothing_fits": f"{NOTHING_FITS}: before the first step, {reason}"}
+    except RuntimeError as error:
+        if not (is_own_error(error) and str(error).startswith(NOTHING_FITS)):
+            raise
+        return {"nothing_fits": " ".join([*notes, str(error)])}
+    notes += [f"{text[0].upper()}{text[1:]}." for text in values.assumptions]
+    simulated = simulated_plan(plan, request["gpu"], notes)
+    return {
+        "plan": json.loads(simulated.to_json()),
+        "assumptions": notes,
+        "multiple_of": finder.options.multiple_of or 1,
+    }
+
+
+def simulated_plan(plan: Plan, gpu: str, notes: list[str]) -> Plan:
+    """The plan of a search on a simulated GPU: it is not verified, and has no times."""
+    trials = [
+        replace(trial, step_seconds=None, fastest_step_seconds=None, samples_per_second=None)
+        for trial in plan.trials
+    ]
+    return replace(
+        plan,
+        verified=False,
+        simulated=True,
+        device=f"simulated {gpu}",
+        trials=tuple(trials),
+        fastest_batch_size=None,
+        notes=(*notes, *plan.notes),
+    )
+
+
+def _check_trainer(trainer: Trainer) -> None:
+    """Refuse a training that would run no step, or not on the simulated GPU."""
+    if is_fast_dev_run(trainer):
+        raise ValueError(
+            "the Trainer has fast_dev_run, which runs a few batches of the project's own size"
+        )
+    for name in ("max_epochs", "max_steps", "limit_train_batches"):
+        if getattr(trainer, name) == 0:
+            raise ValueError(f"the Trainer has {name}=0, so nothing is trained")
+    device = trainer.strategy.root_device
+    if device.type != "cuda":
+        raise ValueError(f"the Trainer trains on {device}, so no GPU limits its batch size")
+    if not hasattr(ctypes.CDLL(None), "cuda_stub_resize"):
+        raise ValueError(
+            "the library of the simulated GPU is not loaded: this system ignores LD_PRELOAD"
+        )
+    if trains_in_other_processes(trainer):
+        raise ValueError(
+            "the Trainer has a strategy that starts other processes; use one of a single device"
+        )
+    check_strategy(trainer)
+
+
+def _finder(
+    trainer: Trainer, given_options: dict[str, Any], values: Any, notes: list[str]
+) -> SimulatedSearch:
+    """A finder with the options of the command line and of the project's own BatchFinder."""
+    callbacks = callbacks_of(trainer)
+    # Lightning's own finder would search too.
+    others = in_every_package("callbacks.BatchSizeFinder")
+    # mypy does not see that the trainer has this attribute.
+    trainer.callbacks = [one for one in callbacks if not isinstance(one, others)]  # type: ignore[attr-defined]
+    of_project = [one for one in callbacks if isinstance(one, BatchFinder)]
+    options: dict[str, Any] = {"min_steps_per_epoch": None}
+    if of_project:
+        options = asdict(of_project[0].options)
+        notes.append("The options are those of the project's BatchFinder.")
+        if options["objective"] != "memory":
+            notes.append('objective="memory" is used instead: a simulated GPU has no times.')
+            options["objective"] = "memory"
+    finder = SimulatedSearch(values, **{**options, **given_options})
+    if of_project:
+        finder.policy = of_project[0].policy
+    return finder

@@ -1,0 +1,124 @@
+"""``python -m lightning_batchmem simulate`` and ``find --gpu``, with a CUDA build of torch.
+
+The commands run outside of the stub that the other tests of this folder run on.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_batchmem import Plan
+from tests.helpers.cuda_stub import is_setting, needs_stub
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = "tests/helpers/simulated_training.py"
+WAIT_SECONDS = 280
+
+# The sizes that this version of the package finds with torch 2.14.1.
+SIZES = {"gpt": {"8GiB": 62, "24GiB": 200}, "unet": {"8GiB": 1280, "24GiB": 3968}}
+
+
+def run(*words, prefix=()):
+    """Run the command line as a user would; returns the process."""
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not is_setting(name) and name not in ("LD_PRELOAD", "LD_LIBRARY_PATH")
+    }
+    return subprocess.run(
+        [*prefix, sys.executable, "-m", "lightning_batchmem", *words],
+        cwd=ROOT,
+        env={**own, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+        check=False,
+    )
+
+
+def plan_of(tmp_path, *words):
+    """The plan of a command, and its process."""
+    process = run(words[0], "--out", str(tmp_path / "plan.json"), *words[1:])
+    assert process.returncode == 0, process.stderr
+    return Plan.from_json((tmp_path / "plan.json").read_text()), process
+
+
+@needs_stub
+@pytest.mark.parametrize("network", SIZES)
+def test_memory_limits_the_sizes_on_two_gpus(network, tmp_path):
+    out = tmp_path / "plans.json"
+    process = run("simulate", "8GiB,24GiB", "--out", str(out), SCRIPT, network)
+    assert process.returncode == 0, process.stderr
+    plans = [Plan.from_json(json.dumps(plan)) for plan in json.loads(out.read_text())]
+    assert {plan.device.split()[-1]: plan.batch_size for plan in plans} == SIZES[network]
+    assert [plan.limited_by for plan in plans] == ["memory", "memory"]
+    assert [(plan.simulated, plan.verified) for plan in plans] == 2 * [(True, False)]
+    assert [plan.project_batch_size for plan in plans] == [4, 4]
+    lines = process.stdout.splitlines()
+    table = lines[lines.index(next(line for line in lines if line.startswith("| GPU"))) :]
+    assert max(map(len, table)) <= 80
+
+
+@needs_stub
+def test_the_script_does_not_go_on_and_lightning_writes_nothing(tmp_path):
+    files = {path for path in ROOT.rglob("*") if "__pycache__" not in path.parts}
+    plan, process = plan_of(tmp_path, "simulate", "RTX-4090", SCRIPT, "gpt", "loggers")
+    assert {path for path in ROOT.rglob("*") if "__pycache__" not in path.parts} == files
+    assert "variables in a program: []" in process.stdout
+    assert "the script went on" not in process.stdout
+    assert plan.device == "simulated RTX-4090"
+    assert all(trial.step_seconds is None for trial in plan.trials)
+    # The parent prints last.
+    last = process.stdout.splitlines()[-1]
+    assert last == "  next      search again on the GPU itself; nothing here ran on one"
+
+
+@needs_stub
+def test_a_function_with_find(tmp_path):
+    command = ["find", "tests.helpers.simulated_training:make", "--gpu", "8GiB"]
+    plan, _ = plan_of(tmp_path, *command, "--trainer.accelerator=gpu")
+    assert plan.batch_size == SIZES["gpt"]["8GiB"]
+
+
+@needs_stub
+def test_ddp_on_one_device_has_its_buckets(tmp_path):
+    words = ("simulate", "8GiB", "--max_batch_size", "4", SCRIPT, "gpt")
+    alone, _ = plan_of(tmp_path, *words)
+    with_buckets, _ = plan_of(tmp_path, *words, "ddp")
+    parameters = next(iter(alone.parameters.split()))
+    bucket_bytes = 4 * int(parameters.replace(",", ""))
+    more_bytes = with_buckets.measured_peak_bytes - alone.measured_peak_bytes
+    # Gradients are views of the buckets, which DDP makes before the first step.
+    assert 0 <= more_bytes <= 1.05 * bucket_bytes
+    assert with_buckets.memory.lines["forward"].intercept > alone.memory.lines["forward"].intercept
+
+
+@needs_stub
+def test_what_is_not_modelled_ends_with_its_name():
+    process = run("simulate", "8GiB", SCRIPT, "mlp", "fft")
+    assert process.returncode == 2
+    *_, error = process.stderr.splitlines()
+    assert error.startswith("error: simulated 8GiB: ")
+    assert "cufft" in error
+
+
+@needs_stub
+def test_a_host_that_refuses_address_space_is_no_full_device():
+    limit = ["bash", "-c", 'ulimit -v 30000000; exec "$@"', "bash"]
+    process = run("simulate", "80GiB", SCRIPT, "mlp", prefix=limit)
+    assert process.returncode == 2
+    *_, error = process.stderr.splitlines()
+    assert "address space" in error
+
+
+@needs_stub
+def test_a_compiled_network_has_memory_of_its_own(tmp_path):
+    words = ("simulate", "8GiB", "--max_batch_size", "2048", SCRIPT, "mlp")
+    eager, _ = plan_of(tmp_path, *words)
+    compiled, _ = plan_of(tmp_path, *words, "compiled")
+    slopes = [plan.memory.lines["forward"].slope for plan in (eager, compiled)]
+    assert slopes[0] != pytest.approx(slopes[1], rel=0.1)

@@ -1,0 +1,51 @@
+"""A training script for tests of ``simulate``, which knows nothing of it.
+
+    python tests/helpers/simulated_training.py NETWORK [CASE]
+
+The network is one of ``benchmarks.cuda_networks``. Run it in the root of the repository.
+"""
+
+import os
+import subprocess
+import sys
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+sys.path.insert(0, os.getcwd())
+
+from benchmarks.cuda_networks import project
+
+TRAINER = {"max_epochs": 2, "accelerator": "gpu", "logger": False, "enable_checkpointing": False}
+
+
+def make() -> LightningModule:
+    """The GPT, for ``find --gpu``."""
+    return project("gpt", 0)
+
+
+def started_program() -> str:
+    """What a program that the script starts sees of the simulated GPU."""
+    text = "import os; print([name for name in os.environ if 'STUB' in name or 'PRELOAD' in name])"
+    return subprocess.check_output([sys.executable, "-c", text], text=True).strip()
+
+
+def main() -> None:
+    name, *cases = sys.argv[1:]
+    module = project(name, 0, batch_size=4)
+    arguments = dict(TRAINER)
+    if "loggers" in cases:
+        arguments.update(logger=True, enable_checkpointing=True)
+        sys.stdout.write(f"variables in a program: {started_program()}\n")
+    if "ddp" in cases:
+        arguments.update(strategy="ddp", devices=1)
+    if "fft" in cases:
+        module.on_train_start = lambda: torch.fft.fft(torch.ones(8, device=module.device))
+    if "compiled" in cases:
+        module.module = torch.compile(module.module)
+    Trainer(**arguments).fit(module)
+    sys.stdout.write("the script went on\n")
+
+
+if __name__ == "__main__":
+    main()

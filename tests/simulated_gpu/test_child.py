@@ -1,0 +1,148 @@
+"""Programs in the process of a simulated GPU, here without its library: on a build for the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_batchmem.simulated_gpu import child
+
+WAIT_SECONDS = 120
+
+TRAIN = """
+import os
+import sys
+from lightning.pytorch import Trainer
+from tests.helpers.lawful import Lawful, law
+from tests.helpers.fake_device import FakeDevice
+
+print("arguments", sys.argv[1:], "preload", os.environ.get("LD_PRELOAD"), os.environ["OTHER"])
+trainer = Trainer({trainer} logger=False, enable_checkpointing=False)
+{fit}
+print("trained")
+"""
+FIT = "trainer.fit(Lawful(FakeDevice(budget_bytes=2**30), law))"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run a program as the child of a simulation; returns its process and its result."""
+
+    def run_program(text, kind="script", target="train.py", **request):
+        (tmp_path / "train.py").write_text(text)
+        result = tmp_path / "result"
+        request = {
+            "kind": kind,
+            "target": target,
+            "arguments": ["--epochs", "3"],
+            "trainer": {},
+            "options": {},
+            "gpu": "RTX-4090",
+            "environment": {"LD_PRELOAD": None, "OTHER": "the user's own"},
+            "result": str(result),
+            **request,
+        }
+        (tmp_path / "request").write_text(json.dumps(request))
+        root = str(Path(__file__).parents[2])
+        process = subprocess.run(
+            [sys.executable, child.__file__, str(tmp_path / "request")],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": root, "OTHER": "of the simulation"},
+            capture_output=True,
+            text=True,
+            timeout=WAIT_SECONDS,
+            check=False,
+        )
+        found = json.loads(result.read_text()) if result.exists() else None
+        return process, found
+
+    return run_program
+
+
+def program(trainer="", fit=FIT):
+    return TRAIN.format(trainer=trainer, fit=fit)
+
+
+def test_a_training_on_the_cpu_is_refused_and_does_not_run(run):
+    process, result = run(program("accelerator='cpu',"))
+    assert result == {"refusal": "the Trainer trains on cpu, so no GPU limits its batch size"}
+    assert process.returncode == 0
+    assert "arguments ['--epochs', '3'] preload None the user's own" in process.stdout
+    assert "trained" not in process.stdout
+
+
+@pytest.mark.parametrize(
+    ("trainer", "refusal"),
+    [
+        ("devices=2,", "the Trainer must have one device on one node for simulate, got devices=2"),
+        ("num_nodes=2,", "got devices='auto' and num_nodes=2; run the program with devices=1"),
+        ("fast_dev_run=True,", "the Trainer has fast_dev_run"),
+        ("max_epochs=0,", "the Trainer has max_epochs=0, so nothing is trained"),
+    ],
+)
+def test_a_training_that_cannot_be_searched_is_one_sentence(run, trainer, refusal):
+    _, result = run(program(trainer))
+    assert refusal in result["refusal"]
+
+
+def test_an_error_of_the_program_before_fit_is_its_own(run):
+    process, result = run(program(fit="raise KeyError('mine')"))
+    assert result is None
+    assert process.returncode == 1
+    assert process.stderr.endswith("KeyError: 'mine'\n")
+
+
+def test_a_program_without_fit(run):
+    _, result = run("print('nothing')")
+    assert result == {"refusal": "train.py ended without a call of Trainer.fit"}
+
+
+def test_a_program_that_leaves(run):
+    process, result = run("raise SystemExit(3)")
+    assert (process.returncode, result) == (3, None)
+
+
+def test_an_error_inside_fit_is_not_given_to_the_program(run):
+    fit = f"""
+trainer.__class__ = type("Own", (Trainer,), {{"strategy": property(lambda _: 1 / 0)}})
+try:
+    {FIT}
+except ZeroDivisionError:
+    print("caught")
+"""
+    process, result = run(program(fit=fit))
+    assert result == {"error": True, "assumptions": []}
+    assert "ZeroDivisionError: division by zero" in process.stderr
+    assert "caught" not in process.stdout
+
+
+def test_a_module_and_a_function(run):
+    _, result = run(program("accelerator='cpu',"), kind="module", target="train")
+    assert "trains on cpu" in result["refusal"]
+    make = "from tests.helpers.loops import *\ndef make():\n    return 3\n"
+    _, result = run(make, kind="function", target="train:make")
+    assert result == {"refusal": "make must return a LightningModule, or (module, data), got int"}
+
+
+def test_a_changed_module_is_loaded_once_and_others_are_left_alone(tmp_path, monkeypatch):
+    (tmp_path / "found_by_change.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    changed = []
+    finder = child.ChangedModules({"found_by_change": changed.append, "no_such_module": print})
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    import found_by_change
+
+    assert changed == [found_by_change]
+    assert found_by_change.value == 1
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        __import__("no_such_module")
+
+
+@pytest.mark.parametrize(("value", "seen"), [("3", "0"), ("", ""), ("-1", "-1")])
+def test_another_gpu_of_the_machine_is_the_simulated_one(monkeypatch, value, seen):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    child.show_the_gpu()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen

@@ -1,0 +1,158 @@
+"""Programs of a command line, and what their processes leave behind."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_batchmem.simulated_gpu import launch
+from lightning_batchmem.simulated_gpu.gpus import gpu_named
+from lightning_batchmem.simulated_gpu.launch import Program
+from tests.helpers.lawful import OLD_PLAN
+
+CONTEXT_BYTES = 300 * 2**20
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "train.py").write_text("")
+    return tmp_path
+
+
+def test_a_script_and_a_module(project):
+    program = Program.of_command(["train.py", "--epochs", "3"])
+    assert program == Program("script", "train.py", ("--epochs", "3"))
+    program = Program.of_command(["-m", "train.part", "fit"])
+    assert program == Program("module", "train.part", ("fit",))
+
+
+def test_an_installed_program(project, monkeypatch):
+    monkeypatch.setenv("PATH", str(project))
+    for name, first_line in (("my-train", f"#!{sys.executable}"), ("other", "#!/bin/sh")):
+        (project / name).write_text(f"{first_line}\n")
+        (project / name).chmod(0o755)
+    (project / "elsewhere").mkdir()
+    monkeypatch.chdir(project / "elsewhere")
+    assert Program.of_command(["my-train"]).target == str(project / "my-train")
+    with pytest.raises(ValueError, match="other must be a Python script for simulate"):
+        Program.of_command(["other"])
+    for content in (b"#!/bin/sh\n", b"\x7fELF\0\n"):
+        Path("own").write_bytes(content)
+        with pytest.raises(ValueError, match="own must be a Python script for simulate"):
+            Program.of_command(["own"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian.py"], "there is no script 'trian.py' in "),
+        (["-m", "no_such_module.train"], "there is no module 'no_such_module.train'"),
+        (["-m"], "-m must be followed by the name of a module"),
+    ],
+)
+def test_a_program_that_does_not_exist(project, words, message):
+    with pytest.raises(ValueError, match=message):
+        Program.of_command(words)
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Run a child that does something else, without a library of CUDA."""
+    monkeypatch.setattr(launch, "library_folder", lambda: tmp_path)
+    monkeypatch.setattr(launch, "_architectures", lambda: ["sm_80", "sm_90"])
+    # The loader would complain about a library that does not exist.
+    monkeypatch.setattr(launch, "LIBRARY", "")
+    commands = []
+
+    def run_child(body, gpu="RTX-4090"):
+        script = tmp_path / "child.py"
+        script.write_text(f"import json, os, sys\nrequest = json.load(open(sys.argv[1]))\n{body}")
+        started = launch.subprocess.run
+
+        def start(command, **keywords):
+            commands.append(command)
+            return started([command[0], str(script), command[2]], **keywords)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(launch.subprocess, "run", start)
+            outcome = launch.run(
+                Program("script", "train.py"), gpu_named(gpu), CONTEXT_BYTES, {"multiple_of": 8}
+            )
+        assert Path(commands[-1][1]).name == "child.py"
+        # Nothing is left behind.
+        assert not Path(commands[-1][2]).parent.exists()
+        return outcome
+
+    return run_child
+
+
+def writing(result):
+    return f"open(request['result'], 'w').write({json.dumps(result)!r})"
+
+
+def test_a_plan_comes_back(run):
+    outcome = run(
+        writing({"plan": OLD_PLAN, "assumptions": ["All are assumed."], "multiple_of": 8})
+    )
+    assert outcome.multiple_of == 8
+    assert outcome.assumptions == ("All are assumed.",)
+    assert outcome.plan.batch_size == OLD_PLAN["batch_size"]
+    assert not outcome.error
+
+
+def test_the_request_and_the_variables(run, monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/own")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    body = """
+names = ("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_STUB_BYTES")
+names += ("CUDA_STUB_CAPABILITY", "CUDA_STUB_CONTEXT_MIB")
+seen = [{name: os.environ[name] for name in names}, request["environment"], request["options"]]
+open(request["result"], "w").write(json.dumps({"nothing_fits": json.dumps(seen)}))
+"""
+    gpu = gpu_named("RTX-4090")
+    variables, environment, options = json.loads(run(body).nothing_fits)
+    folder, own = variables.pop("LD_LIBRARY_PATH").split(os.pathsep)
+    assert own == "/own"
+    assert Path(folder).is_dir()
+    assert variables == {
+        "OMP_NUM_THREADS": "3",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "CUDA_STUB_BYTES": str(gpu.memory_bytes),
+        "CUDA_STUB_CAPABILITY": "8.9",
+        "CUDA_STUB_CONTEXT_MIB": "300.0",
+    }
+    assert environment["LD_LIBRARY_PATH"] == "/own"
+    assert environment["CUDA_STUB_BYTES"] is None
+    assert options == {"multiple_of": 8}
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        (writing({"refusal": "it trains on cpu"}), "it trains on cpu"),
+        (writing({"error": True, "assumptions": []}), "train.py ended with an error"),
+        (
+            writing({"error": True, "assumptions": ["one", "two"]}),
+            "train.py ended with an error after this was assumed: two",
+        ),
+        ("sys.exit(0)", "train.py ended without a call of Trainer.fit"),
+        ("sys.exit(3)", "train.py ended with exit code 3 before Trainer.fit"),
+        ("os.kill(os.getpid(), 9)", "train.py was ended by SIGKILL"),
+        (
+            "open(os.environ['CUDA_STUB_REPORT'], 'w').write('cufftPlan is not there\\n')\n"
+            "sys.exit(70)",
+            "cufftPlan is not there",
+        ),
+    ],
+)
+def test_what_a_process_without_a_plan_leaves(run, body, error):
+    assert run(body).error == error
+
+
+def test_a_gpu_without_kernels_is_refused(run):
+    with pytest.raises(ValueError, match=r"no kernels for V100-16GB \(7\.0\)"):
+        run("", gpu="V100-16GB")

@@ -1,0 +1,179 @@
+"""The text of searches on simulated GPUs."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.records import Line, MemoryModel, Trial
+from lightning_batchmem.simulated_gpu.gpus import gpu_named
+from lightning_batchmem.simulated_gpu.launch import Outcome
+from lightning_batchmem.simulated_gpu.report import (
+    HIGHER_SHARE,
+    how_it_fits,
+    needed_bytes,
+    smallest_of_range,
+    table_of,
+    text_of,
+)
+
+GIB = 2**30
+MIB = 2**20
+CONTEXT_BYTES = 300 * MIB
+
+
+def plan_of(batch_size=70, limit_gib=22.0, project=16, limited_by="memory", **changes):
+    """A plan of a line of 1 GiB and 0.25 GiB a sample, of which the process holds 1.1 times."""
+    live_bytes = GIB + batch_size * GIB // 4
+    held_bytes = int(1.1 * live_bytes)
+    plan = Plan(
+        batch_size,
+        limited_by,
+        verified=False,
+        limit_bytes=int(limit_gib * GIB),
+        predicted_peak_bytes=live_bytes,
+        measured_peak_bytes=live_bytes,
+        trials=(
+            Trial(8, "ok", {"forward": 3 * GIB}, peak_held_bytes=4 * GIB),
+            Trial(
+                batch_size,
+                "ok",
+                {"forward": live_bytes},
+                kind="rehearsal",
+                peak_held_bytes=held_bytes,
+            ),
+        ),
+        memory=MemoryModel({"forward": Line(GIB, GIB / 4, 2, 32)}),
+        device="simulated RTX-4090",
+        held_peak_bytes=held_bytes,
+        largest_batch_size=batch_size,
+        project_batch_size=project,
+        simulated=True,
+    )
+    return replace(plan, **changes)
+
+
+def outcome_of(**changes):
+    return Outcome(gpu_named("RTX-4090"), plan_of(**changes), ("All are assumed.",))
+
+
+def test_the_text_answers_both_questions():
+    plan = plan_of(notes=("A note.",))
+    text = text_of(Outcome(gpu_named("RTX-4090"), plan=plan), CONTEXT_BYTES)
+    assert text.splitlines() == [
+        "batch size 70 on a simulated RTX-4090, limited by memory, rehearsed on the",
+        "  simulated GPU",
+        "  memory    needs 20.3 of 22.0 GiB; 256.0 MiB a sample",
+        "  own size  batch size 16: fits, 6.1 of 22.0 GiB",
+        "  range     68 to 70: 68 fits if peaks on the real GPU are 10 % higher",
+        "  assumed   300.0 MiB for the CUDA context; nothing else on the GPU",
+        "  note      A note.",
+        "  next      search again on the GPU itself; nothing here ran on one",
+    ]
+
+
+def test_a_measured_size_needs_what_it_held_and_another_what_lies_between():
+    plan = plan_of()
+    assert needed_bytes(plan, 8) == 4 * GIB
+    assert needed_bytes(plan, 39) == pytest.approx((4 * GIB + plan.held_peak_bytes) / 2)
+    # Beyond the measured sizes the line decides.
+    assert needed_bytes(plan, 4) == pytest.approx(1.1 * 2 * GIB)
+    assert needed_bytes(plan, 80) == pytest.approx(1.1 * 21 * GIB)
+    assert needed_bytes(replace(plan, memory=None), 80) is None
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "changes", "expected"),
+    [
+        (70, {}, "fits"),
+        # The search stops below the largest size that fits.
+        (72, {}, "may fit"),
+        (80, {}, "too large"),
+        (72, {"failed": 72}, "too large"),
+        (72, {"failed": 73}, "may fit"),
+        (72, {"memory": None}, "not known"),
+        (72, {"largest_batch_size": 72}, "fits"),
+    ],
+)
+def test_whether_a_size_fits(batch_size, changes, expected):
+    failed = changes.pop("failed", None)
+    plan = replace(plan_of(), **changes)
+    if failed is not None:
+        plan = replace(plan, trials=(*plan.trials, Trial(failed, "over_limit", {})))
+    assert how_it_fits(plan, batch_size) == expected
+
+
+@pytest.mark.parametrize(("outcome", "expected"), [("ok", "fits"), ("over_limit", "too large")])
+def test_a_rehearsal_at_a_size_decides(outcome, expected):
+    plan = plan_of()
+    trial = Trial(72, outcome, {}, kind="rehearsal", peak_held_bytes=21 * GIB)
+    plan = replace(plan, trials=(*plan.trials, trial))
+    assert how_it_fits(plan, 72) == expected
+
+
+def test_the_lower_end_is_a_multiple_too():
+    plan = plan_of(64, limit_gib=19)
+    assert smallest_of_range(plan) == 58
+    assert smallest_of_range(plan, multiple_of=8) == 56
+    assert smallest_of_range(plan, multiple_of=64) is None
+
+
+def test_a_size_that_was_not_rehearsed_is_named():
+    plan = plan_of(trials=())
+    text = table_of([Outcome(gpu_named("RTX-4090"), plan)], CONTEXT_BYTES)
+    assert "- simulated RTX-4090: 70 was not rehearsed" in text
+
+
+@given(st.integers(1, 10_000), st.floats(1.0, 2.0))
+def test_the_lower_end_of_the_range_fits_with_higher_peaks(batch_size, room):
+    held_bytes = needed_bytes(plan_of(batch_size), batch_size)
+    plan = plan_of(batch_size, limit_gib=room * held_bytes / GIB)
+    smallest = smallest_of_range(plan)
+    allowed_bytes = plan.limit_bytes / (1 + HIGHER_SHARE)
+
+    def needed(size):
+        return needed_bytes(replace(plan, trials=()), size)
+
+    # Numbers are rounded.
+    assert smallest is None or needed(smallest) <= allowed_bytes * (1 + 1e-9)
+    if smallest != batch_size:
+        assert needed((smallest or 0) + 1) > allowed_bytes * (1 - 1e-9)
+
+
+def test_a_table_has_a_row_for_each_gpu_in_80_columns():
+    nothing = Outcome(gpu_named("8GiB"), nothing_fits="Nothing fits: " + "too large " * 12)
+    failed = Outcome(gpu_named("24GiB"), error="train.py ended with exit code 1")
+    text = table_of(
+        [outcome_of(), outcome_of(project=80, limited_by="memory"), nothing, failed], CONTEXT_BYTES
+    )
+    assert all(len(line) <= 80 for line in text.splitlines())
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[:6]]
+    assert rows[0] == ["GPU", "16, 80 fits? (GiB)", "largest", "+10 %", "limited by"]
+    assert rows[2] == ["RTX-4090", "yes, 6.1 of 22.0", "70", "68", "memory"]
+    assert rows[3] == ["RTX-4090", "no, 23.1 of 22.0", "70", "68", "memory"]
+    assert rows[4] == ["8GiB", "-", "none", "-", "-"]
+    assert rows[5] == ["24GiB", "-", "failed", "-", "-"]
+    assert text.count("- All are assumed.") == 1
+    assert "- 8GiB: Nothing fits: too large" in text
+    assert "- 24GiB: train.py ended with exit code 1" in text
+
+
+@pytest.mark.parametrize(
+    ("gpu", "limited_by", "shown"),
+    [
+        ("RTX-4060-Ti-16GB", "min_steps_per_epoch", "| steps per epoch |"),
+        ("RTX-6000-Ada-ECC-off", "limit_train_batches", "| train batches |"),
+    ],
+)
+def test_long_names_fit_into_80_columns(gpu, limited_by, shown):
+    plan = plan_of(400, limit_gib=140, project=4096, limited_by=limited_by)
+    text = table_of([Outcome(gpu_named(gpu), plan)], CONTEXT_BYTES)
+    assert max(map(len, text.splitlines())) <= 80
+    assert shown in text
+
+
+def test_nothing_fits():
+    outcome = Outcome(gpu_named("8GiB"), nothing_fits="Nothing fits.")
+    assert text_of(outcome, CONTEXT_BYTES) == "simulated 8GiB: Nothing fits."

@@ -1,0 +1,171 @@
+"""The search of a program on a simulated GPU, here without one: options, trainer and plan."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder
+
+from lightning_batchmem import BatchFinder, Plan
+from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.simulated_gpu import search as simulated
+from lightning_batchmem.state.saved_storages import SavedStorages
+from tests.helpers.lawful import OLD_PLAN, quiet_trainer
+
+REQUEST = {"options": {}, "gpu": "RTX-4090"}
+
+
+class NoValues:
+    """Values of a program that has read none."""
+
+    def __init__(self):
+        self.assumptions = ["a shape (2 is assumed) depends on values"]
+        self.forgotten = []
+
+    def forget(self, tensors):
+        self.forgotten += tensors
+
+
+@pytest.fixture
+def finders(monkeypatch):
+    """Searches that return a plan at once; returns their finders."""
+    found = []
+    plan = replace(Plan.from_json(json.dumps(OLD_PLAN)), fastest_batch_size=64)
+
+    def search_at_once(finder, trainer, model, datamodule, train, validation):
+        found.append((finder, trainer, model, datamodule, train, validation))
+        return plan
+
+    monkeypatch.setattr(simulated.SimulatedSearch, "search", search_at_once)
+    monkeypatch.setattr(simulated, "_check_trainer", lambda trainer: None)
+    # Both are changed for a process that ends.
+    monkeypatch.setattr(SavedStorages, "largest_bytes", SavedStorages.largest_bytes)
+    progress = simulated.SearchProgress
+    monkeypatch.setattr(progress, "start_text", progress.start_text)
+    return found
+
+
+def run(trainer, values=None, **given):
+    model = given.pop("model", torch.nn.Linear(1, 1))
+    return simulated.search(
+        {"self": trainer, "model": model, **given}, dict(REQUEST), values or NoValues()
+    )
+
+
+def test_a_plan_is_not_verified_and_has_no_times(finders):
+    result = run(quiet_trainer())
+    plan = Plan.from_json(json.dumps(result["plan"]))
+    assert (plan.verified, plan.simulated, plan.device) == (False, True, "simulated RTX-4090")
+    assert plan.fastest_batch_size is None
+    times = ("step_seconds", "fastest_step_seconds", "samples_per_second")
+    assert {getattr(trial, name) for trial in plan.trials for name in times} == {None}
+    assert plan.notes[0] == "A shape (2 is assumed) depends on values."
+    assert result["assumptions"] == [plan.notes[0]]
+
+
+def test_large_weights_are_not_saved_and_the_arguments_of_fit_are_passed_on(finders):
+    model = torch.nn.Linear(1, 1)
+    loaders = {"train_dataloaders": 2, "val_dataloaders": 3}
+    result = run(quiet_trainer(), model=model, datamodule=1, **loaders)
+    assert finders[0][2:] == (model, 1, 2, 3)
+    assert SavedStorages.largest_bytes == 2**20
+    assert result["multiple_of"] == 1
+
+
+def test_a_checkpoint_is_left_out_and_named(finders):
+    result = run(quiet_trainer(), ckpt_path="last")
+    expected = "ckpt_path='last' is left out: the search has new weights."
+    assert result["assumptions"][0] == expected
+
+
+def test_without_a_finder_of_the_project_the_data_limit_the_size(finders):
+    run(quiet_trainer())
+    assert finders[0][0].options.min_steps_per_epoch is None
+
+
+def test_a_finder_of_the_project_keeps_its_options_and_its_policy(finders):
+    own = BatchFinder(multiple_of=8, memory_limit=0.5, objective="throughput")
+    own.policy = SearchPolicy(limit_share=0.9)
+    trainer = quiet_trainer(own)
+    result = simulated.search(
+        {"self": trainer, "model": torch.nn.Linear(1, 1)},
+        {**REQUEST, "options": {"memory_limit": 0.7}},
+        NoValues(),
+    )
+    finder = finders[0][0]
+    assert (finder.options.multiple_of, finder.options.memory_limit) == (8, 0.7)
+    assert finder.options.min_steps_per_epoch == 10
+    assert finder.options.objective == "memory"
+    assert finder.policy is own.policy
+    assert result["multiple_of"] == 8
+    assert result["assumptions"][:2] == [
+        "The options are those of the project's BatchFinder.",
+        'objective="memory" is used instead: a simulated GPU has no times.',
+    ]
+
+
+def test_the_finder_of_lightning_does_not_search_too(finders):
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=[BatchSizeFinder(), BatchFinder()],
+    )
+    run(trainer)
+    assert not any(isinstance(one, BatchSizeFinder) for one in trainer.callbacks)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"),
+            "Nothing fits: before the first step, CUDA out of memory. Tried to allocate 2.00 GiB.",
+        ),
+    ],
+)
+def test_memory_that_ends_before_the_first_step(finders, monkeypatch, error, expected):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(simulated.SimulatedSearch, "search", fail)
+    assert run(quiet_trainer()) == {"nothing_fits": expected}
+
+
+def test_an_error_of_the_program_is_its_own(finders, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("Nothing fits in my own code")
+
+    monkeypatch.setattr(simulated.SimulatedSearch, "search", fail)
+    with pytest.raises(RuntimeError, match="my own code"):
+        run(quiet_trainer())
+
+
+def test_weights_are_unknown(monkeypatch):
+    values = NoValues()
+    finder = simulated.SimulatedSearch(values)
+    module = torch.nn.Linear(2, 3)
+    monkeypatch.setattr(simulated.SearchOnly, "on_fit_start", lambda *_: None)
+    finder.on_fit_start(None, module)
+    assert values.forgotten == [*module.parameters()]
+
+
+@pytest.mark.parametrize("devices", ["auto", -1, "-1", 1, "1", "3,", [0], "0", 0])
+def test_one_device_or_what_lightning_itself_decides(devices):
+    given = {"devices": devices}
+    simulated.use_one_device(given)
+    assert given["devices"] == ([0] if devices in ("3,", [0]) else devices)
+
+
+@pytest.mark.parametrize("given", [{"devices": 2}, {"devices": "0,1"}, {"num_nodes": 2}])
+def test_several_devices_or_nodes_are_refused(given):
+    with pytest.raises(ValueError, match="the Trainer must have one device on one node"):
+        simulated.use_one_device(given)
+
+
+@pytest.mark.parametrize("layer", [torch.nn.Conv2d(1, 1, 1), torch.nn.LSTM(1, 1)])
+def test_what_cudnn_would_do_is_named(finders, layer):
+    result = run(quiet_trainer(), model=torch.nn.Sequential(layer))
+    assert result["assumptions"][0].startswith("cuDNN is not simulated")
