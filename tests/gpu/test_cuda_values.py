@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributions import Bernoulli, Categorical, Normal
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_batchmem.simulated_gpu.values import Values
 from tests.helpers.cuda_stub import is_cuda_stub
@@ -377,7 +378,23 @@ def test_lbfgs_keeps_a_history(values):
     assert len(optimizer.state[layer.weight]["old_dirs"]) == 3
 
 
-def test_workers_of_a_loader_do_not_have_the_mode(values):
+class Watching(Dataset):
+    """A data set whose samples say whether operators are watched where they are made."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return int(_get_current_dispatch_mode() is not None)
+
+
+def test_workers_of_a_loader_leave_the_mode(values):
+    here = next(iter(DataLoader(Watching(), 4)))
+    in_worker = next(iter(DataLoader(Watching(), 4, num_workers=1)))
+    assert (here.tolist(), in_worker.tolist()) == ([1] * 4, [0] * 4)
+
+
+def test_batches_of_workers_are_known(values):
     loader = DataLoader(TensorDataset(torch.arange(32)), 8, num_workers=1, pin_memory=True)
     total = sum(batch.to("cuda", non_blocking=True).sum().item() for (batch,) in loader)
     assert total == 31 * 16

