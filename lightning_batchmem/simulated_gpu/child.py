@@ -108,12 +108,7 @@ class Child:
     def _change_torch(self, torch: Any) -> None:
         """Switch cuDNN off, which needs a driver, and compute the values that are known."""
         show_the_gpu()
-        torch.backends.cudnn.enabled = False
-        # Many scripts switch it on. Both names are private in torch 2.5.1 to 2.14.
-        torch._C._set_cudnn_enabled = _ignore
-        type(torch.backends.cudnn).enabled = property(lambda _: False, _ignore)
-        # The attention of cuDNN has a switch of its own, and is preferred on Hopper.
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        switch_off_cudnn(torch)
         for name in VALUE_MODULES:
             loaded = _loaded_by_path(name)
         self._values = loaded.Values()
@@ -157,6 +152,16 @@ class Child:
                 self.refuse(str(error))
             traceback.print_exc()
             self.finish({"error": True, "assumptions": self._values.assumptions})
+
+
+def switch_off_cudnn(torch: Any) -> None:
+    """Let torch take its own kernels, also where a program switches cuDNN on."""
+    torch.backends.cudnn.enabled = False
+    # Both names are private in torch 2.5.1 to 2.14.
+    torch._C._set_cudnn_enabled = _ignore
+    type(torch.backends.cudnn).enabled = property(lambda _: False, _ignore)
+    # The attention of cuDNN has a switch of its own, and is preferred on Hopper.
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def show_the_gpu() -> None:

@@ -4,31 +4,15 @@ cuDNN needs a driver, so convolutions and recurrent layers use PyTorch's own ker
 Python imports this module at its start, before torch.
 """
 
+import importlib.util
 import sys
-from importlib.abc import MetaPathFinder
-from importlib.machinery import PathFinder
+from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[3]
+# Loaded by its path, because the package would import torch.
+PATH = ROOT / "lightning_batchmem" / "simulated_gpu" / "child.py"
 
-class TorchWithoutCudnn(MetaPathFinder):
-    """Finds torch as usual, and changes two settings after it was loaded."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is None:
-            return None
-        load = spec.loader.exec_module
-
-        def load_and_switch_off(module):
-            load(module)
-            module.backends.cudnn.enabled = False
-            # The attention of cuDNN has a switch of its own, and is preferred on Hopper.
-            module.backends.cuda.enable_cudnn_sdp(False)
-
-        spec.loader.exec_module = load_and_switch_off
-        return spec
-
-
-sys.meta_path.insert(0, TorchWithoutCudnn())
+spec = importlib.util.spec_from_file_location("simulated_gpu_child", PATH)
+child = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(child)
+sys.meta_path.insert(0, child.ChangedModules({"torch": child.switch_off_cudnn}))
