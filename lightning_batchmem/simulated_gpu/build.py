@@ -259,7 +259,7 @@ def _compile(made: Path, headers: Path, libraries: list[Path], scratch: Path) ->
     (scratch / "not_modelled.inc").write_text("".join(f"{line}\n" for line in lines))
     _run("g++", *COMPILER_FLAGS, *includes, NOT_MODELLED, "-o", others)
     _run("g++", modelled, others, *_static_flags(), *LINKER_FLAGS, "-o", made)
-    # Not what the user's umask says.
+    # The umask of the user may allow more.
     made.chmod(0o700)
 
 
@@ -321,7 +321,7 @@ def _run(*command: str | Path) -> str:
     )
     if ran.returncode != 0:
         lines = ran.stderr.splitlines() or [f"exit code {ran.returncode}"]
-        # Those of the linker have no such word, and collect2 says that there were some.
+        # A line of the linker has no such word, and that of collect2 has no reason.
         errors = [line for line in lines if "error" in line and "collect2" not in line]
         raise ValueError(
             f"{command[0]} cannot compile the simulated GPU: {(errors or lines)[0].strip()}"

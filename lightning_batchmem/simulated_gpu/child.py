@@ -38,7 +38,8 @@ class Child:
     """The program, and the file to which its result goes.
 
     Args:
-        request: what the parent asks for, see :func:`~lightning_batchmem.simulated_gpu.launch.run`.
+        request: the program, its options and the file of the result, as
+            :func:`~lightning_batchmem.simulated_gpu.launch.run` writes it.
     """
 
     def __init__(self, request: dict[str, Any]) -> None:

@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_batchmem.plan.options import bytes_in
+
 # What a CUDA context takes of the device's memory today, in a process that trains. Public issues
 # name about 300 MiB (pytorch/pytorch#107667), 414 MiB on an A100 (QwenLM/Qwen3-VL#881) and 426 MiB
 # on an RTX 6000 Ada (unslothai/unsloth-zoo#1053). The largest is taken: a batch size that is too
@@ -33,12 +35,6 @@ _NOTES = (
 
 _GIB = 2**30
 _MIB = 2**20
-
-# The units of memory_limit (lightning_batchmem/plan/options.py), which this file cannot import: the
-# package imports torch.
-_UNIT_BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNIT_BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([a-zA-Z]+)\s*")
 
 _ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)", re.ASCII)
 
@@ -328,7 +324,7 @@ _NAMES_OF_SEVERAL = {
 
 def gpu_named(text: str) -> Gpu:
     """The GPU with a name such as ``RTX 4090``, or one of a size such as ``24GiB``."""
-    if (size_bytes := size_in_bytes(text)) is not None:
+    if size_bytes := int(bytes_in(text)):
         return _gpu_of_size(text, size_bytes)
     key = _key(text)
     if key in _GPU_OF_KEY:
@@ -345,14 +341,6 @@ def gpu_named(text: str) -> Gpu:
         f"{text!r:.80} is neither a known GPU nor a size such as 24GiB{names}:"
         " see `simulate --list`"
     )
-
-
-def size_in_bytes(text: str) -> int | None:
-    """The bytes of a size such as ``24GiB`` or ``24GB``; ``None`` if the text is no size."""
-    match = _SIZE.fullmatch(text)
-    if match is None or match[2].upper() not in _UNIT_BYTES:
-        return None
-    return int(float(match[1]) * _UNIT_BYTES[match[2].upper()])
 
 
 def architecture_for(gpu: Gpu, arch_list: Sequence[str]) -> int | None:

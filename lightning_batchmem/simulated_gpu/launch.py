@@ -212,7 +212,7 @@ def _settings(folder: Path) -> dict[str, str]:
         **own,
         # The user's own value names GPUs of this machine.
         "CUDA_VISIBLE_DEVICES": "0",
-        # Triton looks for the driver here, and otherwise asks the loader of the system.
+        # Triton looks for the driver here, and otherwise in the cache of the loader.
         "TRITON_LIBCUDA_PATH": str(folder),
         # Otherwise a question for devices would forbid loader workers that are forked.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",

@@ -1,4 +1,4 @@
-"""What the schema of an operator says about it, and how it runs on the bytes of the device.
+"""What the schema of an operator has about it, and how it runs on the bytes of the device.
 
 This file is executed before Lightning is imported, so it imports torch and the standard library
 only, and neighbours that were loaded before.
@@ -80,7 +80,7 @@ _FILLINGS = {"full": 1, "full_like": 1, "new_full": 2, "fill": 1}
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """What the schema of an operator says about it.
+    """What the schema of an operator has about it.
 
     Attributes:
         name: without the underscore of one that writes to its first argument.

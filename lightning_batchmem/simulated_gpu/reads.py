@@ -142,7 +142,7 @@ def _copy_to_device(target: Tensor, source: Tensor) -> None:
 
 
 def _is_unread(source: Tensor, target: Tensor) -> bool:
-    """Whether a copy to the host is left out: many floats that nobody knows."""
+    """Whether a copy to the host is left out: many floats of unknown values."""
     if target.nbytes <= UNREAD_BYTES or is_exact(target.dtype):
         return False
     return not (is_known(source) and is_small(source) and is_storage_small(source))

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 
 from lightning_batchmem import comparison
 from lightning_batchmem._lightning.packages import in_every_package, is_own_error
@@ -39,26 +39,12 @@ _OF_CUDNN = (
 
 
 class SimulatedSearch(SearchOnly):
-    """A search whose weights are unknown values.
-
-    Args:
-        values: the values that are computed in this process.
-        **options: arguments of :class:`~lightning_batchmem.BatchFinder`.
-    """
-
-    def __init__(self, values: Any, **options: Any) -> None:
-        super().__init__(**options)
-        self._values = values
+    """A search that rehearses the project's own size too."""
 
     def _search_in(self, trainer: Trainer) -> TrainerSearch:
         search = super()._search_in(trainer)
         search.rehearses_project_size = True
         return search
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Search with unknown weights, which are on the device now."""
-        self._values.forget(pl_module.parameters())
-        super().on_fit_start(trainer, pl_module)
 
 
 def trainer_of(target: str, arguments: Mapping[str, Any]) -> tuple[Trainer, Any, Any]:
@@ -114,7 +100,7 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
             "cuDNN is not simulated: convolutions and recurrent layers ran on PyTorch's own"
             " kernels, which may need more or less memory."
         )
-    finder = _finder(trainer, request["options"], values, notes)
+    finder = _finder(trainer, request["options"], notes)
     try:
         plan = finder.search(
             trainer,
@@ -180,9 +166,7 @@ def _check_trainer(trainer: Trainer) -> None:
     check_strategy(trainer)
 
 
-def _finder(
-    trainer: Trainer, given_options: dict[str, Any], values: Any, notes: list[str]
-) -> SimulatedSearch:
+def _finder(trainer: Trainer, given_options: dict[str, Any], notes: list[str]) -> SimulatedSearch:
     """A finder with the options of the command line and of the project's own BatchFinder."""
     callbacks = callbacks_of(trainer)
     # Lightning's own finder would search too.
@@ -197,7 +181,7 @@ def _finder(
         if options["objective"] != "memory":
             notes.append('objective="memory" is used instead: a simulated GPU has no times.')
             options["objective"] = "memory"
-    finder = SimulatedSearch(values, **{**options, **given_options})
+    finder = SimulatedSearch(**{**options, **given_options})
     if of_project:
         finder.policy = of_project[0].policy
     return finder

@@ -52,7 +52,7 @@ class Shapes:
         return self._run(func, args, kwargs, _all_elements, "a number of elements")
 
     def repeat_interleave(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return each position as often as a tensor says."""
+        """Return each position as often as a tensor has it."""
         if kwargs.get("output_size") is not None:
             return NotImplemented
         return self._run(func, args, kwargs, _one_each, "a number of repetitions")

@@ -12,7 +12,7 @@ only, and neighbours that were loaded before: known, frames, neutral, operators,
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -152,12 +152,6 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _get_current_dispatch_mode() is self:
             # TorchDispatchMode.__exit__ has no type annotations.
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def forget(self, tensors: Iterable[Tensor]) -> None:
-        """Take the values of these tensors as unknown, as those of weights are."""
-        for tensor in tensors:
-            if tensor.is_cuda:
-                mark_unknown(tensor)
 
     # torch.compiler.disable imports dynamo, which takes a second.
     @_disable_dynamo

@@ -22,10 +22,6 @@ class NoValues:
 
     def __init__(self):
         self.assumptions = ["a shape (2 is assumed) depends on values"]
-        self.forgotten = []
-
-    def forget(self, tensors):
-        self.forgotten += tensors
 
 
 @pytest.fixture
@@ -141,15 +137,6 @@ def test_an_error_of_the_program_is_its_own(finders, monkeypatch):
     monkeypatch.setattr(simulated.SimulatedSearch, "search", fail)
     with pytest.raises(RuntimeError, match="my own code"):
         run(quiet_trainer())
-
-
-def test_weights_are_unknown(monkeypatch):
-    values = NoValues()
-    finder = simulated.SimulatedSearch(values)
-    module = torch.nn.Linear(2, 3)
-    monkeypatch.setattr(simulated.SearchOnly, "on_fit_start", lambda *_: None)
-    finder.on_fit_start(None, module)
-    assert values.forgotten == [*module.parameters()]
 
 
 @pytest.mark.parametrize("devices", ["auto", -1, "-1", 1, "1", "3,", [0], "0", 0])
