@@ -73,6 +73,9 @@ double number(const char* name, double otherwise) {
 
 const size_t MIB = 1 << 20;
 const size_t PAGE = 2 * MIB;
+
+// Programs and libraries lie far above it (Linux, x86-64).
+char* const FIRST_ADDRESS = reinterpret_cast<char*>(0x200000000000);
 const int most_devices = 8;
 
 std::string words(const char* name, const char* otherwise) {
@@ -281,10 +284,23 @@ size_t pages(size_t bytes) {
   return (bytes + PAGE - 1) / PAGE * PAGE;
 }
 
-// Reserve address space that starts at a page of the device. The host gives memory to what is written.
-char* map(size_t bytes, int protection) {
-  char* at = static_cast<char*>(
-      mmap(nullptr, bytes + PAGE, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+// The lowest free addresses. PyTorch's allocator prefers blocks at low ones, so two runs are equal only
+// if the same calls get the same addresses.
+char* free_addresses(size_t bytes) {
+  char* free = FIRST_ADDRESS;
+  for (const auto& [begin, range] : ranges()) {
+    if (begin >= free + bytes)
+      break;
+    free = std::max(free, begin + pages(range.bytes));
+  }
+  return free;
+}
+
+// Reserve address space that starts at a page of the device, at the wanted page where that is free.
+// The host gives memory to what is written.
+char* map(size_t bytes, int protection, char* wanted) {
+  char* at = static_cast<char*>(mmap(wanted, bytes + PAGE, protection,
+                                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   if (at == MAP_FAILED)
     refused_by_host(bytes);
   char* aligned = reinterpret_cast<char*>(pages(reinterpret_cast<size_t>(at)));
@@ -292,6 +308,14 @@ char* map(size_t bytes, int protection) {
     munmap(at, size_t(aligned - at));
   munmap(aligned + bytes, size_t(at + PAGE - aligned));
   return aligned;
+}
+
+// Reserve address space for memory that is recorded in `ranges`.
+char* map_recorded(size_t bytes, int device) {
+  // The page more that `map` asks for is free too, or the host would choose.
+  char* at = map(bytes, PROT_READ | PROT_WRITE, free_addresses(bytes + PAGE));
+  ranges()[at] = {bytes, device};
+  return at;
 }
 
 std::map<char*, Range>::iterator range_of(const void* pointer) {
@@ -553,9 +577,7 @@ cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   }
   if (!take(current, pages(bytes)))
     return remember(cudaErrorMemoryAllocation);
-  char* at = map(pages(bytes), PROT_READ | PROT_WRITE);
-  ranges()[at] = {pages(bytes), current};
-  *pointer = at;
+  *pointer = map_recorded(pages(bytes), current);
   return cudaSuccess;
 }
 
@@ -681,9 +703,7 @@ cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
 
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
   std::lock_guard<std::recursive_mutex> guard(lock);
-  char* at = map(pages(bytes), PROT_READ | PROT_WRITE);
-  ranges()[at] = {pages(bytes), -1};
-  *pointer = at;
+  *pointer = map_recorded(pages(bytes), -1);
   return cudaSuccess;
 }
 
@@ -1170,7 +1190,7 @@ CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*
 
 CUresult cuMemAddressReserve(CUdeviceptr* at, size_t bytes, size_t, CUdeviceptr,
                              unsigned long long) {
-  *at = reinterpret_cast<CUdeviceptr>(map(bytes, PROT_NONE));
+  *at = reinterpret_cast<CUdeviceptr>(map(bytes, PROT_NONE, nullptr));
   return CUDA_SUCCESS;
 }
 

@@ -7,6 +7,7 @@ import pytest
 
 from lightning_batchmem.simulated_gpu import build
 from tests.helpers.cuda_stub import needs_stub, on_stub
+from tests.helpers.lawful import MIB
 
 pytestmark = needs_stub
 SCRIPT = "cuda_unmodelled"
@@ -110,6 +111,16 @@ def test_zeros_take_no_memory_of_the_host_and_other_values_are_written():
 
 def test_a_copy_without_direction_goes_where_its_addresses_say():
     assert on_stub(SCRIPT, "directions") == {"brought_back": 3, "inside": 0}
+
+
+def test_the_same_calls_get_the_same_addresses():
+    # The host chooses its own addresses at random in each process.
+    first, second = (on_stub(SCRIPT, "addresses")["addresses"] for _ in range(2))
+    assert first == second
+    # They are the lowest ones that are free: of 20 MiB that were freed 8 are taken, then 6.
+    assert first[5] == first[1]
+    assert first[6] > max(first[:5])
+    assert first[7] == first[5] + 8 * MIB
 
 
 def test_the_sources_have_no_warnings():

@@ -154,6 +154,20 @@ def fill() -> dict[str, Any]:
     }
 
 
+def addresses() -> dict[str, Any]:
+    """The addresses of some blocks of the device, of which two are freed before the last ones."""
+
+    def block(mebibytes: int) -> int:
+        at = ctypes.c_void_p()
+        STUB.cudaMalloc(ctypes.byref(at), ctypes.c_size_t(mebibytes * MIB))
+        return at.value or 0
+
+    first = [block(mebibytes) for mebibytes in (2, 20, 3, 6, 2)]
+    for freed in (first[1], first[3]):
+        STUB.cudaFree(ctypes.c_void_p(freed))
+    return {"addresses": [*first, block(8), block(30), block(6)]}
+
+
 def directions() -> dict[str, Any]:
     """What copies move when the runtime is asked to find out the direction."""
     bytes_ = 4096
@@ -199,4 +213,4 @@ def training() -> dict[str, Any]:
 
 if __name__ == "__main__":
     cases = (unmodelled, looked_up_only, host_limit, without_device, own_settings, fill)
-    print_case({case.__name__: case for case in (*cases, directions, training)})
+    print_case({case.__name__: case for case in (*cases, addresses, directions, training)})
