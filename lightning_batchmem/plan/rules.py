@@ -67,6 +67,11 @@ class TrialsSoFar:
         return self.ran[-1].batch_size if self.ran else 0
 
     @property
+    def largest_probed(self) -> int:
+        """The largest size whose probe ran, even if its rehearsal failed."""
+        return max(t.batch_size for t in self.trials if t.kind == "probe" and t.outcome == "ok")
+
+    @property
     def num_errors(self) -> int:
         """How many rehearsals ran out of memory."""
         return sum(
@@ -257,7 +262,7 @@ def _next_rehearsal(known: TrialsSoFar) -> int | None:
         if is_enough or not limits.catches_errors:
             return None
     if known.has_rehearsed or not low < size < high:
-        size = low if is_narrow else _size_between(low, high, policy)
+        size = low if is_narrow else _size_between(low, high, known)
     size = size if size == highest else rounded(size, limits)
     if size <= low:
         following = rounded(low + 1, limits, up=True)
@@ -266,9 +271,13 @@ def _next_rehearsal(known: TrialsSoFar) -> int | None:
     return None if size == known.passed else size
 
 
-def _size_between(low: int, high: float, policy: SearchPolicy) -> int:
-    """A size nearer to the one that failed; the geometric mean of sizes that are far apart."""
-    if high > policy.ladder_growth * low:
+def _size_between(low: int, high: float, known: TrialsSoFar) -> int:
+    """A size nearer to the one that failed; the geometric mean of sizes that are far apart.
+
+    Where a probe ran at the size that failed, the largest size is not far below it.
+    """
+    policy = known.policy
+    if high > policy.ladder_growth * max(low, known.largest_probed):
         return math.isqrt(low * int(high))
     return int(low + policy.between_share * (high - low))
 

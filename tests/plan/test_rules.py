@@ -42,12 +42,18 @@ CASES = [
     (passing(200), {}, "2p 8p 135p 270r! 216r! 183r 202r! 194r", 194),
     # Three out-of-memory errors are enough once a size passed.
     (failing(150, "rehearsal"), {}, "2p 8p 135p 270r! 216r! 183r! 163r! 151r! 144r", 144),
-    # A size that was probed fails its rehearsal, so a smaller one is searched.
+    # A size that was probed fails its rehearsal, so one that is not much smaller is searched.
     (
         passing(130),
         {},
-        "2p 8p 135p 270r! 216r! 183r! 163r! 151r! 144r! 140r! 135r! 32r 65r 107r 123r 130r",
-        130,
+        "2p 8p 135p 270r! 216r! 183r! 163r! 151r! 144r! 140r! 135r! 84r 114r 126r 131r!",
+        126,
+    ),
+    (
+        failing(130, "rehearsal"),
+        {},
+        "2p 8p 135p 270r! 216r! 183r! 163r! 151r! 144r! 140r! 135r! 84r",
+        84,
     ),
     # The jump fails, and sizes between follow.
     (BENT, {}, "2p 8p 810p! 80p 385p! 175p 195r 204r", 204),
