@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,6 @@ from lightning_batchmem.batches.samples import (
     held_bytes,
     read_samples,
 )
-from lightning_batchmem.batches.size_batches import SizeBatches
 from lightning_batchmem.devices.tensors import copied
 from lightning_batchmem.plan.options import WorstCase
 from lightning_batchmem.plan.policy import ReadingPolicy
@@ -60,8 +58,6 @@ class ProbeBatches:
             if isinstance(info, BudgetLoader):
                 read = BudgetBatches(info, policy, share_bytes)
                 self._of_loaders.append(read)
-            elif os.environ.get("BATCHMEM_ONE_WAY"):
-                self._of_loaders.append(SizeBatches(info, policy, share_bytes))
             else:
                 made = _LoaderBatches(info, worst_case, policy, share_bytes, restored or {})
                 self._of_loaders.append(made)

@@ -95,11 +95,11 @@ class SearchPolicy:
     least_growth: float = 1.5
     """A probe is at least this multiple of the one before. Source: Closer sizes show no more of the
     lines."""
-    rehearsal_share: float = float(__import__('os').environ.get('GATE_SHARE', 0.9))
+    rehearsal_share: float = 0.9
     """The first rehearsal is at this share of the size that fills the limit. Source: Rounding and
     fragmentation take the rest; with 0.88 and 0.92 `python -m benchmarks.cuda_search` finds about
     as much."""
-    most_share: float = float(__import__('os').environ.get('GATE_MOST', 0.97))
+    most_share: float = 0.97
     """No rehearsal is above this share. Source: As above."""
     host_share: float = 0.25
     """On the host one size is rehearsed, at this share. Source: An overrun there ends the process.
