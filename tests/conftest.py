@@ -1,5 +1,6 @@
 import ast
 import gc
+import inspect
 import multiprocessing
 import sys
 from functools import cache, partial
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
 from lightning_batchmem import BatchFinder, MemoryProfiler
 from tests.helpers.fake_device import FakeDevice
@@ -105,7 +107,7 @@ def fit(reads_here, policy):
         finder.policy = arguments.pop("policy", policy)
         keywords = {
             key: arguments.pop(key)
-            for key in ("train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path")
+            for key in inspect.signature(Trainer.fit).parameters
             if key in arguments
         }
         trainer = quiet_trainer(finder, *callbacks, **{"max_steps": 3, **arguments})

@@ -1,4 +1,5 @@
 import copy
+import inspect
 import pickle
 import re
 import signal
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     LambdaCallback,
     LearningRateFinder,
+    ModelCheckpoint,
     OnExceptionCheckpoint,
 )
 from lightning.pytorch.loggers import Logger
@@ -469,6 +471,23 @@ def test_a_checkpoint_can_be_written_after_an_error_in_the_search(fit, device, t
     _, schedulers = module.configure_optimizers()
     for path in (tmp_path / "on_exception.ckpt", tmp_path / "later.ckpt"):
         assert torch.load(path)["lr_schedulers"] == [schedulers[0].state_dict()]
+
+
+@pytest.mark.skipif(
+    "save_on_exception" not in inspect.signature(ModelCheckpoint).parameters,
+    reason="this version of Lightning does not have it",
+)
+def test_an_error_in_the_search_is_before_the_first_step_that_is_saved(fit, device, tmp_path):
+    saver = ModelCheckpoint(tmp_path, save_on_exception=True)
+    with pytest.raises(IndexError, match="mine"):
+        fit(
+            Scheduled(device, "backward", IndexError("mine")),
+            BatchFinder(),
+            device,
+            saver,
+            enable_checkpointing=True,
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric
 
-from lightning_batchmem import BatchFinder
-from tests.helpers.contract_cases import CASES, SIZE, Case, Net, Noisy
+from lightning_batchmem import BatchFinder, MemoryProfiler
+from tests.helpers.contract_cases import CASES, NEWER, SIZE, Case, Net, Noisy
 from tests.helpers.lawful import FAST
 from tests.helpers.outcomes import Recorder, assert_same, left_by, outcome_of, trainer_of
 from tests.helpers.size_places import PLACES
@@ -31,6 +31,7 @@ QUICK = {
     "hparams_of_module_and_datamodule",
     "stream",
     "a_step_that_reads_callbacks_and_the_logger",
+    "a_callback_whose_state_begins_in_training",
     "entangled_attributes",
     "batch_sampler_as_sampler",
     "budget",
@@ -78,6 +79,31 @@ def test_no_trace_at_any_place_of_the_size(name: str, tmp_path: Path) -> None:
     assert finder.plan is not None
     assert (finder.plan.batch_size, finder.plan.place) == (SIZE, place)
     assert_same(searched, hard_coded, name)
+
+
+# What the profiler adds to a run.
+OF_PROFILER = {"files", "texts"}
+
+
+@pytest.mark.usefixtures("reads_here")
+@pytest.mark.parametrize("name", NEWER)
+def test_no_trace_with_newer_arguments_of_lightning(name: str, tmp_path: Path) -> None:
+    exists, case = NEWER[name]
+    if not exists:
+        pytest.skip("this version of Lightning does not have it")
+    finder = BatchFinder(max_batch_size=SIZE)
+    finder.policy = FAST
+    profiler = MemoryProfiler()
+    searched = outcome_of(tmp_path / "searched", case, case.start, finder)
+    profiled = outcome_of(tmp_path / "profiled", case, SIZE, None, profiler)
+    hard_coded = outcome_of(tmp_path / "hard", case, SIZE, None)
+    assert finder.plan is not None
+    assert (finder.plan.batch_size, finder.plan.limited_by) == (SIZE, case.limited_by)
+    assert_same(searched, hard_coded, name)
+    assert profiler.summary is not None
+    assert profiler.summary.steps > 0
+    for key in hard_coded.keys() - OF_PROFILER:
+        assert_same(profiled[key], hard_coded[key], key)
 
 
 class Judged(Net):

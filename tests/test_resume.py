@@ -1,9 +1,11 @@
 """A checkpoint holds the plan, and a resumed run continues with it."""
 
+import inspect
 import json
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
 from lightning_batchmem import BatchFinder
@@ -61,6 +63,17 @@ def test_a_resumed_run_continues_with_the_plain_plan_of_the_checkpoint_without_a
     # This run does not resume, and so it searches.
     fit(module, finder, device)
     assert module.batch_size == SMALLER
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_checkpoint_is_resumed_with_and_without_objects(fit, device, checkpoint, weights_only):
+    if "weights_only" not in inspect.signature(Trainer.fit).parameters:
+        pytest.skip("this version of Lightning does not have it")
+    finder = BatchFinder()
+    module, _ = resume(fit, device, checkpoint, finder, weights_only=weights_only)
+    assert finder.plan is not None
+    assert finder.plan.batch_size == module.batch_size == FOUND
+    assert set(module.sizes) == {FOUND, SAMPLES % FOUND}
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,10 @@ def training_bounds(
     bounds = stage_bounds(trainer, "train", loaders)
     if validation is not None:
         bounds.append(_limit_bound(trainer, "val", validation))
-    every = trainer.val_check_interval
+    # A Trainer that validates by time, as lightning 2.6 can, does not have this attribute.
+    every = getattr(trainer, "val_check_interval", None)
     limit = trainer.limit_train_batches
-    if isinstance(every, int) and trainer.check_val_every_n_epoch is not None:
+    if isinstance(every, int) and _must_fit_in_epoch(trainer):
         interval_bound = _bound(
             "val_check_interval",
             loaders,
@@ -85,6 +86,15 @@ def training_bounds(
         smallest = max(project_size or 0, options.first_size(policy))
         bounds.append((max(largest, smallest), "min_steps_per_epoch"))
     return bounds
+
+
+def _must_fit_in_epoch(trainer: Trainer) -> bool:
+    """Whether an interval of validation that is longer than an epoch is an error in Lightning."""
+    # Without validation it is none any more in lightning 2.6, whose Trainers have this attribute.
+    is_without_effect = trainer.limit_val_batches == 0 and hasattr(
+        trainer, "_val_check_time_interval"
+    )
+    return trainer.check_val_every_n_epoch is not None and not is_without_effect
 
 
 def _bound(reason: SizeLimit, loaders: StageLoaders, fits: Callable[[int], bool]) -> Bound:

@@ -119,8 +119,5 @@ class TrainerSession:
     def checkpoint_states(self) -> list[object]:
         if self.training is None or not self.clean_start.saves_checkpoints:
             return []
-        return [
-            self.module.state_dict(),
-            *(optimizer.state for optimizer in self.optimizers),
-            *(callback.state_dict() for callback in self.clean_start.callbacks),
-        ]
+        # A callback may make its state in a hook that has not run yet, or count its calls.
+        return [self.module.state_dict(), *(optimizer.state for optimizer in self.optimizers)]

@@ -151,4 +151,4 @@ class Session(Protocol):
         """Run steps on this rank alone, without collectives of the training program."""
 
     def checkpoint_states(self) -> list[object]:
-        """Everything that a checkpoint copies; empty where the training saves none."""
+        """The states that a checkpoint copies, as far as they are known; empty if there is none."""

@@ -183,6 +183,10 @@ def test_a_fraction_must_leave_a_batch(limit, size):
 OVERFIT = dict.fromkeys(("overfit_batches", "limit_train_batches", "limit_val_batches"), 0.1)
 
 
+# The Trainer of lightning 2.6 has this attribute too.
+OF_2_6 = {"_val_check_time_interval": None}
+
+
 @pytest.mark.parametrize(
     ("settings", "validation", "expected"),
     [
@@ -202,6 +206,14 @@ OVERFIT = dict.fromkeys(("overfit_batches", "limit_train_batches", "limit_val_ba
         ({"val_check_interval": 50, "limit_train_batches": 40}, None, (0, "val_check_interval")),
         ({"val_check_interval": 50, "check_val_every_n_epoch": None}, None, (1000, "dataset")),
         ({"val_check_interval": 0.01}, None, (1000, "dataset")),
+        # Lightning 2.5.0 refuses a longer interval also without validation.
+        ({"val_check_interval": 50, "limit_val_batches": 0}, None, (20, "val_check_interval")),
+        ({**OF_2_6, "val_check_interval": 50}, None, (20, "val_check_interval")),
+        (
+            {**OF_2_6, "val_check_interval": 50, "limit_val_batches": 0},
+            None,
+            (1000, "dataset"),
+        ),
     ],
 )
 def test_settings_that_bound_the_size(settings, validation, expected):
@@ -209,6 +221,14 @@ def test_settings_that_bound_the_size(settings, validation, expected):
     trainer = settings_of_trainer(**settings)
     bounds = training_bounds(trainer, one_loader(1000), validation, options, SearchPolicy(), None)
     assert min(bounds, key=lambda bound: bound[0]) == expected
+
+
+def test_an_interval_of_time_does_not_bound_the_size():
+    trainer = settings_of_trainer(_val_check_time_interval=600.0)
+    del trainer.val_check_interval
+    options = SearchOptions(min_steps_per_epoch=None)
+    bounds = training_bounds(trainer, one_loader(1000), None, options, SearchPolicy(), None)
+    assert min(bounds, key=lambda bound: bound[0]) == (1000, "dataset")
 
 
 @pytest.mark.parametrize(

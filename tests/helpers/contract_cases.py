@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import lightning.pytorch.callbacks as lightning_callbacks
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
@@ -302,6 +308,21 @@ class ReadsCallbacks(Net):
             len(weights.drawn),
         ]
         return super().training_step(batch, batch_idx) * weights.weight()
+
+
+class Saves(Callback):
+    """Counts the checkpoints that have its state, which begins in ``on_train_start``."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.saves = 0
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # mypy does not see that the module has this attribute.
+        pl_module.history.append(self.saves)  # type: ignore[union-attr, operator]
+
+    def state_dict(self) -> dict[str, Any]:
+        self.saves += 1
+        return {"saves": self.saves}
 
 
 class Quantized(Net):
@@ -682,6 +703,7 @@ CASES = {
     "a_step_that_reads_callbacks_and_the_logger": Case(
         ReadsCallbacks, callbacks=lambda: [Weights(), EarlyStopping("epoch_loss", patience=7)]
     ),
+    "a_callback_whose_state_begins_in_training": Case(Net, callbacks=lambda: [Saves()]),
     "buffers_that_steps_resize": Case(Quantized),
     "optimizers_of_its_own": Case(OwnOptimizers, trainer={"max_epochs": 1}),
     "schedule_kept_in_the_module": Case(KeepsSchedule),
@@ -744,8 +766,130 @@ CASES = {
     ),
     "limited_batches": Case(Net, trainer={"limit_train_batches": 3, "limit_val_batches": 2}),
 }
-# The callback exists since lightning 2.6.
-if hasattr(lightning_callbacks, "EMAWeightAveraging"):
-    CASES["weights_averaged_exponentially"] = Case(
-        Net, callbacks=lambda: [lightning_callbacks.EMAWeightAveraging()]
-    )
+
+
+class Toggled(Adversarial):
+    """Toggles the optimizer of a manual step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        for optimizer in self.optimizers():
+            with self.toggled_optimizer(optimizer):
+                scores = self.layers(x)
+                loss = nn.functional.cross_entropy(scores, y) - self.critic(scores).mean()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+        self.log("loss", loss)
+
+
+class Summarized(Net):
+    """Gets a summary of its layers, for which Lightning runs an example."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self.example_input_array = torch.zeros(2, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.layers(x)
+        return scores
+
+
+class SkipsTheRest(Net):
+    """Ends each epoch after two batches, after which lightning 2.6 steps its schedules."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        self.history.append(batch_idx)
+        return -1 if batch_idx == 2 else None
+
+
+def averaging(name: str, **arguments: Any) -> Callable[[], list[Callback]]:
+    """A callback of Lightning that averages weights."""
+    return lambda: [getattr(lightning_callbacks, name)(**arguments)]
+
+
+def takes(call: Callable[..., Any], name: str) -> bool:
+    return name in inspect.signature(call).parameters
+
+
+_HAS_TIME = "timedelta" in str(inspect.signature(Trainer).parameters["val_check_interval"])
+_HAS_AVERAGES = hasattr(lightning_callbacks, "EMAWeightAveraging")
+_HAS_LOADING = takes(Trainer.fit, "weights_only")
+
+# What Lightning added after 2.5.0, as far as a search or a profile is near it: whether this version
+# has it, and a training with it.
+NEWER = {
+    # Without an interval each batch is followed by a validation, and in ten hours none is.
+    "validation_after_no_time": (
+        _HAS_TIME,
+        Case(Net, trainer={"val_check_interval": timedelta(0)}),
+    ),
+    "validation_after_a_time_in_a_text": (
+        _HAS_TIME,
+        Case(Net, trainer={"val_check_interval": "00:10:00:00"}),
+    ),
+    "validation_after_a_time_in_a_dictionary": (
+        _HAS_TIME,
+        Case(onecycle, trainer={"val_check_interval": {"hours": 10}}),
+    ),
+    "validation_after_no_time_in_some_epochs": (
+        _HAS_TIME,
+        Case(Net, trainer={"val_check_interval": "00:00:00:00", "check_val_every_n_epoch": 2}),
+    ),
+    "validation_after_no_time_and_every_checkpoint": (
+        _HAS_TIME,
+        Case(
+            Net,
+            trainer={"val_check_interval": timedelta(0), "check_val_every_n_epoch": None},
+            callbacks=lambda: [Saves(), ModelCheckpoint(monitor="val_loss", save_top_k=-1)],
+        ),
+    ),
+    "an_interval_without_validation": (
+        _HAS_TIME,
+        Case(Net, trainer={"val_check_interval": 100, "limit_val_batches": 0}),
+    ),
+    "no_logged_hyperparameters": (
+        takes(Trainer, "enable_autolog_hparams"),
+        Case(InHparams, trainer={"enable_autolog_hparams": False}),
+    ),
+    "a_registry_of_models": (
+        takes(Trainer, "model_registry"),
+        Case(Net, trainer={"model_registry": "organization/teamspace/model"}),
+    ),
+    "checkpoints_without_objects": (
+        _HAS_LOADING,
+        Case(InHparams, fit=lambda size: {"weights_only": True}),
+    ),
+    "checkpoints_of_errors": (
+        takes(ModelCheckpoint, "save_on_exception"),
+        Case(Net, callbacks=lambda: [ModelCheckpoint(save_on_exception=True, save_last=True)]),
+    ),
+    "weights_averaged_equally": (
+        _HAS_AVERAGES,
+        Case(Net, callbacks=averaging("WeightAveraging", use_buffers=False)),
+    ),
+    "weights_averaged_exponentially": (
+        _HAS_AVERAGES,
+        Case(Net, callbacks=averaging("EMAWeightAveraging")),
+    ),
+    "weights_averaged_in_some_steps": (
+        _HAS_AVERAGES,
+        Case(
+            Net,
+            callbacks=averaging(
+                "EMAWeightAveraging",
+                device="cpu",
+                decay=0.5,
+                update_every_n_steps=2,
+                update_starting_at_step=3,
+                update_starting_at_epoch=1,
+            ),
+        ),
+    ),
+    "toggled_optimizer": (hasattr(LightningModule, "toggled_optimizer"), Case(Toggled)),
+    "summary_with_operations": (
+        takes(lightning_callbacks.ModelSummary.summarize, "total_flops"),
+        Case(Summarized, callbacks=lambda: [lightning_callbacks.ModelSummary(max_depth=2)]),
+    ),
+    "schedules_of_epochs_that_end_early": (True, Case(SkipsTheRest)),
+}
