@@ -25,6 +25,7 @@ from lightning_batchmem._lightning.packages import is_own_error
 from lightning_batchmem.figures import plot_memory_over_steps, plot_search
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.printable import check_regular, printable, read_small
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.profile.step_csv import NAME, PLAN_NAME, read_rows
 from lightning_batchmem.simulated_gpu import command
@@ -46,7 +47,7 @@ _FIGURES: dict[str, tuple[str, Callable[[Path], Figure | None]]] = {
     NAME: ("memory_over_steps", lambda path: plot_memory_over_steps(read_rows(path))),
     PLAN_NAME: (
         "search",
-        lambda path: plot_search(Plan.from_json(path.read_text(encoding="utf-8"))),
+        lambda path: plot_search(Plan.from_json(read_small(path))),
     ),
 }
 
@@ -204,6 +205,7 @@ def draw(
             number = path.stem.removeprefix(Path(name).stem)
             target = folder / f"{figure_name}{number}.{format}"
             try:
+                check_regular(path)
                 figure = plot(path)
                 if figure is None:
                     _print_error(f"{path} has nothing to draw")
@@ -211,7 +213,7 @@ def draw(
                 folder.mkdir(parents=True, exist_ok=True)
                 # A PNG has 1,280 x 960 pixels.
                 figure.savefig(target, dpi=200)
-                sys.stdout.write(f"{target}\n")
+                sys.stdout.write(f"{printable(str(target))}\n")
                 num_figures += 1
             except ImportError:
                 # Without matplotlib no figure can be drawn.
@@ -309,7 +311,7 @@ def _write_file(path: Path, content: str) -> None:
 
 def _print_error(text: str) -> None:
     """Print the text in one line, also where an error or a file name has several."""
-    sys.stderr.write(" ".join(text.split()) + "\n")
+    sys.stderr.write(printable(" ".join(text.split())) + "\n")
 
 
 if __name__ == "__main__":

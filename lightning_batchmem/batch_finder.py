@@ -56,7 +56,8 @@ class EnforcedLimit(ExitStack):
 
 def check_plan(plan: object) -> None:
     """Raise a ValueError unless ``plan`` can be an earlier plan."""
-    if not isinstance(plan, Plan | str | Path | None):
+    # An empty path would be the working directory.
+    if not isinstance(plan, Plan | str | Path | None) or plan == "":
         raise ValueError(f"plan must be a Plan, a path or None, got {plan!r:.80}")
 
 
@@ -365,8 +366,8 @@ class BatchFinder(Callback):
             rank_zero_warn(
                 f"BatchFinder searched again and uses batch size {self.plan.batch_size}, because"
                 " this strategy loads the checkpoint (batch size"
-                f" {state_dict['plan']['batch_size']}) after the search. To keep its size, set it"
-                " by hand and remove BatchFinder."
+                f" {state_dict['plan']['batch_size']!r:.20}) after the search. To keep its size,"
+                " set it by hand and remove BatchFinder."
             )
 
     @contextmanager

@@ -23,6 +23,7 @@ from lightning_batchmem.devices.host import HostMemory
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.json_fields import from_json, to_json
 from lightning_batchmem.plan.policy import ReadingPolicy, SearchPolicy
+from lightning_batchmem.plan.printable import read_small
 from lightning_batchmem.plan.records import PHASES
 
 # A search up to 8 samples runs 2 samples too.
@@ -147,7 +148,7 @@ def differences(
     if not path.exists():
         raise ValueError(f"{path} does not exist. Write it with --update true.")
     try:
-        reference = from_json(StepMemory, path.read_text(encoding="utf-8"))
+        reference = from_json(StepMemory, read_small(path))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{path} must be a reference of the memory test ({error}). Write it again with"

@@ -215,6 +215,11 @@ def test_a_file_that_cannot_be_read(again, tmp_path):
     (tmp_path / "empty.json").write_text(json.dumps({**lawful.OLD_PLAN, "batch_size": 0}))
     # To open it would take forever.
     os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    (tmp_path / "huge.json").write_bytes(b" " * (16 * 2**20) + b"{}")
+    (tmp_path / "latin.json").write_bytes(b"\xe9")
+    trials = [{**lawful.OLD_PLAN["trials"][0], "batch_size": -1}]
+    (tmp_path / "negative.json").write_text(json.dumps({**lawful.OLD_PLAN, "trials": trials}))
     for name, why in (
         ("none", "No such file"),
         ("", "batch_plan.json"),
@@ -222,11 +227,35 @@ def test_a_file_that_cannot_be_read(again, tmp_path):
         ("wrong.json", "Plan"),
         ("large.json", "Plan"),
         ("empty.json", "batch_size of a plan must be at least 1, got 0"),
-        ("pipe", "it is no file"),
+        ("pipe", "it is not a regular file"),
+        ("device", "it is not a regular file"),
+        ("huge.json", "it is larger than 16 MiB"),
+        ("latin.json", "can't decode byte 0xe9"),
+        ("negative.json", "batch_size of a plan must be at least 1, got -1"),
+        ("\x00", "embedded null"),
+        ("long" * 1000, "File name too long"),
     ):
         plan = again(tmp_path / name)
         assert plan.batch_size == FOUND
         start = f"{NOT_USED}{tmp_path / name} cannot be read ("
         assert any(note.startswith(start) and why in note for note in plan.notes)
-    with pytest.raises(ValueError, match="plan must be a Plan, a path or None, got 3"):
-        BatchFinder(plan=3)
+    for given in (3, ""):
+        with pytest.raises(
+            ValueError, match=f"plan must be a Plan, a path or None, got {given!r}$"
+        ):
+            BatchFinder(plan=given)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"outcome": "killed"}, {"kind": "climb"}, {"outcome": "", "kind": "\x1b[2J"}]
+)
+def test_a_trial_that_this_version_does_not_know_is_a_note(again, earlier, tmp_path, changes):
+    plan = replace(earlier, trials=(replace(earlier.trials[0], **changes), *earlier.trials))
+    path = tmp_path / "batch_plan.json"
+    path.write_text(plan.to_json())
+    for given in (plan, path, tmp_path):
+        found = again(given)
+        assert found.batch_size == FOUND
+        (note,) = [note for note in found.notes if note.startswith(NOT_USED)]
+        assert note.startswith(f"{NOT_USED}this version does not know a trial of the kind ")
+        assert note.isprintable()

@@ -9,6 +9,8 @@ from dataclasses import asdict, fields, is_dataclass
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from lightning_batchmem.plan.printable import printable
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -16,14 +18,18 @@ T = TypeVar("T")
 
 
 def to_json(value: DataclassInstance) -> str:
-    """Return a data class as JSON, of which :func:`from_json` makes an equal one."""
+    """Return a data class as JSON, of which :func:`from_json` makes an equal one.
+
+    Its texts are printable then.
+    """
     return json.dumps(asdict(value), indent=2)
 
 
 def from_json(kind: type[T], text: str) -> T:
     """Return the data class that JSON describes.
 
-    Keys that are no fields are ignored, because another version may have written them.
+    Keys that are no fields are ignored, because another version may have written them. Texts may
+    reach a terminal, so they become printable.
 
     Raises:
         ValueError: if ``text`` is not the JSON of this data class.
@@ -63,11 +69,12 @@ def _value(annotation: Any, data: Any) -> Any:
         return tuple(_value(arguments[0], part) for part in data)
     if origin in (dict, Mapping):
         _check_type(data, dict)
-        return {key: _value(arguments[1], part) for key, part in data.items()}
-    if origin is Literal:
+        return {printable(key): _value(arguments[1], part) for key, part in data.items()}
+    if origin is Literal or annotation is str:
         # Other versions have other values of the same type.
         _check_type(data, str)
-    elif annotation is float:
+        return printable(data)
+    if annotation is float:
         _check_type(data, float, int)
         if isinstance(data, float) and not math.isfinite(data):
             raise TypeError(f"{data!r} is not finite")

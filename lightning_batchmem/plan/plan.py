@@ -106,21 +106,22 @@ class Plan:
         return short_text(self)
 
     def to_json(self) -> str:
-        """The plan as JSON; :meth:`from_json` makes an equal plan of it."""
+        """The plan as JSON; :meth:`from_json` makes an equal plan of it, with printable texts."""
         return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """The plan that :meth:`to_json` wrote, also in version 0.1.0.
 
-        Fields that are no longer known are left out.
+        Fields that are no longer known are left out, and control characters become escapes.
 
         Raises:
             ValueError: when ``text`` is not the JSON of a plan.
         """
         plan = from_json(cls, text)
-        if plan.batch_size < 1:
-            raise ValueError(f"batch_size of a plan must be at least 1, got {plan.batch_size}")
+        smallest = min([plan.batch_size, *(trial.batch_size for trial in plan.trials)])
+        if smallest < 1:
+            raise ValueError(f"batch_size of a plan must be at least 1, got {smallest}")
         return plan
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 MIB = 2**20
 """Bytes in a mebibyte, the unit in which memory is shown to people."""
@@ -130,6 +130,11 @@ class Trial:
         """The same trial, with the reserved bytes in its peaks."""
         peaks = {phase: peak + self.reserve_bytes for phase, peak in self.phase_peak_bytes.items()}
         return replace(self, phase_peak_bytes=peaks)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this version knows the outcome and the kind; a later one may have others."""
+        return self.outcome in get_args(Outcome) and self.kind in get_args(TrialKind)
 
     @classmethod
     def worst_of(cls, trials: Iterable[Trial]) -> Trial:

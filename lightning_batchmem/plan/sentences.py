@@ -260,6 +260,13 @@ def unreadable(given: object, error: Exception) -> str:
     return f"{given} cannot be read ({error})"
 
 
+def unknown_trial(trial: Trial) -> str:
+    return (
+        f"this version does not know a trial of the kind {trial.kind[:80]!r} with the outcome"
+        f" {trial.outcome[:80]!r}"
+    )
+
+
 def not_verified() -> str:
     return "it was not verified by a fit of this version"
 

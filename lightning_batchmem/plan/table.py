@@ -8,6 +8,8 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
+from lightning_batchmem.plan.printable import shown
+
 # In columns. It is wider than any table, because rich would break the lines of a wider one.
 _WIDTH = 10_000
 
@@ -24,7 +26,7 @@ def table_text(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: 
     for column, heading in enumerate(headings):
         table.add_column(heading, justify="left" if column < left else "right")
     for cells in rows:
-        table.add_row(*(cell.replace("|", r"\|") for cell in cells))
+        table.add_row(*(shown(cell).replace("|", r"\|") for cell in cells))
     console = Console(width=_WIDTH, color_system=None, markup=False, emoji=False)
     with console.capture() as capture:
         console.print(table)

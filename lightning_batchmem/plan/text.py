@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
+from lightning_batchmem.plan.printable import shown
 from lightning_batchmem.plan.records import Trial, mib
 from lightning_batchmem.plan.sentences import NOT_RESTORED, place_text
 from lightning_batchmem.plan.table import table_text
@@ -44,8 +45,8 @@ def short_text(plan: Plan) -> str:
     rows = dict(reversed(_rows(plan)))
     rows["details"] = "print the plan, or set verbose=True: reasons, all sizes, all notes"
     names = ("memory", "size", "sizes", "step", "note", "details")
-    shown = [(name, rows[name]) for name in names if name in rows]
-    return "\n".join([_wrapped(f"BatchFinder: {headline(plan)}"), *_lines(shown)])
+    few = [(name, rows[name]) for name in names if name in rows]
+    return "\n".join([_wrapped(f"BatchFinder: {headline(plan)}"), *_lines(few)])
 
 
 def _lines(rows: Sequence[tuple[str, str]]) -> list[str]:
@@ -54,7 +55,9 @@ def _lines(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _wrapped(text: str, *, indent: int = 2) -> str:
-    return textwrap.fill(text, _WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)
+    return textwrap.fill(
+        shown(text), _WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False
+    )
 
 
 def _on_each_rank(plan: Plan) -> str:
@@ -88,7 +91,7 @@ def headline(plan: Plan) -> str:
         where = f" on a {plan.device}"
         verified = "rehearsed on the simulated GPU" if is_rehearsed(plan) else "not rehearsed"
     limited_by = plan.limited_by.replace("_", " ")
-    return (
+    return shown(
         f"{_size_name(plan)} {_number(plan, plan.batch_size)}{_on_each_rank(plan)}{where},"
         f" limited by {limited_by}, {verified}"
     )

@@ -11,6 +11,7 @@ from torch.nn import Module
 from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.printable import read_small
 from lightning_batchmem.plan.records import Chosen, Trial, mib
 from lightning_batchmem.plan.scaling import rounded, size_range
 from lightning_batchmem.search.ranks import Ranks
@@ -47,7 +48,10 @@ def find_earlier_plan(
         changes = [sentences.unreadable(given, error)]
     else:
         changes = changes_since(plan, device, limit_bytes)
-        if not ((plan.verified or plan.simulated) and plan.parameters):
+        unknown = next((trial for trial in plan.trials if not trial.is_known), None)
+        if unknown is not None:
+            changes = [sentences.unknown_trial(unknown)]
+        elif not ((plan.verified or plan.simulated) and plan.parameters):
             changes = [sentences.not_verified()]
         elif plan.parameters != parameters:
             changes.append(sentences.changed("number of parameters", plan.parameters, parameters))
@@ -73,15 +77,12 @@ def load_plan(plan: Plan | str | Path) -> Plan:
         for file in reversed(files):
             # A run that was killed may leave a part of a file.
             with suppress(OSError, ValueError):
-                earlier = Plan.from_json(file.read_text(encoding="utf-8"))
+                earlier = Plan.from_json(read_small(file))
                 # The plan of an evaluation has no number of parameters, and is skipped.
                 if earlier.parameters:
                     return earlier
         path = files[-1] if files else path / "batch_plan.json"
-    # To open a pipe could take forever.
-    if path.exists() and not path.is_file():
-        raise ValueError("it is no file")
-    return Plan.from_json(path.read_text(encoding="utf-8"))
+    return Plan.from_json(read_small(path))
 
 
 def changes_since(plan: Plan, device: str, limit_bytes: int) -> list[str]:

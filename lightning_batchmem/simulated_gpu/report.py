@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.printable import shown
 from lightning_batchmem.plan.records import mib
 from lightning_batchmem.plan.table import table_text
 from lightning_batchmem.plan.text import headline, is_rehearsed
@@ -196,4 +197,6 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
 
 
 def _wrapped(text: str, *, indent: int = 2) -> str:
-    return textwrap.fill(text, _WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)
+    return textwrap.fill(
+        shown(text), _WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False
+    )

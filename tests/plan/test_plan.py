@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.printable import printable
 from lightning_batchmem.plan.records import MIB, PHASES, Line, MemoryModel, Trial
 from tests.helpers.lawful import OLD_PLAN
 
@@ -15,13 +16,20 @@ FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
 # No size is smaller or larger.
 WHOLE = st.integers(1, 2**63 - 1)
-WHOLE_BY_TYPE = {int: WHOLE, int | None: st.none() | WHOLE}
+TEXT = st.text().map(printable)
+STRATEGIES = {
+    int: WHOLE,
+    int | None: st.none() | WHOLE,
+    str: TEXT,
+    str | None: st.none() | TEXT,
+    tuple[str, ...]: st.lists(TEXT).map(tuple),
+}
 
 
 def any_of(kind, **strategies):
     """Instances of a dataclass, with every field that has no strategy drawn by its type."""
     types = get_type_hints(kind)
-    by_type = {name: WHOLE_BY_TYPE.get(annotation, ...) for name, annotation in types.items()}
+    by_type = {name: STRATEGIES.get(annotation, ...) for name, annotation in types.items()}
     return st.builds(kind, **{**by_type, **strategies})
 
 
@@ -137,9 +145,49 @@ def test_a_wrong_type_is_refused(path, value):
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_size_without_samples_is_refused(size):
-    text = replace(PLAN, batch_size=size).to_json()
-    with pytest.raises(ValueError, match=f"batch_size of a plan must be at least 1, got {size}"):
-        Plan.from_json(text)
+    trials = (replace(PLAN.trials[0], batch_size=size),)
+    for plan in (replace(PLAN, batch_size=size), replace(PLAN, trials=trials)):
+        with pytest.raises(ValueError, match=f"of a plan must be at least 1, got {size}"):
+            Plan.from_json(plan.to_json())
+
+
+# Clear the screen, set a title, turn the direction, begin a line, and no character at all.
+CONTROLS = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e\r\n\x00\x7f\ud800"
+
+
+def with_text(text):
+    """A plan that has the text wherever it has one."""
+    trial = replace(PLAN.trials[0], outcome=text, kind=text, notes=(text,), error=text)
+    return replace(
+        PLAN,
+        limited_by=text,
+        trials=(trial,),
+        memory=MemoryModel({text: Line(1.0, 1.0, 1, 2)}),
+        reason=text,
+        device=text,
+        notes=(text,),
+        parameters=text,
+        budget_name=text,
+        place=text,
+        simulated=True,
+    )
+
+
+@pytest.mark.parametrize("read", [lambda plan: plan, lambda plan: Plan.from_json(plan.to_json())])
+def test_no_text_of_a_plan_controls_a_terminal(read):
+    plan = read(with_text(f"one{CONTROLS}two"))
+    for text in (str(plan), plan.short_text(), repr(plan), plan._repr_markdown_()):
+        assert all(line.isprintable() for line in text.split("\n"))
+        assert r"one\x1b[2J\x1b]0;title\x07\x9b31m\u202e" in text
+    read_again = Plan.from_json(plan.to_json())
+    assert all(text.isprintable() for text in (read_again.device, read_again.parameters))
+    assert Plan.from_json(read_again.to_json()) == read_again
+
+
+def test_a_long_text_is_cut_off():
+    text = str(with_text(10_000_000 * "x"))
+    assert len(text) < 40_000
+    assert "x ..." in text
 
 
 def test_values_of_another_version_are_shown():
