@@ -5,6 +5,7 @@ import inspect
 import io
 import json
 import logging
+import os
 import re
 import shutil
 import subprocess
@@ -154,6 +155,24 @@ def test_a_path_that_standard_output_cannot_show_is_escaped(finished, tmp_path, 
     assert run_installed() == 0
     output.flush()
     assert output.buffer.getvalue().count(rb"/gr\xf6\xdfe/") == len(ALL_FIGURES)
+
+
+def test_draw_opens_no_pipe_and_prints_no_control_character(log_dir, capsys):
+    os.mkfifo(log_dir / "batch_plan_pipe.json")
+    os.mkfifo(log_dir / "memory_per_batch_pipe.csv")
+    plan = log_dir / "batch_plan.json"
+    (log_dir / "batch_plan\x1b[2J.json").write_text(plan.read_text())
+    (log_dir / "batch_plan\x9b\n.json").write_text(plan.read_text()[:100])
+    assert main(["draw", str(log_dir)]) == 0
+    printed = capsys.readouterr()
+    assert [line for line in printed.err.splitlines() if "it is not a regular file" in line] == [
+        f"{log_dir / name} could not be drawn: ValueError: it is not a regular file"
+        for name in ("memory_per_batch_pipe.csv", "batch_plan_pipe.json")
+    ]
+    for text in (printed.out, printed.err):
+        assert all(line.isprintable() for line in text.split("\n"))
+    assert r"search\x1b[2J.png" in printed.out
+    assert r"batch_plan\x9b .json could not be drawn" in printed.err
 
 
 def test_nothing_to_draw(tmp_path, capsys):
