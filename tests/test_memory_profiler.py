@@ -5,6 +5,7 @@ import pickle
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -806,10 +807,40 @@ def test_an_out_of_memory_error_gets_a_note_and_a_snapshot(
     assert calls == [(tmp_path, "cpu"), ("write", 0), "stop"]
 
 
-@pytest.mark.parametrize("items", [None, "many"])
-def test_items_fn_must_return_a_number(tmp_path, items):
-    with pytest.raises(ValueError, match=f"items_fn must return a number, got {items!r}"):
-        profiled(tmp_path, Net(), profiler=MemoryProfiler(items_fn=lambda batch: items))
+@pytest.mark.parametrize(
+    "items",
+    [
+        None,
+        "many",
+        "3",
+        b"3",
+        True,
+        torch.tensor(True),
+        math.nan,
+        math.inf,
+        torch.tensor(math.nan),
+        -1,
+        10**400,
+        10**5000,
+        1e300,
+        1j,
+        [3],
+        torch.ones(2),
+        np.array([1, 2]),
+    ],
+    ids=lambda items: type(items).__name__,
+)
+def test_what_is_not_a_count_of_items_is_one_warning_and_a_missing_reading(
+    tmp_path, device_memory, recwarn, items
+):
+    # The second of three steps has items that can be counted.
+    returned = iter([items, 6, items])
+    profiler = MemoryProfiler(items_fn=lambda batch: next(returned))
+    profiled(tmp_path, Net(), profiler=profiler, loader=data(samples=12))
+    (warning,) = [str(one.message) for one in recwarn if "items_fn" in str(one.message)]
+    assert warning.startswith("items_fn must return a finite number that is not negative, got ")
+    assert [bool(row["items_per_s"]) for row in csv_rows(tmp_path)] == [False, True, False]
+    assert math.isfinite(profiler.summary.items_per_second)
 
 
 @pytest.mark.parametrize("arguments", [{"snapshot": "always"}, {"items_fn": 3}, {"flops": 1}])

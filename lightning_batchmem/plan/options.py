@@ -129,11 +129,17 @@ def check_switches(**switches: object) -> None:
             raise ValueError(f"{name} must be True or False, got {value!r:.80}")
 
 
-def number_from(argument: str, returned: Any) -> float:
-    """The number that a function of the user has returned."""
-    with suppress(TypeError, ValueError):
-        return float(returned)
-    raise ValueError(f"{argument} must return a number, got {returned!r:.80}")
+def count_from(returned: Any) -> float | None:
+    """The count that a function of the user has returned; ``None`` if it is not a count."""
+    is_truth = isinstance(returned, bool) or "bool" in str(getattr(returned, "dtype", ""))
+    if is_truth or isinstance(returned, str | bytes | bytearray):
+        return None
+    # An array with several numbers raises an error of its library, and an object one of its own.
+    with suppress(Exception):
+        count = float(returned)
+        # More would not leave a finite sum.
+        return count if 0 <= count < 2**63 else None
+    return None
 
 
 def _plain_number(number: Real) -> int | float:

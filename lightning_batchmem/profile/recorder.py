@@ -18,7 +18,7 @@ from lightning_batchmem.devices.accelerator import replays_graphs
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.peaks import with_hooks
 from lightning_batchmem.devices.tensors import has_own_tensors, samples_in
-from lightning_batchmem.plan.options import number_from
+from lightning_batchmem.plan.options import count_from
 from lightning_batchmem.plan.records import counted
 from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.module_memory import ModuleStep
@@ -68,6 +68,7 @@ class StepRecorder:
         self._has_graphs = False
         self._is_steady = False
         self._warned_of_size = False
+        self._warned_of_items = False
         # An OomGuard counts in this attribute.
         self._guards: list[Any] = [
             one for one in callbacks_of(trainer) if "oom_splits" in vars(one)
@@ -182,9 +183,7 @@ class StepRecorder:
             if self.breakdown is not None and peak_bytes is not None:
                 self.breakdown.add_peak(peak_bytes)
         self._batch = None
-        items = None
-        if self._items_fn is not None:
-            items = number_from("items_fn", self._items_fn(batch))
+        items = None if self._items_fn is None else self._count_items(self._items_fn(batch))
         self._ended = partial(
             Step,
             number=clock.number,
@@ -239,6 +238,17 @@ class StepRecorder:
             self._measured.close()
             self._to_measure.append(self._measured)
             self._measured = None
+
+    def _count_items(self, returned: object) -> float | None:
+        """Return the items of a batch; warn once if ``items_fn`` has returned something else."""
+        items = count_from(returned)
+        if items is None and not self._warned_of_items:
+            self._warned_of_items = True
+            rank_zero_warn(
+                "items_fn must return a finite number that is not negative, got a value of type"
+                f" {type(returned).__name__}. Such steps are left out of throughput/items_per_s."
+            )
+        return items
 
     def _loader_size(self, trainer: Trainer) -> int | None:
         """Return the batch size of the training loader; warn once if it is not known either."""
