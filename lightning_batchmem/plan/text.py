@@ -99,7 +99,7 @@ def headline(plan: Plan) -> str:
 
 def _rows(plan: Plan) -> list[tuple[str, str]]:
     rows = [("memory", _memory(plan))]
-    if plan.memory is not None:
+    if plan.memory is not None and plan.memory.lines:
         phase = plan.memory.phase_at(plan.batch_size)
         line = plan.memory.lines[phase]
         growth = f"{mib(line.slope)} {_one(plan)}"
@@ -145,7 +145,7 @@ def _known_sizes(plan: Plan) -> str:
         details.append("verified")
     if fastest in speeds:
         details.append(f"{plan.ranks * speeds[fastest]:,.0f} {_items(plan)}/s")
-        if largest in speeds and largest != fastest:
+        if speeds.get(largest, 0.0) > 0 and largest != fastest:
             ratio = f"{speeds[fastest] / speeds[largest]:.1f}"
             if ratio != "1.0":
                 details.append(f"{ratio} times as many as at {_number(plan, largest)}")
@@ -185,7 +185,8 @@ def _changes(plan: Plan) -> list[str]:
         if plan.budget_name is not None:
             step = f"{plan.budget_name} {plan.effective_batch_size:,}"
         changes.append(f"{step}, in {batches}{_on_each_rank(plan)}")
-    if plan.learning_rate is not None and plan.learning_rate != plan.learning_rate_before:
+    rates = (plan.learning_rate, plan.learning_rate_before)
+    if None not in rates and rates[0] != rates[1]:
         changes.append(
             f"learning rate {plan.learning_rate:.6g} instead of {plan.learning_rate_before:.6g}"
         )

@@ -184,6 +184,21 @@ def test_no_text_of_a_plan_controls_a_terminal(read):
     assert Plan.from_json(read_again.to_json()) == read_again
 
 
+def test_a_plan_without_some_readings_is_shown():
+    """Another program may have written it."""
+    slow = replace(PLAN.trials[0], batch_size=64, samples_per_second=0.0)
+    plan = replace(
+        PLAN,
+        memory=MemoryModel({}),
+        learning_rate=0.1,
+        trials=(*PLAN.trials, slow),
+        largest_batch_size=64,
+    )
+    for text in (str(plan), plan.short_text()):
+        assert "learning rate" not in text
+        assert "fits 64 (predicted)" in text
+
+
 def test_a_long_text_is_cut_off():
     text = str(with_text(10_000_000 * "x"))
     assert len(text) < 40_000
