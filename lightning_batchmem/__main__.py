@@ -6,12 +6,13 @@ its docstring.
 
 from __future__ import annotations
 
-import io
 import logging
+import os
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -26,6 +27,7 @@ from lightning_batchmem.figures import plot_memory_over_steps, plot_search
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printable import check_regular, printable, read_small
+from lightning_batchmem.plan.printing import why_not_printed
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.profile.step_csv import NAME, PLAN_NAME, read_rows
 from lightning_batchmem.simulated_gpu import command
@@ -172,13 +174,13 @@ def check(
         _check_file(reference)
         text = memory_test.reference_text(comparison.function_named(make), trainer or {})
         _write_file(reference, text)
-        sys.stdout.write(f"{reference}\n")
+        _print(f"{reference}")
         return 0
     grown, smaller = memory_test.differences(
         comparison.function_named(make), reference, tolerance, trainer or {}
     )
     lines = grown or smaller or [f"equal to {reference} within {100 * tolerance:g} %"]
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    _print("\n".join(lines))
     return 1 if grown else 0
 
 
@@ -198,7 +200,7 @@ def draw(
     """
     if not log_dir.is_dir():
         raise ValueError(f"log_dir must be a directory, got {str(log_dir)!r}")
-    num_figures = 0
+    targets = []
     for name, (figure_name, plot) in _FIGURES.items():
         for path in sorted(log_dir.rglob(name.replace(".", "*."))):
             folder = (out or log_dir) / path.parent.relative_to(log_dir)
@@ -213,27 +215,27 @@ def draw(
                 folder.mkdir(parents=True, exist_ok=True)
                 # A PNG has 1,280 x 960 pixels.
                 figure.savefig(target, dpi=200)
-                sys.stdout.write(f"{printable(str(target))}\n")
-                num_figures += 1
+                targets.append(printable(str(target)))
             except ImportError:
                 # Without matplotlib no figure can be drawn.
                 raise
             # A damaged file may raise any error, and the other files are drawn nevertheless.
             except Exception as error:  # noqa: BLE001
                 _print_error(f"{path} could not be drawn: {type(error).__name__}: {error}")
-    if num_figures == 0:
+    if targets:
+        _print("\n".join(targets))
+    else:
         _print_error(f"No figure was drawn from {log_dir}; it needs a {' or '.join(_FIGURES)}")
-        return 1
-    return 0
+    return 0 if targets else 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:2] == ["simulate", "--list"]:
-        sys.stdout.write(f"{list_text()}\n")
-        return 0
     try:
+        if words[:2] == ["simulate", "--list"]:
+            _print(list_text())
+            return 0
         exit_code: int = auto_cli(
             [find, simulate, compare, check, draw],
             args=command.with_program_as_list(words),
@@ -258,15 +260,15 @@ def run_installed() -> int:
     """Run the command line as a program, and return its exit code."""
     # The interpreter does this for ``python -m``, so that modules of a project are found.
     sys.path.insert(0, "")
-    # A name that the terminal cannot show is escaped, as it is in standard error.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     # Lightning's own notes are about a training, or about its code.
     for package in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
         logging.getLogger(package).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=PossibleUserWarning)
     warnings.filterwarnings("ignore", module=r"(lightning|pytorch_lightning)\.")
-    return main()
+    try:
+        return main()
+    finally:
+        _flush_output()
 
 
 def _simulated(
@@ -297,9 +299,9 @@ def _check_file(out: Path | None) -> None:
 
 def _write(text: str, content: str, out: Path | None) -> None:
     """Print the text, and write the content to a file."""
-    sys.stdout.write(f"{text}\n")
     if out is not None:
         _write_file(out, content)
+    _print(text)
 
 
 def _write_file(path: Path, content: str) -> None:
@@ -309,9 +311,28 @@ def _write_file(path: Path, content: str) -> None:
         raise ValueError(f"{path} cannot be written: {error.strerror}") from error
 
 
+def _print(text: str) -> None:
+    if reason := why_not_printed(text):
+        raise ValueError(f"standard output cannot be written: {reason}")
+
+
 def _print_error(text: str) -> None:
     """Print the text in one line, also where an error or a file name has several."""
-    sys.stderr.write(printable(" ".join(text.split())) + "\n")
+    # Standard error may be closed, and the exit code says that there is an error.
+    with suppress(AttributeError, OSError, ValueError):
+        sys.stderr.write(printable(" ".join(text.split())) + "\n")
+
+
+def _flush_output() -> None:
+    """Write what the code of the project has printed, or drop it where nobody reads it."""
+    try:
+        sys.stdout.flush()
+    # Without a console there is no stream.
+    except AttributeError:
+        return
+    except OSError:
+        # The interpreter would try again at its end, and return the exit code of an error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

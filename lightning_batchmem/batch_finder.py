@@ -12,7 +12,6 @@ from typing import Any, Literal, Self
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from rich.console import Console
 
 from lightning_batchmem._lightning.apply import (
     apply_to_training,
@@ -37,9 +36,11 @@ from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.questions import ask, begin_run
 from lightning_batchmem.plan.options import SearchOptions, WorstCase, check_switches
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.printing import print_or_warn
 from lightning_batchmem.plan.records import LearningRateScaling, Objective
 from lightning_batchmem.search.ranks import Ranks
 
@@ -223,6 +224,7 @@ class BatchFinder(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Record the state before ``configure_optimizers``, or search before an evaluation."""
         warn_of_untested_torch()
+        begin_run()
         self._checkpoint = {}
         self._cancel = None
         self._search = None
@@ -305,8 +307,7 @@ class BatchFinder(Callback):
                 if search.start_bytes > 0:
                     self._search = search
             apply_to_training(setting, plan)
-            self.plan = plan
-            self._plan_of_fit = plan
+            self.plan = self._plan_of_fit = plan
             if options.memory_limit is not None:
                 # Otherwise the allocator would grow where it released its cache in the rehearsal.
                 limit = search.device_memory.limit_enforced(limit_bytes)
@@ -319,12 +320,14 @@ class BatchFinder(Callback):
     ) -> None:
         """Warn once if training needs more memory than the search could see."""
         if self._search is not None and self.plan is not None:
-            self._search.check_start(batch, self.plan)
+            ask("What memory the training begins with", self._search.check_start, batch, self.plan)
             self._search = None
         # The first epoch has every sample.
         if trainer.current_epoch > 0:
             self._batch_watch = None
-        if self._batch_watch is not None and (text := self._batch_watch.warning(batch)):
+        if self._batch_watch is not None and (
+            text := ask("The size of a batch", self._batch_watch.warning, batch)
+        ):
             # Each rank reads other samples, so each of them may warn.
             warnings.warn(text, stacklevel=2)
             self._batch_watch = None
@@ -446,5 +449,4 @@ class BatchFinder(Callback):
 
     def _report(self, trainer: Trainer, plan: Plan) -> None:
         if trainer.is_global_zero:
-            text = str(plan) if self._verbose else plan.short_text()
-            Console().out(text, highlight=False)
+            print_or_warn(str(plan) if self._verbose else plan.short_text())

@@ -75,7 +75,7 @@ def _setting() -> str:
     return os.environ.get(VARIABLE, "").strip()
 
 
-def _callbacks_of_setting(finder_class: type, profiler_class: type) -> list[Any]:
+def _callbacks_of_setting(finder_class: Any, profiler_class: Any) -> list[Any]:
     """The callbacks that the variable names; its options are those of the first one."""
     word, _, texts = _setting().partition(":")
     classes_by_word = {"profile": [profiler_class], "find": [finder_class, profiler_class]}
@@ -92,5 +92,4 @@ def _callbacks_of_setting(finder_class: type, profiler_class: type) -> list[Any]
                 f" ({', '.join(names)}), got {name!r:.80}"
             )
     # A script that runs without the variable has to run with it too.
-    make = getattr(first_class, "optional", first_class)
-    return [make(**options), *(other_class() for other_class in other_classes)]
+    return [first_class.optional(**options), *(kind.optional() for kind in other_classes)]

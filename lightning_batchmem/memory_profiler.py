@@ -5,21 +5,23 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from rich.console import Console
 
-from lightning_batchmem._lightning.trainer_state import is_fast_dev_run
+from lightning_batchmem._lightning.trainer_state import is_fast_dev_run, log_dir_of
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
+from lightning_batchmem.devices.questions import begin_run
 from lightning_batchmem.plan.options import check_switches
 from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.printing import print_or_warn
 from lightning_batchmem.profile.run import Options, Run, plan_in
 from lightning_batchmem.profile.step_csv import NAME, StepCsv, make_log_dir
 from lightning_batchmem.profile.summary import Summary, show_summary
@@ -97,6 +99,7 @@ class MemoryProfiler(Callback):
             raise ValueError(f"items_fn must be a function of a batch, got {items_fn!r}")
         if peak_flops is not None:
             _check_peak_flops(peak_flops, flops=flops)
+        self._is_optional = False
         self._has_csv = csv
         self._options = Options(items_fn, modules, flops, peak_flops)
         self._has_snapshot = snapshot == "on_oom"
@@ -108,6 +111,22 @@ class MemoryProfiler(Callback):
         self._summary: Summary | None = None
         self._run_peak_bytes: int | None = None
         self._is_table_due = False
+
+    @classmethod
+    def optional(cls, **options: Any) -> Self:
+        """A profiler for a script that does not know the package, and has to run as without it.
+
+        The environment variable makes such profilers. A log directory that cannot be written is a
+        warning, and metrics go to loggers of Lightning only: a logger of the project may not expect
+        them.
+
+        Args:
+            **options: arguments of MemoryProfiler.
+        """
+        profiler = cls(**options)
+        profiler._is_optional = True
+        profiler._options = profiler._options._replace(all_loggers=False)
+        return profiler
 
     @property
     def summary(self) -> Summary | None:
@@ -146,15 +165,15 @@ class MemoryProfiler(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Fail if the log directory cannot be written."""
+        begin_run()
         self._run = None
         self._summary = None
         self._run_peak_bytes = None
-        # Reading ``log_dir`` is a broadcast, so every rank must read it. Some loggers have a Path,
-        # and a mock of a logger has a mock.
-        log_dir = trainer.log_dir
+        # Some loggers have a Path, and a mock of a logger has a mock.
+        log_dir = log_dir_of(trainer)
         if not log_dir or not isinstance(log_dir, str | os.PathLike):
             log_dir = trainer.default_root_dir
-        log_dir = os.fspath(log_dir)
+        log_dir = os.fsdecode(log_dir)
         is_remote = "://" in log_dir
         is_without_files = is_remote or is_fast_dev_run(trainer)
         self._log_dir = None if is_without_files else Path(log_dir)
@@ -164,7 +183,13 @@ class MemoryProfiler(Callback):
                     f"MemoryProfiler writes no {NAME}: the log directory {log_dir} is not local."
                 )
             elif not is_without_files:
-                make_log_dir(Path(log_dir))
+                try:
+                    make_log_dir(Path(log_dir))
+                except OSError as error:
+                    if not self._is_optional:
+                        raise
+                    self._log_dir = None
+                    rank_zero_warn(f"MemoryProfiler writes no {NAME}: {error}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to record a training."""
@@ -268,7 +293,7 @@ class MemoryProfiler(Callback):
                 # Lightning ends the progress bar last, and the bar of Rich would overwrite the
                 # table.
                 bar.teardown(trainer, pl_module, stage)
-            show_summary(self._summary, Console())
+            print_or_warn(partial(show_summary, self._summary))
         self._is_table_due = False
 
     def _begin(self, trainer: Trainer, module: LightningModule, stage: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_batchmem import BatchFinder, MemoryProfiler
+from lightning_batchmem.devices.questions import begin_run
 from tests.helpers.fake_device import FakeDevice
 from tests.helpers.lawful import FAST, quiet_trainer
 
@@ -64,6 +65,12 @@ def nothing_was_compiled():
     utils = sys.modules.get("torch._dynamo.utils")
     if utils is not None:
         utils.counters.clear()
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_asked():
+    """Forget what earlier tests were warned of."""
+    begin_run()
 
 
 @pytest.fixture

@@ -197,13 +197,14 @@ def discard_train_loader(trainer: Trainer) -> None:
 
 @dataclass
 class _Fetch:
-    """Calls a function, and then the method of the loop. Unlike a closure, it can be pickled."""
+    """Calls functions, and then the method of the loop. Unlike a closure, it can be pickled."""
 
     loop: Any
-    called: Callable[[], object]
+    called: list[Callable[[], object]] = field(default_factory=list)
 
     def __call__(self) -> None:
-        self.called()
+        for function in self.called:
+            function()
         type(self.loop)._on_before_fetch(self.loop)
 
 
@@ -224,21 +225,25 @@ class WatchedFetches:
     ) -> None:
         loop = stage_loop(trainer)
         self._loops = {loop: loop._data_fetcher}
-        called = {loop: on_own}
+        self._called = {loop: on_own}
         if trainer.training:
             epoch_loop = loop.epoch_loop
             val_loop = epoch_loop.val_loop
             self._loops = {epoch_loop: loop._data_fetcher, val_loop: val_loop._data_fetcher}
-            called = {epoch_loop: on_own, val_loop: on_validation}
-        for one in self._loops:
-            # A loop hands this method to its fetcher when an epoch begins.
-            one._on_before_fetch = _Fetch(one, called[one])
+            self._called = {epoch_loop: on_own, val_loop: on_validation}
+        for one, function in self._called.items():
+            # A loop hands this method to its fetcher when an epoch begins. Several profilers share
+            # it.
+            vars(one).setdefault("_on_before_fetch", _Fetch(one)).called.append(function)
         self._hand_over()
 
     def close(self) -> None:
         """Call the functions no more."""
-        for loop in self._loops:
-            vars(loop).pop("_on_before_fetch", None)
+        for loop, function in self._called.items():
+            fetch = vars(loop)["_on_before_fetch"]
+            fetch.called.remove(function)
+            if not fetch.called:
+                del loop._on_before_fetch
         self._hand_over()
 
     def _hand_over(self) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_batchmem._lightning.muted import muted_logger
 from lightning_batchmem.devices.peaks import PhasePeaks
+from lightning_batchmem.devices.questions import ask
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 
 
@@ -79,7 +80,8 @@ class SearchCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Measure the batch after the hooks of its transfer."""
-        self.largest_batch_bytes = max(self.largest_batch_bytes, bytes_of(tensors_in(batch)))
+        batch_bytes = ask("The size of a batch", lambda: bytes_of(tensors_in(batch)))
+        self.largest_batch_bytes = max(self.largest_batch_bytes, batch_bytes or 0)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor

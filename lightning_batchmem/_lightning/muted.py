@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_batchmem.batches.loaders import RANDOM_GENERATORS
+from lightning_batchmem.devices.questions import ask
 from lightning_batchmem.state.attributes import LARGEST_ARRAY_BYTES
 
 # Steps may change objects of these types in place.
@@ -29,7 +30,7 @@ def muted_callback(callback: Callback) -> Any:
     # A progress bar has the last three.
     muted = _muted(callback, [*hooks, "load_state_dict", "print", "enable", "disable"])
     # Lightning reads it at every hook, and a step should not take longer than in training.
-    vars(muted)["state_key"] = callback.state_key
+    vars(muted)["state_key"] = ask("The state_key of a callback", getattr, callback, "state_key")
     return muted
 
 

@@ -39,6 +39,7 @@ from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.devices import device_name
 from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.optimizers import state_tensors
 from lightning_batchmem.devices.peaks import RequestedBytes
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.plan import sentences
@@ -199,8 +200,10 @@ class TrainerSearch:
     def check_start(self, batch: object, plan: Plan) -> None:
         """Warn if training begins with more memory in use than the search did."""
         # A resumed run has restored the optimizer state, which the rehearsal made itself.
-        states = [optimizer.state for optimizer in self.trainer.optimizers]
-        made_bytes = bytes_of(tensors_in([batch, *states]), self.trainer.strategy.root_device)
+        made_bytes = bytes_of(
+            [*tensors_in(batch), *state_tensors(self.trainer.optimizers)],
+            self.trainer.strategy.root_device,
+        )
         current_bytes = RequestedBytes(self.device_memory).current().allocated_bytes
         more_bytes = current_bytes - made_bytes - self.start_bytes
         if more_bytes > MORE_IN_USE_SHARE * plan.limit_bytes:

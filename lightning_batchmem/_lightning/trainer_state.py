@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 
+from lightning_batchmem._lightning.hooks import replaced
 from lightning_batchmem._lightning.packages import in_every_package, lightning_name
+from lightning_batchmem.devices.questions import ask
 from lightning_batchmem.devices.tensors import bytes_of
 
 
@@ -18,6 +20,17 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
     # mypy does not see attributes that Lightning sets outside the class Trainer.
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
+
+
+def log_dir_of(trainer: Trainer) -> Any:
+    """What ``trainer.log_dir`` is on the first rank; None where the logger does not tell it.
+
+    Every rank must call this function.
+    """
+    # Reading it is a broadcast, for which the other ranks would wait after an error on this one.
+    with replaced(trainer.strategy, broadcast=lambda value, src=0: value):
+        log_dir = ask("The log directory", lambda: trainer.log_dir)
+    return trainer.strategy.broadcast(log_dir)
 
 
 def weight_average_bytes(trainer: Trainer) -> int:
@@ -81,6 +94,13 @@ def logging_step(trainer: Trainer) -> int:
     ``trainer.global_step`` is another number: it counts every optimizer of a manual step.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def is_of_lightning(logger: object) -> bool:
+    """Whether the class of a logger takes metrics as a logger of Lightning does."""
+    method = getattr(type(logger), "log_metrics", None)
+    package = str(getattr(method, "__module__", "")).partition(".")[0]
+    return package in ("lightning", "pytorch_lightning")
 
 
 def logs_now(trainer: Trainer, step: int) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_batchmem.devices.questions import ask
 from lightning_batchmem.devices.tensors import common_size, items_of, tensors_in
 
 
@@ -28,9 +29,9 @@ def splittable_samples(batch: object) -> int | None:
     Sparse and nested tensors cannot be sliced along it.
     """
     tensors = tensors_in(batch)
-    if any(tensor.layout is not torch.strided for tensor in tensors):
+    if any(tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors):
         return None
-    return common_size(tensors)
+    return ask("The number of samples in a batch", common_size, tensors)
 
 
 def has_number_of_samples(batch: object) -> bool:

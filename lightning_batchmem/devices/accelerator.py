@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
-import psutil
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem.devices.base import MemoryStats, Utilization
+from lightning_batchmem.devices.host import available_bytes
+from lightning_batchmem.devices.questions import ask
 
 # They count failed allocations, allocations that succeeded only after the cache was released (a
 # device synchronization each), and segments given back to the driver.
@@ -76,7 +76,7 @@ class AcceleratorMemory:
         free_bytes, total_bytes = self._functions.mem_get_info(self._device)
         if self._functions.get_device_properties(self._device).is_integrated:
             # It shares the memory of the host.
-            free_bytes = min(free_bytes, psutil.virtual_memory().available)
+            free_bytes = min(free_bytes, available_bytes())
         budget_bytes = free_bytes + (self.current().reserved_bytes or 0)
         fraction = self._memory_fraction()
         if fraction is not None:
@@ -212,20 +212,11 @@ def cuda_utilization(device: torch.device) -> Utilization | None:
     It is ``None``, with a warning, if the utilization cannot be read.
     """
 
+    # NVML, amdsmi and a missing module raise errors of unrelated types.
     def percent() -> float | None:
-        try:
-            return float(torch.cuda.utilization(device))
-        # NVML, amdsmi and a missing module raise errors of unrelated types, and a missing reading
-        # must not end a run.
-        except Exception:  # noqa: BLE001
-            return None
+        return ask("GPU utilization", torch.cuda.utilization, device)
 
-    if percent() is None:
-        rank_zero_warn(
-            "GPU utilization cannot be read and is not logged. Check nvidia-ml-py and nvidia-smi."
-        )
-        return None
-    return Utilization("gpu_pct", percent)
+    return None if percent() is None else Utilization("gpu_pct", percent)
 
 
 def replays_graphs(device: torch.device) -> bool:

@@ -11,6 +11,7 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_batchmem.devices.optimizers import state_tensors
 from lightning_batchmem.devices.tensors import is_on, plain_tensors, tensors_in
 from lightning_batchmem.plan.records import mib
 
@@ -128,15 +129,6 @@ def measure_breakdown(
         parameters_bytes, gradients_bytes, state_bytes, batch_bytes, 0, other_bytes
     )
     return breakdown if peak_bytes is None else breakdown.at_peak(peak_bytes)
-
-
-def state_tensors(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """Return the tensors in the states of optimizers, and of optimizers that these hold."""
-    states: list[object] = []
-    for optimizer in optimizers:
-        inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-        states += [holder.state for holder in (optimizer, *inner)]
-    return tensors_in(states)
 
 
 def _storage_bytes(

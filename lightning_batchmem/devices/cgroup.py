@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
+
+from lightning_batchmem.devices.questions import ask
 
 _GROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
@@ -36,9 +39,12 @@ def cpu_quota_cores(*, root: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> 
     for group in _groups("cpu", root, membership):
         version_1 = f"{_read(group / 'cpu.cfs_quota_us')} {_read(group / 'cpu.cfs_period_us')}"
         for pair in (_read(group / "cpu.max").split(), version_1.split()):
-            # Without a quota, version 2 has "max" and version 1 has -1, which are not digits.
-            if len(pair) == 2 and all(map(str.isdigit, pair)):
-                quotas.append(int(pair[0]) / int(pair[1]))
+            # Without a quota, version 2 has "max" and version 1 has -1.
+            if len(pair) == 2 and pair[0] not in ("max", "-1"):
+                quota = ask(
+                    f"The CPU quota in {group}", lambda pair: int(pair[0]) / int(pair[1]), pair
+                )
+                quotas += [] if quota is None else [quota]
     return min(quotas, default=None)
 
 
@@ -46,20 +52,31 @@ def _headroom_bytes(group: Path) -> int | None:
     # Above memory.high the kernel does not kill a training, but slows it down to a standstill.
     names = ("memory.max", "memory.high", "memory.limit_in_bytes")
     texts = [_read(group / name) for name in names]
-    limits = [int(text) for text in texts if text.isdigit() and int(text) < _NO_LIMIT_BYTES]
+    # Version 2 writes "max" without a limit.
+    numbers = [_number(group, text) for text in texts if text not in ("", "max")]
+    limits = [number for number in numbers if number is not None and number < _NO_LIMIT_BYTES]
     used = _read(group / "memory.current") or _read(group / "memory.usage_in_bytes")
-    if not limits or not used.isdigit():
+    used_bytes = _number(group, used) if limits and used else None
+    if used_bytes is None:
         return None
-    statistics = dict(line.split(maxsplit=1) for line in _read(group / "memory.stat").splitlines())
+    words = [line.split(maxsplit=1) for line in _read(group / "memory.stat").splitlines()]
+    statistics = {pair[0]: pair[1] for pair in words if len(pair) == 2}
     # In version 1, the value with total_ in its name includes the group's children.
-    cached_bytes = int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
-    return max(0, min(limits) - max(0, int(used) - cached_bytes))
+    cached = statistics.get("total_inactive_file", statistics.get("inactive_file", "0"))
+    return max(0, min(limits) - max(0, used_bytes - (_number(group, cached) or 0)))
+
+
+def _number(group: Path, text: str) -> int | None:
+    return ask(f"A number of the memory in {group}", int, text)
 
 
 def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:
     """Directories of this process's groups and of their ancestors."""
     for line in _read(membership).splitlines():
-        _, controllers, path = line.split(":", 2)
+        entry = ask("A control group of this process", _entry, line)
+        if entry is None:
+            continue
+        controllers, path = entry
         # The line is that of version 2, which a hybrid host mounts below version 1.
         if controllers == "":
             bases = [root, root / "unified"]
@@ -78,9 +95,15 @@ def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:
                 yield base.joinpath(*parts[:depth])
 
 
+def _entry(line: str) -> tuple[str, str]:
+    _, controllers, path = line.split(":", 2)
+    return controllers, path
+
+
 def _read(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        # Names on Linux are bytes in any encoding.
+        return os.fsdecode(path.read_bytes()).strip()
     except OSError as error:
         # With too many open files, a limit would be overlooked.
         if error.errno in (errno.EMFILE, errno.ENFILE):

@@ -11,6 +11,7 @@ import psutil
 
 from lightning_batchmem.devices.base import Utilization
 from lightning_batchmem.devices.cgroup import cpu_quota_cores
+from lightning_batchmem.devices.questions import ask
 
 
 class CpuMeter:
@@ -62,5 +63,5 @@ def usable_cores() -> float:
     cores = os.cpu_count() or 1
     # psutil lacks this function on macOS.
     if hasattr(psutil.Process, "cpu_affinity"):
-        cores = len(psutil.Process().cpu_affinity() or ()) or cores
+        cores = ask("The CPU affinity", lambda: len(psutil.Process().cpu_affinity() or ())) or cores
     return min(cores, cpu_quota_cores() or math.inf)

@@ -11,12 +11,13 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
 from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.devices.cgroup import memory_headroom_bytes
+from lightning_batchmem.devices.questions import ask
 
 if sys.platform != "win32":
     import resource
@@ -27,6 +28,15 @@ _PROCESS = Path("/proc/self")
 _KIB = 1024
 # Since Linux 6.2 each core may hold some pages back from getrusage.
 _READINGS_AGREE_BYTES = 2**20
+
+
+class _Usage(NamedTuple):
+    """Memory of this process: its address space, the resident set, and parts of both."""
+
+    size_bytes: int
+    resident_bytes: int
+    shared_bytes: int
+    data_bytes: int
 
 
 class HostMemory:
@@ -66,7 +76,6 @@ class HostMemory:
     granularity_bytes = 2**20
 
     def __init__(self, *, quick: bool = False, files: Path = _PROCESS) -> None:
-        self._process = psutil.Process()
         self._status = files / "status"
         # The file stays open, because every step writes to it.
         self._clear_refs = _open_clear_refs(files)
@@ -96,16 +105,12 @@ class HostMemory:
         return self.current() if peak_bytes is None else MemoryStats(peak_bytes)
 
     def current(self) -> MemoryStats:
-        return MemoryStats(self._process.memory_info().rss)
+        return MemoryStats(self._usage().resident_bytes)
 
     def private_bytes(self) -> int:
         """Return the resident set now without the pages of files and of shared memory."""
-        if self._statm is None:
-            return self.current().allocated_bytes
-        # The file has the size, the resident set and its shared part, each in pages.
-        # Source: proc_pid_statm(5)
-        resident, shared = os.pread(self._statm, 256, 0).split()[1:3]
-        return (int(resident) - int(shared)) * resource.getpagesize()
+        usage = self._usage()
+        return usage.resident_bytes - usage.shared_bytes
 
     def budget_bytes(self) -> int:
         """Return the resident set plus the bytes by which it can still grow.
@@ -113,13 +118,9 @@ class HostMemory:
         These are the least of the available memory and of the bytes left under the limits of the
         control groups and of the process.
         """
-        memory = self._process.memory_info()
-        rooms = [
-            psutil.virtual_memory().available,
-            memory_headroom_bytes(),
-            *_resource_limit_rooms(memory),
-        ]
-        return memory.rss + max(0, min(room for room in rooms if room is not None))
+        usage = self._usage()
+        rooms = [available_bytes(), memory_headroom_bytes(), *_resource_limit_rooms(usage)]
+        return usage.resident_bytes + max(0, min(room for room in rooms if room is not None))
 
     def non_torch_bytes(self) -> None:
         """Return ``None``: not known on the host."""
@@ -145,6 +146,24 @@ class HostMemory:
         """Return nothing: the kernel kills a process that runs out of memory."""
         return {}
 
+    def _usage(self) -> _Usage:
+        if self._statm is None:
+            memory: Any = psutil.Process().memory_info()
+            return _Usage(memory.vms, memory.rss, 0, getattr(memory, "data", 0))
+        # These are pages: the size, the resident set, its shared part, the code, 0, and the data.
+        # Source: proc_pid_statm(5)
+        numbers = map(int, os.pread(self._statm, 256, 0).split())
+        size, resident, shared, _, _, data, *_ = numbers
+        return _Usage(*(pages * resource.getpagesize() for pages in (size, resident, shared, data)))
+
+
+def available_bytes() -> int:
+    """Return the memory of the host that is available, or that is free if only this is known."""
+    memory = ask("The available memory of the host", psutil.virtual_memory)
+    if memory is not None:
+        return int(memory.available)
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
 
 def _open_clear_refs(files: Path) -> int | None:
     """Open ``clear_refs`` and restart the peak; ``None`` where this is not possible.
@@ -157,7 +176,8 @@ def _open_clear_refs(files: Path) -> int | None:
             return None
         clear_refs = os.open(files / "clear_refs", os.O_WRONLY)
         os.write(clear_refs, b"5")
-    except OSError:
+    # The file may have another form than that of Linux.
+    except (OSError, ValueError, IndexError):
         if clear_refs is not None:
             os.close(clear_refs)
         return None
@@ -179,10 +199,10 @@ def _status_bytes(status: Path, name: str) -> int | None:
     return int(rest.split(maxsplit=1)[0]) * _KIB if separator else None
 
 
-def _resource_limit_rooms(memory: Any) -> list[int]:
+def _resource_limit_rooms(usage: _Usage) -> list[int]:
     """Return the bytes left under RLIMIT_AS and RLIMIT_DATA. Source: getrlimit(2)."""
     if sys.platform != "linux":
         return []
-    used = ((resource.RLIMIT_AS, memory.vms), (resource.RLIMIT_DATA, memory.data))
+    used = ((resource.RLIMIT_AS, usage.size_bytes), (resource.RLIMIT_DATA, usage.data_bytes))
     limits = [(resource.getrlimit(kind)[0], used_bytes) for kind, used_bytes in used]
     return [limit - used_bytes for limit, used_bytes in limits if limit != resource.RLIM_INFINITY]

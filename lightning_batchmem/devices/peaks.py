@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.hooks import RemovableHandle
 
 from lightning_batchmem.devices.base import DeviceMemory, MemoryStats, PeakCounter
+from lightning_batchmem.devices.optimizers import with_step_hooks
 from lightning_batchmem.devices.tensors import plain_tensors
 
 
@@ -122,18 +124,6 @@ class StepPeaks(NamedTuple):
         return max(self.phase_peak_bytes.values())
 
 
-def with_hooks(optimizer: Optimizer) -> Optimizer:
-    """The optimizer, whose steps can have hooks from now on.
-
-    One that wraps another optimizer may not have called ``Optimizer.__init__``. It gets what it
-    would have after it was unpickled.
-    """
-    # The name is private in torch 2.5.1 to 2.14.
-    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-        Optimizer.__setstate__(optimizer, {})
-    return optimizer
-
-
 class PhasePeaks:
     """Measures the peak of each phase of a step: ``start``, any number of ``enter``, ``stop``.
 
@@ -144,6 +134,8 @@ class PhasePeaks:
 
     def __init__(self, counter: PeakCounter) -> None:
         self.stepped: set[int] = set()
+        # The optimizers whose steps have no hooks: each is taken to step in every step.
+        self._unhooked: set[int] = set()
         self._counter = counter
         self._handles: list[RemovableHandle] = []
         # The phase that runs now; None outside a step.
@@ -164,24 +156,24 @@ class PhasePeaks:
             optimizers: the optimizers of the next steps, instead of those watched before.
         """
         self.unwatch()
-
-        def note_step(optimizer: Optimizer, *_: Any) -> None:
-            self.stepped.add(id(optimizer))
-            self.enter("forward")
-
-        self._handles = [
-            with_hooks(optimizer).register_step_post_hook(note_step) for optimizer in optimizers
-        ]
+        for optimizer in optimizers:
+            hooked = with_step_hooks(optimizer)
+            if hooked is None:
+                self._unhooked.add(id(optimizer))
+                continue
+            note_step = partial(self._note_step, id(optimizer))
+            self._handles.append(hooked.register_step_post_hook(note_step))
 
     def unwatch(self) -> None:
         """Remove the hooks from the optimizers."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._unhooked = set()
 
     def start(self, phase: str) -> None:
         """Begin a step."""
-        self.stepped.clear()
+        self.stepped = set(self._unhooked)
         self._peaks = {}
         self._reserved_bytes = None
         self._begin_phase(phase)
@@ -197,6 +189,10 @@ class PhasePeaks:
         self._end_phase()
         self.phase = None
         return StepPeaks(self._peaks, self._reserved_bytes)
+
+    def _note_step(self, optimizer_id: int, *_: Any) -> None:
+        self.stepped.add(optimizer_id)
+        self.enter("forward")
 
     def _begin_phase(self, phase: str) -> None:
         self.phase = phase

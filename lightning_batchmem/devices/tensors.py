@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_batchmem.devices.questions import ask
+
 # Objects of these types are skipped early, because text batches contain lists of thousands of them.
 _LEAVES = frozenset(
     {str, bytes, bytearray, memoryview, range, int, float, bool, complex, type(None)}
 )
+_ITEMS = "A part of a batch, or of another object with tensors,"
 
 
 def tensors_in(data: object) -> list[Tensor]:
@@ -38,32 +41,41 @@ def _collect(data: Any, tensors: list[Tensor], parents: set[int]) -> None:
         parents.discard(id(data))
 
 
+def items_of(data: object) -> list[Any]:
+    """Return what ``tensors_in`` opens next, without the items that cannot be read."""
+    return ask(_ITEMS, _items, data) or []
+
+
 # Torch's pytree does not open a UserDict, a set, a data class or a batch type. Lightning's
 # apply_to_collection opens them, but builds every collection again.
-def items_of(data: object) -> Iterable[Any]:
-    """Return what ``tensors_in`` opens next."""
+def _items(data: object) -> list[Any]:
     if isinstance(data, Mapping):
-        return data.values()
+        return list(data.values())
     if isinstance(data, (Sequence, Set)) and not isinstance(data, (str, bytes)):
-        return data
+        return list(data)
     # A batch may refer to its model, whose tensors are not part of the batch.
     if isinstance(data, (type, Module)):
-        return ()
+        return []
     if is_dataclass(data):
-        # A field may not be set yet.
-        return [getattr(data, field.name, None) for field in fields(data)]
+        # A field may not be set yet, or be a property.
+        return [ask(_ITEMS, getattr, data, field.name, None) for field in fields(data)]
     # Lightning moves a batch with a method "to" to the device.
     if callable(getattr(data, "to", None)) and hasattr(data, "__dict__"):
-        return vars(data).values()
-    return ()
+        return list(vars(data).values())
+    return []
 
 
 def samples_in(batch: object) -> int | None:
     """Return the number of graphs, or the common first dimension of the tensors.
 
-    It is None if the dimensions differ or there are none. Lightning's ``extract_batch_size``
-    guesses if they differ, and a caller cannot recognize the guess (2.6.6).
+    It is None if the dimensions differ or there are none, or if the batch does not tell them.
+    Lightning's ``extract_batch_size`` guesses if they differ, and a caller cannot recognize the
+    guess (2.6.6).
     """
+    return ask("The number of samples in a batch", _samples, batch)
+
+
+def _samples(batch: object) -> int | None:
     # A flat batch of tensors is not walked through, since that is slow and this runs in every step.
     # A batch of a subclass may have a number of graphs.
     if type(batch) is list or type(batch) is tuple:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_batchmem.devices.peaks import PhasePeaks, with_hooks
+from lightning_batchmem.devices.optimizers import with_step_hooks
+from lightning_batchmem.devices.peaks import PhasePeaks
 
 
 @contextmanager
@@ -49,8 +50,7 @@ def marked_phases(phases: PhasePeaks, optimizers: Sequence[Optimizer]) -> Iterat
     with ExitStack() as undo:
         vars(torch.autograd).update(backward=marked_backward)
         undo.callback(vars(torch.autograd).update, backward=backward)
-        for optimizer in optimizers:
-            with_hooks(optimizer)
+        for optimizer in filter(None, map(with_step_hooks, optimizers)):
             undo.callback(optimizer.register_step_pre_hook(before_step).remove)
             undo.callback(optimizer.register_step_post_hook(after_step).remove)
         yield

@@ -5,15 +5,15 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from rich.console import Console
-
 from lightning_batchmem.devices import device_memory_for, device_name
 from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.questions import begin_run
 from lightning_batchmem.loop.session import LoopSession
 from lightning_batchmem.loop.training_loop import TrainingLoop
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan, make_plan
 from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.printing import print_or_warn
 from lightning_batchmem.plan.records import Chosen, mib
 from lightning_batchmem.plan.scaling import OptimizerStep
 from lightning_batchmem.search.compiled import each_size_static
@@ -36,6 +36,7 @@ def plan_of_loop(
         RuntimeError: if no size fits.
         ValueError: if the device has no peak counter.
     """
+    begin_run()
     ranks = loop.ranks
     # A step of the user may fail on one rank alone.
     with ranks.fail_together():
@@ -47,7 +48,7 @@ def plan_of_loop(
             )
         plan = _searched(loop, device_memory, options, given_plan)
     if ranks.rank == 0:
-        Console().out(str(plan) if verbose else plan.short_text(), highlight=False)
+        print_or_warn(str(plan) if verbose else plan.short_text())
     return plan
 
 

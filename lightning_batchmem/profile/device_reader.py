@@ -8,6 +8,7 @@ import torch
 
 from lightning_batchmem.devices import utilization_for
 from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.questions import ask
 from lightning_batchmem.profile.step import DeviceReading
 
 _RETRIES = "num_alloc_retries"
@@ -63,11 +64,14 @@ class DeviceReader:
     def _limit_bytes(self) -> int | None:
         if self._device_memory is None:
             return None
-        return int(min(self._device_memory.budget_bytes(), self._max_limit_bytes))
+        budget_bytes = ask("The limit of the memory", self._device_memory.budget_bytes)
+        return None if budget_bytes is None else int(min(budget_bytes, self._max_limit_bytes))
 
     def _retries(self) -> int | None:
         counters = self._counters()
         return counters[_RETRIES] - self._retries_before if _RETRIES in counters else None
 
     def _counters(self) -> dict[str, int]:
-        return {} if self._device_memory is None else self._device_memory.counters()
+        if self._device_memory is None:
+            return {}
+        return ask("The counters of the allocator", self._device_memory.counters) or {}

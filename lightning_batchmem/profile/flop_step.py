@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -104,12 +105,12 @@ class FlopStep:
         self._precision = precision
         self._peak_flops = peak_flops
         self._counter = FlopCounter({})
+        self._entered = ExitStack()
 
     def begin(self, module: Module, optimizers: Sequence[Optimizer], batch: object) -> None:
         """Begin to count with this batch."""
         self._counter = FlopCounter(formulas())
-        # TorchDispatchMode.__enter__ has no type annotations.
-        self._counter.__enter__()  # type: ignore[no-untyped-call]
+        self._entered.enter_context(self._counter)
 
     def end(self, samples: int | None, peak_bytes: int | None) -> None:
         """Use what was counted."""
@@ -137,8 +138,7 @@ class FlopStep:
 
     def close(self) -> None:
         """Stop to count, also in the middle of a step."""
-        # TorchDispatchMode.__exit__ has no type annotations.
-        self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._entered.close()
 
     def rate(self, samples_per_second: float | None) -> FlopRate:
         """Return what a device computes at this speed of its own."""

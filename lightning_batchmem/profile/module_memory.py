@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
+from lightning_batchmem.devices.optimizers import with_held
+from lightning_batchmem.devices.questions import error_text
 from lightning_batchmem.devices.tensors import bytes_of, is_on, plain_tensors, tensors_in
 
 
@@ -65,6 +68,54 @@ class PeakByModule:
     batch_size: int | None = None
 
 
+# torch checks here that there are no hooks. The name is private in torch 2.5.1 to 2.14.
+_DISABLE = "_saved_tensors_hooks_disable"
+
+
+class SavedTensors:
+    """Calls a function with each tensor that autograd saves, as long as the step allows hooks.
+
+    ``disable_saved_tensors_hooks``, which ``torch.func.grad`` calls, raises an error where there
+    are hooks. So these end before it.
+
+    Args:
+        save: is called with each tensor, and returns it.
+        end: is called with the reason if the step forbids hooks.
+    """
+
+    # Several profilers may measure the same step, and end in any order.
+    _entered: ClassVar[list[SavedTensors]] = []
+    _disable = getattr(torch._C._autograd, _DISABLE)
+
+    def __init__(self, save: Callable[[Tensor], Tensor], end: Callable[[str], object]) -> None:
+        self._save = save
+        self._end = end
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> None:
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved)
+        self._hooks.enter_context(hooks)
+        self._entered.append(self)
+        vars(torch._C._autograd)[_DISABLE] = self._end_all
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.remove(self)
+        if not self._entered:
+            vars(torch._C._autograd)[_DISABLE] = self._disable
+        self._hooks.close()
+
+    @classmethod
+    def _end_all(cls, *arguments: Any, **keywords: Any) -> None:
+        for one in reversed(cls._entered):
+            top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            # Hooks of the step itself, above these, are an error without these too.
+            if top is None or top[0] != one._save:
+                break
+            one._hooks.close()
+            one._end("the step forbids hooks on saved tensors, as torch.func.grad does")
+        cls._disable(*arguments, **keywords)
+
+
 class ModuleStep:
     """Divides the memory of one steady step among the modules.
 
@@ -93,6 +144,7 @@ class ModuleStep:
         """Begin to note what autograd saves for backward."""
         self._root = module
         self._optimizers = optimizers
+        self.why_not = ""
         self._counted.clear()
         self._activations_bytes.clear()
         self._names = {id(part): name for name, part in module.named_modules()}
@@ -100,9 +152,7 @@ class ModuleStep:
         end_forward = register_module_forward_hook(self._end_forward, always_call=True)
         self._hooks.callback(end_forward.remove)
         self._hooks.callback(register_module_forward_pre_hook(self._begin_forward).remove)
-        self._hooks.enter_context(
-            torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved)
-        )
+        self._hooks.enter_context(SavedTensors(self._save, self.refuse))
 
     def close(self) -> None:
         """Stop to measure, also in the middle of a step."""
@@ -110,21 +160,24 @@ class ModuleStep:
 
     def end(self, samples: int | None, peak_bytes: int | None) -> None:
         """Use what was measured, and the gradients and states that exist now."""
+        if self.why_not:
+            return
+        optimizers = [one for optimizer in self._optimizers for one in with_held(optimizer)]
         counted: set[Tensor] = set()
         modules = []
         for name, module in self._root.named_modules():
             # A weight of two modules belongs to the first one.
             weights = [one for one in module.parameters(recurse=False) if one not in counted]
             counted.update(weights)
-            states = [
-                optimizer.state.get(weight) for optimizer in self._optimizers for weight in weights
-            ]
+            states = [one.state.get(weight) for one in optimizers for weight in weights]
+            # A wrapper may share its state with the optimizer that it holds.
+            tensors = {id(tensor): tensor for tensor in tensors_in(states)}.values()
             memory = ModuleMemory(
                 name,
                 type(module).__name__,
                 bytes_of([*weights, *module.buffers(recurse=False)], self._device),
                 bytes_of([one.grad for one in weights if one.grad is not None], self._device),
-                bytes_of(tensors_in(states), self._device),
+                bytes_of(tensors, self._device),
                 self._activations_bytes[name],
             )
             if memory.total_bytes:
@@ -144,8 +197,12 @@ class ModuleStep:
 
     def _save(self, tensor: Tensor) -> Tensor:
         # What backward computes again is freed soon. This number is private in torch 2.5 to 2.14.
-        if torch._C._current_graph_task_id() == -1:
-            self._activations_bytes[self._running[-1]] += self._storages_of([tensor])
+        if torch._C._current_graph_task_id() == -1 and not self.why_not:
+            try:
+                self._activations_bytes[self._running[-1]] += self._storages_of([tensor])
+            # The wrappers of torch.func have no storage, and a project may have its own tensors.
+            except Exception as error:  # noqa: BLE001
+                self.refuse(f"a tensor that autograd saves has no memory ({error_text(error)})")
         return tensor
 
     def _storages_of(self, tensors: Iterable[Tensor]) -> int:

@@ -11,12 +11,12 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.optim import Optimizer
 
 from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.devices.accelerator import replays_graphs
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.peaks import with_hooks
+from lightning_batchmem.devices.optimizers import with_step_hooks
+from lightning_batchmem.devices.questions import ask, error_text
 from lightning_batchmem.devices.tensors import has_own_tensors, samples_in
 from lightning_batchmem.plan.options import count_from
 from lightning_batchmem.plan.records import counted
@@ -27,6 +27,8 @@ from lightning_batchmem.profile.step import Step
 from lightning_batchmem.profile.step_clock import StepClock
 from lightning_batchmem.search.compiled import compiled_frames
 
+_BREAKDOWN = "The memory breakdown"
+_PEAK = "The memory of a step"
 _COMPILED = "torch.compile has compiled something in this process"
 
 
@@ -56,7 +58,7 @@ class StepRecorder:
         self._device = device
         self._device_memory = device_memory
         self._items_fn = items_fn
-        self._optimizers: list[Optimizer] = []
+        self._optimizers: list[Any] = []
         # The clock of the run, and that of the stage that runs now.
         self.run_clock = StepClock(stage)
         self.validation_clock = StepClock("validate")
@@ -71,7 +73,7 @@ class StepRecorder:
         self._warned_of_items = False
         # An OomGuard counts in this attribute.
         self._guards: list[Any] = [
-            one for one in callbacks_of(trainer) if "oom_splits" in vars(one)
+            one for one in callbacks_of(trainer) if "oom_splits" in getattr(one, "__dict__", {})
         ]
         self._splits_before = 0
         self._to_measure = measurements
@@ -79,14 +81,16 @@ class StepRecorder:
         if stage == "train":
             # A run that resumes goes on counting.
             self.run_clock.first_number = trainer.fit_loop.total_batch_idx + 1
-            optimizers = trainer.optimizers
-            self._optimizers = [one for one in optimizers if isinstance(one, Optimizer)]
-        self._handles = [
-            with_hooks(one).register_step_post_hook(self._note_step) for one in self._optimizers
-        ]
+            self._optimizers = trainer.optimizers
+        hooked = [one for one in map(with_step_hooks, self._optimizers) if one is not None]
+        # Without a hook, the state is steady after the first step.
+        self._is_noted = bool(hooked)
+        self._handles = [one.register_step_post_hook(self._note_step) for one in hooked]
         self.breakdown: SteadyBreakdown | None = None
         if device_memory is not None:
-            self.breakdown = SteadyBreakdown(device_memory, device, module, self._optimizers)
+            self.breakdown = ask(
+                _BREAKDOWN, SteadyBreakdown, device_memory, device, module, self._optimizers
+            )
 
     def skip(self) -> None:
         """Forget a step that has begun without an end, and the wait for its batch.
@@ -109,8 +113,8 @@ class StepRecorder:
         self.clock.start(arrived)
         self._batch = batch
         self._has_graphs = replays_graphs(self._device)
-        if self._device_memory is not None:
-            self._device_memory.reset_peak()
+        if self._device_memory is not None and not ask(_PEAK, self._has_reset, self._device_memory):
+            self._device_memory = None
         if self._is_steady and self.clock is self.run_clock:
             self._begin_measurement(module, batch)
 
@@ -120,7 +124,9 @@ class StepRecorder:
         breakdown = self.breakdown
         if breakdown is not None and breakdown.is_due:
             begin = self.clock.now()
-            breakdown.take(module, self._optimizers, batch)
+            ask(_BREAKDOWN, breakdown.take, module, self._optimizers, batch)
+            if breakdown.is_due:
+                self.breakdown = None
             self.clock.leave_out(self.clock.now() - begin)
         elif self._to_measure:
             measurement = self._to_measure.pop()
@@ -129,8 +135,12 @@ class StepRecorder:
                 measurement.refuse(reason)
             else:
                 self._splits_before = self._splits()
-                measurement.begin(module, self._optimizers, batch)
                 self._measured = measurement
+                try:
+                    measurement.begin(module, self._optimizers, batch)
+                # Modules and optimizers of others may raise any error.
+                except Exception as error:  # noqa: BLE001
+                    self._refuse(measurement, error)
 
     def _end_measurement(
         self, measured: ModuleStep | FlopStep, samples: int | None, peak_bytes: int | None
@@ -143,12 +153,22 @@ class StepRecorder:
         measured.close()
         if compiled_frames() > 0:
             measured.refuse(_COMPILED)
-        else:
+            return
+        try:
             measured.end(samples, peak_bytes)
+        # As at its begin.
+        except Exception as error:  # noqa: BLE001
+            self._refuse(measured, error)
+
+    def _refuse(self, measurement: ModuleStep | FlopStep, error: Exception) -> None:
+        measurement.close()
+        measurement.refuse(f"the step could not be measured ({error_text(error)})")
+        self._measured = None
 
     def _splits(self) -> int:
         """Return how many batches an OomGuard has run in parts."""
-        return sum(guard.oom_splits or 0 for guard in self._guards)
+        counts = [guard.oom_splits for guard in self._guards]
+        return sum(count for count in counts if isinstance(count, int))
 
     def stop(self, trainer: Trainer, batch: object) -> int | None:
         """End the step, except its time, and return its peak bytes, 0 if they are unknown.
@@ -166,10 +186,11 @@ class StepRecorder:
         reserved_bytes = None
         end_bytes = None
         if self._device_memory is not None:
-            peak_bytes, reserved_bytes, _ = self._device_memory.peak()
+            if (peak := ask(_PEAK, self._device_memory.peak)) is not None:
+                peak_bytes, reserved_bytes, _ = peak
             if clock.stage == "train" and clock.steps >= self._next_reading:
                 self._next_reading = next_reading(clock.steps)
-                end_bytes = self._device_memory.private_bytes()
+                end_bytes = ask(_PEAK, self._device_memory.private_bytes)
         is_slowed = self._measured is not None
         if self._measured is not None:
             self._end_measurement(self._measured, samples, peak_bytes)
@@ -177,8 +198,8 @@ class StepRecorder:
             # The allocator counts the memory of the graphs as free.
             peak_bytes = None
         if clock is self.run_clock:
-            if clock.stage != "train":
-                # An evaluation is in its steady state from the second step on.
+            if not self._is_noted:
+                # An evaluation is in its steady state from the second step on too.
                 self._is_steady = True
             if self.breakdown is not None and peak_bytes is not None:
                 self.breakdown.add_peak(peak_bytes)
@@ -218,6 +239,11 @@ class StepRecorder:
             where += f" on rank {trainer.global_rank}"
         return f"memory ran out {where}."
 
+    @staticmethod
+    def _has_reset(device_memory: DeviceMemory) -> bool:
+        device_memory.reset_peak()
+        return True
+
     def close(self) -> None:
         """Remove all hooks."""
         self._unwatch()
@@ -253,11 +279,10 @@ class StepRecorder:
     def _loader_size(self, trainer: Trainer) -> int | None:
         """Return the batch size of the training loader; warn once if it is not known either."""
         if self.clock.stage == "train":
-            # Several loaders, and loaders that make their own batches, have no batch size.
-            size = getattr(trainer.train_dataloader, "batch_size", None)
+            size = ask("The batch size of the training loader", _loader_size, trainer)
             if size is not None:
                 # The last batch may be smaller.
-                return None if trainer.is_last_batch else int(size)
+                return None if trainer.is_last_batch else size
         if not self._warned_of_size:
             self._warned_of_size = True
             rank_zero_warn(
@@ -266,6 +291,12 @@ class StepRecorder:
                 " of batch/size and throughput/samples_per_s."
             )
         return None
+
+
+def _loader_size(trainer: Trainer) -> int | None:
+    # Several loaders, and loaders that make their own batches, have no batch size.
+    size = getattr(trainer.train_dataloader, "batch_size", None)
+    return None if size is None else int(size)
 
 
 def why_not_measurable(module: LightningModule) -> str:

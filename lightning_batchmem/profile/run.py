@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.data_source import WatchedFetches
 from lightning_batchmem._lightning.trainer_state import (
     callbacks_of,
+    is_of_lightning,
     logging_step,
     logs_at_all,
     logs_now,
@@ -52,6 +54,8 @@ class Options(NamedTuple):
     modules: bool
     flops: bool
     peak_flops: float | None
+    # Loggers that are not Lightning's get metrics too.
+    all_loggers: bool = True
 
 
 class Run:
@@ -113,8 +117,7 @@ class Run:
             device, device_memory, math.inf if plan is None else plan.limit_bytes
         )
         self._metrics = LoggerMetrics(
-            # Without log_every_n_steps, nothing is sent to the loggers.
-            list(trainer.loggers) if logs_at_all(trainer) else [],
+            _loggers(trainer, all_loggers=options.all_loggers),
             trainer.world_size,
             self._flops,
         )
@@ -330,7 +333,20 @@ class Run:
         )
 
 
+def _loggers(trainer: Trainer, *, all_loggers: bool) -> list[Logger]:
+    """Return the loggers that get metrics."""
+    # Without log_every_n_steps, nothing is sent to them.
+    loggers = list(trainer.loggers) if logs_at_all(trainer) else []
+    others = [] if all_loggers else [one for one in loggers if not is_of_lightning(one)]
+    if others:
+        rank_zero_warn(
+            f"{type(others[0]).__name__} gets no metrics of MemoryProfiler, which it may not"
+            " expect. To log them there, add MemoryProfiler() to the callbacks."
+        )
+    return [one for one in loggers if one not in others]
+
+
 def plan_in(trainer: Trainer) -> Plan | None:
     """Return the plan of a BatchFinder beside the profiler."""
-    plans = (vars(callback).get("plan") for callback in callbacks_of(trainer))
+    plans = (getattr(one, "__dict__", {}).get("plan") for one in callbacks_of(trainer))
     return next((plan for plan in plans if isinstance(plan, Plan)), None)

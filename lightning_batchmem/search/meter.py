@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from lightning_batchmem.devices.base import DeviceMemory, PeakCounter
+from lightning_batchmem.devices.optimizers import state_tensors
 from lightning_batchmem.devices.peaks import LiveStorages, RequestedBytes, StepPeaks
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.plan.policy import SearchPolicy
@@ -161,7 +162,7 @@ class TrialMeter:
 
     def track_lasting(self, counter: LiveStorages) -> None:
         """Count optimizer states and gradients, which earlier steps made, without keeping them."""
-        counter.track(tensors_in([optimizer.state for optimizer in self.session.optimizers]))
+        counter.track(state_tensors(self.session.optimizers))
         counter.track(tensors_in([p.grad for p in self.session.module.parameters()]))
 
     def _live_counter(self) -> RequestedBytes | LiveStorages | None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from lightning_batchmem.plan.fit import fit_memory
+from lightning_batchmem.plan.printing import StandardOutput
 from lightning_batchmem.plan.records import NextSize, Trial, counted, mib
 
 
@@ -31,7 +32,8 @@ class SearchProgress(Progress):
         # What changes comes first, because a narrow terminal cuts off the end.
         text = "BatchFinder: {task.elapsed:.0f} s, {task.description}"
         # Where it is disabled, rich 13.7 still prints an empty line at the end.
-        console = console or Console(quiet=not enabled)
+        # rich asks for any text file.
+        console = console or Console(file=StandardOutput(), quiet=not enabled)  # type: ignore[arg-type]
         super().__init__(TextColumn(text, markup=False), console=console, disable=not enabled)
         self._task = self.add_task("reading samples", total=None)
         self._num_trials = 0

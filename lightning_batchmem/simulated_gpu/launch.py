@@ -161,7 +161,6 @@ def run(program: Program, gpu: Gpu, context_bytes: int, options: Mapping[str, An
         }
         files["request"].write_text(json.dumps(request), encoding="utf-8")
         child = Path(__file__).with_name("child.py")
-        sys.stdout.flush()
         # The command is the user's own program.
         code = subprocess.run(  # noqa: S603
             [sys.executable, str(child), str(files["request"])],

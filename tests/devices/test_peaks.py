@@ -1,7 +1,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_batchmem.devices.base import MemoryStats
@@ -10,8 +9,8 @@ from lightning_batchmem.devices.peaks import (
     PhasePeaks,
     RequestedBytes,
     StepPeaks,
-    with_hooks,
 )
+from tests.helpers.wrapped_optimizers import Lookahead
 
 MLP = nn.Sequential(nn.Linear(16, 2), nn.ReLU(), nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
 CONVNET = nn.Sequential(
@@ -165,27 +164,33 @@ def test_only_the_optimizers_watched_last_are_noted_until_unwatch(device_memory,
     assert phase_peaks.stepped == set()
 
 
-class Lookahead(Optimizer):
-    """Wraps an optimizer, and does not call ``Optimizer.__init__``: as several projects have it."""
+class Unhooked:
+    """Steps, and torch calls no hooks."""
 
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-        self.param_groups = optimizer.param_groups
-        self.defaults = optimizer.defaults
-        self.state = optimizer.state
-
-    def step(self, closure=None):
-        return self.optimizer.step(closure)
+    def step(self):
+        pass
 
 
-def test_the_steps_of_an_optimizer_that_was_never_initialized():
-    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    optimizer = with_hooks(Lookahead(inner))
-    assert with_hooks(optimizer) is optimizer
-    steps = []
-    handle = optimizer.register_step_post_hook(lambda *_: steps.append(1))
-    optimizer.step()
-    handle.remove()
-    optimizer.step()
-    assert steps == [1]
-    assert with_hooks(inner) is inner
+def test_an_optimizer_without_hooks_is_taken_to_step_in_every_step(device_memory, optimizers):
+    unhooked = Unhooked()
+    phase_peaks = PhasePeaks(device_memory)
+    phase_peaks.watch([unhooked, optimizers[0]])
+    phase_peaks.start("forward")
+    assert phase_peaks.stepped == {id(unhooked)}
+    optimizers[0].step()
+    assert phase_peaks.stepped == {id(unhooked), id(optimizers[0])}
+    phase_peaks.watch(optimizers)
+    phase_peaks.start("forward")
+    assert phase_peaks.stepped == set()
+
+
+def test_a_step_of_an_optimizer_inside_is_one_of_its_wrapper(device_memory, optimizers):
+    wrapper = Lookahead(optimizers[0])
+    phase_peaks = PhasePeaks(device_memory)
+    phase_peaks.watch([wrapper])
+    phase_peaks.start("forward")
+    phase_peaks.enter("optimizer_step")
+    wrapper.step()
+    use_and_free(device_memory, 500)
+    assert phase_peaks.stepped == {id(wrapper)}
+    assert phase_peaks.stop() == StepPeaks({"forward": 600, "optimizer_step": 100}, None)

@@ -121,12 +121,7 @@ class Recorder(Blocks):
 
 
 def are_saved_tensors_watched():
-    # This function of torch fails where hooks are active.
-    try:
-        with torch.autograd.graph.disable_saved_tensors_hooks("hooks are active"):
-            return False
-    except RuntimeError:
-        return True
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def train(tmp_path, module, profiler, **options):

@@ -1,0 +1,54 @@
+"""Optimizers that hold other optimizers, and the hooks of their steps.
+
+torch calls the hooks of a step where ``Optimizer.__init__`` has run. Wrappers such as Lookahead and
+AcceleratedOptimizer do not call it, and their step is one of the optimizer that they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_batchmem.devices.questions import ask
+from lightning_batchmem.devices.tensors import tensors_in
+
+
+def with_held(optimizer: Any) -> Iterator[Any]:
+    """Yield an optimizer and those that it holds, directly or in a collection, the nearest first.
+
+    Those that hold each other are there once.
+    """
+    found = [optimizer]
+    for one in found:
+        yield one
+        for value in list(getattr(one, "__dict__", {}).values()):
+            values = value.values() if isinstance(value, dict) else value
+            items = values if isinstance(value, dict | list | tuple) else (value,)
+            found += [
+                held
+                for held in items
+                if isinstance(held, Optimizer) and not any(held is other for other in found)
+            ]
+
+
+def with_step_hooks(optimizer: Any) -> Optimizer | None:
+    """Return the nearest optimizer in this one whose hooks torch calls in a step; None without."""
+    for one in with_held(optimizer):
+        if ask("The step of an optimizer", _calls_hooks, one):
+            return one  # type: ignore[no-any-return]
+    return None
+
+
+def _calls_hooks(optimizer: Any) -> bool:
+    # Both names are those of torch 2.5.1 to 2.14. A wrapper may have the dictionaries only.
+    return getattr(optimizer.step, "hooked", False) and hasattr(
+        optimizer, "_optimizer_step_post_hooks"
+    )
+
+
+def state_tensors(optimizers: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors in the states of optimizers, and of optimizers that these hold."""
+    return tensors_in([one.state for optimizer in optimizers for one in with_held(optimizer)])

@@ -1,0 +1,49 @@
+"""Questions to what is not part of this package: batches, optimizers, loggers, the kernel, drivers.
+
+Any of them may raise any error. A run that would go on without the answer goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+T = TypeVar("T")
+
+# The subjects that could not be read in the current run.
+_warned: set[str] = set()
+
+
+def begin_run() -> None:
+    """Let each subject be warned of once more."""
+    _warned.clear()
+
+
+def ask(subject: str, question: Callable[..., T], *arguments: Any) -> T | None:
+    """Return the answer to a question, or None, with one warning for a run, after any error.
+
+    Args:
+        subject: what is asked for, as the beginning of a sentence.
+        question: a function that returns the answer.
+        *arguments: its arguments.
+    """
+    try:
+        return question(*arguments)
+    # The code behind a question belongs to others.
+    except Exception as error:  # noqa: BLE001
+        if subject not in _warned:
+            _warned.add(subject)
+            rank_zero_warn(f"{subject} cannot be read: {error_text(error)}")
+        return None
+
+
+def error_text(error: BaseException) -> str:
+    """Return the type of an error, and the first line of its text."""
+    try:
+        lines = str(error).strip().splitlines()
+    # An error may have been made without what its text needs.
+    except Exception:  # noqa: BLE001
+        lines = []
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,88 @@
+"""Print to standard output, which may be closed, full, or a pipe that nobody reads any more."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+
+
+class StandardOutput:
+    """Standard output, which keeps the first error instead of raising it.
+
+    It is a file for rich, whose console ends the process when a pipe is closed.
+
+    Attributes:
+        error: the first error; nothing is written after it.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        # A live display of rich replaces the stream by one that prints above the display.
+        self._stream: Any = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+        self.encoding: str = getattr(self._stream, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        """Whether this is a terminal, which gets colours."""
+        try:
+            return bool(self._stream.isatty())
+        # A program may put any object in place of the stream, and a closed stream raises an error.
+        except Exception:  # noqa: BLE001
+            return False
+
+    def write(self, text: str) -> int:
+        """Write a text, unless there was an error before."""
+        # A program without a console has no stream.
+        if self.error is None and self._stream is not None:
+            try:
+                self._write(text.encode(self.encoding, "backslashreplace"))
+            # As in isatty.
+            except Exception as error:  # noqa: BLE001
+                self.error = error
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: each text is written at once."""
+
+    def _write(self, data: bytes) -> None:
+        raw = getattr(getattr(self._stream, "buffer", None), "raw", None)
+        if raw is None or os.linesep != "\n":
+            self._stream.write(data.decode(self.encoding))
+            self._stream.flush()
+            return
+        # A buffer would try again at the end of the process, whose exit code would then be that of
+        # an error.
+        self._stream.flush()
+        while data:
+            num_bytes = raw.write(data)
+            if num_bytes is None:
+                raise BlockingIOError("it would block")
+            data = data[num_bytes:]
+
+
+def why_not_printed(what: str | Callable[[Console], object]) -> str:
+    """Print a text, or what a function shows on a console.
+
+    Returns:
+        Why it could not be printed. It is empty if it was printed, or if nobody reads the pipe.
+    """
+    output = StandardOutput()
+    console = Console(file=output)  # type: ignore[arg-type]
+    if isinstance(what, str):
+        console.out(what, highlight=False)
+    else:
+        what(console)
+    error = output.error
+    if error is None or isinstance(error, BrokenPipeError):
+        return ""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def print_or_warn(what: str | Callable[[Console], object]) -> None:
+    """Print a text, or what a function shows on a console; a warning says why that fails."""
+    if reason := why_not_printed(what):
+        warnings.warn(f"Standard output cannot be written: {reason}", stacklevel=2)

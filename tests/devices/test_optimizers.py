@@ -1,0 +1,69 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from lightning_batchmem.devices.optimizers import state_tensors, with_held, with_step_hooks
+from tests.helpers.wrapped_optimizers import WRAPPED, ByHand, Delegating, Lookahead, adam
+
+
+@pytest.fixture
+def weights():
+    return [torch.nn.Parameter(torch.ones(3))]
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_the_hooks_are_those_that_torch_calls_and_no_class_changes(weights, name):
+    optimizer = WRAPPED[name](weights)
+    step = type(optimizer).step
+    hooked = with_step_hooks(optimizer)
+    assert type(optimizer).step is step
+    assert (hooked is None) == (name == "no hook")
+    if hooked is not None:
+        steps = []
+        handle = hooked.register_step_post_hook(lambda *_: steps.append(1))
+        weights[0].grad = torch.ones(3)
+        optimizer.step()
+        handle.remove()
+        optimizer.step()
+        assert steps == [1]
+
+
+def test_a_wrapper_whose_own_hooks_are_called_is_hooked_itself(weights):
+    class Wrapper(Optimizer):
+        def __init__(self, optimizer):
+            super().__init__(weights, {})
+            self.base = optimizer
+
+        def step(self, closure=None):
+            return self.base.step(closure)
+
+    wrapper = Wrapper(adam(weights))
+    assert with_step_hooks(wrapper) is wrapper
+    # A scheduler replaces the method of the object, which calls the hooks nevertheless.
+    torch.optim.lr_scheduler.StepLR(wrapper.base, 1)
+    assert with_step_hooks(wrapper.base) is wrapper.base
+
+
+def test_optimizers_that_hold_each_other_are_there_once(weights):
+    first = ByHand(weights)
+    second = Lookahead(first)
+    first.others = {"outer": second}
+    assert list(with_held(first)) == [first, second]
+    assert with_step_hooks(first) is None
+    # What is not an optimizer of torch may be anything.
+    assert list(with_held(7)) == [7]
+    with pytest.warns(UserWarning, match="step of an optimizer cannot be read"):
+        assert with_step_hooks(7) is None
+    assert with_step_hooks(SimpleNamespace(step=print)) is None
+
+
+def test_states_are_those_of_all_optimizers_inside(weights):
+    optimizer = Lookahead(Delegating(adam(weights)))
+    weights[0].grad = torch.ones(3)
+    optimizer.step()
+    # Adam has its two moments and the number of its steps.
+    found = {id(tensor) for tensor in state_tensors([optimizer])}
+    inner = optimizer.optimizer.state[weights[0]].values()
+    assert found == {id(one) for one in (*inner, optimizer.state[weights[0]]["slow"])}

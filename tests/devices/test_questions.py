@@ -1,0 +1,122 @@
+import warnings
+from collections import UserList
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from lightning_batchmem.devices.questions import ask, begin_run, error_text
+from lightning_batchmem.devices.tensors import samples_in, tensors_in
+
+
+def fail(error=None):
+    raise error or KeyError("x")
+
+
+def test_an_error_is_no_answer_and_one_warning_for_a_run():
+    assert ask("The size", lambda one: one + 1, 2) == 3
+    with pytest.warns(UserWarning, match="The size cannot be read: KeyError: 'x'"):
+        assert ask("The size", fail) is None
+    assert ask("The size", fail) is None
+    with pytest.warns(UserWarning, match="The name cannot"):
+        assert ask("The name", fail) is None
+    begin_run()
+    with pytest.warns(UserWarning, match="The size cannot be read: OSError"):
+        assert ask("The size", fail, OSError()) is None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
+def test_what_ends_a_process_still_ends_it(error):
+    with pytest.raises(type(error)):
+        ask("The size", fail, error)
+
+
+def test_the_text_of_an_error_that_has_none():
+    class SilentError(Exception):
+        def __str__(self):
+            raise AttributeError
+
+    assert [error_text(SilentError()), error_text(ValueError("a\nb"))] == [
+        "SilentError",
+        "ValueError: a",
+    ]
+
+
+NESTED = "ignore:The PyTorch API of nested tensors"
+
+
+def nested(layout=torch.strided):
+    return torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout)
+
+
+@dataclass
+class Record:
+    x: object
+    y: object = None
+
+
+class Broken(Record):
+    y = property(lambda self: fail(), lambda self, value: None)
+
+
+class Graphs(Record):
+    num_graphs = property(lambda self: fail(RuntimeError("no graphs")))
+
+
+class Lazy(Mapping):
+    """Reads its items when they are asked for."""
+
+    def __getitem__(self, key):
+        raise OSError("gone")
+
+    def __iter__(self):
+        return iter("ab")
+
+    def __len__(self):
+        return 2
+
+
+class Rows(UserList):
+    def __iter__(self):
+        raise RuntimeError("closed")
+
+
+class Dynamic:
+    """Finds its attributes in a dictionary, and has a forgotten error for others."""
+
+    def __init__(self):
+        self.items = {"x": 1}
+
+    def __getattr__(self, name):
+        return vars(self)["items"][name]
+
+
+X = torch.ones(4, 2)
+
+
+@pytest.mark.filterwarnings(NESTED)
+@pytest.mark.parametrize(
+    ("make", "tensors"),
+    [
+        (nested, 1),
+        (lambda: [nested()], 1),
+        (lambda: {"x": nested(), "n": torch.tensor([1, 2])}, 2),
+        (lambda: Broken(X), 1),
+        (lambda: [Broken(X), X], 2),
+        (lambda: Graphs(X), 1),
+        (lambda: {"a": X, "lazy": Lazy()}, 1),
+        (lambda: (X, Rows([X])), 1),
+        (lambda: [X, Dynamic()], 1),
+    ],
+)
+def test_a_batch_that_cannot_be_read_never_raises(make, tensors):
+    batch = make()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        samples_in(batch)
+        assert len(tensors_in(batch)) == tensors
+        samples_in(batch)
+    texts = [str(one.message) for one in caught]
+    assert 1 <= len(texts) == len(set(texts)) <= 2
+    assert all("cannot be read: " in text for text in texts)

@@ -1,0 +1,87 @@
+import io
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+from rich.table import Table
+
+from lightning_batchmem.plan.printing import print_or_warn, why_not_printed
+
+TEXT = "size: größe \ud83d"
+
+
+def stream_of(descriptor, **options):
+    return open(descriptor, "w", encoding="utf-8", **options)
+
+
+def test_a_text_and_a_table_are_printed_as_they_are(capfd):
+    table = Table("part")
+    table.add_row("x" * 60)
+    print("before", end=" ")  # noqa: T201
+    assert why_not_printed("a [bold] text of more than 80 characters " * 3) == ""
+    print_or_warn(lambda console: console.print(table))
+    out = capfd.readouterr().out
+    assert out.startswith("before a [bold] text of more than 80 characters a [bold] text")
+    assert f"│ {'x' * 60} │" in out
+
+
+def test_what_the_encoding_lacks_is_escaped(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert why_not_printed(TEXT) == ""
+    assert stream.buffer.getvalue() == rb"size: gr\xf6\xdfe \ud83d" + b"\n"
+
+
+def test_a_pipe_that_nobody_reads(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with stream_of(writer) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert why_not_printed(TEXT) == ""
+        print_or_warn(TEXT)
+        # Nothing is left that the interpreter would write at its end.
+        stream.flush()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has this file")
+def test_a_full_disk(monkeypatch):
+    with stream_of("/dev/full") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert why_not_printed(TEXT) == "No space left on device"
+        with pytest.warns(UserWarning, match="Standard output cannot be written: No space left"):
+            print_or_warn(lambda console: console.print("a", "b"))
+        stream.flush()
+
+
+def test_a_pipe_that_is_full_and_does_not_block(monkeypatch):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with open(reader, "rb") as pipe, stream_of(writer) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert why_not_printed("x" * 10_000_000) == "it would block"
+        assert pipe.read(9) == b"x" * 9
+
+
+class Odd:
+    """What a program may put in place of standard output."""
+
+    def write(self, text):
+        raise LookupError("of the project")
+
+
+@pytest.mark.parametrize("kind", ["closed", "odd", "none"])
+def test_streams_that_cannot_be_used(monkeypatch, kind):
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", {"closed": closed, "odd": Odd(), "none": None}[kind])
+    reasons = {"closed": "I/O operation on closed file", "odd": "of the project", "none": ""}
+    assert why_not_printed(TEXT) == reasons[kind]
+
+
+def test_a_stream_that_can_only_be_written(monkeypatch):
+    parts = []
+    stream = SimpleNamespace(write=parts.append, flush=lambda: None)
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert why_not_printed("a") == ""
+    assert "".join(parts) == "a\n"
