@@ -18,7 +18,7 @@ from lightning_batchmem._lightning.trainer_state import is_fast_dev_run, log_dir
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
-from lightning_batchmem.devices.questions import begin_run
+from lightning_batchmem.devices.questions import ask, begin_run
 from lightning_batchmem.plan.options import check_switches
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import print_or_warn
@@ -321,7 +321,7 @@ class MemoryProfiler(Callback):
             trainer,
             module,
             stage,
-            self.device_memory(device),
+            ask("The memory of the device", self.device_memory, device),
             plan,
             self._options,
             csv=csv,

@@ -36,7 +36,9 @@ def splittable_samples(batch: object) -> int | None:
 
 def has_number_of_samples(batch: object) -> bool:
     """Whether each part of the batch would have the number of samples of the whole batch."""
-    samples = common_size(tensors_in(batch))
+    samples = splittable_samples(batch)
+    if samples is None:
+        return False
     leaves = _leaves_in(batch, samples, set())
     numbers = [leaf for leaf in leaves if isinstance(leaf, Integral) or _is_scalar(leaf)]
     return any(number == samples for number in numbers)
@@ -79,11 +81,11 @@ def _leaves_in(data: object, samples: int | None, seen: set[int]) -> Iterator[An
 def _has_samples(data: Any, samples: int | None) -> bool:
     """Whether this is a tensor, or a sequence of one item for each sample, such as texts."""
     if isinstance(data, Tensor):
-        return bool(data.shape)
+        return data.dim() > 0
     is_array = isinstance(data, np.ndarray) and data.ndim > 0
     is_sequence = is_array or isinstance(data, list | tuple)
     return is_sequence and len(data) == samples and not tensors_in(data)
 
 
 def _is_scalar(data: object) -> bool:
-    return isinstance(data, Tensor) and not data.shape
+    return isinstance(data, Tensor) and data.dim() == 0

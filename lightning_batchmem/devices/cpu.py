@@ -64,4 +64,4 @@ def usable_cores() -> float:
     # psutil lacks this function on macOS.
     if hasattr(psutil.Process, "cpu_affinity"):
         cores = ask("The CPU affinity", lambda: len(psutil.Process().cpu_affinity() or ())) or cores
-    return min(cores, cpu_quota_cores() or math.inf)
+    return min(cores, ask("The CPU quota", cpu_quota_cores) or math.inf)

@@ -79,41 +79,47 @@ class SavedTensors:
     are hooks. So these end before it.
 
     Args:
-        save: is called with each tensor, and returns it.
+        save: is called with each tensor.
         end: is called with the reason if the step forbids hooks.
     """
 
-    # Several profilers may measure the same step, and end in any order.
+    # torch calls only the hooks that were added last, so all profilers of a step share them.
     _entered: ClassVar[list[SavedTensors]] = []
+    _hooks: ClassVar[ExitStack] = ExitStack()
     _disable = getattr(torch._C._autograd, _DISABLE)
 
-    def __init__(self, save: Callable[[Tensor], Tensor], end: Callable[[str], object]) -> None:
+    def __init__(self, save: Callable[[Tensor], object], end: Callable[[str], object]) -> None:
         self._save = save
         self._end = end
-        self._hooks = ExitStack()
 
     def __enter__(self) -> None:
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved)
-        self._hooks.enter_context(hooks)
+        if not self._entered:
+            hooks = torch.autograd.graph.saved_tensors_hooks(_save_all, lambda saved: saved)
+            self._hooks.enter_context(hooks)
+            vars(torch._C._autograd)[_DISABLE] = self._end_all
         self._entered.append(self)
-        vars(torch._C._autograd)[_DISABLE] = self._end_all
 
     def __exit__(self, *_: object) -> None:
         self._entered.remove(self)
         if not self._entered:
             vars(torch._C._autograd)[_DISABLE] = self._disable
-        self._hooks.close()
+            self._hooks.close()
 
     @classmethod
     def _end_all(cls, *arguments: Any, **keywords: Any) -> None:
-        for one in reversed(cls._entered):
-            top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            # Hooks of the step itself, above these, are an error without these too.
-            if top is None or top[0] != one._save:
-                break
-            one._hooks.close()
-            one._end("the step forbids hooks on saved tensors, as torch.func.grad does")
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        # Hooks of the step itself, above these, are an error without these too.
+        if top is not None and top[0] is _save_all:
+            cls._hooks.close()
+            for one in cls._entered:
+                one._end("the step forbids hooks on saved tensors, as torch.func.grad does")
         cls._disable(*arguments, **keywords)
+
+
+def _save_all(tensor: Tensor) -> Tensor:
+    for one in SavedTensors._entered:
+        one._save(tensor)
+    return tensor
 
 
 class ModuleStep:
@@ -195,7 +201,7 @@ class ModuleStep:
     def _end_forward(self, module: Module, inputs: object, outputs: object) -> None:
         self._running.pop()
 
-    def _save(self, tensor: Tensor) -> Tensor:
+    def _save(self, tensor: Tensor) -> None:
         # What backward computes again is freed soon. This number is private in torch 2.5 to 2.14.
         if torch._C._current_graph_task_id() == -1 and not self.why_not:
             try:
@@ -203,7 +209,6 @@ class ModuleStep:
             # The wrappers of torch.func have no storage, and a project may have its own tensors.
             except Exception as error:  # noqa: BLE001
                 self.refuse(f"a tensor that autograd saves has no memory ({error_text(error)})")
-        return tensor
 
     def _storages_of(self, tensors: Iterable[Tensor]) -> int:
         """Return the bytes of the storages that were not counted before."""

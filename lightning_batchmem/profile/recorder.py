@@ -130,17 +130,17 @@ class StepRecorder:
             self.clock.leave_out(self.clock.now() - begin)
         elif self._to_measure:
             measurement = self._to_measure.pop()
-            reason = why_not_measurable(module)
-            if reason:
-                measurement.refuse(reason)
-            else:
-                self._splits_before = self._splits()
-                self._measured = measurement
-                try:
+            self._splits_before = self._splits()
+            self._measured = measurement
+            try:
+                if reason := why_not_measurable(module):
+                    measurement.refuse(reason)
+                    self._measured = None
+                else:
                     measurement.begin(module, self._optimizers, batch)
-                # Modules and optimizers of others may raise any error.
-                except Exception as error:  # noqa: BLE001
-                    self._refuse(measurement, error)
+            # Modules and optimizers of others may raise any error.
+            except Exception as error:  # noqa: BLE001
+                self._refuse(measurement, error)
 
     def _end_measurement(
         self, measured: ModuleStep | FlopStep, samples: int | None, peak_bytes: int | None
