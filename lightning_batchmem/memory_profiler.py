@@ -62,7 +62,8 @@ class MemoryProfiler(Callback):
             and host memory.
         modules: whether to divide the peak of one steady training step among the modules, by what
             they own and what autograd saves for them. That step takes somewhat longer. The training
-            is the same bit for bit. A step that calls ``torch.func.grad`` cannot be measured.
+            is the same bit for bit. A step that calls ``torch.func``, or forbids the hooks of
+            autograd, cannot be measured: the summary has a sentence instead.
         flops: whether to count the floating-point operations of one steady training batch, for
             ``throughput/tflops_per_device`` and ``throughput/mfu_pct`` (per cent of the device's
             peak). They are scaled with the samples of the other batches, which is exact where all

@@ -1,5 +1,6 @@
 """``python -m lightning_batchmem`` on the files of a real run, and on damaged ones."""
 
+import errno
 import importlib
 import inspect
 import io
@@ -193,6 +194,64 @@ def test_no_place_to_write_and_no_matplotlib(log_dir, monkeypatch, capsys):
     assert main(["draw", str(log_dir)]) == 2
     message = 'error: figures need matplotlib: pip install "lightning-batchmem[plot]"\n'
     assert capsys.readouterr().err == message
+
+
+# --- standard output
+
+
+class Full(io.StringIO):
+    def write(self, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class Unread(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_a_command_whose_output_nobody_reads(log_dir, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", Unread())
+    assert main(["simulate", "--list"]) == 0
+    assert main(["draw", str(log_dir)]) == 0
+    assert drawn(log_dir) == ALL_FIGURES
+    assert capsys.readouterr().err == ""
+
+
+def test_a_command_whose_output_cannot_be_written(log_dir, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", Full())
+    for arguments in (["simulate", "--list"], ["draw", str(log_dir)]):
+        assert main(arguments) == 2
+        message = "error: standard output cannot be written: No space left on device\n"
+        assert capsys.readouterr().err == message
+    # The result in files is complete.
+    assert drawn(log_dir) == ALL_FIGURES
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["simulate", "--list"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "error"),
+    [
+        ("simulate --list | true", 0, ""),
+        ("find --help | true", 0, ""),
+        ("simulate --list > /dev/full", 2, "error: standard output cannot be written"),
+        ("simulate --list >&-", 0, ""),
+        ("draw /nowhere 2>&-", 2, ""),
+    ],
+)
+def test_exit_codes_of_a_process(command, code, error):
+    words, separator, rest = command.partition(" | ")
+    program = f"{sys.executable} -m lightning_batchmem {words}{separator}{rest}"
+    result = subprocess.run(
+        ["bash", "-c", f"{program}; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert result.returncode == code
+    assert result.stderr.startswith(error)
+    assert "Error" not in result.stderr
 
 
 # --- find and compare

@@ -21,7 +21,7 @@ def begin_run() -> None:
     _warned.clear()
 
 
-def ask(subject: str, question: Callable[..., T], *arguments: Any) -> T | None:
+def ask(subject: str, question: Callable[..., T | None], *arguments: Any) -> T | None:
     """Return the answer to a question, or None, with one warning for a run, after any error.
 
     Args:

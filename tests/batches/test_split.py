@@ -13,6 +13,15 @@ from lightning_batchmem.batches.split import (
 )
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_cannot_be_split(layout):
+    rows = [torch.ones(2, 3), torch.ones(4, 3)]
+    batch = {"x": torch.nested.nested_tensor(rows, layout=layout), "n": 2}
+    assert splittable_samples(batch) is None
+    assert not has_number_of_samples(batch)
+
+
 @dataclass(frozen=True)
 class Frozen:
     x: torch.Tensor

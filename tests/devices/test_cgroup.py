@@ -1,6 +1,9 @@
+import os
+
 import pytest
 
 from lightning_batchmem.devices.cgroup import cpu_quota_cores, memory_headroom_bytes
+from lightning_batchmem.devices.questions import begin_run
 
 MIB = 1 << 20
 UNLIMITED_V1 = str(0x7FFFFFFFFFFFF000)
@@ -109,6 +112,40 @@ def test_a_change_of_limit_use_or_group_is_seen(tmp_path, membership):
         assert headroom_mib(tmp_path, membership) == expected_mib
     membership.write_text("0::/b\n")
     assert headroom_mib(tmp_path, membership) == 20
+
+
+def test_files_that_cannot_be_parsed_are_a_warning(tmp_path, membership):
+    usual = {"app/memory.max": 100, "app/memory.current": 90}
+    membership.write_text("0::/app\n")
+    root = tmp_path / "root"
+    # A line of one word is another one.
+    write_files(root, {**usual, "app/memory.stat": f"workingset\n{STATISTICS}"})
+    assert headroom_mib(root, membership) == 40
+    odd = {
+        "app/memory.stat": ("inactive_file 100 kB", 10),
+        "app/memory.current": ("many", None),
+        "app/memory.max": ("\u00b2", None),
+    }
+    for name, (content, expected_mib) in odd.items():
+        begin_run()
+        write_files(root, {name: content})
+        with pytest.warns(UserWarning, match="A number of the memory in .*app cannot be read"):
+            assert headroom_mib(root, membership) == expected_mib
+    begin_run()
+    write_files(root, {"app/cpu.max": "100 0"})
+    with pytest.warns(UserWarning, match=r"The CPU quota in .*app cannot be read: ZeroDivision"):
+        assert cpu_quota_cores(root=root, membership=membership) is None
+    membership.write_text("none\n")
+    with pytest.warns(UserWarning, match="A control group of this process cannot be read"):
+        assert headroom_mib(root, membership) is None
+
+
+def test_a_group_whose_name_is_in_another_encoding(tmp_path, membership):
+    name = b"caf\xe9"
+    membership.write_bytes(b"0::/" + name + b"\n")
+    group = tmp_path / "root" / os.fsdecode(name)
+    write_files(group, {"memory.max": 100, "memory.current": 90})
+    assert headroom_mib(tmp_path / "root", membership) == 10
 
 
 QUOTAS = {

@@ -1,3 +1,5 @@
+import os
+
 import psutil
 import pytest
 
@@ -30,3 +32,14 @@ def test_the_cores_are_those_of_the_process_within_the_quota(monkeypatch, quota_
     monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda self: [0, 1, 2, 3])
     monkeypatch.setattr(cpu, "cpu_quota_cores", lambda: quota_cores)
     assert usable_cores() == cores
+
+
+def test_what_cannot_be_read_does_not_limit_the_cores(monkeypatch):
+    def refuse(*_):
+        raise OSError("refused")
+
+    monkeypatch.setattr(psutil.Process, "cpu_affinity", refuse)
+    monkeypatch.setattr(cpu, "cpu_quota_cores", refuse)
+    with pytest.warns(UserWarning, match="The CPU (affinity|quota) cannot be read") as caught:
+        assert usable_cores() == os.cpu_count()
+    assert len(caught) == 2

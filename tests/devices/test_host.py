@@ -115,6 +115,28 @@ def test_the_budget_is_the_resident_set_and_the_least_room(monkeypatch, group_gi
     assert room_bytes == pytest.approx(room_gib << 30, abs=4 * MIB)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="these names of sysconf are those of Linux")
+def test_the_free_memory_is_the_room_where_the_available_is_not_known(monkeypatch):
+    def refuse():
+        raise psutil.AccessDenied(1)
+
+    monkeypatch.setattr(psutil, "virtual_memory", refuse)
+    monkeypatch.setattr(host, "memory_headroom_bytes", lambda: None)
+    pages = {"SC_AVPHYS_PAGES": 300, "SC_PAGE_SIZE": MIB}
+    monkeypatch.setattr(host.os, "sysconf", pages.__getitem__)
+    device_memory = HostMemory()
+    with pytest.warns(UserWarning, match="available memory of the host cannot be read: AccessDen"):
+        room_bytes = device_memory.budget_bytes() - device_memory.current().allocated_bytes
+    assert room_bytes == pytest.approx(300 * MIB, abs=4 * MIB)
+
+
+@pytest.mark.parametrize("content", ["Name: x\nVmHWM:\n", "Name: x\nVmHWM: many kB\n"])
+def test_a_peak_that_cannot_be_parsed_is_none(tmp_path, content):
+    (tmp_path / "status").write_text(content)
+    (tmp_path / "clear_refs").touch()
+    assert not HostMemory(quick=True, files=tmp_path).can_reset_peak
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="resource limits are read on Linux")
 @pytest.mark.parametrize(("limit", "field"), [("RLIMIT_DATA", "VmData"), ("RLIMIT_AS", "VmSize")])
 def test_a_resource_limit_bounds_the_budget(monkeypatch, limit, field):

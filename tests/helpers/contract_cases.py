@@ -36,6 +36,7 @@ from torch.utils.data import (
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_batchmem import OomGuard
+from tests.helpers.wrapped_optimizers import Lookahead
 
 # Every search of the contract ends with this size: max_batch_size bounds it, and memory does not.
 SIZE = 8
@@ -147,6 +148,13 @@ class Splittable(Net):
         loss = nn.functional.cross_entropy(self.layers(x), y)
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
+
+
+class OfLookahead(Net):
+    """Its optimizer is inside another one, which does not call ``Optimizer.__init__``."""
+
+    def configure_optimizers(self) -> Any:
+        return Lookahead(super().configure_optimizers())
 
 
 class Adversarial(Net):
@@ -764,6 +772,7 @@ CASES = {
     "guarded_against_out_of_memory": Case(
         Splittable, callbacks=lambda: [OomGuard()], loss_is_read=False
     ),
+    "an_optimizer_in_a_wrapper": Case(OfLookahead),
     "limited_batches": Case(Net, trainer={"limit_train_batches": 3, "limit_val_batches": 2}),
 }
 

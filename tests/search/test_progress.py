@@ -1,5 +1,7 @@
 import io
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -12,6 +14,25 @@ def shown(console):
     """The texts of the line, each once."""
     texts = re.findall(r"BatchFinder: \d s, ([^\r\n\x1b]*)", console.file.getvalue())
     return list(dict.fromkeys(texts))
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_that_was_closed_does_not_end_a_search(monkeypatch, is_terminal):
+    written = []
+
+    def write(text):
+        written.append(text)
+        raise OSError("Input/output error")
+
+    stream = SimpleNamespace(write=write, isatty=lambda: is_terminal, encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with SearchProgress(enabled=True) as progress:
+        progress.trying(NextSize(2, "probe"), [])
+        progress.refresh()
+    assert sys.stdout is stream
+    # After an error nothing more is written.
+    assert len(written) == 1
 
 
 @pytest.mark.parametrize("terminal", [True, False])
