@@ -12,7 +12,6 @@ from lightning_batchmem._lightning.guarded_steps import (
     Reduction,
     why_not_in_parts,
 )
-from lightning_batchmem.devices.questions import begin_run
 
 
 class OomGuard(Callback):
@@ -56,7 +55,6 @@ class OomGuard(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Guard the steps from now on, or warn that this is not possible."""
-        begin_run()
         reason = why_not_in_parts(trainer)
         if reason is not None:
             self._do_nothing(reason)

@@ -37,7 +37,7 @@ def with_other_package(name):
 
 @pytest.fixture(scope="module")
 def contract():
-    for name in ("contract_cases", "lawful", "outcomes", "size_places"):
+    for name in ("wrapped_optimizers", "contract_cases", "lawful", "outcomes", "size_places"):
         with_other_package(f"tests.helpers.{name}")
     return with_other_package("tests.test_contract")
 

@@ -6,14 +6,17 @@ AcceleratedOptimizer do not call it, and their step is one of the optimizer that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_batchmem.devices.questions import ask
 from lightning_batchmem.devices.tensors import tensors_in
+
+_STEP = "The step of an optimizer"
 
 
 def with_held(optimizer: Any) -> Iterator[Any]:
@@ -37,9 +40,15 @@ def with_held(optimizer: Any) -> Iterator[Any]:
 def with_step_hooks(optimizer: Any) -> Optimizer | None:
     """Return the nearest optimizer in this one whose hooks torch calls in a step; None without."""
     for one in with_held(optimizer):
-        if ask("The step of an optimizer", _calls_hooks, one):
+        if ask(_STEP, _calls_hooks, one):
             return one  # type: ignore[no-any-return]
     return None
+
+
+def call_after_steps(optimizer: Any, hook: Callable[..., object]) -> RemovableHandle | None:
+    """Let torch call a hook after each step; None if it calls none for this optimizer."""
+    hooked = with_step_hooks(optimizer)
+    return None if hooked is None else ask(_STEP, hooked.register_step_post_hook, hook)
 
 
 def _calls_hooks(optimizer: Any) -> bool:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.hooks import RemovableHandle
 
 from lightning_batchmem.devices.base import DeviceMemory, MemoryStats, PeakCounter
-from lightning_batchmem.devices.optimizers import with_step_hooks
+from lightning_batchmem.devices.optimizers import call_after_steps
 from lightning_batchmem.devices.tensors import plain_tensors
 
 
@@ -157,12 +157,11 @@ class PhasePeaks:
         """
         self.unwatch()
         for optimizer in optimizers:
-            hooked = with_step_hooks(optimizer)
-            if hooked is None:
+            handle = call_after_steps(optimizer, partial(self._note_step, id(optimizer)))
+            if handle is None:
                 self._unhooked.add(id(optimizer))
-                continue
-            note_step = partial(self._note_step, id(optimizer))
-            self._handles.append(hooked.register_step_post_hook(note_step))
+            else:
+                self._handles.append(handle)
 
     def unwatch(self) -> None:
         """Remove the hooks from the optimizers."""

@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from io import TextIOWrapper
 from typing import Any
 
 from rich.console import Console
@@ -49,7 +50,9 @@ class StandardOutput:
         """Do nothing: each text is written at once."""
 
     def _write(self, data: bytes) -> None:
-        raw = getattr(getattr(self._stream, "buffer", None), "raw", None)
+        # Another stream, or one whose method was replaced, may pass the text on to others.
+        is_plain = type(self._stream) is TextIOWrapper and "write" not in vars(self._stream)
+        raw = getattr(self._stream.buffer, "raw", None) if is_plain else None
         if raw is None or os.linesep != "\n":
             self._stream.write(data.decode(self.encoding))
             self._stream.flush()
@@ -71,15 +74,19 @@ def why_not_printed(what: str | Callable[[Console], object]) -> str:
         Why it could not be printed. It is empty if it was printed, or if nobody reads the pipe.
     """
     output = StandardOutput()
-    console = Console(file=output)  # type: ignore[arg-type]
-    if isinstance(what, str):
-        console.out(what, highlight=False)
-    else:
-        what(console)
-    error = output.error
-    if error is None or isinstance(error, BrokenPipeError):
+    try:
+        console = Console(file=output)  # type: ignore[arg-type]
+        if isinstance(what, str):
+            console.out(what, highlight=False)
+        else:
+            what(console)
+    # A notebook shows a text in its own way, which may fail in any.
+    except Exception as error:  # noqa: BLE001
+        output.error = error
+    first = output.error
+    if first is None or isinstance(first, BrokenPipeError):
         return ""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return getattr(first, "strerror", None) or str(first) or type(first).__name__
 
 
 def print_or_warn(what: str | Callable[[Console], object]) -> None:

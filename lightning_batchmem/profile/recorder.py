@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.devices.accelerator import replays_graphs
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.optimizers import with_step_hooks
+from lightning_batchmem.devices.optimizers import call_after_steps
 from lightning_batchmem.devices.questions import ask, error_text
 from lightning_batchmem.devices.tensors import has_own_tensors, samples_in
 from lightning_batchmem.plan.options import count_from
@@ -82,10 +82,10 @@ class StepRecorder:
             # A run that resumes goes on counting.
             self.run_clock.first_number = trainer.fit_loop.total_batch_idx + 1
             self._optimizers = trainer.optimizers
-        hooked = [one for one in map(with_step_hooks, self._optimizers) if one is not None]
+        handles = [call_after_steps(one, self._note_step) for one in self._optimizers]
+        self._handles = [handle for handle in handles if handle is not None]
         # Without a hook, the state is steady after the first step.
-        self._is_noted = bool(hooked)
-        self._handles = [one.register_step_post_hook(self._note_step) for one in hooked]
+        self._is_noted = bool(self._handles)
         self.breakdown: SteadyBreakdown | None = None
         if device_memory is not None:
             self.breakdown = ask(

@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import OneCycleLR
 
+from tests.helpers.wrapped_optimizers import Delegating, TimmLookahead
+
 FEATURES = 6
 
 
@@ -69,6 +71,12 @@ def plain(model, optimizer, **changes):
 def sgd():
     model = network()
     return plain(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+def wrapped():
+    """The optimizer holds another one, and does not call ``Optimizer.__init__``."""
+    model = network()
+    return plain(model, TimmLookahead(Delegating(torch.optim.Adam(model.parameters()))))
 
 
 def gan():
@@ -285,6 +293,7 @@ def random_numbers():
 
 LOOPS = {
     "sgd": sgd,
+    "wrapped": wrapped,
     "gan": gan,
     "scaled": scaled,
     "accumulated": accumulated,

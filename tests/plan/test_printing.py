@@ -63,6 +63,37 @@ def test_a_pipe_that_is_full_and_does_not_block(monkeypatch):
         assert pipe.read(9) == b"x" * 9
 
 
+class Tee:
+    """Writes to the terminal and to a log, as scripts have it."""
+
+    def __init__(self):
+        self.terminal = sys.stdout
+        self.log = []
+
+    def write(self, text):
+        self.log.append(text)
+        self.terminal.write(text)
+
+    def __getattr__(self, name):
+        return getattr(self.terminal, name)
+
+
+def test_a_stream_that_passes_texts_on_gets_them(monkeypatch):
+    _, writer = os.pipe()
+    with stream_of(writer) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        tee = Tee()
+        monkeypatch.setattr(sys, "stdout", tee)
+        assert why_not_printed("a") == ""
+        assert "".join(tee.log) == "a\n"
+        # W&B replaces the method of the stream.
+        monkeypatch.setattr(sys, "stdout", stream)
+        written = []
+        stream.write = written.append
+        assert why_not_printed("b") == ""
+        assert "".join(written) == "b\n"
+
+
 class Odd:
     """What a program may put in place of standard output."""
 
