@@ -23,8 +23,8 @@ from lightning_batchmem.devices.host import HostMemory
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.json_fields import from_json, to_json
 from lightning_batchmem.plan.policy import ReadingPolicy, SearchPolicy
-from lightning_batchmem.plan.printable import read_small
 from lightning_batchmem.plan.records import PHASES
+from lightning_batchmem.plan.small_files import read_small
 
 # A search up to 8 samples runs 2 samples too.
 _MAX_BATCH_SIZE = 8
