@@ -21,6 +21,7 @@ from lightning_batchmem._lightning.packages import (
     in_every_package,
     warn_of_untested_torch,
 )
+from lightning_batchmem._lightning.project_attribute import ProjectAttribute
 from lightning_batchmem._lightning.sized_hook import loaders_in
 from lightning_batchmem._lightning.strategies import trains_in_other_processes
 from lightning_batchmem._lightning.trainer_state import callbacks_of
@@ -221,12 +222,18 @@ class SearchOnly(BatchFinder):
         self.callbacks = callbacks_of(trainer)
         loaders = [item for item in data if isinstance(item, DataLoader)]
         kinds = in_every_package("core.LightningDataModule")
+        datamodules = [item for item in data if isinstance(item, kinds)]
         # A compiled model wraps the module.
+        module = getattr(model, "_orig_mod", model)
         snapshot = ProjectSnapshot(
-            getattr(model, "_orig_mod", model),
+            module,
             loaders,
-            [item for item in data if isinstance(item, kinds)],
+            datamodules,
+            trainer,
         )
+        # The path may lead through a class, which is not restored.
+        owners = (module, *datamodules)
+        snapshot.keep(ProjectAttribute(trainer, module, self.options.batch_arg_name, owners).keep())
         strategy = trainer.strategy
         with isolated(trainer, snapshot, [self]):
             cancel = call_before(

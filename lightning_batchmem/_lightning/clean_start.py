@@ -6,11 +6,11 @@ The private names used here are those of lightning 2.5.0 and 2.6.6.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader
@@ -27,10 +27,13 @@ from lightning_batchmem._lightning.hooks import (
 from lightning_batchmem._lightning.muted import muted_callback
 from lightning_batchmem._lightning.packages import in_every_package
 from lightning_batchmem._lightning.trainer_state import (
+    OF_OPTIMIZERS,
     callbacks_of,
     datamodules_of,
     logger_connector,
+    own_objects,
     renew_results,
+    users_values,
 )
 from lightning_batchmem.batches.loader_size import keep_sizes
 from lightning_batchmem.batches.loaders import generators_of
@@ -50,21 +53,29 @@ class ProjectSnapshot(Snapshot):
         module: the module.
         loaders: loaders that the project has made already.
         datamodules: the datamodule of the project, if it has one.
+        trainer: the trainer, where the module does not have it yet.
     """
 
     def __init__(
         self,
         module: LightningModule,
         loaders: Sequence[DataLoader[Any]] = (),
-        datamodules: Iterable[object] = (),
+        datamodules: Sequence[LightningDataModule] = (),
+        trainer: Trainer | None = None,
     ) -> None:
-        not_walked = in_every_package(
-            "trainer.Trainer", "callbacks.Callback", "loggers.Logger", "core.LightningDataModule"
-        )
+        # A module and a datamodule may have the trainer of an earlier training. The attribute of
+        # the module is private in lightning 2.5.0 to 2.6.6; the property raises an error.
+        trainers = [trainer, module._trainer, *(data.trainer for data in datamodules)]
+        self.own = [part for one in trainers for part in own_objects(one)]
         generators = {"loaders": generators_of(loaders)}
-        super().__init__([module], datamodules, generators, not_walked)
+        super().__init__([module], datamodules, generators, self.own, loaders)
         # A hook may return a loader that the project keeps in an attribute.
         self._restores_of_sizes = [keep_sizes([*loaders, *self.attributes.loaders])]
+        self._warned: set[str] = set()
+
+    def keep(self, restore: Callable[[], None]) -> None:
+        """Call this function too, before everything is restored."""
+        self._restores_of_sizes.append(restore)
 
     def keep_sizes_of(self, loaders: Sequence[DataLoader[Any]]) -> None:
         """Restore the sizes of these loaders too, which no attribute leads to."""
@@ -78,7 +89,9 @@ class ProjectSnapshot(Snapshot):
 
     def restore_or_warn(self) -> None:
         """Restore everything, and warn of what could not be restored."""
-        if failed := self.restore():
+        # A search restores everything many times.
+        if failed := [text for text in self.restore() if text not in self._warned]:
+            self._warned.update(failed)
             rank_zero_warn(f"BatchFinder could not restore: {'; '.join(failed)}")
 
 
@@ -94,7 +107,16 @@ def project_snapshot(trainer: Trainer) -> ProjectSnapshot:
                 " it belong to the old batch size. Read it in configure_optimizers instead."
             )
     loaders = [loader for source in sources for loader in source.passed_loaders()]
-    return ProjectSnapshot(trainer.lightning_module, loaders, datamodules_of(trainer))
+    return ProjectSnapshot(trainer.lightning_module, loaders, datamodules_of(trainer), trainer)
+
+
+def _users_snapshot(trainer: Trainer, snapshot: ProjectSnapshot) -> Snapshot:
+    """A snapshot of what the user keeps in the trainer, its strategy and its precision plugin."""
+    strategy = trainer.strategy
+    elsewhere = [*snapshot.own, *snapshot.attributes.walked, strategy.model, *trainer.optimizers]
+    callbacks = [callbacks_of(trainer), *callbacks_of(trainer), trainer.loggers, *trainer.loggers]
+    values = users_values(trainer)
+    return Snapshot([], named={"trainer": values}, not_walked=[*elsewhere, *callbacks])
 
 
 @contextmanager
@@ -159,8 +181,8 @@ class CleanStart:
         self._device_memory = device_memory
         self._snapshot = snapshot
         self._undo = ExitStack()
-        not_restorable = snapshot.attributes.not_restorable
-        if not_restorable:
+        self._users = _users_snapshot(trainer, snapshot)
+        if not_restorable := [*snapshot.not_restorable, *self._users.not_restorable]:
             rank_zero_warn(
                 "BatchFinder cannot restore these if a training step changes them: "
                 + "; ".join(not_restorable[:10])
@@ -192,8 +214,22 @@ class CleanStart:
         self.search_callback = SearchCallback(self.phases)
         callbacks = [*map(muted_callback, self.callbacks), self.search_callback]
         self._undo.enter_context(isolated(trainer, self._snapshot, callbacks))
+        self._undo.callback(self._restore_strategy, self._of_strategy())
+        # The random states of the snapshot are restored after these.
+        self._undo.callback(self._users.restore)
         if trainer.training:
             self._undo.callback(self._clear_optimizers)
+
+    def _restore_strategy(self, recorded: dict[str, object]) -> None:
+        """Restore attributes of the strategy, but not its optimizers, which are new."""
+        attributes = vars(self._trainer.strategy)
+        new = {name: value for name, value in attributes.items() if name in OF_OPTIMIZERS}
+        refill(attributes, {**recorded, **new})
+
+    def _of_strategy(self) -> dict[str, object]:
+        # A record of the optimizers would keep them alive, and some make their state at once.
+        attributes = vars(self._trainer.strategy).items()
+        return {name: value for name, value in attributes if name not in OF_OPTIMIZERS}
 
     def _clear_optimizers(self) -> None:
         """Clear what a step has made: the optimizers are configured again before the next one.

@@ -55,6 +55,49 @@ def datamodules_of(trainer: Trainer) -> list[LightningDataModule]:
     return [] if datamodule is None else [datamodule]
 
 
+# Attributes of a strategy with optimizers. A search configures these again.
+OF_OPTIMIZERS = ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")
+
+
+def own_objects(trainer: Any) -> list[object]:
+    """The trainer and its parts of Lightning's own kinds, without callbacks, loggers and data.
+
+    The callbacks of this package are part of it, because their state is that of the search.
+    """
+    if not isinstance(trainer, in_every_package("trainer.Trainer")):
+        return [] if trainer is None else [trainer]
+    not_parts = in_every_package(
+        "callbacks.Callback", "loggers.Logger", "core.LightningDataModule", "core.LightningModule"
+    )
+    parts = [*vars(trainer).values(), *vars(trainer.strategy).values()]
+    own = [
+        part
+        for part in parts
+        if _has_kind_of(part, "lightning", "pytorch_lightning", "lightning_fabric")
+        and not isinstance(part, not_parts)
+    ]
+    own += [one for one in callbacks_of(trainer) if _has_kind_of(one, "lightning_batchmem")]
+    return [trainer, trainer.strategy, trainer.precision_plugin, trainer.accelerator, *own]
+
+
+def users_values(trainer: Trainer) -> dict[str, object]:
+    """Attributes of a trainer, its strategy and its precision plugin that may be the user's."""
+    strategy, plugin = trainer.strategy, trainer.precision_plugin
+    owners = {"": trainer, "strategy.": strategy, "precision_plugin.": plugin}
+    return {
+        f"{path}{name}": value
+        for path, owner in owners.items()
+        for name, value in vars(owner).items()
+        if not name.startswith("__") and name not in OF_OPTIMIZERS
+        if not type(value).__module__.startswith(("torch.distributed", "torch._C"))
+    }
+
+
+def _has_kind_of(value: object, *packages: str) -> bool:
+    kinds = type(value).__mro__
+    return any(kind.__module__.partition(".")[0] in packages for kind in kinds)
+
+
 def call_module_hook(trainer: Trainer, hook: str) -> None:
     """Call a hook of the module as Lightning does: profiled, and with the name in ``self.log``."""
     lightning_name(trainer, "trainer.call._call_lightning_module_hook")(trainer, hook)

@@ -111,10 +111,9 @@ class LoopSession:
 
     def _warn_of_state(self) -> None:
         attributes = self._snapshot.attributes
-        if attributes.not_restorable:
+        if not_restorable := self._snapshot.not_restorable:
             self._warn(
-                "cannot restore these if a step changes them: "
-                + "; ".join(attributes.not_restorable[:10])
+                f"cannot restore these if a step changes them: {'; '.join(not_restorable[:10])}"
             )
         # The wrapper of Optimizer.step has this private name in torch 2.5.1 to 2.14.
         has_scheduler = any(hasattr(o.step, "_wrapped_by_lr_sched") for o in self.optimizers)
@@ -195,5 +194,5 @@ def _snapshot(loop: TrainingLoop) -> Snapshot:
         for index, one in enumerate(loop.state)
         if not isinstance(one, Module | Optimizer)
     }
-    not_walked = [] if loop.fabric is None else [type(loop.fabric), type(loop.fabric.strategy)]
+    not_walked = [] if loop.fabric is None else [loop.fabric, loop.fabric.strategy]
     return Snapshot(modules, optimizers, others, not_walked)

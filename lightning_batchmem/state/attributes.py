@@ -15,7 +15,8 @@ import socket
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,20 +29,41 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_batchmem.devices.tensors import tensors_in
+from lightning_batchmem.state.saved_tensors import SavedTensor
 
 # A larger tensor or array that is neither parameter nor buffer is data rather than state, and is
 # not copied.
 LARGEST_ARRAY_BYTES = 64 * 2**20
 
-# Attributes that lead to more objects than this contain data. The walk goes breadth first and ends
-# there, after about a second.
-MOST_OBJECTS = 200_000
 
-# Objects of these types are data, or do not belong to the module. The caller of AttributeState
-# adds classes of Lightning for the same reason.
+@dataclass(frozen=True)
+class WalkLimits:
+    """What a walk leaves out because it is data.
+
+    Attributes:
+        most_objects: the walk goes breadth first, and ends after this many objects.
+        most_items: containers with more items stay as they are.
+        most_bytes: tensors and arrays are restored as long as all of them have no more bytes.
+        are_named: whether what is left out is named.
+    """
+
+    most_objects: int
+    most_items: float
+    most_bytes: float
+    are_named: bool
+
+
+# So many objects take about a second.
+OF_PROJECT = WalkLimits(200_000, math.inf, math.inf, are_named=True)
+
+# Most data sets have samples that no step changes, so that a warning would be one for each project.
+# Source: chosen; the attributes and counters of a data set are fewer, and its samples are more.
+OF_DATA = WalkLimits(20_000, 10_000, LARGEST_ARRAY_BYTES, are_named=False)
+
+_DATA = (Dataset, DataLoader)
+
+# Objects of these types do not belong to the module.
 _NOT_WALKED = (
-    Dataset,
-    DataLoader,
     np.memmap,
     logging.Logger,
     type,
@@ -63,122 +85,187 @@ _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.
 
 _CONTAINERS = (dict, list, deque, set, tuple, frozenset, bytearray)
 
-# Paths and values of the objects to which an object leads.
+_LONGEST_PATH = 200
+
+# Names and values of the objects to which an object leads.
 Children = Iterator[tuple[str, Any]]
+
+
+@dataclass(slots=True)
+class _Path:
+    """The way to an object. Its text is not kept, since all texts of a long chain are long."""
+
+    parent: _Path | None
+    name: str
+
+    def __str__(self) -> str:
+        names: list[str] = []
+        path: _Path | None = self
+        while path is not None:
+            names.append(path.name)
+            path = path.parent
+        text = "".join(reversed(names))
+        half = _LONGEST_PATH // 2
+        return text if len(text) <= _LONGEST_PATH else f"{text[:half]}...{text[-half:]}"
 
 
 class AttributeState:
     """Contents of every mutable object to which attributes and items of ``roots`` lead.
 
-    ``not_restorable`` names the objects that cannot be restored. ``schedulers`` and ``loaders`` are
-    the schedulers of learning rates and the DataLoaders that were reached.
+    ``not_restorable`` names the objects that cannot be restored. ``schedulers``, ``loaders`` and
+    ``data`` are the schedulers of learning rates, the DataLoaders, and the loaders and data sets
+    with their names, that were reached. Data are walked only where they are among ``named``, with
+    limits of their own.
 
     Args:
         roots: modules, and objects that are walked whatever their type is.
         named: other objects with their names in messages.
-        not_walked: types of objects that do not belong to the roots.
+        not_walked: objects that do not belong to the roots.
+        limits: what is left out.
     """
 
     def __init__(
         self,
         roots: Iterable[object],
-        named: Mapping[str, object] | None = None,
-        not_walked: Iterable[type] = (),
+        named: Iterable[tuple[str, object]] = (),
+        not_walked: Iterable[object] = (),
+        limits: WalkLimits = OF_PROJECT,
     ) -> None:
         # Arrays are here too, as tensors over the same memory. The caller saves the bytes of all.
-        self.tensors: list[Tensor] = []
+        self.tensors: list[SavedTensor] = []
         self.not_restorable: list[str] = []
-        self._not_walked = (*_NOT_WALKED, *not_walked)
-        self._restores: list[tuple[str, Callable[[], object]]] = []
+        self.schedulers: list[LRScheduler] = []
+        self.loaders: list[DataLoader[Any]] = []
+        self.data: list[tuple[str, object]] = []
+        self._limits = limits
+        self._array_bytes = 0
+        self._restores: list[tuple[_Path, Callable[[], object]]] = []
         # The references keep the objects alive, so that no id is used twice.
-        self._seen: dict[int, object] = {}
-        self._left_out: set[int] = set()
-        pending: deque[tuple[str, Any]] = deque()
-        for root in roots:
-            # All modules come first, so that neither weights nor structure depend on how far the
-            # walk gets.
-            modules = root.named_modules() if isinstance(root, Module) else [("", root)]
-            for name, module in modules:
-                pending += self._add_root(f"{type(root).__name__}.{name}".rstrip("."), module)
-        for name, value in (named or {}).items():
-            if isinstance(value, self._not_walked):
-                self.not_restorable.append(f"{name} ({type(value).__name__})")
-            # These tensors are state, whatever their size is.
-            self._add_state_tensors(name, value)
-            pending.append((name, value))
-        while pending:
-            path, value = pending.popleft()
-            if isinstance(value, _ATOMS) or id(value) in self._seen:
-                continue
-            self._seen[id(value)] = value
-            if len(self._seen) > MOST_OBJECTS:
-                self.not_restorable.append(
-                    f"{path} and deeper objects (more than {MOST_OBJECTS:,})"
-                )
-                break
-            try:
-                pending += self._add(path, value)
-            # An attribute of a user's object may raise any exception.
-            except Exception as error:  # noqa: BLE001
-                self._left_out.add(id(value))
-                self.not_restorable.append(f"{path} ({type(error).__name__})")
-        reached = self._seen.values()
-        self.schedulers = [value for value in reached if isinstance(value, LRScheduler)]
-        self.loaders = [value for value in reached if isinstance(value, DataLoader)]
+        self._seen = {id(value): value for value in not_walked}
+        self._left_out = set(self._seen)
+        self._most_objects = len(self._seen) + limits.most_objects
+        self._pending: deque[tuple[_Path, Any]] = deque()
+        self._walk(roots, named)
+
+    @property
+    def walked(self) -> list[object]:
+        """The objects that were reached, apart from data."""
+        data = {id(value) for _, value in self.data}
+        return [value for key, value in self._seen.items() if key not in data]
 
     @property
     def restored(self) -> dict[int, object]:
         """The objects whose contents are restored, by their ids."""
-        return {
-            key: value
-            for key, value in self._seen.items()
-            if key not in self._left_out and not isinstance(value, self._not_walked)
-        }
+        return {key: value for key, value in self._seen.items() if key not in self._left_out}
 
     def restore(self) -> list[str]:
         """Restore all contents; returns the objects for which this failed."""
         failed = []
         for path, restore in self._restores:
             try:
-                restore()
+                why = restore()
             # The other objects must still be restored, whatever exception this one raises.
             except Exception as error:  # noqa: BLE001
-                failed.append(f"{path} ({type(error).__name__})")
+                why = type(error).__name__
+            if isinstance(why, str):
+                failed.append(f"{path} ({why})")
         return failed
 
-    def _add_root(self, path: str, root: Any) -> Children:
+    def _walk(self, roots: Iterable[object], named: Iterable[tuple[str, object]]) -> None:
+        for root in roots:
+            # All modules come first, so that neither weights nor structure depend on how far the
+            # walk gets.
+            modules = root.named_modules() if isinstance(root, Module) else [("", root)]
+            for name, module in modules:
+                path = _Path(None, f"{type(root).__name__}.{name}".rstrip("."))
+                self._take(self._add_root, path, module)
+        for name, value in named:
+            self._take(self._add_named, _Path(None, name), value)
+        while self._pending:
+            path, value = self._pending.popleft()
+            if id(value) in self._seen:
+                continue
+            if len(self._seen) >= self._most_objects:
+                most = f"more than {self._limits.most_objects:,}"
+                self._leave(_Path(path, " and deeper objects"), most)
+                break
+            self._seen[id(value)] = value
+            self._take(self._add, path, value)
+
+    def _take(self, add: Callable[[_Path, Any], Children], path: _Path, value: Any) -> None:
+        """Record an object, and let the objects follow to which it leads."""
+        try:
+            for name, child in add(path, value):
+                if not issubclass(type(child), _ATOMS):
+                    self._pending.append((_Path(path, name), child))
+        # A question to a user's object may raise any exception.
+        except Exception as error:  # noqa: BLE001
+            self._left_out.add(id(value))
+            self.not_restorable.append(f"{path} ({type(error).__name__})")
+
+    def _leave(self, path: _Path, why: str) -> None:
+        if self._limits.are_named:
+            self.not_restorable.append(f"{path} ({why})")
+
+    def _add_root(self, path: _Path, root: Any) -> Children:
         self._seen[id(root)] = root
         # A parametrization replaces the class of a module, and the other attributes depend on it.
         self._later(path, _set_attribute, root, "__class__", type(root))
         yield from self._add_object(path, root)
         if isinstance(root, Optimizer):
-            self._add_state_tensors(path, list(root.state.values()))
+            yield from self._add_state_tensors(path, list(root.state.values()))
         if isinstance(root, Module):
             # The tensors of a ScriptModule are found only here, because no attribute leads to them.
-            for tensor in (*root.parameters(recurse=False), *root.buffers(recurse=False)):
-                self._seen[id(tensor)] = tensor
-                self._add_tensor(path, tensor, math.inf)
+            tensors = [
+                *root.named_parameters(recurse=False),
+                *root.named_buffers(recurse=False),
+            ]
+            for name, tensor in tensors:
+                for suffix, value in self._add_state_tensors(path, tensor):
+                    yield f".{name}{suffix}", value
             # The dicts of a plain module are those of parameters, buffers, submodules and hooks.
             for name in vars(Module()):
                 table = vars(root).get(name)
                 if isinstance(table, dict):
                     self._seen[id(table)] = table
-                    yield from self._add_container(f"{path}.{name}", table)
+                    for suffix, value in self._add_container(_Path(path, f".{name}"), table):
+                        yield f".{name}{suffix}", value
 
-    def _add_state_tensors(self, path: str, value: object) -> None:
+    def _add_named(self, path: _Path, value: Any) -> Children:
+        if id(value) in self._left_out or isinstance(value, (*_NOT_WALKED, *_DATA)):
+            # Of data, only the small parts are restored.
+            self._leave(path, type(value).__name__)
+        elif self._limits.are_named:
+            yield from self._add_state_tensors(path, value)
+        yield "", value
+
+    def _add_state_tensors(self, path: _Path, value: object) -> Children:
+        """Record tensors that are state whatever their size is, and so is what they carry."""
         for tensor in tensors_in(value):
             if id(tensor) not in self._seen:
                 self._seen[id(tensor)] = tensor
                 self._add_tensor(path, tensor, math.inf)
+                yield from self._add_object(path, tensor)
+                # An average of a parameter, in an attribute of it, is as large as the parameter.
+                yield from self._add_state_tensors(
+                    path, list(getattr(tensor, "__dict__", {}).values())
+                )
 
-    def _add(self, path: str, value: Any) -> Children:
+    def _add(self, path: _Path, value: Any) -> Children:
+        if isinstance(value, LRScheduler):
+            self.schedulers.append(value)
         if isinstance(value, types.MethodType):
-            yield f"{path}.__self__", value.__self__
+            yield ".__self__", value.__self__
         elif isinstance(value, partial):
-            yield f"{path}.args", value.args
-            yield f"{path}.keywords", value.keywords
-        elif isinstance(value, self._not_walked):
-            return
+            yield ".args", value.args
+            yield ".keywords", value.keywords
+        elif isinstance(value, _NOT_WALKED):
+            self._left_out.add(id(value))
+        elif isinstance(value, _DATA) and self._limits.are_named:
+            self._left_out.add(id(value))
+            self.data.append((str(path), value))
+            if isinstance(value, DataLoader):
+                self.loaders.append(value)
         elif isinstance(value, np.ndarray):
             yield from self._add_array(path, value)
         elif isinstance(value, random.Random):
@@ -186,84 +273,105 @@ class AttributeState:
         elif isinstance(value, torch.Generator | np.random.RandomState):
             self._later(path, value.set_state, value.get_state())
         elif isinstance(value, np.random.Generator):
-            yield f"{path}.bit_generator", value.bit_generator
+            yield ".bit_generator", value.bit_generator
         elif isinstance(value, np.random.BitGenerator):
             self._later(path, setattr, value, "state", value.state)
+            yield ".seed_seq", getattr(value, "seed_seq", None)
+        elif isinstance(value, np.random.SeedSequence):
+            # It counts its children. The attribute cannot be set, but pickle can.
+            self._later(path, value.__setstate__, value.__reduce__()[2])  # type: ignore[attr-defined]
         # An open file is an iterator too, and some have a __dict__.
         elif isinstance(value, io.IOBase) or (
             hasattr(type(value), "__next__") and not hasattr(value, "__dict__")
         ):
-            self.not_restorable.append(f"{path} (an iterator, {type(value).__name__})")
+            self._leave(path, f"an iterator, {type(value).__name__}")
         else:
             if isinstance(value, Tensor):
                 self._add_tensor(path, value, LARGEST_ARRAY_BYTES)
             yield from self._add_container(path, value)
             yield from self._add_object(path, value)
 
-    def _add_tensor(self, path: str, tensor: Tensor, largest_bytes: float) -> None:
-        if tensor.device.type == "meta":
-            return
+    def _add_tensor(self, path: _Path, tensor: Tensor, largest_bytes: float) -> None:
         # A sparse or nested tensor has no storage of its own.
         if tensor.layout is not torch.strided or tensor.is_nested:
-            self._later(path, torch.no_grad()(tensor.copy_), tensor.detach().clone())
+            if tensor.device.type != "meta":
+                self._later(path, torch.no_grad()(tensor.copy_), tensor.detach().clone())
             return
-        size_bytes = tensor.untyped_storage().nbytes()
-        if size_bytes <= largest_bytes:
-            self.tensors.append(tensor)
+        storage = tensor.untyped_storage()
+        # The storage of a fake tensor, which has no values either, is there too.
+        if storage.device.type == "meta":
+            return
+        if self._has_room(storage.nbytes(), largest_bytes):
+            self.tensors.append(SavedTensor(tensor))
         else:
-            self.not_restorable.append(f"{path} (a tensor of {size_bytes:,} bytes)")
+            self._leave(path, f"a tensor of {storage.nbytes():,} bytes")
 
-    def _add_array(self, path: str, array: Any) -> Children:
-        if array.nbytes > LARGEST_ARRAY_BYTES:
-            self.not_restorable.append(f"{path} (an array of {array.nbytes:,} bytes)")
+    def _add_array(self, path: _Path, array: Any) -> Children:
+        if not self._has_room(array.nbytes, LARGEST_ARRAY_BYTES):
+            self._leave(path, f"an array of {array.nbytes:,} bytes")
             return
         if array.flags.writeable:
             try:
-                self.tensors.append(torch.from_numpy(array))
+                self.tensors.append(SavedTensor(torch.from_numpy(array)))
             except (TypeError, ValueError):
                 # torch cannot use the memory of objects, text, records or with negative strides.
                 self._later(path, np.copyto, array, array.copy())
         if array.dtype.hasobject:
             yield from self._add_container(path, tuple(array.flat))
 
-    def _add_container(self, path: str, value: Any) -> Children:
+    def _has_room(self, size_bytes: int, largest_bytes: float) -> bool:
+        if size_bytes > largest_bytes or self._array_bytes + size_bytes > self._limits.most_bytes:
+            return False
+        self._array_bytes += size_bytes
+        return True
+
+    def _add_container(self, path: _Path, value: Any) -> Children:
+        if not isinstance(value, _CONTAINERS) or len(value) > self._limits.most_items:
+            return
         if isinstance(value, bytearray):
             self._later(path, value.__setitem__, slice(None), bytes(value))
-        elif isinstance(value, _CONTAINERS):
-            contents: Any = dict(value) if isinstance(value, dict) else list(value)
-            if hasattr(value, "clear"):
-                self._later(path, refill, value, contents)
-            entries = contents.items() if isinstance(value, dict) else enumerate(contents)
-            yield from ((f"{path}[{_key_text(key)}]", item) for key, item in entries)
+            return
+        contents: Any = dict(value) if isinstance(value, dict) else list(value)
+        if hasattr(value, "clear"):
+            self._later(path, refill, value, contents)
+        if isinstance(value, dict):
+            # Every object of a user's class can be a key.
+            yield from ((f"[key {_key_text(key)}]", key) for key in contents)
+            yield from ((f"[{_key_text(key)}]", item) for key, item in contents.items())
+        else:
+            yield from ((f"[{index}]", item) for index, item in enumerate(contents))
 
-    def _add_object(self, path: str, value: Any) -> Children:
+    def _add_object(self, path: _Path, value: Any) -> Children:
         attributes = getattr(value, "__dict__", {})
         contents = dict(attributes)
         # The class may define another __getstate__. With slots the state is a pair.
         state = object.__getstate__(value)
         slots = state[1] if isinstance(state, tuple) else {}
+        # What a DTensor keeps in its slots are its shard and the mesh.
+        if hasattr(value, "__tensor_flatten__"):
+            slots = {}
         entries = {**contents, **slots}
         if not isinstance(value, Module) and any(
-            isinstance(item, _LIVE_RESOURCES) for item in entries.values()
+            issubclass(type(item), _LIVE_RESOURCES) for item in entries.values()
         ):
             self._left_out.add(id(value))
-            self.not_restorable.append(f"{path} (it holds a lock, a thread, a file or a socket)")
+            self._leave(path, "it holds a lock, a thread, a file or a socket")
             return
         self._later(path, refill, attributes, contents)
         for name, item in slots.items():
-            self._later(f"{path}.{name}", _set_attribute, value, name, item)
+            self._later(_Path(path, f".{name}"), _set_attribute, value, name, item)
         # copyreg, which pickle uses too, names all slots; those without a value are not in a state.
         for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]
             if not hasattr(value, name):
-                self._later(f"{path}.{name}", _delete_slot, value, name)
-        yield from ((f"{path}.{name}", item) for name, item in entries.items())
+                self._later(_Path(path, f".{name}"), _delete_slot, value, name)
+        yield from ((f".{name}", item) for name, item in entries.items())
 
-    def _later(self, path: str, restore: Callable[..., object], *arguments: Any) -> None:
+    def _later(self, path: _Path, restore: Callable[..., object], *arguments: Any) -> None:
         self._restores.append((path, partial(restore, *arguments)))
 
 
 def _key_text(key: object) -> str:
-    return repr(key)[:40] if isinstance(key, _ATOMS) else type(key).__name__
+    return repr(key)[:40] if issubclass(type(key), _ATOMS) else type(key).__name__
 
 
 def _set_attribute(value: object, name: str, item: object) -> None:
@@ -278,16 +386,31 @@ def _delete_slot(value: object, name: str) -> None:
         object.__delattr__(value, name)
 
 
-def refill(container: Any, contents: Any) -> None:
-    """Give a list, deque, set or dict these contents again.
+def refill(container: Any, contents: Any) -> str | None:
+    """Give a list, deque, set or dict these contents again; returns what could not be restored.
 
     The contents of a set are a list, in the order of the set.
     """
     # Unchanged containers are left alone, because another thread would see them empty for a moment.
-    if _ids(container) != _ids(contents):
-        container.clear()
-        fill = container.extend if isinstance(container, list | deque) else container.update
-        fill(contents)
+    if _ids(container) == _ids(contents):
+        return None
+    if isinstance(container, set):
+        return _refill_set(container, contents)
+    container.clear()
+    fill = container.update if isinstance(container, dict) else container.extend
+    fill(contents)
+    return None
+
+
+def _refill_set(container: set[Any], contents: list[Any]) -> str | None:
+    kept = set(map(id, contents))
+    present = set(map(id, container))
+    # The order depends on the history of a set, and that of an empty one is lost.
+    container.difference_update([item for item in container if id(item) not in kept])
+    container.update(item for item in contents if id(item) not in present)
+    # The next `pop` depends on the last one too, which the order does not show.
+    is_in_order = kept <= present and _ids(container) == _ids(contents)
+    return None if is_in_order else "the order of a set"
 
 
 def _ids(container: Any) -> list[int]:

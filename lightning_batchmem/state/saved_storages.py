@@ -42,7 +42,7 @@ class SavedStorages:
         # This closes the file also where a run ends before its search.
         weakref.finalize(self, self._file.close)
         storages = {
-            (flat.device, flat.data_ptr(), flat.numel()): flat for flat in map(_flat_bytes, tensors)
+            (flat.device, flat.data_ptr(), flat.numel()): flat for flat in map(flat_bytes, tensors)
         }
         self._flats = list(storages.values())
         if self.largest_bytes is not None:
@@ -113,6 +113,7 @@ def has_room_for(copied_bytes: int) -> bool:
     return ranks * copied_bytes <= _MEMORY_SHARE * free_bytes
 
 
-def _flat_bytes(tensor: Tensor) -> Tensor:
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of the whole storage of a tensor, as a tensor over the same memory."""
     storage = tensor.detach().untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)

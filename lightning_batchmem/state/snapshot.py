@@ -12,9 +12,9 @@ import torch
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
-from lightning_batchmem.devices.tensors import plain_tensors
-from lightning_batchmem.state.attributes import AttributeState, refill
+from lightning_batchmem.state.attributes import OF_DATA, OF_PROJECT, AttributeState
 from lightning_batchmem.state.saved_storages import SavedStorages
+from lightning_batchmem.state.switches import Switches
 
 
 def freeze(schedulers: Iterable[Any]) -> None:
@@ -32,14 +32,16 @@ def unfreeze(schedulers: Iterable[Any]) -> None:
 class Snapshot:
     """What the steps of a search may change, recorded once and restored in place.
 
-    These are the random states of the process, and parameters, buffers, gradients, flags, hooks and
-    plain attributes of the objects below.
+    These are the random states of the process, the switches of torch, and parameters, buffers,
+    gradients, flags, hooks and plain attributes of the objects below, also in the loaders and data
+    sets that they lead to.
 
     Args:
         modules: the modules.
         others: other objects, whose contents are recorded whatever their type is.
         named: further objects with their names in messages.
-        not_walked: types of objects that do not belong to the program.
+        not_walked: objects that do not belong to the program.
+        loaders: loaders that no attribute leads to.
     """
 
     def __init__(
@@ -47,9 +49,11 @@ class Snapshot:
         modules: Sequence[Module],
         others: Iterable[object] = (),
         named: Mapping[str, object] | None = None,
-        not_walked: Iterable[type] = (),
+        not_walked: Iterable[object] = (),
+        loaders: Sequence[object] = (),
     ) -> None:
         self._restore_random = record_random_states()
+        self._switches = Switches()
         for module in modules:
             for name, parameter in module.named_parameters():
                 if is_lazy(parameter):
@@ -57,25 +61,18 @@ class Snapshot:
                         "every parameter must be initialized before the search, got the lazy"
                         f" parameter {name!r}; run one forward pass before, or in configure_model"
                     )
-        self.attributes = AttributeState([*modules, *others], named, not_walked)
-        tensors = self.attributes.tensors
-        leaves = [tensor for tensor in tensors if tensor.is_leaf]
-        self._leaves = [(leaf, leaf.detach(), leaf.requires_grad) for leaf in leaves]
-        self._gradients = [
-            (leaf, leaf.grad.detach().to("cpu", copy=True))
-            for leaf in leaves
-            if leaf.grad is not None
-        ]
-        # Hooks on tensors are in no dictionary of an object, so they are recorded here. Both names
-        # are private in torch 2.5.1 to 2.14.
-        names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-        self._hooks = [
-            (leaf, name, dict(getattr(leaf, name) or {})) for leaf in leaves for name in names
-        ]
-        # Of a DTensor, the shard of this rank is saved.
-        self._storages = SavedStorages(
-            plain for t in tensors if not is_lazy(t) for plain in plain_tensors(t)
+        self.attributes = AttributeState(
+            [*modules, *others], [*(named or {}).items()], not_walked, OF_PROJECT
         )
+        data = [*self.attributes.data, *(("a loader", loader) for loader in loaders)]
+        self._data = AttributeState([], data, self.attributes.walked, OF_DATA)
+        self._tensors = [*self.attributes.tensors, *self._data.tensors]
+        self._storages = SavedStorages(flat for saved in self._tensors for flat in saved.flats)
+
+    @property
+    def not_restorable(self) -> list[str]:
+        """Names of the objects that cannot be restored."""
+        return [*self.attributes.not_restorable, *self._data.not_restorable]
 
     def restore(self) -> list[str]:
         """Restore everything; returns the objects for which this failed."""
@@ -88,24 +85,12 @@ class Snapshot:
 
     def _restore(self) -> list[str]:
         try:
-            failed = self.attributes.restore()
-            for leaf, alias, requires_grad in self._leaves:
-                if leaf.grad_fn is not None:
-                    # A step wrote a value with its graph into this tensor.
-                    leaf.detach_()
-                if leaf.data_ptr() != alias.data_ptr() or leaf.shape != alias.shape:
-                    leaf.data = alias
-                leaf.requires_grad_(requires_grad)
-                leaf.grad = None
-            for leaf, name, recorded_hooks in self._hooks:
-                hooks = getattr(leaf, name)
-                if hooks is not None:
-                    # The dictionary itself is filled again, because handles of the user refer to
-                    # it.
-                    refill(hooks, recorded_hooks)
+            failed = [*self._switches.restore(), *self.attributes.restore(), *self._data.restore()]
+            for saved in self._tensors:
+                saved.restore_place()
             self._storages.write_back()
-            for leaf, gradient in self._gradients:
-                leaf.grad = gradient.to(leaf.device, copy=True)
+            for saved in self._tensors:
+                saved.restore_gradient()
         finally:
             self._restore_random()
         return failed

@@ -112,7 +112,7 @@ def test_the_state_of_a_configured_optimizer_is_not_copied(device):
 
     def count(trainer, _):
         assert len(trainer.optimizers[0].state) == 2
-        copied.append(set(map(id, project_snapshot(trainer).attributes.tensors)))
+        copied.append({id(saved.tensor) for saved in project_snapshot(trainer).attributes.tensors})
 
     with pytest.warns(UserWarning, match="training loader was built before"):
         quiet_trainer(LambdaCallback(on_train_end=count), max_steps=1).fit(module)

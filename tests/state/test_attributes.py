@@ -4,9 +4,10 @@ import io
 import itertools
 import random
 import threading
+import tracemalloc
 import weakref
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -16,10 +17,13 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
-from torch.utils.data import Dataset
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_batchmem._lightning.clean_start import ProjectSnapshot
-from lightning_batchmem.state.attributes import LARGEST_ARRAY_BYTES, AttributeState
+from lightning_batchmem.state import snapshot
+from lightning_batchmem.state.attributes import LARGEST_ARRAY_BYTES, OF_DATA, OF_PROJECT
+from lightning_batchmem.state.snapshot import Snapshot
 
 
 @dataclass
@@ -155,14 +159,16 @@ def test_unregistered_and_shared_objects_are_met_once():
     module.other = module.value
     # The list contains itself.
     module.value.append(module.value)
-    kept = AttributeState([module])
-    assert set(map(id, kept.tensors)) == set(map(id, teacher.parameters()))
+    kept = Snapshot([module])
+    assert {id(saved.tensor) for saved in kept.attributes.tensors} == set(
+        map(id, teacher.parameters())
+    )
     module.value.clear()
     teacher.weight = nn.Parameter(torch.zeros(2, 2))
     kept.restore()
     assert module.other is module.value
     assert module.value[0] is teacher
-    assert any(teacher.weight is tensor for tensor in kept.tensors)
+    assert any(teacher.weight is saved.tensor for saved in kept.attributes.tensors)
 
 
 class InClass(Dataset):
@@ -198,8 +204,8 @@ def test_what_is_no_attribute_of_an_instance_is_neither_restored_nor_named():
     kept.restore_or_warn()
     assert (InClass.count, InClass.seen, Deep.history) == (1, [2], [1, 2])
     assert (module.view["rows"], module.cached.cache_info().currsize) == ([2], 1)
-    assert (module.data.extra, Deep.count.calls, module.count()) == (1, 1, [1, 1])
-    assert kept.attributes.not_restorable == []
+    assert (vars(module.data), Deep.count.calls, module.count()) == ({}, 1, [1, 1])
+    assert kept.not_restorable == []
 
 
 class Run:
@@ -242,13 +248,13 @@ def test_an_object_that_is_not_restored_is_named_and_the_others_are_restored(val
     module.weight.data += 1
     module.value["other"].append(2)
     kept.restore_or_warn()
-    assert kept.attributes.not_restorable == [f"Module.value['refuses'] ({why})"]
+    assert kept.not_restorable == [f"Module.value['refuses'] ({why})"]
     assert module.value["other"] == [1]
     assert not module.weight.any()
 
 
 def test_weights_and_structure_are_restored_when_the_walk_ends_early(monkeypatch):
-    monkeypatch.setattr("lightning_batchmem.state.attributes.MOST_OBJECTS", 100)
+    monkeypatch.setattr(snapshot, "OF_PROJECT", replace(OF_PROJECT, most_objects=100))
     module = Module(nn.Linear(2, 2))
     data = LightningDataModule()
     module.rows = [[index] for index in range(1000)]
@@ -265,7 +271,7 @@ def test_weights_and_structure_are_restored_when_the_walk_ends_early(monkeypatch
     assert torch.equal(weight, before)
     assert module.value.training
     assert not hasattr(module, "late")
-    assert any("(more than 100)" in what for what in kept.attributes.not_restorable)
+    assert any("(more than 100)" in what for what in kept.not_restorable)
 
 
 def test_a_buffer_written_with_its_graph_is_restored():
@@ -295,3 +301,169 @@ def test_an_object_that_refuses_to_be_restored_is_a_warning():
     with pytest.warns(UserWarning, match=r"could not restore: Module\.value\[0\] \(TypeError\)"):
         kept.restore_or_warn()
     assert module.value[1] == [1]
+
+
+class Raises:
+    """Raises an error where one special attribute or method of it is used."""
+
+    def __init__(self):
+        self.count = 0
+
+
+def _refuse(*_):
+    raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["__class__", "__dict__", "__eq__", "__hash__", "__len__", "__bool__", "__getattribute__"],
+)
+def test_an_object_that_raises_is_at_most_a_name_in_the_warning(name):
+    is_attribute = name in ("__class__", "__dict__")
+    kind = type("Odd", (Raises,), {name: property(_refuse) if is_attribute else _refuse})
+    module = Module([kind.__new__(kind), [1]])
+    kept = ProjectSnapshot(module)
+    module.value[1].append(2)
+    kept.restore_or_warn()
+    assert module.value[1] == [1]
+    is_named = name in ("__class__", "__dict__", "__getattribute__")
+    assert kept.not_restorable == ["Module.value[0] (RuntimeError)"] * is_named
+
+
+class Node:
+    """An entry of a linked list."""
+
+    def __init__(self, following):
+        self.following = following
+        self.count = 0
+
+
+def test_a_long_chain_takes_linear_memory_and_is_restored():
+    taken = []
+    for length in (1000, 4000):
+        module = Module(None)
+        for _ in range(length):
+            module.value = Node(module.value)
+        last = module.value
+        while last.following:
+            last = last.following
+        tracemalloc.start()
+        kept = ProjectSnapshot(module)
+        taken.append(tracemalloc.get_traced_memory()[0] / length)
+        tracemalloc.stop()
+        last.count = 1
+        kept.restore_or_warn()
+        assert last.count == 0
+    assert taken[1] < 1.2 * taken[0]
+
+
+def test_a_long_path_is_shortened_in_a_message():
+    module = Module(Hides())
+    for _ in range(1000):
+        module.value = Node(module.value)
+    [text] = ProjectSnapshot(module).not_restorable
+    assert text.startswith("Module.value.following.following")
+    assert text.endswith(".following (RuntimeError)")
+    assert len(text) < 300
+
+
+def test_what_a_tensor_carries_is_restored():
+    module = Module({"plain": torch.zeros(1)})
+    module.register_buffer("table", torch.zeros(1))
+    module.weight = nn.Parameter(torch.zeros(LARGEST_ARRAY_BYTES // 4 + 1))
+    module.weight.average = torch.zeros_like(module.weight)
+    tensors = [module.weight, module.table, module.value["plain"]]
+    for tensor in tensors:
+        tensor.history = []
+    kept = ProjectSnapshot(module)
+    for tensor in tensors:
+        tensor.history.append(1)
+        tensor.late = 1
+    module.weight.average += 1
+    kept.restore_or_warn()
+    assert [tensor.history for tensor in tensors] == [[], [], []]
+    assert not any(hasattr(tensor, "late") for tensor in tensors)
+    assert not module.weight.average.any()
+    assert kept.not_restorable == []
+
+
+def test_a_set_keeps_its_order_where_members_were_only_added():
+    members = set(range(100))
+    members -= {number for number in range(100) if number not in (1, 8, 20)}
+    module = Module(members)
+    before = list(members)
+    kept = ProjectSnapshot(module)
+    members.add(5)
+    kept.restore_or_warn()
+    assert list(members) == before
+
+
+def test_a_set_from_which_members_were_taken_is_one_warning():
+    module = Module(set(range(10)))
+    kept = ProjectSnapshot(module)
+    module.value.pop()
+    with pytest.warns(UserWarning, match=r"could not restore: Module\.value \(the order of a set"):
+        kept.restore_or_warn()
+    assert module.value == set(range(10))
+    module.value.pop()
+    # The search restores everything many times.
+    kept.restore_or_warn()
+
+
+@pytest.mark.parametrize("make", [np.random.SeedSequence, np.random.default_rng, np.random.PCG64])
+def test_the_children_of_a_seed_sequence_are_counted_again(make):
+    value = make(1)
+    value = getattr(value, "bit_generator", value)
+    sequence = getattr(value, "seed_seq", value)
+    module = Module([value])
+    kept = ProjectSnapshot(module)
+    spawned = sequence.spawn(2)
+    kept.restore_or_warn()
+    again = sequence.spawn(2)
+    assert [one.spawn_key for one in again] == [one.spawn_key for one in spawned]
+
+
+def test_a_fake_tensor_has_no_values_to_restore():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.zeros(2, 3)
+    module = Module([fake, [1]])
+    kept = ProjectSnapshot(module)
+    module.value[1].append(2)
+    kept.restore_or_warn()
+    assert module.value[1] == [1]
+    assert kept.not_restorable == []
+
+
+class Rows(Dataset):
+    """Has much data, and state."""
+
+    def __init__(self):
+        self.rows = [[index] for index in range(OF_DATA.most_items + 1)]
+        self.table = torch.zeros(LARGEST_ARRAY_BYTES // 4)
+        self.level = 0
+        self.seen = set()
+        self.generator = torch.Generator()
+        self.lock = None
+
+    def __len__(self):
+        return len(self.rows)
+
+
+def test_data_sets_and_loaders_are_restored_and_large_data_is_left_without_a_warning():
+    data = Rows()
+    loader = DataLoader(data, batch_size=4)
+    held = DataLoader(Rows(), batch_size=4)
+    module = Module(held)
+    kept = ProjectSnapshot(module, [loader])
+    for rows in (data, held.dataset):
+        rows.level += 1
+        rows.seen.add(1)
+        rows.rows[0].append(1)
+        torch.rand(1, generator=rows.generator)
+    held.added = 1
+    kept.restore_or_warn()
+    for rows in (data, held.dataset):
+        assert (rows.level, rows.seen, rows.rows[0]) == (0, set(), [0, 1])
+        assert rows.generator.get_state().equal(torch.Generator().get_state())
+    assert not hasattr(held, "added")
+    assert kept.not_restorable == []

@@ -19,7 +19,7 @@ def test_large_tensors_of_optimizers_and_named_objects_are_restored():
     optimizer.state[layer.weight]["buffer"] = torch.zeros(count)
     average = {"weights": torch.zeros(count)}
     snapshot = Snapshot([layer], [optimizer], {"state[0]": average})
-    assert snapshot.attributes.not_restorable == []
+    assert snapshot.not_restorable == []
     tensors = optimizer.state[layer.weight]["buffer"], average["weights"]
     for tensor in tensors:
         tensor[-1] = 1
@@ -74,8 +74,9 @@ def test_named_objects_that_are_not_walked_are_in_the_message():
     class Trainer:
         count = 0
 
-    snapshot = Snapshot([], [], {"state[0]": Trainer()}, [Trainer])
-    assert snapshot.attributes.not_restorable == ["state[0] (Trainer)"]
+    trainer = Trainer()
+    snapshot = Snapshot([], [], {"state[0]": trainer}, [trainer])
+    assert snapshot.not_restorable == ["state[0] (Trainer)"]
 
 
 def test_a_frozen_scheduler_steps_again_afterwards():
