@@ -286,7 +286,6 @@ class BatchFinder(Callback):
                 options.batch_arg_name,
                 is_budget=options.budget,
             )
-            snapshot.keep(setting.place.keep())
             setting.check_budget()
             # It begins with an exchange, so the other ranks end here too if one has failed.
             search = self._search_in(trainer)

@@ -14,6 +14,7 @@ from torchmetrics import CatMetric
 
 from lightning_batchmem import BatchFinder, MemoryProfiler
 from tests.helpers.contract_cases import CASES, NEWER, SIZE, Case, Net, Noisy
+from tests.helpers.kept_state import KEPT, PARTS
 from tests.helpers.lawful import FAST
 from tests.helpers.outcomes import Recorder, assert_same, left_by, outcome_of, trainer_of
 from tests.helpers.size_places import PLACES
@@ -104,6 +105,26 @@ def test_no_trace_with_newer_arguments_of_lightning(name: str, tmp_path: Path) -
     assert profiler.summary.steps > 0
     for key in hard_coded.keys() - OF_PROFILER:
         assert_same(profiled[key], hard_coded[key], key)
+
+
+@pytest.mark.usefixtures("reads_here")
+@pytest.mark.parametrize("where", KEPT)
+def test_no_trace_in_what_objects_keep(where: str, tmp_path: Path) -> None:
+    finder = BatchFinder(max_batch_size=SIZE)
+    finder.policy = FAST
+    searched = outcome_of(tmp_path / "searched", KEPT[where], 3, finder)
+    hard_coded = outcome_of(tmp_path / "hard", KEPT[where], SIZE, None)
+    assert_same(searched, hard_coded, where)
+
+
+@pytest.mark.usefixtures("reads_here")
+@pytest.mark.parametrize("part", PARTS)
+def test_no_trace_in_parts_of_the_trainer_that_the_user_wrote(part: str, tmp_path: Path) -> None:
+    finder = BatchFinder(max_batch_size=SIZE)
+    finder.policy = FAST
+    searched = outcome_of(tmp_path / "searched", Case(Net), 3, finder, **PARTS[part]())
+    hard_coded = outcome_of(tmp_path / "hard", Case(Net), SIZE, None, **PARTS[part]())
+    assert_same(searched, hard_coded, part)
 
 
 class Judged(Net):

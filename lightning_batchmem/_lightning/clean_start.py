@@ -39,7 +39,7 @@ from lightning_batchmem.batches.loader_size import keep_sizes
 from lightning_batchmem.batches.loaders import generators_of
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.peaks import PhasePeaks
-from lightning_batchmem.state.attributes import refill
+from lightning_batchmem.state.refill import refill
 from lightning_batchmem.state.snapshot import Snapshot, freeze, unfreeze
 
 

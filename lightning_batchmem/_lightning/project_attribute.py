@@ -63,12 +63,12 @@ class ProjectAttribute:
     @property
     def roots(self) -> list[Any]:
         """The objects and dicts from which the path leads."""
-        return [root for owner in self._owners for root in (owner, getattr(owner, "hparams", {}))]
+        return [root for owner in self._owners for root in (owner, _or_empty(owner, "hparams"))]
 
     @property
     def _logged(self) -> list[Any]:
         # _hparams_initial is private in lightning 2.5.0 to 2.6.6.
-        return [getattr(owner, "_hparams_initial", {}) for owner in self._owners]
+        return [_or_empty(owner, "_hparams_initial") for owner in self._owners]
 
     def _holders(self, holders: list[Any]) -> list[Any]:
         """The objects or dicts at the end of the path from these, which have the value."""
@@ -77,8 +77,16 @@ class ProjectAttribute:
         return [holder for holder in holders if _has(holder, self._name)]
 
 
+def _or_empty(owner: Any, name: str) -> Any:
+    return _get(owner, name) if _has(owner, name) else {}
+
+
 def _has(holder: Any, name: str) -> bool:
-    return name in holder if isinstance(holder, Mapping) else hasattr(holder, name)
+    # A property of the user may raise any exception.
+    try:
+        return name in holder if isinstance(holder, Mapping) else hasattr(holder, name)
+    except Exception:  # noqa: BLE001
+        return False
 
 
 def _get(holder: Any, name: str) -> Any:

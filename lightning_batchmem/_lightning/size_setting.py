@@ -35,7 +35,7 @@ from lightning_batchmem.batches.budget_loader import BudgetLoader, forms_own_bat
 from lightning_batchmem.batches.counted_batches import check_batch_sampler, check_iteration
 from lightning_batchmem.batches.loader_size import loader_batch_size
 from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
-from lightning_batchmem.state.attributes import refill
+from lightning_batchmem.state.refill import refill
 
 # Whether a loader follows the budget shows at this multiple of it.
 _OTHER_BUDGET = 4

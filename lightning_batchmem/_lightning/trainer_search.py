@@ -134,6 +134,8 @@ class TrainerSearch:
             ValueError: if the batch size of the project cannot be set.
         """
         learning_rate = learning_rate_to_scale(setting, self.options)
+        # The path to the size may lead through a class, which is not restored.
+        snapshot.keep(setting.place.keep())
         parameters = parameters_text(self.trainer.lightning_module)
         clean_start = CleanStart(self.trainer, self.device_memory, snapshot)
         with self._progress() as progress, clean_start.entered(), each_size_static():
@@ -271,9 +273,14 @@ class TrainerSearch:
             followed.project_size,
         )
         begin_stage = partial(self._begin_training, loaders, validation_loaders)
-        sources = [setting.source, validation.source]
         session = TrainerSession(
-            clean_start, setting, sources, training, evaluation, bounds, begin_stage
+            clean_start,
+            setting,
+            [setting.source, validation.source],
+            training,
+            evaluation,
+            bounds,
+            begin_stage,
         )
         with noted_errors():
             session.restart(self._first_size)

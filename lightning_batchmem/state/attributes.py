@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_batchmem.devices.tensors import tensors_in
+from lightning_batchmem.state.refill import Path, delete_slot, refill, set_attribute
 from lightning_batchmem.state.saved_tensors import SavedTensor
 
 # A larger tensor or array that is neither parameter nor buffer is data rather than state, and is
@@ -85,28 +86,8 @@ _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.
 
 _CONTAINERS = (dict, list, deque, set, tuple, frozenset, bytearray)
 
-_LONGEST_PATH = 200
-
 # Names and values of the objects to which an object leads.
 Children = Iterator[tuple[str, Any]]
-
-
-@dataclass(slots=True)
-class _Path:
-    """The way to an object. Its text is not kept, since all texts of a long chain are long."""
-
-    parent: _Path | None
-    name: str
-
-    def __str__(self) -> str:
-        names: list[str] = []
-        path: _Path | None = self
-        while path is not None:
-            names.append(path.name)
-            path = path.parent
-        text = "".join(reversed(names))
-        half = _LONGEST_PATH // 2
-        return text if len(text) <= _LONGEST_PATH else f"{text[:half]}...{text[-half:]}"
 
 
 class AttributeState:
@@ -139,12 +120,12 @@ class AttributeState:
         self.data: list[tuple[str, object]] = []
         self._limits = limits
         self._array_bytes = 0
-        self._restores: list[tuple[_Path, Callable[[], object]]] = []
+        self._restores: list[tuple[Path, Callable[[], object]]] = []
         # The references keep the objects alive, so that no id is used twice.
         self._seen = {id(value): value for value in not_walked}
         self._left_out = set(self._seen)
         self._most_objects = len(self._seen) + limits.most_objects
-        self._pending: deque[tuple[_Path, Any]] = deque()
+        self._pending: deque[tuple[Path, Any]] = deque()
         self._walk(roots, named)
 
     @property
@@ -177,40 +158,40 @@ class AttributeState:
             # walk gets.
             modules = root.named_modules() if isinstance(root, Module) else [("", root)]
             for name, module in modules:
-                path = _Path(None, f"{type(root).__name__}.{name}".rstrip("."))
+                path = Path(None, f"{type(root).__name__}.{name}".rstrip("."))
                 self._take(self._add_root, path, module)
         for name, value in named:
-            self._take(self._add_named, _Path(None, name), value)
+            self._take(self._add_named, Path(None, name), value)
         while self._pending:
             path, value = self._pending.popleft()
             if id(value) in self._seen:
                 continue
             if len(self._seen) >= self._most_objects:
                 most = f"more than {self._limits.most_objects:,}"
-                self._leave(_Path(path, " and deeper objects"), most)
+                self._leave(Path(path, " and deeper objects"), most)
                 break
             self._seen[id(value)] = value
             self._take(self._add, path, value)
 
-    def _take(self, add: Callable[[_Path, Any], Children], path: _Path, value: Any) -> None:
+    def _take(self, add: Callable[[Path, Any], Children], path: Path, value: Any) -> None:
         """Record an object, and let the objects follow to which it leads."""
         try:
             for name, child in add(path, value):
                 if not issubclass(type(child), _ATOMS):
-                    self._pending.append((_Path(path, name), child))
+                    self._pending.append((Path(path, name), child))
         # A question to a user's object may raise any exception.
         except Exception as error:  # noqa: BLE001
             self._left_out.add(id(value))
             self.not_restorable.append(f"{path} ({type(error).__name__})")
 
-    def _leave(self, path: _Path, why: str) -> None:
+    def _leave(self, path: Path, why: str) -> None:
         if self._limits.are_named:
             self.not_restorable.append(f"{path} ({why})")
 
-    def _add_root(self, path: _Path, root: Any) -> Children:
+    def _add_root(self, path: Path, root: Any) -> Children:
         self._seen[id(root)] = root
         # A parametrization replaces the class of a module, and the other attributes depend on it.
-        self._later(path, _set_attribute, root, "__class__", type(root))
+        self._later(path, set_attribute, root, "__class__", type(root))
         yield from self._add_object(path, root)
         if isinstance(root, Optimizer):
             yield from self._add_state_tensors(path, list(root.state.values()))
@@ -228,10 +209,10 @@ class AttributeState:
                 table = vars(root).get(name)
                 if isinstance(table, dict):
                     self._seen[id(table)] = table
-                    for suffix, value in self._add_container(_Path(path, f".{name}"), table):
+                    for suffix, value in self._add_container(Path(path, f".{name}"), table):
                         yield f".{name}{suffix}", value
 
-    def _add_named(self, path: _Path, value: Any) -> Children:
+    def _add_named(self, path: Path, value: Any) -> Children:
         if id(value) in self._left_out or isinstance(value, (*_NOT_WALKED, *_DATA)):
             # Of data, only the small parts are restored.
             self._leave(path, type(value).__name__)
@@ -239,7 +220,7 @@ class AttributeState:
             yield from self._add_state_tensors(path, value)
         yield "", value
 
-    def _add_state_tensors(self, path: _Path, value: object) -> Children:
+    def _add_state_tensors(self, path: Path, value: object) -> Children:
         """Record tensors that are state whatever their size is, and so is what they carry."""
         for tensor in tensors_in(value):
             if id(tensor) not in self._seen:
@@ -251,7 +232,7 @@ class AttributeState:
                     path, list(getattr(tensor, "__dict__", {}).values())
                 )
 
-    def _add(self, path: _Path, value: Any) -> Children:
+    def _add(self, path: Path, value: Any) -> Children:
         if isinstance(value, LRScheduler):
             self.schedulers.append(value)
         if isinstance(value, types.MethodType):
@@ -291,7 +272,7 @@ class AttributeState:
             yield from self._add_container(path, value)
             yield from self._add_object(path, value)
 
-    def _add_tensor(self, path: _Path, tensor: Tensor, largest_bytes: float) -> None:
+    def _add_tensor(self, path: Path, tensor: Tensor, largest_bytes: float) -> None:
         # A sparse or nested tensor has no storage of its own.
         if tensor.layout is not torch.strided or tensor.is_nested:
             if tensor.device.type != "meta":
@@ -306,7 +287,7 @@ class AttributeState:
         else:
             self._leave(path, f"a tensor of {storage.nbytes():,} bytes")
 
-    def _add_array(self, path: _Path, array: Any) -> Children:
+    def _add_array(self, path: Path, array: Any) -> Children:
         if not self._has_room(array.nbytes, LARGEST_ARRAY_BYTES):
             self._leave(path, f"an array of {array.nbytes:,} bytes")
             return
@@ -325,7 +306,7 @@ class AttributeState:
         self._array_bytes += size_bytes
         return True
 
-    def _add_container(self, path: _Path, value: Any) -> Children:
+    def _add_container(self, path: Path, value: Any) -> Children:
         if not isinstance(value, _CONTAINERS) or len(value) > self._limits.most_items:
             return
         if isinstance(value, bytearray):
@@ -341,7 +322,7 @@ class AttributeState:
         else:
             yield from ((f"[{index}]", item) for index, item in enumerate(contents))
 
-    def _add_object(self, path: _Path, value: Any) -> Children:
+    def _add_object(self, path: Path, value: Any) -> Children:
         attributes = getattr(value, "__dict__", {})
         contents = dict(attributes)
         # The class may define another __getstate__. With slots the state is a pair.
@@ -359,60 +340,16 @@ class AttributeState:
             return
         self._later(path, refill, attributes, contents)
         for name, item in slots.items():
-            self._later(_Path(path, f".{name}"), _set_attribute, value, name, item)
+            self._later(Path(path, f".{name}"), set_attribute, value, name, item)
         # copyreg, which pickle uses too, names all slots; those without a value are not in a state.
         for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]
             if not hasattr(value, name):
-                self._later(_Path(path, f".{name}"), _delete_slot, value, name)
+                self._later(Path(path, f".{name}"), delete_slot, value, name)
         yield from ((f".{name}", item) for name, item in entries.items())
 
-    def _later(self, path: _Path, restore: Callable[..., object], *arguments: Any) -> None:
+    def _later(self, path: Path, restore: Callable[..., object], *arguments: Any) -> None:
         self._restores.append((path, partial(restore, *arguments)))
 
 
 def _key_text(key: object) -> str:
     return repr(key)[:40] if issubclass(type(key), _ATOMS) else type(key).__name__
-
-
-def _set_attribute(value: object, name: str, item: object) -> None:
-    # A read-only slot has not changed, so it need not be set.
-    if getattr(value, name, None) is not item:
-        setattr(value, name, item)
-
-
-def _delete_slot(value: object, name: str) -> None:
-    if hasattr(value, name):
-        # The class may be a frozen dataclass.
-        object.__delattr__(value, name)
-
-
-def refill(container: Any, contents: Any) -> str | None:
-    """Give a list, deque, set or dict these contents again; returns what could not be restored.
-
-    The contents of a set are a list, in the order of the set.
-    """
-    # Unchanged containers are left alone, because another thread would see them empty for a moment.
-    if _ids(container) == _ids(contents):
-        return None
-    if isinstance(container, set):
-        return _refill_set(container, contents)
-    container.clear()
-    fill = container.update if isinstance(container, dict) else container.extend
-    fill(contents)
-    return None
-
-
-def _refill_set(container: set[Any], contents: list[Any]) -> str | None:
-    kept = set(map(id, contents))
-    present = set(map(id, container))
-    # The order depends on the history of a set, and that of an empty one is lost.
-    container.difference_update([item for item in container if id(item) not in kept])
-    container.update(item for item in contents if id(item) not in present)
-    # The next `pop` depends on the last one too, which the order does not show.
-    is_in_order = kept <= present and _ids(container) == _ids(contents)
-    return None if is_in_order else "the order of a set"
-
-
-def _ids(container: Any) -> list[int]:
-    values = container.values() if isinstance(container, dict) else ()
-    return [id(item) for item in (*container, *values)]

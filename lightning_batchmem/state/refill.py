@@ -1,0 +1,72 @@
+"""The way to an object, and its contents, given to it again in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_LONGEST_TEXT = 200
+
+
+@dataclass(slots=True)
+class Path:
+    """The way to an object. Its text is not kept, since all texts of a long chain are long."""
+
+    parent: Path | None
+    name: str
+
+    def __str__(self) -> str:
+        names: list[str] = []
+        path: Path | None = self
+        while path is not None:
+            names.append(path.name)
+            path = path.parent
+        text = "".join(reversed(names))
+        half = _LONGEST_TEXT // 2
+        return text if len(text) <= _LONGEST_TEXT else f"{text[:half]}...{text[-half:]}"
+
+
+def set_attribute(value: object, name: str, item: object) -> None:
+    """Set an attribute of an object, in its dictionary or in a slot."""
+    # A read-only slot has not changed, so it need not be set.
+    if getattr(value, name, None) is not item:
+        setattr(value, name, item)
+
+
+def delete_slot(value: object, name: str) -> None:
+    """Delete the value of a slot if there is one."""
+    if hasattr(value, name):
+        # The class may be a frozen dataclass.
+        object.__delattr__(value, name)
+
+
+def refill(container: Any, contents: Any) -> str | None:
+    """Give a list, deque, set or dict these contents again; returns what could not be restored.
+
+    The contents of a set are a list, in the order of the set.
+    """
+    # Unchanged containers are left alone, because another thread would see them empty for a moment.
+    if _ids(container) == _ids(contents):
+        return None
+    if isinstance(container, set):
+        return _refill_set(container, contents)
+    container.clear()
+    fill = container.update if isinstance(container, dict) else container.extend
+    fill(contents)
+    return None
+
+
+def _refill_set(container: set[Any], contents: list[Any]) -> str | None:
+    kept = set(map(id, contents))
+    present = set(map(id, container))
+    # The order depends on the history of a set, and that of an empty one is lost.
+    container.difference_update([item for item in container if id(item) not in kept])
+    container.update(item for item in contents if id(item) not in present)
+    # The next `pop` depends on the last one too, which the order does not show.
+    is_in_order = kept <= present and _ids(container) == _ids(contents)
+    return None if is_in_order else "the order of a set"
+
+
+def _ids(container: Any) -> list[int]:
+    values = container.values() if isinstance(container, dict) else ()
+    return [id(item) for item in (*container, *values)]
