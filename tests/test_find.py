@@ -3,6 +3,7 @@
 import copy
 import random
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -155,6 +156,43 @@ def test_everything_is_as_before(fails_at, device, reads_here, monkeypatch, tmp_
     assert_same(module.state_dict(), weights, "weights")
     assert trainer.optimizers == trainer.lr_scheduler_configs == []
     assert list(tmp_path.iterdir()) == []
+
+
+class Sized:
+    """Has the batch size in its class, and cannot be restored."""
+
+    batch_size = 4
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+
+class OtherData(LightningDataModule):
+    batch_size = 4
+
+
+class SizedElsewhere(Lawful):
+    """Has the batch size in an object of another kind."""
+
+    def __init__(self, device, sized):
+        super().__init__(device, law)
+        del self.batch_size
+        self.sized = sized
+
+    def train_dataloader(self):
+        return loader(self.sized.batch_size)
+
+
+@pytest.mark.parametrize("make", [Sized, lambda: Sized, OtherData])
+@pytest.mark.filterwarnings("ignore:BatchFinder cannot restore these")
+def test_the_size_is_as_before_where_it_is_not_in_a_plain_object(make, device, monkeypatch):
+    module = SizedElsewhere(device, make())
+    monkeypatch.setattr(BatchFinder, "device_memory", lambda finder, _: device)
+    plan = find_batch_size(
+        quiet_trainer(max_epochs=1), module, batch_arg_name="sized.batch_size", max_batch_size=8
+    )
+    assert plan.batch_size == 8
+    assert module.sized.batch_size == 4
 
 
 def test_a_trainer_that_would_not_train():
