@@ -35,6 +35,7 @@ QUICK = {
     "a_callback_whose_state_begins_in_training",
     "entangled_attributes",
     "batch_sampler_as_sampler",
+    "parts_that_own_something",
     "budget",
     "guarded_against_out_of_memory",
 }
@@ -67,6 +68,25 @@ def test_no_trace(name: str, tmp_path: Path) -> None:
     assert finder.plan.verified
     for key, value in hard_coded.items():
         assert_same(searched[key], value, key)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "data_set_in_shared_memory",
+        "collate_that_counts_in_shared_memory",
+        "parts_that_own_something",
+        "data_set_that_fetches_batches",
+    ],
+)
+def test_no_trace_of_a_worker(name: str, tmp_path: Path) -> None:
+    finder = BatchFinder(max_batch_size=SIZE)
+    finder.policy = FAST
+    searched = outcome_of(tmp_path / "searched", CASES[name], 3, finder)
+    hard_coded = outcome_of(tmp_path / "hard", CASES[name], SIZE, None)
+    assert finder.plan is not None
+    assert finder.plan.batch_size == SIZE
+    assert_same(searched, hard_coded, name)
 
 
 @pytest.mark.usefixtures("reads_here")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -15,6 +16,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
+from lightning_batchmem.batches.copies import Copies
+from lightning_batchmem.batches.shared_memory import RestoredMemory
+
 
 def batch_sampler_of(loader: DataLoader[Any]) -> Any:
     """The sampler that makes the indices of a batch.
@@ -25,23 +29,26 @@ def batch_sampler_of(loader: DataLoader[Any]) -> Any:
     return loader.sampler if is_sampler and loader.batch_sampler is None else loader.batch_sampler
 
 
-def copied_sampler(sampler: Any, dataset: object) -> Any:
+@contextmanager
+def copied_sampler(sampler: Any, dataset: object) -> Iterator[Any]:
     """A copy of ``sampler``, which may have a random generator, but not of its data set.
 
     A sampler with a lock, a file or a generator function cannot be copied. A random sampler of the
     whole data set takes its place.
     """
     source: Any = dataset.batched if isinstance(dataset, _SingleSamples) else dataset
+    copies = Copies({id(source): source})
     try:
-        return copy.deepcopy(sampler, {id(source): source})
+        copied = copies.copy(sampler)
     # A user's object may refuse to be copied in any way.
     except Exception:  # noqa: BLE001
         # A new generator always has the same seed.
-        random_sampler = RandomSampler(source, generator=torch.Generator())
-    batch_size = getattr(sampler, "batch_size", None)
-    if batch_size is None:
-        return random_sampler
-    return BatchSampler(random_sampler, batch_size, drop_last=False)
+        copied = RandomSampler(source, generator=torch.Generator())
+        batch_size = getattr(sampler, "batch_size", None)
+        if batch_size is not None:
+            copied = BatchSampler(copied, batch_size, drop_last=False)
+    with RestoredMemory(sampler, "sampler"), copies:
+        yield copied
 
 
 def single_samples(loader: DataLoader[Any]) -> DataLoader[Any]:

@@ -16,7 +16,8 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
-from lightning_batchmem.batches.samples import deep_copy, warn_of_no_copy
+from lightning_batchmem.batches.copies import Copies, has_finalizer, warn_of_no_copy
+from lightning_batchmem.batches.shared_memory import RestoredMemory
 
 # What is larger is data rather than state, and its items are not copied.
 _MOST_ITEMS = 10_000
@@ -33,20 +34,29 @@ def copied_collate(collate: Callable[[Any], Any], restored: Mapping[int, object]
         restored: objects whose state is restored after the search, by their ids. They are not
             copied.
     """
+    copies = Copies(dict(restored))
     shared: list[_Shared] = []
-    copied = _copied_callable(collate, dict(restored), shared)
-    return _WatchedCollate(copied, shared) if shared else copied
+    copied = _copied_callable(collate, copies, shared)
+    memory = RestoredMemory(copied, "collate_fn", copies.left_alone)
+    is_plain = not (shared or copies.has_exchanges or memory.is_needed)
+    return copied if is_plain else _WatchedCollate(copied, shared, copies, memory)
 
 
 @dataclass
 class _WatchedCollate:
-    """A collate function that warns once if a call has changed what could not be copied."""
+    """A collate function of which some parts are those of the project.
+
+    They are restored after each call, or a warning says once that one has changed.
+    """
 
     collate: Callable[[Any], Any]
     shared: list[_Shared]
+    copies: Copies
+    memory: RestoredMemory
 
     def __call__(self, samples: Any) -> Any:
-        batch = self.collate(samples)
+        with self.memory, self.copies:
+            batch = self.collate(samples)
         changed = [part for part in self.shared if part.has_changed]
         for part in changed:
             self.shared.remove(part)
@@ -82,21 +92,20 @@ def _contents_of(value: Any) -> list[Any]:
     return [*attributes.values(), *items, *entries]
 
 
-def _copied_callable(collate: Any, memo: dict[int, Any], shared: list[_Shared]) -> Any:
+def _copied_callable(collate: Any, copies: Copies, shared: list[_Shared]) -> Any:
+    memo = copies.memo
     if isinstance(collate, partial):
-        function = _copied_callable(collate.func, memo, shared)
-        arguments = _copied_part(collate.args, "arguments of collate_fn", memo, shared)
-        keywords = _copied_part(collate.keywords, "arguments of collate_fn", memo, shared)
+        function = _copied_callable(collate.func, copies, shared)
+        arguments = _copied_part(collate.args, "arguments of collate_fn", copies, shared)
+        keywords = _copied_part(collate.keywords, "arguments of collate_fn", copies, shared)
         return partial(function, *arguments, **keywords)
     owner = getattr(collate, "__self__", None)
     # An object with slots has no such dictionary, and no data set either.
     attributes = dict(getattr(owner, "__dict__", {}))
     if not isinstance(collate, types.MethodType) or not attributes:
-        return _copied_part(collate, "collate_fn", memo, shared)
+        return _copied_part(collate, "collate_fn", copies, shared)
     if isinstance(owner, Module | type) or id(owner) in memo:
         return collate
-    new_owner = copy.copy(owner)
-    memo[id(owner)] = new_owner
     for value in attributes.values():
         if isinstance(value, Module | Dataset):
             memo[id(value)] = value
@@ -104,17 +113,22 @@ def _copied_callable(collate: Any, memo: dict[int, Any], shared: list[_Shared]) 
             # A new container of the same items is quick to make, and takes little memory.
             is_container = isinstance(value, list | dict | set)
             memo[id(value)] = copy.copy(value) if is_container else value
+    if has_finalizer(owner):
+        copies.use_in_place(owner)
+        return collate
+    new_owner = copy.copy(owner)
+    memo[id(owner)] = new_owner
     # A DataLoader refuses some of its attributes, but its dictionary does not.
     for name, value in attributes.items():
         part = f"{name!r} of the object of collate_fn"
-        vars(new_owner)[name] = _copied_part(value, part, memo, shared)
+        vars(new_owner)[name] = _copied_part(value, part, copies, shared)
     return types.MethodType(collate.__func__, new_owner)
 
 
-def _copied_part(value: Any, name: str, memo: dict[int, Any], shared: list[_Shared]) -> Any:
+def _copied_part(value: Any, name: str, copies: Copies, shared: list[_Shared]) -> Any:
     """A copy of a part, or the part itself, which is then in ``shared``."""
     try:
-        return deep_copy(value, memo)
+        return copies.copy(value)
     # A user's object may refuse to be copied in any way.
     except Exception:  # noqa: BLE001
         # Nobody sees an iterator change.

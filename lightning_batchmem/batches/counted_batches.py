@@ -29,9 +29,8 @@ def check_batch_sampler(loader: DataLoader[Any]) -> None:
         return
     try:
         # The sampler may draw from the random generators of the process.
-        with isolate_rng():
-            batches = islice(copied_sampler(sampler, loader.dataset), COUNTED_BATCHES)
-            counts = [len(list(batch)) for batch in batches]
+        with isolate_rng(), copied_sampler(sampler, loader.dataset) as batches:
+            counts = [len(list(batch)) for batch in islice(batches, COUNTED_BATCHES)]
     # A user's sampler may have computed things from the size that it had before.
     except Exception as error:
         raise ValueError(

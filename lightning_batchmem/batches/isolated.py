@@ -13,12 +13,13 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_batchmem.batches.copies import Copies
 from lightning_batchmem.batches.samples import (
     FATAL_WORKER_ERRORS,
     arguments_of_worker,
-    deep_copy,
     may_start_worker,
 )
+from lightning_batchmem.batches.shared_memory import RestoredMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 
 
@@ -53,6 +54,18 @@ def read_isolated(
     Raises:
         RuntimeError: if memory runs out, or the worker takes longer.
     """
+    # A sampler may refer to the data set, so all of them are copied at once.
+    parts = {name: vars(loader).get(name) for name in ("dataset", "sampler", "batch_sampler")}
+    with RestoredMemory(parts, "data set"):
+        return _read_isolated(loader, parts, read, timeout_seconds)
+
+
+def _read_isolated(
+    loader: DataLoader[Any],
+    parts: dict[str, Any],
+    read: Callable[[DataLoader[Any]], Any],
+    timeout_seconds: float,
+) -> Any:
     if may_start_worker(loader):
         try:
             return _read_in_worker(_Reading(loader, read), timeout_seconds)
@@ -65,13 +78,12 @@ def read_isolated(
             rank_zero_info(
                 f"BatchFinder reads a copy of the loader, since a worker could not read it: {error}"
             )
-    # A sampler may refer to the data set, so all of them are copied at once.
-    parts = {name: vars(loader).get(name) for name in ("dataset", "sampler", "batch_sampler")}
+    copies = Copies()
     view = _in_this_process(loader)
     # DataLoader.__setattr__ raises an error for these attributes (torch 2.5.1 to 2.14).
-    vars(view).update(deep_copy(parts))
+    vars(view).update(copies.copy(parts))
     # The sampler may draw from the random generators of the process.
-    with isolate_rng():
+    with isolate_rng(), copies:
         return read(view)
 
 

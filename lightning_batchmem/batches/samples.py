@@ -5,7 +5,6 @@ So the data set does not change in this process.
 
 from __future__ import annotations
 
-import copy
 import math
 import multiprocessing
 import pickle
@@ -17,9 +16,8 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -30,8 +28,10 @@ from torch.utils.data import (
 )
 
 from lightning_batchmem.batches.batch_sampler import copied_sampler
+from lightning_batchmem.batches.copies import Copies, warn_of_no_copy
 from lightning_batchmem.batches.loader_size import COUNTED_BATCHES, check_count
 from lightning_batchmem.batches.sample_sizes import SampleSizes
+from lightning_batchmem.batches.shared_memory import RestoredMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.devices.tensors import copied, plain_tensors, tensors_in
 from lightning_batchmem.plan.options import WorstCase
@@ -115,7 +115,8 @@ def read_samples(loader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[
     The samples are those whose bytes the sizes contain.
     """
     try:
-        samples, sizes = _read(loader, measure)
+        with RestoredMemory(loader.dataset, "data set"):
+            samples, sizes = _read(loader, measure)
     # Out of memory has many types. Every other error is raised again.
     except Exception as error:
         if is_out_of_memory(error):
@@ -146,12 +147,14 @@ def _read(loader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
                 f" {error}"
             )
     dataset = loader.dataset
+    copies = Copies()
     try:
-        dataset = deep_copy(dataset)
+        dataset = copies.copy(dataset)
     # A user's object may refuse to be copied in any way.
     except Exception:  # noqa: BLE001
         warn_of_no_copy("data set")
-    return _scan(_reader(loader, dataset, measure, num_workers=0), measure)
+    with copies:
+        return _scan(_reader(loader, dataset, measure, num_workers=0), measure)
 
 
 def _reader(
@@ -226,7 +229,8 @@ def _indices(loader: DataLoader[Any], most: int) -> list[Any]:
         length = len(loader.sampler.data_source)
         return generator.sample(range(length), min(most, length))
     else:
-        indices = list(islice(copied_sampler(loader.sampler, loader.dataset), most))
+        with copied_sampler(loader.sampler, loader.dataset) as sampler:
+            indices = list(islice(sampler, most))
     generator.shuffle(indices)
     return indices
 
@@ -235,12 +239,13 @@ def _indices_of_batches(loader: DataLoader[Any], most: int) -> list[Any]:
     """Indices of the first batches; a ValueError if these have not the size of the loader."""
     indices: list[Any] = []
     counts = []
-    for batch in copied_sampler(loader.batch_sampler, loader.dataset):
-        begin = len(indices)
-        indices.extend(batch)
-        counts.append(len(indices) - begin)
-        if len(indices) >= most:
-            break
+    with copied_sampler(loader.batch_sampler, loader.dataset) as batches:
+        for batch in batches:
+            begin = len(indices)
+            indices.extend(batch)
+            counts.append(len(indices) - begin)
+            if len(indices) >= most:
+                break
     check_count(loader, max(counts[:COUNTED_BATCHES], default=0))
     return indices[:most]
 
@@ -339,33 +344,6 @@ class _ByteCounter(pickle.Pickler):
             self.tensor_count += 1
             return "tensor"
         return None
-
-
-def warn_of_no_copy(name: str) -> None:
-    """Warn that a search changes a part of a loader, because it cannot be copied."""
-    rank_zero_warn(
-        f"The {name} cannot be copied. Changes that the search makes in it are not undone."
-    )
-
-
-def deep_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """A deep copy that shares tensors on a device, which may have no room for both.
-
-    ``memo`` has the copies that exist already, as for ``copy.deepcopy``.
-    """
-    with _SharedOnDevice():
-        return copy.deepcopy(value, memo)
-
-
-class _SharedOnDevice(TorchFunctionMode):
-    """Deep copies in the body share the tensors that do not lie on the host."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is Tensor.__deepcopy__ and args[0].device.type != "cpu":
-            return args[0]
-        return func(*args, **(kwargs or {}))
 
 
 def without_views(sample: Any) -> Any:

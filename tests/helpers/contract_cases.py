@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import multiprocessing
 import random
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch.callbacks as lightning_callbacks
@@ -29,6 +33,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SubsetRandomSampler,
     default_collate,
     random_split,
@@ -541,6 +546,111 @@ class ReadsBatches(Noisy):
         return default_collate([super(ReadsBatches, self).__getitem__(index) for index in indices])
 
 
+class Cached(Noisy):
+    """Keeps augmented samples in shared memory, and counts its reads there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = torch.zeros(SAMPLES, 6).share_memory_()
+        self.is_cached = multiprocessing.Array("b", SAMPLES)
+        self.reads = multiprocessing.Value("i", 0)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        # Typeshed has no types of what these hold.
+        self.reads.value += 1  # type: ignore[attr-defined]
+        if not self.is_cached[index]:  # type: ignore[index]
+            self.cache[index] = super().__getitem__(index)[0]
+            self.is_cached[index] = True  # type: ignore[index]
+        return self.cache[index] + 0.01 * self.reads.value, self.y[index]  # type: ignore[attr-defined]
+
+
+class CountsInSharedMemory:
+    """A collate function for workers that count together, as for a size that changes with time."""
+
+    def __init__(self) -> None:
+        self.calls = multiprocessing.Value("i", 0)
+
+    def __call__(self, samples: list[Any]) -> Any:
+        self.calls.value += 1  # type: ignore[attr-defined]
+        x, y = default_collate(samples)
+        return x + 0.01 * self.calls.value, y  # type: ignore[attr-defined]
+
+
+class Owning:
+    """Has a folder that is removed with this object, and counts."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        (self.folder / "scale").write_text("0.01")
+        self.calls: list[int] = []
+
+    def __del__(self) -> None:
+        shutil.rmtree(self.folder)
+
+    def scaled(self) -> float:
+        self.calls.append(len(self.calls))
+        return float((self.folder / "scale").read_text()) * len(self.calls)
+
+
+class OwningRows(Owning, Noisy):
+    def __init__(self) -> None:
+        Owning.__init__(self)
+        Noisy.__init__(self)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = Noisy.__getitem__(self, index)
+        return x + self.scaled(), y
+
+
+class OwningOrder(Owning, Sampler[int]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Any:
+        begin = round(100 * self.scaled())
+        return iter([(begin + index) % SAMPLES for index in range(SAMPLES)])
+
+
+class OwningCollate(Owning):
+    def __call__(self, samples: list[Any]) -> Any:
+        x, y = default_collate(samples)
+        return x + self.scaled(), y
+
+
+def all_owning(size: int) -> DataLoader[Any]:
+    return DataLoader(
+        OwningRows(), batch_size=size, sampler=OwningOrder(), collate_fn=OwningCollate()
+    )
+
+
+class FetchesBatches(Noisy):
+    """Reads a batch at once, in a form that only it can join: padded to its longest sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+        self.reads += 1
+        samples = [super(FetchesBatches, self).__getitem__(index) for index in indices]
+        x, y = default_collate(samples)
+        mask = torch.ones(len(indices), 1 + max(index % 3 for index in indices))
+        return {"x": x + 0.01 * self.reads, "y": y, "mask": mask}
+
+
+def unchanged(batch: Any) -> Any:
+    return batch
+
+
+def fetched(size: int) -> DataLoader[Any]:
+    return shuffled(size, FetchesBatches(), collate_fn=unchanged)
+
+
+class OfFetched(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch["x"], batch["y"]), batch_idx) * batch["mask"].mean()
+
+
 @dataclass
 class Case:
     """One way to train: a module for a batch size, what ``fit`` gets, what the Trainer gets."""
@@ -730,6 +840,12 @@ CASES = {
     "collate_of_another_object": Case(
         Plain, fit=given(lambda size: shuffled(size, collate_fn=Mixing().collate))
     ),
+    "data_set_in_shared_memory": Case(Plain, fit=given(lambda size: shuffled(size, Cached()))),
+    "collate_that_counts_in_shared_memory": Case(
+        Plain, fit=given(lambda size: shuffled(size, collate_fn=CountsInSharedMemory()))
+    ),
+    "parts_that_own_something": Case(Plain, fit=given(all_owning)),
+    "data_set_that_fetches_batches": Case(OfFetched, fit=given(fetched)),
     "subset_sampler": Case(Plain, fit=given(of_every_second)),
     "size_in_a_dict": Case(
         Plain,

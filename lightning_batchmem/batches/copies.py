@@ -1,0 +1,148 @@
+"""Copies of a user's objects, which end nothing that the objects themselves still need."""
+
+from __future__ import annotations
+
+import copy
+import io
+import mmap
+import types
+import weakref
+from collections import deque
+from multiprocessing.sharedctypes import SynchronizedBase
+from multiprocessing.synchronize import SemLock
+from types import TracebackType
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_batchmem.batches.reached import reached_from
+
+# Objects of these types have a finalizer too, but they cannot be copied in any case.
+_NEVER_COPIED = (io.IOBase, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+
+# Such an object has contents besides its attributes.
+_CONTAINERS = (dict, list, set, deque, bytearray)
+
+# Processes inherit these and refuse to copy them. Their memory is restored: `shared_memory.py`.
+_OF_PROCESSES = (SynchronizedBase, SemLock, mmap.mmap)
+
+
+def warn_of_no_copy(name: str) -> None:
+    """Warn that a search changes a part of a loader, because it cannot be copied."""
+    rank_zero_warn(
+        f"The {name} cannot be copied. Changes that the search makes in it are not undone."
+    )
+
+
+def has_finalizer(value: object) -> bool:
+    """Whether code runs when the object is dropped, which may remove a directory or close a file.
+
+    A copy that is dropped would run it too.
+    """
+    kind = type(value)
+    if hasattr(kind, "__del__"):
+        return not issubclass(kind, _NEVER_COPIED)
+    references = weakref.getweakrefs(value) if kind.__weakrefoffset__ else ()
+    # A proxy would answer for the object.
+    callbacks = [one.__callback__ for one in references if issubclass(type(one), weakref.ref)]
+    return any(isinstance(callback, weakref.finalize) for callback in callbacks)
+
+
+class Copies:
+    """Deep copies that share tensors on a device, which may have no room for both.
+
+    Objects with a finalizer are not copied. While this object is entered, they have copies of their
+    attributes, and afterwards those that they had before.
+
+    Args:
+        memo: the copies that exist already, as for ``copy.deepcopy``.
+    """
+
+    def __init__(self, memo: dict[int, Any] | None = None) -> None:
+        self.memo = {} if memo is None else memo
+        # Each object with a finalizer, and the attributes that it does not have at the moment.
+        self._owners: list[tuple[Any, dict[str, Any]]] = []
+
+    @property
+    def has_exchanges(self) -> bool:
+        """Whether attributes are exchanged, so that this object has to be entered."""
+        return bool(self._owners)
+
+    @property
+    def left_alone(self) -> list[int]:
+        """Ids of the objects that are neither copied nor have other attributes for a while."""
+        changed = {id(owner) for owner, _ in self._owners}
+        return [
+            key
+            for key, value in self.memo.items()
+            if key == id(value)
+            and key not in changed
+            and not issubclass(type(value), _OF_PROCESSES)
+        ]
+
+    def copy(self, value: Any) -> Any:
+        """A deep copy; an object with a finalizer is returned itself."""
+        reached = list(reached_from(value, self.memo))
+        owners = [one for one in reached if has_finalizer(one)]
+        of_processes = [one for one in reached if issubclass(type(one), _OF_PROCESSES)]
+        self.memo |= {id(one): one for one in owners + of_processes}
+        copied = self._deep_copy(value)
+        for owner in owners:
+            self.use_in_place(owner)
+        return copied
+
+    def use_in_place(self, owner: Any) -> None:
+        """Let an object have copies of its attributes while this object is entered."""
+        self.memo[id(owner)] = owner
+        attributes = getattr(owner, "__dict__", None)
+        name = type(owner).__name__
+        if attributes is None or isinstance(owner, _CONTAINERS):
+            warn_of_no_copy(f"{name}, which has a finalizer,")
+        copies = {}
+        for attribute, value in (attributes or {}).items():
+            try:
+                copies[attribute] = self.copy(value)
+            # A user's object may refuse to be copied in any way.
+            except Exception:  # noqa: BLE001
+                warn_of_no_copy(f"{attribute!r} of {name}")
+                copies[attribute] = value
+        if attributes is not None:
+            self._owners.append((owner, copies))
+
+    def __enter__(self) -> None:
+        self._exchange()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._exchange()
+
+    def _exchange(self) -> None:
+        for index, (owner, others) in enumerate(self._owners):
+            # A class may refuse to set its attributes, but the dictionary does not.
+            attributes = vars(owner)
+            self._owners[index] = owner, dict(attributes)
+            # The finalizer may run at any time, and never without its attributes.
+            attributes.update(others)
+            for name in attributes.keys() - others.keys():
+                del attributes[name]
+
+    def _deep_copy(self, value: Any) -> Any:
+        with _SharedOnDevice():
+            return copy.deepcopy(value, self.memo)
+
+
+class _SharedOnDevice(TorchFunctionMode):
+    """Deep copies in the body share the tensors that do not lie on the host."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.__deepcopy__ and args[0].device.type != "cpu":
+            return args[0]
+        return func(*args, **(kwargs or {}))
