@@ -36,7 +36,7 @@ def copied_sampler(sampler: Any, dataset: object) -> Iterator[Any]:
     A sampler with a lock, a file or a generator function cannot be copied. A random sampler of the
     whole data set takes its place.
     """
-    source: Any = dataset.batched if isinstance(dataset, _SingleSamples) else dataset
+    source: Any = dataset.batched if isinstance(dataset, SingleSamples) else dataset
     copies = Copies({id(source): source})
     try:
         copied = copies.copy(sampler)
@@ -63,14 +63,14 @@ def single_samples(loader: DataLoader[Any]) -> DataLoader[Any]:
     # DataLoader.__setattr__ raises an error for these attributes (torch 2.5.1 to 2.14).
     vars(view).update(
         batch_sampler=sampler,
-        dataset=_SingleSamples(loader.dataset),
+        dataset=SingleSamples(loader.dataset),
         collate_fn=partial(_collated, loader.collate_fn),
     )
     return view
 
 
-@dataclass(frozen=True)
-class _SingleSamples(Dataset[Any]):
+@dataclass(eq=False)
+class SingleSamples(Dataset[Any]):
     """Batches of one sample each, of a data set that is indexed with a list."""
 
     batched: Any

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_batchmem.batches.budget_batches import BudgetBatches
 from lightning_batchmem.batches.budget_loader import BudgetLoader
 from lightning_batchmem.batches.collate import copied_collate
+from lightning_batchmem.batches.fetched_batches import FetchedCollate, fetched_samples
 from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
 from lightning_batchmem.batches.sample_sizes import (
     LargestSum,
@@ -185,8 +186,11 @@ class _LoaderBatches:
     ) -> None:
         self.info = info
         self._collate = copied_collate(info.loader.collate_fn, restored)
+        loader = fetched_samples(info.loader)
+        if loader is not info.loader:
+            self._collate = FetchedCollate(info.loader, self._collate)
         measure = SampleMeasure(self._collate, worst_case, policy, share_bytes)
-        self.samples, sizes = read_samples(info.loader, measure)
+        self.samples, sizes = read_samples(loader, measure)
         self.notes: list[str] = []
         self.choice = TypicalSamples(sizes)
         # The samples take these bytes in this process.

@@ -1,0 +1,75 @@
+"""Data sets whose ``__getitems__`` returns a batch: only they can join samples to one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_batchmem.batches.batch_sampler import SingleSamples
+from lightning_batchmem.batches.isolated import read_isolated
+from lightning_batchmem.plan.policy import ReadingPolicy
+
+
+@dataclass(frozen=True)
+class FetchedSample:
+    """A batch of one sample, and the index with which the data set makes it again."""
+
+    index: Any
+    batch: Any
+
+
+@dataclass(eq=False)
+class FetchedSamples(SingleSamples):
+    """Single samples of a data set that fetches a batch at once.
+
+    Where it returns a list of samples, as most of them do, they are those samples.
+    """
+
+    returns_lists: bool | None = None
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.returns_lists is None:
+            # A list of one item may also be a batch with one tensor.
+            two = self.batched.__getitems__([index, index])
+            self.returns_lists = isinstance(two, list) and len(two) == 2
+        fetched = self.batched.__getitems__([index])
+        return fetched[0] if self.returns_lists else FetchedSample(index, fetched)
+
+
+@dataclass(frozen=True)
+class FetchedCollate:
+    """The collate function of a project, which gets batches that the data set has joined."""
+
+    loader: DataLoader[Any]
+    collate: Callable[[Any], Any]
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        if not isinstance(samples[0], FetchedSample):
+            return self.collate(samples)
+        if len(samples) == 1:
+            return self.collate(samples[0].batch)
+        fetch = partial(_fetched, indices=[sample.index for sample in samples])
+        # The samples of a batch may each take as long as the policy allows one.
+        seconds = ReadingPolicy().sample_seconds * len(samples)
+        return self.collate(read_isolated(self.loader, fetch, timeout_seconds=seconds))
+
+
+def fetched_samples(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The loader, or a view of it that reads single samples where its data set fetches batches."""
+    fetches = callable(getattr(loader.dataset, "__getitems__", None))
+    if loader.batch_sampler is None or not fetches or isinstance(loader.dataset, SingleSamples):
+        return loader
+    view = copy.copy(loader)
+    # DataLoader.__setattr__ raises an error for this attribute (torch 2.5.1 to 2.14).
+    vars(view)["dataset"] = FetchedSamples(loader.dataset)
+    return view
+
+
+def _fetched(loader: DataLoader[Any], indices: list[Any]) -> Any:
+    dataset: Any = loader.dataset
+    return dataset.__getitems__(indices)
