@@ -37,7 +37,15 @@ def with_other_package(name):
 
 @pytest.fixture(scope="module")
 def contract():
-    for name in ("wrapped_optimizers", "contract_cases", "lawful", "outcomes", "size_places"):
+    names = (
+        "wrapped_optimizers",
+        "contract_cases",
+        "kept_state",
+        "lawful",
+        "outcomes",
+        "size_places",
+    )
+    for name in names:
         with_other_package(f"tests.helpers.{name}")
     return with_other_package("tests.test_contract")
 
@@ -52,6 +60,15 @@ def test_no_trace(contract, name, tmp_path):
 @pytest.mark.parametrize("name", ["constant_in_a_hook", "derived_in_setup"])
 def test_no_trace_at_other_places_of_the_size(contract, name, tmp_path):
     contract.test_no_trace_at_any_place_of_the_size(name, tmp_path)
+
+
+@pytest.mark.parametrize("where", ["in a callback", "on the trainer"])
+def test_no_trace_in_what_objects_keep(contract, where, tmp_path):
+    contract.test_no_trace_in_what_objects_keep(where, tmp_path)
+
+
+def test_no_trace_in_a_strategy_of_the_user(contract, tmp_path):
+    contract.test_no_trace_in_parts_of_the_trainer_that_the_user_wrote("strategy", tmp_path)
 
 
 @pytest.mark.filterwarnings(
