@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_batchmem.batches.loaders import RANDOM_GENERATORS
 from lightning_batchmem.devices.questions import ask
-from lightning_batchmem.state.attributes import LARGEST_ARRAY_BYTES
+from lightning_batchmem.state.walked_kinds import LARGEST_ARRAY_BYTES
 
 # Steps may change objects of these types in place.
 _STATE = (Tensor, np.ndarray, *RANDOM_GENERATORS)

@@ -81,13 +81,18 @@ def own_objects(trainer: Any) -> list[object]:
 
 
 def users_values(trainer: Trainer) -> dict[str, object]:
-    """Attributes of a trainer, its strategy and its precision plugin that may be the user's."""
-    strategy, plugin = trainer.strategy, trainer.precision_plugin
-    owners = {"": trainer, "strategy.": strategy, "precision_plugin.": plugin}
+    """Attributes of a trainer, and of its parts that a user may have written."""
+    owners = {
+        "": trainer,
+        "strategy.": trainer.strategy,
+        "precision_plugin.": trainer.precision_plugin,
+        "accelerator.": trainer.accelerator,
+        "cluster_environment.": getattr(trainer.strategy, "cluster_environment", None),
+    }
     return {
         f"{path}{name}": value
         for path, owner in owners.items()
-        for name, value in vars(owner).items()
+        for name, value in getattr(owner, "__dict__", {}).items()
         if not name.startswith("__") and name not in OF_OPTIMIZERS
         if not type(value).__module__.startswith(("torch.distributed", "torch._C"))
     }

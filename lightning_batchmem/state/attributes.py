@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import copyreg
 import io
-import logging
 import math
 import random
-import socket
-import threading
-import types
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,65 +21,23 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
+from lightning_batchmem.batches.loaders import RANDOM_GENERATORS
 from lightning_batchmem.devices.tensors import tensors_in
-from lightning_batchmem.state.refill import Path, delete_slot, refill, set_attribute
-from lightning_batchmem.state.saved_tensors import SavedTensor
-
-# A larger tensor or array that is neither parameter nor buffer is data rather than state, and is
-# not copied.
-LARGEST_ARRAY_BYTES = 64 * 2**20
-
-
-@dataclass(frozen=True)
-class WalkLimits:
-    """What a walk leaves out because it is data.
-
-    Attributes:
-        most_objects: the walk goes breadth first, and ends after this many objects.
-        most_items: containers with more items stay as they are.
-        most_bytes: tensors and arrays are restored as long as all of them have no more bytes.
-        are_named: whether what is left out is named.
-    """
-
-    most_objects: int
-    most_items: float
-    most_bytes: float
-    are_named: bool
-
-
-# So many objects take about a second.
-OF_PROJECT = WalkLimits(200_000, math.inf, math.inf, are_named=True)
-
-# Most data sets have samples that no step changes, so that a warning would be one for each project.
-# Source: chosen; the attributes and counters of a data set are fewer, and its samples are more.
-OF_DATA = WalkLimits(20_000, 10_000, LARGEST_ARRAY_BYTES, are_named=False)
-
-_DATA = (Dataset, DataLoader)
-
-# Objects of these types do not belong to the module.
-_NOT_WALKED = (
-    np.memmap,
-    logging.Logger,
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
+from lightning_batchmem.state.refill import Path, contents_of, delete_slot, refill, set_attribute
+from lightning_batchmem.state.saved_tensors import SavedTensor, hooks_of
+from lightning_batchmem.state.walked_kinds import (
+    ATOMS,
+    CONTAINERS,
+    DATA,
+    LARGEST_ARRAY_BYTES,
+    LIVE_RESOURCES,
+    METHODS,
+    NOT_WALKED,
+    OF_PROJECT,
+    WalkLimits,
 )
-
-# An object with one of these as an attribute works with a thread, a file or another process.
-_LIVE_RESOURCES = (
-    io.IOBase,
-    socket.socket,
-    threading.Thread,
-    type(threading.Lock()),
-    type(threading.RLock()),
-)
-
-_ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
-
-_CONTAINERS = (dict, list, deque, set, tuple, frozenset, bytearray)
 
 # Names and values of the objects to which an object leads.
 Children = Iterator[tuple[str, Any]]
@@ -177,7 +130,7 @@ class AttributeState:
         """Record an object, and let the objects follow to which it leads."""
         try:
             for name, child in add(path, value):
-                if not issubclass(type(child), _ATOMS):
+                if not issubclass(type(child), ATOMS):
                     self._pending.append((Path(path, name), child))
         # A question to a user's object may raise any exception.
         except Exception as error:  # noqa: BLE001
@@ -213,7 +166,7 @@ class AttributeState:
                         yield f".{name}{suffix}", value
 
     def _add_named(self, path: Path, value: Any) -> Children:
-        if id(value) in self._left_out or isinstance(value, (*_NOT_WALKED, *_DATA)):
+        if id(value) in self._left_out or isinstance(value, (*NOT_WALKED, *DATA)):
             # Of data, only the small parts are restored.
             self._leave(path, type(value).__name__)
         elif self._limits.are_named:
@@ -227,6 +180,8 @@ class AttributeState:
                 self._seen[id(tensor)] = tensor
                 self._add_tensor(path, tensor, math.inf)
                 yield from self._add_object(path, tensor)
+                for hook in hooks_of(tensor):
+                    yield ".hook", hook
                 # An average of a parameter, in an attribute of it, is as large as the parameter.
                 yield from self._add_state_tensors(
                     path, list(getattr(tensor, "__dict__", {}).values())
@@ -235,26 +190,25 @@ class AttributeState:
     def _add(self, path: Path, value: Any) -> Children:
         if isinstance(value, LRScheduler):
             self.schedulers.append(value)
-        if isinstance(value, types.MethodType):
+        if isinstance(value, METHODS):
             yield ".__self__", value.__self__
         elif isinstance(value, partial):
+            yield ".func", value.func
             yield ".args", value.args
             yield ".keywords", value.keywords
-        elif isinstance(value, _NOT_WALKED):
+            yield from self._add_attributes(path, value)
+        elif isinstance(value, NOT_WALKED):
             self._left_out.add(id(value))
-        elif isinstance(value, _DATA) and self._limits.are_named:
+        elif isinstance(value, DATA) and self._limits.are_named:
             self._left_out.add(id(value))
             self.data.append((str(path), value))
             if isinstance(value, DataLoader):
                 self.loaders.append(value)
         elif isinstance(value, np.ndarray):
             yield from self._add_array(path, value)
-        elif isinstance(value, random.Random):
-            self._later(path, value.setstate, value.getstate())
-        elif isinstance(value, torch.Generator | np.random.RandomState):
-            self._later(path, value.set_state, value.get_state())
-        elif isinstance(value, np.random.Generator):
-            yield ".bit_generator", value.bit_generator
+        elif isinstance(value, RANDOM_GENERATORS):
+            yield from self._add_generator(path, value)
+            yield from self._add_attributes(path, value)
         elif isinstance(value, np.random.BitGenerator):
             self._later(path, setattr, value, "state", value.state)
             yield ".seed_seq", getattr(value, "seed_seq", None)
@@ -263,7 +217,7 @@ class AttributeState:
             self._later(path, value.__setstate__, value.__reduce__()[2])  # type: ignore[attr-defined]
         # An open file is an iterator too, and some have a __dict__.
         elif isinstance(value, io.IOBase) or (
-            hasattr(type(value), "__next__") and not hasattr(value, "__dict__")
+            _defines(value, "__next__") and not hasattr(value, "__dict__")
         ):
             self._leave(path, f"an iterator, {type(value).__name__}")
         else:
@@ -271,6 +225,16 @@ class AttributeState:
                 self._add_tensor(path, value, LARGEST_ARRAY_BYTES)
             yield from self._add_container(path, value)
             yield from self._add_object(path, value)
+
+    def _add_generator(self, path: Path, generator: Any) -> Children:
+        if isinstance(generator, random.Random):
+            self._later(path, generator.setstate, generator.getstate())
+        elif isinstance(generator, np.random.Generator):
+            yield ".bit_generator", generator.bit_generator
+        else:
+            self._later(path, generator.set_state, generator.get_state())
+            # Its seed sequence counts its children. The name is private in NumPy 1.26 to 2.4.
+            yield ".bit_generator", getattr(generator, "_bit_generator", None)
 
     def _add_tensor(self, path: Path, tensor: Tensor, largest_bytes: float) -> None:
         # A sparse or nested tensor has no storage of its own.
@@ -299,6 +263,8 @@ class AttributeState:
                 self._later(path, np.copyto, array, array.copy())
         if array.dtype.hasobject:
             yield from self._add_container(path, tuple(array.flat))
+        # A masked array has its mask there.
+        yield from self._add_attributes(path, array)
 
     def _has_room(self, size_bytes: int, largest_bytes: float) -> bool:
         if size_bytes > largest_bytes or self._array_bytes + size_bytes > self._limits.most_bytes:
@@ -307,20 +273,29 @@ class AttributeState:
         return True
 
     def _add_container(self, path: Path, value: Any) -> Children:
-        if not isinstance(value, _CONTAINERS) or len(value) > self._limits.most_items:
+        if not isinstance(value, CONTAINERS) or len(value) > self._limits.most_items:
             return
         if isinstance(value, bytearray):
             self._later(path, value.__setitem__, slice(None), bytes(value))
             return
-        contents: Any = dict(value) if isinstance(value, dict) else list(value)
+        contents = contents_of(value)
         if hasattr(value, "clear"):
             self._later(path, refill, value, contents)
-        if isinstance(value, dict):
+        if isinstance(value, defaultdict):
+            yield ".default_factory", value.default_factory
+        if isinstance(contents, dict):
             # Every object of a user's class can be a key.
             yield from ((f"[key {_key_text(key)}]", key) for key in contents)
             yield from ((f"[{_key_text(key)}]", item) for key, item in contents.items())
         else:
             yield from ((f"[{index}]", item) for index, item in enumerate(contents))
+
+    def _add_attributes(self, path: Path, value: Any) -> Children:
+        """Record the attributes of an object whose other contents are recorded already."""
+        attributes = getattr(value, "__dict__", {})
+        contents = dict(attributes)
+        self._later(path, refill, attributes, contents)
+        yield from ((f".{name}", item) for name, item in contents.items())
 
     def _add_object(self, path: Path, value: Any) -> Children:
         attributes = getattr(value, "__dict__", {})
@@ -329,11 +304,11 @@ class AttributeState:
         state = object.__getstate__(value)
         slots = state[1] if isinstance(state, tuple) else {}
         # What a DTensor keeps in its slots are its shard and the mesh.
-        if hasattr(value, "__tensor_flatten__"):
+        if _defines(value, "__tensor_flatten__"):
             slots = {}
         entries = {**contents, **slots}
         if not isinstance(value, Module) and any(
-            issubclass(type(item), _LIVE_RESOURCES) for item in entries.values()
+            issubclass(type(item), LIVE_RESOURCES) for item in entries.values()
         ):
             self._left_out.add(id(value))
             self._leave(path, "it holds a lock, a thread, a file or a socket")
@@ -351,5 +326,10 @@ class AttributeState:
         self._restores.append((path, partial(restore, *arguments)))
 
 
+def _defines(value: object, name: str) -> bool:
+    """Whether the class of an object has a method. Asking a mock for it would make a new one."""
+    return any(name in vars(kind) for kind in type(value).__mro__)
+
+
 def _key_text(key: object) -> str:
-    return repr(key)[:40] if issubclass(type(key), _ATOMS) else type(key).__name__
+    return repr(key)[:40] if issubclass(type(key), ATOMS) else type(key).__name__

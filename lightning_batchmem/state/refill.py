@@ -40,20 +40,35 @@ def delete_slot(value: object, name: str) -> None:
         object.__delattr__(value, name)
 
 
+def contents_of(container: Any) -> Any:
+    """The contents of a container: a dict of those of a mapping, and otherwise a list."""
+    kind = _plain_kind(container)
+    if hasattr(kind, "items"):
+        return dict(kind.items(container))
+    return list(kind.__iter__(container))
+
+
 def refill(container: Any, contents: Any) -> str | None:
     """Give a list, deque, set or dict these contents again; returns what could not be restored.
 
     The contents of a set are a list, in the order of the set.
     """
     # Unchanged containers are left alone, because another thread would see them empty for a moment.
-    if _ids(container) == _ids(contents):
+    if _ids(contents_of(container)) == _ids(contents):
         return None
     if isinstance(container, set):
         return _refill_set(container, contents)
-    container.clear()
-    fill = container.update if isinstance(container, dict) else container.extend
-    fill(contents)
+    kind = _plain_kind(container)
+    kind.clear(container)
+    fill = kind.update if hasattr(kind, "update") else kind.extend
+    fill(container, contents)
     return None
+
+
+def _plain_kind(container: Any) -> Any:
+    """The class of Python's own that a container has; a class of the user may do anything else."""
+    kinds = type(container).__mro__
+    return next(kind for kind in kinds if kind.__module__ in ("builtins", "collections"))
 
 
 def _refill_set(container: set[Any], contents: list[Any]) -> str | None:
@@ -63,10 +78,10 @@ def _refill_set(container: set[Any], contents: list[Any]) -> str | None:
     container.difference_update([item for item in container if id(item) not in kept])
     container.update(item for item in contents if id(item) not in present)
     # The next `pop` depends on the last one too, which the order does not show.
-    is_in_order = kept <= present and _ids(container) == _ids(contents)
+    is_in_order = kept <= present and _ids(contents_of(container)) == _ids(contents)
     return None if is_in_order else "the order of a set"
 
 
-def _ids(container: Any) -> list[int]:
-    values = container.values() if isinstance(container, dict) else ()
-    return [id(item) for item in (*container, *values)]
+def _ids(contents: Any) -> list[int]:
+    values = contents.values() if isinstance(contents, dict) else ()
+    return [id(item) for item in (*contents, *values)]

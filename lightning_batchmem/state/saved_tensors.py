@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
@@ -10,6 +12,13 @@ from lightning_batchmem.state.saved_storages import flat_bytes
 
 # Hooks on tensors are in no dictionary of an object. Both names are private in torch 2.5.1 to 2.14.
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def hooks_of(tensor: Tensor) -> list[Any]:
+    """Return the hooks on a tensor that has no graph."""
+    if not tensor.is_leaf:
+        return []
+    return [hook for name in _HOOKS for hook in (getattr(tensor, name) or {}).values()]
 
 
 class SavedTensor:

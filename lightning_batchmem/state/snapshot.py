@@ -12,9 +12,10 @@ import torch
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
-from lightning_batchmem.state.attributes import OF_DATA, OF_PROJECT, AttributeState
+from lightning_batchmem.state.attributes import AttributeState
 from lightning_batchmem.state.saved_storages import SavedStorages
 from lightning_batchmem.state.switches import Switches
+from lightning_batchmem.state.walked_kinds import OF_DATA, OF_PROJECT
 
 
 def freeze(schedulers: Iterable[Any]) -> None:

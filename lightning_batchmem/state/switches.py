@@ -52,6 +52,10 @@ def _switches() -> dict[str, _Switch]:
         "warn_always": (torch.is_warn_always_enabled, torch.set_warn_always),
         "deterministic_algorithms": (_deterministic, _set_deterministic),
         "detect_anomaly": (_anomaly, lambda value: torch.autograd.set_detect_anomaly(*value)),
+        "multithreading_enabled": (
+            torch.autograd.is_multithreading_enabled,
+            torch.autograd.set_multithreading_enabled,
+        ),
         "autocast_cache": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     }
     for device in ("cpu", "cuda"):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, ClassVar
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -22,8 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_batchmem._lightning.clean_start import ProjectSnapshot
 from lightning_batchmem.state import snapshot
-from lightning_batchmem.state.attributes import LARGEST_ARRAY_BYTES, OF_DATA, OF_PROJECT
 from lightning_batchmem.state.snapshot import Snapshot
+from lightning_batchmem.state.walked_kinds import LARGEST_ARRAY_BYTES, OF_DATA, OF_PROJECT
 
 
 @dataclass
@@ -196,14 +197,14 @@ def test_what_is_no_attribute_of_an_instance_is_neither_restored_nor_named():
     module = Deep()
     kept = ProjectSnapshot(module)
     InClass.count += 1
-    for container in (InClass.seen, Deep.history, module.view["rows"]):
+    for container in (InClass.seen, Deep.history):
         container.append(2)
     module.count()
     module.cached()
     module.behind().extra = 1
     kept.restore_or_warn()
     assert (InClass.count, InClass.seen, Deep.history) == (1, [2], [1, 2])
-    assert (module.view["rows"], module.cached.cache_info().currsize) == ([2], 1)
+    assert module.cached.cache_info().currsize == 1
     assert (vars(module.data), Deep.count.calls, module.count()) == ({}, 1, [1, 1])
     assert kept.not_restorable == []
 
@@ -286,21 +287,134 @@ def test_a_buffer_written_with_its_graph_is_restored():
     assert module.last.item() == 0
 
 
-class Refuses(list):
-    """Raises an error where it is cleared."""
+class Refuses:
+    """Raises an error where its attribute is set to a smaller value."""
+
+    __slots__ = ("count",)
+
+    def __init__(self):
+        object.__setattr__(self, "count", 1)
+
+    def __setattr__(self, name, value):
+        raise TypeError("no")
+
+
+class Clears(list):
+    """Does something else where it is filled."""
 
     def clear(self):
         raise TypeError("no")
 
+    def extend(self, items):
+        super().extend(2 * item for item in items)
+
+    def __iter__(self):
+        return iter([0])
+
 
 def test_an_object_that_refuses_to_be_restored_is_a_warning():
-    module = Module([Refuses([1]), [1]])
+    module = Module([Refuses(), [1]])
     kept = ProjectSnapshot(module)
-    for value in module.value:
-        value.append(2)
-    with pytest.warns(UserWarning, match=r"could not restore: Module\.value\[0\] \(TypeError\)"):
+    object.__setattr__(module.value[0], "count", 2)
+    module.value[1].append(2)
+    text = r"could not restore: Module\.value\[0\]\.count \(TypeError\)"
+    with pytest.warns(UserWarning, match=text):
         kept.restore_or_warn()
     assert module.value[1] == [1]
+
+
+class Counter:
+    """Counts the calls of its method."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, *_):
+        self.calls += 1
+        return [self.calls]
+
+
+class Dice(random.Random):
+    """A random generator that counts its throws."""
+
+    throws = 0
+
+    def throw(self):
+        self.throws += 1
+        return self.throws + self.random()
+
+
+def partial_with_attributes():
+    value = partial(int)
+    value.seen = Counter()
+    return value
+
+
+def tensor_with_hook():
+    value = nn.Parameter(torch.ones(1))
+    value.register_hook(Counter())
+    return value
+
+
+@pytest.mark.parametrize(
+    ("make", "use"),
+    [
+        (lambda: [1].append, lambda add: add(2) or list(add.__self__)),
+        (lambda: random.Random(0).random, lambda draw: draw()),
+        (lambda: partial(Counter()), lambda called: called()),
+        (partial_with_attributes, lambda called: called.seen()),
+        (lambda: Dice(0), lambda dice: dice.throw()),
+        (
+            lambda: np.random.RandomState(np.random.MT19937(0)),
+            lambda state: state._bit_generator.seed_seq.spawn(1)[0].spawn_key,
+        ),
+        (lambda: defaultdict(Counter()), lambda items: items["new"]),
+        (
+            lambda: MappingProxyType({"rows": []}),
+            lambda view: view["rows"].append(1) or [*view["rows"]],
+        ),
+        (
+            lambda: np.ma.masked_array([1.0, 2.0], [False, False]),
+            lambda array: array.__setitem__(0, np.ma.masked) or array.sum(),
+        ),
+        (tensor_with_hook, lambda tensor: next(iter(tensor._backward_hooks.values()))()),
+    ],
+    ids=[
+        "a method of a list",
+        "a method of a generator",
+        "the function of a partial",
+        "an attribute of a partial",
+        "a subclass of a generator",
+        "the seed sequence of a generator",
+        "the factory of a dict",
+        "a view of a dict",
+        "a hook on a tensor",
+    ],
+)
+def test_what_leads_to_an_object_in_another_way_than_an_attribute(make, use):
+    expected = use(make())
+    module = Module(make())
+    kept = ProjectSnapshot(module)
+    use(module.value)
+    kept.restore_or_warn()
+    assert use(module.value) == expected
+
+
+def test_a_mock_is_not_asked_for_methods_that_it_would_make():
+    module = Module(MagicMock())
+    kept = ProjectSnapshot(module)
+    module.value.push(1)
+    kept.restore_or_warn()
+    assert module.value.push.call_count == 0
+    assert len(kept.attributes.walked) < 1_000
+
+
+def test_a_container_is_filled_in_the_way_of_python_whatever_its_class_does():
+    module = Module(Clears([1]))
+    kept = ProjectSnapshot(module)
+    list.append(module.value, 2)
+    kept.restore_or_warn()
+    assert list.__getitem__(module.value, slice(None)) == [1]
 
 
 class Raises:
