@@ -36,7 +36,7 @@ from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.questions import ask, begin_run
+from lightning_batchmem.devices.questions import ask, begin_run, error_text
 from lightning_batchmem.plan.options import SearchOptions, WorstCase, check_switches
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
@@ -399,8 +399,8 @@ class BatchFinder(Callback):
             without_search.close()
 
     def _warn_of(self, error: Exception) -> None:
-        kind = "" if is_own_error(error) else f"{type(error).__name__}: "
-        rank_zero_warn(f"BatchFinder leaves the batch size of the project as it is: {kind}{error}")
+        reason = str(error) if is_own_error(error) else error_text(error)
+        rank_zero_warn(f"BatchFinder leaves the batch size of the project as it is: {reason}")
 
     def _evaluation(self, trainer: Trainer, module: LightningModule) -> None:
         """Search before an evaluation, as it would start without a search if that fails."""

@@ -14,7 +14,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem._lightning.trainer_state import is_fast_dev_run, log_dir_of
+from lightning_batchmem._lightning.trainer_state import (
+    is_fast_dev_run,
+    log_dir_of,
+    stop_progress_bar,
+)
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
@@ -170,11 +174,7 @@ class MemoryProfiler(Callback):
         self._run = None
         self._summary = None
         self._run_peak_bytes = None
-        # Some loggers have a Path, and a mock of a logger has a mock.
-        log_dir = log_dir_of(trainer)
-        if not log_dir or not isinstance(log_dir, str | os.PathLike):
-            log_dir = trainer.default_root_dir
-        log_dir = os.fsdecode(log_dir)
+        log_dir = log_dir_of(trainer) or os.fsdecode(trainer.default_root_dir)
         is_remote = "://" in log_dir
         is_without_files = is_remote or is_fast_dev_run(trainer)
         self._log_dir = None if is_without_files else Path(log_dir)
@@ -289,11 +289,8 @@ class MemoryProfiler(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Print the table once the progress bar has stopped."""
         if self._is_table_due and self._summary is not None and trainer.is_global_zero:
-            bar = trainer.progress_bar_callback
-            if bar is not None:
-                # Lightning ends the progress bar last, and the bar of Rich would overwrite the
-                # table.
-                bar.teardown(trainer, pl_module, stage)
+            # Lightning ends the progress bar last, and the bar of Rich would overwrite the table.
+            stop_progress_bar(trainer, pl_module, stage)
             print_or_warn(partial(show_summary, self._summary))
         self._is_table_due = False
 

@@ -32,6 +32,7 @@ from lightning_batchmem._lightning.trainer_state import (
     datamodules_of,
     logger_connector,
     own_objects,
+    parts_of_users,
     renew_results,
     users_values,
 )
@@ -130,7 +131,9 @@ def isolated(
         undo.callback(snapshot.restore_or_warn)
         connector = logger_connector(trainer)
         schedulers = snapshot.attributes.schedulers
-        for owner in (trainer, trainer.state, trainer.precision_plugin, connector, *schedulers):
+        users = parts_of_users(trainer).values()
+        parts = [part for part in users if part is not trainer.strategy]
+        for owner in (trainer, trainer.state, *parts, connector, *schedulers):
             _isolate(owner, undo)
         # This makes new dictionaries of metrics.
         connector.reset_metrics()

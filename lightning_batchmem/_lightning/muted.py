@@ -39,10 +39,10 @@ def muted_logger(logger: Logger) -> Any:
     if isinstance(logger, Muted):
         return logger
     kind = type(logger)
-    methods = [name for name in dir(kind) if name[0] != "_" and callable(getattr(kind, name))]
+    methods = [name for name in dir(kind) if name[0] != "_" and _is_callable(kind, name)]
     muted = _muted(logger, methods)
     # The property of the logger would make files.
-    vars(muted)["experiment"] = MutedExperiment(vars(logger).get("_experiment"))
+    vars(muted)["experiment"] = MutedExperiment(getattr(logger, "__dict__", {}).get("_experiment"))
     return muted
 
 
@@ -53,12 +53,17 @@ def _muted(owner: object, silent: Iterable[str]) -> Any:
     """
     kind = type(owner)
     special = {
-        name: method
+        name: getattr(kind, name)
         for name in dir(kind)
         if name.startswith("__") and name not in (*dir(Muted), "__del__")
-        if callable(method := getattr(kind, name))
+        if _is_callable(kind, name)
     }
     return type(kind.__name__, (Muted,), special)(owner, silent)
+
+
+def _is_callable(kind: type, name: str) -> bool:
+    """Whether an attribute of a class can be called; a descriptor of it may raise any error."""
+    return callable(ask("A class of the project", getattr, kind, name))
 
 
 class Muted:
@@ -86,7 +91,7 @@ class Muted:
         owner = vars(self)["_muted_owner"]
         attributes = vars(owner)
         if name in attributes:
-            value = vars(self)[name] = tree_map(_copied, attributes[name])
+            value = vars(self)[name] = _copied_tree(attributes[name])
             return value
         kind = type(owner)
         in_classes = [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
@@ -100,6 +105,14 @@ class Muted:
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
+
+
+def _copied_tree(value: Any) -> Any:
+    try:
+        return tree_map(_copied, value)
+    # Containers contain themselves, or are nested more deeply than Python can call functions.
+    except RecursionError:
+        return _copied(value)
 
 
 def _copied(value: Any) -> Any:

@@ -5,10 +5,11 @@ The private names used here are those of lightning 2.5.0 and 2.6.6.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
 from lightning_batchmem._lightning.hooks import replaced
 from lightning_batchmem._lightning.packages import in_every_package, lightning_name
@@ -22,15 +23,23 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
     return callbacks
 
 
-def log_dir_of(trainer: Trainer) -> Any:
+def log_dir_of(trainer: Trainer) -> str | None:
     """What ``trainer.log_dir`` is on the first rank; None where the logger does not tell it.
 
     Every rank must call this function.
     """
     # Reading it is a broadcast, for which the other ranks would wait after an error on this one.
     with replaced(trainer.strategy, broadcast=lambda value, src=0: value):
-        log_dir = ask("The log directory", lambda: trainer.log_dir)
+        log_dir = ask("The log directory", lambda: _path_text(trainer.log_dir))
     return trainer.strategy.broadcast(log_dir)
+
+
+def _path_text(path: Any) -> str | None:
+    # Some loggers have a Path, and a mock of a logger has a mock.
+    text = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
+    if "\0" in text:
+        raise ValueError("a path cannot have a null character")
+    return text or None
 
 
 def weight_average_bytes(trainer: Trainer) -> int:
@@ -80,19 +89,27 @@ def own_objects(trainer: Any) -> list[object]:
     return [trainer, trainer.strategy, trainer.precision_plugin, trainer.accelerator, *own]
 
 
-def users_values(trainer: Trainer) -> dict[str, object]:
-    """Attributes of a trainer, and of its parts that a user may have written."""
-    owners = {
-        "": trainer,
-        "strategy.": trainer.strategy,
-        "precision_plugin.": trainer.precision_plugin,
-        "accelerator.": trainer.accelerator,
-        "cluster_environment.": getattr(trainer.strategy, "cluster_environment", None),
+def parts_of_users(trainer: Trainer) -> dict[str, Any]:
+    """The strategy and other parts of a trainer that a user may have written, by their names."""
+    # The connector is private in lightning 2.5.0 to 2.6.6.
+    environment = getattr(trainer._accelerator_connector, "cluster_environment", None)
+    parts = {
+        "strategy": trainer.strategy,
+        "precision_plugin": trainer.precision_plugin,
+        "accelerator": trainer.accelerator,
+        "cluster_environment": environment,
     }
+    return {name: part for name, part in parts.items() if hasattr(part, "__dict__")}
+
+
+def users_values(trainer: Trainer) -> dict[str, object]:
+    """Attributes of a trainer, and of its parts, that may be the user's."""
+    parts = {f"{name}.": part for name, part in parts_of_users(trainer).items()}
+    owners = {"": trainer, **parts}
     return {
         f"{path}{name}": value
         for path, owner in owners.items()
-        for name, value in getattr(owner, "__dict__", {}).items()
+        for name, value in vars(owner).items()
         if not name.startswith("__") and name not in OF_OPTIMIZERS
         if not type(value).__module__.startswith(("torch.distributed", "torch._C"))
     }
@@ -142,6 +159,16 @@ def logging_step(trainer: Trainer) -> int:
     ``trainer.global_step`` is another number: it counts every optimizer of a manual step.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def stop_progress_bar(trainer: Trainer, module: LightningModule, stage: str) -> None:
+    """End the progress bar of Lightning; a subclass of the user is torn down only by Lightning."""
+    bar = trainer.progress_bar_callback
+    kind: Any
+    for kind in type(bar).__mro__:
+        if kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
+            kind.teardown(bar, trainer, module, stage)
+            return
 
 
 def is_of_lightning(logger: object) -> bool:

@@ -145,7 +145,11 @@ def is_large(value: object) -> bool:
         return False
     if (sized_len(value) or 0) > _MOST_ITEMS and not hasattr(value, "nbytes"):
         return True
-    leaves = tree_leaves(value)
+    try:
+        leaves = tree_leaves(value)
+    # Containers contain themselves, or are nested more deeply than Python can call functions.
+    except RecursionError:
+        return True
     # Any attribute of a mock is another mock.
     sizes_bytes = [getattr(leaf, "nbytes", 0) for leaf in leaves]
     size_bytes = sum(int(size) for size in sizes_bytes if isinstance(size, Integral))

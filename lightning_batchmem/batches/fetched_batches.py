@@ -34,9 +34,13 @@ class FetchedSamples(SingleSamples):
 
     def __getitem__(self, index: Any) -> Any:
         if self.returns_lists is None:
-            # A list of one item may also be a batch with one tensor.
-            two = self.batched.__getitems__([index, index])
-            self.returns_lists = isinstance(two, list) and len(two) == 2
+            # A list may also be a batch, whose length does not depend on the number of samples.
+            counts = (2, 3)
+            lists = [self.batched.__getitems__([index] * count) for count in counts]
+            self.returns_lists = all(
+                isinstance(fetched, list) and len(fetched) == count
+                for fetched, count in zip(lists, counts, strict=True)
+            )
         fetched = self.batched.__getitems__([index])
         return fetched[0] if self.returns_lists else FetchedSample(index, fetched)
 

@@ -188,16 +188,26 @@ def may_start_worker(loader: DataLoader[Any]) -> bool:
 
 def _is_on_device(data: object) -> bool:
     """Whether a data set has tensors of a device in its attributes, or in a data set in them."""
-    if isinstance(data, Tensor):
-        return data.device.type != "cpu"
-    if isinstance(data, Dataset):
-        return any(_is_on_device(value) for value in vars(data).values())
-    if isinstance(data, dict):
-        data = list(data.values())
-    # There may be millions of items, such as paths.
-    return isinstance(data, list | tuple) and any(
-        isinstance(item, Tensor | Dataset) and _is_on_device(item) for item in data
-    )
+    # A data set may refer to itself.
+    seen: set[int] = set()
+    pending = [data]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            return True
+        if isinstance(value, Dataset) and id(value) not in seen:
+            seen.add(id(value))
+            for attribute in vars(value).values():
+                pending += [attribute, *_parts(attribute)]
+    return False
+
+
+def _parts(value: object) -> list[object]:
+    """The tensors and data sets in a container. It may have millions of items, such as paths."""
+    if not isinstance(value, dict | list | tuple):
+        return []
+    items = value.values() if isinstance(value, dict) else value
+    return [item for item in items if isinstance(item, Tensor | Dataset)]
 
 
 def arguments_of_worker(loader: DataLoader[Any], *, timeout_seconds: float) -> dict[str, Any]:

@@ -28,10 +28,13 @@ def splittable_samples(batch: object) -> int | None:
 
     Sparse and nested tensors cannot be sliced along it.
     """
-    tensors = tensors_in(batch)
+    return ask("The number of samples in a batch", _splittable_samples, tensors_in(batch))
+
+
+def _splittable_samples(tensors: list[Tensor]) -> int | None:
     if any(tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors):
         return None
-    return ask("The number of samples in a batch", common_size, tensors)
+    return common_size(tensors)
 
 
 def has_number_of_samples(batch: object) -> bool:

@@ -54,7 +54,7 @@ def _headroom_bytes(group: Path) -> int | None:
     texts = [_read(group / name) for name in names]
     # Version 2 writes "max" without a limit.
     numbers = [_number(group, text) for text in texts if text not in ("", "max")]
-    limits = [number for number in numbers if number is not None and number < _NO_LIMIT_BYTES]
+    limits = [number for number in numbers if number is not None and 0 <= number < _NO_LIMIT_BYTES]
     used = _read(group / "memory.current") or _read(group / "memory.usage_in_bytes")
     used_bytes = _number(group, used) if limits and used else None
     if used_bytes is None:
@@ -109,4 +109,7 @@ def _read(path: Path) -> str:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise
         # The file does not exist, or the group was removed while it was read.
+        return ""
+    except ValueError:
+        # No path has such a name.
         return ""

@@ -147,21 +147,28 @@ class HostMemory:
         return {}
 
     def _usage(self) -> _Usage:
-        if self._statm is None:
+        usage = None if self._statm is None else ask("/proc/self/statm", _usage_in, self._statm)
+        if usage is None:
             memory: Any = psutil.Process().memory_info()
-            return _Usage(memory.vms, memory.rss, 0, getattr(memory, "data", 0))
-        # These are pages: the size, the resident set, its shared part, the code, 0, and the data.
-        # Source: proc_pid_statm(5)
-        numbers = map(int, os.pread(self._statm, 256, 0).split())
-        size, resident, shared, _, _, data, *_ = numbers
-        return _Usage(*(pages * resource.getpagesize() for pages in (size, resident, shared, data)))
+            usage = _Usage(memory.vms, memory.rss, 0, getattr(memory, "data", 0))
+        return usage
+
+
+def _usage_in(statm: int) -> _Usage:
+    # These are pages: the size, the resident set, its shared part, the code, 0, and the data.
+    # Source: proc_pid_statm(5)
+    numbers = map(int, os.pread(statm, 256, 0).split())
+    size, resident, shared, _, _, data, *_ = numbers
+    return _Usage(*(pages * resource.getpagesize() for pages in (size, resident, shared, data)))
 
 
 def available_bytes() -> int:
     """Return the memory of the host that is available, or that is free if only this is known."""
-    memory = ask("The available memory of the host", psutil.virtual_memory)
-    if memory is not None:
-        return int(memory.available)
+    available = ask(
+        "The available memory of the host", lambda: int(psutil.virtual_memory().available)
+    )
+    if available is not None:
+        return available
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

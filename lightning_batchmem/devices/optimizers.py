@@ -30,10 +30,11 @@ def with_held(optimizer: Any) -> Iterator[Any]:
         for value in list(getattr(one, "__dict__", {}).values()):
             values = value.values() if isinstance(value, dict) else value
             items = values if isinstance(value, dict | list | tuple) else (value,)
+            # The class that an object says it has may raise an error.
             found += [
                 held
                 for held in items
-                if isinstance(held, Optimizer) and not any(held is other for other in found)
+                if issubclass(type(held), Optimizer) and not any(held is one for one in found)
             ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ def tensors_in(data: object) -> list[Tensor]:
 
 
 def _collect(data: Any, tensors: list[Tensor], parents: set[int]) -> None:
-    if isinstance(data, Tensor):
+    # The class that an object says it has may be that of something else, or raise an error.
+    if issubclass(type(data), Tensor):
         tensors.append(data)
     elif type(data) not in _LEAVES and id(data) not in parents:
         # A batch may refer to itself, so its parents are not opened again.
@@ -52,7 +54,8 @@ def _items(data: object) -> list[Any]:
     if isinstance(data, Mapping):
         return list(data.values())
     if isinstance(data, (Sequence, Set)) and not isinstance(data, (str, bytes)):
-        return list(data)
+        # A sequence that raises no IndexError has no end but its length.
+        return list(islice(data, len(data)))
     # A batch may refer to its model, whose tensors are not part of the batch.
     if isinstance(data, (type, Module)):
         return []

@@ -25,7 +25,14 @@ class StandardOutput:
         self.error: Exception | None = None
         # A live display of rich replaces the stream by one that prints above the display.
         self._stream: Any = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
-        self.encoding: str = getattr(self._stream, "encoding", None) or "utf-8"
+        self.encoding = self._encoding()
+
+    def _encoding(self) -> str:
+        try:
+            return getattr(self._stream, "encoding", None) or "utf-8"
+        # As in isatty.
+        except Exception:  # noqa: BLE001
+            return "utf-8"
 
     def isatty(self) -> bool:
         """Whether this is a terminal, which gets colours."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_batchmem.devices.questions import error_text
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.totals import Interval, ratio
@@ -68,6 +69,5 @@ class LoggerMetrics:
                 self.loggers.remove(logger)
                 name = type(logger).__name__
                 rank_zero_warn(
-                    f"{name} gets no more metrics of MemoryProfiler:"
-                    f" {type(error).__name__}: {error}"
+                    f"{name} gets no more metrics of MemoryProfiler: {error_text(error)}"
                 )

@@ -92,9 +92,15 @@ class SavedTensors:
         self._save = save
         self._end = end
 
+    @staticmethod
+    def replace_others() -> bool:
+        """Whether hooks of somebody else would not be called beside these."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and top[0] is not _save_all
+
     def __enter__(self) -> None:
         if not self._entered:
-            hooks = torch.autograd.graph.saved_tensors_hooks(_save_all, lambda saved: saved)
+            hooks = torch.autograd.graph.saved_tensors_hooks(_save_all, _unchanged)
             self._hooks.enter_context(hooks)
             vars(torch._C._autograd)[_DISABLE] = self._end_all
         self._entered.append(self)
@@ -116,9 +122,21 @@ class SavedTensors:
         cls._disable(*arguments, **keywords)
 
 
-def _save_all(tensor: Tensor) -> Tensor:
+def _save_all(tensor: Tensor) -> tuple[Tensor, int]:
     for one in SavedTensors._entered:
         one._save(tensor)
+    return tensor, tensor._version
+
+
+def _unchanged(saved: tuple[Tensor, int]) -> Tensor:
+    """Return a saved tensor. With hooks, torch does not check that it has not changed."""
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace"
+            f" operation: [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version};"
+            f" expected version {version} instead."
+        )
     return tensor
 
 
@@ -154,6 +172,9 @@ class ModuleStep:
         self._counted.clear()
         self._activations_bytes.clear()
         self._names = {id(part): name for name, part in module.named_modules()}
+        if SavedTensors.replace_others():
+            self.refuse("the training has hooks on saved tensors itself")
+            return
         self._storages_of([*module.parameters(), *module.buffers(), *tensors_in(batch)])
         end_forward = register_module_forward_hook(self._end_forward, always_call=True)
         self._hooks.callback(end_forward.remove)

@@ -337,7 +337,9 @@ def _loggers(trainer: Trainer, *, all_loggers: bool) -> list[Logger]:
     """Return the loggers that get metrics."""
     # Without log_every_n_steps, nothing is sent to them.
     loggers = list(trainer.loggers) if logs_at_all(trainer) else []
-    others = [] if all_loggers else [one for one in loggers if not is_of_lightning(one)]
+    if all_loggers:
+        return loggers
+    others = [one for one in loggers if not is_of_lightning(one)]
     if others:
         rank_zero_warn(
             f"{type(others[0]).__name__} gets no metrics of MemoryProfiler, which it may not"

@@ -25,8 +25,15 @@ from torch.utils.data import DataLoader
 
 from lightning_batchmem.batches.loaders import RANDOM_GENERATORS
 from lightning_batchmem.devices.tensors import tensors_in
-from lightning_batchmem.state.refill import Path, contents_of, delete_slot, refill, set_attribute
-from lightning_batchmem.state.saved_tensors import SavedTensor, hooks_of
+from lightning_batchmem.state.refill import (
+    Path,
+    contents_of,
+    delete_slot,
+    refill,
+    restore_array,
+    set_attribute,
+)
+from lightning_batchmem.state.saved_tensors import SavedTensor, carried_by
 from lightning_batchmem.state.walked_kinds import (
     ATOMS,
     CONTAINERS,
@@ -37,6 +44,8 @@ from lightning_batchmem.state.walked_kinds import (
     NOT_WALKED,
     OF_PROJECT,
     WalkLimits,
+    defines,
+    key_text,
 )
 
 # Names and values of the objects to which an object leads.
@@ -180,8 +189,7 @@ class AttributeState:
                 self._seen[id(tensor)] = tensor
                 self._add_tensor(path, tensor, math.inf)
                 yield from self._add_object(path, tensor)
-                for hook in hooks_of(tensor):
-                    yield ".hook", hook
+                yield from carried_by(tensor)
                 # An average of a parameter, in an attribute of it, is as large as the parameter.
                 yield from self._add_state_tensors(
                     path, list(getattr(tensor, "__dict__", {}).values())
@@ -217,7 +225,7 @@ class AttributeState:
             self._later(path, value.__setstate__, value.__reduce__()[2])  # type: ignore[attr-defined]
         # An open file is an iterator too, and some have a __dict__.
         elif isinstance(value, io.IOBase) or (
-            _defines(value, "__next__") and not hasattr(value, "__dict__")
+            defines(value, "__next__") and not hasattr(value, "__dict__")
         ):
             self._leave(path, f"an iterator, {type(value).__name__}")
         else:
@@ -255,7 +263,10 @@ class AttributeState:
         if not self._has_room(array.nbytes, LARGEST_ARRAY_BYTES):
             self._leave(path, f"an array of {array.nbytes:,} bytes")
             return
-        if array.flags.writeable:
+        if array.flags.owndata:
+            # A step may give such an array other memory, to which nothing may be written.
+            self._later(path, restore_array, array, array.copy())
+        elif array.flags.writeable:
             try:
                 self.tensors.append(SavedTensor(torch.from_numpy(array)))
             except (TypeError, ValueError):
@@ -285,8 +296,8 @@ class AttributeState:
             yield ".default_factory", value.default_factory
         if isinstance(contents, dict):
             # Every object of a user's class can be a key.
-            yield from ((f"[key {_key_text(key)}]", key) for key in contents)
-            yield from ((f"[{_key_text(key)}]", item) for key, item in contents.items())
+            yield from ((f"[key {key_text(key)}]", key) for key in contents)
+            yield from ((f"[{key_text(key)}]", item) for key, item in contents.items())
         else:
             yield from ((f"[{index}]", item) for index, item in enumerate(contents))
 
@@ -304,7 +315,7 @@ class AttributeState:
         state = object.__getstate__(value)
         slots = state[1] if isinstance(state, tuple) else {}
         # What a DTensor keeps in its slots are its shard and the mesh.
-        if _defines(value, "__tensor_flatten__"):
+        if defines(value, "__tensor_flatten__"):
             slots = {}
         entries = {**contents, **slots}
         if not isinstance(value, Module) and any(
@@ -324,12 +335,3 @@ class AttributeState:
 
     def _later(self, path: Path, restore: Callable[..., object], *arguments: Any) -> None:
         self._restores.append((path, partial(restore, *arguments)))
-
-
-def _defines(value: object, name: str) -> bool:
-    """Whether the class of an object has a method. Asking a mock for it would make a new one."""
-    return any(name in vars(kind) for kind in type(value).__mro__)
-
-
-def _key_text(key: object) -> str:
-    return repr(key)[:40] if issubclass(type(key), ATOMS) else type(key).__name__

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 _LONGEST_TEXT = 200
 
 
@@ -38,6 +40,17 @@ def delete_slot(value: object, name: str) -> None:
     if hasattr(value, name):
         # The class may be a frozen dataclass.
         object.__delattr__(value, name)
+
+
+def restore_array(array: Any, saved: Any) -> None:
+    """Give an array with memory of its own the shape and the items of its copy again."""
+    if array.size != saved.size:
+        array.resize(saved.shape, refcheck=False)
+    array.shape = saved.shape
+    is_writeable = array.flags.writeable
+    array.flags.writeable = True
+    np.copyto(array, saved)
+    array.flags.writeable = is_writeable
 
 
 def contents_of(container: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
@@ -14,11 +16,20 @@ from lightning_batchmem.state.saved_storages import flat_bytes
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def hooks_of(tensor: Tensor) -> list[Any]:
-    """Return the hooks on a tensor that has no graph."""
-    if not tensor.is_leaf:
-        return []
-    return [hook for name in _HOOKS for hook in (getattr(tensor, name) or {}).values()]
+def carried_by(tensor: Tensor) -> Iterator[tuple[str, Any]]:
+    """Yield the hooks on a tensor that has no graph, and its gradient if that has attributes."""
+    if tensor.is_leaf:
+        for name in _HOOKS:
+            yield from ((".hook", hook) for hook in (getattr(tensor, name) or {}).values())
+        if getattr(tensor.grad, "__dict__", {}):
+            yield ".grad", tensor.grad
+
+
+def _is_shared(gradient: Tensor) -> bool:
+    if gradient.layout is not torch.strided:
+        return False
+    is_part = gradient.untyped_storage().nbytes() > gradient.nbytes
+    return is_part or bool(getattr(gradient, "__dict__", {}))
 
 
 class SavedTensor:
@@ -38,6 +49,9 @@ class SavedTensor:
             self._alias = tensor.detach()
             self._requires_grad = tensor.requires_grad
             gradient = tensor.grad
+            # Others refer to it, or to memory that it shares. Any other gradient would only take
+            # memory from the search.
+            self._kept = gradient if gradient is not None and _is_shared(gradient) else None
             self._gradient = None if gradient is None else gradient.detach().to("cpu", copy=True)
             self._hooks = [dict(getattr(tensor, name) or {}) for name in _HOOKS]
 
@@ -62,5 +76,11 @@ class SavedTensor:
 
     def restore_gradient(self) -> None:
         """Restore the gradient, after the bytes of all tensors."""
-        if self._is_leaf and self._gradient is not None:
+        if not self._is_leaf or self._gradient is None:
+            return
+        if self._kept is None:
             self.tensor.grad = self._gradient.to(self.tensor.device, copy=True)
+            return
+        with torch.no_grad():
+            self._kept.copy_(self._gradient)
+        self.tensor.grad = self._kept

@@ -64,3 +64,13 @@ LIVE_RESOURCES = (
 ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 
 CONTAINERS = (dict, types.MappingProxyType, list, deque, set, tuple, frozenset, bytearray)
+
+
+def defines(value: object, name: str) -> bool:
+    """Whether the class of an object has a method. Asking a mock for it would make a new one."""
+    return any(name in vars(kind) for kind in type(value).__mro__)
+
+
+def key_text(key: object) -> str:
+    """A key of a dict as a part of a path."""
+    return repr(key)[:40] if issubclass(type(key), ATOMS) else type(key).__name__

@@ -166,3 +166,27 @@ def test_a_muted_callback_can_be_copied(make_copy):
     copied = make_copy(muted_callback(Registry()))
     copied.setup()
     assert len(copied) == 1
+
+
+class Lazy:
+    """A descriptor that only instances may read."""
+
+    def __get__(self, instance, kind):
+        return instance.value
+
+
+class OddLogger(CSVLogger):
+    value = 1
+    lazy = Lazy()
+
+
+def test_attributes_that_a_class_cannot_tell_are_left_out(tmp_path):
+    with pytest.warns(UserWarning, match="A class of the project cannot be read"):
+        muted = muted_logger(OddLogger(tmp_path))
+    assert muted.log_metrics({"loss": 1.0}) is None
+
+
+def test_a_container_that_contains_itself_is_shared():
+    callback = Keeper()
+    callback.queue.append(callback.queue)
+    assert muted_callback(callback).queue[0] == 1

@@ -160,3 +160,9 @@ def test_an_iterator_that_cannot_be_copied_is_a_warning():
 def test_bytes_may_be_an_integer_of_numpy():
     assert is_large(SimpleNamespace(nbytes=np.int64(2**40)))
     assert not is_large(SimpleNamespace(nbytes=np.int64(1)))
+
+
+def test_containers_that_contain_themselves_are_data():
+    rows = [1]
+    rows.append(rows)
+    assert is_large(rows)

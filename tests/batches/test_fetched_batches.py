@@ -36,7 +36,8 @@ MADE = {
     "dictionary": (lambda x: {"x": x}, lambda batch: batch["x"]),
     "tuple": (lambda x: (x, x), lambda batch: batch[0]),
     "list of tensors": (lambda x: [x], lambda batch: batch[0]),
-    "list of two tensors": (lambda x: [x, x, x], lambda batch: batch[2]),
+    "list of two tensors": (lambda x: [x, x], lambda batch: batch[1]),
+    "list of three tensors": (lambda x: [x, x, x], lambda batch: batch[2]),
     "tensor": (lambda x: x, lambda batch: batch),
     "object": (Rows, lambda batch: batch.x),
 }
@@ -78,10 +79,10 @@ def test_a_list_of_samples_is_collated_here():
 
 def test_an_error_of_the_data_set_is_its_own():
     def fails(x):
-        if len(x) > 2:
+        if len(x) > 3:
             raise KeyError("the user's own mistake")
         return {"x": x}
 
     made = batches(Fetches(fails), collate_fn=lambda batch: batch)
     with pytest.raises(KeyError, match="the user's own mistake"):
-        made.batch(3)
+        made.batch(4)

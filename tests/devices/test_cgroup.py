@@ -81,6 +81,7 @@ GROUPS = {
     ),
     "use above the limit": ("0::/app", {"app/memory.max": 100, "app/memory.current": 120}, 0),
     "no limit": ("0::/app", {"app/memory.max": "max", "app/memory.current": 120}, None),
+    "a limit below zero": ("0::/app", {"app/memory.max": -1, "app/memory.current": 120}, None),
     "no limit file": ("0::/app", {"app/memory.current": 120}, None),
     "no limit in version 1": ("4:memory:/", PARENTS_V1, None),
 }

@@ -210,3 +210,33 @@ def test_an_error_in_the_measured_step_leaves_nothing_behind(tmp_path):
     with pytest.raises(KeyError):
         train(tmp_path, module, MemoryProfiler(modules=True))
     assert not are_saved_tensors_watched()
+
+
+def test_hooks_of_the_training_stay_and_there_is_no_table():
+    step = ModuleStep(HOST)
+    module = Twice()
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: packed.append(1) or tensor, lambda tensor: tensor
+    ):
+        step.begin(module, [], [])
+        module(torch.ones(4, 64)).backward()
+        step.close()
+    step.end(4, None)
+    assert packed
+    assert step.peak is None
+    assert step.why_not == (
+        "No table of the modules: the training has hooks on saved tensors itself."
+    )
+
+
+def test_a_saved_tensor_that_changed_in_place_is_an_error_as_without_the_measurement():
+    step = ModuleStep(HOST)
+    weight = nn.Parameter(torch.ones(2))
+    step.begin(nn.Linear(2, 2), [], [])
+    saved = weight * 2
+    loss = saved.square().sum()
+    saved.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    step.close()
