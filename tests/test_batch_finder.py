@@ -586,7 +586,9 @@ def test_a_batch_index_of_the_search_is_one_of_the_training(
     train_loader = loader(PROJECT_SIZE, samples)
     # The steps of a trial are more than the batches of an epoch at its first size.
     options = {"policy": SearchPolicy(warmup_steps=12), **options}
-    search(Indexed(device, seen.add), train_dataloaders=train_loader, **options)
+    # A function is not restored, but the object of a method is.
+    module = Indexed(device, lambda pair: seen.add(pair))
+    search(module, train_dataloaders=train_loader, **options)
     # A search begins with two samples.
     assert max(count for _, count in seen) == most_batches
     assert [(index, count) for index, count in seen if index >= count] == []
@@ -627,7 +629,8 @@ def test_gradients_are_dropped_before_a_validation_as_in_training(
 ):
     events = []
     search(
-        Dropping(device, events.append),
+        # As above, the list must not be restored.
+        Dropping(device, lambda event: events.append(event)),
         options={"max_batch_size": 8},
         accumulate_grad_batches=accumulate,
         limit_train_batches=3,

@@ -585,7 +585,8 @@ class Owning:
         self.calls: list[int] = []
 
     def __del__(self) -> None:
-        shutil.rmtree(self.folder)
+        # A forked process has it too, and may have removed it.
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def scaled(self) -> float:
         self.calls.append(len(self.calls))
