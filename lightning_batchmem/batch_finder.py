@@ -36,7 +36,7 @@ from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.questions import ask, begin_run, error_text
+from lightning_batchmem.devices.foreign_values import begin_run, error_text, value_or_none
 from lightning_batchmem.plan.options import SearchOptions, WorstCase, check_switches
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
@@ -320,13 +320,15 @@ class BatchFinder(Callback):
     ) -> None:
         """Warn once if training needs more memory than the search could see."""
         if self._search is not None and self.plan is not None:
-            ask("What memory the training begins with", self._search.check_start, batch, self.plan)
+            value_or_none(
+                "What memory the training begins with", self._search.check_start, batch, self.plan
+            )
             self._search = None
         # The first epoch has every sample.
         if trainer.current_epoch > 0:
             self._batch_watch = None
         if self._batch_watch is not None and (
-            text := ask("The size of a batch", self._batch_watch.warning, batch)
+            text := value_or_none("The size of a batch", self._batch_watch.warning, batch)
         ):
             # Each rank reads other samples, so each of them may warn.
             warnings.warn(text, stacklevel=2)

@@ -21,8 +21,8 @@ from lightning_batchmem._lightning.trainer_state import (
 )
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.foreign_values import begin_run, value_or_none
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
-from lightning_batchmem.devices.questions import ask, begin_run
 from lightning_batchmem.plan.options import check_switches
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import print_or_warn
@@ -319,7 +319,7 @@ class MemoryProfiler(Callback):
             trainer,
             module,
             stage,
-            ask("The memory of the device", self.device_memory, device),
+            value_or_none("The memory of the device", self.device_memory, device),
             plan,
             self._options,
             csv=csv,

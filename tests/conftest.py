@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_batchmem import BatchFinder, MemoryProfiler
-from lightning_batchmem.devices.questions import begin_run
+from lightning_batchmem.devices.foreign_values import begin_run
 from tests.helpers.fake_device import FakeDevice
 from tests.helpers.lawful import FAST, quiet_trainer
 

@@ -17,8 +17,8 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
 
 from lightning_batchmem._lightning.muted import muted_logger
+from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.peaks import PhasePeaks
-from lightning_batchmem.devices.questions import ask
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 
 
@@ -80,7 +80,7 @@ class SearchCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Measure the batch after the hooks of its transfer."""
-        batch_bytes = ask("The size of a batch", lambda: bytes_of(tensors_in(batch)))
+        batch_bytes = value_or_none("The size of a batch", lambda: bytes_of(tensors_in(batch)))
         self.largest_batch_bytes = max(self.largest_batch_bytes, batch_bytes or 0)
 
     def on_before_backward(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_batchmem.batches.loaders import RANDOM_GENERATORS
-from lightning_batchmem.devices.questions import ask
+from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.state.walked_kinds import LARGEST_ARRAY_BYTES
 
 # Steps may change objects of these types in place.
@@ -30,7 +30,9 @@ def muted_callback(callback: Callback) -> Any:
     # A progress bar has the last three.
     muted = _muted(callback, [*hooks, "load_state_dict", "print", "enable", "disable"])
     # Lightning reads it at every hook, and a step should not take longer than in training.
-    vars(muted)["state_key"] = ask("The state_key of a callback", getattr, callback, "state_key")
+    vars(muted)["state_key"] = value_or_none(
+        "The state_key of a callback", getattr, callback, "state_key"
+    )
     return muted
 
 
@@ -63,7 +65,7 @@ def _muted(owner: object, silent: Iterable[str]) -> Any:
 
 def _is_callable(kind: type, name: str) -> bool:
     """Whether an attribute of a class can be called; a descriptor of it may raise any error."""
-    return callable(ask("A class of the project", getattr, kind, name))
+    return callable(value_or_none("A class of the project", getattr, kind, name))
 
 
 class Muted:

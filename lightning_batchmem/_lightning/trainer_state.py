@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 
 from lightning_batchmem._lightning.hooks import replaced
 from lightning_batchmem._lightning.packages import in_every_package, lightning_name
-from lightning_batchmem.devices.questions import ask
+from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.tensors import bytes_of
 
 
@@ -30,7 +30,7 @@ def log_dir_of(trainer: Trainer) -> str | None:
     """
     # Reading it is a broadcast, for which the other ranks would wait after an error on this one.
     with replaced(trainer.strategy, broadcast=lambda value, src=0: value):
-        log_dir = ask("The log directory", lambda: _path_text(trainer.log_dir))
+        log_dir = value_or_none("The log directory", lambda: _path_text(trainer.log_dir))
     return trainer.strategy.broadcast(log_dir)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_batchmem.devices.questions import ask
+from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.tensors import common_size, items_of, tensors_in
 
 
@@ -28,7 +28,7 @@ def splittable_samples(batch: object) -> int | None:
 
     Sparse and nested tensors cannot be sliced along it.
     """
-    return ask("The number of samples in a batch", _splittable_samples, tensors_in(batch))
+    return value_or_none("The number of samples in a batch", _splittable_samples, tensors_in(batch))
 
 
 def _splittable_samples(tensors: list[Tensor]) -> int | None:

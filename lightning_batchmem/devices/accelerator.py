@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from lightning_batchmem.devices.base import MemoryStats, Utilization
+from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.host import available_bytes
-from lightning_batchmem.devices.questions import ask
 
 # They count failed allocations, allocations that succeeded only after the cache was released (a
 # device synchronization each), and segments given back to the driver.
@@ -214,7 +214,7 @@ def cuda_utilization(device: torch.device) -> Utilization | None:
 
     # NVML, amdsmi and a missing module raise errors of unrelated types.
     def percent() -> float | None:
-        return ask("GPU utilization", torch.cuda.utilization, device)
+        return value_or_none("GPU utilization", torch.cuda.utilization, device)
 
     return None if percent() is None else Utilization("gpu_pct", percent)
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_batchmem.devices.questions import ask
+from lightning_batchmem.devices.foreign_values import value_or_none
 
 _GROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
@@ -41,7 +41,7 @@ def cpu_quota_cores(*, root: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> 
         for pair in (_read(group / "cpu.max").split(), version_1.split()):
             # Without a quota, version 2 has "max" and version 1 has -1.
             if len(pair) == 2 and pair[0] not in ("max", "-1"):
-                quota = ask(
+                quota = value_or_none(
                     f"The CPU quota in {group}", lambda pair: int(pair[0]) / int(pair[1]), pair
                 )
                 quotas += [] if quota is None else [quota]
@@ -67,13 +67,13 @@ def _headroom_bytes(group: Path) -> int | None:
 
 
 def _number(group: Path, text: str) -> int | None:
-    return ask(f"A number of the memory in {group}", int, text)
+    return value_or_none(f"A number of the memory in {group}", int, text)
 
 
 def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:
     """Directories of this process's groups and of their ancestors."""
     for line in _read(membership).splitlines():
-        entry = ask("A control group of this process", _entry, line)
+        entry = value_or_none("A control group of this process", _entry, line)
         if entry is None:
             continue
         controllers, path = entry

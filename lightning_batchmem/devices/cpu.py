@@ -11,7 +11,7 @@ import psutil
 
 from lightning_batchmem.devices.base import Utilization
 from lightning_batchmem.devices.cgroup import cpu_quota_cores
-from lightning_batchmem.devices.questions import ask
+from lightning_batchmem.devices.foreign_values import value_or_none
 
 
 class CpuMeter:
@@ -63,5 +63,8 @@ def usable_cores() -> float:
     cores = os.cpu_count() or 1
     # psutil lacks this function on macOS.
     if hasattr(psutil.Process, "cpu_affinity"):
-        cores = ask("The CPU affinity", lambda: len(psutil.Process().cpu_affinity() or ())) or cores
-    return min(cores, ask("The CPU quota", cpu_quota_cores) or math.inf)
+        cores = (
+            value_or_none("The CPU affinity", lambda: len(psutil.Process().cpu_affinity() or ()))
+            or cores
+        )
+    return min(cores, value_or_none("The CPU quota", cpu_quota_cores) or math.inf)

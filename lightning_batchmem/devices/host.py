@@ -17,7 +17,7 @@ import psutil
 
 from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.devices.cgroup import memory_headroom_bytes
-from lightning_batchmem.devices.questions import ask
+from lightning_batchmem.devices.foreign_values import value_or_none
 
 if sys.platform != "win32":
     import resource
@@ -147,7 +147,11 @@ class HostMemory:
         return {}
 
     def _usage(self) -> _Usage:
-        usage = None if self._statm is None else ask("/proc/self/statm", _usage_in, self._statm)
+        usage = (
+            None
+            if self._statm is None
+            else value_or_none("/proc/self/statm", _usage_in, self._statm)
+        )
         if usage is None:
             memory: Any = psutil.Process().memory_info()
             usage = _Usage(memory.vms, memory.rss, 0, getattr(memory, "data", 0))
@@ -164,7 +168,7 @@ def _usage_in(statm: int) -> _Usage:
 
 def available_bytes() -> int:
     """Return the memory of the host that is available, or that is free if only this is known."""
-    available = ask(
+    available = value_or_none(
         "The available memory of the host", lambda: int(psutil.virtual_memory().available)
     )
     if available is not None:

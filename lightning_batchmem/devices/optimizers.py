@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_batchmem.devices.questions import ask
+from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.tensors import tensors_in
 
 _STEP = "The step of an optimizer"
@@ -41,7 +41,7 @@ def with_held(optimizer: Any) -> Iterator[Any]:
 def with_step_hooks(optimizer: Any) -> Optimizer | None:
     """Return the nearest optimizer in this one whose hooks torch calls in a step; None without."""
     for one in with_held(optimizer):
-        if ask(_STEP, _calls_hooks, one):
+        if value_or_none(_STEP, _calls_hooks, one):
             return one  # type: ignore[no-any-return]
     return None
 
@@ -49,7 +49,7 @@ def with_step_hooks(optimizer: Any) -> Optimizer | None:
 def call_after_steps(optimizer: Any, hook: Callable[..., object]) -> RemovableHandle | None:
     """Let torch call a hook after each step; None if it calls none for this optimizer."""
     hooked = with_step_hooks(optimizer)
-    return None if hooked is None else ask(_STEP, hooked.register_step_post_hook, hook)
+    return None if hooked is None else value_or_none(_STEP, hooked.register_step_post_hook, hook)
 
 
 def _calls_hooks(optimizer: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_batchmem.devices.questions import ask
+from lightning_batchmem.devices.foreign_values import value_or_none
 
 # Objects of these types are skipped early, because text batches contain lists of thousands of them.
 _LEAVES = frozenset(
@@ -45,7 +45,7 @@ def _collect(data: Any, tensors: list[Tensor], parents: set[int]) -> None:
 
 def items_of(data: object) -> list[Any]:
     """Return what ``tensors_in`` opens next, without the items that cannot be read."""
-    return ask(_ITEMS, _items, data) or []
+    return value_or_none(_ITEMS, _items, data) or []
 
 
 # Torch's pytree does not open a UserDict, a set, a data class or a batch type. Lightning's
@@ -61,7 +61,7 @@ def _items(data: object) -> list[Any]:
         return []
     if is_dataclass(data):
         # A field may not be set yet, or be a property.
-        return [ask(_ITEMS, getattr, data, field.name, None) for field in fields(data)]
+        return [value_or_none(_ITEMS, getattr, data, field.name, None) for field in fields(data)]
     # Lightning moves a batch with a method "to" to the device.
     if callable(getattr(data, "to", None)) and hasattr(data, "__dict__"):
         return list(vars(data).values())
@@ -75,7 +75,7 @@ def samples_in(batch: object) -> int | None:
     Lightning's ``extract_batch_size`` guesses if they differ, and a caller cannot recognize the
     guess (2.6.6).
     """
-    return ask("The number of samples in a batch", _samples, batch)
+    return value_or_none("The number of samples in a batch", _samples, batch)
 
 
 def _samples(batch: object) -> int | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning_batchmem.devices import device_memory_for, device_name
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.questions import begin_run
+from lightning_batchmem.devices.foreign_values import begin_run
 from lightning_batchmem.loop.session import LoopSession
 from lightning_batchmem.loop.training_loop import TrainingLoop
 from lightning_batchmem.plan.options import SearchOptions

@@ -8,7 +8,7 @@ import torch
 
 from lightning_batchmem.devices import utilization_for
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.questions import ask
+from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.profile.step import DeviceReading
 
 _RETRIES = "num_alloc_retries"
@@ -64,7 +64,7 @@ class DeviceReader:
     def _limit_bytes(self) -> int | None:
         if self._device_memory is None:
             return None
-        budget_bytes = ask("The limit of the memory", self._device_memory.budget_bytes)
+        budget_bytes = value_or_none("The limit of the memory", self._device_memory.budget_bytes)
         return None if budget_bytes is None else int(min(budget_bytes, self._max_limit_bytes))
 
     def _retries(self) -> int | None:
@@ -74,4 +74,4 @@ class DeviceReader:
     def _counters(self) -> dict[str, int]:
         if self._device_memory is None:
             return {}
-        return ask("The counters of the allocator", self._device_memory.counters) or {}
+        return value_or_none("The counters of the allocator", self._device_memory.counters) or {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem.devices.questions import error_text
+from lightning_batchmem.devices.foreign_values import error_text
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.totals import Interval, ratio

@@ -17,8 +17,8 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
+from lightning_batchmem.devices.foreign_values import error_text
 from lightning_batchmem.devices.optimizers import with_held
-from lightning_batchmem.devices.questions import error_text
 from lightning_batchmem.devices.tensors import bytes_of, is_on, plain_tensors, tensors_in
 
 

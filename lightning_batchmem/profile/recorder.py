@@ -15,8 +15,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.devices.accelerator import replays_graphs
 from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.foreign_values import error_text, value_or_none
 from lightning_batchmem.devices.optimizers import call_after_steps
-from lightning_batchmem.devices.questions import ask, error_text
 from lightning_batchmem.devices.tensors import has_own_tensors, samples_in
 from lightning_batchmem.plan.options import count_from
 from lightning_batchmem.plan.records import counted
@@ -88,7 +88,7 @@ class StepRecorder:
         self._is_noted = bool(self._handles)
         self.breakdown: SteadyBreakdown | None = None
         if device_memory is not None:
-            self.breakdown = ask(
+            self.breakdown = value_or_none(
                 _BREAKDOWN, SteadyBreakdown, device_memory, device, module, self._optimizers
             )
 
@@ -113,7 +113,9 @@ class StepRecorder:
         self.clock.start(arrived)
         self._batch = batch
         self._has_graphs = replays_graphs(self._device)
-        if self._device_memory is not None and not ask(_PEAK, self._has_reset, self._device_memory):
+        if self._device_memory is not None and not value_or_none(
+            _PEAK, self._has_reset, self._device_memory
+        ):
             self._device_memory = None
         if self._is_steady and self.clock is self.run_clock:
             self._begin_measurement(module, batch)
@@ -124,7 +126,7 @@ class StepRecorder:
         breakdown = self.breakdown
         if breakdown is not None and breakdown.is_due:
             begin = self.clock.now()
-            ask(_BREAKDOWN, breakdown.take, module, self._optimizers, batch)
+            value_or_none(_BREAKDOWN, breakdown.take, module, self._optimizers, batch)
             if breakdown.is_due:
                 self.breakdown = None
             self.clock.leave_out(self.clock.now() - begin)
@@ -186,11 +188,11 @@ class StepRecorder:
         reserved_bytes = None
         end_bytes = None
         if self._device_memory is not None:
-            if (peak := ask(_PEAK, self._device_memory.peak)) is not None:
+            if (peak := value_or_none(_PEAK, self._device_memory.peak)) is not None:
                 peak_bytes, reserved_bytes, _ = peak
             if clock.stage == "train" and clock.steps >= self._next_reading:
                 self._next_reading = next_reading(clock.steps)
-                end_bytes = ask(_PEAK, self._device_memory.private_bytes)
+                end_bytes = value_or_none(_PEAK, self._device_memory.private_bytes)
         is_slowed = self._measured is not None
         if self._measured is not None:
             self._end_measurement(self._measured, samples, peak_bytes)
@@ -279,7 +281,7 @@ class StepRecorder:
     def _loader_size(self, trainer: Trainer) -> int | None:
         """Return the batch size of the training loader; warn once if it is not known either."""
         if self.clock.stage == "train":
-            size = ask("The batch size of the training loader", _loader_size, trainer)
+            size = value_or_none("The batch size of the training loader", _loader_size, trainer)
             if size is not None:
                 # The last batch may be smaller.
                 return None if trainer.is_last_batch else size

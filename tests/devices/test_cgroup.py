@@ -3,7 +3,7 @@ import os
 import pytest
 
 from lightning_batchmem.devices.cgroup import cpu_quota_cores, memory_headroom_bytes
-from lightning_batchmem.devices.questions import begin_run
+from lightning_batchmem.devices.foreign_values import begin_run
 
 MIB = 1 << 20
 UNLIMITED_V1 = str(0x7FFFFFFFFFFFF000)

@@ -1,6 +1,6 @@
-"""Questions to what is not part of this package: batches, optimizers, loggers, the kernel, drivers.
+"""Values from what is not part of this package: batches, optimizers, loggers, the kernel, drivers.
 
-Any of them may raise any error. A run that would go on without the answer goes on.
+Reading any of them may raise any error. A run that would go on without the value goes on.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ def begin_run() -> None:
     _warned.clear()
 
 
-def ask(subject: str, question: Callable[..., T | None], *arguments: Any) -> T | None:
-    """Return the answer to a question, or None, with one warning for a run, after any error.
+def value_or_none(subject: str, read: Callable[..., T | None], *arguments: Any) -> T | None:
+    """Return what a function returns, or None, with one warning for a run, after any error.
 
     Args:
-        subject: what is asked for, as the beginning of a sentence.
-        question: a function that returns the answer.
+        subject: what is read, as the beginning of a sentence.
+        read: a function that returns the value.
         *arguments: its arguments.
     """
     try:
-        return question(*arguments)
-    # The code behind a question belongs to others.
+        return read(*arguments)
+    # The code that runs here belongs to others.
     except Exception as error:  # noqa: BLE001
         if subject not in _warned:
             _warned.add(subject)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lightning_batchmem.devices.questions import ask, begin_run, error_text
+from lightning_batchmem.devices.foreign_values import begin_run, error_text, value_or_none
 from lightning_batchmem.devices.tensors import samples_in, tensors_in
 
 
@@ -14,22 +14,22 @@ def fail(error=None):
     raise error or KeyError("x")
 
 
-def test_an_error_is_no_answer_and_one_warning_for_a_run():
-    assert ask("The size", lambda one: one + 1, 2) == 3
+def test_an_error_is_no_value_and_one_warning_for_a_run():
+    assert value_or_none("The size", lambda one: one + 1, 2) == 3
     with pytest.warns(UserWarning, match="The size cannot be read: KeyError: 'x'"):
-        assert ask("The size", fail) is None
-    assert ask("The size", fail) is None
+        assert value_or_none("The size", fail) is None
+    assert value_or_none("The size", fail) is None
     with pytest.warns(UserWarning, match="The name cannot"):
-        assert ask("The name", fail) is None
+        assert value_or_none("The name", fail) is None
     begin_run()
     with pytest.warns(UserWarning, match="The size cannot be read: OSError"):
-        assert ask("The size", fail, OSError()) is None
+        assert value_or_none("The size", fail, OSError()) is None
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
 def test_what_ends_a_process_still_ends_it(error):
     with pytest.raises(type(error)):
-        ask("The size", fail, error)
+        value_or_none("The size", fail, error)
 
 
 def test_the_text_of_an_error_that_has_none():
