@@ -7,11 +7,8 @@ import warnings
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem._lightning.guarded_steps import (
-    GuardedSteps,
-    Reduction,
-    why_not_in_parts,
-)
+from lightning_batchmem._lightning.guarded_steps import GuardedSteps, Reduction
+from lightning_batchmem._lightning.parts_check import why_not_in_parts
 
 
 class OomGuard(Callback):

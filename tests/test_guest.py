@@ -1,7 +1,8 @@
-"""A training goes on, bit by bit, where an object of the project cannot be asked or written to."""
+"""A training goes on, bit by bit, where an object of the project cannot be read or written."""
 
 import sys
 import warnings
+import weakref
 from collections import defaultdict
 
 import psutil
@@ -10,6 +11,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, Logger
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_batchmem import BatchFinder, MemoryProfiler, OomGuard, factory, find_batch_size
@@ -110,7 +112,7 @@ def test_nested_tensors_in_a_search(tmp_path):
 
 
 class Unreadable:
-    """Is asked for what it does not tell."""
+    """Raises an error for each of its attributes."""
 
     def __getattribute__(self, name):
         raise ConnectionError(name)
@@ -215,7 +217,103 @@ def test_wrapped_optimizers_in_a_loop(name):
     assert ("optimizer_step" in trial.phase_peak_bytes) == (name != "no hook")
 
 
+class Refusing(torch.optim.Adam):
+    """Has the hooks of its steps for itself."""
+
+    def register_step_post_hook(self, hook):
+        raise PermissionError("not yours")
+
+
+class Forgetting(torch.optim.Adam):
+    """Keeps no handle of a hook."""
+
+    def register_step_post_hook(self, hook):
+        super().register_step_post_hook(hook)
+
+
+@pytest.mark.parametrize("kind", [Refusing, Forgetting])
+def test_optimizers_that_refuse_hooks(tmp_path, kind):
+    class Net(Validated):
+        def configure_optimizers(self):
+            return kind(self.parameters())
+
+    without, _ = trained(tmp_path, Net)
+    made = profiler()
+    left, texts = trained(tmp_path, Net, made)
+    assert_same(left, without, kind.__name__)
+    assert [text.partition(":")[0] for text in texts] == ["The step of an optimizer cannot be read"]
+    assert made.summary.breakdown.optimizer_state_bytes > 0
+
+
+@pytest.mark.parametrize("kind", [Refusing, Forgetting])
+def test_optimizers_that_refuse_hooks_in_a_loop(kind):
+    model = nn.Linear(4, 1)
+    optimizer = kind(model.parameters())
+
+    def step(batch):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    with pytest.warns(UserWarning, match="The step of an optimizer cannot be read"):
+        plan = find_batch_size(
+            step,
+            lambda size: torch.ones(size, 4),
+            model=model,
+            optimizer=optimizer,
+            max_batch_size=8,
+        )
+    assert plan.batch_size == 8
+
+
+@pytest.mark.filterwarnings("ignore:A part of a batch, or of another object with tensors,")
+def test_states_of_a_loop_that_cannot_be_read():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    gone = weakref.proxy(nn.Linear(1, 1))
+    seen = []
+
+    def step(batch):
+        seen.append(len(batch))
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    with pytest.raises(ReferenceError):
+        isinstance(gone, nn.Module)
+    with pytest.warns(UserWarning, match=r"cannot restore .*: state\[0\] \(ReferenceError\)"):
+        plan = find_batch_size(
+            step,
+            lambda size: torch.ones(size, 4),
+            model=model,
+            optimizer=optimizer,
+            max_batch_size=8,
+            state=[gone, seen],
+        )
+    assert (plan.batch_size, seen) == (8, [])
+
+
 # --- callbacks and loggers
+
+
+class Hidden(Callback):
+    """Does not show its attributes."""
+
+    @property
+    def __dict__(self):
+        raise ConnectionError("hidden")
+
+
+@pytest.mark.usefixtures("reads_here")
+def test_a_callback_that_hides_its_attributes(tmp_path):
+    class Sized(Validated):
+        batch_size = 8
+
+    without, _ = trained(tmp_path, Sized, Hidden(), loader=data(SAMPLES, 8))
+    for made in (profiler(), OomGuard(), finder()):
+        left, texts = trained(tmp_path, Sized, Hidden(), made, loader=data(SAMPLES, 8))
+        assert_same(left, without, type(made).__name__)
+        assert len(texts) == len(set(texts))
 
 
 class WithoutKey(Callback):
@@ -474,6 +572,29 @@ def test_hooks_of_the_step_above_those_of_the_profiler(tmp_path):
     # It is the error of the step without a profiler too.
     assert (left[0], OnCpu.errors, texts) == (STEPS, STEPS, [])
     assert made.summary.modules is not None
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_hooks_of_the_project_above_those_of_the_profiler(tmp_path, checkpoints):
+    class Halved(Deep):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            if checkpoints:
+                out = checkpoint(self.layer, x, use_reentrant=False)
+                return nn.functional.mse_loss(out, y)
+            with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.half, torch.Tensor.float):
+                return super().training_step((x, y), batch_idx)
+
+    without, _ = trained(tmp_path, Halved)
+    made = MemoryProfiler(csv=False, modules=True)
+    left, texts = trained(tmp_path, Halved, made)
+    assert_same(left, without, "left")
+    assert texts == []
+    # Tensors that a checkpoint does not keep are not activations, and those of other hooks are not
+    # known.
+    assert (made.summary.modules is None) == (not checkpoints)
+    reason = "" if checkpoints else "the step has hooks on saved tensors itself"
+    assert reason in made.summary.no_modules_reason
 
 
 # --- two profilers

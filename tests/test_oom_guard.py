@@ -395,6 +395,55 @@ class Unequal(Failing):
         return batch[0]
 
 
+class HiddenCount(Metric):
+    @property
+    def update_count(self) -> int:
+        raise ConnectionError("hidden")
+
+    def update(self) -> None:
+        pass
+
+    def compute(self) -> None:
+        pass
+
+
+class HidesItsState(Failing):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.score = HiddenCount()
+
+
+class Uncopied:
+    """A batch that moves and cannot be copied."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x = x
+        self.y = y
+
+    def to(self, *_: Any, **__: Any) -> Uncopied:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Uncopied:
+        raise PermissionError("no copy")
+
+
+class ReadsUncopied(Failing):
+    def read(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return batch.x, batch.y
+
+
+def test_a_batch_that_cannot_be_copied_is_the_error() -> None:
+    batches = [Uncopied(*batch) for batch in loader()]
+    loaders = DataLoader(range(len(batches)), batch_size=None, collate_fn=batches.__getitem__)
+    module = ReadsUncopied({3: "forward"})
+    with (
+        pytest.warns(UserWarning, match="A part of a batch cannot be read: PermissionError"),
+        pytest.raises(torch.OutOfMemoryError) as raised,
+    ):
+        trained(lambda: module, OomGuard(), loaders=loaders)
+    assert notes_of(raised.value) == note("it cannot be copied")
+
+
 def no_mean(name: str) -> str:
     return f"self.log({name!r}) logs a metric, or has another reduce_fx than the mean"
 
@@ -409,6 +458,7 @@ SEEN_IN_A_STEP = [
     (LogsMaximum, no_mean("largest")),
     (LogsMetric, no_mean("score")),
     (Unequal, "the tensors of the batch have no common first dimension"),
+    (HidesItsState, "its state cannot be read"),
 ]
 
 
@@ -419,6 +469,7 @@ def loader_for(kind: type[Failing], sizes: Sequence[int]) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric Mean was called before")
+@pytest.mark.filterwarnings("ignore:The state of a step cannot be read")
 @pytest.mark.parametrize(("kind", "reason"), SEEN_IN_A_STEP)
 def test_a_step_that_parts_could_not_equal_is_a_warning(kind: type[Failing], reason: str) -> None:
     guard = OomGuard()
@@ -436,6 +487,7 @@ def test_a_step_that_parts_could_not_equal_is_a_warning(kind: type[Failing], rea
     assert notes_of(raised.value) == []
 
 
+@pytest.mark.filterwarnings("ignore:The state of a step cannot be read")
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize(("kind", "reason"), SEEN_IN_A_STEP)
 def test_a_first_step_that_parts_could_not_equal_is_the_error(

@@ -5,7 +5,6 @@ The private names used here are those of lightning 2.5.0 and 2.6.6, and of torch
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -14,13 +13,12 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.memory import garbage_collection_cuda
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_batchmem._lightning.hooks import replaced
 from lightning_batchmem._lightning.packages import lightning_name
-from lightning_batchmem._lightning.strategies import is_single_device
+from lightning_batchmem._lightning.parts_check import why_not_in_parts
 from lightning_batchmem._lightning.trainer_state import callbacks_of, results_of
 from lightning_batchmem.batches.split import (
     Part,
@@ -28,6 +26,7 @@ from lightning_batchmem.batches.split import (
     split,
     splittable_samples,
 )
+from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory, release_traceback
 from lightning_batchmem.devices.tensors import tensors_in
 
@@ -35,40 +34,6 @@ Reduction = Literal["mean", "sum"]
 
 # The values of reduce_fx with which Lightning logs a mean over samples.
 _MEANS = ("mean", "avg", torch.mean)
-_PACKAGES = ("lightning", "pytorch_lightning", "lightning_batchmem")
-
-
-def why_not_in_parts(trainer: Trainer) -> str | None:
-    """Why parts of a batch cannot equal a step of this training; None if they can."""
-    module = trainer.lightning_module
-    if not module.automatic_optimization:
-        return "training_step steps the optimizers itself"
-    if trainer.accumulate_grad_batches > 1:
-        return "a backward pass that fails has changed the gradients of earlier batches"
-    if not is_single_device(trainer):
-        return f"with {type(trainer.strategy).__name__} ranks wait for each other in every step"
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        return "training_step fetches its batches from dataloader_iter"
-    if _is_of_project(module.backward):
-        return f"{type(module).__name__} has its own backward"
-    owners: list[Any] = [module, *callbacks_of(trainer)]
-    for owner in owners:
-        if _is_of_project(owner.on_before_backward):
-            return f"on_before_backward of {type(owner).__name__} gets the loss of the whole batch"
-    for name, part in module.named_modules():
-        if isinstance(part, _BatchNorm) and part.training:
-            return f"BatchNorm ({name}) would normalize each part by itself"
-        if part._backward_hooks or part._backward_pre_hooks:
-            return f"{name or type(part).__name__} has a hook on gradients"
-    for name, parameter in module.named_parameters():
-        # Optimizers that step in backward have such hooks, too.
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            return f"{name} has a hook on its gradient"
-    return None
-
-
-def _is_of_project(method: Any) -> bool:
-    return method.__module__.partition(".")[0] not in _PACKAGES
 
 
 class GuardedSteps:
@@ -115,8 +80,14 @@ class GuardedSteps:
         """Leave the steps to Lightning again."""
         vars(self.loop).pop("_make_closure", None)
 
-    def read_state(self, batch: object) -> dict[str, Any]:
-        """Numbers that differ after a change of what a repeated step would change again."""
+    def read_state(self, batch: object) -> dict[str, Any] | None:
+        """Numbers that differ after a change of what a repeated step would change again.
+
+        None if they cannot be read.
+        """
+        return value_or_none("The state of a step", self._read_state, batch)
+
+    def _read_state(self, batch: object) -> dict[str, Any]:
         state: dict[str, Any] = {"its batch": _versions(tensors_in(batch))}
         for name, part in self._stateful:
             state[f"the state of {name}"] = (
@@ -168,10 +139,11 @@ class _GuardedClosure:
         self._is_logged = False
         fx_name = self._steps.module._current_fx_name
         num_parts = 1
+        parts: list[Part] | None = None
         while True:
             try:
-                if num_parts > 1:
-                    return self._run_parts(split(self._batch, num_parts))
+                if parts:
+                    return self._run_parts(parts)
                 return self._run_whole(*arguments, **keywords)
             # An out-of-memory error has many types. Every other error is raised again.
             except Exception as error:
@@ -198,6 +170,9 @@ class _GuardedClosure:
             # Where the device is not CUDA, this only collects garbage.
             garbage_collection_cuda()
             num_parts = min(2 * num_parts, splittable_samples(self._batch) or 1)
+            parts = value_or_none("A part of a batch", split, self._batch, num_parts)
+            if not parts:
+                self._refuse("it cannot be copied")
 
     def _run_whole(self, *arguments: Any, **keywords: Any) -> Tensor | None:
         loss: Tensor | None = self._closure(*arguments, **keywords)
@@ -270,7 +245,10 @@ class _GuardedClosure:
         """Why parts cannot equal the step that ran; None if they can."""
         if splittable_samples(self._batch) is None:
             return "the tensors of the batch have no common first dimension"
-        for name, numbers in self._steps.read_state(self._batch).items():
+        after = self._steps.read_state(self._batch)
+        if self._before is None or after is None:
+            return "its state cannot be read"
+        for name, numbers in after.items():
             if numbers != self._before[name]:
                 return f"training_step changes {name}"
         if extra:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_batchmem.batches.loaders import RANDOM_GENERATORS
-from lightning_batchmem.devices.foreign_values import value_or_none
+from lightning_batchmem.devices.foreign_values import attributes_of, value_or_none
 from lightning_batchmem.state.walked_kinds import LARGEST_ARRAY_BYTES
 
 # Steps may change objects of these types in place.
@@ -44,7 +44,7 @@ def muted_logger(logger: Logger) -> Any:
     methods = [name for name in dir(kind) if name[0] != "_" and _is_callable(kind, name)]
     muted = _muted(logger, methods)
     # The property of the logger would make files.
-    vars(muted)["experiment"] = MutedExperiment(getattr(logger, "__dict__", {}).get("_experiment"))
+    vars(muted)["experiment"] = MutedExperiment(attributes_of(logger).get("_experiment"))
     return muted
 
 

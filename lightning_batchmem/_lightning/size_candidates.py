@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from torch.nn import Module
 
+from lightning_batchmem.devices.foreign_values import attributes_of
+
 # Each of them is tried by a request of the loaders.
 MOST_CANDIDATES = 8
 
@@ -147,7 +149,7 @@ def _entries_of(holder: Any, until: float) -> list[tuple[str, Any]]:
 
 def _names_of(holder: Any) -> list[str]:
     """Names of the attributes of an object, but not of its properties, which may do work."""
-    names = list(islice(getattr(holder, "__dict__", {}), _MOST_ENTRIES))
+    names = list(islice(attributes_of(holder), _MOST_ENTRIES))
     if isinstance(holder, Module):
         # These tables have other places, and Lightning logs a copy of the hyperparameters.
         of_modules = {*vars(Module()), "_hparams", "_hparams_initial"}

@@ -35,6 +35,7 @@ from lightning_batchmem.batches.budget_loader import BudgetLoader, forms_own_bat
 from lightning_batchmem.batches.counted_batches import check_batch_sampler, check_iteration
 from lightning_batchmem.batches.loader_size import loader_batch_size
 from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
+from lightning_batchmem.devices.foreign_values import attributes_of
 from lightning_batchmem.state.refill import refill
 
 # Whether a loader follows the budget shows at this multiple of it.
@@ -321,7 +322,7 @@ class BatchSizeSetting:
             undo.callback(self.place.keep())
             for loader in self.source.passed_loaders():
                 for owner in _owners_of_budget(loader):
-                    attributes = getattr(owner, "__dict__", {})
+                    attributes = attributes_of(owner)
                     undo.callback(refill, attributes, dict(attributes))
             self.write(budget)
             yield self.source.request().flattened[index]

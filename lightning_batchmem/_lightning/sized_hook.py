@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_batchmem.batches.batch_sampler import batch_sampler_of
 from lightning_batchmem.batches.loader_size import set_loader_batch_size
+from lightning_batchmem.devices.foreign_values import attributes_of
 
 
 @dataclass(eq=False)
@@ -68,7 +69,7 @@ def _set_for_lightning(loader: DataLoader[Any], batch_size: int) -> None:
     2.6.6).
     """
     for made in (loader, batch_sampler_of(loader)):
-        attributes = getattr(made, "__dict__", {})
+        attributes = attributes_of(made)
         if "__pl_saved_args" not in attributes:
             continue
         is_argument, arguments, keywords = _replace_value_in_saved_args(

@@ -38,13 +38,20 @@ def _splittable_samples(tensors: list[Tensor]) -> int | None:
 
 
 def has_number_of_samples(batch: object) -> bool:
-    """Whether each part of the batch would have the number of samples of the whole batch."""
+    """Whether each part of the batch would have the number of samples of the whole batch.
+
+    It is taken to have it where this cannot be read.
+    """
     samples = splittable_samples(batch)
     if samples is None:
         return False
-    leaves = _leaves_in(batch, samples, set())
+    return value_or_none("A number in a batch", _has_number, batch, samples) is not False
+
+
+def _has_number(batch: object, number: int) -> bool:
+    leaves = _leaves_in(batch, number, set())
     numbers = [leaf for leaf in leaves if isinstance(leaf, Integral) or _is_scalar(leaf)]
-    return any(number == samples for number in numbers)
+    return any(one == number for one in numbers)
 
 
 def split(batch: object, num_parts: int) -> list[Part]:

@@ -39,6 +39,12 @@ def value_or_none(subject: str, read: Callable[..., T | None], *arguments: Any) 
         return None
 
 
+def attributes_of(value: object) -> dict[str, Any]:
+    """Return the attributes that an object itself has: no copy of them, unless there are none."""
+    attributes = value_or_none("The attributes of an object", getattr, value, "__dict__", None)
+    return attributes if isinstance(attributes, dict) else {}
+
+
 def error_text(error: BaseException) -> str:
     """Return the type of an error, and the first line of its text."""
     try:

@@ -11,12 +11,11 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from lightning_batchmem.devices.foreign_values import value_or_none
+from lightning_batchmem.devices.foreign_values import attributes_of, value_or_none
 from lightning_batchmem.devices.tensors import tensors_in
 
-_STEP = "The step of an optimizer"
+STEP = "The step of an optimizer"
 
 
 def with_held(optimizer: Any) -> Iterator[Any]:
@@ -27,7 +26,7 @@ def with_held(optimizer: Any) -> Iterator[Any]:
     found = [optimizer]
     for one in found:
         yield one
-        for value in list(getattr(one, "__dict__", {}).values()):
+        for value in list(attributes_of(one).values()):
             values = value.values() if isinstance(value, dict) else value
             items = values if isinstance(value, dict | list | tuple) else (value,)
             # The class that an object says it has may raise an error.
@@ -38,18 +37,40 @@ def with_held(optimizer: Any) -> Iterator[Any]:
             ]
 
 
-def with_step_hooks(optimizer: Any) -> Optimizer | None:
-    """Return the nearest optimizer in this one whose hooks torch calls in a step; None without."""
-    for one in with_held(optimizer):
-        if value_or_none(_STEP, _calls_hooks, one):
-            return one  # type: ignore[no-any-return]
-    return None
+class StepHooks:
+    """Hooks that torch calls before and after the steps of optimizers, until they are removed."""
 
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
 
-def call_after_steps(optimizer: Any, hook: Callable[..., object]) -> RemovableHandle | None:
-    """Let torch call a hook after each step; None if it calls none for this optimizer."""
-    hooked = with_step_hooks(optimizer)
-    return None if hooked is None else value_or_none(_STEP, hooked.register_step_post_hook, hook)
+    def add(
+        self,
+        optimizer: Any,
+        after: Callable[..., object],
+        before: Callable[..., object] | None = None,
+    ) -> bool:
+        """Add hooks to the nearest optimizer in this one whose hooks torch calls.
+
+        Returns:
+            Whether they are called.
+        """
+        for one in with_held(optimizer):
+            if value_or_none(STEP, _calls_hooks, one):
+                return value_or_none(STEP, self._add, one, after, before) or False
+        return False
+
+    def _add(
+        self, optimizer: Any, after: Callable[..., object], before: Callable[..., object] | None
+    ) -> bool:
+        self._handles.append(optimizer.register_step_post_hook(after))
+        if before is not None:
+            self._handles.append(optimizer.register_step_pre_hook(before))
+        return True
+
+    def remove(self) -> None:
+        """Remove all of them."""
+        while self._handles:
+            value_or_none(STEP, lambda handle: handle.remove(), self._handles.pop())
 
 
 def _calls_hooks(optimizer: Any) -> bool:

@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 
 # `_get_current_dispatch_mode` is private in torch 2.5 to 2.14.
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils.hooks import RemovableHandle
 
 from lightning_batchmem.devices.base import DeviceMemory, MemoryStats, PeakCounter
-from lightning_batchmem.devices.optimizers import call_after_steps
+from lightning_batchmem.devices.optimizers import StepHooks
 from lightning_batchmem.devices.tensors import plain_tensors
 
 
@@ -137,7 +136,7 @@ class PhasePeaks:
         # The optimizers whose steps have no hooks: each is taken to step in every step.
         self._unhooked: set[int] = set()
         self._counter = counter
-        self._handles: list[RemovableHandle] = []
+        self._hooks = StepHooks()
         # The phase that runs now; None outside a step.
         self.phase: str | None = None
         self._peaks: dict[str, int] = {}
@@ -157,17 +156,12 @@ class PhasePeaks:
         """
         self.unwatch()
         for optimizer in optimizers:
-            handle = call_after_steps(optimizer, partial(self._note_step, id(optimizer)))
-            if handle is None:
+            if not self._hooks.add(optimizer, partial(self._note_step, id(optimizer))):
                 self._unhooked.add(id(optimizer))
-            else:
-                self._handles.append(handle)
 
     def unwatch(self) -> None:
         """Remove the hooks from the optimizers."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._hooks.remove()
         self._unhooked = set()
 
     def start(self, phase: str) -> None:

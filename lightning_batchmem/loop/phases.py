@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_batchmem.devices.optimizers import with_step_hooks
+from lightning_batchmem.devices.optimizers import StepHooks
 from lightning_batchmem.devices.peaks import PhasePeaks
 
 
@@ -50,7 +50,8 @@ def marked_phases(phases: PhasePeaks, optimizers: Sequence[Optimizer]) -> Iterat
     with ExitStack() as undo:
         vars(torch.autograd).update(backward=marked_backward)
         undo.callback(vars(torch.autograd).update, backward=backward)
-        for optimizer in filter(None, map(with_step_hooks, optimizers)):
-            undo.callback(optimizer.register_step_pre_hook(before_step).remove)
-            undo.callback(optimizer.register_step_post_hook(after_step).remove)
+        hooks = StepHooks()
+        undo.callback(hooks.remove)
+        for optimizer in optimizers:
+            hooks.add(optimizer, after_step, before_step)
         yield

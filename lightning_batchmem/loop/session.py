@@ -13,6 +13,8 @@ from torch.nn import Module, ModuleList
 from torch.optim import Optimizer
 
 from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.foreign_values import value_or_none
+from lightning_batchmem.devices.optimizers import STEP
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.devices.tensors import tensors_in
 from lightning_batchmem.loop.phases import marked_phases
@@ -116,7 +118,10 @@ class LoopSession:
                 f"cannot restore these if a step changes them: {'; '.join(not_restorable[:10])}"
             )
         # The wrapper of Optimizer.step has this private name in torch 2.5.1 to 2.14.
-        has_scheduler = any(hasattr(o.step, "_wrapped_by_lr_sched") for o in self.optimizers)
+        has_scheduler = any(
+            value_or_none(STEP, lambda one: hasattr(one.step, "_wrapped_by_lr_sched"), one)
+            for one in self.optimizers
+        )
         if has_scheduler and not attributes.schedulers:
             self._warn(
                 "was not given the scheduler of an optimizer, and cannot restore it. Pass"
@@ -162,7 +167,7 @@ class LoopSteps:
 
     def run(self) -> None:
         returned = self.loop.step(self._next_batch.pop())
-        if isinstance(returned, Generator | Coroutine):
+        if issubclass(type(returned), Generator | Coroutine):
             raise ValueError(
                 "step must be an ordinary function, got one that returns a"
                 f" {type(returned).__name__}, whose code has not run"
@@ -171,7 +176,7 @@ class LoopSteps:
     def _batch(self, batch_size: int) -> Any:
         batch = self.loop.make_batch(batch_size)
         if batch_size not in self._num_values:
-            num_values = sum(tensor.numel() for tensor in tensors_in(batch))
+            num_values = value_or_none("The size of a batch", _num_values_in, batch) or 0
             for other, num_others in self._num_values.items():
                 smaller, larger = sorted((other, batch_size))
                 if num_values and num_values == num_others and larger >= 2 * smaller:
@@ -186,13 +191,19 @@ class LoopSteps:
         self._marks.close()
 
 
+def _num_values_in(batch: object) -> int:
+    return sum(tensor.numel() for tensor in tensors_in(batch))
+
+
 def _snapshot(loop: TrainingLoop) -> Snapshot:
-    modules = [*loop.models, *(one for one in loop.state if isinstance(one, Module))]
-    optimizers = [*loop.optimizers, *(one for one in loop.state if isinstance(one, Optimizer))]
+    # The class that an object says it has may raise an error, as in a reference to a dead object.
+    kinds: list[tuple[type, Any]] = [(type(one), one) for one in loop.state]
+    modules = [one for kind, one in kinds if issubclass(kind, Module)]
+    optimizers = [one for kind, one in kinds if issubclass(kind, Optimizer)]
     others = {
         f"state[{index}]": one
-        for index, one in enumerate(loop.state)
-        if not isinstance(one, Module | Optimizer)
+        for index, (kind, one) in enumerate(kinds)
+        if not issubclass(kind, Module | Optimizer)
     }
     not_walked = [] if loop.fabric is None else [loop.fabric, loop.fabric.strategy]
-    return Snapshot(modules, optimizers, others, not_walked)
+    return Snapshot([*loop.models, *modules], [*loop.optimizers, *optimizers], others, not_walked)

@@ -24,21 +24,16 @@ class StandardOutput:
     def __init__(self) -> None:
         self.error: Exception | None = None
         # A live display of rich replaces the stream by one that prints above the display.
-        self._stream: Any = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
-        self.encoding = self._encoding()
-
-    def _encoding(self) -> str:
-        try:
-            return getattr(self._stream, "encoding", None) or "utf-8"
-        # As in isatty.
-        except Exception:  # noqa: BLE001
-            return "utf-8"
+        stream = getattr(sys, "stdout", None)
+        self._stream: Any = _attribute(stream, "rich_proxied_file") or stream
+        self.encoding: str = _attribute(stream, "encoding") or "utf-8"
 
     def isatty(self) -> bool:
         """Whether this is a terminal, which gets colours."""
+        isatty = _attribute(self._stream, "isatty")
         try:
-            return bool(self._stream.isatty())
-        # A program may put any object in place of the stream, and a closed stream raises an error.
+            return bool(isatty())
+        # A closed stream raises an error, and a stream of a project may have no such method.
         except Exception:  # noqa: BLE001
             return False
 
@@ -72,6 +67,14 @@ class StandardOutput:
             if num_bytes is None:
                 raise BlockingIOError("it would block")
             data = data[num_bytes:]
+
+
+def _attribute(stream: Any, name: str) -> Any:
+    try:
+        return getattr(stream, name, None)
+    # A program may put any object in place of the stream.
+    except Exception:  # noqa: BLE001
+        return None
 
 
 def why_not_printed(what: str | Callable[[Console], object]) -> str:

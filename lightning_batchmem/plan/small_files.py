@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -18,12 +19,20 @@ def read_small(path: Path) -> str:
     """
     check_regular(path)
     most_bytes = _MOST_MIB * 2**20
-    with path.open("rb") as file:
+    # Without waiting: a file of the kernel may have its next line later.
+    with open(path, "rb", opener=_open_without_waiting) as file:
         # The size that a file system tells may be 0, as in /proc.
         content = file.read(most_bytes + 1)
+    if content is None:
+        raise ValueError("it has no content yet")
     if len(content) > most_bytes:
         raise ValueError(f"it is larger than {_MOST_MIB} MiB")
     return content.decode("utf-8")
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    # Windows has no such flag.
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def check_regular(path: Path) -> None:

@@ -68,15 +68,17 @@ class PeakByModule:
     batch_size: int | None = None
 
 
-# torch checks here that there are no hooks. The name is private in torch 2.5.1 to 2.14.
+# torch checks here that there are no hooks. Both names are private in torch 2.5.1 to 2.14.
 _DISABLE = "_saved_tensors_hooks_disable"
+# Here it adds hooks.
+_PUSH = "_push_saved_tensors_default_hooks"
 
 
 class SavedTensors:
     """Calls a function with each tensor that autograd saves, as long as the step allows hooks.
 
     ``disable_saved_tensors_hooks``, which ``torch.func.grad`` calls, raises an error where there
-    are hooks. So these end before it.
+    are hooks. So these end before it. Hooks of the step itself are called instead of these.
 
     Args:
         save: is called with each tensor.
@@ -87,6 +89,7 @@ class SavedTensors:
     _entered: ClassVar[list[SavedTensors]] = []
     _hooks: ClassVar[ExitStack] = ExitStack()
     _disable = getattr(torch._C._autograd, _DISABLE)
+    _push = getattr(torch._C._autograd, _PUSH)
 
     def __init__(self, save: Callable[[Tensor], object], end: Callable[[str], object]) -> None:
         self._save = save
@@ -102,14 +105,26 @@ class SavedTensors:
         if not self._entered:
             hooks = torch.autograd.graph.saved_tensors_hooks(_save_all, _unchanged)
             self._hooks.enter_context(hooks)
-            vars(torch._C._autograd)[_DISABLE] = self._end_all
+            vars(torch._C._autograd).update({_DISABLE: self._end_all, _PUSH: self._check_others})
         self._entered.append(self)
 
     def __exit__(self, *_: object) -> None:
         self._entered.remove(self)
         if not self._entered:
-            vars(torch._C._autograd)[_DISABLE] = self._disable
+            vars(torch._C._autograd).update({_DISABLE: self._disable, _PUSH: self._push})
             self._hooks.close()
+
+    @classmethod
+    def _check_others(cls, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+        # Activation checkpointing and save_on_cpu keep nothing on the device.
+        if not (getattr(pack, "__module__", None) or "").startswith("torch."):
+            cls._refuse_all("the step has hooks on saved tensors itself")
+        cls._push(pack, unpack)
+
+    @classmethod
+    def _refuse_all(cls, reason: str) -> None:
+        for one in cls._entered:
+            one._end(reason)
 
     @classmethod
     def _end_all(cls, *arguments: Any, **keywords: Any) -> None:
@@ -117,8 +132,7 @@ class SavedTensors:
         # Hooks of the step itself, above these, are an error without these too.
         if top is not None and top[0] is _save_all:
             cls._hooks.close()
-            for one in cls._entered:
-                one._end("the step forbids hooks on saved tensors, as torch.func.grad does")
+            cls._refuse_all("the step forbids hooks on saved tensors, as torch.func.grad does")
         cls._disable(*arguments, **keywords)
 
 

@@ -15,8 +15,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.devices.accelerator import replays_graphs
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.foreign_values import error_text, value_or_none
-from lightning_batchmem.devices.optimizers import call_after_steps
+from lightning_batchmem.devices.foreign_values import attributes_of, error_text, value_or_none
+from lightning_batchmem.devices.optimizers import StepHooks
 from lightning_batchmem.devices.tensors import has_own_tensors, samples_in
 from lightning_batchmem.plan.options import count_from
 from lightning_batchmem.plan.records import counted
@@ -73,7 +73,7 @@ class StepRecorder:
         self._warned_of_items = False
         # An OomGuard counts in this attribute.
         self._guards: list[Any] = [
-            one for one in callbacks_of(trainer) if "oom_splits" in getattr(one, "__dict__", {})
+            one for one in callbacks_of(trainer) if "oom_splits" in attributes_of(one)
         ]
         self._splits_before = 0
         self._to_measure = measurements
@@ -82,10 +82,10 @@ class StepRecorder:
             # A run that resumes goes on counting.
             self.run_clock.first_number = trainer.fit_loop.total_batch_idx + 1
             self._optimizers = trainer.optimizers
-        handles = [call_after_steps(one, self._note_step) for one in self._optimizers]
-        self._handles = [handle for handle in handles if handle is not None]
+        self._hooks = StepHooks()
+        are_noted = [self._hooks.add(one, self._note_step) for one in self._optimizers]
         # Without a hook, the state is steady after the first step.
-        self._is_noted = bool(self._handles)
+        self._is_noted = any(are_noted)
         self.breakdown: SteadyBreakdown | None = None
         if device_memory is not None:
             self.breakdown = value_or_none(
@@ -122,7 +122,7 @@ class StepRecorder:
 
     def _begin_measurement(self, module: LightningModule, batch: object) -> None:
         """Begin what is measured once, in a steady step."""
-        self._unwatch()
+        self._hooks.remove()
         breakdown = self.breakdown
         if breakdown is not None and breakdown.is_due:
             begin = self.clock.now()
@@ -169,7 +169,7 @@ class StepRecorder:
 
     def _splits(self) -> int:
         """Return how many batches an OomGuard has run in parts."""
-        counts = [guard.oom_splits for guard in self._guards]
+        counts = [attributes_of(guard).get("oom_splits") for guard in self._guards]
         return sum(count for count in counts if isinstance(count, int))
 
     def stop(self, trainer: Trainer, batch: object) -> int | None:
@@ -248,17 +248,12 @@ class StepRecorder:
 
     def close(self) -> None:
         """Remove all hooks."""
-        self._unwatch()
+        self._hooks.remove()
         self._drop_measurement()
 
     def _note_step(self, *_: object) -> None:
         """Begin the steady state after a step of an optimizer."""
         self._is_steady = True
-
-    def _unwatch(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     def _drop_measurement(self) -> None:
         """Stop to measure a step that has not ended, and measure another one instead."""

@@ -21,6 +21,7 @@ from lightning_batchmem._lightning.trainer_state import (
 )
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.cpu import usable_cores
+from lightning_batchmem.devices.foreign_values import attributes_of
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.plan.plan import Plan
@@ -350,5 +351,5 @@ def _loggers(trainer: Trainer, *, all_loggers: bool) -> list[Logger]:
 
 def plan_in(trainer: Trainer) -> Plan | None:
     """Return the plan of a BatchFinder beside the profiler."""
-    plans = (getattr(one, "__dict__", {}).get("plan") for one in callbacks_of(trainer))
+    plans = (attributes_of(one).get("plan") for one in callbacks_of(trainer))
     return next((plan for plan in plans if isinstance(plan, Plan)), None)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from lightning_batchmem.devices.optimizers import state_tensors, with_held, with_step_hooks
+from lightning_batchmem.devices.optimizers import StepHooks, state_tensors, with_held
 from tests.helpers.wrapped_optimizers import WRAPPED, ByHand, Delegating, Lookahead, adam
 
 
@@ -17,17 +17,18 @@ def weights():
 def test_the_hooks_are_those_that_torch_calls_and_no_class_changes(weights, name):
     optimizer = WRAPPED[name](weights)
     step = type(optimizer).step
-    hooked = with_step_hooks(optimizer)
+    calls = []
+    hooks = StepHooks()
+    is_called = hooks.add(
+        optimizer, lambda *_: calls.append("after"), lambda *_: calls.append("before")
+    )
     assert type(optimizer).step is step
-    assert (hooked is None) == (name == "no hook")
-    if hooked is not None:
-        steps = []
-        handle = hooked.register_step_post_hook(lambda *_: steps.append(1))
-        weights[0].grad = torch.ones(3)
-        optimizer.step()
-        handle.remove()
-        optimizer.step()
-        assert steps == [1]
+    assert is_called == (name != "no hook")
+    weights[0].grad = torch.ones(3)
+    optimizer.step()
+    hooks.remove()
+    optimizer.step()
+    assert calls == (["before", "after"] if is_called else [])
 
 
 def test_a_wrapper_whose_own_hooks_are_called_is_hooked_itself(weights):
@@ -40,10 +41,13 @@ def test_a_wrapper_whose_own_hooks_are_called_is_hooked_itself(weights):
             return self.base.step(closure)
 
     wrapper = Wrapper(adam(weights))
-    assert with_step_hooks(wrapper) is wrapper
     # A scheduler replaces the method of the object, which calls the hooks nevertheless.
     torch.optim.lr_scheduler.StepLR(wrapper.base, 1)
-    assert with_step_hooks(wrapper.base) is wrapper.base
+    hooked = []
+    for optimizer in (wrapper, wrapper.base):
+        assert StepHooks().add(optimizer, lambda one, *_: hooked.append(one))
+    wrapper.step()
+    assert hooked == [wrapper.base, wrapper]
 
 
 def test_optimizers_that_hold_each_other_are_there_once(weights):
@@ -51,12 +55,12 @@ def test_optimizers_that_hold_each_other_are_there_once(weights):
     second = Lookahead(first)
     first.others = {"outer": second}
     assert list(with_held(first)) == [first, second]
-    assert with_step_hooks(first) is None
+    assert not StepHooks().add(first, print)
     # What is not an optimizer of torch may be anything.
     assert list(with_held(7)) == [7]
     with pytest.warns(UserWarning, match="step of an optimizer cannot be read"):
-        assert with_step_hooks(7) is None
-    assert with_step_hooks(SimpleNamespace(step=print)) is None
+        assert not StepHooks().add(7, print)
+    assert not StepHooks().add(SimpleNamespace(step=print), print)
 
 
 def test_states_are_those_of_all_optimizers_inside(weights):

@@ -101,13 +101,22 @@ class Odd:
         raise LookupError("of the project")
 
 
-@pytest.mark.parametrize("kind", ["closed", "odd", "none"])
+class Hidden(Odd):
+    """Has nothing but a method that writes."""
+
+    def __getattr__(self, name):
+        raise PermissionError(name)
+
+
+@pytest.mark.parametrize("kind", ["closed", "odd", "hidden", "none"])
 def test_streams_that_cannot_be_used(monkeypatch, kind):
     closed = io.StringIO()
     closed.close()
-    monkeypatch.setattr(sys, "stdout", {"closed": closed, "odd": Odd(), "none": None}[kind])
-    reasons = {"closed": "I/O operation on closed file", "odd": "of the project", "none": ""}
-    assert why_not_printed(TEXT) == reasons[kind]
+    monkeypatch.setattr(
+        sys, "stdout", {"closed": closed, "odd": Odd(), "hidden": Hidden(), "none": None}[kind]
+    )
+    reasons = {"closed": "I/O operation on closed file", "none": ""}
+    assert why_not_printed(TEXT) == reasons.get(kind, "of the project")
 
 
 def test_a_stream_that_can_only_be_written(monkeypatch):
