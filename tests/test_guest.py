@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.profilers import SimpleProfiler
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -293,7 +294,7 @@ def test_states_of_a_loop_that_cannot_be_read():
     assert (plan.batch_size, seen) == (8, [])
 
 
-# --- callbacks and loggers
+# --- callbacks, loggers and profilers
 
 
 class Hidden(Callback):
@@ -327,6 +328,31 @@ class WithoutKey(Callback):
     @property
     def oom_splits(self):
         raise LookupError("oom_splits")
+
+
+@pytest.mark.usefixtures("reads_here")
+def test_a_step_that_reads_the_profiler_of_the_project(tmp_path):
+    class Reading(Validated):
+        batch_size = 8
+
+        def training_step(self, batch, batch_idx):
+            with self.trainer.profiler.profile("step"):
+                assert self.trainer.profiler.labels == {"project": "mine"}
+                self.trainer.profiler.labels[batch_idx] = len(batch)
+                loss = super().training_step(batch, batch_idx)
+            del self.trainer.profiler.labels[batch_idx]
+            return loss
+
+    profilers = []
+    for made in ([], [finder()]):
+        profilers.append(SimpleProfiler())
+        profilers[-1].labels = {"project": "mine"}
+        left, texts = trained(
+            tmp_path, Reading, *made, loader=data(SAMPLES, 8), profiler=profilers[-1]
+        )
+        assert (left[0], texts) == (SAMPLES // 8, [])
+    without, searched = (one.recorded_durations for one in profilers)
+    assert len(searched["step"]) == len(without["step"]) == SAMPLES // 8
 
 
 class Silent(Recorder):

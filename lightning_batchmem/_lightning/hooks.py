@@ -13,10 +13,9 @@ from typing import Any
 # _optimizers_to_device is private in lightning 2.5.0 to 2.6.6.
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
 
-from lightning_batchmem._lightning.muted import muted_logger
+from lightning_batchmem._lightning.muted import muted_logger, muted_profiler
 from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
@@ -95,11 +94,12 @@ class SearchCallback(Callback):
 
 
 def replace_callbacks_and_loggers(trainer: Trainer, callbacks: list[Callback]) -> None:
-    """Leave these callbacks, loggers that log nothing, and no profiler."""
+    """Leave these callbacks, and loggers and a profiler that record nothing."""
     # mypy does not see attributes that Lightning sets outside the class Trainer.
     trainer.callbacks = callbacks  # type: ignore[attr-defined]
     trainer.loggers = [muted_logger(logger) for logger in trainer.loggers]
-    trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
+    profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+    trainer.profiler = muted_profiler(profiler)  # type: ignore[attr-defined]
     # Lightning 2.6 broadcasts SIGTERM in every step, but a step of the search may run on one rank
     # only. mypy does not allow the replacement of a method.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]

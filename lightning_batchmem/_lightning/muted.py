@@ -1,4 +1,4 @@
-"""Callbacks and loggers that steps of a search may read, and that do nothing."""
+"""Callbacks, loggers and profilers that steps of a search may read, and that do nothing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -45,6 +46,17 @@ def muted_logger(logger: Logger) -> Any:
     muted = _muted(logger, methods)
     # The property of the logger would make files.
     vars(muted)["experiment"] = MutedExperiment(attributes_of(logger).get("_experiment"))
+    return muted
+
+
+def muted_profiler(profiler: Profiler) -> Any:
+    """A profiler that reads like ``profiler``, and records nothing."""
+    if isinstance(profiler, Muted):
+        return profiler
+    methods = [name for name in dir(Profiler) if name[0] != "_"]
+    muted = _muted(profiler, methods)
+    # Lightning calls it at every hook.
+    vars(muted)["profile"] = PassThroughProfiler().profile
     return muted
 
 

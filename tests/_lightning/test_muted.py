@@ -9,9 +9,15 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.profilers import SimpleProfiler
 from torch import nn
 
-from lightning_batchmem._lightning.muted import MutedExperiment, muted_callback, muted_logger
+from lightning_batchmem._lightning.muted import (
+    MutedExperiment,
+    muted_callback,
+    muted_logger,
+    muted_profiler,
+)
 
 
 class Keeper(Callback):
@@ -97,6 +103,21 @@ def test_a_logger_is_read_and_logs_nothing(kind, tmp_path):
     muted.save()
     muted.finalize("success")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_profiler_is_read_and_records_nothing():
+    profiler = SimpleProfiler()
+    profiler.start("mine")
+    profiler.stop("mine")
+    muted = muted_profiler(profiler)
+    assert isinstance(muted, SimpleProfiler)
+    assert muted_profiler(muted) is muted
+    with muted.profile("other"):
+        muted.start("third")
+        muted.recorded_durations["mine"] = []
+    muted.stop("fourth")
+    assert list(profiler.recorded_durations) == list(muted.recorded_durations) == ["mine"]
+    assert len(profiler.recorded_durations["mine"]) == 1
 
 
 def test_an_experiment_is_read_and_does_not_change(tmp_path):
