@@ -4,6 +4,7 @@ import sys
 import warnings
 import weakref
 from collections import defaultdict
+from types import MappingProxyType
 
 import psutil
 import pytest
@@ -21,7 +22,7 @@ from lightning_batchmem.profile.device_reader import DeviceReader
 from tests.helpers.lawful import FAST
 from tests.helpers.outcomes import assert_same
 from tests.helpers.profiled import At, Net, Recorder, Validated, csv_rows, data, trainer_for
-from tests.helpers.wrapped_optimizers import WRAPPED
+from tests.helpers.wrapped_optimizers import WRAPPED, adam
 
 NESTED = "ignore:The PyTorch API of nested tensors"
 SAMPLES = 24
@@ -216,6 +217,53 @@ def test_wrapped_optimizers_in_a_loop(name):
     assert not [note for note in plan.notes if "did not step" in note]
     (trial, *_) = [one for one in plan.trials if one.outcome == "ok"]
     assert ("optimizer_step" in trial.phase_peak_bytes) == (name != "no hook")
+
+
+class RelativeSteps(torch.optim.SGD):
+    """Has no learning rate, as Adafactor with relative steps."""
+
+    def __init__(self, weights):
+        super().__init__(weights, lr=0.01)
+        self.param_groups[0]["lr"] = None
+
+    def step(self, closure=None):
+        self.param_groups[0]["lr"] = 0.01
+        loss = super().step(closure)
+        self.param_groups[0]["lr"] = None
+        return loss
+
+
+class ReadOnlyState:
+    """Shows the state of an optimizer, which cannot be changed."""
+
+    def __init__(self, weights):
+        self.inner = adam(weights)
+        self.defaults = self.inner.defaults
+        self.param_groups = self.inner.param_groups
+        self.step = self.inner.step
+        self.zero_grad = self.inner.zero_grad
+        self.state_dict = self.inner.state_dict
+        self.load_state_dict = self.inner.load_state_dict
+
+    @property
+    def state(self):
+        return MappingProxyType(self.inner.state)
+
+
+@pytest.mark.usefixtures("reads_here")
+@pytest.mark.parametrize("kind", [RelativeSteps, ReadOnlyState])
+def test_optimizers_that_are_not_as_those_of_torch_are_searched(tmp_path, kind):
+    class Sized(Validated):
+        batch_size = 8
+
+        def configure_optimizers(self):
+            return kind(self.parameters())
+
+    without, _ = trained(tmp_path, Sized, loader=data(SAMPLES, 8))
+    made = finder()
+    left, _ = trained(tmp_path, Sized, made, loader=data(SAMPLES, 8))
+    assert made.plan.batch_size == 8
+    assert_same(left, without, kind.__name__)
 
 
 class Refusing(torch.optim.Adam):
@@ -563,7 +611,36 @@ class OfSubclass(Net):
         return super().training_step((x.as_subclass(BrokenSubclass), y), batch_idx)
 
 
-@pytest.mark.parametrize("kind", [Tangents, Jacobian, Reverse, Forbidding, OfSubclass])
+class Refuses(torch.Tensor):
+    """A tensor whose functions are those of the project."""
+
+    @classmethod
+    def __torch_function__(cls, *arguments, **keywords):
+        raise NotImplementedError
+
+
+class Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x, y):
+        context.save_for_backward(y)
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        assert type(context.saved_tensors[0]) is Refuses
+        return gradient, None
+
+
+class SavesRefusing(Net):
+    def training_step(self, batch, batch_idx):
+        return Saves.apply(
+            super().training_step(batch, batch_idx), torch.ones(2).as_subclass(Refuses)
+        )
+
+
+@pytest.mark.parametrize(
+    "kind", [Tangents, Jacobian, Reverse, Forbidding, OfSubclass, SavesRefusing]
+)
 @pytest.mark.parametrize("profilers", [1, 2])
 def test_a_step_that_cannot_be_divided_among_modules(tmp_path, kind, profilers):
     without, _ = trained(tmp_path, kind)

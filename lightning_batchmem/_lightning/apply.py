@@ -127,7 +127,7 @@ def apply_to_training(setting: BatchSizeSetting, plan: Plan) -> None:
     if plan.learning_rate is not None:
         attribute.set(plan.learning_rate, also_logged=True)
     discard_train_loader(trainer)
-    before = _optimizer_learning_rates(trainer)
+    before = _optimizer_learning_rates(trainer) if is_scaled else None
     configure_optimizers_again(trainer)
     if is_scaled and before == _optimizer_learning_rates(trainer):
         rank_zero_warn(
@@ -165,10 +165,7 @@ def _learning_rate(attribute: ProjectAttribute, scaling: str) -> float:
     return float(value)
 
 
-def _optimizer_learning_rates(trainer: Trainer) -> list[float]:
-    return [
-        float(group["lr"])
-        for optimizer in trainer.optimizers
-        for group in optimizer.param_groups
-        if "lr" in group
-    ]
+def _optimizer_learning_rates(trainer: Trainer) -> list[str]:
+    """The learning rates as texts: one that follows a schedule of its own may be None."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return [str(group.get("lr")) for group in groups]

@@ -39,6 +39,7 @@ from lightning_batchmem._lightning.trainer_state import (
 from lightning_batchmem.batches.loader_size import keep_sizes
 from lightning_batchmem.batches.loaders import generators_of
 from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.state.refill import refill
 from lightning_batchmem.state.snapshot import Snapshot, freeze, unfreeze
@@ -240,5 +241,9 @@ class CleanStart:
         After an error they are not, and a callback may save a checkpoint.
         """
         for optimizer in self._trainer.optimizers:
-            optimizer.state.clear()
+            value_or_none("The state of an optimizer", _clear_state, optimizer)
         unfreeze(config.scheduler for config in self._trainer.strategy.lr_scheduler_configs)
+
+
+def _clear_state(optimizer: Any) -> None:
+    optimizer.state.clear()

@@ -34,8 +34,8 @@ def value_or_none(subject: str, read: Callable[..., T | None], *arguments: Any) 
     # The code that runs here belongs to others.
     except Exception as error:  # noqa: BLE001
         if subject not in _warned:
-            _warned.add(subject)
             rank_zero_warn(f"{subject} cannot be read: {error_text(error)}")
+            _warned.add(subject)
         return None
 
 

@@ -27,14 +27,22 @@ def with_held(optimizer: Any) -> Iterator[Any]:
     for one in found:
         yield one
         for value in list(attributes_of(one).values()):
-            values = value.values() if isinstance(value, dict) else value
-            items = values if isinstance(value, dict | list | tuple) else (value,)
-            # The class that an object says it has may raise an error.
             found += [
                 held
-                for held in items
+                for held in _items_of(value)
                 if issubclass(type(held), Optimizer) and not any(held is one for one in found)
             ]
+
+
+def _items_of(value: Any) -> list[Any]:
+    # The class that an object says it has, and methods of its own class, may raise an error.
+    kind = type(value)
+    if issubclass(kind, dict):
+        return list(dict.values(value))
+    for container in (list, tuple):
+        if issubclass(kind, container):
+            return list(container.__iter__(value))
+    return [value]
 
 
 class StepHooks:

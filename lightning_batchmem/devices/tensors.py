@@ -18,6 +18,8 @@ from lightning_batchmem.devices.foreign_values import value_or_none
 _LEAVES = frozenset(
     {str, bytes, bytearray, memoryview, range, int, float, bool, complex, type(None)}
 )
+# An object may make its items when they are read, and those theirs. Python ends at 1,000 calls.
+_MOST_LEVELS = 500
 _ITEMS = "A part of a batch, or of another object with tensors,"
 
 
@@ -26,6 +28,10 @@ def tensors_in(data: object) -> list[Tensor]:
 
     The data may be mappings, sequences, sets, data classes and objects with a method ``to``.
     """
+    return value_or_none(_ITEMS, _tensors_in, data) or []
+
+
+def _tensors_in(data: object) -> list[Tensor]:
     tensors: list[Tensor] = []
     _collect(data, tensors, set())
     return tensors
@@ -36,6 +42,8 @@ def _collect(data: Any, tensors: list[Tensor], parents: set[int]) -> None:
     if issubclass(type(data), Tensor):
         tensors.append(data)
     elif type(data) not in _LEAVES and id(data) not in parents:
+        if len(parents) == _MOST_LEVELS:
+            raise RecursionError(f"it has more than {_MOST_LEVELS} levels")
         # A batch may refer to itself, so its parents are not opened again.
         parents.add(id(data))
         for item in items_of(data):

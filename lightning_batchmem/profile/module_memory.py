@@ -139,13 +139,19 @@ class SavedTensors:
 def _save_all(tensor: Tensor) -> tuple[Tensor, int]:
     for one in SavedTensors._entered:
         one._save(tensor)
-    return tensor, tensor._version
+    return tensor, _version(tensor)
+
+
+def _version(tensor: Tensor) -> int:
+    # A tensor of a project may refuse every function. The name is private in torch 2.5.1 to 2.14.
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor._version
 
 
 def _unchanged(saved: tuple[Tensor, int]) -> Tensor:
     """Return a saved tensor. With hooks, torch does not check that it has not changed."""
     tensor, version = saved
-    if tensor._version != version:
+    if _version(tensor) != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace"
             f" operation: [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version};"

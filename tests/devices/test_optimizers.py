@@ -63,6 +63,31 @@ def test_optimizers_that_hold_each_other_are_there_once(weights):
     assert not StepHooks().add(SimpleNamespace(step=print), print)
 
 
+class RaisingDict(dict):
+    def values(self):
+        raise ConnectionError("values")
+
+
+class RaisingList(list):
+    def __iter__(self):
+        raise ConnectionError("items")
+
+
+class Unbound:
+    """As werkzeug's proxies outside of their context."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("outside of context")
+
+
+@pytest.mark.parametrize("make", [RaisingDict, RaisingList, Unbound])
+def test_attributes_of_an_optimizer_may_be_anything(weights, make):
+    optimizer = adam(weights)
+    optimizer.context = make()
+    assert list(with_held(optimizer)) == [optimizer]
+
+
 def test_states_are_those_of_all_optimizers_inside(weights):
     optimizer = Lookahead(Delegating(adam(weights)))
     weights[0].grad = torch.ones(3)
