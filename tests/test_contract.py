@@ -142,8 +142,9 @@ def test_no_trace_in_what_objects_keep(where: str, tmp_path: Path) -> None:
 def test_no_trace_in_parts_of_the_trainer_that_the_user_wrote(part: str, tmp_path: Path) -> None:
     finder = BatchFinder(max_batch_size=SIZE)
     finder.policy = FAST
-    searched = outcome_of(tmp_path / "searched", Case(Net), 3, finder, **PARTS[part]())
-    hard_coded = outcome_of(tmp_path / "hard", Case(Net), SIZE, None, **PARTS[part]())
+    case, make = PARTS[part]
+    searched = outcome_of(tmp_path / "searched", case, 3, finder, **make())
+    hard_coded = outcome_of(tmp_path / "hard", case, SIZE, None, **make())
     assert_same(searched, hard_coded, part)
 
 

@@ -13,6 +13,9 @@ import numpy as np
 # Objects of these types lead to no others.
 _ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None), range})
 
+# Objects of these types have nothing but their items, not even a finalizer.
+_CONTAINERS = frozenset({tuple, list, dict})
+
 # A copy shares objects of these types, or cannot be made of them.
 _NOT_ENTERED = (
     type,
@@ -32,23 +35,27 @@ def reached_from(
 ) -> Iterator[Any]:
     """Yield ``root`` and the objects to which it leads, level by level, and each of them once.
 
+    Tuples, lists and dicts are entered, but not yielded: most objects of a data set are such.
+
     Args:
         root: the first object.
         left_out: ids of objects that are left out, with what only they lead to.
         most: no further level is entered after so many objects.
     """
     seen: dict[int, Any] = dict.fromkeys(left_out)
-    count = 0
     level: list[Any] = [root]
-    while level and count <= most:
+    while level:
         new = {id(value): value for value in level if type(value) not in _ATOMS}
-        values = [value for key, value in new.items() if key not in seen]
+        for key in new.keys() & seen.keys():
+            del new[key]
+        yield from (value for value in new.values() if type(value) not in _CONTAINERS)
+        most -= len(new)
+        if most < 0:
+            return
         # The references keep the objects alive, so that no id is used twice.
         seen |= new
-        count += len(values)
-        yield from values
         # The type is asked, since an object may answer for its class with code of its own.
-        entered = [value for value in values if not issubclass(type(value), _NOT_ENTERED)]
+        entered = [value for value in new.values() if not issubclass(type(value), _NOT_ENTERED)]
         level = gc.get_referents(*entered)
         # The collector of garbage does not look into these.
         for value in entered:

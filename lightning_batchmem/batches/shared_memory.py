@@ -9,6 +9,8 @@ import ctypes
 import io
 import mmap
 import os
+import re
+from array import array
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -28,8 +30,8 @@ _LARGEST_BYTES = 256 * 2**20
 # So many objects are searched for such memory. It is near the data set itself.
 _MOST_OBJECTS = 100_000
 
-# The third class is that of all data of ctypes, which has no public name.
-_BUFFERS = (mmap.mmap, memoryview, ctypes.c_int.__mro__[2])
+# The last class is that of all data of ctypes, which has no public name.
+BUFFERS = (bytearray, array, mmap.mmap, memoryview, ctypes.c_int.__mro__[2])
 
 
 class RestoredMemory:
@@ -48,7 +50,7 @@ class RestoredMemory:
         self._descriptors: list[int] = []
         ranges: dict[tuple[int, int], None] = {}
         for part in reached_from(value, left_out, most=_MOST_OBJECTS):
-            ranges.update(dict.fromkeys(_ranges_of(part)))
+            ranges.update(dict.fromkeys(memory_of(part)))
             if issubclass(type(part), io.FileIO) and not part.closed and part.seekable():
                 self._descriptors.append(part.fileno())
         self._ranges = _shared(list(ranges)) if ranges else []
@@ -81,10 +83,7 @@ class RestoredMemory:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for (address, size), saved in zip(self._ranges, self._saved, strict=True):
-            # Pages that have not changed are not written.
-            if ctypes.string_at(address, size) != saved:
-                ctypes.memmove(address, saved, size)
+        write_back(self._ranges, self._saved)
         for descriptor, place in zip(self._descriptors, self._places, strict=True):
             # What was read may have closed the file.
             with suppress(OSError):
@@ -92,18 +91,28 @@ class RestoredMemory:
         self._saved = []
 
 
-def _ranges_of(value: Any) -> list[tuple[int, int]]:
+def write_back(ranges: list[tuple[int, int]], saved: list[bytes]) -> None:
+    """Write saved bytes to their addresses."""
+    for (address, size), contents in zip(ranges, saved, strict=True):
+        # Pages that have not changed are not written.
+        if ctypes.string_at(address, size) != contents:
+            ctypes.memmove(address, contents, size)
+
+
+def memory_of(value: Any) -> list[tuple[int, int]]:
     """Addresses of the memory of an object, each with a number of bytes."""
     kind = type(value)
     if issubclass(kind, Tensor):
         strided = [part for part in plain_tensors(value) if part.layout is torch.strided]
         storages = [part.untyped_storage() for part in strided if part.device.type == "cpu"]
         return [(storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes()]
-    if issubclass(kind, _BUFFERS):
+    if issubclass(kind, BUFFERS):
         # A closed or empty buffer has no address, and one that is read-only does not change.
         with suppress(ValueError, TypeError, BufferError):
             view = memoryview(value)
-            if not view.readonly and view.contiguous and view.nbytes:
+            # What a pointer leads to may be gone later. Names of fields are between colons.
+            has_pointers = re.search("[OPXZz&]", re.sub(":[^:]*:", "", view.format))
+            if not (view.readonly or has_pointers) and view.contiguous and view.nbytes:
                 address = ctypes.addressof((ctypes.c_char * view.nbytes).from_buffer(value))
                 return [(address, view.nbytes)]
     return []

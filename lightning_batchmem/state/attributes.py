@@ -9,7 +9,6 @@ from __future__ import annotations
 import copyreg
 import io
 import math
-import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -23,8 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from lightning_batchmem.batches.loaders import RANDOM_GENERATORS
 from lightning_batchmem.devices.tensors import tensors_in
+from lightning_batchmem.state.own_states import memory_bytes, restore_of
 from lightning_batchmem.state.refill import (
     Path,
     contents_of,
@@ -42,6 +41,7 @@ from lightning_batchmem.state.walked_kinds import (
     LIVE_RESOURCES,
     METHODS,
     NOT_WALKED,
+    NUMPY_RANDOM,
     OF_PROJECT,
     WalkLimits,
     defines,
@@ -130,7 +130,7 @@ class AttributeState:
                 continue
             if len(self._seen) >= self._most_objects:
                 most = f"more than {self._limits.most_objects:,}"
-                self._leave(Path(path, " and deeper objects"), most)
+                self._leave_data(Path(path, " and deeper objects"), most)
                 break
             self._seen[id(value)] = value
             self._take(self._add, path, value)
@@ -144,11 +144,14 @@ class AttributeState:
         # A question to a user's object may raise any exception.
         except Exception as error:  # noqa: BLE001
             self._left_out.add(id(value))
-            self.not_restorable.append(f"{path} ({type(error).__name__})")
+            self._leave(path, type(error).__name__)
 
     def _leave(self, path: Path, why: str) -> None:
-        if self._limits.are_named:
-            self.not_restorable.append(f"{path} ({why})")
+        self.not_restorable.append(f"{path} ({why})")
+
+    def _leave_data(self, path: Path, why: str) -> None:
+        if self._limits.names_data:
+            self._leave(path, why)
 
     def _add_root(self, path: Path, root: Any) -> Children:
         self._seen[id(root)] = root
@@ -177,8 +180,8 @@ class AttributeState:
     def _add_named(self, path: Path, value: Any) -> Children:
         if id(value) in self._left_out or isinstance(value, (*NOT_WALKED, *DATA)):
             # Of data, only the small parts are restored.
-            self._leave(path, type(value).__name__)
-        elif self._limits.are_named:
+            self._leave_data(path, type(value).__name__)
+        elif self._limits.names_data:
             yield from self._add_state_tensors(path, value)
         yield "", value
 
@@ -198,51 +201,54 @@ class AttributeState:
     def _add(self, path: Path, value: Any) -> Children:
         if isinstance(value, LRScheduler):
             self.schedulers.append(value)
-        if isinstance(value, METHODS):
+        # Most objects of data are containers of Python's own, which have nothing else.
+        if type(value) in CONTAINERS:
+            yield from self._add_container(path, value)
+        elif isinstance(value, METHODS):
             yield ".__self__", value.__self__
         elif isinstance(value, partial):
             yield ".func", value.func
             yield ".args", value.args
             yield ".keywords", value.keywords
-            yield from self._add_attributes(path, value)
+            yield from self._add_object(path, value)
         elif isinstance(value, NOT_WALKED):
             self._left_out.add(id(value))
-        elif isinstance(value, DATA) and self._limits.are_named:
+        elif isinstance(value, DATA) and self._limits.names_data:
             self._left_out.add(id(value))
             self.data.append((str(path), value))
             if isinstance(value, DataLoader):
                 self.loaders.append(value)
         elif isinstance(value, np.ndarray):
             yield from self._add_array(path, value)
-        elif isinstance(value, RANDOM_GENERATORS):
-            yield from self._add_generator(path, value)
-            yield from self._add_attributes(path, value)
-        elif isinstance(value, np.random.BitGenerator):
-            self._later(path, setattr, value, "state", value.state)
-            yield ".seed_seq", getattr(value, "seed_seq", None)
-        elif isinstance(value, np.random.SeedSequence):
-            # It counts its children. The attribute cannot be set, but pickle can.
-            self._later(path, value.__setstate__, value.__reduce__()[2])  # type: ignore[attr-defined]
-        # An open file is an iterator too, and some have a __dict__.
-        elif isinstance(value, io.IOBase) or (
-            defines(value, "__next__") and not hasattr(value, "__dict__")
-        ):
-            self._leave(path, f"an iterator, {type(value).__name__}")
         else:
+            has_room = self._has_room(memory_bytes(value))
+            if isinstance(value, LIVE_RESOURCES):
+                self._leave_data(path, type(value).__name__)
+                return
+            restore = restore_of(value) if has_room else None
+            # Some files have a __dict__, and each of them is an iterator.
+            is_iterator = defines(value, "__next__") and (
+                isinstance(value, io.IOBase) or not hasattr(value, "__dict__")
+            )
+            if is_iterator and not restore:
+                self._leave(path, type(value).__name__)
+                return
+            if not has_room:
+                self._leave_data(path, f"memory of {memory_bytes(value):,} bytes")
+            elif restore:
+                self._later(path, restore)
             if isinstance(value, Tensor):
                 self._add_tensor(path, value, LARGEST_ARRAY_BYTES)
+            # These lead to what counts children. One name is private in NumPy 1.26 to 2.4.
+            if isinstance(value, NUMPY_RANDOM):
+                for name in ("bit_generator", "_bit_generator", "seed_seq"):
+                    yield f".{name}", getattr(value, name, None)
+            # A loader makes another one in each epoch. The name is private in torch 2.5.1 to 2.14.
+            if isinstance(value, DataLoader):
+                self._seen[id(value._iterator)] = value._iterator
             yield from self._add_container(path, value)
-            yield from self._add_object(path, value)
-
-    def _add_generator(self, path: Path, generator: Any) -> Children:
-        if isinstance(generator, random.Random):
-            self._later(path, generator.setstate, generator.getstate())
-        elif isinstance(generator, np.random.Generator):
-            yield ".bit_generator", generator.bit_generator
-        else:
-            self._later(path, generator.set_state, generator.get_state())
-            # Its seed sequence counts its children. The name is private in NumPy 1.26 to 2.4.
-            yield ".bit_generator", getattr(generator, "_bit_generator", None)
+            is_whole = isinstance(value, Module)
+            yield from self._add_object(path, value, () if is_whole else self._limits.left_with)
 
     def _add_tensor(self, path: Path, tensor: Tensor, largest_bytes: float) -> None:
         # A sparse or nested tensor has no storage of its own.
@@ -257,11 +263,11 @@ class AttributeState:
         if self._has_room(storage.nbytes(), largest_bytes):
             self.tensors.append(SavedTensor(tensor))
         else:
-            self._leave(path, f"a tensor of {storage.nbytes():,} bytes")
+            self._leave_data(path, f"a tensor of {storage.nbytes():,} bytes")
 
     def _add_array(self, path: Path, array: Any) -> Children:
-        if not self._has_room(array.nbytes, LARGEST_ARRAY_BYTES):
-            self._leave(path, f"an array of {array.nbytes:,} bytes")
+        if not self._has_room(array.nbytes):
+            self._leave_data(path, f"an array of {array.nbytes:,} bytes")
             return
         if array.flags.owndata:
             # A step may give such an array other memory, to which nothing may be written.
@@ -275,9 +281,9 @@ class AttributeState:
         if array.dtype.hasobject:
             yield from self._add_container(path, tuple(array.flat))
         # A masked array has its mask there.
-        yield from self._add_attributes(path, array)
+        yield from self._add_object(path, array)
 
-    def _has_room(self, size_bytes: int, largest_bytes: float) -> bool:
+    def _has_room(self, size_bytes: int, largest_bytes: float = LARGEST_ARRAY_BYTES) -> bool:
         if size_bytes > largest_bytes or self._array_bytes + size_bytes > self._limits.most_bytes:
             return False
         self._array_bytes += size_bytes
@@ -285,9 +291,6 @@ class AttributeState:
 
     def _add_container(self, path: Path, value: Any) -> Children:
         if not isinstance(value, CONTAINERS) or len(value) > self._limits.most_items:
-            return
-        if isinstance(value, bytearray):
-            self._later(path, value.__setitem__, slice(None), bytes(value))
             return
         contents = contents_of(value)
         if hasattr(value, "clear"):
@@ -301,14 +304,7 @@ class AttributeState:
         else:
             yield from ((f"[{index}]", item) for index, item in enumerate(contents))
 
-    def _add_attributes(self, path: Path, value: Any) -> Children:
-        """Record the attributes of an object whose other contents are recorded already."""
-        attributes = getattr(value, "__dict__", {})
-        contents = dict(attributes)
-        self._later(path, refill, attributes, contents)
-        yield from ((f".{name}", item) for name, item in contents.items())
-
-    def _add_object(self, path: Path, value: Any) -> Children:
+    def _add_object(self, path: Path, value: Any, left_with: tuple[type, ...] = ()) -> Children:
         attributes = getattr(value, "__dict__", {})
         contents = dict(attributes)
         # The class may define another __getstate__. With slots the state is a pair.
@@ -318,9 +314,7 @@ class AttributeState:
         if defines(value, "__tensor_flatten__"):
             slots = {}
         entries = {**contents, **slots}
-        if not isinstance(value, Module) and any(
-            issubclass(type(item), LIVE_RESOURCES) for item in entries.values()
-        ):
+        if any(issubclass(type(item), left_with) for item in entries.values()):
             self._left_out.add(id(value))
             self._leave(path, "it holds a lock, a thread, a file or a socket")
             return

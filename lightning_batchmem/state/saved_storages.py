@@ -91,7 +91,9 @@ class SavedStorages:
     def _chunks_in_file(self) -> Iterable[Tensor]:
         cached_bytes = 0
         for flat in self._in_file:
-            for chunk in torch.split(flat, _CHUNK_BYTES):
+            # One split of a small tensor takes longer than everything else that is done with it.
+            for begin in range(0, flat.numel(), _CHUNK_BYTES):
+                chunk = flat[begin : begin + _CHUNK_BYTES]
                 yield chunk
                 cached_bytes += chunk.numel()
                 # Pages are not dropped for each tensor, because a disk takes milliseconds.

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_batchmem.devices import host
+from lightning_batchmem.devices.foreign_values import begin_run
 from lightning_batchmem.devices.host import HostMemory
 
 MIB = 1 << 20
@@ -135,6 +136,20 @@ def test_a_peak_that_cannot_be_parsed_is_none(tmp_path, content):
     (tmp_path / "status").write_text(content)
     (tmp_path / "clear_refs").touch()
     assert not HostMemory(quick=True, files=tmp_path).can_reset_peak
+
+
+@needs_peak
+@pytest.mark.parametrize("content", ["", "1 2 3", "1 many 3 4 5 6 7"])
+def test_a_resident_set_that_cannot_be_parsed_is_read_with_psutil(tmp_path, content):
+    (tmp_path / "status").symlink_to("/proc/self/status")
+    (tmp_path / "clear_refs").symlink_to("/proc/self/clear_refs")
+    (tmp_path / "statm").write_text(content)
+    begin_run()
+    device_memory = HostMemory(files=tmp_path)
+    with pytest.warns(UserWarning, match="/proc/self/statm cannot be read: ValueError") as caught:
+        readings = [device_memory.current().allocated_bytes for _ in range(2)]
+    assert readings == pytest.approx([psutil.Process().memory_info().rss] * 2, rel=0.1)
+    assert len(caught) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resource limits are read on Linux")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -127,6 +131,55 @@ class InPassedData(_Scaled):
         return rows.level
 
 
+class Guarded(Noisy):
+    """Has a lock, an open file, and counters in memory that processes share."""
+
+    def __init__(self) -> None:
+        super().__init__(True)
+        self.lock = threading.Lock()
+        self.file: Any = open(__file__, "rb")  # noqa: SIM115
+        self.seen = [0] * 4
+        self.own = self
+        self.count: Any = multiprocessing.Value("i", 0)
+        self.shared = torch.zeros(2).share_memory_()
+
+
+class InGuardedData(_Scaled):
+    """Changes a data set that has a lock and an open file."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self.rows: Any = Guarded()
+
+    def left(self) -> float:
+        with self.rows.lock, self.rows.count.get_lock():
+            self.rows.seen[3] += 1
+            self.rows.count.value += 1
+            self.rows.shared += 1
+        total = self.rows.seen[3] + self.rows.count.value + self.rows.shared.sum().item()
+        return total + len(self.rows.file.readline())
+
+    def on_train_end(self) -> None:
+        self.rows.file.close()
+
+
+class OnMachine(_Scaled):
+    """Counts in the user's accelerator and cluster environment."""
+
+    def left(self) -> float:
+        accelerator: Any = self.trainer.accelerator
+        environment: Any = self.trainer._accelerator_connector.cluster_environment
+        accelerator.count = getattr(accelerator, "count", 0) + 1
+        environment.steps.append(1)
+        return accelerator.count + len(environment.steps)
+
+
+class Machine(LightningEnvironment):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+
+
 class Spawning(_Scaled):
     """Spawns generators from a sequence of seeds and from a generator."""
 
@@ -177,10 +230,15 @@ KEPT: dict[str, Case] = {
     "in the data set of a loader that was passed": Case(
         InPassedData, fit=given(lambda size: shuffled(size, Noisy()))
     ),
+    "in a data set with a lock": Case(InGuardedData),
     "in sequences of seeds": Case(Spawning),
     "in switches of torch": Case(Switching),
     "in a set": Case(Collecting),
 }
+
+
+class OwnCpu(CPUAccelerator):
+    """An accelerator of the user's."""
 
 
 class CountingPrecision(Precision):
@@ -206,7 +264,11 @@ class CountingStrategy(SingleDeviceStrategy):
         return loss * (1 + 0.1 * (self.count + len(self.steps)))
 
 
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "precision plugin": lambda: {"plugins": [CountingPrecision()]},
-    "strategy": lambda: {"strategy": CountingStrategy()},
+PARTS: dict[str, tuple[Case, Callable[[], dict[str, Any]]]] = {
+    "precision plugin": (Case(Net), lambda: {"plugins": [CountingPrecision()]}),
+    "strategy": (Case(Net), lambda: {"strategy": CountingStrategy()}),
+    "accelerator and cluster environment": (
+        Case(OnMachine),
+        lambda: {"accelerator": OwnCpu(), "plugins": [Machine()]},
+    ),
 }

@@ -29,16 +29,20 @@ def network(case):
     return layers
 
 
-def run_case(rank, case):
+def run_case(rank, directory, case):
     """Search and train; returns the plan and what is left."""
     device = FakeDevice(budget_bytes=BUDGETS[rank] * MIB)
     device.enforces_limits = True
     lightning_batchmem.loop.search.device_memory_for = lambda _: device
     model = network(case)
+    # Both processes have this one number.
+    path = directory / "counts"
+    model.counts = torch.from_file(str(path), shared=True, size=1, dtype=torch.long)
     optimizer = torch.optim.Adam(model.parameters())
 
     def step(batch):
         x, y = batch
+        model.counts += 1
         device.use(law(len(x)))
         device.free()
         if rank == 1 and len(x) >= case.get("fails_at", 10**6):
@@ -58,11 +62,16 @@ def run_case(rank, case):
     if case.get("search", True):
         options = {"model": model, "optimizer": optimizer, **case.get("options", {})}
         plan = json.loads(find_batch_size(step, make_batch, **options).to_json())
+    counted = model.counts.item()
+    torch.distributed.barrier()
     for _ in range(3):
         step(make_batch(4))
+    torch.distributed.barrier()
+    model.counts.zero_()
+    torch.distributed.barrier()
     local = [getattr(p, "to_local", lambda p=p: p)() for p in model.state_dict().values()]
     left = [value.double().tolist() for value in (*local, torch.get_rng_state())]
-    return {"plan": plan, "left": left, "is_collective": is_collective}
+    return {"plan": plan, "left": left, "is_collective": is_collective, "counted": counted}
 
 
 def run_cases(rank, directory, cases):
@@ -74,7 +83,7 @@ def run_cases(rank, directory, cases):
     seen = {}
     for name, case in cases.items():
         try:
-            seen[name] = run_case(rank, case)
+            seen[name] = run_case(rank, directory, case)
         except (LookupError, RuntimeError) as error:
             seen[name] = {"error": f"{type(error).__name__}: {error}"}
     (directory / f"{rank}.json").write_text(json.dumps(seen))

@@ -8,14 +8,30 @@ import torch
 from torch.optim import Optimizer
 
 
-class Lookahead(Optimizer):
+class _Wrapper(Optimizer):
+    """Asks the optimizer inside, and does not call ``Optimizer.__init__``."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.optimizer.load_state_dict(state_dict)
+
+
+class Lookahead(_Wrapper):
     """Many copies of it have nothing of what ``Optimizer.__init__`` makes.
 
     Every second step moves the weights halfway back to slow copies.
     """
 
     def __init__(self, optimizer):
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self.param_groups = optimizer.param_groups
         self.defaults = optimizer.defaults
         self.state = defaultdict(dict)
@@ -33,15 +49,6 @@ class Lookahead(Optimizer):
                     weight.data.copy_(slow)
         return loss
 
-    def zero_grad(self, set_to_none=True):
-        self.optimizer.zero_grad(set_to_none)
-
-    def state_dict(self):
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict):
-        self.optimizer.load_state_dict(state_dict)
-
 
 class TimmLookahead(Lookahead):
     """timm's has the dictionaries of hooks, and nothing calls the hooks."""
@@ -55,11 +62,8 @@ class TimmLookahead(Lookahead):
         return super().step(closure)
 
 
-class Delegating(Optimizer):
+class Delegating(_Wrapper):
     """Asks the optimizer inside for everything, as accelerate's AcceleratedOptimizer does."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
 
     param_groups = property(lambda self: self.optimizer.param_groups)
     state = property(lambda self: self.optimizer.state)
@@ -67,15 +71,6 @@ class Delegating(Optimizer):
 
     def step(self, closure=None):
         self.optimizer.step(closure)
-
-    def zero_grad(self, set_to_none=True):
-        self.optimizer.zero_grad(set_to_none)
-
-    def state_dict(self):
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict):
-        self.optimizer.load_state_dict(state_dict)
 
 
 class Several(Delegating):

@@ -53,6 +53,8 @@ def test_all_ranks_have_one_plan_and_train_as_without_a_search(name, seen):
     assert one["is_collective"] == ("wrapper" in CASES[name])
     for searched, alone in zip(seen[name], seen[f"{name} alone"], strict=True):
         assert searched["left"] == alone["left"]
+        # Each rank has written back what all ranks have in shared memory.
+        assert searched["counted"] == 0
 
 
 def test_an_error_on_one_rank_ends_the_search_on_all(seen):

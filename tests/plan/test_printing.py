@@ -33,6 +33,26 @@ def test_what_the_encoding_lacks_is_escaped(monkeypatch):
     assert stream.buffer.getvalue() == rb"size: gr\xf6\xdfe \ud83d" + b"\n"
 
 
+def test_an_encoding_that_python_does_not_know_is_a_reason(monkeypatch):
+    stream = SimpleNamespace(write=[].append, flush=lambda: None, encoding="of-the-project")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert why_not_printed(TEXT) == "unknown encoding: of-the-project"
+    with pytest.warns(UserWarning, match="Standard output cannot be written: unknown encoding"):
+        print_or_warn(TEXT)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_a_table_is_printed_in_any_encoding(monkeypatch, encoding):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    table = Table("Größe")
+    table.add_row("漢")
+    print_or_warn(lambda console: console.print(table))
+    printed = stream.buffer.getvalue().decode(encoding)
+    assert ("Größe" if encoding != "ascii" else r"Gr\xf6\xdfe") in printed
+    assert r"\u6f22" in printed
+
+
 def test_a_pipe_that_nobody_reads(monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)

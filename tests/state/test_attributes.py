@@ -1,8 +1,11 @@
 from __future__ import annotations
 
-import io
 import itertools
+import multiprocessing
+import os
+import queue
 import random
+import socket
 import threading
 import tracemalloc
 import weakref
@@ -222,20 +225,26 @@ class Hides:
         raise RuntimeError("no")
 
 
+HOLDS = "it holds a lock, a thread, a file or a socket"
+# It is open as long as the tests run.
+WRITTEN = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 TOO_LARGE = LARGEST_ARRAY_BYTES + 4
 
 
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        (iter([1]), "an iterator, list_iterator"),
-        (itertools.cycle([1]), "an iterator, cycle"),
-        ((i for i in [1]), "an iterator, generator"),
-        (io.StringIO(), "an iterator, StringIO"),
+        (iter([1]), "list_iterator"),
+        (itertools.cycle([1]), "cycle"),
+        ((i for i in [1]), "generator"),
+        (WRITTEN, "TextIOWrapper"),
+        (multiprocessing.get_context("spawn").Event(), HOLDS),
+        (queue.Queue(), HOLDS),
+        (threading.Thread(), "Thread"),
         (np.empty(TOO_LARGE, np.uint8), "an array of 67,108,868 bytes"),
         # The tensor has two elements, but the bytes of its whole storage count.
         (torch.empty(TOO_LARGE, dtype=torch.uint8)[:2], "a tensor of 67,108,868 bytes"),
-        (Run(), "it holds a lock, a thread, a file or a socket"),
+        (Run(), HOLDS),
         (Hides(), "RuntimeError"),
         (random.SystemRandom(), "NotImplementedError"),
     ],
@@ -576,6 +585,89 @@ def test_data_sets_and_loaders_are_restored_and_large_data_is_left_without_a_war
         assert (rows.level, rows.seen, rows.rows[0]) == (0, set(), [0, 1])
         assert rows.generator.get_state().equal(torch.Generator().get_state())
     assert not hasattr(held, "added")
+    assert kept.not_restorable == []
+
+
+class Guarded(Dataset):
+    """Has a lock, an iterator and an open file beside what a step changes."""
+
+    def __init__(self, path):
+        self.seen = [0]
+        self.lock = threading.Lock()
+        self.turns = itertools.cycle([1, 2])
+        self.file = path.open("rb")
+        self.own = self
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return index
+
+    def change(self):
+        self.seen[0] += 1
+        self.level = 1
+        with self.lock:
+            return next(self.turns), self.file.read(1)
+
+
+def test_data_are_restored_around_what_cannot_be_and_only_iterators_of_the_project_are_named(
+    tmp_path,
+):
+    path = tmp_path / "rows"
+    path.write_bytes(b"abc")
+    data = Guarded(path)
+    # Its own iterator has generators and locks.
+    loader = DataLoader(data, persistent_workers=True, num_workers=1)
+    iter(loader)
+    module = Module(data)
+    kept = ProjectSnapshot(module, [loader])
+    data.change()
+    loader.sampler.own = data
+    kept.restore_or_warn()
+    assert (data.seen, data.file.tell(), hasattr(data, "level")) == ([0], 0, False)
+    assert not hasattr(loader.sampler, "own")
+    assert kept.not_restorable == ["Module.value.turns (cycle)"]
+    data.file.close()
+    del loader
+
+
+@pytest.mark.parametrize(
+    "part", [threading.Thread(), threading.Condition(), multiprocessing.Pipe()[0]]
+)
+def test_data_with_which_a_thread_works_stay_as_they_are_and_are_named(part):
+    data = InClass()
+    data.part = part
+    data.rows = [1]
+    kept = ProjectSnapshot(Module(data))
+    data.rows.append(2)
+    kept.restore_or_warn()
+    assert data.rows == [1, 2]
+    assert kept.not_restorable == [f"Module.value ({HOLDS})"]
+
+
+@pytest.mark.parametrize(
+    "part", [socket.socket(), multiprocessing.Semaphore(), multiprocessing.Lock()]
+)
+def test_data_are_restored_around_what_other_processes_use(part):
+    data = InClass()
+    data.part = part
+    data.rows = [1]
+    kept = ProjectSnapshot(Module(data))
+    data.rows.append(2)
+    kept.restore_or_warn()
+    assert data.rows == [1]
+    assert kept.not_restorable == []
+
+
+def test_a_datamodule_with_a_lock_is_restored():
+    data = LightningDataModule()
+    data.lock = threading.Lock()
+    data.rows = [1]
+    kept = ProjectSnapshot(Module(None), datamodules=[data])
+    data.rows.append(2)
+    kept.restore_or_warn()
+    assert data.rows == [1]
     assert kept.not_restorable == []
 
 
