@@ -256,7 +256,7 @@ def test_batches_that_do_not_follow_the_size_are_named(lawful, recwarn):
 
 def test_what_cannot_be_restored_is_named(lawful):
     lawful.state = [iter([1, 2]), loader(4)]
-    with pytest.warns(UserWarning, match=r"state\[1\] \(DataLoader\); state\[0\] \(an iterator"):
+    with pytest.warns(UserWarning, match=r"state\[1\] \(DataLoader\); state\[0\] \(list_iterator"):
         found(lawful, max_batch_size=4)
 
 
