@@ -222,16 +222,16 @@ class AttributeState:
             yield from self._add_array(path, value)
         else:
             has_room = self._has_room(memory_bytes(value))
-            if isinstance(value, LIVE_RESOURCES):
-                self._leave_data(path, type(value).__name__)
-                return
             restore = restore_of(value) if has_room else None
             # Some files have a __dict__, and each of them is an iterator.
             is_iterator = defines(value, "__next__") and (
                 isinstance(value, io.IOBase) or not hasattr(value, "__dict__")
             )
-            if is_iterator and not restore:
-                self._leave(path, type(value).__name__)
+            is_live = isinstance(value, LIVE_RESOURCES)
+            if is_live or (is_iterator and not restore):
+                self._left_out.add(id(value))
+                leave = self._leave_data if is_live else self._leave
+                leave(path, type(value).__name__)
                 return
             if not has_room:
                 self._leave_data(path, f"memory of {memory_bytes(value):,} bytes")

@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, Dataset
 # not copied.
 LARGEST_ARRAY_BYTES = 64 * 2**20
 
-
 # What has one of these works together with a thread, which would see its attributes change.
 _OF_THREADS = (threading.Thread, threading.Condition, Connection)
 
