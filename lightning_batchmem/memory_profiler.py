@@ -21,7 +21,7 @@ from lightning_batchmem._lightning.trainer_state import (
 )
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.foreign_values import begin_run, value_or_none
+from lightning_batchmem.devices.foreign_values import add_note, begin_run, error_text, value_or_none
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.plan.options import check_switches
 from lightning_batchmem.plan.plan import Plan
@@ -274,7 +274,7 @@ class MemoryProfiler(Callback):
         try:
             if self._run is not None:
                 for note in self._run.notes(exception, trainer):
-                    exception.add_note(f"MemoryProfiler: {note}")
+                    add_note(exception, f"MemoryProfiler: {note}")
             self._finish(trainer, is_complete=False)
             if isinstance(exception, KeyboardInterrupt):
                 # Lightning does not call teardown after this exception.
@@ -282,9 +282,7 @@ class MemoryProfiler(Callback):
                 self.teardown(trainer, pl_module, "fit")
         # A failed device may raise any error, which must not replace the first one.
         except Exception as error:  # noqa: BLE001
-            exception.add_note(
-                f"MemoryProfiler could not finish its report: {type(error).__name__}: {error}"
-            )
+            add_note(exception, f"MemoryProfiler could not finish its report: {error_text(error)}")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Print the table once the progress bar has stopped."""

@@ -266,6 +266,68 @@ def test_optimizers_that_are_not_as_those_of_torch_are_searched(tmp_path, kind):
     assert_same(left, without, kind.__name__)
 
 
+class Slotted:
+    """A scheduler without a dictionary of attributes."""
+
+    __slots__ = ("optimizer", "steps")
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.steps = 0
+
+    def step(self):
+        self.steps += 1
+        self.optimizer.param_groups[0]["lr"] = 0.01 / self.steps
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state_dict):
+        self.steps = state_dict["steps"]
+
+
+@pytest.mark.usefixtures("reads_here")
+def test_a_scheduler_without_a_dictionary_is_searched(tmp_path):
+    class Sized(Validated):
+        batch_size = 8
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), 0.01)
+            scheduler = {"scheduler": Slotted(optimizer), "interval": "step"}
+            return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+        def lr_scheduler_step(self, scheduler, metric):
+            scheduler.step()
+
+    without, _ = trained(tmp_path, Sized, loader=data(SAMPLES, 8))
+    left, texts = trained(tmp_path, Sized, finder(), loader=data(SAMPLES, 8))
+    assert_same(left, without, "left")
+    assert texts == []
+
+
+@pytest.mark.usefixtures("reads_here")
+def test_a_method_of_a_strategy_that_the_project_has_replaced(tmp_path):
+    class Sized(Validated):
+        batch_size = 8
+
+    lefts = []
+    for callbacks in ([], [finder()]):
+        torch.manual_seed(0)
+        net = Sized()
+        trainer = trainer_for(tmp_path, *callbacks)
+        setup_optimizers = trainer.strategy.setup_optimizers
+
+        def faster(trainer, setup_optimizers=setup_optimizers):
+            setup_optimizers(trainer)
+            trainer.optimizers[0].param_groups[0]["lr"] = 0.2
+
+        trainer.strategy.setup_optimizers = faster
+        trainer.fit(net, data(SAMPLES, 8))
+        lefts.append(dict(net.state_dict()))
+        assert trainer.strategy.setup_optimizers is faster
+    assert_same(lefts[1], lefts[0], "left")
+
+
 class Refusing(torch.optim.Adam):
     """Has the hooks of its steps for itself."""
 
@@ -698,6 +760,32 @@ def test_hooks_of_the_project_above_those_of_the_profiler(tmp_path, checkpoints)
     assert (made.summary.modules is None) == (not checkpoints)
     reason = "" if checkpoints else "the step has hooks on saved tensors itself"
     assert reason in made.summary.no_modules_reason
+
+
+# --- errors
+
+
+class WordlessError(RuntimeError):
+    """An error of another library, whose text needs what is missing."""
+
+    def __str__(self):
+        return self.response.text
+
+    def add_note(self, note):
+        raise TypeError("no notes")
+
+
+@pytest.mark.usefixtures("reads_here")
+@pytest.mark.parametrize("make", [profiler, OomGuard, finder])
+def test_an_error_that_cannot_be_read_is_still_the_error(tmp_path, make):
+    class Failing(Validated):
+        batch_size = 8
+
+        def training_step(self, batch, batch_idx):
+            raise WordlessError
+
+    with pytest.raises(WordlessError):
+        trained(tmp_path, Failing, make(), loader=data(SAMPLES, 8))
 
 
 # --- two profilers

@@ -39,7 +39,7 @@ from lightning_batchmem._lightning.trainer_state import (
 from lightning_batchmem.batches.loader_size import keep_sizes
 from lightning_batchmem.batches.loaders import generators_of
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.foreign_values import value_or_none
+from lightning_batchmem.devices.foreign_values import attributes_of, value_or_none
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.state.refill import refill
 from lightning_batchmem.state.snapshot import Snapshot, freeze, unfreeze
@@ -146,7 +146,7 @@ def isolated(
 
 def _isolate(owner: Any, undo: ExitStack) -> None:
     """Let a search change the attributes of a part of the trainer, and of the loops in it."""
-    attributes = vars(owner)
+    attributes = attributes_of(owner)
     undo.callback(refill, attributes, dict(attributes))
     # Both classes are private in lightning 2.5.0 to 2.6.6.
     loops = in_every_package("loops.loop._Loop")

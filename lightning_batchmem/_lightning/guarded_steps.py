@@ -26,7 +26,7 @@ from lightning_batchmem.batches.split import (
     split,
     splittable_samples,
 )
-from lightning_batchmem.devices.foreign_values import value_or_none
+from lightning_batchmem.devices.foreign_values import add_note, value_or_none
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory, release_traceback
 from lightning_batchmem.devices.tensors import tensors_in
 
@@ -151,10 +151,11 @@ class _GuardedClosure:
                 place = self._steps.module._current_fx_name
                 if num_parts > 1 and not is_out_of_memory(error):
                     # Nothing else in the error shows that the step had only a part of the batch.
-                    error.add_note(
+                    add_note(
+                        error,
                         f"OomGuard: when this error occurred, the batch ran in {num_parts} parts,"
                         " because memory had run out in it. If the parts are the cause, use a"
-                        " smaller batch size."
+                        " smaller batch size.",
                     )
                 if not is_out_of_memory(error) or place not in ("training_step", "backward"):
                     raise
@@ -260,8 +261,9 @@ class _GuardedClosure:
         return None
 
     def _refuse(self, reason: str) -> NoReturn:
-        self._error.add_note(
-            f"OomGuard: the batch cannot run in parts, because {reason}. Use a smaller batch size."
+        add_note(
+            self._error,
+            f"OomGuard: the batch cannot run in parts, because {reason}. Use a smaller batch size.",
         )
         raise self._error
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 # _optimizers_to_device is private in lightning 2.5.0 to 2.6.6.
@@ -24,16 +23,21 @@ from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 def call_before(owner: Any, method: str, call: Callable[[], None]) -> Callable[[], object]:
     """Run ``call`` once before the next ``owner.method()``; returns a function that cancels it."""
     original = getattr(owner, method)
+    own = vars(owner)
+    # The project may have replaced the method of the class already.
+    before = {method: own[method]} if method in own else {}
 
-    # Without the attribute of the instance, the method of the class is used again.
-    cancel = partial(vars(owner).pop, method, None)
+    def cancel() -> None:
+        if own.get(method) is calling:
+            del own[method]
+            own.update(before)
 
     def calling(*arguments: Any) -> None:
         cancel()
         call()
         original(*arguments)
 
-    vars(owner)[method] = calling
+    own[method] = calling
     return cancel
 
 

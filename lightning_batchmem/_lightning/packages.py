@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_batchmem.devices.foreign_values import add_note
+
 # The files with private names of torch state these versions too.
 NEWEST_TESTED_TORCH = (2, 14)
 
@@ -73,9 +75,10 @@ def noted_errors() -> Iterator[None]:
     except Exception as error:
         # An error of this package has its reason in its own sentence.
         if not is_own_error(error):
-            error.add_note(
+            add_note(
+                error,
                 "BatchFinder: this error occurred in the search before the training, when other"
                 " callbacks do not run. If a step or a hook of the module needs what a callback"
-                " sets in on_fit_start or later, let the callback set it in setup."
+                " sets in on_fit_start or later, let the callback set it in setup.",
             )
         raise

@@ -45,6 +45,11 @@ def attributes_of(value: object) -> dict[str, Any]:
     return attributes if isinstance(attributes, dict) else {}
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an error, unless its class refuses notes."""
+    value_or_none("An error", BaseException.add_note, error, note)
+
+
 def error_text(error: BaseException) -> str:
     """Return the type of an error, and the first line of its text."""
     try:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
+from lightning_batchmem.devices.foreign_values import error_text, value_or_none
+
 # These are messages of torch and of the libraries below it, for errors without a specific type.
 # Source: strings of torch 2.5.1 (CUDA) and 2.13 (CPU), and the issues named below.
 _MESSAGES = re.compile(
@@ -68,7 +70,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     ``CUDNN_STATUS_NOT_INITIALIZED`` do not count: they mostly mean a broken installation or device
     (but see pytorch/pytorch#81620). ``KeyboardInterrupt`` and the like never count.
     """
-    return isinstance(error, Exception) and any(_matches(related) for related in _related(error))
+    return issubclass(type(error), Exception) and bool(
+        value_or_none("An error", lambda: any(map(_matches, _related(error))))
+    )
 
 
 def _matches(error: BaseException) -> bool:
@@ -107,8 +111,7 @@ def release_traceback(failure: BaseException) -> str:
 
     Source: https://github.com/Lightning-AI/pytorch-lightning/issues/7335
     """
-    lines = str(failure).strip().splitlines()
-    text = f"{type(failure).__name__}: {lines[0]}" if lines else type(failure).__name__
+    text = error_text(failure)
     seen: set[int] = set()
     error: BaseException | None = failure
     while error is not None and id(error) not in seen:

@@ -20,6 +20,8 @@ _LEAVES = frozenset(
 )
 # An object may make its items when they are read, and those theirs. Python ends at 1,000 calls.
 _MOST_LEVELS = 500
+# Items of a sequence that may make them when they are read. A batch has fewer samples.
+_MOST_READ = 10_000
 _ITEMS = "A part of a batch, or of another object with tensors,"
 
 
@@ -62,8 +64,11 @@ def _items(data: object) -> list[Any]:
     if isinstance(data, Mapping):
         return list(data.values())
     if isinstance(data, (Sequence, Set)) and not isinstance(data, (str, bytes)):
-        # A sequence that raises no IndexError has no end but its length.
-        return list(islice(data, len(data)))
+        if isinstance(data, (list, tuple)):
+            return list(islice(data, len(data)))
+        # A sequence that raises no IndexError has no end but its length, and one that reads its
+        # items from a file may be as long as the data set.
+        return list(islice(data, min(len(data), _MOST_READ)))
     # A batch may refer to its model, whose tensors are not part of the batch.
     if isinstance(data, (type, Module)):
         return []

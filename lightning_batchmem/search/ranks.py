@@ -12,6 +12,7 @@ import torch
 # TorchDispatchMode is documented, and public only under this name in torch 2.5 to 2.14.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_batchmem.devices.foreign_values import add_note
 from lightning_batchmem.plan.records import Trial
 
 _Value = TypeVar("_Value")
@@ -102,9 +103,10 @@ class Ranks:
             yield
         # Every error is raised again, with a note.
         except Exception as error:
-            error.add_note(
+            add_note(
+                error,
                 f"BatchFinder: this error occurred in a step of {batch_size} samples that all ranks"
-                " take together. If a rank ran out of memory, use a lower memory_limit."
+                " take together. If a rank ran out of memory, use a lower memory_limit.",
             )
             raise
         self.in_collective_step = False

@@ -30,6 +30,7 @@ from lightning_batchmem.state.refill import (
     delete_slot,
     refill,
     restore_array,
+    restore_object,
     set_attribute,
 )
 from lightning_batchmem.state.saved_tensors import SavedTensor, carried_by
@@ -296,6 +297,7 @@ class AttributeState:
         if hasattr(value, "clear"):
             self._later(path, refill, value, contents)
         if isinstance(value, defaultdict):
+            self._later(path, set_attribute, value, "default_factory", value.default_factory)
             yield ".default_factory", value.default_factory
         if isinstance(contents, dict):
             # Every object of a user's class can be a key.
@@ -318,7 +320,7 @@ class AttributeState:
             self._left_out.add(id(value))
             self._leave(path, "it holds a lock, a thread, a file or a socket")
             return
-        self._later(path, refill, attributes, contents)
+        self._later(path, restore_object, value, type(value), attributes, contents)
         for name, item in slots.items():
             self._later(Path(path, f".{name}"), set_attribute, value, name, item)
         # copyreg, which pickle uses too, names all slots; those without a value are not in a state.

@@ -32,7 +32,17 @@ def set_attribute(value: object, name: str, item: object) -> None:
     """Set an attribute of an object, in its dictionary or in a slot."""
     # A read-only slot has not changed, so it need not be set.
     if getattr(value, name, None) is not item:
-        setattr(value, name, item)
+        # The class may be a frozen dataclass.
+        object.__setattr__(value, name, item)
+
+
+def restore_object(value: Any, kind: type, attributes: Any, contents: dict[str, Any]) -> None:
+    """Give an object its class, its dictionary and the contents of that again."""
+    if type(value) is not kind:
+        object.__setattr__(value, "__class__", kind)
+    if getattr(value, "__dict__", attributes) is not attributes:
+        object.__setattr__(value, "__dict__", attributes)
+    refill(attributes, contents)
 
 
 def delete_slot(value: object, name: str) -> None:
@@ -73,8 +83,12 @@ def refill(container: Any, contents: Any) -> str | None:
         return _refill_set(container, contents)
     kind = _plain_kind(container)
     kind.clear(container)
-    fill = kind.update if hasattr(kind, "update") else kind.extend
-    fill(container, contents)
+    if isinstance(contents, dict):
+        for key, item in contents.items():
+            # The update of an OrderedDict calls a method of the user's class.
+            kind.__setitem__(container, key, item)
+    else:
+        kind.extend(container, contents)
     return None
 
 

@@ -37,10 +37,6 @@ class SavedStorages:
     largest_bytes: ClassVar[int | None] = None
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        # The file is open as long as the search, so no `with` statement can close it.
-        self._file: Any = tempfile.TemporaryFile()  # noqa: SIM115
-        # This closes the file also where a run ends before its search.
-        weakref.finalize(self, self._file.close)
         storages = {
             (flat.device, flat.data_ptr(), flat.numel()): flat for flat in map(flat_bytes, tensors)
         }
@@ -53,16 +49,21 @@ class SavedStorages:
         self._in_memory = [(flat, flat.cpu()) for flat in on_device if has_room]
         self._in_file = [flat for flat in self._flats if flat.is_cpu or not has_room]
         try:
+            # The file is open as long as the search, so no `with` statement can close it.
+            self._file: Any = tempfile.TemporaryFile()  # noqa: SIM115
+            # This closes the file also where a run ends before its search.
+            weakref.finalize(self, self._file.close)
             for chunk in self._chunks_in_file():
                 on_host = chunk.cpu()
                 # A NumPy array is avoided, because torch cannot resize a storage that has had one.
                 self._file.write((ctypes.c_char * chunk.numel()).from_address(on_host.data_ptr()))
         except OSError as error:
             total_bytes = sum(flat.numel() for flat in self._in_file)
+            where = tempfile.tempdir or "a temporary file"
             raise OSError(
                 "BatchFinder could not write its copy of weights and optimizer state"
-                f" ({total_bytes:,} bytes) to {tempfile.gettempdir()}: {error}. Set TMPDIR to a"
-                " directory with more room."
+                f" ({total_bytes:,} bytes) to {where}: {error}. Set TMPDIR to a directory that can"
+                " be written and has room."
             ) from error
 
     def write_back(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
+from lightning_batchmem.devices.foreign_values import attributes_of
 from lightning_batchmem.state.attributes import AttributeState
 from lightning_batchmem.state.saved_storages import SavedStorages
 from lightning_batchmem.state.switches import Switches
@@ -21,13 +22,14 @@ from lightning_batchmem.state.walked_kinds import OF_DATA, OF_PROJECT
 def freeze(schedulers: Iterable[Any]) -> None:
     """Keep the learning rate in steps of a search."""
     for scheduler in schedulers:
-        vars(scheduler)["step"] = lambda *_, **__: None
+        # One with slots only cannot be kept from stepping, and its slots are restored.
+        attributes_of(scheduler)["step"] = lambda *_, **__: None
 
 
 def unfreeze(schedulers: Iterable[Any]) -> None:
     """Undo :func:`freeze`: a checkpoint contains the attributes of a scheduler."""
     for scheduler in schedulers:
-        vars(scheduler).pop("step", None)
+        attributes_of(scheduler).pop("step", None)
 
 
 class Snapshot:

@@ -63,6 +63,25 @@ def test_a_batch_without_an_end_has_no_tensors_that_are_known(kind):
     assert tensors_in(kind([0, 0])) == []
 
 
+class Column(UserList):
+    """A column of a table, whose rows are read when they are needed."""
+
+    reads = 0
+
+    def __len__(self):
+        return 10**9
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return 1
+
+
+def test_a_batch_with_a_long_column_is_not_read_through():
+    column = Column()
+    assert len(tensors_in([torch.ones(1), column])) == 1
+    assert column.reads == 10_000
+
+
 NESTED = "ignore:The PyTorch API of nested tensors"
 
 

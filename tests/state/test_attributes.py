@@ -9,7 +9,7 @@ import socket
 import threading
 import tracemalloc
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
@@ -321,12 +321,69 @@ class Clears(list):
         return iter([0])
 
 
-def test_an_object_that_refuses_to_be_restored_is_a_warning():
-    module = Module([Refuses(), [1]])
+def test_slots_of_an_object_that_refuses_to_be_changed_are_restored():
+    module = Module(Refuses())
     kept = ProjectSnapshot(module)
-    object.__setattr__(module.value[0], "count", 2)
+    before = module.value.count
+    object.__setattr__(module.value, "count", 2)
+    kept.restore_or_warn()
+    assert module.value.count == before
+
+
+class Packing(OrderedDict):
+    """A cache whose values are packed, and which keeps two of them."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, ("packed", value))
+        while len(self) > 2:
+            self.popitem(last=False)
+
+
+def test_a_cache_is_restored_without_its_own_methods():
+    module = Module(Packing(a=1))
+    OrderedDict.update(module.value, b=2)
+    contents = list(OrderedDict.items(module.value))
+    kept = ProjectSnapshot(module)
+    module.value["c"] = 3
+    module.value.move_to_end("b", last=False)
+    kept.restore_or_warn()
+    assert list(OrderedDict.items(module.value)) == contents
+
+
+class First:
+    def __init__(self):
+        self.n = 1
+
+
+class Second(First):
+    pass
+
+
+def test_an_object_that_gets_another_dictionary_and_another_class_has_its_own_again():
+    module = Module(First())
+    attributes = module.value.__dict__
+    kept = ProjectSnapshot(module)
+    module.value.__dict__ = {"m": 2}
+    module.value.__class__ = Second
+    kept.restore_or_warn()
+    assert type(module.value) is First
+    assert module.value.__dict__ is attributes == {"n": 1}
+
+
+def test_the_factory_of_a_defaultdict_is_restored():
+    module = Module(defaultdict(int))
+    kept = ProjectSnapshot(module)
+    module.value.default_factory = None
+    kept.restore_or_warn()
+    assert module.value["new"] == 0
+
+
+def test_an_object_that_refuses_to_be_restored_is_a_warning():
+    module = Module([np.ones(3), [1]])
+    kept = ProjectSnapshot(module)
+    module.value[0].dtype = np.int32
     module.value[1].append(2)
-    text = r"could not restore: Module\.value\[0\]\.count \(TypeError\)"
+    text = r"could not restore: Module\.value\[0\] \(TypeError\)"
     with pytest.warns(UserWarning, match=text):
         kept.restore_or_warn()
     assert module.value[1] == [1]
