@@ -29,7 +29,7 @@ from lightning_batchmem.plan.small_files import read_small
 # A search up to 8 samples runs 2 samples too.
 _MAX_BATCH_SIZE = 8
 # The samples that are read must not depend on the speed or the free memory of the machine.
-_READING = ReadingPolicy(max_samples=1, max_sample_sizes=64, scan_seconds=math.inf)
+_READING = ReadingPolicy(max_sample_sizes=64, scan_seconds=math.inf)
 _TRAINER = {
     "accelerator": "cpu",
     "enable_checkpointing": False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.devices.foreign_values import add_note
 
 # The files with private names of torch state these versions too.
@@ -67,8 +68,12 @@ def warn_of_untested_torch(torch_version: str = torch.__version__) -> None:
 
 
 @contextmanager
-def noted_errors() -> Iterator[None]:
-    """Add a note to errors, whose reason may be that a search is no training."""
+def noted_errors(batches: Sequence[ProbeBatches] = ()) -> Iterator[None]:
+    """Add a note to errors, whose reason may be that a search is no training.
+
+    Args:
+        batches: those of the search.
+    """
     try:
         yield
     # A user's step may raise any error, which is raised again with the note.
@@ -81,4 +86,12 @@ def noted_errors() -> Iterator[None]:
                 " callbacks do not run. If a step or a hook of the module needs what a callback"
                 " sets in on_fit_start or later, let the callback set it in setup.",
             )
+            counts = [one.distinct_samples for one in batches if one.distinct_samples]
+            if counts:
+                add_note(
+                    error,
+                    "The batch had some samples more than once, because the search has only"
+                    f" {min(counts):,} distinct ones for it. If the module needs distinct samples,"
+                    f" pass max_batch_size={min(counts)}, or set the size by hand.",
+                )
         raise

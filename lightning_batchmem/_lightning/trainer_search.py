@@ -149,7 +149,7 @@ class TrainerSearch:
                 limit_bytes=self._budget.limit_bytes(),
                 ranks=self.ranks,
             )
-            with noted_errors():
+            with noted_errors(session.batches):
                 also_size = followed.project_size if self.rehearses_project_size else None
                 result = self._search_of(session, progress).run(earlier_plan, also_size)
         wrap_again(self.trainer)
@@ -184,7 +184,7 @@ class TrainerSearch:
             session = self._evaluation_session(clean_start, setting)
             if session is None:
                 return None
-            with noted_errors():
+            with noted_errors(session.batches):
                 result = self._search_of(session, progress).run()
         chosen = _chosen(result)
         notes = _old_values(setting, chosen)
@@ -361,6 +361,7 @@ class TrainerSearch:
             loaders,
             self.options.worst_case,
             policy=self.policy.reading,
+            largest_size=self.options.largest_size,
             room_bytes=self._budget.free_bytes(),
             restored=clean_start.restored,
         )

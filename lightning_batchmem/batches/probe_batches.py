@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch.utils.data import DataLoader
+
+# The name is private in torch 2.5.1 to 2.14.
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_batchmem.batches.budget_batches import BudgetBatches
 from lightning_batchmem.batches.budget_loader import BudgetLoader
 from lightning_batchmem.batches.collate import copied_collate
 from lightning_batchmem.batches.fetched_batches import FetchedCollate, fetched_samples
 from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
+from lightning_batchmem.batches.sample_bytes import batched_bytes, held_bytes
 from lightning_batchmem.batches.sample_sizes import (
     LargestSum,
     LongestSample,
     SampleSizes,
     TypicalSamples,
 )
-from lightning_batchmem.batches.samples import (
-    SampleMeasure,
-    batched_bytes,
-    held_bytes,
-    read_samples,
-)
+from lightning_batchmem.batches.samples import SampleMeasure, read_samples
 from lightning_batchmem.devices.tensors import copied
-from lightning_batchmem.plan.options import WorstCase
+from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, WorstCase
 from lightning_batchmem.plan.policy import ReadingPolicy
 from lightning_batchmem.plan.sentences import ragged_samples, scan_ended
 
@@ -37,8 +36,9 @@ class ProbeBatches:
 
     Where the samples differ in size, the worst batches are made. Where a loader forms its own
     batches, some are read at each budget instead, and the worst of them are used. What is kept of
-    all loaders takes at most a share of ``room_bytes``, the free memory of the process. The state
-    of the ``restored`` objects, by their ids, is restored after the search, so they may change.
+    all loaders takes at most a share of ``room_bytes``, the free memory of the process. Samples are
+    kept for batches of up to ``largest_size``. The state of the ``restored`` objects, by their ids,
+    is restored after the search, so they may change.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class ProbeBatches:
         worst_case: WorstCase | None = None,
         *,
         policy: ReadingPolicy | None = None,
+        largest_size: int = UNBOUNDED_MAX_BATCH_SIZE,
         room_bytes: int | None = None,
         restored: Mapping[int, object] | None = None,
     ) -> None:
@@ -60,7 +61,9 @@ class ProbeBatches:
                 read = BudgetBatches(info, policy, share_bytes)
                 self._of_loaders.append(read)
             else:
-                made = _LoaderBatches(info, worst_case, policy, share_bytes, restored or {})
+                made = _LoaderBatches(
+                    info, worst_case, policy, largest_size, share_bytes, restored or {}
+                )
                 self._of_loaders.append(made)
         # These are those of the rank that found the longest samples.
         self._agreed_longest_bytes: list[int] | None = None
@@ -76,6 +79,12 @@ class ProbeBatches:
     def held_bytes(self) -> int:
         """Bytes of the samples and batches that are kept in this process."""
         return sum(batches.held_bytes for batches in self._of_loaders)
+
+    @property
+    def distinct_samples(self) -> int | None:
+        """The fewest distinct samples of a loader whose last batch had some more than once."""
+        counts = [getattr(batches, "distinct_samples", None) for batches in self._of_loaders]
+        return min((count for count in counts if count is not None), default=None)
 
     @property
     def longest_bytes(self) -> list[int]:
@@ -175,12 +184,15 @@ class _LoaderBatches:
     """The batches of one loader: its samples, and the choice of samples for a batch."""
 
     num_other_batches = 0
+    # The number of distinct samples in the last batch if it had some more than once.
+    distinct_samples: int | None = None
 
     def __init__(
         self,
         info: LoaderInfo,
         worst_case: WorstCase | None,
         policy: ReadingPolicy,
+        largest_size: int,
         share_bytes: float,
         restored: Mapping[int, object],
     ) -> None:
@@ -189,7 +201,9 @@ class _LoaderBatches:
         loader = fetched_samples(info.loader)
         if loader is not info.loader:
             self._collate = FetchedCollate(info.loader, self._collate)
-        measure = SampleMeasure(self._collate, worst_case, policy, share_bytes)
+        measure = SampleMeasure(
+            self._collate, worst_case, policy, self.count(largest_size), share_bytes
+        )
         self.samples, sizes = read_samples(loader, measure)
         self.notes: list[str] = []
         self.choice = TypicalSamples(sizes)
@@ -197,13 +211,18 @@ class _LoaderBatches:
         self.held_bytes = sum(map(held_bytes, self.samples))
         if worst_case == "typical":
             return
-        if worst_case is not None:
-            self.choice = LongestSample(sizes)
-        elif sizes.is_ragged:
-            concatenates = self._concatenates(sizes)
-            self.choice = LargestSum(sizes, policy) if concatenates else LongestSample(sizes)
-            random_batches = policy.max_draws if concatenates else None
-            self.notes.append(ragged_samples(sizes.measured, random_batches))
+        if sizes.is_ragged:
+            joins = self._joins(sizes)
+            # A random batch is hardly ever larger than the largest samples of many.
+            is_random = isinstance(info.loader.sampler, RandomSampler)
+            has_largest = worst_case is None and (sizes.is_complete or is_random)
+            self.choice = LongestSample(sizes, joins=joins != "nothing", has_largest=has_largest)
+            random_batches = None
+            if worst_case is None and joins == "by their sum":
+                self.choice = LargestSum(sizes, policy)
+                random_batches = policy.max_draws
+            if worst_case is None:
+                self.notes.append(ragged_samples(sizes.measured, random_batches))
         if sizes.scan_seconds is not None:
             self.notes.append(scan_ended(len(sizes.measured), sizes.scan_seconds))
 
@@ -232,12 +251,21 @@ class _LoaderBatches:
         # Without workers a fetch holds the samples of the batch in this process too. With workers
         # only the containers are new, since a collate function may take samples apart.
         share = self.info.loader.num_workers > 0
-        return self._collate([copied(self.samples[i], share_tensors=share) for i in positions])
+        num_distinct = len(set(positions))
+        self.distinct_samples = num_distinct if num_distinct < len(positions) else None
+        # No training has the samples that a search keeps, so the mode that counts live bytes must
+        # not see them.
+        with _disable_current_modes():
+            samples = [copied(self.samples[i], share_tensors=share) for i in positions]
+            if share:
+                return self._collate(samples)
+        return self._collate(samples)
 
-    def _concatenates(self, sizes: SampleSizes) -> bool:
-        """Whether a batch of two samples is about as large as the sum of both.
+    def _joins(self, sizes: SampleSizes) -> Literal["nothing", "by padding", "by their sum"]:
+        """How batches join samples of two sizes.
 
-        It also has to have as many tensors as a batch of one sample.
+        A batch of two samples that are concatenated is about as large as the sum of both. It also
+        has as many tensors as a batch of one sample.
         """
         by_bytes = sizes.by_bytes
         smallest = by_bytes[0]
@@ -250,13 +278,13 @@ class _LoaderBatches:
         # A user's function may need samples of one length, of which the longest are safe. It may
         # raise any exception.
         except Exception:  # noqa: BLE001
-            return False
+            return "nothing"
         # The smallest sample adds its bytes if it is concatenated, and those of the largest one if
         # it is padded. The mean of the two separates these cases.
         added_bytes = both_bytes - sizes.sample_bytes[largest]
         is_sum = 2 * added_bytes < sizes.sample_bytes[largest] + sizes.sample_bytes[smallest]
         # If there are more tensors, or none, the model combines the samples and may pad them.
-        return both_count == tensor_count > 0 and is_sum
+        return "by their sum" if both_count == tensor_count > 0 and is_sum else "by padding"
 
 
 def _batches_ahead(loader: DataLoader[Any]) -> int:

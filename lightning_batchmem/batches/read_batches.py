@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_batchmem.batches.isolated import read_isolated
-from lightning_batchmem.batches.samples import held_bytes, without_views
+from lightning_batchmem.batches.sample_bytes import held_bytes, without_views
 from lightning_batchmem.devices.tensors import samples_in, tensors_in
 from lightning_batchmem.plan.policy import ReadingPolicy
 

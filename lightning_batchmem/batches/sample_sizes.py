@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 
@@ -19,13 +20,11 @@ class SampleSizes:
     set; one more is the largest sample, unless it is among them.
     """
 
-    # Every measured sample has a size: its bytes in a batch, or the value of the user's callable.
+    # Every measured sample has a size: its bytes in a batch.
     measured: list[float] = field(default_factory=list)
     # Bytes of the available samples in a batch.
     sample_bytes: list[int] = field(default_factory=list)
     spread_count: int = 0
-    # The position of the largest available sample.
-    largest: int = 0
     # Whether the measured sizes differ.
     is_ragged: bool = False
     # Whether all samples of the data set were measured.
@@ -44,7 +43,7 @@ class TypicalSamples:
 
     def __init__(self, sizes: SampleSizes) -> None:
         self.sizes = sizes
-        self.longest_bytes = sizes.sample_bytes[sizes.largest]
+        self.longest_bytes = max(sizes.sample_bytes)
 
     def positions(self, count: int) -> list[int]:
         """Positions of the samples in a batch of ``count`` samples."""
@@ -61,13 +60,40 @@ class TypicalSamples:
 
 
 class LongestSample(TypicalSamples):
-    """Batches repeat the longest sample, since a batch is as long as its longest sample."""
+    """Batches repeat the longest sample, since a batch is as long as its longest sample.
+
+    Samples that are equally long take turns. Where no batch of a training can exceed the largest
+    samples together, batches have these, each of them once.
+
+    Args:
+        sizes: the samples.
+        joins: whether a batch can have samples of several sizes.
+        has_largest: whether the largest samples of a training are among those that were measured.
+    """
+
+    def __init__(self, sizes: SampleSizes, *, joins: bool, has_largest: bool) -> None:
+        super().__init__(sizes)
+        self._order = sizes.by_bytes[::-1]
+        in_order = [sizes.sample_bytes[position] for position in self._order]
+        # Samples of equally many bytes may have several shapes.
+        self._num_longest = in_order.count(self.longest_bytes) if joins else 1
+        self._num_distinct = self._num_longest
+        if joins and has_largest:
+            # Not all samples that were measured are available.
+            pairs = zip(in_order, sorted(sizes.measured, reverse=True), strict=False)
+            self._num_distinct = sum(1 for _ in takewhile(lambda pair: pair[0] >= pair[1], pairs))
 
     def positions(self, count: int) -> list[int]:
-        return [self.sizes.largest] * count
+        if count <= self._num_distinct:
+            return self._order[:count]
+        return [self._order[number % self._num_longest] for number in range(count)]
 
     def other_positions(self, count: int, index: int) -> list[int]:
-        return [index % len(self.sizes.sample_bytes)] * count
+        position = index % len(self._order)
+        if count > self._num_distinct:
+            return [position] * count
+        begin = min(self._order.index(position), len(self._order) - count)
+        return self._order[begin : begin + count]
 
 
 class LargestSum(TypicalSamples):
@@ -81,27 +107,38 @@ class LargestSum(TypicalSamples):
         self._policy = policy
         self._by_bytes = sizes.by_bytes
         self._largest_sums: dict[int, int] = {}
+        self._positions: dict[int, list[int]] = {}
 
     def positions(self, count: int) -> list[int]:
-        sample_bytes = self.sizes.sample_bytes
-        positions = []
-        missing_bytes = self._largest_sum(count)
-        # Each pass adds the smallest sample that is at least as large as the missing samples are on
-        # average.
-        for missing in range(count, 0, -1):
-            rank = bisect_left(
-                self._by_bytes, missing_bytes / missing, key=sample_bytes.__getitem__
-            )
-            position = self._by_bytes[min(rank, len(self._by_bytes) - 1)]
-            positions.append(position)
-            missing_bytes -= sample_bytes[position]
-        return positions
+        if count not in self._positions:
+            positions = self._with_largest_sum(count, is_repeated=count > len(self._by_bytes))
+            if self._sum(positions) < self._largest_sum(count):
+                positions = self._with_largest_sum(count, is_repeated=True)
+            self._positions[count] = positions
+        return self._positions[count]
 
     def other_positions(self, count: int, index: int) -> list[int]:
         # The random choice protects no secret.
-        choices = random.Random(index).choices(range(self.sizes.spread_count), k=count)  # noqa: S311
-        largest = self.positions(count)
-        return min(choices, largest, key=self._sum)
+        generator = random.Random(index)  # noqa: S311
+        spread = range(self.sizes.spread_count)
+        is_repeated = count > len(spread)
+        choices = (generator.choices if is_repeated else generator.sample)(spread, k=count)
+        return min(choices, self.positions(count), key=self._sum)
+
+    def _with_largest_sum(self, count: int, *, is_repeated: bool) -> list[int]:
+        sample_bytes = self.sizes.sample_bytes
+        positions = []
+        missing_bytes = self._largest_sum(count)
+        available = self._by_bytes.copy()
+        # Each pass adds the smallest sample that is at least as large as the missing samples are on
+        # average.
+        for missing in range(count, 0, -1):
+            rank = bisect_left(available, missing_bytes / missing, key=sample_bytes.__getitem__)
+            rank = min(rank, len(available) - 1)
+            position = available[rank] if is_repeated else available.pop(rank)
+            positions.append(position)
+            missing_bytes -= sample_bytes[position]
+        return positions
 
     def batch_bytes(self, count: int, longest_bytes: int) -> int:
         return self._largest_sum(count)

@@ -30,10 +30,16 @@ from torch.utils.data import (
 from lightning_batchmem.batches.batch_sampler import copied_sampler
 from lightning_batchmem.batches.copies import Copies, warn_of_no_copy
 from lightning_batchmem.batches.loader_size import COUNTED_BATCHES, check_count
+from lightning_batchmem.batches.sample_bytes import (
+    batched_bytes,
+    held_bytes,
+    pickled,
+    without_views,
+)
 from lightning_batchmem.batches.sample_sizes import SampleSizes
 from lightning_batchmem.batches.shared_memory import RestoredMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
-from lightning_batchmem.devices.tensors import copied, plain_tensors, tensors_in
+from lightning_batchmem.devices.tensors import copied
 from lightning_batchmem.plan.options import WorstCase
 from lightning_batchmem.plan.policy import ReadingPolicy
 
@@ -49,7 +55,6 @@ class MeasuredSample(NamedTuple):
     batch_bytes: int
     # Whether the sample is one of those that are spread over the data set.
     is_spread: bool
-    is_largest: bool
     # The list contains the sample, pickled by a worker, or nothing if the sample is not needed.
     samples: list[Any]
 
@@ -65,9 +70,12 @@ class SampleMeasure:
     collate: Callable[[list[Any]], Any]
     worst_case: WorstCase | None
     policy: ReadingPolicy
+    # A batch of the search has at most so many samples.
+    most_samples: float
     # The samples may hold these bytes in the process of the search.
     room_bytes: float
     spread_count: int = 0
+    smallest_size: float = math.inf
     largest_size: float = -math.inf
 
     def __call__(self, samples: list[Any]) -> MeasuredSample:
@@ -75,23 +83,28 @@ class SampleMeasure:
         if sample is None:
             # It is only kept until there is another.
             is_first = self.largest_size == -math.inf
-            return MeasuredSample(None, 0, False, is_first, self._sent(sample) if is_first else [])
+            return MeasuredSample(None, 0, False, [self._sent(sample)] if is_first else [])
         try:
             batch_bytes, _ = batched_bytes(self.collate, samples)
         # A user's function may need more samples than one, and raise any exception for one.
         except Exception:  # noqa: BLE001
             batch_bytes = held_bytes(sample)
         size = float(batch_bytes)
-        is_largest = size > self.largest_size
+        uses_largest = self.worst_case != "typical"
+        is_needed = uses_largest and size > self.largest_size
         self.largest_size = max(size, self.largest_size)
-        is_spread = self.spread_count < self.policy.max_samples and self._has_room(sample)
-        self.spread_count += is_spread
-        is_needed = is_spread or (is_largest and self.worst_case != "typical")
-        return MeasuredSample(
-            size, batch_bytes, is_spread, is_largest, self._sent(sample) if is_needed else []
-        )
+        self.smallest_size = min(size, self.smallest_size)
+        # Of samples of one size, a batch needs no more. Of others, it needs the largest ones.
+        is_ragged = uses_largest and self.smallest_size < self.largest_size
+        is_spread = self.room_bytes >= 0 and (is_ragged or self.spread_count < self.most_samples)
+        sent = [self._sent(sample)] if is_needed or is_spread else []
+        if is_spread:
+            self.room_bytes -= len(sent[0]) if type(sent[0]) is bytes else held_bytes(sent[0])
+            is_spread = self.room_bytes >= 0 or self.spread_count == 0
+            self.spread_count += is_spread
+        return MeasuredSample(size, batch_bytes, is_spread, sent if is_needed or is_spread else [])
 
-    def _sent(self, sample: Any) -> list[Any]:
+    def _sent(self, sample: Any) -> Any:
         """The sample as it is returned.
 
         A worker would share each tensor through a file descriptor, and where there are too few of
@@ -99,14 +112,8 @@ class SampleMeasure:
         """
         alone = without_views(sample)
         if get_worker_info() is None:
-            return [alone]
-        return [pickle.dumps(alone, protocol=pickle.HIGHEST_PROTOCOL)]
-
-    def _has_room(self, sample: Any) -> bool:
-        """Whether there is room for the sample, which it takes; always for the first sample."""
-        if self.room_bytes >= 0:
-            self.room_bytes -= held_bytes(sample)
-        return self.room_bytes >= 0 or self.spread_count == 0
+            return alone
+        return pickled(alone)
 
 
 def read_samples(loader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], SampleSizes]:
@@ -276,8 +283,6 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
                 samples.append(sample)
                 sizes.sample_bytes.append(measured.batch_bytes)
                 sizes.spread_count += measured.is_spread
-                if measured.is_largest:
-                    sizes.largest = len(samples) - 1
             if num_read == 1:
                 # The time begins anew here, since the start of a worker may take longer than all
                 # samples.
@@ -307,58 +312,7 @@ def _enough(measure: SampleMeasure, sizes: SampleSizes, seconds: float) -> int:
     """Number of samples after which no more are read."""
     policy = measure.policy
     if measure.worst_case == "typical":
-        return policy.max_samples
+        return policy.typical_samples
     if measure.worst_case is not None or sizes.is_ragged:
         return policy.max_sample_sizes
     return policy.equal_sizes if seconds > policy.equal_sizes_seconds else policy.equal_sizes_quick
-
-
-def batched_bytes(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[int, int]:
-    """Bytes of a batch and the number of its tensors.
-
-    Names and paths count only in a batch without tensors.
-    """
-    # The containers are new, since a collate function may take its samples apart.
-    counter = _ByteCounter(collate([copied(sample, share_tensors=True) for sample in samples]))
-    return counter.tensor_bytes or counter.other_bytes, counter.tensor_count
-
-
-def held_bytes(samples: object) -> int:
-    """Bytes that samples hold, pickled where they are no tensors."""
-    try:
-        counter = _ByteCounter(samples)
-    # A user's object may refuse to be pickled in any way.
-    except Exception:  # noqa: BLE001
-        return sum(tensor.nbytes for tensor in tensors_in(samples))
-    return counter.tensor_bytes + counter.other_bytes
-
-
-class _ByteCounter(pickle.Pickler):
-    """Pickler that counts bytes and writes nothing; tensors count separately."""
-
-    def __init__(self, value: object) -> None:
-        # A pickler only calls the method `write` of its file.
-        super().__init__(self, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensor_bytes = 0
-        self.tensor_count = 0
-        self.other_bytes = 0
-        self.dump(value)
-
-    def write(self, pickled: Any) -> None:
-        self.other_bytes += memoryview(pickled).nbytes
-
-    def persistent_id(self, value: Any) -> str | None:
-        # Tensors of other layouts contain strided tensors, which are counted.
-        if isinstance(value, Tensor) and value.layout is torch.strided:
-            self.tensor_bytes += value.nbytes
-            self.tensor_count += 1
-            return "tensor"
-        return None
-
-
-def without_views(sample: Any) -> Any:
-    """The sample, copied if a tensor in it is a view of a larger storage."""
-    plain = [part for tensor in tensors_in(sample) for part in plain_tensors(tensor)]
-    if any(part.untyped_storage().nbytes() > part.nbytes for part in plain):
-        return copied(sample)
-    return sample

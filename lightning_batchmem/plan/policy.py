@@ -14,8 +14,9 @@ from dataclasses import dataclass
 class ReadingPolicy:
     """Numbers that bound the reading of samples, and of batches that a loader forms itself."""
 
-    max_samples: int = 32
-    """Samples that are kept to make batches of. Source: Several lengths, and quick to read."""
+    typical_samples: int = 32
+    """Samples that are read with `worst_case="typical"`. Source: Several lengths, and quick to
+    read."""
     max_sample_sizes: int = 10_000
     """Samples whose size is measured, at most. Source: It bounds the time of a search."""
     equal_sizes: int = 64

@@ -308,9 +308,9 @@ def worst_of_budget(num_batches: int) -> str:
 def ragged_samples(sizes: Sequence[float], random_batches: int | None) -> str:
     """A note about samples that differ in size.
 
-    The search used the largest of so many ``random_batches``; None if it repeated one sample.
+    The search used the largest of so many ``random_batches``; None if it used the largest samples.
     """
-    batches = "of the largest sample only"
+    batches = "of the largest samples only"
     if random_batches is not None:
         batches = f"as large as the largest of {random_batches:,} random ones"
     return (

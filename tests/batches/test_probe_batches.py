@@ -22,14 +22,45 @@ MIB = 2**20
 RAGGED = Numbers(200, lengths={37: 16, 38: 12})
 
 
-def test_batches_that_are_padded_are_made_of_the_longest_sample():
-    for worst_case in (None, "longest"):
-        probe = batches(RAGGED, worst_case, collate_fn=pad)
-        assert probe.batch(3)[0].tolist() == [[37] * 16] * 3
-        assert probe.batch_bytes(50)[0][1] == 50 * 16 * 8
-        shapes = [probe.other_lengths(3, index)[0].shape for index in range(33)]
-        assert {(3, 4), (3, 16)} <= set(shapes)
-    assert batches(RAGGED, collate_fn=pad).longest_bytes == [16 * 8]
+def test_batches_that_are_padded_have_the_largest_samples():
+    probe = batches(RAGGED, collate_fn=pad)
+    batch, _ = probe.batch(3)
+    assert batch.shape == (3, 16)
+    assert batch[:, 0].tolist()[:2] == [37, 38]
+    assert len(set(batch[:, 0].tolist())) == 3
+    assert probe.distinct_samples is None
+    shapes = [probe.other_lengths(3, index)[0].shape for index in range(200)]
+    assert set(shapes) == {(3, 4), (3, 12), (3, 16)}
+
+
+@pytest.mark.parametrize(
+    ("worst_case", "arguments"), [("longest", {}), (None, {"sampler": range(99, 0, -1)})]
+)
+def test_the_longest_sample_is_repeated_where_no_others_are_known_to_be_as_large(
+    worst_case, arguments
+):
+    policy = ReadingPolicy(max_sample_sizes=90)
+    probe = batches(RAGGED, worst_case, policy=policy, collate_fn=pad, **arguments)
+    batch, _ = probe.batch(3)
+    assert len(set(batch[:, 0].tolist())) == 1
+    assert probe.distinct_samples == 1
+    assert batch.shape[1] >= 12
+    assert probe.batch(1)[0].shape[0] == 1
+    assert probe.distinct_samples is None
+
+
+def test_the_largest_of_many_samples_are_as_large_as_random_batches():
+    policy = ReadingPolicy(max_sample_sizes=90)
+    dataset = Numbers(1000, lengths={index: 1 + index % 50 for index in range(1000)})
+    batch, _ = batches(dataset, policy=policy, collate_fn=pad, shuffle=True).batch(40)
+    assert len(set(batch[:, 0].tolist())) == 40
+    assert batches(dataset, policy=policy, collate_fn=pad).batch(40)[0].shape == (40, 50)
+
+
+def test_batches_are_as_long_as_the_longest_sample_of_all():
+    probe = batches(RAGGED, collate_fn=pad)
+    assert probe.batch_bytes(50)[0][1] == 50 * 16 * 8
+    assert probe.longest_bytes == [16 * 8]
 
 
 def test_batches_that_are_concatenated_are_the_largest_of_random_ones():
@@ -55,11 +86,17 @@ def of_one_length(samples):
 
 
 @pytest.mark.parametrize(
-    "collate", [list, of_one_length, lambda samples: ["text" * len(sample) for sample in samples]]
+    ("collate", "lengths"),
+    [
+        (list, (16, 12)),
+        # Such a collate function needs samples of one length.
+        (of_one_length, (16, 16)),
+        (lambda samples: ["text" * len(sample) for sample in samples], (64, 48)),
+    ],
 )
-def test_batches_that_the_model_combines_are_made_of_the_longest_sample(collate):
+def test_batches_that_the_model_combines_have_the_largest_samples(collate, lengths):
     batch, _ = batches(RAGGED, collate_fn=collate).batch(2)
-    assert len(batch[0]) == len(batch[1]) == (64 if isinstance(batch[0], str) else 16)
+    assert tuple(map(len, batch)) == lengths
 
 
 def test_typical_samples_are_spread_over_the_data_set():
@@ -72,7 +109,7 @@ def test_typical_samples_are_spread_over_the_data_set():
 
 @pytest.mark.parametrize(
     ("collate", "used"),
-    [(pad, "of the largest sample only"), (torch.cat, "as large as the largest of 1,000 random")],
+    [(pad, "of the largest samples only"), (torch.cat, "as large as the largest of 1,000 random")],
 )
 def test_the_note_names_the_sizes_and_the_way_out(collate, used):
     (note,) = batches(RAGGED, collate_fn=collate).notes
@@ -104,8 +141,10 @@ def test_a_batch_is_made_of_new_samples_without_the_storage_around_them(workers,
     batch, _ = probe.batch(40)
     assert {sample.x.untyped_storage().nbytes() for sample in batch} == {400}
     assert len({id(sample) for sample in batch}) == 40
-    assert len({sample.x.data_ptr() for sample in batch}) == (32 if is_shared else 40)
-    assert probe.held_bytes >= 32 * 400
+    again, _ = probe.batch(40)
+    both = {sample.x.data_ptr() for sample in batch + again}
+    assert len(both) == (40 if is_shared else 80)
+    assert probe.held_bytes >= 512 * 400
 
 
 def several(mode):

@@ -1,3 +1,5 @@
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,6 @@ def sizes_of(sample_bytes, *, is_complete=False):
         [float(size) for size in sample_bytes],
         list(sample_bytes),
         spread_count=len(sample_bytes) - 1,
-        largest=len(sample_bytes) - 1,
         is_ragged=True,
         is_complete=is_complete,
     )
@@ -30,7 +31,7 @@ def test_typical_batches_have_all_samples_in_turn():
 
 
 def test_batches_of_the_longest_sample_repeat_it_and_others_repeat_another():
-    choice = LongestSample(sizes_of([10, 20, 30]))
+    choice = LongestSample(sizes_of([10, 20, 30]), joins=True, has_largest=False)
     assert choice.positions(2) == [2, 2]
     assert [choice.other_positions(2, index) for index in range(4)] == [
         [0, 0],
@@ -40,6 +41,44 @@ def test_batches_of_the_longest_sample_repeat_it_and_others_repeat_another():
     ]
     # Another rank has a longer sample.
     assert choice.batch_bytes(5, 40) == 200
+
+
+def test_equally_long_samples_take_turns_unless_they_cannot_be_joined():
+    sizes = sizes_of([30, 10, 30, 20, 30])
+    choice = LongestSample(sizes, joins=True, has_largest=False)
+    assert sorted(choice.positions(3)) == [0, 2, 4]
+    turns = Counter(choice.positions(7))
+    assert sorted(turns.items()) == [(0, 2), (2, 2), (4, 3)]
+    assert len(set(LongestSample(sizes, joins=False, has_largest=True).positions(3))) == 1
+
+
+@given(
+    sample_bytes=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    missing=st.lists(st.integers(1, 9), max_size=4),
+    count=st.integers(1, 12),
+    index=st.integers(0, 20),
+)
+def test_the_largest_samples_together_are_a_batch_where_all_of_them_are_available(
+    sample_bytes, missing, count, index
+):
+    """The samples that are missing were measured, but there was no room for them."""
+    sizes = sizes_of(sample_bytes)
+    sizes.measured += missing
+    choice = LongestSample(sizes, joins=True, has_largest=True)
+    positions = choice.positions(count)
+    largest = sorted(sizes.measured, reverse=True)[:count]
+    chosen = sorted((sample_bytes[position] for position in positions), reverse=True)
+    assert len(chosen) == count
+    # Only the available largest ones are known to be a batch.
+    longest_is_there = max(sample_bytes) == max(sizes.measured)
+    if longest_is_there:
+        assert all(one >= other for one, other in zip(chosen, largest, strict=False))
+    if not missing and count <= len(sample_bytes):
+        assert len(set(positions)) == count
+        assert chosen == largest
+        others = choice.other_positions(count, index)
+        assert len(set(others)) == count
+        assert max(sample_bytes[other] for other in others) <= chosen[0]
 
 
 @given(
@@ -60,6 +99,10 @@ def test_a_largest_sum_is_reached_and_no_other_batch_is_larger(
     others = choice.other_positions(count, index)
     assert len(others) == count
     assert sum(sample_bytes[position] for position in others) <= total
+    if is_complete and count <= len(sample_bytes):
+        assert len(set(positions)) == count
+    if is_complete and count < len(sample_bytes):
+        assert len(set(others)) == count
 
 
 def test_a_complete_data_set_has_each_sample_once():

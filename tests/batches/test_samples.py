@@ -15,16 +15,17 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, Subset, TensorDataset
 
 from lightning_batchmem.batches.loader_size import set_loader_batch_size
-from lightning_batchmem.batches.samples import SampleMeasure, read_samples, without_views
+from lightning_batchmem.batches.sample_bytes import without_views
+from lightning_batchmem.batches.samples import SampleMeasure, read_samples
 from lightning_batchmem.devices.tensors import tensors_in
 from lightning_batchmem.plan.policy import ReadingPolicy
 from tests.helpers.own_loaders import OfClasses
 from tests.helpers.samples import Numbers, Stream, batches, changed, pad
 
 
-def read(dataset, worst_case=None, **policy):
+def read(dataset, worst_case=None, *, most=32, **policy):
     loader = DataLoader(dataset, batch_size=2, collate_fn=pad)
-    measure = SampleMeasure(pad, worst_case, ReadingPolicy(**policy), float("inf"))
+    measure = SampleMeasure(pad, worst_case, ReadingPolicy(**policy), most, float("inf"))
     return read_samples(loader, measure)
 
 
@@ -175,7 +176,7 @@ def test_no_file_descriptor_is_kept():
 def test_few_file_descriptors_are_enough(caplog):
     dataset = changed(lambda index: tuple(torch.zeros(index + 1) for _ in range(30)))
     loader = DataLoader(dataset, batch_size=2)
-    measure = SampleMeasure(list, None, ReadingPolicy(sample_seconds=5.0), float("inf"))
+    measure = SampleMeasure(list, None, ReadingPolicy(sample_seconds=5.0), 32, float("inf"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     with ExitStack() as undo:
@@ -191,7 +192,7 @@ def test_few_file_descriptors_are_enough(caplog):
     # Without the first sample, the reader would wait for its time-out.
     assert "reads a copy" not in caplog.text
     assert (len(sizes.measured), sizes.is_complete, sizes.scan_seconds) == (100, True, None)
-    assert len(samples) == 33
+    assert len(samples) == 100
 
 
 # Tests of samples that are missing, and of samplers.
@@ -265,7 +266,7 @@ def uncopied():
 
 def test_a_sampler_that_cannot_be_copied_is_left_alone(uncopied):
     loader = DataLoader(Numbers(100), batch_size=2, sampler=Holding(100, uncopied))
-    measure = SampleMeasure(loader.collate_fn, None, ReadingPolicy(), float("inf"))
+    measure = SampleMeasure(loader.collate_fn, None, ReadingPolicy(), 32, float("inf"))
     samples, sizes = read_samples(loader, measure)
     assert (len(samples), len(sizes.measured)) == (32, 100)
 
@@ -274,7 +275,7 @@ def test_a_batch_sampler_that_cannot_be_copied_gets_its_size(uncopied):
     loader = DataLoader(Numbers(100), batch_sampler=HoldingBatches(100, uncopied))
     set_loader_batch_size(loader, 5)
     assert [len(batch) for batch in loader] == [5] * 20
-    measure = SampleMeasure(loader.collate_fn, None, ReadingPolicy(), float("inf"))
+    measure = SampleMeasure(loader.collate_fn, None, ReadingPolicy(), 32, float("inf"))
     samples, sizes = read_samples(loader, measure)
     assert (len(samples), len(sizes.measured)) == (32, 100)
 
@@ -282,7 +283,7 @@ def test_a_batch_sampler_that_cannot_be_copied_gets_its_size(uncopied):
 def test_a_batch_sampler_that_does_not_follow_is_no_fault_of_a_worker(caplog):
     loader = DataLoader(Numbers(100), batch_sampler=OfClasses(2, 3))
     set_loader_batch_size(loader, 5)
-    measure = SampleMeasure(loader.collate_fn, None, ReadingPolicy(), float("inf"))
+    measure = SampleMeasure(loader.collate_fn, None, ReadingPolicy(), 32, float("inf"))
     with caplog.at_level("INFO"), pytest.raises(ValueError, match="its batches do not depend on"):
         read_samples(loader, measure)
     assert "reads a copy" not in caplog.text
@@ -291,7 +292,7 @@ def test_a_batch_sampler_that_does_not_follow_is_no_fault_of_a_worker(caplog):
 def test_batches_of_indices_may_be_arrays():
     batches = [np.arange(3), np.arange(3, 7)]
     loader = DataLoader(Numbers(100), batch_sampler=batches)
-    measure = SampleMeasure(loader.collate_fn, None, ReadingPolicy(), float("inf"))
+    measure = SampleMeasure(loader.collate_fn, None, ReadingPolicy(), 32, float("inf"))
     _, sizes = read_samples(loader, measure)
     assert len(sizes.measured) == 7
 
@@ -314,17 +315,35 @@ def test_the_reading_of_samples_that_differ_ends_at_its_limit():
     assert count_read(Stream(itertools.count()), float, max_sample_sizes=100) == 100
 
 
-def test_some_samples_are_returned_and_the_largest_one():
-    """The largest sample of 200 is that of index 37, unless "typical" ones are enough."""
-    dataset = Numbers(200, lengths={30: 9, 37: 16, 38: 12})
-    samples, sizes = read(dataset, max_samples=4)
-    assert [int(sample[0]) for sample in samples] == [98, 194, 107, 10, 37]
-    assert sizes.sample_bytes == [32, 32, 32, 32, 128]
-    assert (sizes.spread_count, sizes.largest) == (4, 4)
-    assert (len(sizes.measured), sizes.is_ragged, sizes.is_complete) == (200, True, True)
-    samples, sizes = read(dataset, "typical", max_samples=4)
+def test_as_many_samples_are_kept_as_a_batch_may_have():
+    dataset = Numbers(200)
+    samples, sizes = read(dataset, most=4)
     assert [int(sample[0]) for sample in samples] == [98, 194, 107, 10]
-    assert not sizes.is_complete
+    assert sizes.sample_bytes == [32] * 4
+    assert (len(sizes.measured), sizes.is_ragged, sizes.is_complete) == (200, False, True)
+    assert len(read(dataset, most=1000)[0]) == 200
+    samples, sizes = read(dataset, "typical", most=4)
+    assert (len(samples), sizes.is_complete) == (4, False)
+
+
+def test_from_the_first_sample_of_another_size_all_samples_are_kept():
+    """The sample of index 30 is the 27th, and that of index 37 the 53rd of 200."""
+    dataset = Numbers(200, lengths={30: 9, 37: 16, 38: 12})
+    samples, sizes = read(dataset, most=4)
+    assert [int(sample[0]) for sample in samples[:4]] == [98, 194, 107, 10]
+    assert {30, 37, 38} <= {int(sample[0]) for sample in samples}
+    assert sizes.sample_bytes.count(32) > 100
+    assert sizes.spread_count == len(samples) == len(sizes.sample_bytes) < 200
+    # "typical" does not need the largest ones.
+    assert len(read(dataset, "typical", most=4)[0]) == 4
+
+
+def test_without_room_the_largest_sample_is_kept():
+    dataset = Numbers(200, lengths={30: 9, 37: 16, 38: 12})
+    loader = DataLoader(dataset, batch_size=2, collate_fn=pad)
+    samples, sizes = read_samples(loader, SampleMeasure(pad, None, ReadingPolicy(), 200, 0))
+    assert [int(sample[0]) for sample in samples] == [98, 37]
+    assert (sizes.spread_count, sizes.sample_bytes) == (1, [32, 128])
 
 
 def test_no_period_of_the_data_hides_its_longest_samples():

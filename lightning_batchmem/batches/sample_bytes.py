@@ -1,0 +1,93 @@
+"""Bytes of samples, counted and sent."""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_batchmem.devices.tensors import copied, plain_tensors, tensors_in
+
+# The usual types of which NumPy has the same.
+_DTYPES_OF_NUMPY = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
+
+
+def batched_bytes(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[int, int]:
+    """Bytes of a batch and the number of its tensors.
+
+    Names and paths count only in a batch without tensors.
+    """
+    # The containers are new, since a collate function may take its samples apart.
+    counter = _ByteCounter(collate([copied(sample, share_tensors=True) for sample in samples]))
+    return counter.tensor_bytes or counter.other_bytes, counter.tensor_count
+
+
+def held_bytes(samples: object) -> int:
+    """Bytes that samples hold, pickled where they are no tensors."""
+    try:
+        counter = _ByteCounter(samples)
+    # A user's object may refuse to be pickled in any way.
+    except Exception:  # noqa: BLE001
+        return sum(tensor.nbytes for tensor in tensors_in(samples))
+    return counter.tensor_bytes + counter.other_bytes
+
+
+class _ByteCounter(pickle.Pickler):
+    """Pickler that counts bytes and writes nothing; tensors count separately."""
+
+    def __init__(self, value: object) -> None:
+        # A pickler only calls the method `write` of its file.
+        super().__init__(self, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensor_bytes = 0
+        self.tensor_count = 0
+        self.other_bytes = 0
+        self.dump(value)
+
+    def write(self, pickled: Any) -> None:
+        self.other_bytes += memoryview(pickled).nbytes
+
+    def persistent_id(self, value: Any) -> str | None:
+        # Tensors of other layouts contain strided tensors, which are counted.
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            self.tensor_bytes += value.nbytes
+            self.tensor_count += 1
+            return "tensor"
+        return None
+
+
+def without_views(sample: Any) -> Any:
+    """The sample, copied if a tensor in it is a view of a larger storage."""
+    plain = [part for tensor in tensors_in(sample) for part in plain_tensors(tensor)]
+    if any(part.untyped_storage().nbytes() > part.nbytes for part in plain):
+        return copied(sample)
+    return sample
+
+
+def pickled(sample: Any) -> bytes:
+    """The sample, pickled so that plain ``pickle`` reads it.
+
+    Plain tensors become arrays, which takes a fifth of the time.
+    """
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _reduced}
+    pickler.dump(sample)
+    return file.getvalue()
+
+
+def _reduced(tensor: Tensor) -> Any:
+    is_plain = (
+        tensor.dtype in _DTYPES_OF_NUMPY
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.requires_grad or tensor.is_neg() or vars(tensor))
+    )
+    if is_plain:
+        return torch.from_numpy, (tensor.numpy(),)
+    return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
