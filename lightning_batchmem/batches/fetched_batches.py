@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+# The name is private in torch 2.5.1 to 2.14.
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader
 
 from lightning_batchmem.batches.batch_sampler import SingleSamples
 from lightning_batchmem.batches.isolated import read_isolated
+from lightning_batchmem.devices.tensors import copied
 from lightning_batchmem.plan.policy import ReadingPolicy
 
 
@@ -45,22 +49,38 @@ class FetchedSamples(SingleSamples):
         return fetched[0] if self.returns_lists else FetchedSample(index, fetched)
 
 
-@dataclass(frozen=True)
+@dataclass
 class FetchedCollate:
-    """The collate function of a project, which gets batches that the data set has joined."""
+    """The collate function of a project, which gets batches that the data set has joined.
+
+    The last batch is kept, because the steps of a trial have the same one.
+    """
 
     loader: DataLoader[Any]
     collate: Callable[[Any], Any]
+    last_indices: bytes = b""
+    last_batch: Any = None
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         if not isinstance(samples[0], FetchedSample):
             return self.collate(samples)
         if len(samples) == 1:
             return self.collate(samples[0].batch)
-        fetch = partial(_fetched, indices=[sample.index for sample in samples])
-        # The samples of a batch may each take as long as the policy allows one.
-        seconds = ReadingPolicy().sample_seconds * len(samples)
-        return self.collate(read_isolated(self.loader, fetch, timeout_seconds=seconds))
+        indices = [sample.index for sample in samples]
+        # The indices of a user's sampler may have any type.
+        if (key := pickle.dumps(indices)) != self.last_indices:
+            # The last batch would take memory beside the next one.
+            self.last_indices, self.last_batch = b"", None
+            # The samples of a batch may each take as long as the policy allows one.
+            seconds = ReadingPolicy().sample_seconds * len(samples)
+            fetch = partial(_fetched, indices=indices)
+            self.last_batch = read_isolated(self.loader, fetch, timeout_seconds=seconds)
+            self.last_indices = key
+        # A collate function, or a step, may write to its batch. The kept one is no live memory of a
+        # training.
+        with _disable_current_modes():
+            batch = copied(self.last_batch)
+        return self.collate(batch)
 
 
 def fetched_samples(loader: DataLoader[Any]) -> DataLoader[Any]:

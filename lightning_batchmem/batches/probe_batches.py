@@ -201,8 +201,17 @@ class _LoaderBatches:
         loader = fetched_samples(info.loader)
         if loader is not info.loader:
             self._collate = FetchedCollate(info.loader, self._collate)
+        # A random batch is hardly ever larger than the largest samples of many.
+        is_random = isinstance(loader.sampler, RandomSampler)
+        may_be_complete = info.samples is not None and info.samples <= policy.max_sample_sizes
         measure = SampleMeasure(
-            self._collate, worst_case, policy, self.count(largest_size), share_bytes
+            self._collate,
+            worst_case,
+            policy,
+            # No more samples of one size are read while reading is quick.
+            min(self.count(largest_size), policy.equal_sizes_quick),
+            worst_case is None and (is_random or may_be_complete),
+            share_bytes,
         )
         self.samples, sizes = read_samples(loader, measure)
         self.notes: list[str] = []
@@ -213,8 +222,6 @@ class _LoaderBatches:
             return
         if sizes.is_ragged:
             joins = self._joins(sizes)
-            # A random batch is hardly ever larger than the largest samples of many.
-            is_random = isinstance(info.loader.sampler, RandomSampler)
             has_largest = worst_case is None and (sizes.is_complete or is_random)
             self.choice = LongestSample(sizes, joins=joins != "nothing", has_largest=has_largest)
             random_batches = None

@@ -90,4 +90,6 @@ def _reduced(tensor: Tensor) -> Any:
     )
     if is_plain:
         return torch.from_numpy, (tensor.numpy(),)
-    return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    # The method of Tensor has no annotations.
+    reduce: Any = tensor.__reduce_ex__
+    return reduce(pickle.HIGHEST_PROTOCOL)

@@ -70,8 +70,9 @@ class SampleMeasure:
     collate: Callable[[list[Any]], Any]
     worst_case: WorstCase | None
     policy: ReadingPolicy
-    # A batch of the search has at most so many samples.
-    most_samples: float
+    # So many samples are kept, and more of them only where sizes differ and all are needed.
+    most_samples: int
+    needs_all_sizes: bool
     # The samples may hold these bytes in the process of the search.
     room_bytes: float
     spread_count: int = 0
@@ -95,7 +96,7 @@ class SampleMeasure:
         self.largest_size = max(size, self.largest_size)
         self.smallest_size = min(size, self.smallest_size)
         # Of samples of one size, a batch needs no more. Of others, it needs the largest ones.
-        is_ragged = uses_largest and self.smallest_size < self.largest_size
+        is_ragged = self.needs_all_sizes and self.smallest_size < self.largest_size
         is_spread = self.room_bytes >= 0 and (is_ragged or self.spread_count < self.most_samples)
         sent = [self._sent(sample)] if is_needed or is_spread else []
         if is_spread:

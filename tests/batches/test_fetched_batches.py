@@ -1,5 +1,7 @@
 """Data sets whose ``__getitems__`` returns a batch."""
 
+import time
+
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -86,3 +88,23 @@ def test_an_error_of_the_data_set_is_its_own():
     made = batches(Fetches(fails), collate_fn=lambda batch: batch)
     with pytest.raises(KeyError, match="the user's own mistake"):
         made.batch(4)
+
+
+class Times(Dataset):
+    """Batches with the time at which they were read."""
+
+    def __len__(self):
+        return len(X)
+
+    def __getitems__(self, indices):
+        return {"time": torch.full((len(indices),), time.monotonic(), dtype=torch.float64)}
+
+
+def test_steps_of_one_size_have_copies_of_one_batch():
+    made = batches(Times(), collate_fn=lambda batch: batch)
+    first = made.batch(3)[0]["time"]
+    read_at = first.clone()
+    first.zero_()
+    assert torch.equal(made.batch(3)[0]["time"], read_at)
+    assert made.batch(4)[0]["time"][0] > read_at[0]
+    assert made.batch(3)[0]["time"][0] > read_at[0]

@@ -25,7 +25,9 @@ from tests.helpers.samples import Numbers, Stream, batches, changed, pad
 
 def read(dataset, worst_case=None, *, most=32, **policy):
     loader = DataLoader(dataset, batch_size=2, collate_fn=pad)
-    measure = SampleMeasure(pad, worst_case, ReadingPolicy(**policy), most, float("inf"))
+    measure = SampleMeasure(
+        pad, worst_case, ReadingPolicy(**policy), most, worst_case is None, float("inf")
+    )
     return read_samples(loader, measure)
 
 
@@ -176,7 +178,7 @@ def test_no_file_descriptor_is_kept():
 def test_few_file_descriptors_are_enough(caplog):
     dataset = changed(lambda index: tuple(torch.zeros(index + 1) for _ in range(30)))
     loader = DataLoader(dataset, batch_size=2)
-    measure = SampleMeasure(list, None, ReadingPolicy(sample_seconds=5.0), 32, float("inf"))
+    measure = SampleMeasure(list, None, ReadingPolicy(sample_seconds=5.0), 32, True, float("inf"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     with ExitStack() as undo:
@@ -266,7 +268,7 @@ def uncopied():
 
 def test_a_sampler_that_cannot_be_copied_is_left_alone(uncopied):
     loader = DataLoader(Numbers(100), batch_size=2, sampler=Holding(100, uncopied))
-    measure = SampleMeasure(loader.collate_fn, None, ReadingPolicy(), 32, float("inf"))
+    measure = SampleMeasure(loader.collate_fn, None, ReadingPolicy(), 32, True, float("inf"))
     samples, sizes = read_samples(loader, measure)
     assert (len(samples), len(sizes.measured)) == (32, 100)
 
@@ -275,7 +277,7 @@ def test_a_batch_sampler_that_cannot_be_copied_gets_its_size(uncopied):
     loader = DataLoader(Numbers(100), batch_sampler=HoldingBatches(100, uncopied))
     set_loader_batch_size(loader, 5)
     assert [len(batch) for batch in loader] == [5] * 20
-    measure = SampleMeasure(loader.collate_fn, None, ReadingPolicy(), 32, float("inf"))
+    measure = SampleMeasure(loader.collate_fn, None, ReadingPolicy(), 32, True, float("inf"))
     samples, sizes = read_samples(loader, measure)
     assert (len(samples), len(sizes.measured)) == (32, 100)
 
@@ -283,7 +285,7 @@ def test_a_batch_sampler_that_cannot_be_copied_gets_its_size(uncopied):
 def test_a_batch_sampler_that_does_not_follow_is_no_fault_of_a_worker(caplog):
     loader = DataLoader(Numbers(100), batch_sampler=OfClasses(2, 3))
     set_loader_batch_size(loader, 5)
-    measure = SampleMeasure(loader.collate_fn, None, ReadingPolicy(), 32, float("inf"))
+    measure = SampleMeasure(loader.collate_fn, None, ReadingPolicy(), 32, True, float("inf"))
     with caplog.at_level("INFO"), pytest.raises(ValueError, match="its batches do not depend on"):
         read_samples(loader, measure)
     assert "reads a copy" not in caplog.text
@@ -292,7 +294,7 @@ def test_a_batch_sampler_that_does_not_follow_is_no_fault_of_a_worker(caplog):
 def test_batches_of_indices_may_be_arrays():
     batches = [np.arange(3), np.arange(3, 7)]
     loader = DataLoader(Numbers(100), batch_sampler=batches)
-    measure = SampleMeasure(loader.collate_fn, None, ReadingPolicy(), 32, float("inf"))
+    measure = SampleMeasure(loader.collate_fn, None, ReadingPolicy(), 32, True, float("inf"))
     _, sizes = read_samples(loader, measure)
     assert len(sizes.measured) == 7
 
@@ -341,7 +343,7 @@ def test_from_the_first_sample_of_another_size_all_samples_are_kept():
 def test_without_room_the_largest_sample_is_kept():
     dataset = Numbers(200, lengths={30: 9, 37: 16, 38: 12})
     loader = DataLoader(dataset, batch_size=2, collate_fn=pad)
-    samples, sizes = read_samples(loader, SampleMeasure(pad, None, ReadingPolicy(), 200, 0))
+    samples, sizes = read_samples(loader, SampleMeasure(pad, None, ReadingPolicy(), 200, True, 0))
     assert [int(sample[0]) for sample in samples] == [98, 37]
     assert (sizes.spread_count, sizes.sample_bytes) == (1, [32, 128])
 
