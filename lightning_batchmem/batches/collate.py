@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
@@ -16,7 +15,7 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
-from lightning_batchmem.batches.copies import Copies, has_finalizer, warn_of_no_copy
+from lightning_batchmem.batches.copies import Copies, has_finalizer
 from lightning_batchmem.batches.shared_memory import RestoredMemory
 
 # What is larger is data rather than state, and its items are not copied.
@@ -27,7 +26,7 @@ _LARGEST_BYTES = 64 * 2**20
 def copied_collate(collate: Callable[[Any], Any], restored: Mapping[int, object]) -> Any:
     """A copy of ``collate``; that of a method has a copy of the method's object.
 
-    What cannot be copied is shared. A warning says so once it has changed.
+    What cannot be copied is shared, and has its contents again after each call.
 
     Args:
         collate: the collate function of a loader.
@@ -35,75 +34,37 @@ def copied_collate(collate: Callable[[Any], Any], restored: Mapping[int, object]
             copied.
     """
     copies = Copies(dict(restored))
-    shared: list[_Shared] = []
-    copied = _copied_callable(collate, copies, shared)
+    copied = _copied_callable(collate, copies)
     memory = RestoredMemory(copied, "collate_fn", copies.left_alone)
-    is_plain = not (shared or copies.has_exchanges or memory.is_needed)
-    return copied if is_plain else _WatchedCollate(copied, shared, copies, memory)
+    is_plain = not (copies.has_exchanges or memory.is_needed)
+    return copied if is_plain else _RestoredCollate(copied, copies, memory)
 
 
 @dataclass
-class _WatchedCollate:
-    """A collate function of which some parts are those of the project.
-
-    They are restored after each call, or a warning says once that one has changed.
-    """
+class _RestoredCollate:
+    """A collate function of which some parts are those of the project, restored after each call."""
 
     collate: Callable[[Any], Any]
-    shared: list[_Shared]
     copies: Copies
     memory: RestoredMemory
 
     def __call__(self, samples: Any) -> Any:
         with self.memory, self.copies:
-            batch = self.collate(samples)
-        changed = [part for part in self.shared if part.has_changed]
-        for part in changed:
-            self.shared.remove(part)
-            warn_of_no_copy(part.name)
-        return batch
+            return self.collate(samples)
 
 
-class _Shared:
-    """A part of a collate function that cannot be copied.
-
-    Args:
-        name: its name in a warning.
-        value: the part.
-    """
-
-    def __init__(self, name: str, value: Any) -> None:
-        self.name = name
-        self._value = value
-        # These references keep the contents alive, so that no id is used twice.
-        self._contents = _contents_of(value)
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether it has other attributes or items than at the start."""
-        return list(map(id, _contents_of(self._value))) != list(map(id, self._contents))
-
-
-def _contents_of(value: Any) -> list[Any]:
-    """The values of the attributes of an object, and its items if it is a container."""
-    attributes = getattr(value, "__dict__", {})
-    items = list(value) if isinstance(value, list | dict | set | deque) else []
-    entries = list(value.values()) if isinstance(value, dict) else []
-    return [*attributes.values(), *items, *entries]
-
-
-def _copied_callable(collate: Any, copies: Copies, shared: list[_Shared]) -> Any:
+def _copied_callable(collate: Any, copies: Copies) -> Any:
     memo = copies.memo
     if isinstance(collate, partial):
-        function = _copied_callable(collate.func, copies, shared)
-        arguments = _copied_part(collate.args, "arguments of collate_fn", copies, shared)
-        keywords = _copied_part(collate.keywords, "arguments of collate_fn", copies, shared)
+        function = _copied_callable(collate.func, copies)
+        arguments = copies.copy_parts(collate.args, "arguments of collate_fn")
+        keywords = copies.copy_parts(collate.keywords, "arguments of collate_fn")
         return partial(function, *arguments, **keywords)
     owner = getattr(collate, "__self__", None)
     # An object with slots has no such dictionary, and no data set either.
     attributes = dict(getattr(owner, "__dict__", {}))
     if not isinstance(collate, types.MethodType) or not attributes:
-        return _copied_part(collate, "collate_fn", copies, shared)
+        return copies.copy_parts(collate, "collate_fn")
     if isinstance(owner, Module | type) or id(owner) in memo:
         return collate
     for value in attributes.values():
@@ -121,22 +82,8 @@ def _copied_callable(collate: Any, copies: Copies, shared: list[_Shared]) -> Any
     # A DataLoader refuses some of its attributes, but its dictionary does not.
     for name, value in attributes.items():
         part = f"{name!r} of the object of collate_fn"
-        vars(new_owner)[name] = _copied_part(value, part, copies, shared)
+        vars(new_owner)[name] = copies.copy_parts(value, part)
     return types.MethodType(collate.__func__, new_owner)
-
-
-def _copied_part(value: Any, name: str, copies: Copies, shared: list[_Shared]) -> Any:
-    """A copy of a part, or the part itself, which is then in ``shared``."""
-    try:
-        return copies.copy(value)
-    # A user's object may refuse to be copied in any way.
-    except Exception:  # noqa: BLE001
-        # Nobody sees an iterator change.
-        if isinstance(value, Iterator):
-            warn_of_no_copy(name)
-        else:
-            shared.append(_Shared(name, value))
-        return value
 
 
 def is_large(value: object) -> bool:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import mmap
+import sys
+import threading
 import types
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from multiprocessing.sharedctypes import SynchronizedBase
 from multiprocessing.synchronize import SemLock
 from types import TracebackType
@@ -27,6 +30,15 @@ _CONTAINERS = (dict, list, set, deque, bytearray)
 
 # Processes inherit these and refuse to copy them. Their memory is restored: `shared_memory.py`.
 _OF_PROCESSES = (SynchronizedBase, SemLock, mmap.mmap)
+
+
+# These have no state that a reader leaves changed.
+_SILENT = (threading.Condition, threading.Event, threading.Semaphore, threading.BoundedSemaphore)
+
+
+def _is_of_library(kind: type) -> bool:
+    """Whether a class is one of Python's own, such as a thread or a queue, which others may use."""
+    return kind.__module__.partition(".")[0] in sys.stdlib_module_names
 
 
 def warn_of_no_copy(name: str) -> None:
@@ -93,6 +105,35 @@ class Copies:
             self.use_in_place(owner)
         return copied
 
+    def copy_parts(self, value: Any, name: str) -> Any:
+        """A copy; what refuses to be copied is shared, and only what it leads to is copied.
+
+        Args:
+            value: any object.
+            name: its name in a warning.
+        """
+        known = dict(self.memo)
+        try:
+            return self.copy(value)
+        # A user's object may refuse to be copied in any way.
+        except Exception:  # noqa: BLE001
+            # Some of the copies are not complete.
+            self.memo.clear()
+            self.memo.update(known)
+        kind = type(value)
+        if kind is dict:
+            self.memo[id(value)] = parts = {}
+            parts.update({key: self.copy_parts(item, name) for key, item in value.items()})
+            return parts
+        if kind in (list, tuple):
+            return kind([self.copy_parts(item, name) for item in value])
+        if hasattr(value, "__dict__") and not _is_of_library(kind):
+            self.use_in_place(value)
+        # Nobody sees these change.
+        elif isinstance(value, Iterator) or (hasattr(value, "__dict__") and kind not in _SILENT):
+            warn_of_no_copy(name)
+        return value
+
     def use_in_place(self, owner: Any) -> None:
         """Let an object have copies of its attributes while this object is entered."""
         self.memo[id(owner)] = owner
@@ -100,14 +141,10 @@ class Copies:
         name = type(owner).__name__
         if attributes is None or isinstance(owner, _CONTAINERS):
             warn_of_no_copy(f"{name}, which has a finalizer,")
-        copies = {}
-        for attribute, value in (attributes or {}).items():
-            try:
-                copies[attribute] = self.copy(value)
-            # A user's object may refuse to be copied in any way.
-            except Exception:  # noqa: BLE001
-                warn_of_no_copy(f"{attribute!r} of {name}")
-                copies[attribute] = value
+        copies = {
+            attribute: self.copy_parts(value, f"{attribute!r} of {name}")
+            for attribute, value in (attributes or {}).items()
+        }
         if attributes is not None:
             self._owners.append((owner, copies))
 

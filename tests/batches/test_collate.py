@@ -1,8 +1,8 @@
 """Copies of collate functions that are methods."""
 
 import functools
+import queue
 import threading
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -66,8 +66,8 @@ def test_the_method_of_an_object_in_a_partial(recwarn):
     copied = copied_collate(given, {})
     copied([1])
     assert counts.calls == 0
-    assert copied.collate.func.__self__.calls == 1
-    assert copied.collate.keywords["flags"] is not given.keywords["flags"]
+    assert copied.func.__self__.calls == 1
+    assert copied.keywords["flags"] is not given.keywords["flags"]
     assert not recwarn
 
 
@@ -112,40 +112,85 @@ def test_an_attribute_that_cannot_be_copied_is_shared(recwarn):
     counts.lock = threading.Lock()
     copied = copied_collate(counts.collate, {})
     copied([1])
-    assert (counts.calls, copied.collate.__self__.calls) == (0, 1)
-    assert copied.collate.__self__.lock is counts.lock
+    assert (counts.calls, copied.__self__.calls) == (0, 1)
+    assert copied.__self__.lock is counts.lock
     assert not recwarn
 
 
 class Client:
-    """Cannot be copied, because it has a lock."""
+    """Cannot be copied, because it has a lock; what it counts lies deeper."""
 
     def __init__(self):
         self.lock = threading.Lock()
+        self.ready = threading.Condition()
         self.requests = 0
+        self.stats = {"calls": 0, "sizes": [[0]], "lock": threading.Lock()}
+
+    def ask(self, size):
+        with self.lock, self.stats["lock"], self.ready:
+            self.requests += 1
+            self.stats["calls"] += 1
+            self.stats["sizes"][0].append(size)
+
+    def contents(self):
+        return self.requests, self.stats["calls"], self.stats["sizes"]
 
 
 class Asks:
     def __init__(self, client):
         self.client = client
+        self.clients = [client, (client,), {"it": client}]
+        self.lock = client.lock
 
-    def collate(self, samples):
-        if isinstance(self.client, Client):
-            self.client.requests += 1
-        else:
-            self.client.append(threading.Lock())
-        return samples
+    def __call__(self, samples):
+        self.client.ask(len(samples))
+        for client in (self.clients[0], self.clients[1][0], self.clients[2]["it"]):
+            assert client is self.client
+        return self.client.contents()
+
+    collate = __call__
 
 
-@pytest.mark.parametrize("client", [Client(), [threading.Lock()]])
-def test_a_shared_part_that_changes_is_one_warning(client):
-    copied = copied_collate(Asks(client).collate, {})
-    message = "The 'client' of the object of collate_fn cannot be copied. Changes"
-    with pytest.warns(UserWarning, match=message):
-        copied([1])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        copied([1])
+@pytest.mark.parametrize("method", ["__call__", "collate"])
+@pytest.mark.parametrize("bound", [False, True])
+def test_what_is_in_an_object_that_cannot_be_copied_is_restored(method, bound, recwarn):
+    asks = Asks(Client())
+    before = dict(vars(asks.client))
+    given = asks.collate if method == "collate" else asks
+    copied = copied_collate(functools.partial(given) if bound else given, {})
+    # The state goes on from call to call, as in a training.
+    assert copied([1]) == (1, 1, [[0, 1]])
+    assert copied([1, 2]) == (2, 2, [[0, 1, 2]])
+    assert asks.client.contents() == (0, 0, [[0]])
+    assert vars(asks.client) == before
+    assert not recwarn
+
+
+def test_a_queue_that_others_may_use_is_shared_with_a_warning():
+    counts = Counts()
+    counts.queue = queue.Queue()
+    with pytest.warns(UserWarning, match="The 'queue' of the object of collate_fn cannot be"):
+        copied = copied_collate(counts.collate, {})
+    assert copied.__self__.queue is counts.queue
+
+
+class Refuses:
+    """Fails to be copied after a part of it was copied."""
+
+    def __init__(self, shared):
+        self.shared = shared
+        self.iterator = threading.Lock()
+
+
+def test_no_copy_is_used_that_is_not_complete():
+    shared = {"lock": threading.Lock(), "n": 1}
+    counts = Counts()
+    counts.parts = [shared, Refuses(shared)]
+    counts.shared = shared
+    owner = copied_collate(counts.collate, {}).collate.__self__
+    assert owner.shared == shared
+    assert owner.shared is owner.parts[0]
+    assert owner.shared is not shared
 
 
 def test_an_iterator_that_cannot_be_copied_is_a_warning():

@@ -164,8 +164,9 @@ def next_of(loader):
 def test_a_part_that_cannot_be_copied_is_one_warning():
     owner = Owner()
     owner.lock = threading.Lock()
+    owner.numbers = (number for number in range(3))
     copies = Copies()
-    with pytest.warns(UserWarning, match="The 'lock' of Owner cannot be copied") as caught:
+    with pytest.warns(UserWarning, match="The 'numbers' of Owner cannot be copied") as caught:
         assert copies.copy(owner) is owner
     assert len(caught) == 1
     with copies:
