@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterator
 from multiprocessing.sharedctypes import SynchronizedBase
 from multiprocessing.synchronize import SemLock
-from types import TracebackType
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -151,12 +150,7 @@ class Copies:
     def __enter__(self) -> None:
         self._exchange()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._exchange()
 
     def _exchange(self) -> None:

@@ -14,7 +14,6 @@ from array import array
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -77,12 +76,7 @@ class RestoredMemory:
         self._saved = [ctypes.string_at(address, size) for address, size in self._ranges]
         self._places = [os.lseek(one, 0, os.SEEK_CUR) for one in self._descriptors]
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         write_back(self._ranges, self._saved)
         for descriptor, place in zip(self._descriptors, self._places, strict=True):
             # What was read may have closed the file.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from types import TracebackType
 from typing import NamedTuple
 
 from lightning_batchmem.devices.base import PeakCounter
@@ -43,12 +42,7 @@ class ConsecutiveSteps:
         self._calls = self._steps.begin(self._batch_size)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 self._steps.complete()
