@@ -4,6 +4,7 @@ import sys
 import warnings
 import weakref
 from collections import defaultdict
+from threading import Lock
 from types import MappingProxyType
 
 import psutil
@@ -14,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.profilers import SimpleProfiler
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_batchmem import BatchFinder, MemoryProfiler, OomGuard, factory, find_batch_size
 from lightning_batchmem.devices.host import HostMemory
@@ -111,6 +112,30 @@ def test_nested_tensors_in_a_search(tmp_path):
         trainer.fit(net)
     assert len([one for one in caught if "cannot be read" in str(one.message)]) == 1
     assert (net.batch_size, trainer.global_step) == (8, SAMPLES // 8)
+
+
+@pytest.mark.parametrize("wrap", [MappingProxyType, lambda sample: {**sample, "l": Lock()}])
+def test_samples_that_cannot_be_copied_are_shared(tmp_path, wrap):
+    class Samples(Dataset):
+        def __len__(self):
+            return SAMPLES
+
+        def __getitem__(self, index):
+            return wrap({"x": torch.full((4,), float(index)), "y": torch.ones(1)})
+
+    class Sized(Validated):
+        batch_size = 8
+
+    def collate(samples):
+        return [torch.stack([sample[name] for sample in samples]) for name in "xy"]
+
+    def loader():
+        return DataLoader(Samples(), batch_size=8, collate_fn=collate)
+
+    without, _ = trained(tmp_path, Sized, loader=loader())
+    left, texts = trained(tmp_path, Sized, finder(), loader=loader())
+    assert_same(left, without, "left")
+    assert any("What a copy of a sample needs cannot be read: TypeError" in text for text in texts)
 
 
 class Unreadable:

@@ -38,6 +38,7 @@ from lightning_batchmem.batches.sample_bytes import (
 )
 from lightning_batchmem.batches.sample_sizes import SampleSizes
 from lightning_batchmem.batches.shared_memory import RestoredMemory
+from lightning_batchmem.devices.foreign_values import attributes_of
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.devices.tensors import copied
 from lightning_batchmem.plan.options import WorstCase
@@ -205,7 +206,7 @@ def _is_on_device(data: object) -> bool:
             return True
         if isinstance(value, Dataset) and id(value) not in seen:
             seen.add(id(value))
-            for attribute in vars(value).values():
+            for attribute in attributes_of(value).values():
                 pending += [attribute, *_parts(attribute)]
     return False
 

@@ -119,11 +119,13 @@ def common_size(tensors: Iterable[Tensor]) -> int | None:
 def copied(sample: Any, *, share_tensors: bool = False) -> Any:
     """Copy a sample, and share or clone its tensors.
 
-    A clone does not have the larger storage that its tensor may be a view of.
+    A clone does not have the larger storage that its tensor may be a view of. A sample that cannot
+    be copied, such as one with a lock, is returned itself, with a warning.
     """
     tensors = tensors_in(sample)
     memo = {id(tensor): tensor if share_tensors else tensor.clone() for tensor in tensors}
-    return copy.deepcopy(sample, memo)
+    made = value_or_none("What a copy of a sample needs", copy.deepcopy, sample, memo)
+    return sample if made is None else made
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
