@@ -104,6 +104,12 @@ def test_a_data_set_on_a_device_is_read_here_and_shares_its_tensors(container, o
     assert "since a worker could not read it" not in caplog.text
 
 
+def test_a_data_set_may_refer_to_itself():
+    dataset = Numbers(3)
+    dataset.parts = [dataset]
+    assert batches(dataset).batch(3)[0].shape == (3, 4)
+
+
 def test_an_error_of_the_data_set_is_raised_as_it_is(caplog):
     def failing(value):
         raise KeyError("the user's own mistake")

@@ -8,10 +8,12 @@ from multiprocessing.shared_memory import SharedMemory
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_batchmem.batches import shared_memory
+from lightning_batchmem.batches.batch_sampler import copied_sampler
 from lightning_batchmem.batches.collate import copied_collate
+from lightning_batchmem.batches.isolated import read_isolated
 from lightning_batchmem.batches.shared_memory import RestoredMemory
 from tests.helpers.samples import batches
 
@@ -76,6 +78,45 @@ def test_the_reading_of_samples_leaves_no_trace_in_shared_memory(
     assert counts[0] == 3
     # Views of the block would keep it open.
     del counts, made
+
+
+@pytest.mark.parametrize("reads_in_worker", [True, False])
+def test_the_reading_of_whole_batches_leaves_no_trace_in_shared_memory(
+    reads_in_worker, monkeypatch
+):
+    if not reads_in_worker:
+        monkeypatch.setattr("multiprocessing.get_start_method", lambda **_: "spawn")
+    counts = torch.zeros(8).share_memory_()
+    loader = DataLoader(Counting(counts), batch_size=4)
+    assert read_isolated(loader, first_batch, timeout_seconds=60).tolist() == [1, 2, 3, 4]
+    assert counts[0] == 0
+
+
+def first_batch(loader):
+    return next(iter(loader))
+
+
+class CountsEpochs(Sampler):
+    def __init__(self):
+        self.epochs = multiprocessing.Value("i", 0)
+
+    def __len__(self):
+        return 40
+
+    def __iter__(self):
+        self.epochs.value += 1
+        return iter(range(40))
+
+
+def test_a_sampler_leaves_no_trace_in_shared_memory():
+    sampler = CountsEpochs()
+    dataset = Counting(torch.zeros(8))
+    with copied_sampler(sampler, dataset) as copied:
+        assert len(list(copied)) == 40
+        assert sampler.epochs.value == 1
+    assert sampler.epochs.value == 0
+    batches(dataset, sampler=sampler)
+    assert sampler.epochs.value == 0
 
 
 def test_a_value_of_processes_is_restored():
