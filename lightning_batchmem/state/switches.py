@@ -57,7 +57,24 @@ def _switches() -> dict[str, _Switch]:
             torch.autograd.set_multithreading_enabled,
         ),
         "autocast_cache": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+        "mha.fastpath_enabled": (
+            torch.backends.mha.get_fastpath_enabled,
+            torch.backends.mha.set_fastpath_enabled,
+        ),
+        "sharing_strategy": (
+            torch.multiprocessing.get_sharing_strategy,
+            torch.multiprocessing.set_sharing_strategy,
+        ),
+        "sparse_tensor_invariants": (
+            torch.sparse.check_sparse_tensor_invariants.is_enabled,
+            _check_sparse_tensors,
+        ),
     }
+    for name in ("overwrite_module_params_on_conversion", "swap_module_params_on_conversion"):
+        switches[name] = (
+            getattr(torch.__future__, f"get_{name}"),
+            getattr(torch.__future__, f"set_{name}"),
+        )
     for device in ("cpu", "cuda"):
         switches[f"autocast of {device}"] = (
             partial(torch.is_autocast_enabled, device),
@@ -118,6 +135,15 @@ def _switches() -> dict[str, _Switch]:
 def _set_default_device(device: torch.device) -> None:
     # Without a default device the CPU is read, which is slower where it is set.
     torch.set_default_device(None if device.type == "cpu" else device)
+
+
+def _check_sparse_tensors(is_enabled: bool) -> None:
+    # Both functions have no type annotations.
+    checks: Any = torch.sparse.check_sparse_tensor_invariants
+    if is_enabled:
+        checks.enable()
+    else:
+        checks.disable()
 
 
 def _deterministic() -> tuple[bool, bool]:

@@ -44,6 +44,22 @@ from lightning_batchmem.state.snapshot import Snapshot
             lambda: torch.backends.mkldnn.enabled,
             lambda: setattr(torch.backends.mkldnn, "enabled", False),
         ),
+        (
+            torch.backends.mha.get_fastpath_enabled,
+            lambda: torch.backends.mha.set_fastpath_enabled(False),
+        ),
+        (
+            torch.sparse.check_sparse_tensor_invariants.is_enabled,
+            torch.sparse.check_sparse_tensor_invariants.enable,
+        ),
+        (
+            torch.__future__.get_swap_module_params_on_conversion,
+            lambda: torch.__future__.set_swap_module_params_on_conversion(True),
+        ),
+        (
+            torch.multiprocessing.get_sharing_strategy,
+            lambda: torch.multiprocessing.set_sharing_strategy("file_system"),
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
