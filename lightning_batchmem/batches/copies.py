@@ -10,7 +10,6 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from multiprocessing.sharedctypes import SynchronizedBase
 from multiprocessing.synchronize import SemLock
 from typing import Any
@@ -30,9 +29,18 @@ _CONTAINERS = (dict, list, set, deque, bytearray)
 # Processes inherit these and refuse to copy them. Their memory is restored: `shared_memory.py`.
 _OF_PROCESSES = (SynchronizedBase, SemLock, mmap.mmap)
 
-
-# These have no state that a reader leaves changed.
-_SILENT = (threading.Condition, threading.Event, threading.Semaphore, threading.BoundedSemaphore)
+# These have no state that a reader leaves changed, or their memory is restored too.
+_SILENT = (
+    type(threading.Lock()),
+    type(threading.RLock()),
+    threading.Condition,
+    threading.Event,
+    threading.Semaphore,
+    threading.BoundedSemaphore,
+    types.ModuleType,
+    types.MappingProxyType,
+    memoryview,
+)
 
 
 def _is_of_library(kind: type) -> bool:
@@ -112,24 +120,48 @@ class Copies:
             name: its name in a warning.
         """
         known = dict(self.memo)
+        num_owners = len(self._owners)
+        try:
+            return self._copy_or_share(value, name)
+        # Its parts are nested more deeply than Python can call functions.
+        except RecursionError:
+            self._forget(known)
+            del self._owners[num_owners:]
+            self.memo[id(value)] = value
+            warn_of_no_copy(name)
+            return value
+
+    def _forget(self, known: dict[int, Any]) -> None:
+        """Forget copies of which some are not complete."""
+        self.memo.clear()
+        self.memo.update(known)
+
+    def _copy_or_share(self, value: Any, name: str) -> Any:
+        known = dict(self.memo)
         try:
             return self.copy(value)
+        # Each part would be tried too.
+        except RecursionError:
+            raise
         # A user's object may refuse to be copied in any way.
         except Exception:  # noqa: BLE001
-            # Some of the copies are not complete.
-            self.memo.clear()
-            self.memo.update(known)
+            self._forget(known)
         kind = type(value)
         if kind is dict:
             self.memo[id(value)] = parts = {}
             parts.update({key: self.copy_parts(item, name) for key, item in value.items()})
             return parts
-        if kind in (list, tuple):
-            return kind([self.copy_parts(item, name) for item in value])
+        if kind is list:
+            items: list[Any] = []
+            self.memo[id(value)] = items
+            items.extend(self.copy_parts(item, name) for item in value)
+            return items
+        if kind is tuple:
+            return tuple([self.copy_parts(item, name) for item in value])
         if hasattr(value, "__dict__") and not _is_of_library(kind):
             self.use_in_place(value)
-        # Nobody sees these change.
-        elif isinstance(value, Iterator) or (hasattr(value, "__dict__") and kind not in _SILENT):
+        # Nobody sees it change.
+        elif kind not in _SILENT:
             warn_of_no_copy(name)
         return value
 

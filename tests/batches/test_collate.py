@@ -3,6 +3,8 @@
 import functools
 import queue
 import threading
+from collections import defaultdict, deque
+from copy import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -193,13 +195,45 @@ def test_no_copy_is_used_that_is_not_complete():
     assert owner.shared is not shared
 
 
-def test_an_iterator_that_cannot_be_copied_is_a_warning():
-    """Nobody sees it change."""
+class Slots:
+    __slots__ = ("lock",)
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+
+class Chain:
+    def __init__(self, last):
+        self.next = last
+        for _ in range(2000):
+            end = copy(self)
+            self.next = end
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (number for number in range(3)),
+        deque([threading.Lock()]),
+        defaultdict(int, lock=threading.Lock()),
+        {threading.Lock()},
+        Slots(),
+        Chain(None),
+        Chain(threading.Lock()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_be_copied_and_is_not_seen_to_change_is_a_warning(value):
     counts = Counts()
-    counts.numbers = (number for number in range(3))
-    message = "The 'numbers' of the object of collate_fn cannot be copied"
-    with pytest.warns(UserWarning, match=message):
-        copied_collate(counts.collate, {})
+    counts.calls = 0
+    counts.value = value
+    message = "The 'value' of the object of collate_fn cannot be copied"
+    with pytest.warns(UserWarning, match=message) as caught:
+        copied = copied_collate(counts.collate, {})
+    assert len(caught) == 1
+    copied([1])
+    assert copied.__self__.value is value
+    assert counts.calls == 0
 
 
 def test_bytes_may_be_an_integer_of_numpy():

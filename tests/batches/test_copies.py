@@ -178,6 +178,16 @@ def test_a_part_that_cannot_be_copied_is_one_warning():
     owner.assert_unchanged()
 
 
+def test_a_list_that_contains_itself_and_a_lock(recwarn):
+    items = [threading.Lock(), functools]
+    items.append(items)
+    copies = Copies()
+    copied, same = copies.copy_parts([items, items], "list")
+    assert copied is same is copied[2] is not items
+    assert copied[:2] == items[:2]
+    assert not recwarn
+
+
 class Slots:
     __slots__ = ("count",)
 
