@@ -27,14 +27,20 @@ def call_before(owner: Any, method: str, call: Callable[[], None]) -> Callable[[
     # The project may have replaced the method of the class already.
     before = {method: own[method]} if method in own else {}
 
+    calls = [call]
+
     def cancel() -> None:
+        # Another wrapper around this one may call it again.
+        calls.clear()
         if own.get(method) is calling:
             del own[method]
             own.update(before)
 
     def calling(*arguments: Any) -> None:
+        due = calls.copy()
         cancel()
-        call()
+        for one in due:
+            one()
         original(*arguments)
 
     own[method] = calling

@@ -1,6 +1,8 @@
-"""Attributes that are replaced for a while."""
+"""Attributes and methods that are replaced for a while."""
 
-from lightning_batchmem._lightning.hooks import replaced
+import pytest
+
+from lightning_batchmem._lightning.hooks import call_before, replaced
 
 
 class Owner:
@@ -17,3 +19,23 @@ def test_methods_of_the_class_and_attributes_of_the_object_come_back() -> None:
         assert (owner.own, owner.method()) == ("new", 1)
     assert (owner.own, owner.method()) == ("of the object", "of the object")
     assert vars(owner) == {"own": "of the object"}
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_call_before_a_method_that_is_wrapped_later_is_made_once(is_cancelled: bool) -> None:
+    owner = Owner()
+    calls = []
+    cancel = call_before(owner, "method", lambda: calls.append("before"))
+    calling = owner.method
+
+    def wrapper() -> None:
+        calls.append("wrapper")
+        calling()
+
+    vars(owner)["method"] = wrapper
+    if is_cancelled:
+        cancel()
+    owner.method()
+    owner.method()
+    assert calls == ["wrapper", *([] if is_cancelled else ["before"]), "wrapper"]
+    assert vars(owner) == {"method": wrapper}
