@@ -156,8 +156,6 @@ class AttributeState:
 
     def _add_root(self, path: Path, root: Any) -> Children:
         self._seen[id(root)] = root
-        # A parametrization replaces the class of a module, and the other attributes depend on it.
-        self._later(path, set_attribute, root, "__class__", type(root))
         yield from self._add_object(path, root)
         if isinstance(root, Optimizer):
             yield from self._add_state_tensors(path, list(root.state.values()))

@@ -38,6 +38,7 @@ def set_attribute(value: object, name: str, item: object) -> None:
 
 def restore_object(value: Any, kind: type, attributes: Any, contents: dict[str, Any]) -> None:
     """Give an object its class, its dictionary and the contents of that again."""
+    # A parametrization replaces the class of a module, and the other attributes depend on it.
     if type(value) is not kind:
         object.__setattr__(value, "__class__", kind)
     if getattr(value, "__dict__", attributes) is not attributes:

@@ -471,6 +471,20 @@ def test_a_mock_is_not_asked_for_methods_that_it_would_make():
     assert len(kept.attributes.walked) < 1_000
 
 
+class SaysLinear(nn.Module):
+    @property
+    def __class__(self):
+        return nn.Linear
+
+
+def test_a_module_that_says_it_has_another_class():
+    module = nn.Sequential(SaysLinear())
+    taken = Snapshot([module])
+    module[0].count = 1
+    assert taken.restore() == []
+    assert not hasattr(module[0], "count")
+
+
 def test_a_container_is_filled_in_the_way_of_python_whatever_its_class_does():
     module = Module(Clears([1]))
     kept = ProjectSnapshot(module)
