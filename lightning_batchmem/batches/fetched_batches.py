@@ -58,7 +58,7 @@ class FetchedCollate:
 
     loader: DataLoader[Any]
     collate: Callable[[Any], Any]
-    last_indices: bytes = b""
+    last_indices: bytes | None = None
     last_batch: Any = None
 
     def __call__(self, samples: Sequence[Any]) -> Any:
@@ -67,10 +67,10 @@ class FetchedCollate:
         if len(samples) == 1:
             return self.collate(samples[0].batch)
         indices = [sample.index for sample in samples]
-        # The indices of a user's sampler may have any type.
-        if (key := pickle.dumps(indices)) != self.last_indices:
+        key = _comparable(indices)
+        if key is None or key != self.last_indices:
             # The last batch would take memory beside the next one.
-            self.last_indices, self.last_batch = b"", None
+            self.last_indices = self.last_batch = None
             # The samples of a batch may each take as long as the policy allows one.
             seconds = ReadingPolicy().sample_seconds * len(samples)
             fetch = partial(_fetched, indices=indices)
@@ -81,6 +81,14 @@ class FetchedCollate:
         with _disable_current_modes():
             batch = copied(self.last_batch)
         return self.collate(batch)
+
+
+def _comparable(indices: list[Any]) -> bytes | None:
+    try:
+        return pickle.dumps(indices)
+    # Those of a user's sampler may refuse it in any way. Their batch is read again in each step.
+    except Exception:  # noqa: BLE001
+        return None
 
 
 def fetched_samples(loader: DataLoader[Any]) -> DataLoader[Any]:

@@ -108,3 +108,13 @@ def test_steps_of_one_size_have_copies_of_one_batch():
     assert torch.equal(made.batch(3)[0]["time"], read_at)
     assert made.batch(4)[0]["time"][0] > read_at[0]
     assert made.batch(3)[0]["time"][0] > read_at[0]
+
+
+def test_indices_that_cannot_be_pickled():
+    class Index(int):
+        pass
+
+    sampler = [Index(index) for index in range(6)]
+    made = batches(Fetches(lambda x: {"x": x}), sampler=sampler, collate_fn=lambda batch: batch)
+    for size in (3, 3, 4):
+        assert len(set(made.batch(size)[0]["x"].tolist())) == size
