@@ -1,4 +1,4 @@
-"""Calls at the start of a run, and the callbacks and loggers of a search.
+"""Calls at the start of a run, and the callbacks, loggers and profiler of a search.
 
 The private names used here are those of lightning 2.5.0 and 2.6.6.
 """

@@ -26,7 +26,8 @@ _LARGEST_BYTES = 64 * 2**20
 def copied_collate(collate: Callable[[Any], Any], restored: Mapping[int, object]) -> Any:
     """A copy of ``collate``; that of a method has a copy of the method's object.
 
-    What cannot be copied is shared, and has its contents again after each call.
+    What cannot be copied is shared. It has its attributes again after each call, or a warning says
+    that its changes are not undone.
 
     Args:
         collate: the collate function of a loader.

@@ -72,8 +72,9 @@ def has_finalizer(value: object) -> bool:
 class Copies:
     """Deep copies that share tensors on a device, which may have no room for both.
 
-    Objects with a finalizer are not copied. While this object is entered, they have copies of their
-    attributes, and afterwards those that they had before.
+    Objects with a finalizer are not copied, and neither are those that refuse it in ``copy_parts``.
+    While this object is entered, they have copies of their attributes, and afterwards those that
+    they had before.
 
     Args:
         memo: the copies that exist already, as for ``copy.deepcopy``.
@@ -81,7 +82,7 @@ class Copies:
 
     def __init__(self, memo: dict[int, Any] | None = None) -> None:
         self.memo = {} if memo is None else memo
-        # Each object with a finalizer, and the attributes that it does not have at the moment.
+        # Each object that is not copied, and the attributes that it does not have at the moment.
         self._owners: list[tuple[Any, dict[str, Any]]] = []
 
     @property
