@@ -29,14 +29,14 @@ from lightning_batchmem._lightning.data_source import (
     train_source,
 )
 from lightning_batchmem._lightning.hooks import call_before
-from lightning_batchmem._lightning.packages import is_own_error, warn_of_untested_torch
+from lightning_batchmem._lightning.packages import reason_of, warn_of_untested_torch
 from lightning_batchmem._lightning.size_setting import batch_size_setting
 from lightning_batchmem._lightning.strategies import check_strategy
 from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.foreign_values import begin_run, error_text, value_or_none
+from lightning_batchmem.devices.foreign_values import begin_run, value_or_none
 from lightning_batchmem.plan.options import SearchOptions, WorstCase, check_switches
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
@@ -401,8 +401,9 @@ class BatchFinder(Callback):
             without_search.close()
 
     def _warn_of(self, error: Exception) -> None:
-        reason = str(error) if is_own_error(error) else error_text(error)
-        rank_zero_warn(f"BatchFinder leaves the batch size of the project as it is: {reason}")
+        rank_zero_warn(
+            f"BatchFinder leaves the batch size of the project as it is: {reason_of(error)}"
+        )
 
     def _evaluation(self, trainer: Trainer, module: LightningModule) -> None:
         """Search before an evaluation, as it would start without a search if that fails."""

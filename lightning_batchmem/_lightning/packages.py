@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem.batches.probe_batches import ProbeBatches
-from lightning_batchmem.devices.foreign_values import add_note
+from lightning_batchmem.devices.foreign_values import add_note, error_text, value_or_none
 
 # The files with private names of torch state these versions too.
 NEWEST_TESTED_TORCH = (2, 14)
@@ -67,6 +67,14 @@ def warn_of_untested_torch(torch_version: str = torch.__version__) -> None:
         )
 
 
+def reason_of(error: Exception) -> str:
+    """The text of an error; one of the project has the first note that the search has added."""
+    if is_own_error(error):
+        return str(error)
+    notes: list[str] = value_or_none("An error", getattr, error, "__notes__", []) or []
+    return " ".join([error_text(error), *notes[:1]])
+
+
 @contextmanager
 def noted_errors(batches: Sequence[ProbeBatches] = ()) -> Iterator[None]:
     """Add a note to errors, whose reason may be that a search is no training.
@@ -80,12 +88,6 @@ def noted_errors(batches: Sequence[ProbeBatches] = ()) -> Iterator[None]:
     except Exception as error:
         # An error of this package has its reason in its own sentence.
         if not is_own_error(error):
-            add_note(
-                error,
-                "BatchFinder: this error occurred in the search before the training, when other"
-                " callbacks do not run. If a step or a hook of the module needs what a callback"
-                " sets in on_fit_start or later, let the callback set it in setup.",
-            )
             counts = [one.distinct_samples for one in batches if one.distinct_samples]
             if counts:
                 add_note(
@@ -94,4 +96,10 @@ def noted_errors(batches: Sequence[ProbeBatches] = ()) -> Iterator[None]:
                     f" {min(counts):,} distinct ones for it. If the module needs distinct samples,"
                     f" pass max_batch_size={min(counts)}, or set the size by hand.",
                 )
+            add_note(
+                error,
+                "BatchFinder: this error occurred in the search before the training, when other"
+                " callbacks do not run. If a step or a hook of the module needs what a callback"
+                " sets in on_fit_start or later, let the callback set it in setup.",
+            )
         raise

@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, Dataset
 # not copied.
 LARGEST_ARRAY_BYTES = 64 * 2**20
 
-# What has one of these works together with a thread or a process, which would see its attributes change.
+# What has one of these works together with a thread or a process, which would see its attributes
+# change.
 _OF_THREADS = (threading.Thread, threading.Condition, Connection)
 
 # Another thread or process has a part in these.

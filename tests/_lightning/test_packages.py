@@ -5,8 +5,11 @@ import warnings
 import pytest
 import torch
 
+from lightning_batchmem import MemoryProfiler
 from lightning_batchmem._lightning.packages import (
     NEWEST_TESTED_TORCH,
+    noted_errors,
+    reason_of,
     warn_of_untested_torch,
 )
 
@@ -28,3 +31,13 @@ def test_a_tested_torch_is_no_warning(version):
 
 def test_this_version_is_tested():
     assert tuple(map(int, torch.__version__.split(".")[:2])) <= NEWEST_TESTED_TORCH
+
+
+def test_the_reason_of_an_error_of_the_project_has_the_note_of_the_search():
+    with pytest.raises(KeyError) as raised, noted_errors():
+        raise KeyError("x")
+    reason = reason_of(raised.value)
+    assert reason.startswith("KeyError: 'x' BatchFinder: this error occurred in the search")
+    with pytest.raises(ValueError, match="peak_flops") as raised, noted_errors():
+        MemoryProfiler(peak_flops=-1)
+    assert reason_of(raised.value) == str(raised.value)

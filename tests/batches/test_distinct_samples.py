@@ -70,7 +70,7 @@ def test_an_error_where_samples_repeat_names_this(search, device):
     slow = reading(equal_sizes_seconds=0.0)
     with pytest.raises(ValueError, match="gradients are not finite") as raised:
         search(Pairs(device), policy=slow, options={"max_batch_size": 150})
-    _, note = raised.value.__notes__
+    note, _ = raised.value.__notes__
     assert note == (
         "The batch had some samples more than once, because the search has only 64 distinct ones"
         " for it. If the module needs distinct samples, pass max_batch_size=64, or set the size by"
