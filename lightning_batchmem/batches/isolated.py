@@ -81,7 +81,7 @@ def _read_isolated(
     copies = Copies()
     view = _in_this_process(loader)
     # DataLoader.__setattr__ raises an error for these attributes (torch 2.5.1 to 2.14).
-    vars(view).update(copies.copy(parts))
+    vars(view).update(copies.copy_parts(parts, "data set"))
     # The sampler may draw from the random generators of the process.
     with isolate_rng(), copies:
         return read(view)

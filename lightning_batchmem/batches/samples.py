@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 from lightning_batchmem.batches.batch_sampler import copied_sampler
-from lightning_batchmem.batches.copies import Copies, warn_of_no_copy
+from lightning_batchmem.batches.copies import Copies
 from lightning_batchmem.batches.loader_size import COUNTED_BATCHES, check_count
 from lightning_batchmem.batches.sample_bytes import (
     batched_bytes,
@@ -155,13 +155,8 @@ def _read(loader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
                 "BatchFinder reads a copy of the data set, since a worker could not read it:"
                 f" {error}"
             )
-    dataset = loader.dataset
     copies = Copies()
-    try:
-        dataset = copies.copy(dataset)
-    # A user's object may refuse to be copied in any way.
-    except Exception:  # noqa: BLE001
-        warn_of_no_copy("data set")
+    dataset = copies.copy_parts(loader.dataset, "data set")
     with copies:
         return _scan(_reader(loader, dataset, measure, num_workers=0), measure)
 

@@ -1,5 +1,6 @@
 """Data sets whose ``__getitems__`` returns a batch."""
 
+import threading
 import time
 
 import pytest
@@ -118,3 +119,12 @@ def test_indices_that_cannot_be_pickled():
     made = batches(Fetches(lambda x: {"x": x}), sampler=sampler, collate_fn=lambda batch: batch)
     for size in (3, 3, 4):
         assert len(set(made.batch(size)[0]["x"].tolist())) == size
+
+
+def test_a_data_set_that_cannot_be_copied_does_not_change_where_no_worker_reads(monkeypatch):
+    monkeypatch.setattr("multiprocessing.get_start_method", lambda **_: "spawn")
+    dataset = Fetches(lambda x: {"x": x})
+    dataset.lock = threading.Lock()
+    made = batches(dataset, collate_fn=lambda batch: batch)
+    assert len(set(made.batch(3)[0]["x"].tolist())) == 3
+    assert dataset.reads == 0

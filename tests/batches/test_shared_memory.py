@@ -63,8 +63,6 @@ MADE = {
 
 
 @pytest.mark.parametrize("reads_in_worker", [True, False])
-# A view of memory cannot be copied.
-@pytest.mark.filterwarnings("ignore:The data set cannot be copied")
 @pytest.mark.parametrize("name", MADE)
 def test_the_reading_of_samples_leaves_no_trace_in_shared_memory(
     name, reads_in_worker, block, tmp_path, monkeypatch
