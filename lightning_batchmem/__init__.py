@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_batchmem._version import __version__
+
 if TYPE_CHECKING:
     from lightning_batchmem.batch_finder import BatchFinder
     from lightning_batchmem.check import assert_memory
@@ -12,8 +14,6 @@ if TYPE_CHECKING:
     from lightning_batchmem.oom_guard import OomGuard
     from lightning_batchmem.plan.plan import Plan
     from lightning_batchmem.plan.records import Line, MemoryModel, Trial
-
-__version__ = "0.4.0"
 
 __all__ = [
     "BatchFinder",
@@ -26,7 +26,7 @@ __all__ = [
     "Trial",
     "Variant",
 ]
-__all__ += ["assert_memory", "compare", "find_batch_size"]
+__all__ += ["__version__", "assert_memory", "compare", "find_batch_size"]
 
 _NAMES = {
     "batch_finder": ("BatchFinder",),

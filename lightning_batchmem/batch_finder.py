@@ -33,7 +33,7 @@ from lightning_batchmem._lightning.packages import reason_of, warn_of_untested_t
 from lightning_batchmem._lightning.size_setting import batch_size_setting
 from lightning_batchmem._lightning.strategies import check_strategy
 from lightning_batchmem._lightning.trainer_search import TrainerSearch
-from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run
+from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run, set_callbacks
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import begin_run, value_or_none
@@ -242,8 +242,8 @@ class BatchFinder(Callback):
             )
             return
         # This callback must run before a LearningRateFinder, which Lightning puts first, and which
-        # needs the size. mypy does not see that the trainer has this attribute.
-        trainer.callbacks = sorted(callbacks_of(trainer), key=lambda callback: callback is not self)  # type: ignore[attr-defined]
+        # needs the size.
+        set_callbacks(trainer, sorted(callbacks_of(trainer), key=lambda one: one is not self))
 
         def take_snapshot() -> None:
             with self._kept_refusal():

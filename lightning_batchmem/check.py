@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from lightning.pytorch import seed_everything
 
-from lightning_batchmem import __version__
+from lightning_batchmem._version import __version__
 from lightning_batchmem.comparison import Make, check_one_device, make_trainer, restored_process
 from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.devices.host import HostMemory

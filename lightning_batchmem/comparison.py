@@ -69,8 +69,8 @@ class Variant:
         """Throughput in the rehearsal of the largest size; ``None`` when it was not measured."""
         trials = () if self.plan is None else self.plan.trials
         for trial in reversed(trials):
-            if trial.batch_size == self.batch_size and trial.step_seconds:
-                return trial.batch_size / trial.step_seconds
+            if trial.batch_size == self.batch_size and trial.samples_per_second:
+                return trial.samples_per_second
         return None
 
 

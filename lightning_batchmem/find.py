@@ -24,7 +24,7 @@ from lightning_batchmem._lightning.packages import (
 from lightning_batchmem._lightning.project_attribute import ProjectAttribute
 from lightning_batchmem._lightning.sized_hook import loaders_in
 from lightning_batchmem._lightning.strategies import trains_in_other_processes
-from lightning_batchmem._lightning.trainer_state import callbacks_of
+from lightning_batchmem._lightning.trainer_state import callbacks_of, set_callbacks
 from lightning_batchmem.batch_finder import BatchFinder, check_plan
 from lightning_batchmem.loop.search import plan_of_loop
 from lightning_batchmem.loop.training_loop import training_loop
@@ -249,18 +249,15 @@ class SearchOnly(BatchFinder):
     def mute_callbacks_of_model(self, trainer: Trainer) -> None:
         """Remove the callbacks that ``configure_callbacks`` of the module has added."""
         self.callbacks = [*self.callbacks, *callbacks_of(trainer)]
-        # mypy does not see that the trainer has this attribute.
-        trainer.callbacks = [self]  # type: ignore[attr-defined]
+        set_callbacks(trainer, [self])
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search with the callbacks of the training in place, because some of them need memory."""
-        # mypy does not see that the trainer has this attribute.
-        trainer.callbacks = self.callbacks  # type: ignore[attr-defined]
+        set_callbacks(trainer, self.callbacks)
         try:
             super().on_fit_start(trainer, pl_module)
         finally:
-            # mypy does not see that the trainer has this attribute.
-            trainer.callbacks = [self]  # type: ignore[attr-defined]
+            set_callbacks(trainer, [self])
         raise end_of_tuning(trainer)
 
     def _report(self, trainer: Trainer, plan: Plan) -> None:

@@ -25,10 +25,10 @@ from lightning_batchmem.plan.records import MIB
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 
 
-def plan_of(size, intercept_mib, slope_mib, step_seconds):
+def plan_of(size, intercept_mib, slope_mib, samples_per_second):
     trials = (
-        Trial(2, "ok", {}, step_seconds=9.0),
-        Trial(size, "ok", {}, "rehearsal", step_seconds=step_seconds),
+        Trial(2, "ok", {}, samples_per_second=9.0),
+        Trial(size, "ok", {}, "rehearsal", samples_per_second=samples_per_second),
     )
     memory = MemoryModel(
         {
@@ -41,8 +41,8 @@ def plan_of(size, intercept_mib, slope_mib, step_seconds):
 
 RESULT = Comparison(
     (
-        Variant("plain", plan_of(100, 1000, 4, 2.0)),
-        Variant("half", plan_of(250, 1100, 2, 2.5)),
+        Variant("plain", plan_of(100, 1000, 4, 50.0)),
+        Variant("half", plan_of(250, 1100, 2, 100.0)),
         Variant("a|b[b]", None, "ValueError: no"),
     )
 )

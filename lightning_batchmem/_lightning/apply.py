@@ -18,9 +18,9 @@ from lightning_batchmem._lightning.project_attribute import ProjectAttribute
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.strategies import wrap_again
 from lightning_batchmem._lightning.trainer_state import callbacks_of
+from lightning_batchmem.plan.learning_rate import TrainingSetup
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.scaling import TrainingSetup
 
 
 def check_training(trainer: Trainer, module: LightningModule, options: SearchOptions) -> None:

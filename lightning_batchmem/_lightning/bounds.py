@@ -17,7 +17,7 @@ from lightning_batchmem.plan.options import (
 )
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Bound, SizeLimit
-from lightning_batchmem.plan.scaling import largest_where
+from lightning_batchmem.plan.sizes import largest_where
 
 # The batches within a budget are counted at most so often to find one bound.
 _MOST_COUNTS = 12

@@ -22,9 +22,8 @@ from lightning_batchmem._lightning.data_source import (
 )
 from lightning_batchmem._lightning.hooks import (
     SearchCallback,
-    replace_callbacks_and_loggers,
 )
-from lightning_batchmem._lightning.muted import muted_callback
+from lightning_batchmem._lightning.muted import muted_callback, muted_logger, muted_profiler
 from lightning_batchmem._lightning.packages import in_every_package
 from lightning_batchmem._lightning.trainer_state import (
     OF_OPTIMIZERS,
@@ -34,6 +33,7 @@ from lightning_batchmem._lightning.trainer_state import (
     own_objects,
     parts_of_users,
     renew_results,
+    set_callbacks,
     users_values,
 )
 from lightning_batchmem.batches.loader_size import keep_sizes
@@ -140,7 +140,7 @@ def isolated(
         connector.reset_metrics()
         # A scheduler that was made for the old batch size may end before the search does.
         freeze(schedulers)
-        replace_callbacks_and_loggers(trainer, callbacks)
+        _replace_callbacks_and_loggers(trainer, callbacks)
         yield
 
 
@@ -247,3 +247,15 @@ class CleanStart:
 
 def _clear_state(optimizer: Any) -> None:
     optimizer.state.clear()
+
+
+def _replace_callbacks_and_loggers(trainer: Trainer, callbacks: list[Callback]) -> None:
+    """Leave these callbacks, and loggers and a profiler that record nothing."""
+    set_callbacks(trainer, callbacks)
+    trainer.loggers = [muted_logger(logger) for logger in trainer.loggers]
+    # mypy does not see attributes that Lightning sets outside the class Trainer.
+    profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+    trainer.profiler = muted_profiler(profiler)  # type: ignore[attr-defined]
+    # Lightning 2.6 broadcasts SIGTERM in every step, but a step of the search may run on one rank
+    # only. mypy does not allow the replacement of a method.
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Calls at the start of a run, and the callbacks, loggers and profiler of a search.
+"""Calls at the start of a run, and the callback of a search.
 
 The private names used here are those of lightning 2.5.0 and 2.6.6.
 """
@@ -14,7 +14,6 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_batchmem._lightning.muted import muted_logger, muted_profiler
 from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
@@ -101,15 +100,3 @@ class SearchCallback(Callback):
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End backward; clipping and the optimizer follow."""
         self._phases.enter("optimizer_step")
-
-
-def replace_callbacks_and_loggers(trainer: Trainer, callbacks: list[Callback]) -> None:
-    """Leave these callbacks, and loggers and a profiler that record nothing."""
-    # mypy does not see attributes that Lightning sets outside the class Trainer.
-    trainer.callbacks = callbacks  # type: ignore[attr-defined]
-    trainer.loggers = [muted_logger(logger) for logger in trainer.loggers]
-    profiler: Any = trainer.profiler  # type: ignore[attr-defined]
-    trainer.profiler = muted_profiler(profiler)  # type: ignore[attr-defined]
-    # Lightning 2.6 broadcasts SIGTERM in every step, but a step of the search may run on one rank
-    # only. mypy does not allow the replacement of a method.
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]

@@ -31,15 +31,13 @@ from lightning_batchmem._lightning.size_places import (
     SizePlace,
 )
 from lightning_batchmem.batches.batch_sampler import single_samples
+from lightning_batchmem.batches.budget_batches import BUDGET_FACTOR
 from lightning_batchmem.batches.budget_loader import BudgetLoader, forms_own_batches
 from lightning_batchmem.batches.counted_batches import check_batch_sampler, check_iteration
 from lightning_batchmem.batches.loader_size import loader_batch_size
 from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
 from lightning_batchmem.devices.foreign_values import attributes_of
 from lightning_batchmem.state.refill import refill
-
-# Whether a loader follows the budget shows at this multiple of it.
-_OTHER_BUDGET = 4
 
 _LEAVE_OUT = "Leave batch_arg_name out, so that BatchFinder looks for the place itself."
 
@@ -302,7 +300,7 @@ class BatchSizeSetting:
                 f" {self.source.hook} forms its own batches"
             )
         sizes = self._sizes(combined)
-        if not keeps_budget and sizes != self.sizes_at(_OTHER_BUDGET * budget):
+        if not keeps_budget and sizes != self.sizes_at(BUDGET_FACTOR * budget):
             raise ValueError(
                 f"each loader of {self.source.hook} must form its own batches within"
                 f" `{self.name}`, or have a batch size that does not depend on it"

@@ -80,8 +80,7 @@ class _StageSteps:
 
     def batches_in_epoch(self, batch_size: int) -> float:
         """Batches of an epoch on this rank, as far as the Trainer's limits allow."""
-        stage = self.loaders.hook.removesuffix("_dataloader")
-        limit = getattr(self.trainer, f"limit_{stage}_batches")
+        limit = getattr(self.trainer, f"limit_{self.loaders.stage}_batches")
         return limited_batches(self.loaders.batches(batch_size), limit)
 
     def last_batch_size(self, batch_size: int) -> int:
@@ -197,7 +196,7 @@ class EvaluationSteps(_StageSteps):
         """Call the end hooks of a module with start hooks: they may swap its weights back."""
         trainer = self.trainer
         is_overridden = lightning_name(trainer, "utilities.model_helpers.is_overridden")
-        stage = self.loaders.hook.removesuffix("_dataloader").replace("val", "validation")
+        stage = self.loaders.stage.replace("val", "validation")
         starts = (f"on_{stage}_start", f"on_{stage}_epoch_start")
         if not any(is_overridden(start, trainer.lightning_module) for start in starts):
             return

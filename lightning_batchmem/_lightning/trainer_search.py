@@ -43,11 +43,11 @@ from lightning_batchmem.devices.optimizers import state_tensors
 from lightning_batchmem.devices.peaks import RequestedBytes
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.plan import sentences
+from lightning_batchmem.plan.learning_rate import OptimizerStep, optimizer_step
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan, make_plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Chosen, mib
-from lightning_batchmem.plan.scaling import OptimizerStep, optimizer_step
 from lightning_batchmem.search.compiled import each_size_static
 from lightning_batchmem.search.earlier_plan import (
     find_earlier_plan,

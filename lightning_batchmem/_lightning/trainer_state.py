@@ -23,6 +23,11 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
     return callbacks
 
 
+def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
+    """Give the trainer other callbacks."""
+    trainer.callbacks = callbacks  # type: ignore[attr-defined]
+
+
 def log_dir_of(trainer: Trainer) -> str | None:
     """What ``trainer.log_dir`` is on the first rank; None where the logger does not tell it.
 

@@ -101,6 +101,11 @@ class StageLoaders:
     # The hook of Lightning that returns such loaders, such as "train_dataloader".
     hook: str
 
+    @property
+    def stage(self) -> str:
+        """The name of the stage in hooks: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``."""
+        return self.hook.removesuffix("_dataloader")
+
     def in_structure(self, batches: Sequence[Any]) -> Any:
         """One batch per loader, in the collection of the loaders."""
         return tree_unflatten(list(batches), self.structure)

@@ -10,12 +10,12 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import begin_run
 from lightning_batchmem.loop.session import LoopSession
 from lightning_batchmem.loop.training_loop import TrainingLoop
+from lightning_batchmem.plan.learning_rate import OptimizerStep
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan, make_plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.printing import print_or_warn
 from lightning_batchmem.plan.records import Chosen, mib
-from lightning_batchmem.plan.scaling import OptimizerStep
 from lightning_batchmem.search.compiled import each_size_static
 from lightning_batchmem.search.earlier_plan import find_earlier_plan, parameters_text
 from lightning_batchmem.search.memory_budget import MemoryBudget

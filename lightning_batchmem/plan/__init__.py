@@ -1,4 +1,4 @@
 """Pure arithmetic: trials and limits come in; the next size, the chosen size or the plan goes out.
 
-Only the standard library is imported here.
+Besides the standard library, only rich is imported here, where texts and tables are printed.
 """

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lightning_batchmem.plan.fit import fit_memory, ran_through
 from lightning_batchmem.plan.json_fields import from_json, to_json
+from lightning_batchmem.plan.learning_rate import OptimizerStep
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.records import (
     Chosen,
@@ -14,7 +15,6 @@ from lightning_batchmem.plan.records import (
     MemoryModel,
     Trial,
 )
-from lightning_batchmem.plan.scaling import OptimizerStep
 from lightning_batchmem.plan.text import full_text, headline, short_text
 
 

@@ -234,10 +234,6 @@ class MemoryModel:
             ((limit_bytes - line.intercept) / line.slope for line in growing), default=math.inf
         )
 
-    def grown_bytes(self, smaller_size: float, larger_size: float) -> float:
-        """Growth from one size to another, of the phase that grows most."""
-        return max(line.at(larger_size) - line.at(smaller_size) for line in self.lines.values())
-
     def phase_at(self, batch_size: float) -> str:
         """The phase in which the peak is expected at ``batch_size`` samples."""
         return max(self.lines, key=lambda phase: self.lines[phase].at(batch_size))

@@ -18,7 +18,7 @@ from lightning_batchmem.plan.fit import dropped_sizes, fit_memory, ran_through
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Chosen, LimitedBy, NextSize, SearchFailed, Speed, Trial
-from lightning_batchmem.plan.scaling import rounded, size_range
+from lightning_batchmem.plan.sizes import rounded, size_range
 from lightning_batchmem.plan.throughput import fastest, measured_speeds, num_flat_sizes
 
 FRAGMENTED_RATIO = 1.15

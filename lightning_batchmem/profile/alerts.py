@@ -34,7 +34,7 @@ _NEARLY_FULL_SHARE = 0.95
 _MIN_WAITED_STEPS = 20
 _MIN_WAITED_SECONDS = 10.0
 # More than this share of the time has to pass before batches arrive.
-_MAX_WAIT_SHARE = 0.5
+MAX_WAIT_SHARE = 0.5
 # A device that is busy for this part of the time does not wait.
 _MIN_BUSY_PERCENT = 50.0
 # A leak is looked for in four windows of so many readings.
@@ -104,7 +104,7 @@ class Alerts:
         self._waited = Totals()
         share = waited.wait_share or 0.0
         busy = waited.busy_percent or 0.0
-        if share > _MAX_WAIT_SHARE and busy < _MIN_BUSY_PERCENT:
+        if share > MAX_WAIT_SHARE and busy < _MIN_BUSY_PERCENT:
             self._issue("data", share=share, seconds=seconds, steps=waited.steps, busy=busy)
 
     def _issue(self, kind: str, **values: object) -> None:

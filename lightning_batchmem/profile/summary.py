@@ -15,6 +15,7 @@ from rich.table import Table
 from lightning_batchmem.devices.breakdown import PARTS, MemoryBreakdown
 from lightning_batchmem.plan.json_fields import from_json, to_json
 from lightning_batchmem.plan.records import counted, mib
+from lightning_batchmem.profile.alerts import MAX_WAIT_SHARE
 from lightning_batchmem.profile.module_memory import PeakByModule
 from lightning_batchmem.profile.module_table import module_table
 
@@ -24,8 +25,6 @@ SUMMARY_NAME = "memory_summary.json"
 _WIDTH = 100
 # A device with this utilization hardly has anything to wait for.
 _BUSY_PERCENT = 90.0
-# Beyond half of the time nothing else matters as much. The alert about waiting has the same share.
-_MOSTLY_WAITING_SHARE = 0.5
 # A search stays below 0.95 of what a device can provide.
 _MOSTLY_FULL_SHARE = 0.9
 _STAGES = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
@@ -144,7 +143,7 @@ class Summary:
                 f"Limited by compute: the device was {self.busy_percent:.0f}% busy."
                 " A lower precision, torch.compile or a faster device helps."
             )
-        if self.data_wait_share is not None and self.data_wait_share > _MOSTLY_WAITING_SHARE:
+        if self.data_wait_share is not None and self.data_wait_share > MAX_WAIT_SHARE:
             return (
                 f"Limited by data: {self.data_wait_share:.0%} of the time passed before the batch"
                 " arrived. More loader workers (num_workers) or cheaper samples help."

@@ -12,7 +12,7 @@ from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import Chosen, Trial, mib
-from lightning_batchmem.plan.scaling import rounded, size_range
+from lightning_batchmem.plan.sizes import rounded, size_range
 from lightning_batchmem.plan.small_files import read_small
 from lightning_batchmem.search.ranks import Ranks
 

@@ -13,7 +13,7 @@ from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Outcome, Trial, TrialKind
-from lightning_batchmem.plan.scaling import accumulated_batches
+from lightning_batchmem.plan.sizes import accumulated_batches
 from lightning_batchmem.search.compiled import forget_compiled
 from lightning_batchmem.search.meter import TrialMeter, other_bytes_at_start
 from lightning_batchmem.search.ranks import CollectiveDetector, Ranks

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 from tempfile import TemporaryDirectory
 
 HERE = Path(__file__).parent
@@ -218,12 +219,9 @@ def _name(headers: Path, libraries: list[Path]) -> str:
 
 
 def _package_version() -> str:
-    """Read the version from the package, whose import would load Lightning."""
-    text = (HERE.parent / "__init__.py").read_text()
-    version = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
-    if version is None:
-        raise RuntimeError(f"{HERE.parent / '__init__.py'} has no line with __version__")
-    return version[1]
+    """The version of the package, whose import could fail where this file runs alone."""
+    version: str = run_path(str(HERE.parent / "_version.py"))["__version__"]
+    return version
 
 
 def _is_complete(folder: Path) -> bool:

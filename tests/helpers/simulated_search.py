@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from lightning_batchmem.plan.learning_rate import OptimizerStep
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan, make_plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import PHASES, Chosen, NextSize, SearchFailed, Trial
 from lightning_batchmem.plan.rules import decide
-from lightning_batchmem.plan.scaling import OptimizerStep, size_range
+from lightning_batchmem.plan.sizes import size_range
 
 LIMIT = 10_000
 POLICY = SearchPolicy()

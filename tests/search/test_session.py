@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from lightning_batchmem.devices.peaks import LiveStorages
+from lightning_batchmem.plan.learning_rate import OptimizerStep
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import make_plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Chosen, SearchFailed
-from lightning_batchmem.plan.scaling import OptimizerStep
 from lightning_batchmem.search.memory_budget import MemoryBudget
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks

@@ -137,16 +137,6 @@ def test_the_name_changes_with_everything_that_is_compiled(packages, cache, tmp_
     assert folders[-1].name.startswith("9.9.9-")
 
 
-def test_the_version_in_the_name_is_that_of_the_package():
-    namespace = ast.parse((build.HERE.parent / "__init__.py").read_text()).body
-    (version,) = (
-        node.value.value
-        for node in namespace
-        if isinstance(node, ast.Assign) and node.targets[0].id == "__version__"
-    )
-    assert build._package_version() == version
-
-
 def test_functions_that_are_not_modelled_are_listed_with_their_library(packages, cache, programs):
     build.library_folder(packages)
     assert (programs / "inc").read_text().splitlines() == [
