@@ -73,7 +73,7 @@ def find(
         **options: arguments of BatchFinder.
     """
     _check_file(out)
-    # Both do nothing without a training. What is given here is no option of the command.
+    # Both do nothing without a training. What is given here is not an option of the command.
     finder = SearchOnly(verbose=False, search_on_resume=False, **options)
     if gpu is not None:
         if options["plan"] is not None:

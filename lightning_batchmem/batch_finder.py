@@ -122,7 +122,7 @@ class BatchFinder(Callback):
             the reason.
         verbose: print the whole plan, with all reasons and every size that was run, instead of the
             rows that most users need.
-        budget: the attribute that ``batch_arg_name`` names is no number of samples, but a budget
+        budget: the attribute that ``batch_arg_name`` names is not a number of samples, but a budget
             within which the loaders form their own batches, such as ``"max_tokens"``. Sizes are in
             units of it. Where loaders are passed to ``fit``, it is an attribute of their batch
             samplers, samplers or data sets. For loaders that form batches by tokens or lengths.

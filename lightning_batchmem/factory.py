@@ -60,7 +60,7 @@ def parse_options(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """The Python literal in ``text``, or the text itself if it is no literal.
+    """Parse ``text`` as a Python literal, or return it unchanged.
 
     ``true``, ``false`` and ``none`` count as literals.
     """

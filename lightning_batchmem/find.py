@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_batchmem._lightning.clean_start import ProjectSnapshot, isolated
+from lightning_batchmem._lightning.clean_start import ProjectSnapshot, muted_trainer
 from lightning_batchmem._lightning.hooks import call_before
 from lightning_batchmem._lightning.packages import (
     end_of_tuning,
@@ -211,8 +211,9 @@ class SearchOnly(BatchFinder):
                 trainer.fit(model, train_dataloaders, val_dataloaders, datamodule)
         if self.plan is None:
             raise ValueError(
-                "trainer must be one that trains in this process for find_batch_size, got"
-                " fast_dev_run, no batches or epochs, or a strategy that starts other processes"
+                "find_batch_size cannot search: the trainer has fast_dev_run, no batches or"
+                " epochs, or a strategy that starts other processes. Pass one that trains in this"
+                " process."
             )
         return self.plan
 
@@ -235,7 +236,7 @@ class SearchOnly(BatchFinder):
         owners = (module, *datamodules)
         snapshot.keep(ProjectAttribute(trainer, module, self.options.batch_arg_name, owners).keep())
         strategy = trainer.strategy
-        with isolated(trainer, snapshot, [self]):
+        with muted_trainer(trainer, snapshot, [self]):
             cancel = call_before(
                 strategy, "setup_environment", lambda: self.mute_callbacks_of_model(trainer)
             )

@@ -263,7 +263,7 @@ class MemoryProfiler(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """End the time of a step, so that the writing of a checkpoint is no part of it."""
+        """End the time of a step, so that the writing of a checkpoint is not part of it."""
         if self._run is not None:
             self._run.end_time()
 

@@ -77,7 +77,7 @@ def nothing_was_asked():
 def fake_device():
     """The class, for tests that do not import it.
 
-    A test calls ``fake_device(budget_bytes=..., base_bytes=...)``.
+    A test calls ``fake_device(available_bytes=..., base_bytes=...)``.
     """
     return FakeDevice
 
@@ -127,7 +127,7 @@ def fit(reads_here, policy):
 @pytest.fixture
 def device(fake_device):
     """The fake device of a search: a budget of 500 MiB."""
-    return fake_device(budget_bytes=500 * 2**20)
+    return fake_device(available_bytes=500 * 2**20)
 
 
 @pytest.fixture
@@ -152,6 +152,6 @@ def search(fit, device):
 @pytest.fixture
 def device_memory(fake_device, monkeypatch):
     """The fake device of every profiler in the test: 1 MiB in use, a budget of 1 GiB."""
-    device_memory = fake_device(budget_bytes=2**30, base_bytes=2**20)
+    device_memory = fake_device(available_bytes=2**30, base_bytes=2**20)
     monkeypatch.setattr(MemoryProfiler, "device_memory", lambda profiler, device: device_memory)
     return device_memory

@@ -89,7 +89,7 @@ def test_limits_of_the_size(search, device, options, budget_mib, size, limited_b
 
 
 def test_a_limit_out_of_range(fit, fake_device):
-    device = fake_device(budget_bytes=100 * MIB, base_bytes=60 * MIB)
+    device = fake_device(available_bytes=100 * MIB, base_bytes=60 * MIB)
     with pytest.warns(UserWarning, match="more than the device can provide, 100.0 MiB"):
         fit(Lawful(device, lambda size: size * MIB), BatchFinder(memory_limit=200 * MIB), device)
     message = "memory_limit must be above the 60.0 MiB that the process already holds, got 50.0 MiB"
@@ -105,7 +105,7 @@ def test_a_limit_out_of_range(fit, fake_device):
 def test_more_memory_in_use_than_in_the_search_is_one_warning(
     fit, fake_device, recwarn, copy_mib, name, warnings
 ):
-    device = fake_device(budget_bytes=BUDGET, base_bytes=10 * MIB)
+    device = fake_device(available_bytes=BUDGET, base_bytes=10 * MIB)
     if name == "host":
         device.as_host()
     # The callback takes memory, as a copy of the weights does.
@@ -122,7 +122,7 @@ def test_more_memory_in_use_than_in_the_search_is_one_warning(
 def test_a_batch_larger_than_all_measured_ones_is_one_warning(
     fit, fake_device, recwarn, longest, count
 ):
-    device = fake_device(budget_bytes=BUDGET, base_bytes=10 * MIB)
+    device = fake_device(available_bytes=BUDGET, base_bytes=10 * MIB)
     module = Lawful(device, law)
     samples = [torch.zeros(1) for _ in range(100)]
     module.train_dataloader = lambda: DataLoader(
@@ -253,7 +253,7 @@ class RatedEvaluated(Evaluated):
 @pytest.mark.parametrize("stages", [["validate", "fit"], ["fit", "test", "fit"]])
 def test_an_evaluation_before_a_training_changes_nothing_in_it(stages, reads_here, fake_device):
     # More samples fit than ten steps of an epoch leave to one of them.
-    device = fake_device(budget_bytes=4000 * MIB)
+    device = fake_device(available_bytes=4000 * MIB)
     module = RatedEvaluated(device)
     finder = BatchFinder(lr_scaling="linear")
     finder.device_memory = lambda _: device

@@ -82,7 +82,7 @@ def test_memory_has_trials_line_limit_and_chosen_size():
         "limit 200.0 MiB": ([0, 1], [200, 200]),
         "chosen: 32": ([32, 32], [0, 1]),
     }
-    held = replace(TRIALS[0], peak_held_bytes=130 * MIB)
+    held = replace(TRIALS[0], held_peak_bytes=130 * MIB)
     shown = lines(plot_search(replace(PLAN, trials=(held,))))
     assert (shown["held"], shown["live (tensors)"]) == (([2], [130]), ([2], [104]))
 

@@ -200,7 +200,7 @@ def test_a_trainer_that_would_not_train():
     trainer = quiet_trainer(max_epochs=0)
     module = CASES["sgd_momentum"].module(4)
     with pytest.raises(
-        ValueError, match="trainer must be one that trains in this process for find_batch_size, got"
+        ValueError, match="find_batch_size cannot search: the trainer has fast_dev_run"
     ):
         find_batch_size(trainer, module)
     with pytest.raises(

@@ -566,7 +566,7 @@ def test_a_directory_that_cannot_be_written_under_the_variable(tmp_path, monkeyp
         (psutil, "virtual_memory", "The available memory of the host"),
         (psutil.Process, "cpu_affinity", "The CPU affinity"),
         (psutil.Process, "memory_info", ""),
-        (HostMemory, "budget_bytes", "The limit of the memory"),
+        (HostMemory, "available_bytes", "The limit of the memory"),
         (HostMemory, "peak", "The memory of a step"),
         (HostMemory, "reset_peak", "The memory of a step"),
         (HostMemory, "private_bytes", "The memory of a step"),
@@ -584,7 +584,7 @@ def test_what_the_system_refuses_is_missing(tmp_path, monkeypatch, owner, name, 
     assert left[0] == STEPS
     assert [text.partition(" cannot")[0] for text in texts] == ([subject] if subject else [])
     rows = csv_rows(tmp_path)
-    has_limit = name != "budget_bytes"
+    has_limit = name != "available_bytes"
     has_peak = name not in ("peak", "reset_peak")
     assert {bool(row["limit_mib"]) for row in rows} == {has_limit}
     assert {bool(row["peak_allocated_mib"]) for row in rows} == {has_peak}

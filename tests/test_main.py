@@ -35,7 +35,7 @@ FILES = ("memory_per_batch.csv", "batch_plan.json")
 def finished(tmp_path_factory):
     """The directory of a run that searched (400 samples) and trained 13 steps."""
     directory = tmp_path_factory.mktemp("finished")
-    device_memory = FakeDevice(budget_bytes=500 * MIB)
+    device_memory = FakeDevice(available_bytes=500 * MIB)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lightning_batchmem.BatchFinder, "device_memory", lambda *_: device_memory)
         patch.setattr(

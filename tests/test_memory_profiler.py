@@ -559,7 +559,9 @@ def test_each_search_has_one_file_with_its_plan(tmp_path, device_memory, size_na
         plans.append(finder.plan)
     else:
         # The limit of the search held until the training ended.
-        assert plans[0].limit_bytes < profiler.summary.limit_bytes == device_memory.budget_bytes()
+        assert (
+            plans[0].limit_bytes < profiler.summary.limit_bytes == device_memory.available_bytes()
+        )
     paths = sorted(tmp_path.glob("batch_plan*.json"))
     assert [path.name for path in paths] == names
     assert [Plan.from_json(path.read_text()) for path in paths] == plans
@@ -602,7 +604,7 @@ def test_an_evaluation_without_a_search_has_no_plan_of_an_earlier_one(tmp_path, 
     trainer.validate(net, verbose=False)
     net.size_name = "fixed_size"
     trainer.test(net, verbose=False)
-    assert finder.plan.limit_bytes < profiler.summary.limit_bytes == device_memory.budget_bytes()
+    assert finder.plan.limit_bytes < profiler.summary.limit_bytes == device_memory.available_bytes()
     assert [path.name for path in tmp_path.glob("batch_plan*.json")] == ["batch_plan.json"]
 
 

@@ -776,7 +776,7 @@ def test_a_search_sees_the_errors_itself(fit: Any, fake_device: Any) -> None:
     plans = []
     guard = OomGuard()
     for guards in ([], [guard]):
-        device = fake_device(budget_bytes=500 * MIB)
+        device = fake_device(available_bytes=500 * MIB)
         finder = BatchFinder(multiple_of=1, min_steps_per_epoch=None)
         fit(Bounded(device, law), finder, device, *guards)
         assert finder.plan is not None

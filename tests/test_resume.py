@@ -90,7 +90,7 @@ def test_a_checkpoint_is_resumed_with_and_without_objects(fit, device, checkpoin
 def test_another_limit_is_a_warning(fit, device, checkpoint, trainer, budget_mib, changed):
     device.budget = 10**4 * MIB
     # Steps above this budget do not fail, because the device can provide more.
-    device.budget_bytes = lambda: budget_mib * MIB
+    device.available_bytes = lambda: budget_mib * MIB
     message = f"continues with batch size {FOUND} of the checkpoint, although {changed}"
     with pytest.warns(UserWarning, match=message):
         module, run = resume(fit, device, checkpoint, BatchFinder(), **trainer)

@@ -122,7 +122,7 @@ def _users_snapshot(trainer: Trainer, snapshot: ProjectSnapshot) -> Snapshot:
 
 
 @contextmanager
-def isolated(
+def muted_trainer(
     trainer: Trainer, snapshot: ProjectSnapshot, callbacks: list[Callback]
 ) -> Iterator[None]:
     """Run the trainer with these callbacks and muted loggers; everything is restored at the end."""
@@ -217,7 +217,7 @@ class CleanStart:
         # A new one has seen no batch.
         self.search_callback = SearchCallback(self.phases)
         callbacks = [*map(muted_callback, self.callbacks), self.search_callback]
-        self._undo.enter_context(isolated(trainer, self._snapshot, callbacks))
+        self._undo.enter_context(muted_trainer(trainer, self._snapshot, callbacks))
         self._undo.callback(self._restore_strategy, self._of_strategy())
         # The random states of the snapshot are restored after these.
         self._undo.callback(self._users.restore)

@@ -100,7 +100,7 @@ class BatchSizeSetting:
         """The budget of the project, from which a search looks for the smallest useful one.
 
         Raises:
-            ValueError: if it is no positive number.
+            ValueError: if it is not a positive number.
         """
         if (budget := self.size) is None:
             raise ValueError(

@@ -53,7 +53,7 @@ from lightning_batchmem.search.earlier_plan import (
     find_earlier_plan,
     parameters_text,
 )
-from lightning_batchmem.search.memory_budget import MemoryBudget
+from lightning_batchmem.search.limits import MemoryRoom
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.search import BatchSizeSearch, SearchResult
@@ -95,7 +95,7 @@ class TrainerSearch:
             later_bytes += weight_average_bytes(trainer)
         # A Trainer in a worker of Ray has one device, however many workers this machine has.
         ranks_on_host = self.ranks.on_this_host()
-        self._budget = MemoryBudget(
+        self._budget = MemoryRoom(
             device_memory,
             options.memory_limit,
             self.policy.limit_share,
@@ -122,7 +122,7 @@ class TrainerSearch:
         snapshot: ProjectSnapshot,
         given_plan: Plan | str | Path | None,
     ) -> Plan:
-        """Search with training steps, of which validation is a phase.
+        """Search with training steps; validation is one of their phases.
 
         Args:
             setting: the places of the batch size.
@@ -155,7 +155,7 @@ class TrainerSearch:
         wrap_again(self.trainer)
         chosen = _chosen(result)
         at_size = [trial for trial in result.trials if trial.batch_size == chosen.batch_size]
-        if self.device_memory.counts_live_bytes and at_size:
+        if self.device_memory.reports_requested_bytes and at_size:
             self.start_bytes = at_size[-1].start_bytes
         largest_bytes = at_size[-1].largest_batch_bytes if at_size else 0
         # Average samples are smaller than many batches of the training.

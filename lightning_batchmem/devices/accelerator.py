@@ -15,7 +15,7 @@ import torch
 
 from lightning_batchmem.devices.base import MemoryStats, Utilization
 from lightning_batchmem.devices.foreign_values import value_or_none
-from lightning_batchmem.devices.host import available_bytes
+from lightning_batchmem.devices.host import free_bytes_of_host
 
 # They count failed allocations, allocations that succeeded only after the cache was released (a
 # device synchronization each), and segments given back to the driver.
@@ -26,7 +26,7 @@ _COUNTERS = ("num_ooms", "num_alloc_retries", "num_device_free")
 class AcceleratorMemory:
     """Counters of PyTorch's caching allocator for one device, and free memory of the driver.
 
-    No method but :meth:`synchronize` waits for the device, and only :meth:`budget_bytes` and
+    No method but :meth:`synchronize` waits for the device, and only :meth:`available_bytes` and
     :meth:`limit_enforced` start it. Before that this process holds 0 bytes.
 
     Args:
@@ -38,7 +38,7 @@ class AcceleratorMemory:
 
     name = "cuda"
     is_host = False
-    counts_live_bytes = True
+    reports_requested_bytes = True
     # A block for more than 1 MiB may keep up to 1 MiB unsplit, so the same need may count less at a
     # larger batch.
     # Source: kSmallSize in c10/core/AllocatorConfig.h, should_split in
@@ -68,7 +68,7 @@ class AcceleratorMemory:
     def private_bytes(self) -> int:
         return self.current().allocated_bytes
 
-    def budget_bytes(self) -> int:
+    def available_bytes(self) -> int:
         """Return the free memory of the driver plus the reserved memory of this process.
 
         It is not the device's total memory, since other processes may use a part of that.
@@ -76,12 +76,12 @@ class AcceleratorMemory:
         free_bytes, total_bytes = self._functions.mem_get_info(self._device)
         if self._functions.get_device_properties(self._device).is_integrated:
             # It shares the memory of the host.
-            free_bytes = min(free_bytes, available_bytes())
-        budget_bytes = free_bytes + (self.current().reserved_bytes or 0)
+            free_bytes = min(free_bytes, free_bytes_of_host())
+        available_bytes = free_bytes + (self.current().reserved_bytes or 0)
         fraction = self._memory_fraction()
         if fraction is not None:
-            budget_bytes = min(budget_bytes, int(fraction * total_bytes))
-        return int(budget_bytes)
+            available_bytes = min(available_bytes, int(fraction * total_bytes))
+        return int(available_bytes)
 
     def non_torch_bytes(self) -> int | None:
         """Return the bytes on the device outside this process's allocator; ``None`` if unknown.

@@ -9,7 +9,7 @@ The contract of ``DeviceMemory``:
   ``counters``.
 - Nothing but ``synchronize`` waits for the device.
 - A reading does not start the device: before that this process holds 0 bytes. Only
-  ``budget_bytes`` and ``limit_enforced`` may start it.
+  ``available_bytes`` and ``limit_enforced`` may start it.
 - ``reset_peak`` and ``peak`` are called in every step, so they take microseconds.
 """
 
@@ -69,14 +69,14 @@ class DeviceMemory(PeakCounter, Protocol):
         is_host: whether this is the memory of the host. There the held bytes are the resident set
             of the process, with its interpreter and libraries. All ranks and loader workers of the
             machine share it, and a process that exceeds it is ended without an error.
-        counts_live_bytes: whether ``requested_bytes`` are known. If not, a dispatch mode has to
-            count live bytes.
+        reports_requested_bytes: whether ``requested_bytes`` are known. If not, a dispatch mode has
+            to count live bytes.
     """
 
     name: str
     granularity_bytes: int
     is_host: bool
-    counts_live_bytes: bool
+    reports_requested_bytes: bool
 
     @property
     def has_expandable_segments(self) -> bool:
@@ -92,7 +92,7 @@ class DeviceMemory(PeakCounter, Protocol):
     def private_bytes(self) -> int:
         """Return the bytes in use at this moment that no other process shares."""
 
-    def budget_bytes(self) -> int:
+    def available_bytes(self) -> int:
         """Return the most that this process may hold at this moment, with what it holds."""
 
     def non_torch_bytes(self) -> int | None:

@@ -69,7 +69,7 @@ class HostMemory:
 
     name = "host"
     is_host = True
-    counts_live_bytes = False
+    reports_requested_bytes = False
     has_expandable_segments = False
     # Some heap pages are left after a trim.
     # Source: measured; the peaks of a linear layer of a few KiB differed by less than 0.3 MiB.
@@ -112,14 +112,14 @@ class HostMemory:
         usage = self._usage()
         return usage.resident_bytes - usage.shared_bytes
 
-    def budget_bytes(self) -> int:
+    def available_bytes(self) -> int:
         """Return the resident set plus the bytes by which it can still grow.
 
         These are the least of the available memory and of the bytes left under the limits of the
         control groups and of the process.
         """
         usage = self._usage()
-        rooms = [available_bytes(), memory_headroom_bytes(), *_resource_limit_rooms(usage)]
+        rooms = [free_bytes_of_host(), memory_headroom_bytes(), *_resource_limit_rooms(usage)]
         return usage.resident_bytes + max(0, min(room for room in rooms if room is not None))
 
     def non_torch_bytes(self) -> None:
@@ -166,7 +166,7 @@ def _usage_in(statm: int) -> _Usage:
     return _Usage(*(pages * resource.getpagesize() for pages in (size, resident, shared, data)))
 
 
-def available_bytes() -> int:
+def free_bytes_of_host() -> int:
     """Return the memory of the host that is available, or that is free if only this is known."""
     available = value_or_none(
         "The available memory of the host", lambda: int(psutil.virtual_memory().available)

@@ -18,7 +18,7 @@ from lightning_batchmem.plan.printing import print_or_warn
 from lightning_batchmem.plan.records import Chosen, mib
 from lightning_batchmem.search.compiled import each_size_static
 from lightning_batchmem.search.earlier_plan import find_earlier_plan, parameters_text
-from lightning_batchmem.search.memory_budget import MemoryBudget
+from lightning_batchmem.search.limits import MemoryRoom
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.search import BatchSizeSearch
 
@@ -60,7 +60,7 @@ def _searched(
 ) -> Plan:
     ranks = loop.ranks
     policy = SearchPolicy()
-    budget = MemoryBudget(
+    budget = MemoryRoom(
         device_memory, options.memory_limit, policy.limit_share, ranks.on_this_host()
     )
     if budget.is_exceeded_by_option() and ranks.rank == 0:

@@ -61,7 +61,7 @@ class TrainingSetup:
         accumulate_grad_batches: batches to an optimizer step.
         ranks: processes that train together.
         effective_batch_size: samples per optimizer step over all ranks; ``None`` if unknown.
-        learning_rate: the learning rate of the module; ``None`` if it is no number.
+        learning_rate: the learning rate of the module; ``None`` if it is not a number.
         optimizer_names: the classes of the optimizers.
         budget_name: the budget that sizes are values of; ``None`` where they count samples.
     """

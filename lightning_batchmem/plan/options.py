@@ -69,7 +69,7 @@ class SearchOptions:
                 f" got {self.worst_case!r:.80}"
             )
         _check_path("batch_arg_name", self.batch_arg_name)
-        parse_memory_limit(self.memory_limit, budget_bytes=1)
+        parse_memory_limit(self.memory_limit, available_bytes=1)
         if isinstance(self.memory_limit, Real):
             object.__setattr__(self, "memory_limit", _plain_number(self.memory_limit))
 
@@ -92,20 +92,20 @@ class SearchOptions:
         return self.batch_arg_name.rpartition(".")[2] if self.budget else None
 
 
-def parse_memory_limit(memory_limit: object, budget_bytes: int) -> int:
+def parse_memory_limit(memory_limit: object, available_bytes: int) -> int:
     """The limit in bytes.
 
-    A fraction in (0, 1] is a share of ``budget_bytes``, and ``None`` is all of them.
+    A fraction in (0, 1] is a share of ``available_bytes``, and ``None`` is all of them.
     """
     if memory_limit is None:
-        return budget_bytes
+        return available_bytes
     limit_bytes = 0.0
     if isinstance(memory_limit, str):
         limit_bytes = bytes_in(memory_limit)
     elif isinstance(memory_limit, Real) and not isinstance(memory_limit, bool):
         limit_bytes = _plain_number(memory_limit)
         if isinstance(limit_bytes, float) and 0 < limit_bytes <= 1:
-            return int(limit_bytes * budget_bytes)
+            return int(limit_bytes * available_bytes)
         # A float such as 2e9 is a whole number. Any other float becomes 0, which is refused below.
         limit_bytes = limit_bytes if limit_bytes % 1 == 0 else 0
     if not 1 <= limit_bytes < 2**63:

@@ -161,7 +161,7 @@ def make_plan(
         limit_bytes=limits.limit_bytes,
         predicted_peak_bytes=None if smaller is None else round(smaller.predict_bytes(size)),
         measured_peak_bytes=None if rehearsal is None else rehearsal.peak_bytes,
-        held_peak_bytes=None if rehearsal is None else rehearsal.peak_held_bytes,
+        held_peak_bytes=None if rehearsal is None else rehearsal.held_peak_bytes,
         trials=tuple(trials),
         memory=fit_memory(trials),
         reason=chosen.reason,

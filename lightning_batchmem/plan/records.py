@@ -67,11 +67,11 @@ class Trial:
             measured.
         start_bytes: live bytes before the first step; in a rehearsal on a device, before the first
             training step.
-        peak_held_bytes: highest bytes that this process held. CUDA: reserved by the allocator.
+        held_peak_bytes: highest bytes that this process held. CUDA: reserved by the allocator.
             Host: the resident set. ``None`` where it is not known.
         needed_bytes: what was compared with the limit: on a device the held bytes, on the host the
             live bytes.
-        reserve_bytes: host memory that the training takes besides its steps, by arithmetic: a
+        set_aside_bytes: host memory that the training takes besides its steps, by arithmetic: a
             checkpoint, and the batches that loader workers make ahead; 0 on a device.
         fixed_bytes: live bytes that last from one step to the next, without gradients; 0 where it
             is not known.
@@ -96,9 +96,9 @@ class Trial:
     kind: TrialKind = "probe"
     is_exact: bool = True
     start_bytes: int = 0
-    peak_held_bytes: int | None = None
+    held_peak_bytes: int | None = None
     needed_bytes: int = 0
-    reserve_bytes: int = 0
+    set_aside_bytes: int = 0
     fixed_bytes: int = 0
     allocator_retries: int = 0
     largest_batch_bytes: int = 0
@@ -118,7 +118,7 @@ class Trial:
     @property
     def held_bytes(self) -> int:
         """Highest bytes that this process held; live bytes where it is not known."""
-        return self.peak_bytes if self.peak_held_bytes is None else self.peak_held_bytes
+        return self.peak_bytes if self.held_peak_bytes is None else self.held_peak_bytes
 
     @property
     def growing_bytes(self) -> int:
@@ -126,9 +126,11 @@ class Trial:
         peaks = [peak for phase, peak in self.phase_peak_bytes.items() if phase != "optimizer_step"]
         return max(1, max(peaks, default=self.peak_bytes) - self.fixed_bytes)
 
-    def with_reserve(self) -> Trial:
-        """The same trial, with the reserved bytes in its peaks."""
-        peaks = {phase: peak + self.reserve_bytes for phase, peak in self.phase_peak_bytes.items()}
+    def with_set_aside(self) -> Trial:
+        """The same trial, with the bytes that are set aside in its peaks."""
+        peaks = {
+            phase: peak + self.set_aside_bytes for phase, peak in self.phase_peak_bytes.items()
+        }
         return replace(self, phase_peak_bytes=peaks)
 
     @property
@@ -150,7 +152,7 @@ class Trial:
         phases = [
             phase for phase in PHASES if any(phase in trial.phase_peak_bytes for trial in trials)
         ]
-        is_held_known = any(trial.peak_held_bytes is not None for trial in trials)
+        is_held_known = any(trial.held_peak_bytes is not None for trial in trials)
         return replace(
             worst,
             phase_peak_bytes={
@@ -159,9 +161,9 @@ class Trial:
             },
             is_exact=all(trial.is_exact for trial in trials),
             start_bytes=max(trial.start_bytes for trial in trials),
-            peak_held_bytes=max(trial.held_bytes for trial in trials) if is_held_known else None,
+            held_peak_bytes=max(trial.held_bytes for trial in trials) if is_held_known else None,
             needed_bytes=max(trial.needed_bytes for trial in trials),
-            reserve_bytes=max(trial.reserve_bytes for trial in trials),
+            set_aside_bytes=max(trial.set_aside_bytes for trial in trials),
             fixed_bytes=min(trial.fixed_bytes for trial in trials),
             allocator_retries=max(trial.allocator_retries for trial in trials),
             largest_batch_bytes=max(trial.largest_batch_bytes for trial in trials),

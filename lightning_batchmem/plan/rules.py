@@ -84,7 +84,7 @@ class TrialsSoFar:
         return any(trial.kind == "rehearsal" for trial in self.trials)
 
     @cached_property
-    def filling(self) -> float:
+    def size_at_limit(self) -> float:
         """The size that fills the limit, as the probes predict it.
 
         Without lines, all memory that does not last is expected to grow in proportion to the size,
@@ -94,12 +94,12 @@ class TrialsSoFar:
         ``a + b * k * size <= fixed + k * (a - fixed + b * size)``.
         """
         probes = [trial for trial in self.trials if trial.kind == "probe"]
-        memory = fit_memory([trial.with_reserve() for trial in probes])
+        memory = fit_memory([trial.with_set_aside() for trial in probes])
         if memory is not None:
             return memory.size_at(self.limits.limit_bytes)
         return max(
             trial.batch_size
-            * (self.limits.limit_bytes - trial.reserve_bytes - trial.fixed_bytes)
+            * (self.limits.limit_bytes - trial.set_aside_bytes - trial.fixed_bytes)
             / trial.growing_bytes
             for trial in self.ran
             if trial.kind == "probe"
@@ -200,7 +200,7 @@ def _next_rung(known: TrialsSoFar) -> int | None:
         size = int(min(growth * last, _largest_second_size(known)))
     else:
         share = policy.probe_share * known.first_rehearsal_share
-        size = int(min(share * known.filling, highest))
+        size = int(min(share * known.size_at_limit, highest))
         if not known.limits.catches_errors:
             # Small sizes may hide what grows behind a larger part that does not.
             size = min(size, growth * last)
@@ -220,10 +220,10 @@ def _largest_second_size(known: TrialsSoFar) -> float:
     following = rounded(known.largest_ran + 1, known.limits, up=True)
     # Where an error is caught, the next size is tried even if it is not certain to fit.
     if known.limits.catches_errors:
-        return max(known.filling, following)
-    certain = known.first_rehearsal_share * known.filling
+        return max(known.size_at_limit, following)
+    certain = known.first_rehearsal_share * known.size_at_limit
     # Gradients may be most of what seems to grow, so the next size is often much smaller.
-    is_next_safe = following <= known.policy.probe_share * known.filling
+    is_next_safe = following <= known.policy.probe_share * known.size_at_limit
     return max(certain, following) if is_next_safe else certain
 
 
@@ -233,7 +233,7 @@ def _next_doubling(known: TrialsSoFar) -> int | None:
     last = known.largest_ran
     if known.failed or num_flat_sizes(known.speeds, policy) >= policy.flat_sizes:
         return None
-    most = known.first_rehearsal_share * known.filling
+    most = known.first_rehearsal_share * known.size_at_limit
     if len(known.ran) == 1:
         most = _largest_second_size(known)
     size = min(rounded(int(min(2 * last, most)), known.limits), size_range(known.limits)[1])
@@ -249,12 +249,12 @@ def _next_rehearsal(known: TrialsSoFar) -> int | None:
     limits = known.limits
     lowest, highest = size_range(limits)
     low = known.largest_ran
-    first = min(known.first_rehearsal_share * known.filling, highest)
+    first = min(known.first_rehearsal_share * known.size_at_limit, highest)
     size = highest if first == highest else int(first)
     if not (limits.catches_errors or known.has_rehearsed):
         # A larger size that was probed is too near to the limit for a training.
         return size if size == highest else max(lowest, rounded(size, limits))
-    most = policy.most_share * known.filling if limits.catches_errors else size + 1
+    most = policy.most_share * known.size_at_limit if limits.catches_errors else size + 1
     high = min(most, known.smallest_failed, highest + 1)
     is_narrow = high <= (1 + policy.gap_share) * low
     if known.passed:
@@ -308,7 +308,7 @@ def _choose(known: TrialsSoFar) -> Chosen:
         fastest_size = None if near_best is None else near_best.batch_size
         largest_size = known.largest_ran
         if not known.failed:
-            most = min(known.first_rehearsal_share * known.filling, highest)
+            most = min(known.first_rehearsal_share * known.size_at_limit, highest)
             most = highest if most == highest else rounded(int(most), limits)
             largest_size = max(largest_size, most)
         if largest_size > policy.least_growth * known.passed:

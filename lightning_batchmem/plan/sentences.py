@@ -90,13 +90,13 @@ def breakdown_of(
     batch_size: int,
     limits: SearchLimits,
     breakdown: str,
-    reserve_bytes: int,
+    set_aside_bytes: int,
     *,
     is_mostly_other: bool,
 ) -> str:
     text = f"At {size_text(batch_size, limits)} the memory held {breakdown}"
-    if reserve_bytes:
-        text += f"; DataLoader workers and a checkpoint take {mib(reserve_bytes)} more"
+    if set_aside_bytes:
+        text += f"; DataLoader workers and a checkpoint take {mib(set_aside_bytes)} more"
     return f"{text}. {_MORE_ROOM if is_mostly_other else _SMALLER_STEP}"
 
 

@@ -195,7 +195,7 @@ def _changes(plan: Plan) -> list[str]:
 
 def _cells(plan: Plan, trial: Trial) -> tuple[str, ...]:
     """What was measured at one size."""
-    readings = (trial.peak_bytes or None, trial.peak_held_bytes)
+    readings = (trial.peak_bytes or None, trial.held_peak_bytes)
     memory = ["" if value is None else _number_of_mib(value) for value in readings]
     times = ["", ""]
     if trial.step_seconds:

@@ -64,8 +64,10 @@ class DeviceReader:
     def _limit_bytes(self) -> int | None:
         if self._device_memory is None:
             return None
-        budget_bytes = value_or_none("The limit of the memory", self._device_memory.budget_bytes)
-        return None if budget_bytes is None else int(min(budget_bytes, self._max_limit_bytes))
+        available_bytes = value_or_none(
+            "The limit of the memory", self._device_memory.available_bytes
+        )
+        return None if available_bytes is None else int(min(available_bytes, self._max_limit_bytes))
 
     def _retries(self) -> int | None:
         counters = self._counters()

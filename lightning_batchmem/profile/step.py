@@ -21,12 +21,12 @@ class Step(NamedTuple):
     wait_seconds: float | None
     peak_bytes: int | None
     peak_reserved_bytes: int | None = None
-    # This process held so many bytes at the end of the step. It is read in some steps only.
+    # Bytes that this process held at the end of the step; read in some steps only.
     end_bytes: int | None = None
     items: float | None = None
-    # This is true if a measurement of the profiler made the step slower, as that of the modules.
+    # Whether one of the profiler's own measurements slowed this step.
     is_slowed: bool = False
-    # This is true if the step replays CUDA graphs, where only the reserved peak is known.
+    # Whether the step replays CUDA graphs, so that only the reserved peak is known.
     has_graphs: bool = False
 
 

@@ -21,7 +21,7 @@ def other_bytes_at_start(session: Session, device: DeviceMemory) -> int:
     They count as live bytes of every trial, so that live bytes can be compared with the limit.
     Where the device counts live bytes itself there are none.
     """
-    if device.counts_live_bytes:
+    if device.reports_requested_bytes:
         return 0
     device.release_cached()
     module_bytes = _module_counter(session, 0).current().allocated_bytes
@@ -166,7 +166,7 @@ class TrialMeter:
         counter.track(tensors_in([p.grad for p in self.session.module.parameters()]))
 
     def _live_counter(self) -> RequestedBytes | LiveStorages | None:
-        if self.device.counts_live_bytes:
+        if self.device.reports_requested_bytes:
             return RequestedBytes(self.device)
         if self.session.steps_are_collective or not LiveStorages.is_possible():
             return None

@@ -58,7 +58,7 @@ class SearchProgress(Progress):
             self._show(counted(self._num_trials, "trial"))
         super().__exit__(exc_type, exc_val, exc_tb)
 
-    def trying(self, probe: NextSize, trials: Sequence[Trial]) -> None:
+    def begin_trial(self, probe: NextSize, trials: Sequence[Trial]) -> None:
         """Show the size that runs next, and the memory that the trials so far predict for it.
 
         Args:

@@ -80,7 +80,7 @@ class Ranks:
             raise
 
     def report(self, error: BaseException) -> None:
-        """Take part in the next exchange with an error.
+        """Tell the other ranks, in the next exchange, that this one failed.
 
         Nothing happens if the other ranks wait inside a collective step.
         """

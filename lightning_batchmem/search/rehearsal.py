@@ -43,18 +43,18 @@ def rehearse(
         difference_bytes = max(peaks_bytes) - min(peaks_bytes)
         # If only some of the ranks that step together ran more steps, they would wait forever.
         # On the host these peaks are those of the resident set, which do not count.
-        if meter.device.counts_live_bytes and on_any_rank(
+        if meter.device.reports_requested_bytes and on_any_rank(
             difference_bytes > DIFFERING_SHARE * max(peaks_bytes)
         ):
             # Depth or size of the images may be random, or the samples differ in length.
             consecutive.run_steady(policy.more_steady_steps)
         consecutive.run_others()
-        consecutive.count_live_bytes()
+        consecutive.measure_live_bytes()
     _run(meter, primary, primary.last_batch_size(batch_size), 1)
     if evaluation is not None:
         with ConsecutiveSteps(meter, evaluation, batch_size) as consecutive:
             consecutive.run(EVALUATION_STEPS)
-            consecutive.count_live_bytes()
+            consecutive.measure_live_bytes()
         _run(meter, evaluation, evaluation.last_batch_size(batch_size), 1)
     if session.training is not None:
         # No epoch follows that of an evaluation.

@@ -14,7 +14,7 @@ from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, Trial
 from lightning_batchmem.plan.rules import decide
 from lightning_batchmem.search.earlier_plan import reused, why_not_allowed
-from lightning_batchmem.search.memory_budget import MemoryBudget, search_limits
+from lightning_batchmem.search.limits import MemoryRoom, search_limits
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.session import Session
@@ -53,7 +53,7 @@ class BatchSizeSearch:
     def __init__(
         self,
         session: Session,
-        budget: MemoryBudget,
+        budget: MemoryRoom,
         options: SearchOptions,
         policy: SearchPolicy,
         ranks: Ranks,
@@ -139,8 +139,8 @@ class BatchSizeSearch:
 
     def _trial(self, step: NextSize, trials: Sequence[Trial], limits: SearchLimits) -> Trial:
         """Run a trial on all ranks, of which the worst counts."""
-        self._progress.trying(step, trials)
-        own_trial = self._runner.isolated(step.kind, step.batch_size, limits)
+        self._progress.begin_trial(step, trials)
+        own_trial = self._runner.run(step.kind, step.batch_size, limits)
         trial = self._ranks.worst_of(own_trial)
         self._progress.measured(trial)
         return trial
@@ -185,7 +185,7 @@ class BatchSizeSearch:
             trial.batch_size,
             limits,
             str(breakdown),
-            trial.reserve_bytes,
+            trial.set_aside_bytes,
             is_mostly_other=2 * breakdown.other_bytes > needed_bytes,
         )
         return SearchFailed(f"{failure.reason} {text}")

@@ -64,12 +64,12 @@ class ConsecutiveSteps:
             if number >= at_least and not waiting:
                 break
             calls = self._full_step(0, meter.step_counter)
-            if meter.device.counts_live_bytes:
+            if meter.device.reports_requested_bytes:
                 self._add_peaks(calls)
             waiting -= meter.session.phases.stepped
         meter.has_idle_optimizer |= bool(waiting)
         meter.is_warm = True
-        if not meter.device.counts_live_bytes and meter.is_compiled:
+        if not meter.device.reports_requested_bytes and meter.is_compiled:
             # A compiled module allocates without operators that a dispatch mode could count.
             meter.live = None
 
@@ -121,7 +121,7 @@ class ConsecutiveSteps:
                 self._add_times(calls)
         return peaks_bytes
 
-    def count_live_bytes(self) -> None:
+    def measure_live_bytes(self) -> None:
         """Count live bytes with a dispatch mode, unless the device counts them itself."""
         meter = self._meter
         counter = meter.live

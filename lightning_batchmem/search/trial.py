@@ -48,10 +48,10 @@ class TrialRunner:
         self._before_step = before_step
         self._other_bytes = other_bytes_at_start(session, device)
 
-    def isolated(self, kind: TrialKind, batch_size: int, limits: SearchLimits) -> Trial:
+    def run(self, kind: TrialKind, batch_size: int, limits: SearchLimits) -> Trial:
         """Run a trial from the state in which training starts, under the limit.
 
-        An error of the user is raised, and out of memory is an outcome.
+        Errors of the user's code are raised; out of memory is an outcome.
         """
         is_collective = limits.steps_are_collective
         try:
@@ -152,7 +152,7 @@ class TrialRunner:
                     # The user's steps may exchange data between ranks, in later steps only.
                     consecutive.run_timed(equally_many=self._ranks.size > 1)
                 consecutive.run_others()
-                consecutive.count_live_bytes()
+                consecutive.measure_live_bytes()
             if steps is meter.primary:
                 meter.fixed_bytes = max(0, meter.live_bytes() - meter.gradient_bytes())
 
@@ -185,11 +185,11 @@ class TrialRunner:
         held_bytes = max(meter.held_bytes_of_calls, default=None)
         live_bytes = max(phase_peak_bytes.values(), default=0)
         needed_bytes = held_bytes or live_bytes
-        reserve_bytes = 0
+        set_aside_bytes = 0
         if limits.is_host:
-            reserve_bytes = meter.checkpoint_bytes() + self._session.worker_bytes(batch_size)
+            set_aside_bytes = meter.checkpoint_bytes() + self._session.worker_bytes(batch_size)
             # A checkpoint is saved between two steps.
-            lasting_bytes = meter.fixed_bytes + meter.gradient_bytes() + reserve_bytes
+            lasting_bytes = meter.fixed_bytes + meter.gradient_bytes() + set_aside_bytes
             needed_bytes = max(live_bytes, lasting_bytes)
         if outcome == "ok" and kind == "rehearsal" and self._would_retry(meter, limits):
             outcome = "allocator_retry"
@@ -208,9 +208,9 @@ class TrialRunner:
             phase_peak_bytes=phase_peak_bytes,
             is_exact=meter.live is not None,
             start_bytes=meter.start_bytes,
-            peak_held_bytes=held_bytes,
+            held_peak_bytes=held_bytes,
             needed_bytes=needed_bytes,
-            reserve_bytes=reserve_bytes,
+            set_aside_bytes=set_aside_bytes,
             fixed_bytes=meter.fixed_bytes,
             allocator_retries=meter.allocator_retries,
             largest_batch_bytes=self._session.largest_batch_bytes,

@@ -145,7 +145,7 @@ class Child:
 
         try:
             return getattr(search, name)(*arguments)
-        # What the program does with an error of a training is no part of a search.
+        # What the program does with an error of a training is not part of a search.
         except (Exception, SystemExit) as error:  # noqa: BLE001
             # Those of an operator that a value module calls are the program's own.
             origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename)

@@ -7,8 +7,8 @@ states, which is an attribute of the storage and ends with it:
 - ``Uniform``, certain: each of its elements is this number, but its bytes are not written yet, so
   that large blocks of zeros touch no memory;
 - ``Uniform``, not certain, or no state: the values are unknown. The number stands for all of them.
-  Fresh memory is of this kind, since a kernel that is no operator of torch may write to it; but it
-  becomes known when an operator writes known values to a part of it.
+  Fresh memory is of this kind, since a kernel that is not an operator of torch may write to it; but
+  it becomes known when an operator writes known values to a part of it.
 
 This file is executed before Lightning is imported, so it imports torch and the standard library
 only.

@@ -87,7 +87,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Whether the mode is no part of the program."""
+        """Whether the mode is not part of the program."""
         return True
 
     @classmethod

@@ -112,7 +112,7 @@ def has_room_for(copied_bytes: int) -> bool:
     is_distributed = distributed.is_available() and distributed.is_initialized()
     ranks = distributed.get_world_size() if is_distributed else 1
     host = HostMemory()
-    free_bytes = host.budget_bytes() - host.current().allocated_bytes
+    free_bytes = host.available_bytes() - host.current().allocated_bytes
     return ranks * copied_bytes <= _MEMORY_SHARE * free_bytes
 
 

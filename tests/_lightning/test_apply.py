@@ -142,8 +142,8 @@ def test_the_learning_rate_in_hparams(search, device):
 def test_a_second_fit_scales_from_the_size_of_the_first(fit, device):
     finder = BatchFinder(multiple_of=1, lr_scaling="linear")
     module = Rated(device, batch_size=100)
-    for budget_bytes, expected in ((BUDGET, 0.4), (SMALLER_BUDGET, 0.2)):
-        device.budget = budget_bytes
+    for available_bytes, expected in ((BUDGET, 0.4), (SMALLER_BUDGET, 0.2)):
+        device.budget = available_bytes
         fit(module, finder, device)
         assert module.lr == pytest.approx(expected)
 

@@ -8,7 +8,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_batchmem import BatchFinder
-from lightning_batchmem._lightning.clean_start import ProjectSnapshot, isolated
+from lightning_batchmem._lightning.clean_start import ProjectSnapshot, muted_trainer
 from tests.helpers.lawful import Evaluated, quiet_trainer
 
 
@@ -34,7 +34,7 @@ def test_the_trainer_is_restored_with_all_its_loops(tmp_path):
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))
     trainer = quiet_trainer(Callback(), plugins=[plugin], logger=CSVLogger(tmp_path))
     before = state_of(trainer)
-    with isolated(trainer, ProjectSnapshot(LightningModule()), [Callback()]):
+    with muted_trainer(trainer, ProjectSnapshot(LightningModule()), [Callback()]):
         epoch_loop = trainer.fit_loop.epoch_loop
         epoch_loop.batch_progress.increment_ready()
         epoch_loop.automatic_optimization.optim_progress.optimizer.step.increment_ready()

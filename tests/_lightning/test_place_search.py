@@ -213,7 +213,7 @@ def test_a_refusal_says_what_was_tried(search, device):
 
 
 class Rows(Dataset):
-    """Has a number that equals the batch size, and is no part of what a search restores."""
+    """Has a number that equals the batch size, and is not part of what a search restores."""
 
     def __init__(self):
         self.window = CONSTANT

@@ -143,5 +143,5 @@ def test_a_sampler_inside_that_has_the_size_for_a_moment_keeps_its_own():
         assert inner.batch_size == 2
     restore()
     assert (loader.batch_sampler.batch_size, inner.batch_size) == (8, 2)
-    # The length of a batch sampler is no number of samples.
+    # The length of a batch sampler is not a number of samples.
     assert count_samples(DataLoader(DATASET, batch_sampler=BatchSampler(inner, 2, False))) == 10

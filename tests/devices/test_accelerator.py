@@ -98,7 +98,7 @@ def test_before_the_device_starts_nothing_is_in_use_and_no_peak_is_reset():
 )
 def test_budget_is_free_and_reserved_memory_within_the_limits(monkeypatch, changes, budget_gib):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=6 * GIB))
-    assert memory(**changes).budget_bytes() == budget_gib * GIB
+    assert memory(**changes).available_bytes() == budget_gib * GIB
 
 
 # With 20 GiB free, 60 GiB are in use; this process has reserved 4 of them.
@@ -156,7 +156,7 @@ def test_without_a_fraction_there_is_a_budget_and_no_limit():
     module = Module()
     del module.get_per_process_memory_fraction
     device_memory = AcceleratorMemory(DEVICE, module)
-    assert device_memory.budget_bytes() == 24 * GIB
+    assert device_memory.available_bytes() == 24 * GIB
     with device_memory.limit_enforced(8 * GIB) as is_enforced:
         assert not is_enforced
         assert module.fraction == 1.0

@@ -112,7 +112,7 @@ def test_the_budget_is_the_resident_set_and_the_least_room(monkeypatch, group_gi
         host, "memory_headroom_bytes", lambda: None if group_gib is None else group_gib << 30
     )
     device_memory = HostMemory()
-    room_bytes = device_memory.budget_bytes() - device_memory.current().allocated_bytes
+    room_bytes = device_memory.available_bytes() - device_memory.current().allocated_bytes
     assert room_bytes == pytest.approx(room_gib << 30, abs=4 * MIB)
 
 
@@ -127,7 +127,7 @@ def test_the_free_memory_is_the_room_where_the_available_is_not_known(monkeypatc
     monkeypatch.setattr(host.os, "sysconf", pages.__getitem__)
     device_memory = HostMemory()
     with pytest.warns(UserWarning, match="available memory of the host cannot be read: AccessDen"):
-        room_bytes = device_memory.budget_bytes() - device_memory.current().allocated_bytes
+        room_bytes = device_memory.available_bytes() - device_memory.current().allocated_bytes
     assert room_bytes == pytest.approx(300 * MIB, abs=4 * MIB)
 
 
@@ -162,5 +162,5 @@ def test_a_resource_limit_bounds_the_budget(monkeypatch, limit, field):
     limits = {getattr(resource, limit): (used_bytes + 300 * MIB, resource.RLIM_INFINITY)}
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits.get(kind, unlimited))
-    room_bytes = device_memory.budget_bytes() - device_memory.current().allocated_bytes
+    room_bytes = device_memory.available_bytes() - device_memory.current().allocated_bytes
     assert room_bytes == pytest.approx(300 * MIB, abs=10 * MIB)

@@ -69,7 +69,7 @@ def test_another_dispatch_mode_makes_counting_impossible():
 
 
 def test_requested_bytes_replace_allocated_bytes_where_the_device_counts_them(fake_device):
-    device = fake_device(budget_bytes=1000, base_bytes=100)
+    device = fake_device(available_bytes=1000, base_bytes=100)
     assert RequestedBytes(device).current() == MemoryStats(100)
     device.current = lambda: MemoryStats(512, 2048, 100)
     assert RequestedBytes(device).current() == MemoryStats(100, 2048, 100)
@@ -80,7 +80,7 @@ def test_requested_bytes_replace_allocated_bytes_where_the_device_counts_them(fa
 
 @pytest.fixture
 def device_memory(fake_device):
-    return fake_device(budget_bytes=10_000, base_bytes=100)
+    return fake_device(available_bytes=10_000, base_bytes=100)
 
 
 def use_and_free(device_memory, size_bytes):
@@ -115,7 +115,7 @@ def test_a_phase_that_is_entered_twice_keeps_its_higher_peak(device_memory):
 
 
 def test_another_counter_is_used_from_the_next_step_on(device_memory, fake_device):
-    phase_peaks = PhasePeaks(fake_device(budget_bytes=10_000, base_bytes=7))
+    phase_peaks = PhasePeaks(fake_device(available_bytes=10_000, base_bytes=7))
     phase_peaks.start("forward")
     assert phase_peaks.stop() == StepPeaks({"forward": 7}, None)
     phase_peaks.read_from(device_memory)

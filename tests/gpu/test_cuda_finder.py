@@ -81,7 +81,7 @@ def test_training_at_the_size_found_completes_within_the_limit(
     is_small = torch.cuda.get_device_properties(device).total_memory < SMALL_DEVICE_BYTES
     if limit_gib == (9 if is_small else 1.5):
         pytest.skip("small devices are slow, so that their limits are 1.5 and 3 GiB, not 3 and 9")
-    if device_memory.budget_bytes() < limit_bytes:
+    if device_memory.available_bytes() < limit_bytes:
         pytest.skip("other processes use the device")
     limit_to(limit_bytes)
     finder = BatchFinder(min_steps_per_epoch=None)

@@ -53,16 +53,16 @@ def test_the_budget_is_true_and_the_error_above_it_is_recognized(
     device_memory, device, limit_to, native
 ):
     limit_to(1024 * MIB)
-    budget_bytes = device_memory.budget_bytes()
-    assert budget_bytes == pytest.approx(1024 * MIB, abs=MIB)
+    available_bytes = device_memory.available_bytes()
+    assert available_bytes == pytest.approx(1024 * MIB, abs=MIB)
     ooms = device_memory.counters()["num_ooms"]
-    room_mib = (budget_bytes - (device_memory.current().reserved_bytes or 0)) // MIB
+    room_mib = (available_bytes - (device_memory.current().reserved_bytes or 0)) // MIB
     tensor = block(room_mib - 32, device)
     with pytest.raises(torch.cuda.OutOfMemoryError) as caught:
         block(64, device)
     assert is_out_of_memory(caught.value)
     assert device_memory.counters()["num_ooms"] == ooms + 1
-    assert device_memory.peak().allocated_bytes <= budget_bytes
+    assert device_memory.peak().allocated_bytes <= available_bytes
     del tensor
 
 
@@ -96,7 +96,7 @@ def test_no_reading_waits_for_the_device(device_memory, device):
     device_memory.peak()
     device_memory.current()
     device_memory.counters()
-    device_memory.budget_bytes()
+    device_memory.available_bytes()
     device_memory.non_torch_bytes()
     assert not last.query(), "a reading waited until the device was idle"
     device_memory.synchronize()

@@ -251,7 +251,7 @@ def test_a_part_of_unknown_memory_stays_unknown(values):
 
 
 def test_fresh_memory_is_unknown_until_it_is_written(values):
-    """A kernel that is no operator of torch may have written to it."""
+    """A kernel that is not an operator of torch may have written to it."""
     x = torch.empty(8, device="cuda")
     assert x[x > 5].shape == (8,)
     x.fill_(1)

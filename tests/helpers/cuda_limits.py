@@ -40,7 +40,7 @@ def memory_limit() -> dict[str, Any]:
     module = project("resnet", torch.cuda.mem_get_info()[1])
     gpu_trainer(finder, watch, max_epochs=EPOCHS, limit_val_batches=2).fit(module)
     (rehearsed_bytes,) = (
-        trial.peak_held_bytes
+        trial.held_peak_bytes
         for trial in finder.plan.trials
         if trial.kind == "rehearsal" and trial.batch_size == module.batch_size
     )

@@ -25,7 +25,7 @@ class Twice:
         self.differences: list[dict[str, Any]] = []
 
     def install(self) -> None:
-        isolated = TrialRunner.isolated
+        isolated = TrialRunner.run
         restarted = TrialRunner._restarted
         before: dict[str, int] = {}
 
@@ -55,7 +55,7 @@ class Twice:
             return trial
 
         TrialRunner._restarted = noted  # type: ignore[method-assign]
-        TrialRunner.isolated = twice  # type: ignore[method-assign, assignment]
+        TrialRunner.run = twice  # type: ignore[method-assign, assignment]
 
 
 def counts() -> dict[str, int]:

@@ -18,17 +18,17 @@ class FakeDevice:
     torch's out-of-memory error and changes nothing.
 
     Args:
-        budget_bytes: the most that can be in use; may be changed at any time, in ``budget``.
+        available_bytes: the most that can be in use; may be changed at any time, in ``budget``.
         base_bytes: in use from the start and after ``free()``.
     """
 
     name = "cuda"
     granularity_bytes = 0
     is_host = False
-    counts_live_bytes = True
+    reports_requested_bytes = True
 
-    def __init__(self, budget_bytes: int, base_bytes: int = 0) -> None:
-        self.budget = budget_bytes
+    def __init__(self, available_bytes: int, base_bytes: int = 0) -> None:
+        self.budget = available_bytes
         self.enforces_limits = False
         self.has_expandable_segments = False
         # If set, reserved bytes are this multiple of allocated bytes.
@@ -44,7 +44,7 @@ class FakeDevice:
         """Behave as the memory of the host."""
         self.name = "host"
         self.is_host = True
-        self.counts_live_bytes = False
+        self.reports_requested_bytes = False
         self.enforces_limits = False
 
     def use(self, size_bytes: int) -> None:
@@ -74,7 +74,7 @@ class FakeDevice:
     def private_bytes(self) -> int:
         return self._current_bytes
 
-    def budget_bytes(self) -> int:
+    def available_bytes(self) -> int:
         return self.budget
 
     def non_torch_bytes(self) -> None:

@@ -30,7 +30,7 @@ def law(size):
     return 99 * MIB + size * MIB
 
 
-def found_size(budget_bytes, *, memory_limit=None, multiple_of=None):
+def found_size(available_bytes, *, memory_limit=None, multiple_of=None):
     """The size that a search finds for :func:`law`.
 
     The first rehearsal passes, and so does one between it and the highest share of the size that
@@ -42,7 +42,7 @@ def found_size(budget_bytes, *, memory_limit=None, multiple_of=None):
         step = multiple_of or (2 ** max(0, (int(size) // 64).bit_length() - 1))
         return int(size) // step * step
 
-    limit_bytes = min(memory_limit or budget_bytes, int(0.95 * budget_bytes))
+    limit_bytes = min(memory_limit or available_bytes, int(0.95 * available_bytes))
     filling = (limit_bytes - law(0)) / MIB
     first = rounded(policy.rehearsal_share * filling)
     return rounded(first + policy.between_share * (policy.most_share * filling - first))

@@ -31,7 +31,7 @@ def network(case):
 
 def run_case(rank, directory, case):
     """Search and train; returns the plan and what is left."""
-    device = FakeDevice(budget_bytes=BUDGETS[rank] * MIB)
+    device = FakeDevice(available_bytes=BUDGETS[rank] * MIB)
     device.enforces_limits = True
     lightning_batchmem.loop.search.device_memory_for = lambda _: device
     model = network(case)

@@ -205,7 +205,7 @@ def scheduled():
 
 
 class Average:
-    """An average of weights that is no module."""
+    """An average of weights that is not a module."""
 
     def __init__(self, model):
         self.shadow = {name: value.clone() for name, value in model.state_dict().items()}

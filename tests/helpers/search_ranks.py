@@ -195,7 +195,7 @@ def _run_case(case, directory, ranks):
     (directory / f"{os.getpid()}.pid").touch()
     _devices.clear()
     if budgets := case.get("budgets", [400] * ranks):
-        _devices.append(FakeDevice(budget_bytes=budgets[rank] * MIB))
+        _devices.append(FakeDevice(available_bytes=budgets[rank] * MIB))
         _devices[0].is_host = case.get("is_shared", False)
     seed_everything(7, verbose=False)
     options = {"min_steps_per_epoch": None, **case.get("finder", {})}

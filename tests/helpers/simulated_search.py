@@ -88,7 +88,7 @@ def device(
             outcome,
             phases,
             step.kind,
-            peak_held_bytes=held_bytes,
+            held_peak_bytes=held_bytes,
             needed_bytes=held_bytes,
             fixed_bytes=fixed_bytes,
             samples_per_second=speed,

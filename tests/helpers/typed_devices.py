@@ -14,5 +14,5 @@ def all_kinds() -> list[DeviceMemory]:
     return [
         AcceleratorMemory(torch.device("cuda")),
         HostMemory(),
-        FakeDevice(budget_bytes=1),
+        FakeDevice(available_bytes=1),
     ]

@@ -34,8 +34,8 @@ def test_memory_limit_in_bytes(memory_limit, expected):
 
 
 @given(st.floats(0.001, 1.0), st.integers(1, 2**45))
-def test_a_fraction_is_never_more_than_the_budget(memory_limit, budget_bytes):
-    assert 0 <= parse_memory_limit(memory_limit, budget_bytes) <= budget_bytes
+def test_a_fraction_is_never_more_than_the_budget(memory_limit, available_bytes):
+    assert 0 <= parse_memory_limit(memory_limit, available_bytes) <= available_bytes
 
 
 NO_LIMITS = [

@@ -13,9 +13,9 @@ TRIALS = st.builds(
     outcome=st.sampled_from(["ok", "out_of_memory", "over_limit", "allocator_retry"]),
     phase_peak_bytes=st.dictionaries(st.sampled_from(PHASES), st.integers(0, 2**50)),
     is_exact=st.booleans(),
-    peak_held_bytes=st.none() | st.integers(0, 2**50),
+    held_peak_bytes=st.none() | st.integers(0, 2**50),
     needed_bytes=st.integers(0, 2**50),
-    reserve_bytes=st.integers(0, 2**50),
+    set_aside_bytes=st.integers(0, 2**50),
     step_seconds=st.none() | st.floats(0, 1e6),
 )
 
@@ -23,15 +23,15 @@ TRIALS = st.builds(
 def test_peaks_and_what_is_held_and_grows():
     trial = Trial(4, "ok", {"forward": 100, "backward": 140, "optimizer_step": 170})
     assert (trial.peak_bytes, trial.held_bytes, trial.growing_bytes) == (170, 170, 140)
-    trial = replace(trial, peak_held_bytes=200, reserve_bytes=30, fixed_bytes=60)
+    trial = replace(trial, held_peak_bytes=200, set_aside_bytes=30, fixed_bytes=60)
     assert (trial.held_bytes, trial.growing_bytes) == (200, 80)
-    assert trial.with_reserve().phase_peak_bytes == {
+    assert trial.with_set_aside().phase_peak_bytes == {
         "forward": 130,
         "backward": 170,
         "optimizer_step": 200,
     }
     # Storages that were never written take no memory, so fewer bytes may be held than are live.
-    assert replace(trial, peak_held_bytes=90).held_bytes == 90
+    assert replace(trial, held_peak_bytes=90).held_bytes == 90
     assert Trial(4, "out_of_memory", {}).growing_bytes == 1
 
 
@@ -42,8 +42,8 @@ def test_worst_of_takes_the_worst_of_each_field():
         phase_peak_bytes={"forward": 140, "backward": 90},
         kind="rehearsal",
         start_bytes=30,
-        peak_held_bytes=200,
-        reserve_bytes=5,
+        held_peak_bytes=200,
+        set_aside_bytes=5,
         fixed_bytes=60,
         largest_batch_bytes=7,
         step_seconds=0.1,
@@ -58,7 +58,7 @@ def test_worst_of_takes_the_worst_of_each_field():
         kind="rehearsal",
         is_exact=False,
         start_bytes=20,
-        reserve_bytes=9,
+        set_aside_bytes=9,
         fixed_bytes=50,
         allocator_retries=2,
         largest_batch_bytes=8,
@@ -73,7 +73,7 @@ def test_worst_of_takes_the_worst_of_each_field():
         second,
         phase_peak_bytes={"forward": 145, "backward": 90, "evaluation": 7},
         start_bytes=30,
-        peak_held_bytes=200,
+        held_peak_bytes=200,
         full_steps=9,
         notes=("a", "b", "c"),
     )

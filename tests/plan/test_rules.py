@@ -383,7 +383,7 @@ def test_the_plan_states_why_the_size_stays_far_from_the_limit_of_the_host():
 def test_a_checkpoint_and_waiting_batches_take_room_on_the_host():
     def run(step):
         trial = device(STRAIGHT)(step)
-        return with_changes(trial, reserve_bytes=3000 + 10 * step.batch_size)
+        return with_changes(trial, set_aside_bytes=3000 + 10 * step.batch_size)
 
     # 1000 + 3000 + (30 + 10) * 150 bytes fill the limit.
     assert drive(run, limits(is_host=True)).text == "2p 3p 12p 18p 37r"
@@ -444,7 +444,7 @@ def test_a_peak_above_that_of_a_larger_size_is_left_out():
     def run(step):
         trial = device(STRAIGHT)(step)
         if step.batch_size == 2:
-            return with_changes(trial, phase_peak_bytes={"forward": 5000}, peak_held_bytes=5000)
+            return with_changes(trial, phase_peak_bytes={"forward": 5000}, held_peak_bytes=5000)
         return trial
 
     driven = drive(run, limits())

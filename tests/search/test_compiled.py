@@ -54,7 +54,7 @@ def test_each_size_is_static_and_training_is_compiled_as_if_hard_coded(fit, fake
 
     def run(batch_size, *callbacks):
         torch.compiler.reset()
-        device = fake_device(budget_bytes=500 * MIB)
+        device = fake_device(available_bytes=500 * MIB)
         programs = Programs()
         before = []
         notes = LambdaCallback(on_train_start=lambda *_: before.extend(programs.made))

@@ -28,7 +28,7 @@ def test_a_terminal_that_was_closed_does_not_end_a_search(monkeypatch, is_termin
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setenv("TERM", "xterm")
     with SearchProgress(enabled=True) as progress:
-        progress.trying(NextSize(2, "probe"), [])
+        progress.begin_trial(NextSize(2, "probe"), [])
         progress.refresh()
     assert sys.stdout is stream
     # After an error nothing more is written.
@@ -41,9 +41,9 @@ def test_the_line_of_a_search_has_the_trial_and_ends_without_a_size(enabled, ter
     console = Console(file=io.StringIO(), force_terminal=terminal, width=120, color_system=None)
     trials = [Trial(size, "ok", {"forward": (100 + size) * MIB}) for size in (2, 8)]
     with SearchProgress(enabled=enabled, console=console) as progress:
-        progress.trying(NextSize(2, "probe"), [])
+        progress.begin_trial(NextSize(2, "probe"), [])
         progress.refresh()
-        progress.trying(NextSize(400, "rehearsal"), trials)
+        progress.begin_trial(NextSize(400, "rehearsal"), trials)
         progress.begin_step()
         progress.begin_step()
         progress.refresh()
@@ -71,7 +71,7 @@ def test_step_and_time_are_visible_at_80_columns():
     console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
     trials = [Trial(size, "ok", {"forward": 80_000 * MIB + size}) for size in (2, 8)]
     with SearchProgress(enabled=True, console=console) as progress:
-        progress.trying(NextSize(1_048_576, "rehearsal"), trials)
+        progress.begin_trial(NextSize(1_048_576, "rehearsal"), trials)
         for _ in range(1234):
             progress.begin_step()
         progress.refresh()
@@ -84,7 +84,7 @@ def test_after_an_error_the_line_keeps_the_trial():
 
     def fail_in_a_step():
         with progress:
-            progress.trying(NextSize(1, "probe"), [])
+            progress.begin_trial(NextSize(1, "probe"), [])
             progress.begin_step()
             raise KeyError
 

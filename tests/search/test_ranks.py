@@ -102,7 +102,7 @@ TWO_RANKS = {
     },
 }
 for hook in ("loader", "own class", "made at first"):
-    # A text is no number that the search could set.
+    # A text is not a number that the search could set.
     case = {"hook": hook, "batch_size": "4", "trainer": EPOCHS}
     TWO_RANKS[f"hook: {hook}"] = {**case, **UP_TO_24}
 OPTIONAL = {

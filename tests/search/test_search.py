@@ -155,7 +155,7 @@ def test_loader_workers_make_batches_ahead(search, device):
     # The workers hold three batches, and each sample takes 4 bytes.
     # They take host memory, and none of the device.
     chosen = plan.trials[-1]
-    assert (chosen.needed_bytes, chosen.reserve_bytes) == (law(plan.batch_size), 0)
+    assert (chosen.needed_bytes, chosen.set_aside_bytes) == (law(plan.batch_size), 0)
 
 
 def test_a_device_that_fills_up_during_the_search(search, device):

@@ -9,7 +9,7 @@ from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import make_plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Chosen, SearchFailed
-from lightning_batchmem.search.memory_budget import MemoryBudget
+from lightning_batchmem.search.limits import MemoryRoom
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.search import BatchSizeSearch
@@ -30,7 +30,7 @@ def device(device):
 def searched(session, policy=POLICY, earlier_plan=None, also_size=None, **options):
     options = SearchOptions(**{"multiple_of": 1, **options})
     device = session.device_memory
-    budget = MemoryBudget(device, options.memory_limit, policy.limit_share)
+    budget = MemoryRoom(device, options.memory_limit, policy.limit_share)
     progress = SearchProgress(enabled=False)
     search = BatchSizeSearch(session, budget, options, policy, Ranks(0, 1), progress)
     return search.run(earlier_plan, also_size)
@@ -55,7 +55,7 @@ def test_the_line_of_progress_counts_trials_and_their_steps(device):
             super().begin_step()
             texts.append(self.tasks[0].description)
 
-    budget = MemoryBudget(device, None, POLICY.limit_share)
+    budget = MemoryRoom(device, None, POLICY.limit_share)
     options = SearchOptions(multiple_of=1)
     session = FakeSession(device, law)
     with Shown(enabled=False) as progress:
@@ -158,7 +158,7 @@ def test_loader_workers_count_on_the_host(device):
         result = searched(session)
     chosen = result.trials[-1]
     size = result.chosen.batch_size
-    assert chosen.reserve_bytes == size * MIB
+    assert chosen.set_aside_bytes == size * MIB
     # Without the workers 0.25 of the size that fills the limit are 100 samples.
     most = next(size for size in range(10**6) if law(size) + size * MIB > 500 * MIB)
     assert size == int(0.25 * most) < 100
@@ -178,14 +178,14 @@ def test_a_policy_steers_the_search(device):
 def test_a_checkpoint_takes_a_copy_of_the_state(device):
     device.as_host()
 
-    def reserve_bytes(states):
+    def set_aside_bytes(states):
         session = FakeSession(device, lambda size: 0)
         session.saved = states
         result = searched(session, max_batch_size=4)
         assert result.chosen.batch_size == 4
-        return result.trials[-1].reserve_bytes
+        return result.trials[-1].set_aside_bytes
 
     module = FakeSession(device, law).module
-    assert reserve_bytes([]) == 0
+    assert set_aside_bytes([]) == 0
     # A weight and a bias have four bytes each, and a buffer has 40.
-    assert reserve_bytes([module.state_dict(), torch.zeros(10)]) == 48
+    assert set_aside_bytes([module.state_dict(), torch.zeros(10)]) == 48

@@ -24,7 +24,7 @@ trainer = Trainer({trainer} logger=False, enable_checkpointing=False)
 {fit}
 print("trained")
 """
-FIT = "trainer.fit(Lawful(FakeDevice(budget_bytes=2**30), law))"
+FIT = "trainer.fit(Lawful(FakeDevice(available_bytes=2**30), law))"
 
 
 @pytest.fixture

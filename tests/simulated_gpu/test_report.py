@@ -36,13 +36,13 @@ def plan_of(batch_size=70, limit_gib=22.0, project=16, limited_by="memory", **ch
         predicted_peak_bytes=live_bytes,
         measured_peak_bytes=live_bytes,
         trials=(
-            Trial(8, "ok", {"forward": 3 * GIB}, peak_held_bytes=4 * GIB),
+            Trial(8, "ok", {"forward": 3 * GIB}, held_peak_bytes=4 * GIB),
             Trial(
                 batch_size,
                 "ok",
                 {"forward": live_bytes},
                 kind="rehearsal",
-                peak_held_bytes=held_bytes,
+                held_peak_bytes=held_bytes,
             ),
         ),
         memory=MemoryModel({"forward": Line(GIB, GIB / 4, 2, 32)}),
@@ -108,7 +108,7 @@ def test_whether_a_size_fits(batch_size, changes, expected):
 @pytest.mark.parametrize(("outcome", "expected"), [("ok", "fits"), ("over_limit", "too large")])
 def test_a_rehearsal_at_a_size_decides(outcome, expected):
     plan = plan_of()
-    trial = Trial(72, outcome, {}, kind="rehearsal", peak_held_bytes=21 * GIB)
+    trial = Trial(72, outcome, {}, kind="rehearsal", held_peak_bytes=21 * GIB)
     plan = replace(plan, trials=(*plan.trials, trial))
     assert how_it_fits(plan, 72) == expected
 

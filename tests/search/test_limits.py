@@ -4,7 +4,7 @@ import pytest
 
 from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.search.memory_budget import MemoryBudget, search_limits
+from lightning_batchmem.search.limits import MemoryRoom, search_limits
 from lightning_batchmem.search.ranks import Ranks
 from tests.helpers.fake_session import FakeSession
 
@@ -13,7 +13,7 @@ POLICY = SearchPolicy()
 
 
 def budget_of(device, *, memory_limit=None, **arguments):
-    return MemoryBudget(device, memory_limit, POLICY.limit_share, **arguments)
+    return MemoryRoom(device, memory_limit, POLICY.limit_share, **arguments)
 
 
 ALONE = Ranks(0, 1)
@@ -74,7 +74,7 @@ def test_free_host_memory_limits_the_size(fake_device):
 
 
 def test_gradients_are_part_of_what_the_host_must_hold(fake_device):
-    device = fake_device(budget_bytes=1000 * KIB, base_bytes=10 * KIB)
+    device = fake_device(available_bytes=1000 * KIB, base_bytes=10 * KIB)
     session = FakeSession(device, lambda size: size)
     budget = budget_of(device, memory_limit=10 * KIB + 1)
     assert limits_of(session, budget).missing_bytes == 0
@@ -92,7 +92,7 @@ def test_gradients_are_part_of_what_the_host_must_hold(fake_device):
 def test_all_ranks_use_the_least_limits_and_the_longest_sample(fake_device):
     other = (700 * KIB, 30 * KIB, (50, "dataset"), {7}, 9, True)
     ranks = SimpleNamespace(size=2, exchange=lambda value: [value, other])
-    device = fake_device(budget_bytes=1000 * KIB)
+    device = fake_device(available_bytes=1000 * KIB)
     device.as_host()
     session = FakeSession(device, lambda size: size, largest=100)
     limits = limits_of(session, budget_of(device), ranks)

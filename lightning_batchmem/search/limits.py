@@ -18,7 +18,7 @@ from lightning_batchmem.search.session import Session
 
 
 @dataclass(frozen=True)
-class MemoryBudget:
+class MemoryRoom:
     """The memory of a device that this rank may use.
 
     Args:
@@ -39,11 +39,11 @@ class MemoryBudget:
 
     def provided_bytes(self) -> int:
         """The most that this rank may hold; ranks that share memory divide what is left equally."""
-        budget_bytes = self.device.budget_bytes()
+        available_bytes = self.device.available_bytes()
         if self.ranks_on_host == 1 or not self.device.is_host:
-            return budget_bytes
+            return available_bytes
         held_bytes = self.device.current().allocated_bytes
-        return held_bytes + (budget_bytes - held_bytes) // self.ranks_on_host
+        return held_bytes + (available_bytes - held_bytes) // self.ranks_on_host
 
     def free_bytes(self) -> int:
         """Bytes that this rank may take beyond those that it holds; at least 0."""
@@ -73,7 +73,7 @@ class MemoryBudget:
 
 def search_limits(
     session: Session,
-    budget: MemoryBudget,
+    budget: MemoryRoom,
     options: SearchOptions,
     policy: SearchPolicy,
     ranks: Ranks,
@@ -136,12 +136,12 @@ def search_limits(
     )
 
 
-def _largest_in_host_memory(session: Session, budget: MemoryBudget, options: SearchOptions) -> int:
+def _largest_in_host_memory(session: Session, budget: MemoryRoom, options: SearchOptions) -> int:
     """The largest size whose batches in loader workers fit into the free memory of the host."""
     if session.worker_bytes(1) == 0:
         return options.largest_size
     host = budget.host_memory()
-    free_bytes = host.budget_bytes() - host.current().allocated_bytes
+    free_bytes = host.available_bytes() - host.current().allocated_bytes
     room_bytes = free_bytes // budget.ranks_on_host
     sizes = range(1, options.largest_size + 1)
     return max(1, bisect_right(sizes, room_bytes, key=session.worker_bytes))
