@@ -15,7 +15,7 @@ END_SECONDS = 5.0
 def end_with_children(process: subprocess.Popen[bytes]) -> None:
     """Kill a process and those that it started, which may have their own sessions, and wait.
 
-    If the process is the first of a session, all others in its process group are killed, too: its
+    If the process is the first of a program, all others in its process group are killed, too: its
     children can no longer be listed after its end.
     """
     started: list[psutil.Process] = []

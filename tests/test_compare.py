@@ -13,30 +13,29 @@ from torch.utils.data import DataLoader
 from lightning_batchmem import (
     Comparison,
     Line,
-    MemoryModel,
     Plan,
     Trial,
     Variant,
     compare,
 )
 from lightning_batchmem import comparison as comparison_module
-from lightning_batchmem.plan.records import MIB
+from lightning_batchmem.plan.records import MIB, Chosen
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 
 
 def plan_of(size, intercept_mib, slope_mib, samples_per_second):
-    trials = (
-        Trial(2, "ok", {}, samples_per_second=9.0),
-        Trial(size, "ok", {}, "rehearsal", samples_per_second=samples_per_second),
-    )
-    memory = MemoryModel(
-        {
-            "forward": Line(intercept_mib * MIB, slope_mib * MIB, 2, size),
-            "backward": Line(1, 1, 2, 4),
+    def peaks(batch_size):
+        return {
+            "forward": int((intercept_mib + slope_mib * batch_size) * MIB),
+            "backward": batch_size,
         }
+
+    trials = (
+        Trial(2, "ok", peaks(2), samples_per_second=9.0),
+        Trial(size, "ok", peaks(size), "rehearsal", samples_per_second=samples_per_second),
     )
-    return Plan(size, "max_batch_size", True, 10**9, None, None, trials, memory)
+    return Plan(Chosen(size, "max_batch_size", ""), trials, 10**9)
 
 
 RESULT = Comparison(

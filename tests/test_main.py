@@ -563,7 +563,7 @@ def simulated(project, monkeypatch):
 
 def simulated_plan():
     plan = Plan.from_json(json.dumps(OLD_PLAN))
-    return replace(plan, simulated=True, verified=False, device="simulated RTX-4090")
+    return replace(plan, simulated=True, device="simulated RTX-4090")
 
 
 def test_simulate_passes_the_program_and_the_options_that_were_given(simulated, capsys):

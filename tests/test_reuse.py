@@ -10,6 +10,7 @@ import torch
 from lightning_batchmem import BatchFinder, Plan
 from tests.helpers import lawful
 from tests.helpers.lawful import MIB, Lawful, found_size, law
+from tests.helpers.plans import plan_with
 
 # The fixture `device` has a budget of 500 MiB.
 FOUND = found_size(500 * MIB, multiple_of=1)
@@ -82,7 +83,7 @@ def test_only_a_rehearsal_is_run(again, device, earlier, tmp_path):
 
 
 def test_the_size_of_a_simulated_plan_is_rehearsed_on_the_real_device(again, earlier):
-    simulated = replace(earlier, device="simulated RTX-4090", verified=False, simulated=True)
+    simulated = plan_with(earlier, device="simulated RTX-4090", verified=False, simulated=True)
     plan = again(simulated)
     assert (plan.verified, plan.simulated, plan.device) == (True, False, earlier.device)
     # Its trials were none of this device.
@@ -91,7 +92,7 @@ def test_the_size_of_a_simulated_plan_is_rehearsed_on_the_real_device(again, ear
 
 
 def test_a_simulated_plan_of_another_memory_is_not_used(again, earlier):
-    simulated = replace(
+    simulated = plan_with(
         earlier, limit_bytes=2 * earlier.limit_bytes, verified=False, simulated=True
     )
     plan = again(simulated)
@@ -172,7 +173,7 @@ def test_otherwise_a_search_with_the_reason(
     again, device, earlier, change, budget_mib, module, arguments, note
 ):
     device.budget = budget_mib * MIB
-    plan = again(replace(earlier, **change), module(device, law), **arguments)
+    plan = again(plan_with(earlier, **change), module(device, law), **arguments)
     (reason,) = [one.removeprefix(NOT_USED) for one in plan.notes if one.startswith(NOT_USED)]
     start, _, rest = note.partition("(*)")
     assert reason.startswith(start)

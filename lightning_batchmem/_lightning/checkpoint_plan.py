@@ -46,12 +46,12 @@ class CheckpointPlan:
             )
         else:
             rank_zero_info(text)
-        return replace(
-            self.plan,
+        step = replace(
+            self.plan.step,
             accumulate_grad_batches=accumulate,
             effective_batch_size=batch_size * accumulate * ranks,
-            ranks=ranks,
         )
+        return replace(self.plan, step=step, ranks=ranks)
 
 
 def plan_to_continue(

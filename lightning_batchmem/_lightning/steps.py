@@ -29,6 +29,7 @@ from lightning_batchmem._lightning.trainer_state import (
 from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
+from lightning_batchmem.search.program import Steps
 from lightning_batchmem.search.ranks import CollectiveFoundError
 
 _STOPPED = (
@@ -49,7 +50,7 @@ class _BatchFetcher:
 
 
 @dataclass(eq=False)
-class _StageSteps:
+class _StageSteps(Steps):
     """Steps of one stage, on batches of real samples.
 
     Args:

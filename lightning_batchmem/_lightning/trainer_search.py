@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +25,7 @@ from lightning_batchmem._lightning.data_source import (
 from lightning_batchmem._lightning.hooks import configure_optimizers_again
 from lightning_batchmem._lightning.packages import noted_errors
 from lightning_batchmem._lightning.place_search import FollowedSetting, followed_setting
-from lightning_batchmem._lightning.session import TrainerSession
+from lightning_batchmem._lightning.program import TrainerProgram
 from lightning_batchmem._lightning.size_places import SizeNotFollowedError
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
@@ -43,20 +42,17 @@ from lightning_batchmem.devices.optimizers import state_tensors
 from lightning_batchmem.devices.peaks import RequestedBytes
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.plan import sentences
-from lightning_batchmem.plan.learning_rate import OptimizerStep, optimizer_step
+from lightning_batchmem.plan.learning_rate import optimizer_step
 from lightning_batchmem.plan.options import SearchOptions
-from lightning_batchmem.plan.plan import Plan, make_plan
+from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import Chosen, mib
+from lightning_batchmem.plan.records import mib
 from lightning_batchmem.search.compiled import each_size_static
-from lightning_batchmem.search.earlier_plan import (
-    find_earlier_plan,
-    parameters_text,
-)
+from lightning_batchmem.search.earlier_plan import parameters_text
 from lightning_batchmem.search.limits import MemoryRoom
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
-from lightning_batchmem.search.search import BatchSizeSearch, SearchResult
+from lightning_batchmem.search.search import search_program
 from lightning_batchmem.state.snapshot import freeze
 
 # Loaders are requested at this size first. Small even sizes are constants in many projects, so a
@@ -95,7 +91,7 @@ class TrainerSearch:
             later_bytes += weight_average_bytes(trainer)
         # A Trainer in a worker of Ray has one device, however many workers this machine has.
         ranks_on_host = self.ranks.on_this_host()
-        self._budget = MemoryRoom(
+        self._room = MemoryRoom(
             device_memory,
             options.memory_limit,
             self.policy.limit_share,
@@ -110,10 +106,10 @@ class TrainerSearch:
         self.batch_watch: BatchWatch | None = None
         # Whether the size of the project is rehearsed too.
         self.rehearses_project_size = False
-        if self._budget.is_exceeded_by_option():
+        if self._room.is_exceeded_by_option():
             rank_zero_warn(
                 f"memory_limit={options.memory_limit!r} is more than the device can provide,"
-                f" {mib(self._budget.provided_bytes())}."
+                f" {mib(self._room.provided_bytes())}."
             )
 
     def training(
@@ -141,37 +137,40 @@ class TrainerSearch:
         with self._progress() as progress, clean_start.entered(), each_size_static():
             followed = self._followed(setting, clean_start)
             setup = training_setup(followed, self.options, learning_rate)
-            session = self._training_session(clean_start, followed)
-            earlier_plan, notes = find_earlier_plan(
-                given_plan,
-                parameters,
-                device=self._device,
-                limit_bytes=self._budget.limit_bytes(),
-                ranks=self.ranks,
-            )
-            with noted_errors(session.batches):
-                also_size = followed.project_size if self.rehearses_project_size else None
-                result = self._search_of(session, progress).run(earlier_plan, also_size)
+            program = self._training_program(clean_start, followed)
+            with noted_errors(program.batches):
+                plan = self._search(
+                    program,
+                    progress,
+                    parameters=parameters,
+                    given_plan=given_plan,
+                    also_size=followed.project_size if self.rehearses_project_size else None,
+                )
         wrap_again(self.trainer)
-        chosen = _chosen(result)
-        at_size = [trial for trial in result.trials if trial.batch_size == chosen.batch_size]
+        at_size = [trial for trial in plan.trials if trial.batch_size == plan.batch_size]
         if self.device_memory.reports_requested_bytes and at_size:
             self.start_bytes = at_size[-1].start_bytes
         largest_bytes = at_size[-1].largest_batch_bytes if at_size else 0
         # Average samples are smaller than many batches of the training.
         if largest_bytes > 0 and self.options.worst_case != "typical":
-            self.batch_watch = BatchWatch(chosen.batch_size, largest_bytes)
+            self.batch_watch = BatchWatch(plan.batch_size, largest_bytes)
         step = optimizer_step(
             setup,
-            chosen.batch_size,
-            min(self.ranks.exchange(session.batches_in_epoch(chosen.batch_size))),
+            plan.batch_size,
+            min(self.ranks.exchange(program.batches_in_epoch(plan.batch_size))),
             target_batch_size=self.options.target_batch_size,
             multiple_of=self.options.multiple_of,
             lr_scaling=self.options.lr_scaling,
         )
-        notes = [*_old_values(followed.setting, chosen), *notes]
-        plan = self._plan(chosen, result, step, notes, parameters, followed.setting)
-        return replace(plan, project_batch_size=followed.project_size)
+        plan = self._placed(plan, followed.setting)
+        # The learning rate comes first, because the console shows only one note.
+        notes = (step.learning_rate_note, *plan.notes, *step.notes)
+        return replace(
+            plan,
+            step=replace(step, learning_rate_note="", notes=()),
+            notes=tuple(note for note in notes if note),
+            project_batch_size=followed.project_size,
+        )
 
     def evaluation(self, setting: BatchSizeSetting, snapshot: ProjectSnapshot) -> Plan | None:
         """Search with forward passes; ``None`` if no loader of the stage follows the batch size.
@@ -181,20 +180,18 @@ class TrainerSearch:
         """
         clean_start = CleanStart(self.trainer, self.device_memory, snapshot)
         with self._progress() as progress, clean_start.entered(), each_size_static():
-            session = self._evaluation_session(clean_start, setting)
-            if session is None:
+            program = self._evaluation_program(clean_start, setting)
+            if program is None:
                 return None
-            with noted_errors(session.batches):
-                result = self._search_of(session, progress).run()
-        chosen = _chosen(result)
-        notes = _old_values(setting, chosen)
-        return self._plan(chosen, result, OptimizerStep(), notes, "", setting)
+            with noted_errors(program.batches):
+                plan = self._search(program, progress)
+        return self._placed(plan, setting)
 
     def plan_in(
         self, checkpoint: dict[str, Any], *, may_search_again: bool
     ) -> CheckpointPlan | None:
         """The plan with which a resumed training continues; see :func:`plan_to_continue`."""
-        device_and_limit = (self._device, self._budget.limit_bytes())
+        device_and_limit = (self._device, self._room.limit_bytes())
         return plan_to_continue(
             checkpoint, self.ranks.exchange(device_and_limit), may_search_again=may_search_again
         )
@@ -247,10 +244,10 @@ class TrainerSearch:
         size = max(self._first_size, min(_FIRST_REQUEST * unit, largest_size))
         return followed_setting(setting, size, clean_start, self.ranks)
 
-    def _training_session(
+    def _training_program(
         self, clean_start: CleanStart, followed: FollowedSetting
-    ) -> TrainerSession:
-        """The session of the training with its validation."""
+    ) -> TrainerProgram:
+        """The program of the training with its validation."""
         trainer = self.trainer
         setting = followed.setting
         loaders = followed.loaders
@@ -273,7 +270,7 @@ class TrainerSearch:
             followed.project_size,
         )
         begin_stage = partial(self._begin_training, loaders, validation_loaders)
-        session = TrainerSession(
+        program = TrainerProgram(
             clean_start,
             setting,
             [setting.source, validation.source],
@@ -283,12 +280,12 @@ class TrainerSearch:
             begin_stage,
         )
         with noted_errors():
-            session.restart(self._first_size)
-        return session
+            program.restart(self._first_size)
+        return program
 
-    def _evaluation_session(
+    def _evaluation_program(
         self, clean_start: CleanStart, setting: BatchSizeSetting
-    ) -> TrainerSession | None:
+    ) -> TrainerProgram | None:
         try:
             size = setting.project_budget if setting.is_budget else self._first_size
             loaders = setting.loaders_for(size, may_be_fixed=True)
@@ -304,7 +301,7 @@ class TrainerSearch:
             return None
         steps = EvaluationSteps(self.trainer, stage_loop(self.trainer), loaders, batches)
         bounds = stage_bounds(self.trainer, setting.source.stage, loaders)
-        return TrainerSession(
+        return TrainerProgram(
             clean_start, setting, [setting.source], None, steps, bounds, loaders.set_sizes
         )
 
@@ -362,7 +359,7 @@ class TrainerSearch:
             self.options.worst_case,
             policy=self.policy.reading,
             largest_size=self.options.largest_size,
-            room_bytes=self._budget.free_bytes(),
+            room_bytes=self._room.free_bytes(),
             restored=clean_start.restored,
         )
 
@@ -385,43 +382,27 @@ class TrainerSearch:
         is_shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
         return SearchProgress(enabled=is_shown)
 
-    def _search_of(self, session: TrainerSession, progress: SearchProgress) -> BatchSizeSearch:
-        return BatchSizeSearch(
-            session, self._budget, self.options, self.policy, self.ranks, progress
-        )
-
-    def _plan(
-        self,
-        chosen: Chosen,
-        result: SearchResult,
-        step: OptimizerStep,
-        notes: Sequence[str],
-        parameters: str,
-        setting: BatchSizeSetting,
-    ) -> Plan:
-        # The limit of a plan is that of the training.
-        limit_bytes = result.limits.limit_bytes + self._budget.later_bytes
-        return make_plan(
-            chosen,
-            result.trials,
-            replace(result.limits, limit_bytes=limit_bytes),
+    def _search(self, program: TrainerProgram, progress: SearchProgress, **keywords: Any) -> Plan:
+        return search_program(
+            program,
+            self._room,
+            self.options,
+            self.policy,
+            self.ranks,
+            progress,
             device=self._device,
-            notes=[*result.notes, *notes],
-            step=step,
-            parameters=parameters,
-            place="" if setting.place.text == self.options.batch_arg_name else setting.place.text,
+            **keywords,
         )
 
-
-def _chosen(result: SearchResult) -> Chosen:
-    if not isinstance(result.chosen, Chosen):
-        raise RuntimeError(result.chosen.reason)
-    return result.chosen
-
-
-def _old_values(setting: BatchSizeSetting, chosen: Chosen) -> list[str]:
-    """A note where the size of the project changes."""
-    attribute = setting.attribute
-    if attribute is None or not attribute.exists or attribute.value == chosen.batch_size:
-        return []
-    return [sentences.old_values(attribute.path)]
+    def _placed(self, plan: Plan, setting: BatchSizeSetting) -> Plan:
+        """The plan with the place of its size, and a note where that of the project changes."""
+        notes = plan.notes
+        attribute = setting.attribute
+        if attribute is not None and attribute.exists and attribute.value != plan.batch_size:
+            notes = (*notes, sentences.old_values(attribute.path))
+        place = setting.place.text
+        return replace(
+            plan,
+            notes=notes,
+            place="" if place == self.options.batch_arg_name else place,
+        )

@@ -1,1 +1,1 @@
-"""A training loop of the user comes in; its session and its plan go out."""
+"""A training loop of the user comes in; its program and its plan go out."""

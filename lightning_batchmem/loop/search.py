@@ -8,19 +8,18 @@ from pathlib import Path
 from lightning_batchmem.devices import device_memory_for, device_name
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import begin_run
-from lightning_batchmem.loop.session import LoopSession
+from lightning_batchmem.loop.program import LoopProgram
 from lightning_batchmem.loop.training_loop import TrainingLoop
-from lightning_batchmem.plan.learning_rate import OptimizerStep
 from lightning_batchmem.plan.options import SearchOptions
-from lightning_batchmem.plan.plan import Plan, make_plan
+from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.printing import print_or_warn
-from lightning_batchmem.plan.records import Chosen, mib
+from lightning_batchmem.plan.records import mib
 from lightning_batchmem.search.compiled import each_size_static
-from lightning_batchmem.search.earlier_plan import find_earlier_plan, parameters_text
+from lightning_batchmem.search.earlier_plan import parameters_text
 from lightning_batchmem.search.limits import MemoryRoom
 from lightning_batchmem.search.progress import SearchProgress
-from lightning_batchmem.search.search import BatchSizeSearch
+from lightning_batchmem.search.search import search_program
 
 
 def plan_of_loop(
@@ -60,40 +59,27 @@ def _searched(
 ) -> Plan:
     ranks = loop.ranks
     policy = SearchPolicy()
-    budget = MemoryRoom(
-        device_memory, options.memory_limit, policy.limit_share, ranks.on_this_host()
-    )
-    if budget.is_exceeded_by_option() and ranks.rank == 0:
+    room = MemoryRoom(device_memory, options.memory_limit, policy.limit_share, ranks.on_this_host())
+    if room.is_exceeded_by_option() and ranks.rank == 0:
         warnings.warn(
             f"memory_limit={options.memory_limit!r} is more than the device can provide,"
-            f" {mib(budget.provided_bytes())}.",
+            f" {mib(room.provided_bytes())}.",
             stacklevel=2,
         )
-    session = LoopSession(loop, device_memory, options.multiple_of or 1)
-    parameters = parameters_text(session.module)
-    device = device_name(loop.device)
+    program = LoopProgram(loop, device_memory, options.multiple_of or 1)
     with (
         SearchProgress(enabled=ranks.rank == 0) as progress,
-        session.entered(),
+        program.entered(),
         each_size_static(),
     ):
-        earlier_plan, notes = find_earlier_plan(
-            given_plan,
-            parameters,
-            device=device,
-            limit_bytes=budget.limit_bytes(),
-            ranks=ranks,
+        return search_program(
+            program,
+            room,
+            options,
+            policy,
+            ranks,
+            progress,
+            device=device_name(loop.device),
+            parameters=parameters_text(program.module),
+            given_plan=given_plan,
         )
-        search = BatchSizeSearch(session, budget, options, policy, ranks, progress)
-        result = search.run(earlier_plan)
-    if not isinstance(result.chosen, Chosen):
-        raise RuntimeError(result.chosen.reason)
-    return make_plan(
-        result.chosen,
-        result.trials,
-        result.limits,
-        device=device,
-        notes=[*result.notes, *notes],
-        step=OptimizerStep(),
-        parameters=parameters,
-    )

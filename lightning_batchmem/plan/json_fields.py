@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -25,17 +25,23 @@ def to_json(value: DataclassInstance) -> str:
     return json.dumps(asdict(value), indent=2)
 
 
-def from_json(kind: type[T], text: str) -> T:
+def from_json(kind: type[T], text: str, convert: Callable[[Any], Any] | None = None) -> T:
     """Return the data class that JSON describes.
 
     Keys that are no fields are ignored, because another version may have written them. Texts may
     reach a terminal, so they become printable.
 
+    Args:
+        kind: the data class.
+        text: the JSON.
+        convert: makes the JSON of this version from that of any version.
+
     Raises:
         ValueError: if ``text`` is not the JSON of this data class.
     """
     try:
-        value: T = _value(kind, json.loads(text))
+        data = json.loads(text)
+        value: T = _value(kind, data if convert is None else convert(data))
     except (TypeError, RecursionError) as error:
         raise ValueError(
             f"text must be the JSON of a {kind.__name__}, got {text[:80]!r}"

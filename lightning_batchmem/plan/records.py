@@ -146,9 +146,7 @@ class Trial:
         if a trial with this outcome is.
         """
         trials = list(trials)
-        worst = min(
-            trials, key=lambda trial: (_OUTCOMES.index(trial.outcome), trial.kind != "rehearsal")
-        )
+        worst = min(trials, key=_rank)
         phases = [
             phase for phase in PHASES if any(phase in trial.phase_peak_bytes for trial in trials)
         ]
@@ -177,6 +175,13 @@ class Trial:
             samples_run=max(trial.samples_run for trial in trials),
             notes=tuple(sorted({note for trial in trials for note in trial.notes})),
         )
+
+
+def _rank(trial: Trial) -> tuple[int, bool]:
+    """The worst trial first, and a rehearsal before a probe."""
+    # A plan may have outcomes of another version.
+    is_known = trial.outcome in _OUTCOMES
+    return _OUTCOMES.index(trial.outcome) if is_known else -1, trial.kind != "rehearsal"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A session comes in: a training program before its first step. The size to train with goes out.
+"""A program comes in, before its first step. The size to train with goes out.
 
 Nothing here knows Lightning.
 """

@@ -13,8 +13,8 @@ from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.options import SearchOptions, parse_memory_limit
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Bound, mib
+from lightning_batchmem.search.program import Program
 from lightning_batchmem.search.ranks import Ranks
-from lightning_batchmem.search.session import Session
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class MemoryRoom:
 
 
 def search_limits(
-    session: Session,
+    program: Program,
     budget: MemoryRoom,
     options: SearchOptions,
     policy: SearchPolicy,
@@ -90,58 +90,58 @@ def search_limits(
             f"memory_limit must be above the {mib(held_bytes)} that the process already holds, got"
             f" {mib(limit_bytes)}"
         )
-    if session.training is None:
+    if program.training is None:
         options = replace(options, target_batch_size=None)
     target = options.target_batch_size
     bounds: list[Bound] = [
         (options.largest_size, "max_batch_size"),
-        *session.bounds(),
+        *program.bounds(),
     ]
     if target is not None:
         bounds.append((target, "target_batch_size"))
     if not budget.device.is_host:
-        bounds.append((_largest_in_host_memory(session, budget, options), "host memory"))
+        bounds.append((_largest_in_host_memory(program, budget, options), "host memory"))
     bound = min(bounds, key=lambda bound: bound[0])
     search_bytes = limit_bytes - budget.later_bytes
     missing_bytes = 0
-    if budget.device.is_host and session.training is not None:
-        parameters = session.module.parameters()
+    if budget.device.is_host and program.training is not None:
+        parameters = program.module.parameters()
         without_gradient = [p for p in parameters if p.requires_grad and p.grad is None]
         missing_bytes = held_bytes + bytes_of(without_gradient) - search_bytes
     own = (
         search_bytes,
         missing_bytes,
         bound,
-        session.avoided_sizes(),
-        session.sample_sizes(),
+        program.avoided_sizes(),
+        program.sample_sizes(),
         budget.device.has_expandable_segments,
     )
     of_ranks = zip(*ranks.exchange(own), strict=True)
     limits, missing_of_ranks, bounds_of_ranks, avoided, sample_sizes, expandable = of_ranks
     largest, reason = min(bounds_of_ranks, key=lambda bound: bound[0])
-    session.use_sample_sizes(sample_sizes)
+    program.use_sample_sizes(sample_sizes)
     return SearchLimits(
         limit_bytes=min(limits),
         min_batch_size=options.min_batch_size or min(policy.first_size, largest),
         max_batch_size=largest,
         max_reason=reason,
         options=options,
-        accumulate_grad_batches=session.accumulate_grad_batches,
+        accumulate_grad_batches=program.accumulate_grad_batches,
         ranks=ranks.size,
         missing_bytes=max(0, *missing_of_ranks),
         is_host=budget.device.is_host,
-        steps_are_collective=session.steps_are_collective,
+        steps_are_collective=program.steps_are_collective,
         has_expandable_segments=all(expandable),
         avoided_sizes=frozenset().union(*avoided),
     )
 
 
-def _largest_in_host_memory(session: Session, budget: MemoryRoom, options: SearchOptions) -> int:
+def _largest_in_host_memory(program: Program, budget: MemoryRoom, options: SearchOptions) -> int:
     """The largest size whose batches in loader workers fit into the free memory of the host."""
-    if session.worker_bytes(1) == 0:
+    if program.worker_bytes(1) == 0:
         return options.largest_size
     host = budget.host_memory()
     free_bytes = host.available_bytes() - host.current().allocated_bytes
     room_bytes = free_bytes // budget.ranks_on_host
     sizes = range(1, options.largest_size + 1)
-    return max(1, bisect_right(sizes, room_bytes, key=session.worker_bytes))
+    return max(1, bisect_right(sizes, room_bytes, key=program.worker_bytes))

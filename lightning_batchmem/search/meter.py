@@ -12,10 +12,10 @@ from lightning_batchmem.devices.peaks import LiveStorages, RequestedBytes, StepP
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.search.compiled import compiled_frames
-from lightning_batchmem.search.session import Session, Steps
+from lightning_batchmem.search.program import Program, Steps
 
 
-def other_bytes_at_start(session: Session, device: DeviceMemory) -> int:
+def other_bytes_at_start(program: Program, device: DeviceMemory) -> int:
     """Bytes of the resident set besides the tensors of the module and the samples.
 
     They count as live bytes of every trial, so that live bytes can be compared with the limit.
@@ -24,22 +24,22 @@ def other_bytes_at_start(session: Session, device: DeviceMemory) -> int:
     if device.reports_requested_bytes:
         return 0
     device.release_cached()
-    module_bytes = _module_counter(session, 0).current().allocated_bytes
-    other_bytes = device.current().allocated_bytes - _sample_bytes(session, device) - module_bytes
+    module_bytes = _module_counter(program, 0).current().allocated_bytes
+    other_bytes = device.current().allocated_bytes - _sample_bytes(program, device) - module_bytes
     return max(0, other_bytes)
 
 
 class TrialMeter:
     """Reads live bytes, held bytes and times of the steps of one trial.
 
-    It is made after the restart of the session, so that it knows nothing of other trials.
+    It is made after the restart of the program, so that it knows nothing of other trials.
 
     Live bytes are what lines are fitted to. Where the device cannot count them, as on the host, a
     dispatch mode counts them in steps of their own, because counting uses memory itself. Where that
     is not possible either, ``live`` is ``None`` and the held bytes stand in for them.
 
     Args:
-        session: the session whose steps are run.
+        program: the program whose steps are run.
         device: the memory that is read.
         policy: the numbers that steer the search.
         other_bytes: live bytes at the start of the search that are not tensors of the module.
@@ -48,18 +48,18 @@ class TrialMeter:
 
     def __init__(
         self,
-        session: Session,
+        program: Program,
         device: DeviceMemory,
         policy: SearchPolicy,
         other_bytes: int,
         before_step: Callable[[], object] = lambda: None,
     ) -> None:
-        primary = session.training or session.evaluation
+        primary = program.training or program.evaluation
         if primary is None:
-            raise ValueError("session must have steps of training or of an evaluation, got neither")
+            raise ValueError("program must have steps of training or of an evaluation, got neither")
         # Times and full steps are those of the primary steps.
         self.primary: Steps = primary
-        self.session = session
+        self.program = program
         self.device = device
         self.policy = policy
         self.before_step = before_step
@@ -129,17 +129,17 @@ class TrialMeter:
         return (self.live or self.device).current().allocated_bytes
 
     def gradient_bytes(self) -> int:
-        gradients = (parameter.grad for parameter in self.session.module.parameters())
+        gradients = (parameter.grad for parameter in self.program.module.parameters())
         return bytes_of(gradient for gradient in gradients if gradient is not None)
 
     def checkpoint_bytes(self) -> int:
         """Host memory that saving a checkpoint copies; 0 where the training saves none."""
-        return bytes_of(tensors_in(self.session.checkpoint_states()), torch.device("cpu"))
+        return bytes_of(tensors_in(self.program.checkpoint_states()), torch.device("cpu"))
 
     def note_held_bytes(self, peaks: StepPeaks) -> None:
         """Note the bytes that this process held at the peak of a step."""
         held_bytes = peaks.peak_reserved_bytes or peaks.peak_bytes
-        self.held_bytes_of_calls.append(held_bytes - _sample_bytes(self.session, self.device))
+        self.held_bytes_of_calls.append(held_bytes - _sample_bytes(self.program, self.device))
 
     def note_retries(self, first_phase: str, batch_size: int, before: dict[str, int]) -> None:
         """Count the retries of a step, unless it is the first of its kind and size.
@@ -162,31 +162,31 @@ class TrialMeter:
 
     def track_lasting(self, counter: LiveStorages) -> None:
         """Count optimizer states and gradients, which earlier steps made, without keeping them."""
-        counter.track(state_tensors(self.session.optimizers))
-        counter.track(tensors_in([p.grad for p in self.session.module.parameters()]))
+        counter.track(state_tensors(self.program.optimizers))
+        counter.track(tensors_in([p.grad for p in self.program.module.parameters()]))
 
     def _live_counter(self) -> RequestedBytes | LiveStorages | None:
         if self.device.reports_requested_bytes:
             return RequestedBytes(self.device)
-        if self.session.steps_are_collective or not LiveStorages.is_possible():
+        if self.program.steps_are_collective or not LiveStorages.is_possible():
             return None
-        return _module_counter(self.session, self._other_bytes)
+        return _module_counter(self.program, self._other_bytes)
 
 
 def _increase(name: str, before: dict[str, int], after: dict[str, int]) -> int:
     return after.get(name, 0) - before.get(name, 0)
 
 
-def _module_counter(session: Session, other_bytes: int) -> LiveStorages:
+def _module_counter(program: Program, other_bytes: int) -> LiveStorages:
     """A counter that begins with the tensors of the module, and with so many other bytes."""
     counter = LiveStorages(other_bytes)
-    counter.track([*session.module.parameters(), *session.module.buffers()])
+    counter.track([*program.module.parameters(), *program.module.buffers()])
     return counter
 
 
-def _sample_bytes(session: Session, device: DeviceMemory) -> int:
+def _sample_bytes(program: Program, device: DeviceMemory) -> int:
     """Bytes of the samples that the search keeps in the resident set."""
     if not device.is_host:
         return 0
-    steps = (session.training, session.evaluation)
+    steps = (program.training, program.evaluation)
     return sum(one.sample_bytes for one in steps if one is not None)

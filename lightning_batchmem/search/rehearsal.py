@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lightning_batchmem.search.meter import TrialMeter
-from lightning_batchmem.search.session import Steps
+from lightning_batchmem.search.program import Steps
 from lightning_batchmem.search.steps import ConsecutiveSteps
 
 EVALUATION_STEPS = 2
@@ -24,16 +24,16 @@ def rehearse(
     step of the next epoch. In an evaluation there are full steps and the last batch.
 
     Args:
-        meter: reads the steps of the session, which has just been restarted.
+        meter: reads the steps of the program, which has just been restarted.
         batch_size: samples in each full batch.
         on_any_rank: whether something is true on one of the ranks that take the steps together;
             by default on this one.
     """
     policy = meter.policy
-    session = meter.session
+    program = meter.program
     primary = meter.primary
-    evaluation = session.evaluation if session.training is not None else None
-    if evaluation is not None and session.evaluates_first:
+    evaluation = program.evaluation if program.training is not None else None
+    if evaluation is not None and program.evaluates_first:
         _run(meter, evaluation, batch_size, EVALUATION_STEPS)
         # The sanity check leaves workspaces of libraries, in a training too.
         meter.start_bytes = meter.live_bytes()
@@ -56,7 +56,7 @@ def rehearse(
             consecutive.run(EVALUATION_STEPS)
             consecutive.measure_live_bytes()
         _run(meter, evaluation, evaluation.last_batch_size(batch_size), 1)
-    if session.training is not None:
+    if program.training is not None:
         # No epoch follows that of an evaluation.
         _run(meter, primary, batch_size, 1)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from lightning_batchmem.devices.base import PeakCounter
 from lightning_batchmem.devices.peaks import LiveStorages, StepPeaks
 from lightning_batchmem.search.meter import TrialMeter
-from lightning_batchmem.search.session import Steps
+from lightning_batchmem.search.program import Steps
 
 GRAPH_WARMUP_STEPS = 3
 """The least warm-up steps of a compiled module: CUDA graphs warm up, record and replay."""
@@ -58,7 +58,7 @@ class ConsecutiveSteps:
         meter = self._meter
         waiting: set[int] = set()
         if self._steps.first_phase == "forward":
-            waiting = {id(optimizer) for optimizer in meter.session.optimizers}
+            waiting = {id(optimizer) for optimizer in meter.program.optimizers}
         for number in range(MAX_WARMUP_STEPS):
             at_least = GRAPH_WARMUP_STEPS if meter.is_compiled else steps
             if number >= at_least and not waiting:
@@ -66,7 +66,7 @@ class ConsecutiveSteps:
             calls = self._full_step(0, meter.step_counter)
             if meter.device.reports_requested_bytes:
                 self._add_peaks(calls)
-            waiting -= meter.session.phases.stepped
+            waiting -= meter.program.phases.stepped
         meter.has_idle_optimizer |= bool(waiting)
         meter.is_warm = True
         if not meter.device.reports_requested_bytes and meter.is_compiled:
@@ -142,7 +142,7 @@ class ConsecutiveSteps:
         """Run one full step, and note the bytes that it holds unless live bytes are counted."""
         meter = self._meter
         steps = self._steps
-        phases = meter.session.phases
+        phases = meter.program.phases
         phases.read_from(counter)
         meter.before_step()
         counters_before = meter.device.counters()

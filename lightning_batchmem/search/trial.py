@@ -16,17 +16,17 @@ from lightning_batchmem.plan.records import Outcome, Trial, TrialKind
 from lightning_batchmem.plan.sizes import accumulated_batches
 from lightning_batchmem.search.compiled import forget_compiled
 from lightning_batchmem.search.meter import TrialMeter, other_bytes_at_start
+from lightning_batchmem.search.program import Program
 from lightning_batchmem.search.ranks import CollectiveDetector, Ranks
 from lightning_batchmem.search.rehearsal import rehearse
-from lightning_batchmem.search.session import Session
 from lightning_batchmem.search.steps import MAX_WARMUP_STEPS, ConsecutiveSteps
 
 
 class TrialRunner:
-    """Runs trials of a session on this rank. It keeps nothing of them.
+    """Runs trials of a program on this rank. It keeps nothing of them.
 
     Args:
-        session: the training program.
+        program: the training program.
         device: its memory.
         ranks: the processes that search together.
         policy: the numbers that steer the search.
@@ -35,18 +35,18 @@ class TrialRunner:
 
     def __init__(
         self,
-        session: Session,
+        program: Program,
         device: DeviceMemory,
         ranks: Ranks,
         policy: SearchPolicy,
         before_step: Callable[[], object],
     ) -> None:
-        self._session = session
+        self._program = program
         self._device = device
         self._ranks = ranks
         self._policy = policy
         self._before_step = before_step
-        self._other_bytes = other_bytes_at_start(session, device)
+        self._other_bytes = other_bytes_at_start(program, device)
 
     def run(self, kind: TrialKind, batch_size: int, limits: SearchLimits) -> Trial:
         """Run a trial from the state in which training starts, under the limit.
@@ -86,14 +86,14 @@ class TrialRunner:
         Such a step ends before the exchange.
         """
         detector = CollectiveDetector()
-        for steps in (self._session.training, self._session.evaluation):
+        for steps in (self._program.training, self._program.evaluation):
             if steps is None or detector.found:
                 continue
             meter = self._restarted(batch_size)
             # The progress shows the steps of trials only.
             meter.before_step = lambda: None
             try:
-                alone = self._session.without_synchronization()
+                alone = self._program.without_synchronization()
                 with alone, detector, ConsecutiveSteps(meter, steps, batch_size) as consecutive:
                     consecutive.run(1)
             # Out of memory has many types, and the first probe reports it.
@@ -109,17 +109,17 @@ class TrialRunner:
     def _restarted(self, batch_size: int) -> TrialMeter:
         """Go back to the state in which the stage starts."""
         forget_compiled()
-        self._session.restart(batch_size)
+        self._program.restart(batch_size)
         return TrialMeter(
-            self._session, self._device, self._policy, self._other_bytes, self._before_step
+            self._program, self._device, self._policy, self._other_bytes, self._before_step
         )
 
     @contextmanager
     def _watched_steps(self, batch_size: int, is_collective: bool) -> Iterator[None]:
         """Mark the phases of the steps in the body, which ranks take together or alone."""
-        phases = self._session.phases
-        phases.watch(self._session.optimizers)
-        together_or_alone = self._session.without_synchronization()
+        phases = self._program.phases
+        phases.watch(self._program.optimizers)
+        together_or_alone = self._program.without_synchronization()
         if is_collective:
             together_or_alone = self._ranks.collective_step(batch_size)
         try:
@@ -141,7 +141,7 @@ class TrialRunner:
 
     def _probe(self, meter: TrialMeter, batch_size: int, *, is_quick: bool) -> None:
         """Run a few steps and measure the peak of each phase."""
-        for steps in (self._session.training, self._session.evaluation):
+        for steps in (self._program.training, self._program.evaluation):
             if steps is None:
                 continue
             with ConsecutiveSteps(meter, steps, batch_size) as consecutive:
@@ -187,7 +187,7 @@ class TrialRunner:
         needed_bytes = held_bytes or live_bytes
         set_aside_bytes = 0
         if limits.is_host:
-            set_aside_bytes = meter.checkpoint_bytes() + self._session.worker_bytes(batch_size)
+            set_aside_bytes = meter.checkpoint_bytes() + self._program.worker_bytes(batch_size)
             # A checkpoint is saved between two steps.
             lasting_bytes = meter.fixed_bytes + meter.gradient_bytes() + set_aside_bytes
             needed_bytes = max(live_bytes, lasting_bytes)
@@ -213,7 +213,7 @@ class TrialRunner:
             set_aside_bytes=set_aside_bytes,
             fixed_bytes=meter.fixed_bytes,
             allocator_retries=meter.allocator_retries,
-            largest_batch_bytes=self._session.largest_batch_bytes,
+            largest_batch_bytes=self._program.largest_batch_bytes,
             step_seconds=statistics.median(meter.seconds) if meter.seconds else None,
             fastest_step_seconds=min(meter.seconds, default=None),
             samples_per_second=samples_per_second,

@@ -134,11 +134,10 @@ def simulated_plan(plan: Plan, gpu: str, notes: list[str]) -> Plan:
     ]
     return replace(
         plan,
-        verified=False,
+        chosen=replace(plan.chosen, is_verified=False, fastest_batch_size=None),
         simulated=True,
         device=f"simulated {gpu}",
         trials=tuple(trials),
-        fastest_batch_size=None,
         notes=(*notes, *plan.notes),
     )
 

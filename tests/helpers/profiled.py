@@ -11,7 +11,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_batchmem import Line, MemoryModel, Plan, Trial
+from lightning_batchmem import Plan, Trial
+from lightning_batchmem.plan.records import Chosen
 from tests.helpers.lawful import MIB, quiet_trainer
 
 METRICS = {
@@ -119,9 +120,10 @@ class Planned(Callback):
     """Has a plan, like a BatchFinder: fixed memory and 2 MiB a sample."""
 
     def __init__(self, fixed_mib=1.0, limit_mib=1024):
-        memory = MemoryModel({"forward": Line(fixed_mib * MIB, 2.0 * MIB, 2, 4)})
-        trials = tuple(Trial(size, "ok", {"forward": (1 + 2 * size) * MIB}) for size in (2, 4))
-        self.plan = Plan(4, "memory", True, limit_mib * MIB, None, 9 * MIB, trials, memory)
+        trials = tuple(
+            Trial(size, "ok", {"forward": int((fixed_mib + 2 * size) * MIB)}) for size in (2, 4)
+        )
+        self.plan = Plan(Chosen(4, "memory", ""), trials, limit_mib * MIB)
 
 
 class At(Callback):

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from lightning_batchmem.plan.learning_rate import OptimizerStep
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.options import SearchOptions
-from lightning_batchmem.plan.plan import Plan, make_plan
+from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import PHASES, Chosen, NextSize, SearchFailed, Trial
 from lightning_batchmem.plan.rules import decide
@@ -134,13 +133,14 @@ class Driven:
     @property
     def plan(self) -> Plan:
         assert isinstance(self.step, Chosen), self.step
-        return make_plan(
-            self.step,
-            self.trials,
-            self.bounds,
+        return Plan(
+            replace(self.step, notes=()),
+            tuple(self.trials),
+            self.bounds.limit_bytes,
             device="abacus",
             notes=self.step.notes,
-            step=OptimizerStep(),
+            ranks=self.bounds.ranks,
+            budget_name=self.bounds.options.budget_name,
         )
 
     @property

@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_batchmem.plan.learning_rate import OptimizerStep
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printable import printable
-from lightning_batchmem.plan.records import MIB, PHASES, Line, MemoryModel, Trial
+from lightning_batchmem.plan.records import MIB, PHASES, Chosen, Trial
 from tests.helpers.lawful import OLD_PLAN
+from tests.helpers.plans import plan_with
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -37,46 +39,46 @@ TIMES = dict.fromkeys(
     ("step_seconds", "fastest_step_seconds", "samples_per_second"), st.none() | FINITE
 )
 PEAKS = st.dictionaries(st.sampled_from(PHASES), st.integers(0, 2**50))
-LINES = any_of(Line, intercept=FINITE, slope=FINITE)
+TRIALS = any_of(
+    Trial, phase_peak_bytes=PEAKS, outcome=st.sampled_from(["ok", "over_limit"]) | TEXT, **TIMES
+)
+RATES = dict.fromkeys(("learning_rate", "learning_rate_before"), st.none() | FINITE)
+NO_NOTES = {"notes": st.just(())}
 PLANS = any_of(
     Plan,
-    trials=st.lists(any_of(Trial, phase_peak_bytes=PEAKS, **TIMES), max_size=5).map(tuple),
-    memory=st.none()
-    | st.builds(MemoryModel, st.dictionaries(st.sampled_from(PHASES), LINES, min_size=1)),
-    learning_rate=st.none() | FINITE,
-    learning_rate_before=st.none() | FINITE,
+    chosen=any_of(Chosen, **NO_NOTES),
+    trials=st.lists(TRIALS, max_size=5).map(tuple),
+    step=any_of(OptimizerStep, learning_rate_note=st.just(""), **NO_NOTES, **RATES),
 )
 PLAN = Plan(
-    batch_size=32,
-    limited_by="memory",
-    verified=True,
-    limit_bytes=200 * MIB,
-    predicted_peak_bytes=164 * MIB,
-    measured_peak_bytes=165 * MIB,
+    Chosen(
+        32,
+        "memory",
+        "32 samples: it passed a rehearsal, and the limit leaves little room above it.",
+        fastest_batch_size=32,
+        largest_batch_size=32,
+    ),
     trials=(
         Trial(
             2,
             "ok",
-            {"forward": 103 * MIB, "backward": 104 * MIB},
+            {"forward": 104 * MIB},
             step_seconds=0.012,
             samples_per_second=2 / 0.012,
         ),
+        Trial(8, "ok", {"forward": 116 * MIB}),
         Trial(64, "over_limit", {"forward": 228 * MIB}, "rehearsal", held_peak_bytes=250 * MIB),
         Trial(
             32,
             "ok",
-            {"forward": 165 * MIB},
+            {"forward": 164 * MIB},
             "rehearsal",
             held_peak_bytes=180 * MIB,
             step_seconds=0.04,
             samples_per_second=32 / 0.04,
         ),
     ),
-    memory=MemoryModel({"forward": Line(100 * MIB, 2 * MIB, 2, 32)}),
-    reason="32 samples: it passed a rehearsal, and the limit leaves little room above it.",
-    held_peak_bytes=180 * MIB,
-    fastest_batch_size=32,
-    largest_batch_size=32,
+    limit_bytes=200 * MIB,
 )
 
 
@@ -93,20 +95,20 @@ def test_a_plan_of_version_0_1_0_is_read():
     (trial,) = plan.trials
     assert (trial.batch_size, trial.kind) == (64, "probe")
     assert (trial.peak_bytes, trial.step_seconds) == (170_000_000, 0.1)
-    assert plan.memory == MemoryModel({"forward": Line(1e8, 1e6, 2, 8)})
+    # Version 0.1.0 kept lines of trials that it did not keep.
+    assert plan.memory is None
     assert Plan.from_json(plan.to_json()) == plan
     assert "batch size 64" in str(plan)
 
 
 def test_unknown_keys_are_ignored():
     data = json.loads(PLAN.to_json())
-    line = data["memory"]["lines"]["forward"]
-    for part in (data, data["trials"][0], data["memory"], line):
+    for part in (data, data["trials"][0]):
         part["of a later version"] = 1
     assert Plan.from_json(json.dumps(data)) == PLAN
 
 
-@pytest.mark.parametrize("text", ["", "[]", "1", "null", "{}", '{"memory": 3}'])
+@pytest.mark.parametrize("text", ["", "[]", "1", "null", "{}", '{"trials": 3}'])
 def test_other_text_is_refused(text):
     with pytest.raises(ValueError, match=r"text must be the JSON of a Plan, got|Expecting value"):
         Plan.from_json(text)
@@ -127,9 +129,6 @@ def test_other_text_is_refused(text):
         (("trials", 0), "batch_size"),
         (("trials", 0, "outcome"), []),
         (("trials", 0, "step_seconds"), "1"),
-        (("memory",), []),
-        (("memory", "lines", "forward", "slope"), None),
-        (("memory", "lines", "forward", "slope"), float("nan")),
         (("trials", 0, "step_seconds"), float("inf")),
     ],
 )
@@ -146,7 +145,7 @@ def test_a_wrong_type_is_refused(path, value):
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_size_without_samples_is_refused(size):
     trials = (replace(PLAN.trials[0], batch_size=size),)
-    for plan in (replace(PLAN, batch_size=size), replace(PLAN, trials=trials)):
+    for plan in (plan_with(PLAN, batch_size=size), replace(PLAN, trials=trials)):
         with pytest.raises(ValueError, match=f"of a plan must be at least 1, got {size}"):
             Plan.from_json(plan.to_json())
 
@@ -158,11 +157,12 @@ CONTROLS = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e\r\n\x00\x7f\ud800"
 def with_text(text):
     """A plan that has the text wherever it has one."""
     trial = replace(PLAN.trials[0], outcome=text, kind=text, notes=(text,), error=text)
-    return replace(
+    # The phase of a line, and a trial that no line uses.
+    fitted = tuple(Trial(size, "ok", {text: size * MIB}) for size in (1, 2))
+    return plan_with(
         PLAN,
         limited_by=text,
-        trials=(trial,),
-        memory=MemoryModel({text: Line(1.0, 1.0, 1, 2)}),
+        trials=(trial, *fitted),
         reason=text,
         device=text,
         notes=(text,),
@@ -187,9 +187,8 @@ def test_no_text_of_a_plan_controls_a_terminal(read):
 def test_a_plan_without_some_readings_is_shown():
     """Another program may have written it."""
     slow = replace(PLAN.trials[0], batch_size=64, samples_per_second=0.0)
-    plan = replace(
+    plan = plan_with(
         PLAN,
-        memory=MemoryModel({}),
         learning_rate=0.1,
         trials=(*PLAN.trials, slow),
         largest_batch_size=64,
@@ -218,7 +217,7 @@ def test_the_text_of_a_plan():
     assert str(PLAN) == "\n".join(
         [
             "batch size 32, limited by memory, verified by a rehearsal",
-            "  memory    held 180.0 of the limit of 200.0 MiB; live 165.0, predicted 164.0",
+            "  memory    held 180.0 of the limit of 200.0 MiB; live 164.0, predicted 164.0",
             "  line      100.0 MiB + 2.0 MiB a sample (forward)",
             "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
             "  why       32 samples: it passed a rehearsal, and the limit leaves little room",
@@ -229,14 +228,15 @@ def test_the_text_of_a_plan():
             "| run       | result    | size | live MiB | held MiB |   ms | samples/s |",
             "|-----------|-----------|------|----------|----------|------|-----------|",
             "| probe     | ok        |    2 |    104.0 |          | 12.0 |       167 |",
+            "| probe     | ok        |    8 |    116.0 |          |      |           |",
             "| rehearsal | too large |   64 |    228.0 |    250.0 |      |           |",
-            "| rehearsal | ok        |   32 |    165.0 |    180.0 | 40.0 |       800 |",
+            "| rehearsal | ok        |   32 |    164.0 |    180.0 | 40.0 |       800 |",
         ]
     )
 
 
 def test_the_text_has_what_else_a_person_should_know():
-    plan = replace(
+    plan = plan_with(
         PLAN,
         verified=False,
         limited_by="target_batch_size",
@@ -252,15 +252,18 @@ def test_the_text_has_what_else_a_person_should_know():
         "batch size 32 on each of 2 ranks, limited by target batch size, not verified"
     )
     for row in (
-        "memory    held 180.0 of the limit of 200.0 MiB; live 165.0, predicted 164.0;\n"
+        "memory    held 180.0 of the limit of 200.0 MiB; live 164.0, predicted 164.0;\n"
         "            all ranks at most 360.0",
         "step      256 samples, in 4 batches on each of 2 ranks; learning rate 0.2\n"
         "            instead of 0.1",
         "note      a note",
     ):
         assert row in text
-    assert "predicted" not in str(replace(PLAN, predicted_peak_bytes=None))
-    assert "  memory    limit 200.0 MiB; live 165.0, pr" in str(replace(PLAN, held_peak_bytes=None))
+    assert "predicted" not in str(replace(PLAN, trials=PLAN.trials[-1:]))
+    without_held = replace(
+        PLAN, trials=(*PLAN.trials[:-1], replace(PLAN.trials[-1], held_peak_bytes=None))
+    )
+    assert "  memory    limit 200.0 MiB; live 164.0, pr" in str(without_held)
 
 
 def test_a_notebook_shows_the_text_and_a_list_one_line():
@@ -278,14 +281,13 @@ def test_no_line_of_a_plan_is_longer_than_80_columns():
         step_seconds=12.3456,
         samples_per_second=70_000.0,
     )
-    plan = replace(
+    plan = plan_with(
         PLAN,
         batch_size=large.batch_size,
         budget_name="max_tokens_of_a_batch",
         limited_by="limit_train_batches",
         ranks=16,
         trials=(large,),
-        held_peak_bytes=144_384 * MIB,
         notes=(f"The earlier plan was not used: /{'a' * 100}/plan.json cannot be read.",),
     )
     for text in (str(plan), plan.short_text()):
@@ -299,18 +301,18 @@ def test_no_line_of_a_plan_is_longer_than_80_columns():
 
 def test_the_short_text_has_six_rows_at_most():
     changes = {"accumulate_grad_batches": 4, "effective_batch_size": 128}
-    plan = replace(PLAN, **changes, notes=("the first", "a second"))
+    plan = plan_with(PLAN, **changes, notes=("the first", "a second"))
     assert plan.short_text() == "\n".join(
         [
             "BatchFinder: batch size 32, limited by memory, verified by a rehearsal",
-            "  memory    held 180.0 of the limit of 200.0 MiB; live 165.0, predicted 164.0",
+            "  memory    held 180.0 of the limit of 200.0 MiB; live 164.0, predicted 164.0",
             "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
             "  step      128 samples, in 4 batches",
             "  note      the first",
             "  details   print the plan, or set verbose=True: reasons, all sizes, all notes",
         ]
     )
-    nothing_ran = Plan(1, "dataset", False, 200 * MIB, None, None, (), None)
+    nothing_ran = Plan(Chosen(1, "dataset", "", is_verified=False), (), 200 * MIB)
     assert nothing_ran.short_text().splitlines()[1:] == [
         "  memory    limit 200.0 MiB",
         "  details   print the plan, or set verbose=True: reasons, all sizes, all notes",

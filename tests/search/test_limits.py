@@ -6,7 +6,7 @@ from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOpti
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.search.limits import MemoryRoom, search_limits
 from lightning_batchmem.search.ranks import Ranks
-from tests.helpers.fake_session import FakeSession
+from tests.helpers.fake_program import FakeProgram
 
 KIB = 1024
 POLICY = SearchPolicy()
@@ -19,8 +19,8 @@ def budget_of(device, *, memory_limit=None, **arguments):
 ALONE = Ranks(0, 1)
 
 
-def limits_of(session, budget, ranks=ALONE):
-    return search_limits(session, budget, SearchOptions(), POLICY, ranks)
+def limits_of(program, budget, ranks=ALONE):
+    return search_limits(program, budget, SearchOptions(), POLICY, ranks)
 
 
 @pytest.mark.parametrize(("shared", "ranks", "provided"), [(1, 1, 900), (1, 4, 300), (0, 4, 900)])
@@ -48,23 +48,23 @@ def test_a_share_of_the_device_stays_free(fake_device):
 
 def test_a_limit_below_the_held_bytes_is_refused(fake_device):
     device = fake_device(1000, base_bytes=200)
-    session = FakeSession(device, lambda size: size)
+    program = FakeProgram(device, lambda size: size)
     with pytest.raises(ValueError, match=r"memory_limit must be above the 0\.000 MiB"):
-        limits_of(session, budget_of(device, memory_limit=200))
+        limits_of(program, budget_of(device, memory_limit=200))
 
 
 def test_free_host_memory_limits_the_size(fake_device):
     device = fake_device(10**9)
-    session = FakeSession(device, lambda size: size, largest=UNBOUNDED_MAX_BATCH_SIZE)
+    program = FakeProgram(device, lambda size: size, largest=UNBOUNDED_MAX_BATCH_SIZE)
 
     def largest(ranks_on_host):
         host = fake_device(1000 * KIB, base_bytes=400 * KIB)
         budget = budget_of(device, ranks_on_host=ranks_on_host, host_memory=lambda: host)
-        limits = limits_of(session, budget)
+        limits = limits_of(program, budget)
         return limits.max_batch_size, limits.max_reason
 
     assert largest(1) == (UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size")
-    session.bytes_per_waiting_sample = 3 * KIB
+    program.bytes_per_waiting_sample = 3 * KIB
     assert largest(1) == (200, "host memory")
     assert largest(2) == (100, "host memory")
     assert largest(500) == (1, "host memory")
@@ -75,18 +75,18 @@ def test_free_host_memory_limits_the_size(fake_device):
 
 def test_gradients_are_part_of_what_the_host_must_hold(fake_device):
     device = fake_device(available_bytes=1000 * KIB, base_bytes=10 * KIB)
-    session = FakeSession(device, lambda size: size)
+    program = FakeProgram(device, lambda size: size)
     budget = budget_of(device, memory_limit=10 * KIB + 1)
-    assert limits_of(session, budget).missing_bytes == 0
+    assert limits_of(program, budget).missing_bytes == 0
     device.as_host()
     # The weight and the bias of the layer have four bytes each.
-    assert limits_of(session, budget).missing_bytes == 7
+    assert limits_of(program, budget).missing_bytes == 7
     later = budget_of(device, memory_limit=10 * KIB + 1, later_bytes=8)
-    assert limits_of(session, later).missing_bytes == 15
-    session.module.bias.requires_grad_(False)
-    assert limits_of(session, budget).missing_bytes == 3
-    session.training = None
-    assert limits_of(session, budget).missing_bytes == 0
+    assert limits_of(program, later).missing_bytes == 15
+    program.module.bias.requires_grad_(False)
+    assert limits_of(program, budget).missing_bytes == 3
+    program.training = None
+    assert limits_of(program, budget).missing_bytes == 0
 
 
 def test_all_ranks_use_the_least_limits_and_the_longest_sample(fake_device):
@@ -94,14 +94,14 @@ def test_all_ranks_use_the_least_limits_and_the_longest_sample(fake_device):
     ranks = SimpleNamespace(size=2, exchange=lambda value: [value, other])
     device = fake_device(available_bytes=1000 * KIB)
     device.as_host()
-    session = FakeSession(device, lambda size: size, largest=100)
-    limits = limits_of(session, budget_of(device), ranks)
+    program = FakeProgram(device, lambda size: size, largest=100)
+    limits = limits_of(program, budget_of(device), ranks)
     assert (limits.limit_bytes, limits.max_batch_size) == (700 * KIB, 50)
     assert (limits.max_reason, limits.ranks, limits.is_host) == ("dataset", 2, True)
     assert limits.missing_bytes == 30 * KIB
     assert limits.avoided_sizes == {7}
-    assert session.longest_sample == 9
+    assert program.longest_sample == 9
     # Of the other rank only.
     assert not limits.has_expandable_segments
     device.has_expandable_segments = True
-    assert limits_of(session, budget_of(device), ranks).has_expandable_segments
+    assert limits_of(program, budget_of(device), ranks).has_expandable_segments

@@ -6,13 +6,13 @@ from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.search import steps as steps_module
 from lightning_batchmem.search.meter import TrialMeter, other_bytes_at_start
 from lightning_batchmem.search.steps import ConsecutiveSteps
-from tests.helpers.fake_session import FakeSession
+from tests.helpers.fake_program import FakeProgram
 
 
 @pytest.fixture
 def meter(device):
-    session = FakeSession(device, lambda size: size)
-    return TrialMeter(session, device, SearchPolicy(), other_bytes_at_start(session, device))
+    program = FakeProgram(device, lambda size: size)
+    return TrialMeter(program, device, SearchPolicy(), other_bytes_at_start(program, device))
 
 
 def test_the_time_of_an_optimizer_step_has_its_micro_batches_and_one_update(meter):

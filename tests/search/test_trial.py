@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.trial import TrialRunner
-from tests.helpers.fake_session import FakeSession
+from tests.helpers.fake_program import FakeProgram
 from tests.helpers.lawful import MIB, SAMPLES, Evaluated, Lawful, law
 
 
@@ -105,10 +105,10 @@ def test_what_trials_record(search, device):
 
 def test_a_step_that_looks_for_collectives_is_no_step_of_a_trial(device):
     begun = []
-    session = FakeSession(device, law)
-    runner = TrialRunner(session, device, Ranks(0, 1), SearchPolicy(), lambda: begun.append(1))
+    program = FakeProgram(device, law)
+    runner = TrialRunner(program, device, Ranks(0, 1), SearchPolicy(), lambda: begun.append(1))
     assert not runner.calls_collectives(2)
-    assert (session.sizes, begun) == ([2], [])
+    assert (program.sizes, begun) == ([2], [])
 
 
 def test_a_step_that_runs_out_of_memory_is_an_outcome(search, device):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import Line, MemoryModel, Trial
+from lightning_batchmem.plan.records import Chosen, Trial
 from lightning_batchmem.simulated_gpu.gpus import gpu_named
 from lightning_batchmem.simulated_gpu.launch import Outcome
 from lightning_batchmem.simulated_gpu.report import (
@@ -18,6 +18,7 @@ from lightning_batchmem.simulated_gpu.report import (
     table_of,
     text_of,
 )
+from tests.helpers.plans import plan_with
 
 GIB = 2**30
 MIB = 2**20
@@ -27,16 +28,12 @@ CONTEXT_BYTES = 300 * MIB
 def plan_of(batch_size=70, limit_gib=22.0, project=16, limited_by="memory", **changes):
     """A plan of a line of 1 GiB and 0.25 GiB a sample, of which the process holds 1.1 times."""
     live_bytes = GIB + batch_size * GIB // 4
+    probed = 4 if batch_size == 8 else 8
     held_bytes = int(1.1 * live_bytes)
     plan = Plan(
-        batch_size,
-        limited_by,
-        verified=False,
-        limit_bytes=int(limit_gib * GIB),
-        predicted_peak_bytes=live_bytes,
-        measured_peak_bytes=live_bytes,
+        Chosen(batch_size, limited_by, "", is_verified=False, largest_batch_size=batch_size),
         trials=(
-            Trial(8, "ok", {"forward": 3 * GIB}, held_peak_bytes=4 * GIB),
+            Trial(probed, "ok", {"forward": GIB + probed * GIB // 4}, held_peak_bytes=4 * GIB),
             Trial(
                 batch_size,
                 "ok",
@@ -45,14 +42,12 @@ def plan_of(batch_size=70, limit_gib=22.0, project=16, limited_by="memory", **ch
                 held_peak_bytes=held_bytes,
             ),
         ),
-        memory=MemoryModel({"forward": Line(GIB, GIB / 4, 2, 32)}),
+        limit_bytes=int(limit_gib * GIB),
         device="simulated RTX-4090",
-        held_peak_bytes=held_bytes,
-        largest_batch_size=batch_size,
         project_batch_size=project,
         simulated=True,
     )
-    return replace(plan, **changes)
+    return plan_with(plan, **changes)
 
 
 def outcome_of(**changes):
@@ -81,7 +76,7 @@ def test_a_measured_size_needs_what_it_held_and_another_what_lies_between():
     # Beyond the measured sizes the line decides.
     assert needed_bytes(plan, 4) == pytest.approx(1.1 * 2 * GIB)
     assert needed_bytes(plan, 80) == pytest.approx(1.1 * 21 * GIB)
-    assert needed_bytes(replace(plan, memory=None), 80) is None
+    assert needed_bytes(replace(plan, trials=plan.trials[-1:]), 80) is None
 
 
 @pytest.mark.parametrize(
@@ -93,13 +88,13 @@ def test_a_measured_size_needs_what_it_held_and_another_what_lies_between():
         (80, {}, "too large"),
         (72, {"failed": 72}, "too large"),
         (72, {"failed": 73}, "may fit"),
-        (72, {"memory": None}, "not known"),
+        (72, {"trials": plan_of().trials[-1:]}, "not known"),
         (72, {"largest_batch_size": 72}, "fits"),
     ],
 )
 def test_whether_a_size_fits(batch_size, changes, expected):
     failed = changes.pop("failed", None)
-    plan = replace(plan_of(), **changes)
+    plan = plan_with(plan_of(), **changes)
     if failed is not None:
         plan = replace(plan, trials=(*plan.trials, Trial(failed, "over_limit", {})))
     assert how_it_fits(plan, batch_size) == expected
@@ -134,7 +129,8 @@ def test_the_lower_end_of_the_range_fits_with_higher_peaks(batch_size, room):
     allowed_bytes = plan.limit_bytes / (1 + HIGHER_SHARE)
 
     def needed(size):
-        return needed_bytes(replace(plan, trials=()), size)
+        # As the line of live bytes, and what is held for each of them at the chosen size.
+        return held_bytes / plan.measured_peak_bytes * (GIB + size * GIB / 4)
 
     # Numbers are rounded.
     assert smallest is None or needed(smallest) <= allowed_bytes * (1 + 1e-9)

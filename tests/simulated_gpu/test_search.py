@@ -1,7 +1,6 @@
 """The search of a program on a simulated GPU, here without one: options, trainer and plan."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.simulated_gpu import search as simulated
 from lightning_batchmem.state.saved_storages import SavedStorages
 from tests.helpers.lawful import OLD_PLAN, quiet_trainer
+from tests.helpers.plans import plan_with
 
 REQUEST = {"options": {}, "gpu": "RTX-4090"}
 
@@ -28,7 +28,7 @@ class NoValues:
 def finders(monkeypatch):
     """Searches that return a plan at once; returns their finders."""
     found = []
-    plan = replace(Plan.from_json(json.dumps(OLD_PLAN)), fastest_batch_size=64)
+    plan = plan_with(Plan.from_json(json.dumps(OLD_PLAN)), fastest_batch_size=64)
 
     def search_at_once(finder, trainer, model, datamodule, train, validation):
         found.append((finder, trainer, model, datamodule, train, validation))

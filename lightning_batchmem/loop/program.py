@@ -1,11 +1,10 @@
-"""A training loop as the session of a search."""
+"""A training loop as the program of a search."""
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Coroutine, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +18,12 @@ from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.devices.tensors import tensors_in
 from lightning_batchmem.loop.phases import marked_phases
 from lightning_batchmem.loop.training_loop import TrainingLoop
-from lightning_batchmem.plan.records import Bound
+from lightning_batchmem.search.program import Program, Steps
 from lightning_batchmem.state.snapshot import Snapshot, freeze
 
 
-class LoopSession:
-    """A training loop of the user, as :class:`.search.session.Session` describes it.
+class LoopProgram(Program):
+    """A training loop of the user, as the program of a search.
 
     Args:
         loop: the loop, before its first step.
@@ -32,18 +31,11 @@ class LoopSession:
         multiple_of: samples of which every batch is a multiple.
     """
 
-    evaluation = None
-    evaluates_first = False
-    accumulate_grad_batches = 1
-    notes: Sequence[str] = ()
-    # The module may get its batch in any way.
-    largest_batch_bytes = 0
-
     def __init__(self, loop: TrainingLoop, device_memory: DeviceMemory, multiple_of: int) -> None:
         self.phases = PhasePeaks(device_memory)
         self.device = loop.device
         self.module = ModuleList(loop.models)
-        self.optimizers = loop.optimizers
+        self._optimizers = loop.optimizers
         self.steps_are_collective = loop.steps_are_collective
         self.training = LoopSteps(self, loop)
         self._device_memory = device_memory
@@ -53,6 +45,10 @@ class LoopSession:
         self._failed: list[str] = []
         self._has_same_batches = False
         self._warn_of_state()
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        return self._optimizers
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -68,38 +64,11 @@ class LoopSession:
         # With empty caches, training starts as if nothing had been allocated before.
         self._device_memory.release_cached()
 
-    def bounds(self) -> list[Bound]:
-        return []
-
-    def avoided_sizes(self) -> set[int]:
-        return set()
-
-    def batches_in_epoch(self, batch_size: int) -> float:
-        return math.inf
-
-    def worker_bytes(self, batch_size: int) -> int:
-        return 0
-
-    def sample_sizes(self) -> None:
-        """The batches are the user's, so nothing is known about their samples."""
-
-    def use_sample_sizes(self, of_ranks: Sequence[Any]) -> None:
-        """There are none."""
-
-    def check_batch_size(self, batch_size: int) -> None:
-        """Each step gets its size."""
-
     def restart(self, batch_size: int) -> None:
         """Restore everything; learning rates stay as they are."""
         self._failed += self._snapshot.restore()
         freeze(self._snapshot.attributes.schedulers)
         self._device_memory.release_cached()
-
-    def without_synchronization(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def checkpoint_states(self) -> list[object]:
-        return []
 
     def warn_of_same_batches(self, smaller: int, larger: int) -> None:
         """Warn once that the batches do not follow the size, so that no larger size is measured."""
@@ -134,32 +103,26 @@ class LoopSession:
 
 
 @dataclass(eq=False)
-class LoopSteps:
+class LoopSteps(Steps):
     """The steps of a loop, each on a new batch."""
 
-    session: LoopSession
+    program: LoopProgram
     loop: TrainingLoop
-    first_phase = "forward"
-    sample_bytes = 0
-    num_other_batches = 0
     _marks: ExitStack = field(default_factory=ExitStack)
     # The batch of the next step, which takes it out, and then holds the only reference.
     _next_batch: list[Any] = field(default_factory=list)
     # Numbers in the first batch of each size.
     _num_values: dict[int, int] = field(default_factory=dict)
 
-    def items(self, batch_size: int) -> float:
-        return batch_size
-
     def last_batch_size(self, batch_size: int) -> int:
         # The end of an epoch is not known.
-        unit = self.session.multiple_of
+        unit = self.program.multiple_of
         half = batch_size // 2 // unit * unit
         return min(batch_size, max(2, unit, half))
 
     def begin(self, batch_size: int) -> int:
-        session = self.session
-        self._marks.enter_context(marked_phases(session.phases, session.optimizers))
+        program = self.program
+        self._marks.enter_context(marked_phases(program.phases, program.optimizers))
         return 1
 
     def make_batch(self, batch_size: int, index: int, *, other_lengths: bool = False) -> None:
@@ -180,12 +143,9 @@ class LoopSteps:
             for other, num_others in self._num_values.items():
                 smaller, larger = sorted((other, batch_size))
                 if num_values and num_values == num_others and larger >= 2 * smaller:
-                    self.session.warn_of_same_batches(smaller, larger)
+                    self.program.warn_of_same_batches(smaller, larger)
             self._num_values[batch_size] = num_values
         return batch
-
-    def complete(self) -> None:
-        """Nothing follows the last step."""
 
     def end(self) -> None:
         self._marks.close()

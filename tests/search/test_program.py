@@ -4,17 +4,15 @@ import pytest
 import torch
 
 from lightning_batchmem.devices.peaks import LiveStorages
-from lightning_batchmem.plan.learning_rate import OptimizerStep
 from lightning_batchmem.plan.options import SearchOptions
-from lightning_batchmem.plan.plan import make_plan
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import Chosen, SearchFailed
+from lightning_batchmem.plan.records import Chosen
 from lightning_batchmem.search.limits import MemoryRoom
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.search import BatchSizeSearch
 from tests.helpers.fake_device import FakeDevice
-from tests.helpers.fake_session import FakeSession
+from tests.helpers.fake_program import FakeProgram
 from tests.helpers.lawful import MIB, law
 
 # The times of these steps are noise.
@@ -27,24 +25,19 @@ def device(device):
     return device
 
 
-def searched(session, policy=POLICY, earlier_plan=None, also_size=None, **options):
+def searched(program, policy=POLICY, earlier_plan=None, also_size=None, **options):
     options = SearchOptions(**{"multiple_of": 1, **options})
-    device = session.device_memory
+    device = program.device_memory
     budget = MemoryRoom(device, options.memory_limit, policy.limit_share)
     progress = SearchProgress(enabled=False)
-    search = BatchSizeSearch(session, budget, options, policy, Ranks(0, 1), progress)
+    search = BatchSizeSearch(program, budget, options, policy, Ranks(0, 1), progress)
     return search.run(earlier_plan, also_size)
 
 
-def plan_of(result):
-    return make_plan(
-        result.chosen,
-        result.trials,
-        result.limits,
-        device="abacus",
-        notes=result.notes,
-        step=OptimizerStep(),
-    )
+def failure_of(program):
+    with pytest.raises(RuntimeError) as raised:
+        searched(program)
+    return str(raised.value)
 
 
 def test_the_line_of_progress_counts_trials_and_their_steps(device):
@@ -57,9 +50,9 @@ def test_the_line_of_progress_counts_trials_and_their_steps(device):
 
     budget = MemoryRoom(device, None, POLICY.limit_share)
     options = SearchOptions(multiple_of=1)
-    session = FakeSession(device, law)
+    program = FakeProgram(device, law)
     with Shown(enabled=False) as progress:
-        search = BatchSizeSearch(session, budget, options, POLICY, Ranks(0, 1), progress)
+        search = BatchSizeSearch(program, budget, options, POLICY, Ranks(0, 1), progress)
         result = search.run()
     full_steps = [trial.full_steps for trial in result.trials]
     probe_steps = [text for text in texts if text.startswith("trial 1, ")]
@@ -72,33 +65,32 @@ def test_the_line_of_progress_counts_trials_and_their_steps(device):
 
 
 def test_a_search_needs_no_lightning(device):
-    session = FakeSession(device, law)
-    result = searched(session)
-    plan = plan_of(result)
+    program = FakeProgram(device, law)
+    plan = searched(program)
     # 376 samples fill the limit of 475 MiB. After 0.9 of them, 0.6 of the way to 0.97 is rehearsed.
-    assert [(trial.batch_size, trial.kind) for trial in result.trials] == [
+    assert [(trial.batch_size, trial.kind) for trial in plan.trials] == [
         (2, "probe"), (8, "probe"), (169, "probe"), (338, "rehearsal"), (354, "rehearsal")
     ]  # fmt: skip
     assert (plan.batch_size, plan.limited_by, plan.verified) == (354, "memory", True)
     assert plan.measured_peak_bytes == plan.predicted_peak_bytes == law(354)
-    assert session.restarts == [2, 8, 169, 338, 354]
-    assert session.batch_size == 354
+    assert program.restarts == [2, 8, 169, 338, 354]
+    assert program.batch_size == 354
     assert plan.notes == ("a note of the samples",)
     assert device.num_ooms == 0
 
 
 def test_the_size_of_an_earlier_plan_is_only_rehearsed(device):
-    plan = plan_of(searched(FakeSession(device, law)))
-    session = FakeSession(device, law)
-    result = searched(session, earlier_plan=plan)
-    assert set(session.sizes) == {354, 354 // 2}
+    plan = searched(FakeProgram(device, law))
+    program = FakeProgram(device, law)
+    result = searched(program, earlier_plan=plan)
+    assert set(program.sizes) == {354, 354 // 2}
     assert [trial.batch_size for trial in result.trials] == [2, 8, 169, 338, 354]
     assert result.chosen.reason.endswith("which passed a rehearsal on this device.")
-    heavier = FakeSession(device, lambda size: law(2 * size))
+    heavier = FakeProgram(device, lambda size: law(2 * size))
     result = searched(heavier, earlier_plan=plan)
     assert result.chosen.batch_size == 177
     assert "The earlier plan was not used: 354 samples ran out of memory" in result.notes[0]
-    smaller = FakeSession(device, law, largest=50)
+    smaller = FakeProgram(device, law, largest=50)
     result = searched(smaller, earlier_plan=plan)
     assert result.notes[0].startswith(
         "The earlier plan was not used: it has 354 samples, and sizes"
@@ -114,13 +106,13 @@ def test_the_size_of_an_earlier_plan_is_only_rehearsed(device):
         (2000, "out_of_memory"),
         # This one was rehearsed.
         (354, None),
-        # The session has no batch of this size.
+        # The program has no batch of this size.
         (10**7, None),
     ],
 )
 def test_one_more_size_is_rehearsed(device, also_size, outcome):
-    alone = searched(FakeSession(device, law))
-    result = searched(FakeSession(device, law), also_size=also_size)
+    alone = searched(FakeProgram(device, law))
+    result = searched(FakeProgram(device, law), also_size=also_size)
     assert result.chosen == alone.chosen
     more = result.trials[len(alone.trials) :]
     found = [(trial.batch_size, trial.kind, trial.outcome) for trial in more]
@@ -129,33 +121,31 @@ def test_one_more_size_is_rehearsed(device, also_size, outcome):
 
 def test_a_failure_has_the_memory_breakdown(device):
     device.as_host()
-    session = FakeSession(device, lambda size: law(size) + 450 * MIB)
-    session.bytes_per_waiting_sample = MIB
+    program = FakeProgram(device, lambda size: law(size) + 450 * MIB)
+    program.bytes_per_waiting_sample = MIB
     # Live bytes cannot be counted while another dispatch mode is active.
     with LiveStorages():
-        result = searched(session)
-    assert isinstance(result.chosen, SearchFailed)
-    assert "Nothing fits" in result.chosen.reason
-    assert "At 2 samples the memory held" in result.chosen.reason
-    assert "workers and a checkpoint take 2.0 MiB more. Use a smaller model" in result.chosen.reason
+        reason = failure_of(program)
+    assert reason.startswith("Nothing fits")
+    assert "At 2 samples the memory held" in reason
+    assert "workers and a checkpoint take 2.0 MiB more. Use a smaller model" in reason
 
 
 def test_a_failure_of_which_most_is_other_memory_advises_a_higher_limit():
     device = FakeDevice(500 * MIB, base_bytes=300 * MIB)
     device.enforces_limits = True
-    result = searched(FakeSession(device, lambda size: 180 * MIB))
-    assert isinstance(result.chosen, SearchFailed)
-    assert "pass a higher memory_limit" in result.chosen.reason
-    assert "smaller model" not in result.chosen.reason
+    reason = failure_of(FakeProgram(device, lambda size: 180 * MIB))
+    assert "pass a higher memory_limit" in reason
+    assert "smaller model" not in reason
 
 
 def test_loader_workers_count_on_the_host(device):
     device.as_host()
-    session = FakeSession(device, law)
-    session.bytes_per_waiting_sample = MIB
+    program = FakeProgram(device, law)
+    program.bytes_per_waiting_sample = MIB
     # Live bytes cannot be counted while another dispatch mode is active.
     with LiveStorages():
-        result = searched(session)
+        result = searched(program)
     chosen = result.trials[-1]
     size = result.chosen.batch_size
     assert chosen.set_aside_bytes == size * MIB
@@ -168,7 +158,7 @@ def test_loader_workers_count_on_the_host(device):
 
 def test_a_policy_steers_the_search(device):
     policy = SearchPolicy(first_size=3, probe_share=0.5, rehearsal_share=0.5, most_share=0.6)
-    result = searched(FakeSession(device, law), policy)
+    result = searched(FakeProgram(device, law), policy)
     # Of 376 samples, 0.25 are 94, 0.5 are 188, and 0.6 are 225.
     sizes = [trial.batch_size for trial in result.trials]
     assert sizes == [3, 12, 94, 188, 210, 219]
@@ -179,13 +169,13 @@ def test_a_checkpoint_takes_a_copy_of_the_state(device):
     device.as_host()
 
     def set_aside_bytes(states):
-        session = FakeSession(device, lambda size: 0)
-        session.saved = states
-        result = searched(session, max_batch_size=4)
+        program = FakeProgram(device, lambda size: 0)
+        program.saved = states
+        result = searched(program, max_batch_size=4)
         assert result.chosen.batch_size == 4
         return result.trials[-1].set_aside_bytes
 
-    module = FakeSession(device, law).module
+    module = FakeProgram(device, law).module
     assert set_aside_bytes([]) == 0
     # A weight and a bias have four bytes each, and a buffer has 40.
     assert set_aside_bytes([module.state_dict(), torch.zeros(10)]) == 48

@@ -1,62 +1,41 @@
 """A training program without Lightning: the search works on it as on a Trainer."""
 
-from contextlib import nullcontext
-
 import torch
 
 from lightning_batchmem.devices.peaks import PhasePeaks
+from lightning_batchmem.search.program import Program, Steps
 
 
-class FakeSteps:
+class FakeSteps(Steps):
     """Steps of a tiny layer that use ``law(batch_size)`` bytes of a fake device."""
 
-    first_phase = "forward"
-    sample_bytes = 0
-    num_other_batches = 0
-
-    def __init__(self, session):
-        self.session = session
+    def __init__(self, program):
+        self.program = program
 
     def last_batch_size(self, batch_size):
         return max(1, batch_size // 2)
-
-    def begin(self, batch_size):
-        return 1
-
-    def items(self, batch_size):
-        return batch_size
 
     def make_batch(self, batch_size, index, *, other_lengths=False):
         self.next_size = batch_size
 
     def run(self):
-        session = self.session
+        program = self.program
         batch_size = self.next_size
-        session.sizes.append(batch_size)
-        session.device_memory.use(session.law(batch_size))
-        session.device_memory.free()
-        session.phases.enter("backward")
-        session.module(torch.ones(batch_size, 1)).mean().backward()
-        session.phases.enter("optimizer_step")
-        session.optimizers[0].step()
-
-    def complete(self):
-        pass
-
-    def end(self):
-        pass
+        program.sizes.append(batch_size)
+        program.device_memory.use(program.law(batch_size))
+        program.device_memory.free()
+        program.phases.enter("backward")
+        program.module(torch.ones(batch_size, 1)).mean().backward()
+        program.phases.enter("optimizer_step")
+        program.optimizers[0].step()
 
 
-class FakeSession:
+class FakeProgram(Program):
     """One stage of a program whose memory follows ``law``, a function of the batch size."""
 
     device = torch.device("cpu")
-    evaluation = None
-    evaluates_first = False
-    steps_are_collective = False
-    accumulate_grad_batches = 1
     notes = ("a note of the samples",)
-    largest_batch_bytes = 0
+    optimizers = ()
 
     def __init__(self, device_memory, law, largest=10_000):
         self.device_memory = device_memory
@@ -78,9 +57,6 @@ class FakeSession:
     def bounds(self):
         return [(self.largest, "dataset")]
 
-    def avoided_sizes(self):
-        return set()
-
     def worker_bytes(self, batch_size):
         return self.bytes_per_waiting_sample * batch_size
 
@@ -98,9 +74,6 @@ class FakeSession:
         self.module.zero_grad()
         self.configure()
         self.batch_size = batch_size
-
-    def without_synchronization(self):
-        return nullcontext()
 
     def checkpoint_states(self):
         return self.saved

@@ -1,14 +1,14 @@
 """What a search needs of a training program: the seam between the search and Lightning.
 
-The contract of a session, which is that of one stage (training with its validation, or one
-evaluation) on this rank:
+A program is one stage (a training with its validation, or one evaluation) on this rank. Subclass
+:class:`Program` and :class:`Steps`; members that are not overridden say that there is nothing.
 
 - ``restart`` goes to the state in which the stage starts, with optimizers that have not stepped,
   and sets the batch size. Nothing that a step has made or changed is left. It is called before each
   trial, also after one that has failed.
 - ``training`` and ``evaluation`` are the steps of the stage; at least one of them exists.
-- Steps run on batches of real samples, of any size, as the stage itself would run them. They mark
-  the begin of backward and of the optimizer step in ``phases``.
+- Steps run on batches of real samples, of any size, as the stage itself would run them. They tell
+  ``phases`` when backward and the optimizer step start.
 - Sizes are in samples for each rank; the batch size of the project, to which loaders may apply a
   factor.
 
@@ -18,9 +18,10 @@ Steps run as ``begin(size)``; then ``make_batch(size, 0)``, ``run()``, ``make_ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -29,15 +30,16 @@ from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.plan.records import Bound
 
 
-class Steps(Protocol):
+class Steps:
     """Steps of one kind on batches of any size: training steps, or the steps of an evaluation."""
 
-    first_phase: str
+    first_phase = "forward"
     """``"forward"`` or ``"evaluation"``, in which each step begins."""
 
     @property
     def sample_bytes(self) -> int:
         """Bytes of the samples that this process keeps to make batches of, at this moment."""
+        return 0
 
     @property
     def num_other_batches(self) -> int:
@@ -45,9 +47,11 @@ class Steps(Protocol):
 
         It is 0 unless a loader forms its own batches; known after ``begin``.
         """
+        return 0
 
     def items(self, batch_size: int) -> float:
         """What the throughput counts in one call of ``run``: samples, or items in a budget."""
+        return batch_size
 
     def last_batch_size(self, batch_size: int) -> int:
         """Samples in the last batch of an epoch; ``batch_size`` if all batches are full.
@@ -55,9 +59,11 @@ class Steps(Protocol):
         Where it is unknown, it is half of the size. One sample is an error to BatchNorm, and is
         never the size of the last batch.
         """
+        return batch_size
 
     def begin(self, batch_size: int) -> int:
         """Make the next step the first of an epoch; returns the calls of ``run`` to a full step."""
+        return 1
 
     def make_batch(self, batch_size: int, index: int, *, other_lengths: bool = False) -> None:
         """Make the batch of the next ``run``, the ``index``-th since ``begin``.
@@ -67,9 +73,11 @@ class Steps(Protocol):
             index: its number; under gradient accumulation that of a micro batch.
             other_lengths: whether it has samples of other sizes, if they differ, and is no larger.
         """
+        raise NotImplementedError
 
     def run(self) -> None:
         """Run a step on the batch that was made last, and keep no reference to it."""
+        raise NotImplementedError
 
     def complete(self) -> None:
         """Run what follows the last step."""
@@ -78,62 +86,60 @@ class Steps(Protocol):
         """Leave the steps that ``begin`` has entered."""
 
 
-class Session(Protocol):
-    """One stage of a training program on this rank."""
+class Program:
+    """One stage of a training program on this rank.
+
+    Attributes:
+        phases: measures the phases of each step.
+        device: the device of the weights.
+        module: the network whose gradients and weights are measured.
+        training: the training steps; ``None`` in an evaluation.
+        evaluation: the steps of the evaluation; in a training those of its validation, or ``None``.
+        evaluates_first: whether some steps of the evaluation come before the first training step.
+        steps_are_collective: whether every step needs all ranks.
+        accumulate_grad_batches: batches to an optimizer step, as the project sets them; 1 in an
+            evaluation.
+    """
 
     phases: PhasePeaks
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-
-    @property
-    def module(self) -> torch.nn.Module:
-        """The network whose gradients and weights are measured."""
+    device: torch.device
+    module: torch.nn.Module
+    training: Steps | None = None
+    evaluation: Steps | None = None
+    evaluates_first = False
+    steps_are_collective = False
+    accumulate_grad_batches = 1
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
         """The optimizers of the next step."""
-
-    @property
-    def training(self) -> Steps | None:
-        """The training steps; ``None`` in an evaluation."""
-
-    @property
-    def evaluation(self) -> Steps | None:
-        """The steps of the evaluation; in a training those of its validation, or ``None``."""
-
-    @property
-    def evaluates_first(self) -> bool:
-        """Whether some steps of the evaluation come before the first training step."""
-
-    @property
-    def steps_are_collective(self) -> bool:
-        """Whether every step needs all ranks."""
-
-    @property
-    def accumulate_grad_batches(self) -> int:
-        """Batches to an optimizer step, as the project sets them; 1 in an evaluation."""
+        return ()
 
     @property
     def notes(self) -> Sequence[str]:
         """Sentences about the samples that the plan repeats."""
+        return ()
 
     @property
     def largest_batch_bytes(self) -> int:
         """Bytes of the largest training batch since ``restart``; 0 where it is not known."""
+        return 0
 
     def bounds(self) -> list[Bound]:
         """The largest sizes that data and settings allow."""
+        return []
 
     def avoided_sizes(self) -> set[int]:
         """Sizes at which the last batch of an epoch has one sample."""
+        return set()
 
     def batches_in_epoch(self, batch_size: int) -> float:
         """Training batches of an epoch on this rank; ``inf`` where that is unknown."""
+        return math.inf
 
     def worker_bytes(self, batch_size: int) -> int:
         """Host memory in batches that loader workers make ahead."""
+        return 0
 
     def sample_sizes(self) -> Any:
         """The sizes of the longest samples on this rank, for :meth:`use_sample_sizes`."""
@@ -146,9 +152,12 @@ class Session(Protocol):
 
     def restart(self, batch_size: int) -> None:
         """Go to the state in which the stage starts, and set the size of the next steps."""
+        raise NotImplementedError
 
     def without_synchronization(self) -> AbstractContextManager[None]:
         """Run steps on this rank alone, without collectives of the training program."""
+        return nullcontext()
 
     def checkpoint_states(self) -> list[object]:
         """The states that a checkpoint copies, as far as they are known; empty if there is none."""
+        return []

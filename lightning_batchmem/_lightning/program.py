@@ -1,10 +1,9 @@
-"""A Trainer as the session of a search: a training with its validation, or one evaluation."""
+"""A Trainer as the program of a search: a training with its validation, or one evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
@@ -19,11 +18,11 @@ from lightning_batchmem._lightning.strategies import (
     without_synchronization,
 )
 from lightning_batchmem.plan.records import Bound
+from lightning_batchmem.search.program import Program
 
 
-@dataclass(eq=False)
-class TrainerSession:
-    """One stage of a Trainer, as :class:`.search.session.Session` describes it.
+class TrainerProgram(Program):
+    """One stage of a Trainer, as the program of a search.
 
     Args:
         clean_start: the state in which the stage starts, entered.
@@ -35,27 +34,34 @@ class TrainerSession:
         begin_stage: runs what comes before the first step at a batch size, which hooks may read.
     """
 
-    clean_start: CleanStart
-    setting: BatchSizeSetting
-    sources: Sequence[DataSource]
-    training: TrainingSteps | None
-    evaluation: EvaluationSteps | None
-    bounds_of_stage: list[Bound]
-    begin_stage: Callable[[int], None]
-
-    def __post_init__(self) -> None:
-        trainer = self.setting.trainer
+    def __init__(
+        self,
+        clean_start: CleanStart,
+        setting: BatchSizeSetting,
+        sources: Sequence[DataSource],
+        training: TrainingSteps | None,
+        evaluation: EvaluationSteps | None,
+        bounds_of_stage: list[Bound],
+        begin_stage: Callable[[int], None],
+    ) -> None:
+        trainer = setting.trainer
         self.trainer = trainer
         self.module = trainer.lightning_module
         self.device = trainer.strategy.root_device
-        self.phases = self.clean_start.phases
-        self.all_steps = [steps for steps in (self.training, self.evaluation) if steps is not None]
+        self.phases = clean_start.phases
+        self.training = training
+        self.evaluation = evaluation
+        self.clean_start = clean_start
+        self.setting = setting
+        self.sources = sources
+        self.bounds_of_stage = bounds_of_stage
+        self.begin_stage = begin_stage
+        self.all_steps = [steps for steps in (training, evaluation) if steps is not None]
         # The workers of all these loaders are alive at the same time.
         self.batches = [steps.batches for steps in self.all_steps]
         self.loaders = self.all_steps[0].loaders
         # The search itself accumulates at most two batches.
-        self.accumulate_grad_batches = 1
-        if self.training is not None:
+        if training is not None:
             self.accumulate_grad_batches = trainer.accumulate_grad_batches
         self.evaluates_first = bool(trainer.num_sanity_val_steps)
         self.steps_are_collective = steps_are_collective(trainer)

@@ -1,0 +1,26 @@
+"""Plans with other fields."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from lightning_batchmem.plan.plan import Plan
+
+
+def plan_with(plan: Plan, **changes: Any) -> Plan:
+    """The plan with other fields, of itself or of one of its parts."""
+    changes = {"is_verified" if name == "verified" else name: v for name, v in changes.items()}
+    own = {field.name for field in fields(plan)}
+    parts = {
+        part: replace(
+            getattr(plan, part),
+            **{
+                field.name: changes.pop(field.name)
+                for field in fields(getattr(plan, part))
+                if field.name in changes and field.name not in own
+            },
+        )
+        for part in ("chosen", "step")
+    }
+    return replace(plan, **parts, **changes)
