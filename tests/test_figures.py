@@ -71,6 +71,12 @@ def test_a_validation_is_drawn_at_the_training_step_before_it():
 # --- a search
 
 
+def test_a_budget_is_named_on_the_axes():
+    figure = plot_search(replace(PLAN, budget_name="max_tokens"))
+    assert [panel.get_ylabel() for panel in figure.axes][1] == "throughput (items/s)"
+    assert figure.axes[-1].get_xlabel() == "max_tokens"
+
+
 def test_memory_has_trials_line_limit_and_chosen_size():
     shown = lines(plot_search(PLAN))
     sizes, predicted = shown.pop("fitted line")

@@ -31,7 +31,7 @@ def full_text(plan: Plan) -> str:
     """The plan with all reasons, all notes and every size that was run."""
     lines = [_wrapped(headline(plan)), *_lines(_rows(plan))]
     if plan.trials:
-        headings = (*_HEADINGS, f"{_items(plan)}/s")
+        headings = (*_HEADINGS, f"{items_name(plan)}/s")
         lines.append(table_text(headings, [_cells(plan, t) for t in plan.trials], left=2))
     return "\n".join(lines)
 
@@ -64,7 +64,8 @@ def _on_each_rank(plan: Plan) -> str:
     return f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
 
 
-def _size_name(plan: Plan) -> str:
+def size_name(plan: Plan) -> str:
+    """What the sizes of a plan are values of."""
     return plan.budget_name or "batch size"
 
 
@@ -73,7 +74,7 @@ def _number(plan: Plan, size: int) -> str:
     return str(size) if plan.budget_name is None else f"{size:,}"
 
 
-def _items(plan: Plan) -> str:
+def items_name(plan: Plan) -> str:
     """What the throughput counts: samples, or the items within a budget."""
     return "samples" if plan.budget_name is None else "items"
 
@@ -92,7 +93,7 @@ def headline(plan: Plan) -> str:
         verified = "rehearsed on the simulated GPU" if is_rehearsed(plan) else "not rehearsed"
     limited_by = plan.limited_by.replace("_", " ")
     return shown(
-        f"{_size_name(plan)} {_number(plan, plan.batch_size)}{_on_each_rank(plan)}{where},"
+        f"{size_name(plan)} {_number(plan, plan.batch_size)}{_on_each_rank(plan)}{where},"
         f" limited by {limited_by}, {verified}"
     )
 
@@ -144,7 +145,7 @@ def _known_sizes(plan: Plan) -> str:
     if fastest in verified and fastest != largest:
         details.append("verified")
     if fastest in speeds:
-        details.append(f"{plan.ranks * speeds[fastest]:,.0f} {_items(plan)}/s")
+        details.append(f"{plan.ranks * speeds[fastest]:,.0f} {items_name(plan)}/s")
         if speeds.get(largest, 0.0) > 0 and largest != fastest:
             ratio = f"{speeds[fastest] / speeds[largest]:.1f}"
             if ratio != "1.0":
