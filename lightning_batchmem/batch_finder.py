@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,7 +18,6 @@ from lightning_batchmem._lightning.apply import (
     check_training,
     start_without_search,
 )
-from lightning_batchmem._lightning.batch_watch import BatchWatch
 from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan
 from lightning_batchmem._lightning.clean_start import ProjectSnapshot, project_snapshot
 from lightning_batchmem._lightning.data_source import (
@@ -34,9 +32,10 @@ from lightning_batchmem._lightning.size_setting import batch_size_setting
 from lightning_batchmem._lightning.strategies import check_strategy
 from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run, set_callbacks
+from lightning_batchmem._lightning.training_watch import TrainingWatch
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.foreign_values import begin_run, value_or_none
+from lightning_batchmem.devices.foreign_values import begin_run
 from lightning_batchmem.plan.options import SearchOptions, WorstCase, check_switches
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
@@ -190,10 +189,8 @@ class BatchFinder(Callback):
         self._cancel: Callable[[], object] | None = None
         # This is the state before configure_optimizers.
         self._snapshot: ProjectSnapshot | None = None
-        # It is set from the end of the search until the first batch.
-        self._search: TrainerSearch | None = None
-        # It is set in the first epoch, until a batch is larger than those of the search.
-        self._batch_watch: BatchWatch | None = None
+        # It is set from the end of a search until the next run.
+        self._watch: TrainingWatch | None = None
         # These are the processes that search together.
         self._ranks = Ranks(0, 1)
         self._enforced_limit = EnforcedLimit()
@@ -227,8 +224,7 @@ class BatchFinder(Callback):
         begin_run()
         self._checkpoint = {}
         self._cancel = None
-        self._search = None
-        self._batch_watch = None
+        self._watch = None
         self._refusal = None
         self._ranks = Ranks(trainer.global_rank, trainer.world_size)
         if is_fast_dev_run(trainer):
@@ -303,9 +299,7 @@ class BatchFinder(Callback):
                 plan = search.training(setting, snapshot, self._given_plan)
                 setting = setting.at(plan.place)
                 limit_bytes = plan.limit_bytes
-                self._batch_watch = search.batch_watch
-                if search.start_bytes > 0:
-                    self._search = search
+                self._watch = search.watch(plan)
             apply_to_training(setting, plan)
             self.plan = self._plan_of_fit = plan
             if options.memory_limit is not None:
@@ -319,20 +313,8 @@ class BatchFinder(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Warn once if training needs more memory than the search could see."""
-        if self._search is not None and self.plan is not None:
-            value_or_none(
-                "What memory the training begins with", self._search.check_start, batch, self.plan
-            )
-            self._search = None
-        # The first epoch has every sample.
-        if trainer.current_epoch > 0:
-            self._batch_watch = None
-        if self._batch_watch is not None and (
-            text := value_or_none("The size of a batch", self._batch_watch.warning, batch)
-        ):
-            # Each rank reads other samples, so each of them may warn.
-            warnings.warn(text, stacklevel=2)
-            self._batch_watch = None
+        if self._watch is not None:
+            self._watch.begin_step(trainer, batch)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

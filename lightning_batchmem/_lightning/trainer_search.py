@@ -12,7 +12,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.apply import learning_rate_to_scale, training_setup
-from lightning_batchmem._lightning.batch_watch import BatchWatch
 from lightning_batchmem._lightning.bounds import stage_bounds, training_bounds
 from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan, plan_to_continue
 from lightning_batchmem._lightning.clean_start import CleanStart, ProjectSnapshot
@@ -34,13 +33,11 @@ from lightning_batchmem._lightning.trainer_state import (
     call_module_hook,
     weight_average_bytes,
 )
+from lightning_batchmem._lightning.training_watch import TrainingWatch
 from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.devices import device_name
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.optimizers import state_tensors
-from lightning_batchmem.devices.peaks import RequestedBytes
-from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.learning_rate import optimizer_step
 from lightning_batchmem.plan.options import SearchOptions
@@ -52,15 +49,12 @@ from lightning_batchmem.search.earlier_plan import parameters_text
 from lightning_batchmem.search.limits import MemoryRoom
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
-from lightning_batchmem.search.search import search_program
+from lightning_batchmem.search.search import BatchSizeSearch
 from lightning_batchmem.state.snapshot import freeze
 
 # Loaders are requested at this size first. Small even sizes are constants in many projects, so a
 # request at one of them would not show whether a loader follows.
 _FIRST_REQUEST = 13
-
-MORE_IN_USE_SHARE = 0.01
-"""Training that begins with more in use than the search, by this share of the limit, warns."""
 
 
 @dataclass(eq=False)
@@ -100,10 +94,6 @@ class TrainerSearch:
         )
         self._first_size = options.first_size(self.policy)
         self._device = device_name(trainer.strategy.root_device)
-        # These are the live bytes before the first step of the training.
-        self.start_bytes = 0
-        # It is set by a search that ran training steps at the size of its plan.
-        self.batch_watch: BatchWatch | None = None
         # Whether the size of the project is rehearsed too.
         self.rehearses_project_size = False
         if self._room.is_exceeded_by_option():
@@ -139,21 +129,13 @@ class TrainerSearch:
             setup = training_setup(followed, self.options, learning_rate)
             program = self._training_program(clean_start, followed)
             with noted_errors(program.batches):
-                plan = self._search(
-                    program,
-                    progress,
+                plan = self._search_of(program, progress).run(
+                    device=self._device,
                     parameters=parameters,
                     given_plan=given_plan,
                     also_size=followed.project_size if self.rehearses_project_size else None,
                 )
         wrap_again(self.trainer)
-        at_size = [trial for trial in plan.trials if trial.batch_size == plan.batch_size]
-        if self.device_memory.reports_requested_bytes and at_size:
-            self.start_bytes = at_size[-1].start_bytes
-        largest_bytes = at_size[-1].largest_batch_bytes if at_size else 0
-        # Average samples are smaller than many batches of the training.
-        if largest_bytes > 0 and self.options.worst_case != "typical":
-            self.batch_watch = BatchWatch(plan.batch_size, largest_bytes)
         step = optimizer_step(
             setup,
             plan.batch_size,
@@ -184,7 +166,7 @@ class TrainerSearch:
             if program is None:
                 return None
             with noted_errors(program.batches):
-                plan = self._search(program, progress)
+                plan = self._search_of(program, progress).run(device=self._device)
         return self._placed(plan, setting)
 
     def plan_in(
@@ -196,21 +178,11 @@ class TrainerSearch:
             checkpoint, self.ranks.exchange(device_and_limit), may_search_again=may_search_again
         )
 
-    def check_start(self, batch: object, plan: Plan) -> None:
-        """Warn if training begins with more memory in use than the search did."""
-        # A resumed run has restored the optimizer state, which the rehearsal made itself.
-        made_bytes = bytes_of(
-            [*tensors_in(batch), *state_tensors(self.trainer.optimizers)],
-            self.trainer.strategy.root_device,
-        )
-        current_bytes = RequestedBytes(self.device_memory).current().allocated_bytes
-        more_bytes = current_bytes - made_bytes - self.start_bytes
-        if more_bytes > MORE_IN_USE_SHARE * plan.limit_bytes:
-            rank_zero_warn(
-                f"Training begins with {mib(more_bytes)} more in use than the search did, for"
-                " example because of another callback. If it runs out of memory, set a smaller"
-                " max_batch_size."
-            )
+    def watch(self, plan: Plan) -> TrainingWatch:
+        """A watch over the training with the plan of this search."""
+        # Average samples are smaller than many batches of the training.
+        knows_largest_batch = self.options.worst_case != "typical"
+        return TrainingWatch(self.device_memory, plan, knows_largest_batch=knows_largest_batch)
 
     def setting_of_saved(
         self, plan: Plan, setting: BatchSizeSetting, snapshot: ProjectSnapshot
@@ -382,17 +354,8 @@ class TrainerSearch:
         is_shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
         return SearchProgress(enabled=is_shown)
 
-    def _search(self, program: TrainerProgram, progress: SearchProgress, **keywords: Any) -> Plan:
-        return search_program(
-            program,
-            self._room,
-            self.options,
-            self.policy,
-            self.ranks,
-            progress,
-            device=self._device,
-            **keywords,
-        )
+    def _search_of(self, program: TrainerProgram, progress: SearchProgress) -> BatchSizeSearch:
+        return BatchSizeSearch(program, self._room, self.options, self.policy, self.ranks, progress)
 
     def _placed(self, plan: Plan, setting: BatchSizeSetting) -> Plan:
         """The plan with the place of its size, and a note where that of the project changes."""

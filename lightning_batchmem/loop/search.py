@@ -19,7 +19,7 @@ from lightning_batchmem.search.compiled import each_size_static
 from lightning_batchmem.search.earlier_plan import parameters_text
 from lightning_batchmem.search.limits import MemoryRoom
 from lightning_batchmem.search.progress import SearchProgress
-from lightning_batchmem.search.search import search_program
+from lightning_batchmem.search.search import BatchSizeSearch
 
 
 def plan_of_loop(
@@ -72,13 +72,8 @@ def _searched(
         program.entered(),
         each_size_static(),
     ):
-        return search_program(
-            program,
-            room,
-            options,
-            policy,
-            ranks,
-            progress,
+        search = BatchSizeSearch(program, room, options, policy, ranks, progress)
+        return search.run(
             device=device_name(loop.device),
             parameters=parameters_text(program.module),
             given_plan=given_plan,

@@ -20,20 +20,8 @@ from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.trial import TrialRunner
 
 
-def search_program(
-    program: Program,
-    room: MemoryRoom,
-    options: SearchOptions,
-    policy: SearchPolicy,
-    ranks: Ranks,
-    progress: SearchProgress,
-    *,
-    device: str,
-    parameters: str = "",
-    given_plan: Plan | str | Path | None = None,
-    also_size: int | None = None,
-) -> Plan:
-    """Search, or only rehearse the size of an earlier plan if that passes.
+class BatchSizeSearch:
+    """A search over the real steps of one program: of a Trainer, or of a loop.
 
     Args:
         program: the training program.
@@ -42,25 +30,10 @@ def search_program(
         policy: the numbers that steer the search.
         ranks: the processes that search together.
         progress: shows the trial and the step that run.
-        device: the name of the device.
-        parameters: the number of parameters; empty for an evaluation.
-        given_plan: an earlier plan, its file, or a log directory.
-        also_size: a size that is rehearsed at the end, where the data allow it.
 
     Raises:
-        RuntimeError: if no size fits.
         ValueError: if the process already holds as much as ``memory_limit``.
     """
-    earlier_plan, notes = find_earlier_plan(
-        given_plan, parameters, device=device, limit_bytes=room.limit_bytes(), ranks=ranks
-    )
-    search = BatchSizeSearch(program, room, options, policy, ranks, progress)
-    plan = search.run(earlier_plan, also_size)
-    return replace(plan, device=device, parameters=parameters, notes=(*plan.notes, *notes))
-
-
-class BatchSizeSearch:
-    """A search over the real steps of one program; see :func:`search_program`."""
 
     def __init__(
         self,
@@ -81,13 +54,33 @@ class BatchSizeSearch:
         # What was run since the search, or the rehearsal of an earlier plan, has begun.
         self._trials: tuple[Trial, ...] = ()
 
-    def run(self, earlier_plan: Plan | None = None, also_size: int | None = None) -> Plan:
+    def run(
+        self,
+        *,
+        device: str,
+        parameters: str = "",
+        given_plan: Plan | str | Path | None = None,
+        also_size: int | None = None,
+    ) -> Plan:
         """Search, or only rehearse the size of an earlier plan if that passes.
+
+        Args:
+            device: the name of the device.
+            parameters: the number of parameters; empty for an evaluation.
+            given_plan: an earlier plan, its file, or a log directory.
+            also_size: a size that is rehearsed at the end, where the data allow it.
 
         Raises:
             RuntimeError: if no size fits.
         """
         program = self._program
+        earlier_plan, of_earlier_plan = find_earlier_plan(
+            given_plan,
+            parameters,
+            device=device,
+            limit_bytes=self._room.limit_bytes(),
+            ranks=self._ranks,
+        )
         notes: list[str] = []
         chosen: Chosen | SearchFailed | None = None
         if earlier_plan is not None:
@@ -115,8 +108,17 @@ class BatchSizeSearch:
             self._trials,
             # The limit of a plan is that of the training.
             limits.limit_bytes + later_bytes,
-            notes=(*chosen.notes, *notes, *of_trials, *program.notes, *of_limit),
+            device=device,
+            notes=(
+                *chosen.notes,
+                *notes,
+                *of_trials,
+                *program.notes,
+                *of_limit,
+                *of_earlier_plan,
+            ),
             ranks=limits.ranks,
+            parameters=parameters,
             budget_name=limits.options.budget_name,
         )
 

@@ -31,7 +31,7 @@ def searched(program, policy=POLICY, earlier_plan=None, also_size=None, **option
     budget = MemoryRoom(device, options.memory_limit, policy.limit_share)
     progress = SearchProgress(enabled=False)
     search = BatchSizeSearch(program, budget, options, policy, Ranks(0, 1), progress)
-    return search.run(earlier_plan, also_size)
+    return search.run(device="abacus", parameters="2", given_plan=earlier_plan, also_size=also_size)
 
 
 def failure_of(program):
@@ -53,7 +53,7 @@ def test_the_line_of_progress_counts_trials_and_their_steps(device):
     program = FakeProgram(device, law)
     with Shown(enabled=False) as progress:
         search = BatchSizeSearch(program, budget, options, POLICY, Ranks(0, 1), progress)
-        result = search.run()
+        result = search.run(device="abacus")
     full_steps = [trial.full_steps for trial in result.trials]
     probe_steps = [text for text in texts if text.startswith("trial 1, ")]
     assert len(probe_steps) == full_steps[0]
