@@ -105,6 +105,12 @@ def test_a_largest_sum_is_reached_and_no_other_batch_is_larger(
         assert len(set(others)) == count
 
 
+def test_random_batches_have_distinct_samples_while_there_are_enough():
+    choice = LargestSum(sizes_of(range(1, 21), is_complete=True), ReadingPolicy(max_draws=5))
+    assert [len(set(choice.other_positions(8, index))) for index in range(6)] == [8] * 6
+    assert len(choice.other_positions(30, 0)) == 30
+
+
 def test_a_complete_data_set_has_each_sample_once():
     sample_bytes = [1] * 99 + [100]
     complete = LargestSum(sizes_of(sample_bytes, is_complete=True), ReadingPolicy())
