@@ -119,7 +119,8 @@ class HostMemory:
         control groups and of the process.
         """
         usage = self._usage()
-        rooms = [free_bytes_of_host(), memory_headroom_bytes(), *_resource_limit_rooms(usage)]
+        of_process = value_or_none("The limits of this process", _resource_limit_rooms, usage)
+        rooms = [free_bytes_of_host(), memory_headroom_bytes(), *(of_process or [])]
         return usage.resident_bytes + max(0, min(room for room in rooms if room is not None))
 
     def non_torch_bytes(self) -> None:

@@ -164,3 +164,13 @@ def test_a_resource_limit_bounds_the_budget(monkeypatch, limit, field):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits.get(kind, unlimited))
     room_bytes = device_memory.available_bytes() - device_memory.current().allocated_bytes
     assert room_bytes == pytest.approx(300 * MIB, abs=10 * MIB)
+
+
+def test_resource_limits_that_a_sandbox_refuses_are_missing(monkeypatch):
+    def refuse(kind):
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(resource, "getrlimit", refuse)
+    device_memory = HostMemory()
+    with pytest.warns(UserWarning, match="The limits of this process cannot be read: Permission"):
+        assert device_memory.available_bytes() > device_memory.current().allocated_bytes
