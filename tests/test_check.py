@@ -120,6 +120,7 @@ def padded(samples):
     return nn.utils.rnn.pad_sequence(samples, batch_first=True)
 
 
+@pytest.mark.slow
 def test_samples_of_random_lengths_are_the_same_in_each_measurement():
     def make():
         return Network(), DataLoader(RandomLengths(), batch_size=4, collate_fn=padded, shuffle=True)

@@ -80,6 +80,7 @@ def test_no_trace_of_a_search_before_an_evaluation(contract, tmp_path):
     contract.test_no_trace_of_a_search_before_an_evaluation("predict", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The dirpath has changed from")
 def test_a_resumed_run(contract, tmp_path):
     contract.test_no_trace_in_a_resumed_run(tmp_path)
@@ -102,6 +103,7 @@ def test_the_trainer_of_a_variant_is_that_of_the_package():
         assert type(trainer) is pl.Trainer
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:OomGuard. .* ran in .*parts")
 def test_steps_in_parts(contract, tmp_path):
     for name in ("tests.helpers.lawful", "tests.helpers.guarded"):

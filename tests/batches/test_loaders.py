@@ -130,6 +130,7 @@ def test_batches_are_those_of_lightning(stage, batch_size):
     assert loaders.batches(batch_size) == expected
 
 
+@pytest.mark.slow
 @given(stage=STAGES, limit=LIMITS)
 @settings(deadline=None)
 def test_the_largest_size_is_the_largest_that_lightning_trains_a_full_batch_of(stage, limit):

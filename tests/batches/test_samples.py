@@ -354,6 +354,7 @@ def test_without_room_the_largest_sample_is_kept():
     assert (sizes.spread_count, sizes.sample_bytes) == (1, [32, 128])
 
 
+@pytest.mark.slow
 def test_no_period_of_the_data_hides_its_longest_samples():
     """Of 20,000 samples, every 64th one at an odd place is longer; 10,000 are read."""
     dataset = Numbers(20_000, lengths=dict.fromkeys(range(33, 20000, 64), 16))
