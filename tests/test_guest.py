@@ -223,20 +223,30 @@ def test_wrapped_optimizers_are_searched(tmp_path, name):
     assert trainer.global_step == SAMPLES // 8
 
 
-@pytest.mark.parametrize("name", WRAPPED)
-def test_wrapped_optimizers_in_a_loop(name):
-    torch.manual_seed(0)
-    model = nn.Linear(4, 1)
-    optimizer = WRAPPED[name](list(model.parameters()))
+def step_of(model, optimizer):
+    """The step of a loop without Lightning."""
 
     def step(batch):
         optimizer.zero_grad()
         model(batch).square().mean().backward()
         optimizer.step()
 
+    return step
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrapped_optimizers_in_a_loop(name):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = WRAPPED[name](list(model.parameters()))
+
     before = [weight.detach().clone() for weight in model.parameters()]
     plan = find_batch_size(
-        step, lambda size: torch.ones(size, 4), model=model, optimizer=optimizer, max_batch_size=8
+        step_of(model, optimizer),
+        lambda size: torch.ones(size, 4),
+        model=model,
+        optimizer=optimizer,
+        max_batch_size=8,
     )
     assert_same([weight.detach() for weight in model.parameters()], before, name)
     assert not [note for note in plan.notes if "did not step" in note]
@@ -386,14 +396,9 @@ def test_optimizers_that_refuse_hooks_in_a_loop(kind):
     model = nn.Linear(4, 1)
     optimizer = kind(model.parameters())
 
-    def step(batch):
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-
     with pytest.warns(UserWarning, match="The step of an optimizer cannot be read"):
         plan = find_batch_size(
-            step,
+            step_of(model, optimizer),
             lambda size: torch.ones(size, 4),
             model=model,
             optimizer=optimizer,
@@ -409,11 +414,11 @@ def test_states_of_a_loop_that_cannot_be_read():
     gone = weakref.proxy(nn.Linear(1, 1))
     seen = []
 
+    train = step_of(model, optimizer)
+
     def step(batch):
         seen.append(len(batch))
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
+        train(batch)
 
     with pytest.raises(ReferenceError):
         isinstance(gone, nn.Module)
