@@ -135,7 +135,7 @@ def test_samples_that_cannot_be_copied_are_shared(tmp_path, wrap):
     without, _ = trained(tmp_path, Sized, loader=loader())
     left, texts = trained(tmp_path, Sized, finder(), loader=loader())
     assert_same(left, without, "left")
-    assert any("What a copy of a sample needs cannot be read: TypeError" in text for text in texts)
+    assert any("A sample that is copied cannot be read: TypeError" in text for text in texts)
 
 
 class Unreadable:

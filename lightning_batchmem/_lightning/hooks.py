@@ -25,7 +25,7 @@ def call_before(owner: Any, method: str, call: Callable[[], None]) -> Callable[[
     own = vars(owner)
     # The project may have replaced the method of the class already.
     before = {method: own[method]} if method in own else {}
-
+    # It is empty after the first call.
     calls = [call]
 
     def cancel() -> None:

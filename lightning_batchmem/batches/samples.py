@@ -71,7 +71,7 @@ class SampleMeasure:
     collate: Callable[[list[Any]], Any]
     worst_case: WorstCase | None
     policy: ReadingPolicy
-    # So many samples are kept, and more of them only where sizes differ and all are needed.
+    # At most this many samples are kept; more only where sizes differ and all are needed.
     most_samples: int
     needs_all_sizes: bool
     # The samples may hold these bytes in the process of the search.

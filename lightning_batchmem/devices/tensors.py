@@ -124,7 +124,7 @@ def copied(sample: Any, *, share_tensors: bool = False) -> Any:
     """
     tensors = tensors_in(sample)
     memo = {id(tensor): tensor if share_tensors else tensor.clone() for tensor in tensors}
-    made = value_or_none("What a copy of a sample needs", copy.deepcopy, sample, memo)
+    made = value_or_none("A sample that is copied", copy.deepcopy, sample, memo)
     return sample if made is None else made
 
 

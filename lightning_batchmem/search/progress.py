@@ -32,7 +32,7 @@ class SearchProgress(Progress):
         # What changes comes first, because a narrow terminal cuts off the end.
         text = "BatchFinder: {task.elapsed:.0f} s, {task.description}"
         # Where it is disabled, rich 13.7 still prints an empty line at the end.
-        # rich asks for any text file.
+        # rich annotates its file as a text file, and needs only the methods that this one has.
         console = console or Console(file=StandardOutput(), quiet=not enabled)  # type: ignore[arg-type]
         super().__init__(TextColumn(text, markup=False), console=console, disable=not enabled)
         self._task = self.add_task("reading samples", total=None)
