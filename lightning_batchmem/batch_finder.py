@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -19,20 +17,19 @@ from lightning_batchmem._lightning.apply import (
     start_without_search,
 )
 from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan
-from lightning_batchmem._lightning.clean_start import ProjectSnapshot, project_snapshot
+from lightning_batchmem._lightning.clean_start import project_snapshot
 from lightning_batchmem._lightning.data_source import (
     discard_train_loader,
     stage_loop,
     stage_source,
     train_source,
 )
-from lightning_batchmem._lightning.hooks import call_before
-from lightning_batchmem._lightning.packages import reason_of, warn_of_untested_torch
+from lightning_batchmem._lightning.finder_run import FinderRun
+from lightning_batchmem._lightning.packages import warn_of_untested_torch
 from lightning_batchmem._lightning.size_setting import batch_size_setting
 from lightning_batchmem._lightning.strategies import check_strategy
 from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run, set_callbacks
-from lightning_batchmem._lightning.training_watch import TrainingWatch
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import begin_run
@@ -42,16 +39,6 @@ from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.printing import print_or_warn
 from lightning_batchmem.plan.records import LearningRateScaling, Objective
 from lightning_batchmem.search.ranks import Ranks
-
-
-class EnforcedLimit(ExitStack):
-    """The limit of the user, from the search until the end of the training.
-
-    A copy of the finder holds no limit, as the training is that of the original.
-    """
-
-    def __reduce__(self) -> tuple[type[EnforcedLimit], tuple[()]]:
-        return EnforcedLimit, ()
 
 
 def check_plan(plan: object) -> None:
@@ -183,21 +170,10 @@ class BatchFinder(Callback):
         check_plan(plan)
         self._given_plan = plan
         self._plan_of_fit: Plan | None = None
-        self._checkpoint: dict[str, Any] = {}
-        # It is set from setup until the search begins, and in an evaluation from its search until
-        # its end.
-        self._cancel: Callable[[], object] | None = None
-        # This is the state before configure_optimizers.
-        self._snapshot: ProjectSnapshot | None = None
-        # It is set from the end of a search until the next run.
-        self._watch: TrainingWatch | None = None
-        # These are the processes that search together.
-        self._ranks = Ranks(0, 1)
-        self._enforced_limit = EnforcedLimit()
         # Whether a search that cannot be made is a warning, after which the training goes on.
         self._is_optional = False
-        # The error of an optional search in setup, which ends the search on all ranks later.
-        self._refusal: Exception | None = None
+        # Everything that belongs to one fit or evaluation; setup makes a new one.
+        self._run = FinderRun()
 
     @classmethod
     def optional(cls, **options: Any) -> Self:
@@ -222,38 +198,29 @@ class BatchFinder(Callback):
         """Record the state before ``configure_optimizers``, or search before an evaluation."""
         warn_of_untested_torch()
         begin_run()
-        self._checkpoint = {}
-        self._cancel = None
-        self._watch = None
-        self._refusal = None
-        self._ranks = Ranks(trainer.global_rank, trainer.world_size)
+        # An earlier run may have ended without a teardown.
+        self._run.end()
+        ranks = Ranks(trainer.global_rank, trainer.world_size)
+        self._run = run = FinderRun(ranks, is_optional=self._is_optional)
         if is_fast_dev_run(trainer):
             return
         # The check comes before Lightning makes an engine that could not be made again.
-        with self._kept_refusal():
+        with run.kept_refusal():
             check_strategy(trainer)
         if stage != "fit":
-            self._cancel = call_before(
+            run.call_before(
                 stage_loop(trainer), "setup_data", lambda: self._evaluation(trainer, pl_module)
             )
             return
         # This callback must run before a LearningRateFinder, which Lightning puts first, and which
         # needs the size.
         set_callbacks(trainer, sorted(callbacks_of(trainer), key=lambda one: one is not self))
-
-        def take_snapshot() -> None:
-            with self._kept_refusal():
-                self._snapshot = project_snapshot(trainer)
-
-        # The user's configure_optimizers may draw random numbers.
-        if self._refusal is None:
-            self._cancel = call_before(trainer.strategy, "setup_optimizers", take_snapshot)
+        run.record_project(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, apply the size, and print the plan."""
-        snapshot = self._snapshot
-        self._snapshot = None
-        self._cancel = None
+        run = self._run
+        snapshot = run.begin_search()
         if is_fast_dev_run(trainer):
             rank_zero_info("BatchFinder does nothing under fast_dev_run")
             return
@@ -261,15 +228,10 @@ class BatchFinder(Callback):
         if 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches):
             return
         options = self.options
-        # The plan with which a resumed run continues without a search.
-        saved_plan: CheckpointPlan | None = None
-        without_search = ExitStack()
         # Settings, files and the user's hooks may differ between ranks, so one rank may fail alone.
-        with self._warned_of_error(without_search), self._ranks.fail_together():
-            if self._refusal is not None:
-                raise self._refusal
+        with run.warned_of_error() as without_search, run.ranks.fail_together():
+            run.raise_refusal()
             check_training(trainer, pl_module, options)
-            # A strategy may configure its optimizers in another way than by its own method.
             snapshot = snapshot or project_snapshot(trainer)
             without_search.callback(start_without_search, trainer, snapshot)
             # Lightning has built the loader where configure_optimizers read
@@ -285,9 +247,11 @@ class BatchFinder(Callback):
             setting.check_budget()
             # It begins with an exchange, so the other ranks end here too if one has failed.
             search = self._search_in(trainer)
-            if self._checkpoint and self._search_on_resume is not True:
+            # The plan with which a resumed run continues without a search.
+            saved_plan: CheckpointPlan | None = None
+            if run.checkpoint and self._search_on_resume is not True:
                 saved_plan = search.plan_in(
-                    self._checkpoint, may_search_again=self._search_on_resume == "if_changed"
+                    run.checkpoint, may_search_again=self._search_on_resume == "if_changed"
                 )
             if saved_plan is not None:
                 plan = saved_plan.continued(trainer, options.target_batch_size)
@@ -297,15 +261,14 @@ class BatchFinder(Callback):
                 snapshot.restore_or_warn()
             else:
                 plan = search.training(setting, snapshot, self._given_plan)
-                setting = setting.at(plan.place)
                 limit_bytes = plan.limit_bytes
-                self._watch = search.watch(plan)
+                setting = setting.at(plan.place)
             apply_to_training(setting, plan)
             self.plan = self._plan_of_fit = plan
+            run.begin_training(plan, search.watch(plan) if saved_plan is None else None)
             if options.memory_limit is not None:
                 # Otherwise the allocator would grow where it released its cache in the rehearsal.
-                limit = search.device_memory.limit_enforced(limit_bytes)
-                self._enforced_limit.enter_context(limit)
+                run.undo.enter_context(search.device_memory.limit_enforced(limit_bytes))
             if saved_plan is None:
                 self._report(trainer, plan)
 
@@ -313,28 +276,17 @@ class BatchFinder(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Warn once if training needs more memory than the search could see."""
-        if self._watch is not None:
-            self._watch.begin_step(trainer, batch)
+        self._run.begin_step(trainer, batch)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Undo what ``setup`` or a search has left, when a run ends early."""
-        self._enforced_limit.close()
-        if self._cancel is not None:
-            self._cancel()
-            self._cancel = None
-        # The other ranks may wait in a search that this one has not reached.
-        if self._snapshot is not None:
-            self._snapshot = None
-            self._ranks.report(exception)
+        self._run.fail(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Undo the limit, and the size of an evaluation: the next ``fit`` starts without them."""
-        self._enforced_limit.close()
-        if self._cancel is not None:
-            self._cancel()
-            self._cancel = None
+        self._run.end()
 
     def state_dict(self) -> dict[str, Any]:
         """The plan for a checkpoint, as plain JSON types."""
@@ -346,56 +298,23 @@ class BatchFinder(Callback):
         """Read the plan of a checkpoint, with which a resumed ``fit`` continues."""
         if "plan" not in state_dict:
             return
-        self._checkpoint = state_dict
+        self._run.load(state_dict)
         # A strategy may load it after the search. A LearningRateFinder loads the checkpoint that it
         # saved after the search, with the same plan.
-        if self._cancel is None and self.plan is not None and state_dict != self.state_dict():
+        plan = self._run.plan
+        if plan is not None and state_dict != self.state_dict():
             rank_zero_warn(
-                f"BatchFinder searched again and uses batch size {self.plan.batch_size}, because"
+                f"BatchFinder searched again and uses batch size {plan.batch_size}, because"
                 " this strategy loads the checkpoint (batch size"
                 f" {state_dict['plan']['batch_size']!r:.20}) after the search. To keep its size,"
                 " set it by hand and remove BatchFinder."
             )
 
-    @contextmanager
-    def _kept_refusal(self) -> Iterator[None]:
-        """Keep an error in the body for later if the search is optional."""
-        try:
-            yield
-        # A user's object may raise any error where its state is recorded.
-        except Exception as error:
-            if not self._is_optional:
-                raise
-            self._refusal = error
-
-    @contextmanager
-    def _warned_of_error(self, without_search: ExitStack) -> Iterator[None]:
-        """Warn of an error in the body if the search is optional, and start without a search."""
-        try:
-            yield
-        # A search may end with an error of the user's code, which the training may not reach.
-        except Exception as error:
-            # The other ranks would wait in their step.
-            if not self._is_optional or self._ranks.in_collective_step:
-                raise
-            self._refusal = None
-            self._warn_of(error)
-            without_search.close()
-
-    def _warn_of(self, error: Exception) -> None:
-        rank_zero_warn(
-            f"BatchFinder leaves the batch size of the project as it is: {reason_of(error)}"
-        )
-
     def _evaluation(self, trainer: Trainer, module: LightningModule) -> None:
-        """Search before an evaluation, as it would start without a search if that fails."""
-        self._cancel = None
-        with self._kept_refusal():
-            if self._refusal is None:
-                self._search_for_evaluation(trainer, module)
-        if self._refusal is not None:
-            self._warn_of(self._refusal)
-            self._refusal = None
+        """Search before an evaluation, which starts without a search if that fails."""
+        with self._run.warned_of_error():
+            self._run.raise_refusal()
+            self._search_for_evaluation(trainer, module)
 
     def _search_for_evaluation(self, trainer: Trainer, module: LightningModule) -> None:
         """Search with forward passes, where the loaders of the stage follow the batch size."""
@@ -409,7 +328,7 @@ class BatchFinder(Callback):
         )
         plan = None
         if setting.place.exists:
-            with self._ranks.fail_together():
+            with self._run.ranks.fail_together():
                 plan = self._search_in(trainer).evaluation(setting, project_snapshot(trainer))
         if plan is None:
             rank_zero_info(
@@ -418,7 +337,7 @@ class BatchFinder(Callback):
             return
         self.plan = plan
         # The next fit would take the size of this evaluation for that of the project.
-        self._cancel = setting.place.keep()
+        self._run.undo.callback(setting.place.keep())
         setting.write(plan.batch_size, also_logged=True)
         self._report(trainer, plan)
 
@@ -430,7 +349,7 @@ class BatchFinder(Callback):
                 f"BatchFinder cannot search, because {device.type} or its allocator counts"
                 " no peak memory. Set the batch size by hand."
             )
-        return TrainerSearch(trainer, device_memory, self.options, self.policy, self._ranks)
+        return TrainerSearch(trainer, device_memory, self.options, self.policy, self._run.ranks)
 
     def _report(self, trainer: Trainer, plan: Plan) -> None:
         if trainer.is_global_zero:

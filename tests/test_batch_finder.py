@@ -663,7 +663,7 @@ def test_an_error_in_training_ends_the_enforced_limit(search, device):
 def test_a_finder_can_be_copied_while_it_enforces_a_limit(device, copied):
     device.enforces_limits = True
     finder = BatchFinder()
-    finder._enforced_limit.enter_context(device.limit_enforced(200 * MIB))
+    finder._run.undo.enter_context(device.limit_enforced(200 * MIB))
     # The copy does not end the limit of this training.
     copied(finder).teardown(None, None, "fit")
     assert device.budget == 200 * MIB

@@ -1,0 +1,137 @@
+"""What a BatchFinder keeps for one fit or evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_batchmem._lightning.clean_start import ProjectSnapshot, project_snapshot
+from lightning_batchmem._lightning.hooks import call_before
+from lightning_batchmem._lightning.packages import reason_of
+from lightning_batchmem._lightning.training_watch import TrainingWatch
+from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.search.ranks import Ranks
+
+
+class FinderRun:
+    """One fit or evaluation of a BatchFinder, from its ``setup`` on.
+
+    Args:
+        ranks: the processes that search together.
+        is_optional: whether a search that cannot be made is a warning, after which the run goes on.
+
+    Attributes:
+        ranks: the processes that search together.
+        undo: what the run has changed until its end: the limit of the user, or the size of an
+            evaluation.
+        checkpoint: the state of the finder in the checkpoint that the run resumes from, loaded
+            between ``setup`` and the search; empty for a run that does not resume.
+        plan: the plan that a training has; ``None`` before, and in an evaluation.
+    """
+
+    def __init__(self, ranks: Ranks | None = None, *, is_optional: bool = False) -> None:
+        self.ranks = ranks or Ranks(0, 1)
+        self.undo = ExitStack()
+        self.checkpoint: dict[str, Any] = {}
+        self.plan: Plan | None = None
+        self._is_optional = is_optional
+        # The state before configure_optimizers, until the search begins.
+        self._snapshot: ProjectSnapshot | None = None
+        # The error of an optional search in setup, which ends the search on all ranks later.
+        self._refusal: Exception | None = None
+        self._watch: TrainingWatch | None = None
+
+    def __reduce__(self) -> tuple[type[FinderRun], tuple[()]]:
+        """Give a copy of the finder a new run, because the training is that of the original."""
+        return FinderRun, ()
+
+    def call_before(self, owner: Any, method: str, call: Callable[[], None]) -> None:
+        """Run ``call`` before the next ``owner.method()``, unless the run ends before it."""
+        self.undo.callback(call_before(owner, method, call))
+
+    def record_project(self, trainer: Trainer) -> None:
+        """Take a snapshot before the user's ``configure_optimizers``, which may change anything."""
+
+        def take_snapshot() -> None:
+            with self.kept_refusal():
+                self._snapshot = project_snapshot(trainer)
+
+        if self._refusal is None:
+            self.call_before(trainer.strategy, "setup_optimizers", take_snapshot)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Keep the state of the finder in a checkpoint."""
+        self.checkpoint = state
+
+    def begin_search(self) -> ProjectSnapshot | None:
+        """End what ``setup`` has begun; returns the snapshot, which only the search keeps now.
+
+        There is none where a strategy configures its optimizers in another way than by its own
+        method.
+        """
+        self.end()
+        snapshot = self._snapshot
+        self._snapshot = None
+        return snapshot
+
+    @contextmanager
+    def kept_refusal(self) -> Iterator[None]:
+        """Keep an error in the body for :meth:`raise_refusal` if the search is optional."""
+        try:
+            yield
+        # A user's object may raise any error where its state is recorded.
+        except Exception as error:
+            if not self._is_optional:
+                raise
+            self._refusal = error
+
+    def raise_refusal(self) -> None:
+        """Raise the error that was kept."""
+        refusal = self._refusal
+        self._refusal = None
+        if refusal is not None:
+            raise refusal
+
+    @contextmanager
+    def warned_of_error(self) -> Iterator[ExitStack]:
+        """Warn of an error in the body if the search is optional.
+
+        Yields:
+            What is called after such an error, to start the run without a search.
+        """
+        without_search = ExitStack()
+        try:
+            yield without_search
+        # A search may end with an error of the user's code, which the training may not reach.
+        except Exception as error:
+            # The other ranks would wait in their step.
+            if not self._is_optional or self.ranks.in_collective_step:
+                raise
+            rank_zero_warn(
+                f"BatchFinder leaves the batch size of the project as it is: {reason_of(error)}"
+            )
+            without_search.close()
+
+    def begin_training(self, plan: Plan, watch: TrainingWatch | None) -> None:
+        """Keep the plan of a training, and the watch over it if a search has made the plan."""
+        self.plan = plan
+        self._watch = watch
+
+    def begin_step(self, trainer: Trainer, batch: object) -> None:
+        """Warn once if training needs more memory than the search could see."""
+        if self._watch is not None:
+            self._watch.begin_step(trainer, batch)
+
+    def end(self) -> None:
+        """Undo the limit, and the size of an evaluation: the next run starts without them."""
+        self.undo.close()
+
+    def fail(self, error: BaseException) -> None:
+        """End the run after an error."""
+        # The other ranks may wait in a search that this one has not reached.
+        if self.begin_search() is not None:
+            self.ranks.report(error)
