@@ -26,7 +26,7 @@ from benchmarks.common import (
     trainer_for,
 )
 from benchmarks.workloads import MIB, QUICK_WORKLOADS, RandomSamples, Sample, Training
-from lightning_batchmem import Plan, find_batch_size
+from lightning_batchmem import Plan, find_batch_size, find_batch_size_of_loop
 from lightning_batchmem.devices import device_memory_for
 
 WAYS = ("Trainer", "loop")
@@ -65,7 +65,7 @@ def search(name: str, way: str) -> Plan:
         module.loss([part.to(device) for part in batch]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
-    return find_batch_size(
+    return find_batch_size_of_loop(
         step, make_batch, model=module.network, optimizer=optimizer, memory_limit=limit_bytes
     )
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_batchmem import find_batch_size
+from lightning_batchmem import find_batch_size_of_loop
 
 RANKS = 2
 EPOCHS = 3
@@ -47,7 +47,7 @@ def main() -> None:
         return [images[indices], labels[indices]]
 
     # The limit holds for each rank. An epoch has at least 10 steps.
-    plan = find_batch_size(
+    plan = find_batch_size_of_loop(
         step,
         make_batch,
         model=model,

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_batchmem import find_batch_size
+from lightning_batchmem import find_batch_size_of_loop
 
 EPOCHS = 3
 
@@ -50,7 +50,7 @@ def main() -> None:
         return [images[indices], labels[indices]]
 
     # A step changes the scheduler too. An epoch has at least 10 steps.
-    plan = find_batch_size(
+    plan = find_batch_size_of_loop(
         step,
         make_batch,
         model=model,

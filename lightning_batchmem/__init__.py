@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from lightning_batchmem.batch_finder import BatchFinder
     from lightning_batchmem.check import assert_memory
     from lightning_batchmem.comparison import Comparison, Variant, compare
-    from lightning_batchmem.find import find_batch_size
+    from lightning_batchmem.find import find_batch_size, find_batch_size_of_loop
     from lightning_batchmem.memory_profiler import MemoryProfiler
     from lightning_batchmem.oom_guard import OomGuard
     from lightning_batchmem.plan.plan import Plan
@@ -26,13 +26,13 @@ __all__ = [
     "Trial",
     "Variant",
 ]
-__all__ += ["__version__", "assert_memory", "compare", "find_batch_size"]
+__all__ += ["__version__", "assert_memory", "compare", "find_batch_size", "find_batch_size_of_loop"]
 
 _NAMES = {
     "batch_finder": ("BatchFinder",),
     "check": ("assert_memory",),
     "comparison": ("Comparison", "Variant", "compare"),
-    "find": ("find_batch_size",),
+    "find": ("find_batch_size", "find_batch_size_of_loop"),
     "memory_profiler": ("MemoryProfiler",),
     "oom_guard": ("OomGuard",),
     "plan.plan": ("Plan",),

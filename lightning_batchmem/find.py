@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, ParamSpec
 
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -32,8 +32,26 @@ from lightning_batchmem.plan.options import SearchOptions, check_switches
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import Objective
 
+_Arguments = ParamSpec("_Arguments")
 
-@overload
+
+def _only_with_trainer(find: Callable[_Arguments, Plan]) -> Callable[_Arguments, Plan]:
+    """Refuse a call for a loop by what to call instead, before Python counts its arguments."""
+
+    @wraps(find)
+    def checked(*arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> Plan:
+        first = [*arguments, keywords.get("trainer")][0]
+        if not isinstance(first, in_every_package("trainer.Trainer")):
+            raise ValueError(
+                f"trainer must be a Trainer, got {first!r:.80}. For a loop without a Trainer call"
+                " find_batch_size_of_loop(step, make_batch, model=..., optimizer=...)."
+            )
+        return find(*arguments, **keywords)
+
+    return checked
+
+
+@_only_with_trainer
 def find_batch_size(
     trainer: Trainer,
     model: LightningModule,
@@ -41,78 +59,27 @@ def find_batch_size(
     train_dataloaders: Any = None,
     val_dataloaders: Any = None,
     **options: Any,
-) -> Plan: ...
-
-
-@overload
-def find_batch_size(
-    step: Callable[[Any], object],
-    make_batch: Callable[[int], Any],
-    *,
-    model: Module | Sequence[Module],
-    optimizer: Optimizer | Sequence[Optimizer],
-    state: object = (),
-    fabric: Fabric | None = None,
-    objective: Objective = "memory",
-    memory_limit: int | float | str | None = None,
-    max_batch_size: int | None = None,
-    min_batch_size: int | None = None,
-    multiple_of: int | None = None,
-    plan: Plan | str | Path | None = None,
-    verbose: bool = False,
-) -> Plan: ...
-
-
-def find_batch_size(*arguments: Any, **keywords: Any) -> Plan:
+) -> Plan:
     """Compute the batch size without a training.
 
-    **With a Trainer**, ``find_batch_size(trainer, model, ...)``, the search is that of
-    :class:`~lightning_batchmem.BatchFinder` in ``trainer.fit``. The hooks ``prepare_data``,
-    ``setup`` and ``teardown`` run; callbacks and loggers of the trainer do not. The plan is not
-    printed; a line shows the progress if the trainer has a progress bar. Afterwards attributes of
-    the model and the datamodule, the trainer and all random states are as before, so set the size
-    yourself.
+    The search is the one that :class:`~lightning_batchmem.BatchFinder` makes in ``trainer.fit``.
+    The hooks ``prepare_data``, ``setup`` and ``teardown`` run; callbacks and loggers of the trainer
+    do not. The plan is not printed; a line shows the progress if the trainer has a progress bar.
+    Afterwards attributes of the model and the datamodule, the trainer and all random states are as
+    before, so set the size yourself.
 
-    **With a loop of your own**, ``find_batch_size(step, make_batch, model=..., optimizer=...)``,
-    the search runs ``step(make_batch(n))`` at several sizes, and prints the plan as BatchFinder
-    does. Afterwards the model, the optimizer, ``state``, all gradients and all random states are as
-    before. Under ``torch.distributed`` all ranks call it; the rank with the least room decides.
-
-    The peaks of forward, backward and optimizer step are measured where ``step`` calls ``backward``
-    and ``Optimizer.step``. Without such a call the time before it is all "forward": a step that
-    takes gradients by ``torch.autograd.grad`` has no "backward", and a compiled optimizer step is
-    part of backward.
-
-    Arguments with a Trainer:
-
-    - ``trainer``: the Trainer of the later training.
-    - ``model``: the module to train.
-    - ``datamodule``: the data to train with.
-    - ``train_dataloaders``: loaders to train with, instead of a datamodule.
-    - ``val_dataloaders``: loaders of validation, with ``train_dataloaders``.
-    - ``**options``: arguments of :class:`~lightning_batchmem.BatchFinder`.
-
-    Arguments with a loop:
-
-    - ``step``: runs forward, backward and the optimizer steps on a batch. What it returns is not
-      used.
-    - ``make_batch``: returns a batch of so many samples. It should be the worst batch of its size,
-      with the longest samples for example: there is no ``worst_case``, because the samples are not
-      known. Its time counts.
-    - ``model``: the module that it trains, or a list of them.
-    - ``optimizer``: its optimizer, or a list of them.
-    - ``state``: a list of the other objects that a step changes: schedulers, a GradScaler, averaged
-      weights, random generators. Schedulers do not step in the search. Nothing else is restored.
-    - ``fabric``: the ``lightning.fabric.Fabric`` that set up model and optimizer.
-    - ``objective``, ``memory_limit``, ``max_batch_size``, ``min_batch_size``, ``multiple_of``,
-      ``plan`` and ``verbose``: as in :class:`~lightning_batchmem.BatchFinder`. Without
-      ``max_batch_size`` the largest size is 1,048,576.
+    Args:
+        trainer: the Trainer of the later training.
+        model: the module to train.
+        datamodule: the data to train with.
+        train_dataloaders: loaders to train with, instead of a datamodule.
+        val_dataloaders: loaders of validation, with ``train_dataloaders``.
+        **options: arguments of :class:`~lightning_batchmem.BatchFinder`.
 
     Returns:
         The plan; ``plan.batch_size`` is in samples for each rank.
 
     Raises:
-        TypeError: for an argument that is missing or not known.
         ValueError: for an argument out of range, a trainer that would not train or that trains in
             other processes (``ddp_spawn``), and a project whose batch size cannot be set.
         RuntimeError: when no size fits.
@@ -121,39 +88,12 @@ def find_batch_size(*arguments: Any, **keywords: Any) -> Plan:
         >>> from lightning_batchmem import find_batch_size
         >>> plan = find_batch_size(trainer, model, memory_limit=0.9)  # doctest: +SKIP
         >>> model.batch_size = plan.batch_size  # doctest: +SKIP
-        >>> plan = find_batch_size(
-        ...     step, make_batch, model=model, optimizer=optimizer
-        ... )  # doctest: +SKIP
     """
-    first = arguments[0] if arguments else keywords.get("trainer")
-    find: Callable[..., Plan] = _find_for_loop
-    if isinstance(first, in_every_package("trainer.Trainer")):
-        find = _find_with_trainer
-    elif arguments and not callable(first):
-        raise ValueError(
-            "the first argument must be a Trainer or a function step(batch) for find_batch_size,"
-            f" got {first!r:.80}"
-        )
-    try:
-        inspect.signature(find).bind(*arguments, **keywords)
-    except TypeError as error:
-        raise TypeError(f"find_batch_size: {error}") from None
-    return find(*arguments, **keywords)
-
-
-def _find_with_trainer(
-    trainer: Trainer,
-    model: LightningModule,
-    datamodule: LightningDataModule | None = None,
-    train_dataloaders: Any = None,
-    val_dataloaders: Any = None,
-    **options: Any,
-) -> Plan:
     finder = SearchOnly(**options)
     return finder.search(trainer, model, datamodule, train_dataloaders, val_dataloaders)
 
 
-def _find_for_loop(
+def find_batch_size_of_loop(
     step: Callable[[Any], object],
     make_batch: Callable[[int], Any],
     *,
@@ -161,14 +101,59 @@ def _find_for_loop(
     optimizer: Optimizer | Sequence[Optimizer],
     state: object = (),
     fabric: Fabric | None = None,
-    plan: Plan | str | Path | None = None,
-    verbose: bool = False,
     objective: Objective = "memory",
     memory_limit: int | float | str | None = None,
     max_batch_size: int | None = None,
     min_batch_size: int | None = None,
     multiple_of: int | None = None,
+    plan: Plan | str | Path | None = None,
+    verbose: bool = False,
 ) -> Plan:
+    """Compute the batch size of a loop without a Trainer, in plain PyTorch or with Fabric.
+
+    The search runs ``step(make_batch(n))`` at several sizes, and prints the plan as
+    :class:`~lightning_batchmem.BatchFinder` does. Afterwards the model, the optimizer, ``state``,
+    all gradients and all random states are as before, so set the size yourself. Under
+    ``torch.distributed`` all ranks call it; the rank with the least room decides.
+
+    The peaks of forward, backward and optimizer step are measured where ``step`` calls ``backward``
+    and ``Optimizer.step``. Without such a call the time before it is all "forward": a step that
+    takes gradients by ``torch.autograd.grad`` has no "backward", and a compiled optimizer step is
+    part of backward.
+
+    Args:
+        step: runs forward, backward and the optimizer steps on a batch. What it returns is not
+            used.
+        make_batch: returns a batch of this many samples. It should be the worst batch of its size,
+            with the longest samples for example: there is no ``worst_case``, because the samples
+            are not known. Its time counts.
+        model: the module that it trains, or a list of them.
+        optimizer: its optimizer, or a list of them.
+        state: a list of the other objects that a step changes: schedulers, a GradScaler, averaged
+            weights, random generators. Schedulers do not step in the search. Nothing else is
+            restored.
+        fabric: the ``lightning.fabric.Fabric`` that set up model and optimizer.
+        objective: as in :class:`~lightning_batchmem.BatchFinder`, and so are the others.
+        memory_limit: the most memory that this process may hold.
+        max_batch_size: the largest size to consider; ``None``: 1,048,576.
+        min_batch_size: the smallest size to consider.
+        multiple_of: sizes are rounded down to a multiple of it.
+        plan: an earlier plan to use again.
+        verbose: print the whole plan.
+
+    Returns:
+        The plan; ``plan.batch_size`` is in samples for each rank.
+
+    Raises:
+        ValueError: for an argument out of range.
+        RuntimeError: when no size fits.
+
+    Example:
+        >>> from lightning_batchmem import find_batch_size_of_loop
+        >>> plan = find_batch_size_of_loop(
+        ...     step, make_batch, model=model, optimizer=optimizer
+        ... )  # doctest: +SKIP
+    """
     warn_of_untested_torch()
     loop = training_loop(step, make_batch, model, optimizer, state, fabric)
     options = SearchOptions(
@@ -188,7 +173,7 @@ def _find_for_loop(
 class SearchOnly(BatchFinder):
     """A BatchFinder that ends ``fit`` after the search."""
 
-    # These are the callbacks of the training.
+    # The callbacks of the training.
     callbacks: list[Callback]
 
     def search(

@@ -196,6 +196,26 @@ def test_the_size_is_as_before_where_it_is_not_in_a_plain_object(make, device, m
     assert module.sized.batch_size == 4
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda step, model: find_batch_size(step, step, model=model, optimizer=None),
+        lambda step, model: find_batch_size(step, model),
+        lambda step, model: find_batch_size(trainer=step, model=model),
+    ],
+)
+def test_a_loop_without_a_trainer_has_a_function_of_its_own(call):
+    message = r"^trainer must be a Trainer, got <function.* call find_batch_size_of_loop\(step, "
+    with pytest.raises(ValueError, match=message):
+        call(lambda batch: None, CASES["sgd_momentum"].module(4))
+
+
+def test_arguments_by_name():
+    trainer = quiet_trainer(max_epochs=1)
+    module = CASES["sgd_momentum"].module(4)
+    assert find_batch_size(trainer=trainer, model=module, max_batch_size=8).batch_size == 8
+
+
 def test_a_trainer_that_would_not_train():
     trainer = quiet_trainer(max_epochs=0)
     module = CASES["sgd_momentum"].module(4)

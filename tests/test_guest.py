@@ -17,7 +17,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_batchmem import BatchFinder, MemoryProfiler, OomGuard, factory, find_batch_size
+from lightning_batchmem import (
+    BatchFinder,
+    MemoryProfiler,
+    OomGuard,
+    factory,
+    find_batch_size_of_loop,
+)
 from lightning_batchmem.devices.host import HostMemory
 from lightning_batchmem.profile.device_reader import DeviceReader
 from tests.helpers.lawful import FAST
@@ -241,7 +247,7 @@ def test_wrapped_optimizers_in_a_loop(name):
     optimizer = WRAPPED[name](list(model.parameters()))
 
     before = [weight.detach().clone() for weight in model.parameters()]
-    plan = find_batch_size(
+    plan = find_batch_size_of_loop(
         step_of(model, optimizer),
         lambda size: torch.ones(size, 4),
         model=model,
@@ -397,7 +403,7 @@ def test_optimizers_that_refuse_hooks_in_a_loop(kind):
     optimizer = kind(model.parameters())
 
     with pytest.warns(UserWarning, match="The step of an optimizer cannot be read"):
-        plan = find_batch_size(
+        plan = find_batch_size_of_loop(
             step_of(model, optimizer),
             lambda size: torch.ones(size, 4),
             model=model,
@@ -423,7 +429,7 @@ def test_states_of_a_loop_that_cannot_be_read():
     with pytest.raises(ReferenceError):
         isinstance(gone, nn.Module)
     with pytest.warns(UserWarning, match=r"cannot restore .*: state\[0\] \(ReferenceError\)"):
-        plan = find_batch_size(
+        plan = find_batch_size_of_loop(
             step,
             lambda size: torch.ones(size, 4),
             model=model,
@@ -646,7 +652,7 @@ def test_a_loop_whose_output_cannot_be_written(monkeypatch):
         optimizer.step()
 
     with pytest.warns(UserWarning, match="Standard output cannot be written"):
-        plan = find_batch_size(
+        plan = find_batch_size_of_loop(
             step,
             lambda size: torch.ones(size, 4),
             model=model,

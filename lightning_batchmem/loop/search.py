@@ -42,8 +42,8 @@ def plan_of_loop(
         device_memory = device_memory_for(loop.device)
         if device_memory is None:
             raise ValueError(
-                f"find_batch_size cannot search, because {loop.device.type} or its allocator counts"
-                " no peak memory. Set the batch size by hand."
+                f"find_batch_size_of_loop cannot search, because {loop.device.type} or its"
+                " allocator counts no peak memory. Set the batch size by hand."
             )
         plan = _searched(loop, device_memory, options, given_plan)
     if ranks.rank == 0:

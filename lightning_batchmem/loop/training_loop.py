@@ -24,7 +24,7 @@ class TrainingLoop:
 
     Args:
         step: runs one step on a batch.
-        make_batch: makes a batch of so many samples.
+        make_batch: makes a batch of this many samples.
         models: the modules that it trains.
         optimizers: their optimizers.
         state: the other objects that a step changes.

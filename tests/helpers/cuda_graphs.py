@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_batchmem import BatchFinder, MemoryProfiler, find_batch_size
+from lightning_batchmem import BatchFinder, MemoryProfiler, find_batch_size_of_loop
 from tests.helpers.cuda_stub import gpu_trainer, mib, print_case
 from tests.helpers.profiled import csv_rows
 
@@ -87,7 +87,9 @@ def pool() -> dict[str, Any]:
     def make_batch(size: int) -> Tensor:
         return torch.zeros(size, WIDTH, device="cuda")
 
-    plan = find_batch_size(step, make_batch, model=layers, optimizer=optimizer, max_batch_size=2048)
+    plan = find_batch_size_of_loop(
+        step, make_batch, model=layers, optimizer=optimizer, max_batch_size=2048
+    )
     reserved_bytes = torch.cuda.memory_reserved()
     torch.cuda.empty_cache()
     return {

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.cuda_networks import project
 from benchmarks.cuda_search import in_fork, start_device
-from lightning_batchmem import BatchFinder, find_batch_size
+from lightning_batchmem import BatchFinder, find_batch_size_of_loop
 from tests.helpers.cuda_stub import gpu_trainer, mib, print_case
 
 DEVICE_BYTES = 2**30
@@ -74,7 +74,7 @@ def workspaces_of_loop() -> dict[str, Any]:
         return torch.zeros(size, 64, device="cuda")
 
     before_bytes = torch.cuda.memory_allocated()
-    find_batch_size(step, make_batch, model=layers, optimizer=optimizer, max_batch_size=16)
+    find_batch_size_of_loop(step, make_batch, model=layers, optimizer=optimizer, max_batch_size=16)
     return {"left_mib": mib(torch.cuda.memory_allocated() - before_bytes)}
 
 

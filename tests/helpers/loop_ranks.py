@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import lightning_batchmem.loop.search
-from lightning_batchmem import find_batch_size
+from lightning_batchmem import find_batch_size_of_loop
 from lightning_batchmem.loop.training_loop import training_loop
 from tests.helpers.fake_device import FakeDevice
 from tests.helpers.lawful import MIB, law
@@ -61,7 +61,7 @@ def run_case(rank, directory, case):
     plan = None
     if case.get("search", True):
         options = {"model": model, "optimizer": optimizer, **case.get("options", {})}
-        plan = json.loads(find_batch_size(step, make_batch, **options).to_json())
+        plan = json.loads(find_batch_size_of_loop(step, make_batch, **options).to_json())
     counted = model.counts.item()
     torch.distributed.barrier()
     for _ in range(3):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from lightning_batchmem import find_batch_size
+from lightning_batchmem import find_batch_size_of_loop
 from tests.helpers.loops import LOOPS, seeded
 from tests.helpers.outcomes import assert_same
 
@@ -26,7 +26,7 @@ def test_a_loop_after_a_search_is_the_loop_without(name, recwarn):
     searched = seeded(LOOPS[name])
     before = copy.deepcopy(searched.left())
     state_before = addresses(searched.optimizer)
-    plan = find_batch_size(
+    plan = find_batch_size_of_loop(
         searched.step,
         searched.make_batch,
         model=searched.model,

@@ -8,14 +8,14 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
-from lightning_batchmem import BatchFinder, find_batch_size
+from lightning_batchmem import BatchFinder, find_batch_size_of_loop
 from lightning_batchmem.plan.sentences import NOT_RESTORED
 from tests.helpers.lawful import MIB, Lawful, found_size, law, loader
 from tests.helpers.loops import Loop, scheduled, seeded, sgd
 
 
 def found(loop, **options):
-    return find_batch_size(
+    return find_batch_size_of_loop(
         loop.step,
         loop.make_batch,
         model=loop.model,
@@ -200,7 +200,7 @@ def test_a_step_that_runs_out_of_memory_ends_its_trial(lawful):
 
 
 ARGUMENTS = {
-    "step": (None, "the first argument must be a Trainer or a function step"),
+    "step": (None, "step must be a function, got None"),
     "make_batch": (3, "make_batch must be a function, got 3"),
     "model": ([], r"model must be a torch Module or a sequence of them, got \[\]"),
     "optimizer": ("Adam", "optimizer must be a torch Optimizer or a sequence of them, got 'Adam'"),
@@ -218,17 +218,7 @@ def test_wrong_arguments(name):
     positional = {"step": loop.step, "make_batch": loop.make_batch}
     (positional if name in positional else options)[name] = value
     with pytest.raises(ValueError, match=message):
-        find_batch_size(*positional.values(), **options)
-
-
-def test_missing_and_unknown_arguments():
-    loop = sgd()
-    options = {"model": loop.model, "optimizer": loop.optimizer}
-    with pytest.raises(TypeError, match=r"^find_batch_size: got an unexpected .*'models'"):
-        find_batch_size(loop.step, loop.make_batch, **options, models=[])
-    options.pop("optimizer")
-    with pytest.raises(TypeError, match=r"^find_batch_size: missing a required .*'optimizer'"):
-        find_batch_size(loop.step, loop.make_batch, **options)
+        find_batch_size_of_loop(*positional.values(), **options)
 
 
 def test_models_without_weights_here():
@@ -240,7 +230,7 @@ def test_models_without_weights_here():
 
 def test_a_device_without_a_peak_counter(monkeypatch):
     monkeypatch.setattr("lightning_batchmem.loop.search.device_memory_for", lambda _: None)
-    with pytest.raises(ValueError, match="find_batch_size cannot search, because cpu"):
+    with pytest.raises(ValueError, match="find_batch_size_of_loop cannot search, because cpu"):
         found(sgd())
 
 
@@ -321,7 +311,9 @@ def test_a_fabric_without_ranks(lawful, use_device):
         optimizer.step()
 
     before = model.weight.clone()
-    plan = find_batch_size(step, lawful.make_batch, model=model, optimizer=optimizer, fabric=fabric)
+    plan = find_batch_size_of_loop(
+        step, lawful.make_batch, model=model, optimizer=optimizer, fabric=fabric
+    )
     assert plan.batch_size == found_size(500 * MIB)
     assert set(plan.trials[0].phase_peak_bytes) == {"forward", "backward", "optimizer_step"}
     assert not any("did not step" in note for note in plan.notes)
