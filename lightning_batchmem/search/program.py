@@ -111,6 +111,14 @@ class Program:
     accumulate_grad_batches = 1
 
     @property
+    def primary(self) -> Steps:
+        """The steps whose times and numbers count: training steps, unless it is an evaluation."""
+        primary = self.training or self.evaluation
+        if primary is None:
+            raise ValueError("program must have steps of training or of an evaluation, got neither")
+        return primary
+
+    @property
     def optimizers(self) -> Sequence[Optimizer]:
         """The optimizers of the next step."""
         return ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.search.meter import TrialMeter
 from lightning_batchmem.search.program import Steps
 from lightning_batchmem.search.steps import ConsecutiveSteps
@@ -16,7 +17,10 @@ DIFFERING_SHARE = 0.1
 
 
 def rehearse(
-    meter: TrialMeter, batch_size: int, on_any_rank: Callable[[bool], bool] = bool
+    meter: TrialMeter,
+    policy: SearchPolicy,
+    batch_size: int,
+    on_any_rank: Callable[[bool], bool] = bool,
 ) -> None:
     """Run the kinds of steps that a training runs, in their order, on the batches that it gets.
 
@@ -25,18 +29,18 @@ def rehearse(
 
     Args:
         meter: reads the steps of the program, which has just been restarted.
+        policy: the numbers that steer the search.
         batch_size: samples in each full batch.
         on_any_rank: whether something is true on one of the ranks that take the steps together;
             by default on this one.
     """
-    policy = meter.policy
     program = meter.program
-    primary = meter.primary
+    primary = program.primary
     evaluation = program.evaluation if program.training is not None else None
     if evaluation is not None and program.evaluates_first:
         _run(meter, evaluation, batch_size, EVALUATION_STEPS)
         # The sanity check leaves workspaces of libraries, in a training too.
-        meter.start_bytes = meter.live_bytes()
+        meter.start_again()
     with ConsecutiveSteps(meter, primary, batch_size) as consecutive:
         consecutive.warm_up(policy.rehearsal_warmup_steps)
         peaks_bytes = consecutive.run_steady(policy.steady_steps)

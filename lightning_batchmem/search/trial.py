@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from dataclasses import replace
 
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory, release_traceback
@@ -18,6 +18,16 @@ from lightning_batchmem.search.compiled import forget_compiled
 from lightning_batchmem.search.meter import TrialMeter, other_bytes_at_start
 from lightning_batchmem.search.program import Program
 from lightning_batchmem.search.ranks import CollectiveDetector, Ranks
+from lightning_batchmem.search.readings import (
+    StepReading,
+    call_seconds,
+    held_peak_bytes,
+    num_caught_errors,
+    num_full_steps,
+    num_retries,
+    num_samples,
+    phase_peak_bytes,
+)
 from lightning_batchmem.search.rehearsal import rehearse
 from lightning_batchmem.search.steps import MAX_WARMUP_STEPS, ConsecutiveSteps
 
@@ -55,30 +65,37 @@ class TrialRunner:
         """
         is_collective = limits.steps_are_collective
         try:
-            meter = self._restarted(batch_size)
+            meter = self._restarted(batch_size, self._before_step)
         # The user's hooks may take memory that grows with the size.
         except Exception as error:
             if not is_out_of_memory(error) or is_collective:
                 raise
             text = self._ranks.named(release_traceback(error))
             return Trial(batch_size, "out_of_memory", {}, kind, error=text)
-        run = self._steps_of(kind, meter, batch_size, limits)
         limit: AbstractContextManager[object] = nullcontext()
         if not is_collective:
             limit = self._device.limit_enforced(limits.limit_bytes)
+        is_limit_enforced = False
         outcome: Outcome = "ok"
         error_text = ""
         try:
             with self._watched_steps(batch_size, is_collective), limit as is_enforced:
-                meter.is_limit_enforced = bool(is_enforced)
-                run()
+                is_limit_enforced = bool(is_enforced)
+                if kind == "rehearsal":
+                    on_any_rank = self._is_on_any_rank if is_collective else bool
+                    rehearse(meter, self._policy, batch_size, on_any_rank)
+                else:
+                    self._probe(meter, batch_size, limits)
         # Out of memory has many types. Every other error is raised again.
         except Exception as error:
             if not is_out_of_memory(error) or is_collective:
                 raise
             outcome = "out_of_memory"
-            error_text = release_traceback(error)
-        return self._trial(kind, batch_size, limits, meter, outcome, error_text)
+            error_text = self._ranks.named(release_traceback(error))
+        trial = self._measured(kind, batch_size, limits, meter)
+        if outcome == "ok":
+            outcome = _outcome(trial, limits, meter.readings, is_limit_enforced=is_limit_enforced)
+        return replace(trial, outcome=outcome, error=error_text)
 
     def calls_collectives(self, batch_size: int) -> bool:
         """Whether the user's own steps exchange data between ranks.
@@ -89,9 +106,8 @@ class TrialRunner:
         for steps in (self._program.training, self._program.evaluation):
             if steps is None or detector.found:
                 continue
-            meter = self._restarted(batch_size)
             # The progress shows the steps of trials only.
-            meter.before_step = lambda: None
+            meter = self._restarted(batch_size, before_step=lambda: None)
             try:
                 alone = self._program.without_synchronization()
                 with alone, detector, ConsecutiveSteps(meter, steps, batch_size) as consecutive:
@@ -106,13 +122,11 @@ class TrialRunner:
     def _is_on_any_rank(self, value: bool) -> bool:
         return any(self._ranks.exchange(value))
 
-    def _restarted(self, batch_size: int) -> TrialMeter:
+    def _restarted(self, batch_size: int, before_step: Callable[[], object]) -> TrialMeter:
         """Go back to the state in which the stage starts."""
         forget_compiled()
         self._program.restart(batch_size)
-        return TrialMeter(
-            self._program, self._device, self._policy, self._other_bytes, self._before_step
-        )
+        return TrialMeter(self._program, self._device, self._other_bytes, before_step)
 
     @contextmanager
     def _watched_steps(self, batch_size: int, is_collective: bool) -> Iterator[None]:
@@ -128,62 +142,40 @@ class TrialRunner:
         finally:
             phases.unwatch()
 
-    def _steps_of(
-        self, kind: TrialKind, meter: TrialMeter, batch_size: int, limits: SearchLimits
-    ) -> Callable[[], None]:
-        if kind == "rehearsal" and limits.steps_are_collective:
-            return partial(rehearse, meter, batch_size, self._is_on_any_rank)
-        if kind == "rehearsal":
-            return partial(rehearse, meter, batch_size)
-        # The time of a step decides nothing where the largest size is wanted.
-        is_quick = limits.options.objective == "memory"
-        return partial(self._probe, meter, batch_size, is_quick=is_quick)
-
-    def _probe(self, meter: TrialMeter, batch_size: int, *, is_quick: bool) -> None:
+    def _probe(self, meter: TrialMeter, batch_size: int, limits: SearchLimits) -> None:
         """Run a few steps and measure the peak of each phase."""
+        policy = self._policy
         for steps in (self._program.training, self._program.evaluation):
             if steps is None:
                 continue
             with ConsecutiveSteps(meter, steps, batch_size) as consecutive:
-                consecutive.warm_up(self._policy.warmup_steps)
-                if is_quick:
+                consecutive.warm_up(policy.warmup_steps)
+                # The time of a step decides nothing where the largest size is wanted.
+                if limits.options.objective == "memory":
                     consecutive.run_once()
                 else:
                     # The user's steps may exchange data between ranks, in later steps only.
-                    consecutive.run_timed(equally_many=self._ranks.size > 1)
+                    seconds = policy.timed_seconds if self._ranks.size == 1 else 0.0
+                    consecutive.run_timed(policy.timed_steps, seconds)
                 consecutive.run_others()
                 consecutive.measure_live_bytes()
-            if steps is meter.primary:
-                meter.fixed_bytes = max(0, meter.live_bytes() - meter.gradient_bytes())
+            if steps is self._program.primary:
+                meter.read_fixed_bytes()
 
-    def _would_retry(self, meter: TrialMeter, limits: SearchLimits) -> bool:
-        """Whether the allocator would release its cache again and again in the training."""
-        if meter.caught_errors > 0:
-            return True
-        if meter.allocator_retries == 0:
-            return False
-        # Only the limit of the user is enforced in the training too, and none is in trials where
-        # ranks take steps together.
-        is_of_trial = limits.options.memory_limit is None and not limits.steps_are_collective
-        return not (is_of_trial and limits.has_expandable_segments)
-
-    def _trial(
-        self,
-        kind: TrialKind,
-        batch_size: int,
-        limits: SearchLimits,
-        meter: TrialMeter,
-        outcome: Outcome,
-        error_text: str,
+    def _measured(
+        self, kind: TrialKind, batch_size: int, limits: SearchLimits, meter: TrialMeter
     ) -> Trial:
+        """What the steps used, also those before an error."""
+        readings = meter.readings
         accumulate = accumulated_batches(batch_size, limits)
-        step_seconds = meter.optimizer_step_seconds(accumulate)
+        seconds = call_seconds(readings)
+        step_seconds = seconds.of_optimizer_step(accumulate)
         samples_per_second = None
         if step_seconds:
-            samples_per_second = accumulate * meter.primary.items(batch_size) / step_seconds
-        phase_peak_bytes = meter.phase_peak_bytes
-        held_bytes = max(meter.held_bytes_of_calls, default=None)
-        live_bytes = max(phase_peak_bytes.values(), default=0)
+            samples_per_second = accumulate * self._program.primary.items(batch_size) / step_seconds
+        peaks = phase_peak_bytes(readings)
+        held_bytes = held_peak_bytes(readings)
+        live_bytes = max(peaks.values(), default=0)
         needed_bytes = held_bytes or live_bytes
         set_aside_bytes = 0
         if limits.is_host:
@@ -191,11 +183,6 @@ class TrialRunner:
             # A checkpoint is saved between two steps.
             lasting_bytes = meter.fixed_bytes + meter.gradient_bytes() + set_aside_bytes
             needed_bytes = max(live_bytes, lasting_bytes)
-        if outcome == "ok" and kind == "rehearsal" and self._would_retry(meter, limits):
-            outcome = "allocator_retry"
-        # The last page of an expandable segment may exceed an enforced limit.
-        elif outcome == "ok" and needed_bytes > limits.limit_bytes and not meter.is_limit_enforced:
-            outcome = "over_limit"
         notes = []
         if meter.has_idle_optimizer:
             notes.append(sentences.idle_optimizer(MAX_WARMUP_STEPS))
@@ -203,22 +190,49 @@ class TrialRunner:
             notes.append(sentences.LIVE_BYTES_NOT_COUNTED)
         return Trial(
             batch_size=batch_size,
-            outcome=outcome,
+            outcome="ok",
             kind=kind,
-            phase_peak_bytes=phase_peak_bytes,
+            phase_peak_bytes=peaks,
             is_exact=meter.live is not None,
             start_bytes=meter.start_bytes,
             held_peak_bytes=held_bytes,
             needed_bytes=needed_bytes,
             set_aside_bytes=set_aside_bytes,
             fixed_bytes=meter.fixed_bytes,
-            allocator_retries=meter.allocator_retries,
+            allocator_retries=num_retries(readings),
             largest_batch_bytes=self._program.largest_batch_bytes,
-            step_seconds=statistics.median(meter.seconds) if meter.seconds else None,
-            fastest_step_seconds=min(meter.seconds, default=None),
+            step_seconds=statistics.median(seconds.all) if seconds.all else None,
+            fastest_step_seconds=min(seconds.all, default=None),
             samples_per_second=samples_per_second,
-            full_steps=meter.full_steps,
-            samples_run=meter.samples,
+            full_steps=num_full_steps(readings),
+            samples_run=num_samples(readings),
             notes=tuple(notes),
-            error=self._ranks.named(error_text),
         )
+
+
+def _outcome(
+    trial: Trial,
+    limits: SearchLimits,
+    readings: Sequence[StepReading],
+    *,
+    is_limit_enforced: bool,
+) -> Outcome:
+    """The outcome of a trial whose steps have ended without an error."""
+    if trial.kind == "rehearsal" and _would_retry(readings, limits):
+        return "allocator_retry"
+    # The last page of an expandable segment may exceed an enforced limit.
+    if trial.needed_bytes > limits.limit_bytes and not is_limit_enforced:
+        return "over_limit"
+    return "ok"
+
+
+def _would_retry(readings: Sequence[StepReading], limits: SearchLimits) -> bool:
+    """Whether the allocator would release its cache again and again in the training."""
+    if num_caught_errors(readings) > 0:
+        return True
+    if num_retries(readings) == 0:
+        return False
+    # Only the limit of the user is enforced in the training too, and none is in trials where ranks
+    # take steps together.
+    is_of_trial = limits.options.memory_limit is None and not limits.steps_are_collective
+    return not (is_of_trial and limits.has_expandable_segments)

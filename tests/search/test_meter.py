@@ -1,9 +1,9 @@
-"""Times of the steps of a trial."""
+"""What the meter of a trial reads in its steps."""
 
 import pytest
+import torch
 
-from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.search import steps as steps_module
+from lightning_batchmem.search import meter as meter_module
 from lightning_batchmem.search.meter import TrialMeter, other_bytes_at_start
 from lightning_batchmem.search.steps import ConsecutiveSteps
 from tests.helpers.fake_program import FakeProgram
@@ -12,22 +12,12 @@ from tests.helpers.fake_program import FakeProgram
 @pytest.fixture
 def meter(device):
     program = FakeProgram(device, lambda size: size)
-    return TrialMeter(program, device, SearchPolicy(), other_bytes_at_start(program, device))
-
-
-def test_the_time_of_an_optimizer_step_has_its_micro_batches_and_one_update(meter):
-    assert meter.optimizer_step_seconds(4) is None
-    meter.other_seconds += [1.1, 1.0]
-    # The update takes half a second.
-    meter.stepping_seconds += [1.5, 1.7]
-    assert meter.optimizer_step_seconds(1) == 1.5
-    assert meter.optimizer_step_seconds(4) == 4.5
-    assert meter.seconds == [1.5, 1.7, 1.1, 1.0]
+    return TrialMeter(program, device, other_bytes_at_start(program, device))
 
 
 def test_the_time_of_a_step_begins_when_the_device_has_made_the_batch(meter, device, monkeypatch):
     calls = []
-    steps = meter.primary
+    steps = meter.program.primary
     for owner, name in ((steps, "make_batch"), (steps, "run"), (device, "synchronize")):
         call = getattr(owner, name)
 
@@ -36,12 +26,32 @@ def test_the_time_of_a_step_begins_when_the_device_has_made_the_batch(meter, dev
             return call(*arguments, **keywords)
 
         monkeypatch.setattr(owner, name, noted)
-    monkeypatch.setattr(steps_module.time, "perf_counter", lambda: calls.append("clock") or 0.0)
+    monkeypatch.setattr(meter_module.time, "perf_counter", lambda: calls.append("clock") or 0.0)
     with ConsecutiveSteps(meter, steps, 2) as consecutive:
         consecutive.run(1)
     assert calls == ["make_batch", "synchronize", "clock", "run", "synchronize", "clock"]
 
 
-def test_without_accumulation_each_call_has_an_update(meter):
-    meter.stepping_seconds += [1.5, 1.4]
-    assert meter.optimizer_step_seconds(1) == 1.4
+def test_the_calls_before_an_error_are_kept(meter, device):
+    def law(size):
+        if len(meter.program.sizes) == 3:
+            raise torch.OutOfMemoryError
+        return 10 * size
+
+    meter.program.law = law
+    steps = meter.program.primary
+    with ConsecutiveSteps(meter, steps, 2), pytest.raises(torch.OutOfMemoryError):
+        meter.run_step(steps, 2, 0, 4)
+    reading = meter.readings[-1]
+    assert len(reading.calls) == 2
+    assert not reading.is_complete
+
+
+def test_steps_repeat_once_the_warm_up_has_ended(meter):
+    meter.program.phases.watch(meter.program.optimizers)
+    with ConsecutiveSteps(meter, meter.program.primary, 2) as consecutive:
+        consecutive.warm_up(2)
+        consecutive.run(1)
+    with ConsecutiveSteps(meter, meter.program.primary, 1) as consecutive:
+        consecutive.run(2)
+    assert [one.is_repeated for one in meter.readings] == [False, False, True, False, True]

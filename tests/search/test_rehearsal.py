@@ -4,6 +4,7 @@ import pytest
 
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.search.meter import TrialMeter, other_bytes_at_start
+from lightning_batchmem.search.readings import num_full_steps
 from lightning_batchmem.search.rehearsal import rehearse
 from tests.helpers.fake_program import FakeProgram
 
@@ -13,7 +14,7 @@ def test_all_ranks_run_more_steps_if_the_peaks_of_one_differ(differs, full_steps
     """The peaks of this rank are equal."""
     program = FakeProgram(device, lambda size: size)
     program.restart(8)
-    meter = TrialMeter(program, device, SearchPolicy(), other_bytes_at_start(program, device))
+    meter = TrialMeter(program, device, other_bytes_at_start(program, device))
     values = []
 
     def on_any_rank(value):
@@ -21,6 +22,6 @@ def test_all_ranks_run_more_steps_if_the_peaks_of_one_differ(differs, full_steps
         return differs
 
     program.phases.watch(program.optimizers)
-    rehearse(meter, 8, on_any_rank)
+    rehearse(meter, SearchPolicy(), 8, on_any_rank)
     assert values == [False]
-    assert meter.full_steps == full_steps
+    assert num_full_steps(meter.readings) == full_steps

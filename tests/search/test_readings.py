@@ -1,0 +1,91 @@
+"""The numbers of a trial that follow from the readings of its steps."""
+
+from lightning_batchmem.devices.peaks import StepPeaks
+from lightning_batchmem.search.readings import (
+    CallReading,
+    CallSeconds,
+    StepReading,
+    call_seconds,
+    held_peak_bytes,
+    num_caught_errors,
+    num_full_steps,
+    num_retries,
+    num_samples,
+    phase_peak_bytes,
+)
+
+
+def call(peaks=None, held_bytes=None, seconds=1.0, has_stepped=True):
+    return CallReading(StepPeaks(peaks or {"forward": 1}), held_bytes, seconds, has_stepped)
+
+
+def step(*calls, **values):
+    known = {
+        "is_primary": True,
+        "batch_size": 2,
+        "is_complete": True,
+        "has_peaks": True,
+        "has_times": True,
+        "is_repeated": False,
+        "allocator_retries": 0,
+        "caught_errors": 0,
+    }
+    return StepReading(calls=calls or (call(),), **(known | values))
+
+
+def test_the_time_of_an_optimizer_step_has_its_micro_batches_and_one_update():
+    assert CallSeconds([], []).of_optimizer_step(4) is None
+    # The update takes half a second.
+    seconds = CallSeconds([1.5, 1.7], [1.1, 1.0])
+    assert seconds.of_optimizer_step(1) == 1.5
+    assert seconds.of_optimizer_step(4) == 4.5
+    assert seconds.all == [1.5, 1.7, 1.1, 1.0]
+
+
+def test_without_accumulation_each_call_has_an_update():
+    assert CallSeconds([1.5, 1.4], []).of_optimizer_step(1) == 1.4
+
+
+def test_seconds_are_those_of_timed_steps_with_and_without_an_update():
+    timed = step(call(seconds=2.0, has_stepped=False), call(seconds=3.0))
+    readings = [timed, step(call(seconds=9.0), has_times=False)]
+    assert call_seconds(readings) == CallSeconds([3.0], [2.0])
+
+
+def test_the_peak_of_a_phase_is_the_highest_of_complete_steps_whose_peaks_count():
+    readings = [
+        step(call({"forward": 1, "backward": 5}), call({"forward": 3, "backward": 4})),
+        step(call({"forward": 9}), has_peaks=False),
+        step(call({"forward": 8}), is_complete=False),
+    ]
+    assert phase_peak_bytes(readings) == {"forward": 3, "backward": 5}
+    assert phase_peak_bytes([]) == {}
+
+
+def test_held_bytes_count_in_every_call_in_which_they_were_read():
+    readings = [
+        step(call(held_bytes=4), has_peaks=False),
+        step(call(held_bytes=7), is_complete=False),
+        step(call(held_bytes=None)),
+    ]
+    assert held_peak_bytes(readings) == 7
+    assert held_peak_bytes([step(call())]) is None
+
+
+def test_steps_and_samples_are_counted():
+    readings = [
+        step(call(), call(), batch_size=3),
+        step(batch_size=4, is_primary=False),
+        step(batch_size=5, is_complete=False),
+    ]
+    assert num_full_steps(readings) == 1
+    assert num_samples(readings) == 15
+
+
+def test_only_what_repeats_counts_as_a_retry_or_a_caught_error():
+    readings = [
+        step(allocator_retries=5, caught_errors=4),
+        step(allocator_retries=2, caught_errors=1, is_repeated=True),
+    ]
+    assert num_retries(readings) == 2
+    assert num_caught_errors(readings) == 1
