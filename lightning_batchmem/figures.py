@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB
-from lightning_batchmem.plan.text import items_name, size_name
 from lightning_batchmem.plan.throughput import measured_speeds
 from lightning_batchmem.profile.step_csv import Row
 
@@ -76,8 +75,8 @@ def plot_search(plan: Plan) -> Figure | None:
     of_rank = " of each rank" if plan.ranks > 1 else ""
     title = f"Memory and throughput{of_rank}{plan.device and f' on {plan.device}'}"
     speeds = measured_speeds(plan.trials)
-    y_labels = ["memory (MiB)", f"throughput ({items_name(plan)}/s)"]
-    figure, panels = _new_panels(title, size_name(plan), *y_labels[: 1 + bool(speeds)])
+    y_labels = ["memory (MiB)", f"throughput ({plan.unit.items}/s)"]
+    figure, panels = _new_panels(title, plan.unit.name, *y_labels[: 1 + bool(speeds)])
     last_size = 1.1 * max(plan.batch_size, *(trial.batch_size for trial in plan.trials))
     _draw_trials(panels[0], plan, last_size)
     if speeds:

@@ -102,7 +102,7 @@ def training_setup(
         effective_batch_size,
         learning_rate,
         tuple(type(optimizer).__name__ for optimizer in trainer.optimizers),
-        options.budget_name,
+        options.unit,
     )
 
 

@@ -38,7 +38,6 @@ from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.devices import device_name
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.learning_rate import optimizer_step
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
@@ -362,7 +361,10 @@ class TrainerSearch:
         notes = plan.notes
         attribute = setting.attribute
         if attribute is not None and attribute.exists and attribute.value != plan.batch_size:
-            notes = (*notes, sentences.old_values(attribute.path))
+            old_values = (
+                f"Values computed from `{attribute.path}` in __init__ or setup keep the old size."
+            )
+            notes = (*notes, old_values)
         place = setting.place.text
         return replace(
             plan,

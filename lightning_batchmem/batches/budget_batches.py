@@ -8,7 +8,6 @@ from lightning_batchmem.batches.budget_loader import BudgetLoader
 from lightning_batchmem.batches.read_batches import BatchReader, BatchReading, read_worst_batches
 from lightning_batchmem.devices.tensors import copied
 from lightning_batchmem.plan.policy import ReadingPolicy
-from lightning_batchmem.plan.sentences import worst_of_budget
 
 BUDGET_FACTOR = 4
 """The next smaller budget that is tried is the last one divided by this."""
@@ -30,7 +29,10 @@ class BudgetBatches:
         share_bytes: float,
     ) -> None:
         self.info = info
-        self.notes = [worst_of_budget(policy.max_batches_read)]
+        self.notes = [
+            f"Of up to {policy.max_batches_read} batches that the loader made, the search used"
+            " those with most bytes, most items and the longest sample."
+        ]
         self.held_bytes = 0
         # Bytes of the largest batch at the budget where the search begins.
         self.longest_bytes = 0

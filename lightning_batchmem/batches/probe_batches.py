@@ -28,7 +28,6 @@ from lightning_batchmem.batches.samples import SampleMeasure, read_samples
 from lightning_batchmem.devices.tensors import copied
 from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, WorstCase
 from lightning_batchmem.plan.policy import ReadingPolicy
-from lightning_batchmem.plan.sentences import ragged_samples, scan_ended
 
 
 class ProbeBatches:
@@ -223,15 +222,22 @@ class _LoaderBatches:
         if sizes.is_ragged:
             joins = self._joins(sizes)
             has_largest = worst_case is None and (sizes.is_complete or is_random)
-            self.choice = LongestSample(sizes, joins=joins != "nothing", has_largest=has_largest)
-            random_batches = None
+            choice: LongestSample | LargestSum = LongestSample(
+                sizes, joins=joins != "nothing", has_largest=has_largest
+            )
             if worst_case is None and joins == "by their sum":
-                self.choice = LargestSum(sizes, policy)
-                random_batches = policy.max_draws
+                choice = LargestSum(sizes, policy)
+            self.choice = choice
             if worst_case is None:
-                self.notes.append(ragged_samples(sizes.measured, random_batches))
+                self.notes.append(
+                    f"{sizes.difference} The search used batches {choice.text};"
+                    ' worst_case="typical" uses average ones.'
+                )
         if sizes.scan_seconds is not None:
-            self.notes.append(scan_ended(len(sizes.measured), sizes.scan_seconds))
+            self.notes.append(
+                f"Only {len(sizes.measured):,} samples were read in {sizes.scan_seconds:.0f} s;"
+                " larger ones may exist."
+            )
 
     @property
     def longest_bytes(self) -> int:

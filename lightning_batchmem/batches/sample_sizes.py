@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -31,6 +32,15 @@ class SampleSizes:
     is_complete: bool = False
     # The time after which no more samples were read; None if no more of them were needed.
     scan_seconds: float | None = None
+
+    @property
+    def difference(self) -> str:
+        """A sentence about samples that differ in size."""
+        sizes = self.measured
+        return (
+            f"Samples differ in size: of {len(sizes):,} the largest has {max(sizes):,.0f} bytes in"
+            f" a batch and the median {statistics.median(sizes):,.0f}."
+        )
 
     @property
     def by_bytes(self) -> list[int]:
@@ -71,6 +81,9 @@ class LongestSample(TypicalSamples):
         has_largest: whether the largest samples of a training are among those that were measured.
     """
 
+    # What the batches are, as words after "batches".
+    text = "of the largest samples only"
+
     def __init__(self, sizes: SampleSizes, *, joins: bool, has_largest: bool) -> None:
         super().__init__(sizes)
         self._order = sizes.by_bytes[::-1]
@@ -108,6 +121,7 @@ class LargestSum(TypicalSamples):
         self._by_bytes = sizes.by_bytes
         self._largest_sums: dict[int, int] = {}
         self._positions: dict[int, list[int]] = {}
+        self.text = f"as large as the largest of {policy.max_draws:,} random ones"
 
     def positions(self, count: int) -> list[int]:
         if count not in self._positions:

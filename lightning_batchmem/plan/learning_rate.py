@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.records import LearningRateScaling
-from lightning_batchmem.plan.sizes import micro_batches
+from lightning_batchmem.plan.sizes import MicroBatch, micro_batches
+from lightning_batchmem.plan.unit import Unit
 
 # Beyond this ratio of batch sizes the rules are untested.
 _TESTED_FACTOR = 8
@@ -32,13 +32,10 @@ def learning_rate_factor(
     return ratio if scaling == "linear" else math.sqrt(ratio)
 
 
-def learning_rate_note(
-    optimizer_names: Sequence[str], before: int, after: int, budget_name: str | None = None
-) -> str:
+def learning_rate_note(optimizer_names: Sequence[str], before: int, after: int, unit: Unit) -> str:
     """A note for a run whose samples per optimizer step changed and whose learning rate did not.
 
-    It is empty where the samples per optimizer step are the same. With a ``budget_name`` both
-    numbers are budgets.
+    It is empty where the samples per optimizer step are the same.
     """
     if before == after or not optimizer_names:
         return ""
@@ -46,10 +43,19 @@ def learning_rate_note(
     listed = " and ".join(names)
     rule = _RULES.get(names[0])
     if rule is None or any(_RULES.get(name) != rule for name in names):
-        return sentences.no_learning_rate_rule(before, after, listed, budget_name)
+        return (
+            f"An optimizer step has {unit.step_size(after)} instead of {before:,}, and no single"
+            f" rule is known for {listed}. Tune the learning rate by hand."
+        )
     factor = learning_rate_factor(rule, after, before)
-    return sentences.learning_rate_rule(
-        before, after, listed, budget_name, rule, factor, _TESTED_FACTOR
+    ratio = after / before
+    untested = ""
+    if max(ratio, 1 / ratio) > _TESTED_FACTOR:
+        untested = f" (untested beyond {_TESTED_FACTOR} times the {unit.budget_name or 'samples'})"
+    return (
+        f"An optimizer step has {unit.step_size(after)} instead of {before:,}. For {listed},"
+        f' lr_scaling="{rule}" multiplies the learning rate by {factor:,.4g}{untested}:'
+        " docs/choosing-a-batch-size.md."
     )
 
 
@@ -63,7 +69,7 @@ class TrainingSetup:
         effective_batch_size: samples per optimizer step over all ranks; ``None`` if unknown.
         learning_rate: the learning rate of the module; ``None`` if it is not a number.
         optimizer_names: the classes of the optimizers.
-        budget_name: the budget that sizes are values of; ``None`` where they count samples.
+        unit: what the sizes count.
     """
 
     accumulate_grad_batches: int
@@ -71,7 +77,7 @@ class TrainingSetup:
     effective_batch_size: int | None
     learning_rate: float | None
     optimizer_names: tuple[str, ...]
-    budget_name: str | None = None
+    unit: Unit = Unit()  # noqa: RUF009
 
 
 @dataclass(frozen=True)
@@ -112,20 +118,15 @@ def optimizer_step(
         micro = micro_batches(target_batch_size, setup.ranks, multiple_of)[batch_size]
         accumulate = micro.accumulate_grad_batches
         if micro.effective_batch_size != target_batch_size:
-            rounding = sentences.rounded_target(
-                micro.effective_batch_size,
-                target_batch_size,
-                accumulate,
-                batch_size,
-                setup.ranks,
-                setup.budget_name,
-            )
-            notes.append(rounding)
+            notes.append(_rounded_target(micro, target_batch_size, setup))
     batches_per_step = accumulate
     # Lightning makes an optimizer step at the end of an epoch in any case.
     if epoch_batches < accumulate:
         batches_per_step = max(1, int(epoch_batches))
-        notes.append(sentences.short_epoch(batches_per_step, accumulate))
+        notes.append(
+            f"An optimizer step takes {accumulate} batches, but an epoch ends after"
+            f" {batches_per_step}, so the step has fewer."
+        )
     effective = batch_size * batches_per_step * setup.ranks
     before = setup.effective_batch_size
     rate = setup.learning_rate
@@ -134,5 +135,14 @@ def optimizer_step(
         return OptimizerStep(accumulate, effective, new_rate, rate, notes=tuple(notes))
     note = ""
     if before is not None:
-        note = learning_rate_note(setup.optimizer_names, before, effective, setup.budget_name)
+        note = learning_rate_note(setup.optimizer_names, before, effective, setup.unit)
     return OptimizerStep(accumulate, effective, learning_rate_note=note, notes=tuple(notes))
+
+
+def _rounded_target(micro: MicroBatch, target_batch_size: int, setup: TrainingSetup) -> str:
+    on_ranks = f" on each of {setup.ranks} ranks" if setup.ranks > 1 else ""
+    return (
+        f"An optimizer step has {setup.unit.step_size(micro.effective_batch_size)}, not the"
+        f" {target_batch_size:,} of target_batch_size: {micro.accumulate_grad_batches:,} x"
+        f" {micro.batch_size:,}{on_ranks}."
+    )

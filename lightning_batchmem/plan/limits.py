@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.records import SizeLimit
+from lightning_batchmem.plan.unit import Unit
+
+# What limits the largest size; an argument or a setting of the Trainer that is not here allows no
+# more.
+_TEXTS: Mapping[str, str] = {
+    "dataset": "the data set has no more than {size} for a full batch",
+    "host memory": "more than {size} in the DataLoader's workers would fill the host's memory",
+    "target_batch_size": "target_batch_size needs no more than {size} on a rank",
+    "max_batch_size": "max_batch_size is {number}",
+    "validation data": "the validation data set has no full batch of more than {size}",
+}
+_TEXTS_OF_BUDGET: Mapping[str, str] = {
+    **_TEXTS,
+    "dataset": "an epoch has no second batch above {size}",
+}
 
 
 @dataclass(frozen=True)
@@ -42,6 +58,18 @@ class SearchLimits:
     steps_are_collective: bool = False
     has_expandable_segments: bool = False
     avoided_sizes: frozenset[int] = frozenset()
+
+    @property
+    def unit(self) -> Unit:
+        """What the sizes count."""
+        return self.options.unit
+
+    @property
+    def largest_text(self) -> str:
+        """A clause about what limits the largest size that is allowed."""
+        texts = _TEXTS_OF_BUDGET if self.options.budget else _TEXTS
+        text = texts.get(self.max_reason, f"{self.max_reason} allows no more than {{size}}")
+        return text.format(size=self.unit.size(self.max_batch_size), number=self.max_batch_size)
 
     @property
     def catches_errors(self) -> bool:

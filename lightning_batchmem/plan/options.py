@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import LearningRateScaling, Objective
+from lightning_batchmem.plan.unit import Unit
 
 WorstCase = Literal["typical", "longest"]
 
@@ -87,9 +88,9 @@ class SearchOptions:
         return UNBOUNDED_MAX_BUDGET if self.budget else UNBOUNDED_MAX_BATCH_SIZE
 
     @property
-    def budget_name(self) -> str | None:
-        """The name of the budget that a size is; ``None`` where it is a number of samples."""
-        return self.batch_arg_name.rpartition(".")[2] if self.budget else None
+    def unit(self) -> Unit:
+        """What the sizes count."""
+        return Unit(self.batch_arg_name.rpartition(".")[2] if self.budget else None)
 
 
 def parse_memory_limit(memory_limit: object, available_bytes: int) -> int:

@@ -11,6 +11,7 @@ from lightning_batchmem.plan.learning_rate import OptimizerStep
 from lightning_batchmem.plan.plan_json import in_parts, side_by_side
 from lightning_batchmem.plan.records import Chosen, LimitedBy, MemoryModel, Trial
 from lightning_batchmem.plan.text import full_text, headline, short_text
+from lightning_batchmem.plan.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ class Plan:
     def _repr_markdown_(self) -> str:
         """The text of the plan in a notebook, with its columns aligned."""
         return f"```text\n{self}\n```"
+
+    @property
+    def unit(self) -> Unit:
+        """What the sizes count: samples, or values of the budget."""
+        return Unit(self.budget_name)
 
     @property
     def batch_size(self) -> int:

@@ -36,6 +36,12 @@ Bound = tuple[int, SizeLimit]
 # The worst outcome comes first: several ranks or repetitions agree on the first that occurred.
 _OUTCOMES: tuple[Outcome, ...] = ("out_of_memory", "over_limit", "allocator_retry", "ok")
 
+_FAILURES: Mapping[Outcome, str] = {
+    "out_of_memory": "ran out of memory",
+    "over_limit": "need {needed}",
+    "allocator_retry": "fit only if the allocator releases its cache in every step",
+}
+
 
 def mib(count_bytes: float) -> str:
     """Bytes as a person reads them, e.g. ``"1,536.0 MiB"``; three decimals below one MiB."""
@@ -125,6 +131,12 @@ class Trial:
         """The most that may grow with the size; at least 1. An optimizer step does not grow."""
         peaks = [peak for phase, peak in self.phase_peak_bytes.items() if phase != "optimizer_step"]
         return max(1, max(peaks, default=self.peak_bytes) - self.fixed_bytes)
+
+    @property
+    def failure(self) -> str:
+        """What happened at a size that did not pass, as a clause."""
+        text = _FAILURES[self.outcome].format(needed=mib(self.needed_bytes))
+        return f"{text} ({self.error})" if self.error else text
 
     def with_set_aside(self) -> Trial:
         """The same trial, with the bytes that are set aside in its peaks."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from lightning_batchmem.plan.printable import shown
 from lightning_batchmem.plan.records import Trial, mib
-from lightning_batchmem.plan.sentences import NOT_RESTORED, place_text
 from lightning_batchmem.plan.table import table_text
 from lightning_batchmem.plan.throughput import measured_speeds
 
@@ -15,6 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lightning_batchmem.plan.plan import Plan
+
+NOT_RESTORED = (
+    "the attributes of the objects that the search was given. Not restored: what steps change in"
+    " classes, functions, default arguments, global variables, caches, and behind weak references."
+)
 
 # In columns.
 _WIDTH = 80
@@ -31,7 +35,7 @@ def full_text(plan: Plan) -> str:
     """The plan with all reasons, all notes and every size that was run."""
     lines = [_wrapped(headline(plan)), *_lines(_rows(plan))]
     if plan.trials:
-        headings = (*_HEADINGS, f"{items_name(plan)}/s")
+        headings = (*_HEADINGS, f"{plan.unit.items}/s")
         lines.append(table_text(headings, [_cells(plan, t) for t in plan.trials], left=2))
     return "\n".join(lines)
 
@@ -64,26 +68,6 @@ def _on_each_rank(plan: Plan) -> str:
     return f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
 
 
-def size_name(plan: Plan) -> str:
-    """What the sizes of a plan are values of."""
-    return plan.budget_name or "batch size"
-
-
-def _number(plan: Plan, size: int) -> str:
-    """A size as a number; a budget is often a large one."""
-    return str(size) if plan.budget_name is None else f"{size:,}"
-
-
-def items_name(plan: Plan) -> str:
-    """What the throughput counts: samples, or the items within a budget."""
-    return "samples" if plan.budget_name is None else "items"
-
-
-def _one(plan: Plan) -> str:
-    """What a line grows with."""
-    return "a sample" if plan.budget_name is None else f"for each of {plan.budget_name}"
-
-
 def headline(plan: Plan) -> str:
     """The size, what limits it, and whether it was rehearsed."""
     verified = "verified by a rehearsal" if plan.verified else "not verified"
@@ -93,7 +77,7 @@ def headline(plan: Plan) -> str:
         verified = "rehearsed on the simulated GPU" if is_rehearsed(plan) else "not rehearsed"
     limited_by = plan.limited_by.replace("_", " ")
     return shown(
-        f"{size_name(plan)} {_number(plan, plan.batch_size)}{_on_each_rank(plan)}{where},"
+        f"{plan.unit.name} {plan.unit.number(plan.batch_size)}{_on_each_rank(plan)}{where},"
         f" limited by {limited_by}, {verified}"
     )
 
@@ -103,11 +87,11 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.memory is not None and plan.memory.lines:
         phase = plan.memory.phase_at(plan.batch_size)
         line = plan.memory.lines[phase]
-        growth = f"{mib(line.slope)} {_one(plan)}"
+        growth = f"{mib(line.slope)} {plan.unit.one}"
         text = f"{mib(line.intercept)} + {growth} ({phase.replace('_', ' ')})"
         rows.append(("line", text))
     if plan.place:
-        rows.append(("size", place_text(plan.place)))
+        rows.append(("size", _place(plan.place)))
     if plan.trials:
         rows.append(("sizes", _known_sizes(plan)))
     if changes := _changes(plan):
@@ -118,6 +102,14 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.trials:
         rows.append(("restored", NOT_RESTORED))
     return rows
+
+
+def _place(place: str) -> str:
+    """Where the size is set: an attribute, or a hook, which ends with the parentheses."""
+    if place.endswith("()"):
+        hook = place.removesuffix("()")
+        return f"set on the loader of {hook}; write it into your code to keep it"
+    return f"set as {place}"
 
 
 def is_rehearsed(plan: Plan) -> bool:
@@ -136,7 +128,7 @@ def _known_sizes(plan: Plan) -> str:
     verified = _rehearsed_sizes(plan)
     rehearsed = "rehearsed" if plan.simulated else "verified"
     how_known = rehearsed if largest in verified else "predicted"
-    text = f"fits {_number(plan, largest)} ({how_known})"
+    text = f"fits {plan.unit.number(largest)} ({how_known})"
     fastest = plan.fastest_batch_size
     if fastest is None:
         return text
@@ -145,12 +137,14 @@ def _known_sizes(plan: Plan) -> str:
     if fastest in verified and fastest != largest:
         details.append("verified")
     if fastest in speeds:
-        details.append(f"{plan.ranks * speeds[fastest]:,.0f} {items_name(plan)}/s")
+        details.append(f"{plan.ranks * speeds[fastest]:,.0f} {plan.unit.items}/s")
         if speeds.get(largest, 0.0) > 0 and largest != fastest:
             ratio = f"{speeds[fastest] / speeds[largest]:.1f}"
             if ratio != "1.0":
-                details.append(f"{ratio} times as many as at {_number(plan, largest)}")
-    return f"{text} · fastest {_number(plan, fastest)} ({', '.join(details)})" if details else text
+                details.append(f"{ratio} times as many as at {plan.unit.number(largest)}")
+    return (
+        f"{text} · fastest {plan.unit.number(fastest)} ({', '.join(details)})" if details else text
+    )
 
 
 def _memory(plan: Plan) -> str:
@@ -182,9 +176,7 @@ def _changes(plan: Plan) -> list[str]:
     accumulate = plan.accumulate_grad_batches
     if plan.effective_batch_size is not None and (accumulate > 1 or plan.ranks > 1):
         batches = "a batch" if accumulate == 1 else f"{accumulate} batches"
-        step = f"{plan.effective_batch_size} samples"
-        if plan.budget_name is not None:
-            step = f"{plan.budget_name} {plan.effective_batch_size:,}"
+        step = plan.unit.size(plan.effective_batch_size)
         changes.append(f"{step}, in {batches}{_on_each_rank(plan)}")
     rates = (plan.learning_rate, plan.learning_rate_before)
     if None not in rates and rates[0] != rates[1]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 from torch.nn import Module
 
-from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import Chosen, Trial, mib
+from lightning_batchmem.plan.records import Chosen, SizeLimit, Trial, mib
 from lightning_batchmem.plan.sizes import rounded, size_range
 from lightning_batchmem.plan.small_files import read_small
 from lightning_batchmem.search.ranks import Ranks
@@ -45,20 +45,28 @@ def find_earlier_plan(
         plan = load_plan(given)
     except (OSError, ValueError) as error:
         # The first run of a sweep usually has no file, so this is no error.
-        changes = [sentences.unreadable(given, error)]
+        changes = [f"{given} cannot be read ({error})"]
     else:
         changes = changes_since(plan, device, limit_bytes)
         unknown = next((trial for trial in plan.trials if not trial.is_known), None)
         if unknown is not None:
-            changes = [sentences.unknown_trial(unknown)]
+            changes = [
+                f"this version does not know a trial of the kind {unknown.kind[:80]!r} with the"
+                f" outcome {unknown.outcome[:80]!r}"
+            ]
         elif not ((plan.verified or plan.simulated) and plan.parameters):
-            changes = [sentences.not_verified()]
+            changes = ["it was not verified by a fit of this version"]
         elif plan.parameters != parameters:
-            changes.append(sentences.changed("number of parameters", plan.parameters, parameters))
+            changes.append(_changed("number of parameters", plan.parameters, parameters))
     plan, changes = ranks.exchange((plan, changes))[0]
     if changes:
-        return None, [sentences.earlier_plan_not_used(*changes)]
+        return None, [earlier_plan_not_used(*changes)]
     return plan, []
+
+
+def earlier_plan_not_used(*reasons: str) -> str:
+    """A note with clauses that say why."""
+    return f"The earlier plan was not used: {', and '.join(reasons)}."
 
 
 def load_plan(plan: Plan | str | Path) -> Plan:
@@ -90,10 +98,14 @@ def changes_since(plan: Plan, device: str, limit_bytes: int) -> list[str]:
     changes = []
     # The real device has another name.
     if device != plan.device and not plan.simulated:
-        changes.append(sentences.changed("device", plan.device, device))
+        changes.append(_changed("device", plan.device, device))
     if abs(limit_bytes - plan.limit_bytes) > LIMIT_TOLERANCE * plan.limit_bytes:
-        changes.append(sentences.changed("limit", mib(plan.limit_bytes), mib(limit_bytes)))
+        changes.append(_changed("limit", mib(plan.limit_bytes), mib(limit_bytes)))
     return changes
+
+
+def _changed(name: str, old: str, new: str) -> str:
+    return f"the {name} was {old} and is {new}"
 
 
 def parameters_text(module: Module) -> str:
@@ -108,10 +120,15 @@ def why_not_allowed(plan: Plan, limits: SearchLimits) -> str:
     lowest, highest = size_range(limits)
     is_allowed = lowest <= size <= highest and size in (highest, rounded(size, limits))
     # Where something else than memory limited it, this may allow a larger size now.
-    is_largest = size == highest or plan.limited_by in ("memory", "throughput")
-    if is_allowed and is_largest and plan.budget_name == limits.options.budget_name:
+    is_largest = size == highest or plan.limited_by not in get_args(SizeLimit)
+    if is_allowed and is_largest and plan.budget_name == limits.unit.budget_name:
         return ""
-    return sentences.other_sizes_allowed(size, lowest, highest, limits)
+    multiple_of = limits.options.multiple_of or 1
+    sizes = f"multiples of {multiple_of}" if multiple_of > 1 else "sizes"
+    return (
+        f"it has {limits.unit.size(size)}, and {sizes} from {lowest} to {highest} are allowed:"
+        f" {limits.largest_text}"
+    )
 
 
 def reused(plan: Plan, trial: Trial, limits: SearchLimits) -> tuple[Chosen, tuple[Trial, ...]]:
@@ -120,7 +137,8 @@ def reused(plan: Plan, trial: Trial, limits: SearchLimits) -> tuple[Chosen, tupl
     chosen = Chosen(
         size,
         plan.limited_by,
-        sentences.passed_again(size, limits),
+        f"{limits.unit.size(size)}: the size of an earlier plan, which passed a rehearsal on this"
+        " device.",
         fastest_batch_size=plan.fastest_batch_size,
         largest_batch_size=plan.largest_batch_size,
     )

@@ -37,6 +37,16 @@ class MemoryRoom:
     later_bytes: int = 0
     host_memory: Callable[[], DeviceMemory] = HostMemory
 
+    @property
+    def notes(self) -> list[str]:
+        """A sentence about what is left free; no sentence where nothing is."""
+        if not self.later_bytes:
+            return []
+        return [
+            f"The search left {mib(self.later_bytes)} of the limit free: the training needs them"
+            " later, for gradients that ranks exchange or for averaged weights."
+        ]
+
     def provided_bytes(self) -> int:
         """The most that this rank may hold; ranks that share memory divide what is left equally."""
         available_bytes = self.device.available_bytes()
@@ -73,7 +83,7 @@ class MemoryRoom:
 
 def search_limits(
     program: Program,
-    budget: MemoryRoom,
+    room: MemoryRoom,
     options: SearchOptions,
     policy: SearchPolicy,
     ranks: Ranks,
@@ -83,9 +93,9 @@ def search_limits(
     Raises:
         ValueError: if the process already holds as much as ``memory_limit``.
     """
-    limit_bytes = budget.limit_bytes()
-    held_bytes = budget.device.current().allocated_bytes
-    if budget.memory_limit is not None and limit_bytes <= held_bytes:
+    limit_bytes = room.limit_bytes()
+    held_bytes = room.device.current().allocated_bytes
+    if room.memory_limit is not None and limit_bytes <= held_bytes:
         raise ValueError(
             f"memory_limit must be above the {mib(held_bytes)} that the process already holds, got"
             f" {mib(limit_bytes)}"
@@ -99,12 +109,12 @@ def search_limits(
     ]
     if target is not None:
         bounds.append((target, "target_batch_size"))
-    if not budget.device.is_host:
-        bounds.append((_largest_in_host_memory(program, budget, options), "host memory"))
+    if not room.device.is_host:
+        bounds.append((_largest_in_host_memory(program, room, options), "host memory"))
     bound = min(bounds, key=lambda bound: bound[0])
-    search_bytes = limit_bytes - budget.later_bytes
+    search_bytes = limit_bytes - room.later_bytes
     missing_bytes = 0
-    if budget.device.is_host and program.training is not None:
+    if room.device.is_host and program.training is not None:
         parameters = program.module.parameters()
         without_gradient = [p for p in parameters if p.requires_grad and p.grad is None]
         missing_bytes = held_bytes + bytes_of(without_gradient) - search_bytes
@@ -114,7 +124,7 @@ def search_limits(
         bound,
         program.avoided_sizes(),
         program.sample_sizes(),
-        budget.device.has_expandable_segments,
+        room.device.has_expandable_segments,
     )
     of_ranks = zip(*ranks.exchange(own), strict=True)
     limits, missing_of_ranks, bounds_of_ranks, avoided, sample_sizes, expandable = of_ranks
@@ -129,19 +139,19 @@ def search_limits(
         accumulate_grad_batches=program.accumulate_grad_batches,
         ranks=ranks.size,
         missing_bytes=max(0, *missing_of_ranks),
-        is_host=budget.device.is_host,
+        is_host=room.device.is_host,
         steps_are_collective=program.steps_are_collective,
         has_expandable_segments=all(expandable),
         avoided_sizes=frozenset().union(*avoided),
     )
 
 
-def _largest_in_host_memory(program: Program, budget: MemoryRoom, options: SearchOptions) -> int:
+def _largest_in_host_memory(program: Program, room: MemoryRoom, options: SearchOptions) -> int:
     """The largest size whose batches in loader workers fit into the free memory of the host."""
     if program.worker_bytes(1) == 0:
         return options.largest_size
-    host = budget.host_memory()
+    host = room.host_memory()
     free_bytes = host.available_bytes() - host.current().allocated_bytes
-    room_bytes = free_bytes // budget.ranks_on_host
+    room_bytes = free_bytes // room.ranks_on_host
     sizes = range(1, options.largest_size + 1)
     return max(1, bisect_right(sizes, room_bytes, key=program.worker_bytes))

@@ -6,18 +6,29 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_batchmem.devices.breakdown import measure_breakdown
-from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, Trial
+from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, Trial, mib
 from lightning_batchmem.plan.rules import decide
-from lightning_batchmem.search.earlier_plan import find_earlier_plan, reused, why_not_allowed
+from lightning_batchmem.search.earlier_plan import (
+    earlier_plan_not_used,
+    find_earlier_plan,
+    reused,
+    why_not_allowed,
+)
 from lightning_batchmem.search.limits import MemoryRoom, search_limits
 from lightning_batchmem.search.program import Program
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.trial import TrialRunner
+
+# What to do where no size fits.
+_SMALLER_STEP = "Use a smaller model, smaller samples, lower precision or activation checkpointing."
+_MORE_ROOM = (
+    "Most of it is other memory of this process, not that of the step: pass a higher memory_limit,"
+    " or free it."
+)
 
 
 class BatchSizeSearch:
@@ -91,11 +102,10 @@ class BatchSizeSearch:
                     why_not = chosen.reason
                     chosen = None
             if why_not:
-                notes.append(sentences.earlier_plan_not_used(why_not))
+                notes.append(earlier_plan_not_used(why_not))
         if chosen is None:
             chosen = self._search()
-        later_bytes = self._room.later_bytes
-        of_limit = [sentences.later_bytes(later_bytes)] if later_bytes else []
+        of_limit = self._room.notes
         if isinstance(chosen, SearchFailed):
             raise RuntimeError(" ".join([chosen.reason, *self._explanation(), *of_limit]))
         program.check_batch_size(chosen.batch_size)
@@ -107,7 +117,7 @@ class BatchSizeSearch:
             replace(chosen, notes=()),
             self._trials,
             # The limit of a plan is that of the training.
-            limits.limit_bytes + later_bytes,
+            limits.limit_bytes + self._room.later_bytes,
             device=device,
             notes=(
                 *chosen.notes,
@@ -119,7 +129,7 @@ class BatchSizeSearch:
             ),
             ranks=limits.ranks,
             parameters=parameters,
-            budget_name=limits.options.budget_name,
+            budget_name=limits.unit.budget_name,
         )
 
     def _search(self) -> Chosen | SearchFailed:
@@ -143,7 +153,7 @@ class BatchSizeSearch:
         self._find_collectives(plan.batch_size)
         trial = self._run(NextSize(plan.batch_size, "rehearsal"))
         if trial.outcome != "ok":
-            return SearchFailed(sentences.failed_again(trial, self._limits))
+            return SearchFailed(f"{self._limits.unit.size(trial.batch_size)} {trial.failure}")
         chosen, self._trials = reused(plan, trial, self._limits)
         self._read_limit_again()
         return chosen
@@ -194,11 +204,9 @@ class BatchSizeSearch:
         )
         # A size that ran out of memory needed more than was measured.
         needed_bytes = max(breakdown.peak_bytes, limits.limit_bytes)
-        text = sentences.breakdown_of(
-            trial.batch_size,
-            limits,
-            str(breakdown),
-            trial.set_aside_bytes,
-            is_mostly_other=2 * breakdown.other_bytes > needed_bytes,
-        )
-        return [text]
+        text = f"At {limits.unit.size(trial.batch_size)} the memory held {breakdown}"
+        if trial.set_aside_bytes:
+            set_aside = mib(trial.set_aside_bytes)
+            text += f"; DataLoader workers and a checkpoint take {set_aside} more"
+        is_mostly_other = 2 * breakdown.other_bytes > needed_bytes
+        return [f"{text}. {_MORE_ROOM if is_mostly_other else _SMALLER_STEP}"]

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory, release_traceback
-from lightning_batchmem.plan import sentences
 from lightning_batchmem.plan.limits import SearchLimits
+from lightning_batchmem.plan.objectives import objective_of
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Outcome, Trial, TrialKind
 from lightning_batchmem.plan.sizes import accumulated_batches
@@ -30,6 +30,10 @@ from lightning_batchmem.search.readings import (
 )
 from lightning_batchmem.search.rehearsal import rehearse
 from lightning_batchmem.search.steps import MAX_WARMUP_STEPS, ConsecutiveSteps
+
+LIVE_BYTES_NOT_COUNTED = (
+    "Live tensors could not be counted, so the memory of the whole process was measured instead."
+)
 
 
 class TrialRunner:
@@ -150,13 +154,12 @@ class TrialRunner:
                 continue
             with ConsecutiveSteps(meter, steps, batch_size) as consecutive:
                 consecutive.warm_up(policy.warmup_steps)
-                # The time of a step decides nothing where the largest size is wanted.
-                if limits.options.objective == "memory":
-                    consecutive.run_once()
-                else:
+                if objective_of(limits.options).times_steps:
                     # The user's steps may exchange data between ranks, in later steps only.
                     seconds = policy.timed_seconds if self._ranks.size == 1 else 0.0
                     consecutive.run_timed(policy.timed_steps, seconds)
+                else:
+                    consecutive.run_once()
                 consecutive.run_others()
                 consecutive.measure_live_bytes()
             if steps is self._program.primary:
@@ -185,9 +188,13 @@ class TrialRunner:
             needed_bytes = max(live_bytes, lasting_bytes)
         notes = []
         if meter.has_idle_optimizer:
-            notes.append(sentences.idle_optimizer(MAX_WARMUP_STEPS))
+            notes.append(
+                f"An optimizer did not step in the first {MAX_WARMUP_STEPS} steps, so its state is"
+                " not part of the measured memory. Set a smaller max_batch_size to leave room for"
+                " it."
+            )
         if meter.live is None:
-            notes.append(sentences.LIVE_BYTES_NOT_COUNTED)
+            notes.append(LIVE_BYTES_NOT_COUNTED)
         return Trial(
             batch_size=batch_size,
             outcome="ok",

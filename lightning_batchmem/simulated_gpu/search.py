@@ -23,7 +23,7 @@ from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_de
 from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.sentences import NOTHING_FITS
+from lightning_batchmem.plan.rules import NOTHING_FITS
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.state.saved_storages import SavedStorages
 

@@ -140,7 +140,7 @@ class Driven:
             device="abacus",
             notes=self.step.notes,
             ranks=self.bounds.ranks,
-            budget_name=self.bounds.options.budget_name,
+            budget_name=self.bounds.unit.budget_name,
         )
 
     @property

@@ -9,7 +9,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from lightning_batchmem import BatchFinder, find_batch_size_of_loop
-from lightning_batchmem.plan.sentences import NOT_RESTORED
+from lightning_batchmem.plan.text import NOT_RESTORED
 from tests.helpers.lawful import MIB, Lawful, found_size, law, loader
 from tests.helpers.loops import Loop, scheduled, seeded, sgd
 

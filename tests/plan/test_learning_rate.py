@@ -11,13 +11,14 @@ from lightning_batchmem.plan.learning_rate import (
     optimizer_step,
 )
 from lightning_batchmem.plan.sizes import MicroBatch, micro_batch
+from lightning_batchmem.plan.unit import Unit
 
 
 @pytest.mark.parametrize(
     ("budget_name", "size"), [(None, "1,008 samples"), ("max_tokens", "max_tokens 1,008")]
 )
 def test_a_target_that_is_missed_is_one_note(budget_name, size):
-    setup = TrainingSetup(1, 4, None, None, (), budget_name)
+    setup = TrainingSetup(1, 4, None, None, (), Unit(budget_name))
 
     def notes(target, batch_size):
         step = optimizer_step(
@@ -92,7 +93,7 @@ NONE_KNOWN = "and no single rule is known for {}. Tune the learning rate by hand
     ],
 )
 def test_note(names, effective, expected):
-    note = learning_rate_note(names, 32, effective)
+    note = learning_rate_note(names, 32, effective, Unit())
     start = ""
     if expected:
         start = f"An optimizer step has {effective:,} samples instead of 32{expected}"

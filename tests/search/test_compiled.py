@@ -7,8 +7,8 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.plan.sentences import LIVE_BYTES_NOT_COUNTED
 from lightning_batchmem.search.compiled import compiled_frames, each_size_static, forget_compiled
+from lightning_batchmem.search.trial import LIVE_BYTES_NOT_COUNTED
 from tests.helpers.lawful import MIB, Lawful, law
 
 

@@ -1,0 +1,243 @@
+"""What a search looks for: the largest size that fits, or the fastest one.
+
+An objective chooses the probes, the rehearsals and the size in the end. :func:`.decide` asks it,
+and knows no objective itself.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from lightning_batchmem.plan.fit import dropped_sizes, ran_through
+from lightning_batchmem.plan.options import SearchOptions
+from lightning_batchmem.plan.records import Chosen, LimitedBy, mib
+from lightning_batchmem.plan.sizes import rounded, size_range
+from lightning_batchmem.plan.throughput import fastest, num_flat_sizes
+from lightning_batchmem.plan.trials_so_far import TrialsSoFar
+
+FRAGMENTED_RATIO = 1.15
+"""From this ratio of reserved to requested bytes on, a note advises expandable segments."""
+
+
+class SearchObjective(Protocol):
+    """What a search looks for. All methods get the trials so far, of which at least one ran."""
+
+    times_steps: bool
+    """Whether the times of the steps of a probe decide something."""
+
+    def next_probe(self, known: TrialsSoFar) -> int | None:
+        """Return the next size to probe; None if the rehearsals can begin."""
+
+    def next_rehearsal(self, known: TrialsSoFar) -> int | None:
+        """Return the next size to rehearse; None if the last pass is enough."""
+
+    def choose(self, known: TrialsSoFar) -> Chosen:
+        """Return the size that passed a rehearsal last, with what limits it."""
+
+
+class Largest:
+    """The largest size that fits."""
+
+    # Single steps are timed, whose times vary too much.
+    times_steps = False
+
+    def next_probe(self, known: TrialsSoFar) -> int | None:
+        """Return the next small size to probe; None if the lines of the probes are known.
+
+        The second size is four times the first if that is certain to fit. The third one is a jump
+        to half of the size of the first rehearsal, by steps of four times the size where no error
+        can be caught. If it fails, sizes between follow, until a size that ran and one that failed
+        are as close as the first two.
+        """
+        policy = known.policy
+        last = known.largest_ran
+        growth = policy.ladder_growth
+        highest = size_range(known.limits)[1]
+        if len(known.ran) == 1:
+            size = int(min(growth * last, _largest_second_size(known)))
+        else:
+            share = policy.probe_share * known.first_rehearsal_share
+            size = int(min(share * known.size_at_limit, highest))
+            if not known.limits.catches_errors:
+                # Small sizes may hide what grows behind a larger part that does not.
+                size = min(size, growth * last)
+            if size < policy.least_growth * last:
+                size = 0
+        if size >= known.smallest_failed:
+            size = 0
+        if size == 0 and growth * last < known.smallest_failed < math.inf:
+            size = math.isqrt(last * int(known.smallest_failed))
+        size = rounded(size, known.limits)
+        # A size that needs less than this may be rehearsed at once.
+        return size if last < size < min(highest, known.smallest_failed) else None
+
+    def next_rehearsal(self, known: TrialsSoFar) -> int | None:
+        """Return the next size to rehearse; None if the last pass is enough."""
+        policy = known.policy
+        limits = known.limits
+        lowest, highest = size_range(limits)
+        low = known.largest_ran
+        first = min(known.first_rehearsal_share * known.size_at_limit, highest)
+        size = highest if first == highest else int(first)
+        if not (limits.catches_errors or known.has_rehearsed):
+            # A larger size that was probed is too near to the limit for a training.
+            return size if size == highest else max(lowest, rounded(size, limits))
+        most = policy.most_share * known.size_at_limit if limits.catches_errors else size + 1
+        high = min(most, known.smallest_failed, highest + 1)
+        is_narrow = high <= (1 + policy.gap_share) * low
+        if known.passed:
+            is_enough = is_narrow or known.num_errors >= policy.max_errors
+            if is_enough or not limits.catches_errors:
+                return None
+        if known.has_rehearsed or not low < size < high:
+            size = low if is_narrow else _size_between(low, high, known)
+        size = size if size == highest else rounded(size, limits)
+        if size <= low:
+            following = rounded(low + 1, limits, up=True)
+            size = following if following < high and not is_narrow else low
+        # A size that was only probed is rehearsed too.
+        return None if size == known.passed else size
+
+    def choose(self, known: TrialsSoFar) -> Chosen:
+        """Return the largest size that passed a rehearsal."""
+        return _within_limits(known, largest_size=known.passed, fastest_size=None)
+
+
+class Fastest:
+    """The smallest size near the best throughput."""
+
+    times_steps = True
+
+    def next_probe(self, known: TrialsSoFar) -> int | None:
+        """Return the next size to time: twice the last one, until throughput no longer rises."""
+        policy = known.policy
+        last = known.largest_ran
+        if known.failed or num_flat_sizes(known.speeds, policy) >= policy.flat_sizes:
+            return None
+        most = known.first_rehearsal_share * known.size_at_limit
+        if len(known.ran) == 1:
+            most = _largest_second_size(known)
+        size = min(rounded(int(min(2 * last, most)), known.limits), size_range(known.limits)[1])
+        return size if size >= policy.least_growth * last else None
+
+    def next_rehearsal(self, known: TrialsSoFar) -> int | None:
+        """Return the fastest size; None if it passed."""
+        near_best = fastest(known.speeds, known.policy)
+        size = known.largest_ran if near_best is None else near_best.batch_size
+        return None if size <= known.passed else size
+
+    def choose(self, known: TrialsSoFar) -> Chosen:
+        """Return the size that passed a rehearsal: the fastest, or one that ran below it."""
+        policy = known.policy
+        limits = known.limits
+        near_best = fastest(known.speeds, policy)
+        fastest_size = None if near_best is None else near_best.batch_size
+        largest_size = known.largest_ran
+        if not known.failed:
+            highest = size_range(limits)[1]
+            most = min(known.first_rehearsal_share * known.size_at_limit, highest)
+            most = highest if most == highest else rounded(int(most), limits)
+            largest_size = max(largest_size, most)
+        if largest_size <= policy.least_growth * known.passed:
+            return _within_limits(known, largest_size=largest_size, fastest_size=fastest_size)
+        return Chosen(
+            known.passed,
+            "throughput",
+            f"{limits.unit.size(known.passed)}: the smallest size with at least"
+            f" {policy.near_best_share:.0%} of the best throughput that was measured.",
+            _dropped_notes(known),
+            fastest_batch_size=fastest_size,
+            largest_batch_size=largest_size,
+        )
+
+
+def objective_of(options: SearchOptions) -> SearchObjective:
+    """Return the objective that the user has named."""
+    return Fastest() if options.objective == "throughput" else Largest()
+
+
+def _largest_second_size(known: TrialsSoFar) -> float:
+    """The largest size to run after the first one, when there is no line yet."""
+    following = rounded(known.largest_ran + 1, known.limits, up=True)
+    # Where an error is caught, the next size is tried even if it is not certain to fit.
+    if known.limits.catches_errors:
+        return max(known.size_at_limit, following)
+    certain = known.first_rehearsal_share * known.size_at_limit
+    # Gradients may be most of what seems to grow, so the next size is often much smaller.
+    is_next_safe = following <= known.policy.probe_share * known.size_at_limit
+    return max(certain, following) if is_next_safe else certain
+
+
+def _size_between(low: int, high: float, known: TrialsSoFar) -> int:
+    """A size nearer to the one that failed; the geometric mean of sizes that are far apart.
+
+    Where a probe ran at the size that failed, the largest size is not far below it.
+    """
+    policy = known.policy
+    if high > policy.ladder_growth * max(low, known.largest_probed):
+        return math.isqrt(low * int(high))
+    return int(low + policy.between_share * (high - low))
+
+
+def _within_limits(known: TrialsSoFar, *, largest_size: int, fastest_size: int | None) -> Chosen:
+    """The size that passed, limited by memory, or by the largest size that is allowed."""
+    limits = known.limits
+    size = known.passed
+    limited_by: LimitedBy = "memory"
+    if size == size_range(limits)[1]:
+        limited_by = limits.max_reason
+        reason = f"{limits.unit.size(size)}: {limits.largest_text}."
+        notes = _dropped_notes(known)
+    else:
+        reason = f"{limits.unit.size(size)}: {_why_no_larger(known, largest_size)}."
+        notes = (*_dropped_notes(known), *_fragmented_notes(known))
+    return Chosen(
+        size,
+        limited_by,
+        reason,
+        notes,
+        fastest_batch_size=fastest_size,
+        largest_batch_size=largest_size,
+    )
+
+
+def _why_no_larger(known: TrialsSoFar, largest_size: int) -> str:
+    """A clause about the memory that a larger size needs."""
+    limits = known.limits
+    size = known.passed
+    above = [trial for trial in known.failed if trial.batch_size > size]
+    if above:
+        smallest = min(above, key=lambda trial: trial.batch_size)
+        return f"{limits.unit.size(smallest.batch_size)} {smallest.failure}"
+    if limits.is_host:
+        return (
+            f"on the host tensors get {known.policy.host_share:.0%} of the room below the limit,"
+            " because the system ends a process that runs out of memory. A higher memory_limit"
+            " raises the size"
+        )
+    if largest_size > size:
+        return f"the limit leaves room for no more than {limits.unit.size(largest_size)}"
+    if limits.steps_are_collective:
+        return "no larger size was rehearsed, because an error on one rank ends all ranks"
+    return "it passed a rehearsal, and the limit leaves little room above it"
+
+
+def _dropped_notes(known: TrialsSoFar) -> tuple[str, ...]:
+    unit = known.limits.unit
+    return tuple(
+        f"The peak at {unit.size(size)} is above that of a larger size, so no line uses it."
+        for size in dropped_sizes(ran_through(known.trials))
+    )
+
+
+def _fragmented_notes(known: TrialsSoFar) -> tuple[str, ...]:
+    limits = known.limits
+    trial = next(t for t in reversed(known.trials) if t.batch_size == known.passed)
+    could_expand = not (limits.is_host or limits.has_expandable_segments)
+    if not could_expand or trial.held_bytes <= FRAGMENTED_RATIO * trial.peak_bytes:
+        return ()
+    return (
+        f"The allocator reserved {mib(trial.held_bytes)} for {mib(trial.peak_bytes)} of tensors."
+        " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may let a larger size fit.",
+    )

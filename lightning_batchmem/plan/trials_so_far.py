@@ -1,0 +1,109 @@
+"""What the trials of a search show: what ran, what failed, and the size that fills the limit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_batchmem.plan.fit import fit_memory
+from lightning_batchmem.plan.limits import SearchLimits
+from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.records import Speed, Trial
+from lightning_batchmem.plan.throughput import measured_speeds
+
+
+@dataclass(frozen=True)
+class TrialsSoFar:
+    """What the trials of a search show; sizes in samples.
+
+    Args:
+        trials: everything that was run, in the order in which it was run; at least one.
+        limits: limit in bytes, range of sizes, and the user's options.
+        policy: the numbers that steer the search.
+    """
+
+    trials: Sequence[Trial]
+    limits: SearchLimits
+    policy: SearchPolicy
+
+    @cached_property
+    def passed(self) -> int:
+        """The largest size that passed a rehearsal; 0 if none did."""
+        sizes = [t.batch_size for t in self.trials if t.kind == "rehearsal" and t.outcome == "ok"]
+        return max(sizes, default=0)
+
+    @cached_property
+    def failed(self) -> list[Trial]:
+        """The trials that failed above every size that passed."""
+        return [t for t in self.trials if t.outcome != "ok" and t.batch_size > self.passed]
+
+    @cached_property
+    def smallest_failed(self) -> float:
+        """The smallest size that failed; ``inf`` if none did."""
+        return min((trial.batch_size for trial in self.failed), default=math.inf)
+
+    @cached_property
+    def ran(self) -> list[Trial]:
+        """The trials that ran, below every size that failed; the smallest size first."""
+        ran = [t for t in self.trials if t.outcome == "ok" and t.batch_size < self.smallest_failed]
+        return sorted(ran, key=lambda trial: trial.batch_size)
+
+    @property
+    def largest_ran(self) -> int:
+        """The largest size that ran; 0 if none did."""
+        return self.ran[-1].batch_size if self.ran else 0
+
+    @property
+    def largest_probed(self) -> int:
+        """The largest size whose probe ran, even if its rehearsal failed."""
+        return max(t.batch_size for t in self.trials if t.kind == "probe" and t.outcome == "ok")
+
+    @property
+    def num_errors(self) -> int:
+        """How many rehearsals ran out of memory."""
+        return sum(
+            trial.outcome == "out_of_memory" and trial.kind == "rehearsal" for trial in self.trials
+        )
+
+    @property
+    def has_rehearsed(self) -> bool:
+        """Whether the ladder has ended."""
+        return any(trial.kind == "rehearsal" for trial in self.trials)
+
+    @cached_property
+    def size_at_limit(self) -> float:
+        """The size that fills the limit, as the probes predict it.
+
+        Without lines, all memory that does not last is expected to grow in proportion to the size,
+        which is an upper bound of what larger sizes need.
+
+        Source: the peak is a maximum of ``a + b * size`` with ``a >= fixed``, and for each of these
+        ``a + b * k * size <= fixed + k * (a - fixed + b * size)``.
+        """
+        probes = [trial for trial in self.trials if trial.kind == "probe"]
+        memory = fit_memory([trial.with_set_aside() for trial in probes])
+        if memory is not None:
+            return memory.size_at(self.limits.limit_bytes)
+        return max(
+            trial.batch_size
+            * (self.limits.limit_bytes - trial.set_aside_bytes - trial.fixed_bytes)
+            / trial.growing_bytes
+            for trial in self.ran
+            if trial.kind == "probe"
+        )
+
+    @property
+    def first_rehearsal_share(self) -> float:
+        """The share of the size that fills the limit at which the first rehearsal is."""
+        if self.limits.is_host:
+            return self.policy.host_share
+        if self.limits.steps_are_collective:
+            return self.policy.collective_share
+        return self.policy.rehearsal_share
+
+    @cached_property
+    def speeds(self) -> list[Speed]:
+        """The throughput of each size that ran, the smallest size first."""
+        return measured_speeds(self.ran)
