@@ -33,11 +33,16 @@ from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_de
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import begin_run
-from lightning_batchmem.plan.options import SearchOptions, WorstCase, check_switches
+from lightning_batchmem.plan.options import (
+    LearningRateScaling,
+    Objective,
+    SearchOptions,
+    WorstCase,
+    check_switches,
+)
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.printing import print_or_warn
-from lightning_batchmem.plan.records import LearningRateScaling, Objective
 from lightning_batchmem.search.ranks import Ranks
 
 

@@ -28,9 +28,8 @@ from lightning_batchmem._lightning.trainer_state import callbacks_of, set_callba
 from lightning_batchmem.batch_finder import BatchFinder, check_plan
 from lightning_batchmem.loop.search import plan_of_loop
 from lightning_batchmem.loop.training_loop import training_loop
-from lightning_batchmem.plan.options import SearchOptions, check_switches
+from lightning_batchmem.plan.options import Objective, SearchOptions, check_switches
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import Objective
 
 _Arguments = ParamSpec("_Arguments")
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_batchmem.plan.records import LearningRateScaling
+from lightning_batchmem.plan.options import LearningRateScaling
 from lightning_batchmem.plan.sizes import MicroBatch, micro_batches
 from lightning_batchmem.plan.unit import Unit
 

@@ -9,10 +9,13 @@ from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import LearningRateScaling, Objective
 from lightning_batchmem.plan.unit import Unit
 
+Objective = Literal["memory", "throughput"]
+LearningRateScaling = Literal["linear", "sqrt"]
 WorstCase = Literal["typical", "longest"]
+ArgumentLimit = Literal["max_batch_size", "target_batch_size", "min_steps_per_epoch"]
+"""The arguments that limit the size."""
 
 # This is the maximum where neither the data nor the user sets one.
 UNBOUNDED_MAX_BATCH_SIZE = 2**20
@@ -86,6 +89,14 @@ class SearchOptions:
         if self.max_batch_size is not None:
             return self.max_batch_size
         return UNBOUNDED_MAX_BUDGET if self.budget else UNBOUNDED_MAX_BATCH_SIZE
+
+    @property
+    def bounds(self) -> list[tuple[int, ArgumentLimit]]:
+        """The largest sizes that the arguments allow, whatever the data are."""
+        bounds: list[tuple[int, ArgumentLimit]] = [(self.largest_size, "max_batch_size")]
+        if self.target_batch_size is not None:
+            bounds.append((self.target_batch_size, "target_batch_size"))
+        return bounds
 
     @property
     def unit(self) -> Unit:

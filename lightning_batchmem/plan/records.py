@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from lightning_batchmem.plan.options import ArgumentLimit
+
 MIB = 2**20
 """Bytes in a mebibyte, the unit in which memory is shown to people."""
 
@@ -21,14 +23,9 @@ TrialKind = Literal["probe", "rehearsal"]
 _ShareLimit = Literal[
     "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"
 ]
-_ArgumentLimit = Literal["max_batch_size", "target_batch_size", "min_steps_per_epoch"]
 _DataLimit = Literal["dataset", "validation data", "host memory"]
-SizeLimit = Literal[
-    _DataLimit, _ArgumentLimit, _ShareLimit, "overfit_batches", "val_check_interval"
-]
+SizeLimit = Literal[_DataLimit, ArgumentLimit, _ShareLimit, "overfit_batches", "val_check_interval"]
 LimitedBy = Literal["memory", "throughput", SizeLimit]
-Objective = Literal["memory", "throughput"]
-LearningRateScaling = Literal["linear", "sqrt"]
 
 Bound = tuple[int, SizeLimit]
 """A largest size in samples, and the argument, setting or data that limits it."""

@@ -102,13 +102,7 @@ def search_limits(
         )
     if program.training is None:
         options = replace(options, target_batch_size=None)
-    target = options.target_batch_size
-    bounds: list[Bound] = [
-        (options.largest_size, "max_batch_size"),
-        *program.bounds(),
-    ]
-    if target is not None:
-        bounds.append((target, "target_batch_size"))
+    bounds: list[Bound] = [*options.bounds, *program.bounds()]
     if not room.device.is_host:
         bounds.append((_largest_in_host_memory(program, room, options), "host memory"))
     bound = min(bounds, key=lambda bound: bound[0])
